@@ -1,0 +1,144 @@
+"""Who is who: streams, queues and positions."""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+from typing import NamedTuple
+
+from .errors import InvalidArgument
+
+MAX_NAME_BYTES = 1024
+"""Limit of a namespace and of a key, each, in UTF-8 bytes."""
+
+_UNSAFE_IN_KEY = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029%]")
+_UNSAFE_IN_NAMESPACE = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029%/]")
+_ESCAPE = re.compile(r"((?:%[0-9A-Fa-f]{2})+)")
+
+
+class StreamId:
+    """The name of a virtual stream. It exists as soon as it is named; there may be millions.
+
+    Equality respects the boundary: `StreamId("a", "b/c") != StreamId("a/b", "c")`.
+
+    The text form is `namespace/key`, split at the first slash. A slash in the namespace, and `%`, control and line
+    separator characters in either part, are percent-encoded (UTF-8), so that the text form is one line and
+    `StreamId.parse(str(s)) == s` for every namespace and key.
+
+    Raises InvalidArgument where a part is not a string, cannot be encoded as UTF-8, or exceeds `MAX_NAME_BYTES`.
+    """
+
+    __slots__ = ("__dict__", "_hash", "key", "namespace")
+
+    namespace: str
+    key: str
+
+    def __init__(self, namespace: str, key: str) -> None:
+        _check_name("namespace", namespace)
+        _check_name("key", key)
+        self.namespace = namespace
+        self.key = key
+        self._hash = hash((namespace, key))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, StreamId) and self.namespace == other.namespace and self.key == other.key
+
+    def __lt__(self, other: StreamId) -> bool:
+        return (self.namespace, self.key) < (other.namespace, other.key)
+
+    def __reduce__(self) -> tuple[type[StreamId], tuple[str, str]]:
+        return StreamId, (self.namespace, self.key)
+
+    def __str__(self) -> str:
+        return f"{_UNSAFE_IN_NAMESPACE.sub(_quote, self.namespace)}/{_UNSAFE_IN_KEY.sub(_quote, self.key)}"
+
+    def __repr__(self) -> str:
+        return f"StreamId({self.namespace!r}, {self.key!r})"
+
+    @cached_property
+    def prefix(self) -> bytes:
+        """Fields 1 and 2 of an encoded `EventBatch`: how every batch of this stream begins."""
+        namespace = self.namespace.encode()
+        key = self.key.encode()
+        return b"".join((b"\x0a", varint(len(namespace)), namespace, b"\x12", varint(len(key)), key))
+
+    @classmethod
+    def parse(cls, text: str) -> StreamId:
+        """Read the text form `namespace/key`. Raises InvalidArgument with the reason."""
+        namespace, slash, key = text.partition("/")
+        if not slash:
+            raise InvalidArgument(f"{text!r} names no stream: write it as namespace/key")
+        return cls(_unquote(namespace, text), _unquote(key, text))
+
+
+class QueueId(NamedTuple):
+    """One of the N physical queues of a provider, `index` 0 to N-1."""
+
+    provider: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.provider}/{self.index}"
+
+
+class SequenceToken(NamedTuple):
+    """The position of an event: its batch's offset in the queue and its index in the batch.
+
+    Unbounded integers, compared as a tuple, strictly increasing within a queue. The text form is `offset` or
+    `offset.index`.
+    """
+
+    offset: int
+    index: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.offset}.{self.index}" if self.index else str(self.offset)
+
+    @classmethod
+    def parse(cls, text: str) -> SequenceToken:
+        match = re.fullmatch(r"(\d+)(?:\.(\d+))?", text, re.ASCII)
+        if match is None:
+            raise InvalidArgument(f"{text!r} is no token: write it as OFFSET or OFFSET.INDEX, as in 1200 or 1200.7")
+        return cls(int(match[1]), int(match[2] or 0))
+
+
+def varint(value: int) -> bytes:
+    """Encode a non-negative integer as a protobuf varint."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _check_name(part: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise InvalidArgument(f"a stream's {part} is a string, not {type(value).__name__}: {value!r}")
+    try:
+        size = len(value) if value.isascii() else len(value.encode())
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"a stream's {part} has a lone surrogate, which UTF-8 cannot encode: {value!r}") from None
+    if size > MAX_NAME_BYTES:
+        raise InvalidArgument(f"a stream's {part} has {size:,} bytes in UTF-8, the limit is {MAX_NAME_BYTES:,}")
+
+
+def _quote(match: re.Match[str]) -> str:
+    return "".join(f"%{byte:02X}" for byte in match[0].encode())
+
+
+def _unquote(part: str, text: str) -> str:
+    if "%" not in part:
+        return part
+    pieces = _ESCAPE.split(part)
+    if any("%" in plain for plain in pieces[::2]):
+        raise InvalidArgument(f"{text!r} has a % that begins no escape such as %2F: write a plain % as %25")
+    try:
+        return "".join(bytes.fromhex(p.replace("%", "")).decode() if i % 2 else p for i, p in enumerate(pieces))
+    except UnicodeDecodeError:
+        raise InvalidArgument(f"{text!r} has percent escapes that are not UTF-8") from None

@@ -1,0 +1,239 @@
+"""Subscriptions: durable, named interest in streams, and what they remember.
+
+A subscription is a definition (selector, start, failure policy) plus a checkpoint per queue. Decisions are pure
+functions here; the control store keeps the data and `agents/` acts on it.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+import re
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from fnmatch import translate
+from functools import lru_cache
+from typing import NamedTuple
+
+import msgspec
+
+from .errors import InvalidArgument
+from .identity import SequenceToken, StreamId
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class SlowConsumer(enum.Enum):
+    """What happens when a consumer is too slow for the cache."""
+
+    THROTTLE = "throttle"
+    """The cache fills and pulling slows down to the slowest."""
+    DETACH = "detach"
+    """A cursor that holds the oldest bucket too long leaves the cache and reads its own way through the queue."""
+
+
+class OnFailure(enum.Enum):
+    """What happens to an event when the retry policy is exhausted."""
+
+    DEAD_LETTER = "dead-letter"
+    SKIP = "skip"
+    PAUSE = "pause"
+
+
+class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Exponential backoff with full jitter, limited by attempts and by time, whichever ends first."""
+
+    max_attempts: int = 8
+    """Deliveries of one event at the most, the first included; at least 1."""
+    max_elapsed_s: float = 300.0
+    """Give up when this long has passed since the first attempt, in seconds."""
+    initial_delay_s: float = 0.1
+    max_delay_s: float = 30.0
+    multiplier: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.max_attempts < 1:
+            raise InvalidArgument(f"retry.max_attempts is at least 1, not {self.max_attempts}")
+        if min(self.max_elapsed_s, self.initial_delay_s, self.max_delay_s) < 0 or self.multiplier < 1:
+            raise InvalidArgument("retry times are not negative and retry.multiplier is at least 1")
+
+    def delay(self, attempts: int, elapsed_s: float, rng: random.Random) -> float | None:
+        """Seconds to wait before the next attempt after `attempts` failed ones, or None to give up."""
+        if attempts >= self.max_attempts or elapsed_s >= self.max_elapsed_s:
+            return None
+        ceiling = min(self.max_delay_s, self.initial_delay_s * self.multiplier ** (attempts - 1))
+        return rng.uniform(ceiling / 2, ceiling)
+
+
+class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which streams: text `namespace/key` in `StreamId`'s text form, where `*` stands for any text, also a slash, and
+    `?` for one character, in either part. Without either, exactly one stream (an explicit subscription)."""
+
+    pattern: str
+
+    def __post_init__(self) -> None:
+        if "/" not in self.pattern:
+            raise InvalidArgument(f"{self.pattern!r} selects no stream: write namespace/key, or namespace/* for all keys")
+        if self.explicit:
+            StreamId.parse(self.pattern)
+
+    @property
+    def explicit(self) -> bool:
+        return not any(c in self.pattern for c in "*?")
+
+    def matcher(self) -> Callable[[StreamId], bool]:
+        """A fast predicate over streams."""
+        if self.explicit:
+            return StreamId.parse(self.pattern).__eq__
+        namespace, _, key = self.pattern.partition("/")
+        if key == "*" and not any(c in namespace for c in "*?"):
+            plain = StreamId.parse(namespace + "/").namespace
+            return lambda stream: stream.namespace == plain
+        expression = re.compile(translate(self.pattern.replace("[", "[[]")))
+
+        @lru_cache(maxsize=65536)
+        def matches(stream: StreamId) -> bool:
+            return expression.match(str(stream)) is not None
+
+        return matches
+
+
+class StartKind(enum.Enum):
+    EARLIEST = "earliest"
+    LATEST = "latest"
+    OFFSETS = "offsets"
+    TIME = "time"
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a subscription starts, or is moved to by a seek."""
+
+    kind: StartKind
+    token: str | None = None
+    time_us: int | None = None
+
+    @classmethod
+    def earliest(cls) -> Start:
+        return cls(kind=StartKind.EARLIEST)
+
+    @classmethod
+    def latest(cls) -> Start:
+        return cls(kind=StartKind.LATEST)
+
+    @classmethod
+    def at(cls, token: SequenceToken) -> Start:
+        """From this token on. Tokens belong to a queue: only for a subscription to one stream."""
+        return cls(kind=StartKind.OFFSETS, token=str(token))
+
+    @classmethod
+    def since(cls, when: datetime) -> Start:
+        """From the first event stored at or after `when`, which carries a time zone."""
+        if when.tzinfo is None:
+            raise InvalidArgument(f"start time {when.isoformat()} has no time zone: add one, such as +00:00")
+        return cls(kind=StartKind.TIME, time_us=int(when.timestamp() * 1_000_000))
+
+    @classmethod
+    def parse(cls, text: str) -> Start:
+        """`earliest`, `latest`, a token such as 1200 or 1200.7, or a time such as 2026-11-21T10:00:00+00:00."""
+        if text in ("earliest", "latest"):
+            return cls(kind=StartKind(text))
+        if re.fullmatch(r"[\d.]+", text, re.ASCII):
+            return cls.at(SequenceToken.parse(text))
+        try:
+            when = datetime.fromisoformat(text)
+        except ValueError:
+            raise InvalidArgument(
+                f"{text!r} is no start: use earliest, latest, a token such as 1200.7, or a time such as "
+                "2026-11-21T10:00:00+00:00"
+            ) from None
+        return cls.since(when)
+
+
+class SubscriptionDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What makes a subscription. Creating it again with an equal definition is a no-op; with another, an error."""
+
+    name: str
+    selector: Selector
+    start: Start = msgspec.field(default_factory=Start.latest)
+    retry: RetryPolicy = msgspec.field(default_factory=RetryPolicy)
+    on_failure: OnFailure = OnFailure.DEAD_LETTER
+    slow_consumer: SlowConsumer | None = None
+    """None: detach where the queue can rewind, else throttle."""
+    filter: str | None = None
+    """The name of the filter, part of the definition: another filter is another subscription."""
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise InvalidArgument(
+                f"{self.name!r} is no subscription name: letters, digits, dot, dash and underscore, at most 128, "
+                "starting with a letter or digit"
+            )
+        if self.start.kind is StartKind.OFFSETS and not self.selector.explicit:
+            raise InvalidArgument(
+                f"subscription {self.name}: a token is a position in one queue, so it can only start a subscription to "
+                f"one stream, not {self.selector.pattern!r}; start it at a time instead"
+            )
+
+
+class Behind(NamedTuple):
+    """A stream that is behind its subscription's checkpoint: its next event, and why it is paused where it is."""
+
+    token: SequenceToken
+    paused: str = ""
+
+
+class Checkpoint(NamedTuple):
+    """Progress of a subscription in one queue, as stored.
+
+    Everything below `next_offset` (exclusive) is done, except for the streams in `behind`, which are done up to their
+    own token. Deliveries within a stream are in order, so this is exact however streams interleave, and its size is the
+    number of streams behind, not the number of gaps.
+    """
+
+    next_offset: int
+    behind: Mapping[StreamId, Behind] = {}  # noqa: RUF012 (shared and empty: never written to)
+
+    @property
+    def watermark(self) -> int:
+        """The lowest offset still needed."""
+        return min([self.next_offset, *(b.token.offset for b in self.behind.values())])
+
+    def wants(self, stream: StreamId, offset: int) -> bool:
+        """Whether any event of the batch at `offset` is still to be delivered."""
+        behind = self.behind.get(stream)
+        return offset >= (self.next_offset if behind is None else behind.token.offset)
+
+
+class DeadLetter(NamedTuple):
+    """An event given up on."""
+
+    id: int
+    """0 until stored."""
+    provider: str
+    subscription: str
+    queue: int
+    stream: StreamId
+    token: SequenceToken
+    payload: bytes
+    headers: Mapping[str, str]
+    event_id: str | None
+    timestamp_us: int
+    reason: str
+    attempts: int
+    failed_at_us: int
+    redrive: bool = False
+    """Asked to be delivered once more."""
+
+
+class GapRecord(NamedTuple):
+    """Events that a subscription will not get, and why: the explicit trace that invariant 6 asks for."""
+
+    provider: str
+    subscription: str
+    queue: int
+    stream: StreamId | None
+    low: SequenceToken
+    high: SequenceToken
+    reason: str
+    at_us: int
+
