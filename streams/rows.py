@@ -1,0 +1,163 @@
+"""How records of the control store become rows, and rows become records again. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from sqlalchemy import Row
+
+from .errors import DataDirectoryError, InvalidArgument
+from .identity import SequenceToken, StreamId
+from .schema import MAX_POSITION
+from .subscriptions import Behind, Checkpoint, DeadLetter, GapRecord, SubscriptionDefinition
+
+_behind_decoder = msgspec.json.Decoder(list[tuple[str, str, int, int, str]])
+
+
+class _Attributes(msgspec.Struct):
+    """What an event carries besides its payload. JSON, because text columns of PostgreSQL cannot hold every string."""
+
+    id: str | None
+    headers: dict[str, str]
+
+
+def checkpoint_row(queue: int, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Raises InvalidArgument for positions that 64 bits do not hold."""
+    behind = [
+        (stream.namespace, stream.key, _position(at.token.offset), _position(at.token.index), at.paused)
+        for stream, at in checkpoint.behind.items()
+    ]
+    return {
+        "queue": _position(queue),
+        "next_offset": _position(checkpoint.next_offset),
+        "watermark": checkpoint.watermark,
+        "behind": msgspec.json.encode(behind).decode() if behind else "[]",
+    }
+
+
+def checkpoint_of(row: Row[Any]) -> Checkpoint:
+    if row.behind == "[]":
+        return Checkpoint(row.next_offset)
+    try:
+        behind = {
+            StreamId(namespace, key): Behind(SequenceToken(offset, index), paused)
+            for namespace, key, offset, index, paused in _behind_decoder.decode(row.behind)
+        }
+    except (msgspec.MsgspecError, InvalidArgument) as error:
+        raise _damaged("a checkpoint", error) from None
+    return Checkpoint(row.next_offset, behind)
+
+
+def definition_text(definition: SubscriptionDefinition) -> str:
+    return msgspec.json.encode(definition).decode()
+
+
+def definition_of(text: str) -> SubscriptionDefinition:
+    try:
+        return msgspec.json.decode(text, type=SubscriptionDefinition)
+    except msgspec.MsgspecError as error:
+        raise _damaged("a subscription", error) from None
+
+
+def differences(stored: SubscriptionDefinition, wanted: SubscriptionDefinition) -> str:
+    """The fields in which two definitions differ, with both values, for people."""
+    pairs = [(field, getattr(stored, field), getattr(wanted, field)) for field in stored.__struct_fields__]
+    return "; ".join(f"{field} is {_json(a)}, not {_json(b)}" for field, a, b in pairs if a != b)
+
+
+def dead_letter_row(letter: DeadLetter) -> dict[str, Any]:
+    """Without its id. Raises InvalidArgument for positions that 64 bits do not hold."""
+    return {
+        "provider": letter.provider,
+        "subscription": letter.subscription,
+        "queue": _position(letter.queue),
+        "token_offset": _position(letter.token.offset),
+        "token_index": _position(letter.token.index),
+        "stream": str(letter.stream),
+        "payload": letter.payload,
+        "attributes": msgspec.json.encode(_Attributes(letter.event_id, dict(letter.headers))).decode(),
+        "timestamp_us": letter.timestamp_us,
+        "reason": printable(letter.reason),
+        "attempts": letter.attempts,
+        "failed_at_us": letter.failed_at_us,
+        "redrive": letter.redrive,
+    }
+
+
+def dead_letter_of(row: Row[Any]) -> DeadLetter:
+    try:
+        attributes = msgspec.json.decode(row.attributes, type=_Attributes)
+        stream = StreamId.parse(row.stream)
+    except (msgspec.MsgspecError, InvalidArgument) as error:
+        raise _damaged(f"dead letter {row.id}", error) from None
+    return DeadLetter(
+        id=row.id,
+        provider=row.provider,
+        subscription=row.subscription,
+        queue=row.queue,
+        stream=stream,
+        token=SequenceToken(row.token_offset, row.token_index),
+        payload=row.payload,
+        headers=attributes.headers,
+        event_id=attributes.id,
+        timestamp_us=row.timestamp_us,
+        reason=row.reason,
+        attempts=row.attempts,
+        failed_at_us=row.failed_at_us,
+        redrive=row.redrive,
+    )
+
+
+def gap_row(gap: GapRecord) -> dict[str, Any]:
+    """Raises InvalidArgument for positions that 64 bits do not hold."""
+    return {
+        "provider": gap.provider,
+        "subscription": gap.subscription,
+        "queue": _position(gap.queue),
+        "stream": "" if gap.stream is None else str(gap.stream),
+        "low_offset": _position(gap.low.offset),
+        "low_index": _position(gap.low.index),
+        "high_offset": _position(gap.high.offset),
+        "high_index": _position(gap.high.index),
+        "reason": printable(gap.reason),
+        "at_us": gap.at_us,
+    }
+
+
+def gap_of(row: Row[Any]) -> GapRecord:
+    return GapRecord(
+        provider=row.provider,
+        subscription=row.subscription,
+        queue=row.queue,
+        stream=StreamId.parse(row.stream) if row.stream else None,
+        low=SequenceToken(row.low_offset, row.low_index),
+        high=SequenceToken(row.high_offset, row.high_index),
+        reason=row.reason,
+        at_us=row.at_us,
+    )
+
+
+def printable(text: str) -> str:
+    """Text that every database stores: lone surrogates and NUL are written as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
+
+
+def plain(value: Mapping[int, Checkpoint]) -> dict[int, Checkpoint]:
+    """A copy that stays as it is while its owner goes on."""
+    return {queue: Checkpoint(at.next_offset, dict(at.behind)) for queue, at in value.items()}
+
+
+def _position(value: int) -> int:
+    if 0 <= value <= MAX_POSITION:
+        return value
+    raise InvalidArgument(f"the control store holds positions from 0 to {MAX_POSITION}, not {value}")
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _damaged(what: str, error: Exception) -> DataDirectoryError:
+    return DataDirectoryError(f"{what} in the control store is damaged ({error}); restore it from a copy")
