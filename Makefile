@@ -23,7 +23,7 @@ DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 PYTEST_ARGS ?=
 
-.PHONY: help test lint types pytest demo bench dev format proto wheel clean
+.PHONY: help test lint types pytest demo bench dev format generate wheel clean
 
 help: ## list the targets
 	@awk -F ': .*## ' '/^[a-z]+:.*## / {printf "  %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,7 +56,7 @@ dev: $(STAMPS)/venv $(TREE) ## editable install, for quick work: then call $(BIN
 	$(PIP) install --no-build-isolation --editable '.[test,bench]'
 	$(BIN)/python -c 'import pathlib, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "headrace_tree.pth").write_text("$(abspath $(TREE))\n")'
 
-proto: $(STAMPS)/test $(TREE) ## generate the code for proto/v1/*.proto
+generate: $(STAMPS)/test $(TREE) ## generate the code for proto/v1/*.proto
 	cd $(TREE) && PATH=$(abspath $(BIN)):$$PATH ../bin/python -m grpc_tools.protoc -I. --python_out=. --mypy_out=. headrace/proto/v1/*.proto
 
 wheel: $(DIST)/built ## sdist and wheel in $(DIST)
