@@ -1,0 +1,208 @@
+"""The data directory of an embedded provider, and the locks in it.
+
+    DIR/headrace.json            the marker: {"format": 1}
+    DIR/control.db               the control store (SQLite)
+    DIR/providers/<provider>/    what the provider's adapter keeps
+    DIR/locks/<provider>/<subscription>.lock
+                                 held (flock) by the process that serves the subscription; its text is that process's id
+
+A directory is ours when it has the marker. A missing or empty one becomes ours; anything else is refused untouched, so
+that a mistyped path never mixes event logs with somebody's files. The marker appears complete or not at all, and two
+processes may make the same directory at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import msgspec
+
+from ..streams.errors import Busy, DataDirectoryError, InvalidArgument, StorageError, StorageFull
+
+FORMAT = 1
+"""Version of the layout above. Raised when an older headrace could not read what this one writes."""
+MARKER = "headrace.json"
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_SQLITE_MAGIC = b"SQLite format 3\0"
+_UNFINISHED = f".{MARKER}."
+_SPACE_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DataDirectory(NamedTuple):
+    """A directory that was checked and is ours."""
+
+    path: Path
+
+    @property
+    def control_db(self) -> Path:
+        return self.path / "control.db"
+
+    def provider_dir(self, name: str) -> Path:
+        """The provider's own directory; made where it is missing. Raises InvalidArgument for a bad name."""
+        return _make(self.path / "providers" / check_provider_name(name))
+
+
+def open_data_directory(path: str | os.PathLike[str]) -> DataDirectory:
+    """Check that `path` is a data directory, or make it one where it is missing or empty.
+
+    Raises DataDirectoryError with one clear line: a file, foreign (not empty, and not made by headrace), damaged, of
+    another format, or not writable. StorageFull where there is no space for the marker.
+    """
+    directory = Path(path).absolute()
+    _make(directory)
+    try:
+        marker = _read_marker(directory)
+        if marker is None:
+            _claim(directory)
+        else:
+            _check_marker(directory, marker)
+            _check_control_db(DataDirectory(directory))
+    except OSError as error:
+        raise _refusal(directory, error) from None
+    if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
+        raise DataDirectoryError(f"data directory {directory}: not writable by this user")
+    return DataDirectory(directory)
+
+
+def check_provider_name(name: str) -> str:
+    """Return `name`, or raise InvalidArgument: it is part of a path."""
+    if not _NAME.fullmatch(name):
+        raise InvalidArgument(
+            f"{name!r} is no provider name: letters, digits, dot, dash and underscore, at most 128, "
+            "starting with a letter or digit"
+        )
+    return name
+
+
+class SubscriptionLock:
+    """The exclusive right of one process to serve a subscription. Freed by `release`, or when the process ends."""
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self._descriptor = descriptor
+        self.path = path
+
+    def release(self) -> None:
+        """Free the lock. Idempotent. The file stays: removing it would free a successor's lock as well."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def lock_subscription(directory: DataDirectory, provider: str, subscription: str) -> SubscriptionLock:
+    """Take the subscription's lock at once. Raises Busy, naming the process that holds it."""
+    path = _make(directory.path / "locks" / check_provider_name(provider)) / f"{subscription}.lock"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise _refusal(directory.path, error) from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 32, 0).decode("ascii", "replace") or "unknown"
+        os.close(descriptor)
+        raise Busy(
+            f"subscription {subscription} of provider {provider} is served by process {holder}: "
+            "stop that one first, or use another name"
+        ) from None
+    except OSError as error:
+        os.close(descriptor)
+        raise _refusal(directory.path, error) from None
+    return SubscriptionLock(descriptor, path)
+
+
+def _make(directory: Path) -> Path:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _refusal(directory, error) from None
+    return directory
+
+
+def _read_marker(directory: Path) -> bytes | None:
+    try:
+        return (directory / MARKER).read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _check_marker(directory: Path, marker: bytes) -> None:
+    try:
+        content = msgspec.json.decode(marker, type=dict[str, object])
+    except msgspec.DecodeError:
+        raise DataDirectoryError(f"data directory {directory}: damaged, {MARKER} is no JSON object") from None
+    version = content.get("format")
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise DataDirectoryError(f"data directory {directory}: damaged, {MARKER} has no number 'format'")
+    if version != FORMAT:
+        raise DataDirectoryError(
+            f"data directory {directory}: has format {version}, this headrace reads format {FORMAT}: "
+            "use the version that wrote it"
+        )
+
+
+def _check_control_db(directory: DataDirectory) -> None:
+    try:
+        with directory.control_db.open("rb") as file:
+            magic = file.read(len(_SQLITE_MAGIC))
+    except FileNotFoundError:
+        if _entries(directory.path / "providers"):
+            raise DataDirectoryError(
+                f"data directory {directory.path}: damaged, it has queues but control.db is missing"
+            ) from None
+        return
+    if magic not in (b"", _SQLITE_MAGIC):
+        raise DataDirectoryError(f"data directory {directory.path}: damaged, control.db is no SQLite database")
+
+
+def _claim(directory: Path) -> None:
+    """Write the marker into a directory that has nothing in it."""
+    foreign = [entry for entry in _entries(directory) if not entry.startswith(_UNFINISHED) and entry != "lost+found"]
+    if (directory / MARKER).exists():  # another process made it between our two looks
+        return
+    if foreign:
+        raise DataDirectoryError(
+            f"data directory {directory}: not empty and not made by headrace (it has {foreign[0]!r} and no "
+            f"{MARKER}): name another directory"
+        )
+    unfinished = directory / f"{_UNFINISHED}{os.getpid()}"
+    try:
+        _write_through(unfinished, msgspec.json.encode({"format": FORMAT}))
+        unfinished.replace(directory / MARKER)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _write_through(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _entries(directory: Path) -> list[str]:
+    with suppress(FileNotFoundError):
+        return sorted(entry.name for entry in directory.iterdir())
+    return []
+
+
+def _refusal(directory: Path, error: OSError) -> StorageError:
+    if error.errno in _SPACE_ERRORS:
+        return StorageFull(f"data directory {directory}: no space left: free some, then run this again")
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return DataDirectoryError(f"data directory {directory}: it, or a part of its path, is a file, not a directory")
+    return DataDirectoryError(f"data directory {directory}: cannot be used: {error.strerror}")
