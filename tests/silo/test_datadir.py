@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def make(path: Path, marker: str) -> Path:
 
 
 @contextmanager
-def read_only(path: Path) -> Iterator[None]:
+def read_only(path: Path) -> Generator[None]:
     """The effective user cannot write to `path`, also where the tests run as root."""
     path.chmod(0o555)
     user = os.geteuid()
