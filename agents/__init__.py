@@ -1,0 +1,21 @@
+"""Pulling agents: queues are read into caches and delivered through cursors."""
+
+from .agent import AgentStatistics, CacheLimits, PullingAgent
+from .cache import EMPTY, BucketStatistics, CacheStatistics, Cursor, Empty, QueueCache
+from .delivery import Delivery, DeliveryStatistics
+from .manager import PullingManager
+
+__all__ = (
+    "EMPTY",
+    "AgentStatistics",
+    "BucketStatistics",
+    "CacheLimits",
+    "CacheStatistics",
+    "Cursor",
+    "Delivery",
+    "DeliveryStatistics",
+    "Empty",
+    "PullingAgent",
+    "PullingManager",
+    "QueueCache",
+)

@@ -1,0 +1,375 @@
+"""The pulling agent: reads one queue for all subscriptions that are served here.
+
+One main feed, shared by every delivery that is where the queue's end is. A delivery that starts further back, and
+streams that were detached because they held up the others, catch up through feeds of their own. After Orleans'
+PersistentStreamPullingAgent; different here: nobody waits for a cold stream's registration, a slow consumer leaves the
+cache instead of stopping the queue, and nothing is skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..adapters.seam import Gap, QueueAdapter
+from ..streams.errors import HeadraceError, InvalidArgument
+from ..streams.subscriptions import Checkpoint, SlowConsumer
+from .cache import CacheStatistics, QueueCache
+from .delivery import Delivery, DeliveryStatistics, State, StreamCursor
+from .feed import CatchUp, Feed
+
+log = logging.getLogger("headrace.agents")
+
+FIRST_TICK_S = 0.02
+"""Agents start within this time of their first subscription, at random: it spreads the load, and lets subscriptions
+that are made together share the first read."""
+MAX_CATCH_UPS = 4
+"""Catch-ups of one queue that read at the same time."""
+PRESSURE_CHECK_S = 0.05
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheLimits:
+    """Bounds of one queue's cached batches. An eighth of it is for each catch-up, at most `MAX_CATCH_UPS`, so half is
+    the main feed's where the queue can rewind, and all of it where it cannot."""
+
+    max_events: int = 100_000
+    max_bytes: int = 8 << 20
+
+    def __post_init__(self) -> None:
+        if self.max_events < 20 or self.max_bytes < 20 * 1024:
+            raise InvalidArgument(
+                f"a queue's cache of {self.max_events:,} events and {self.max_bytes:,} bytes is too small: at least 20 "
+                "events and 20 KiB for each queue"
+            )
+
+    def main(self, *, rewindable: bool) -> QueueCache:
+        share = 2 if rewindable else 1
+        return QueueCache(self.max_events // share, self.max_bytes // share)
+
+    def catch_up(self) -> QueueCache:
+        return QueueCache(self.max_events // 8, self.max_bytes // 8)
+
+
+class AgentStatistics(NamedTuple):
+    queue: int
+    next_offset: int
+    cache: CacheStatistics
+    received_events: int
+    received_bytes: int
+    state: str
+    reason: str
+    deliveries: Sequence[tuple[DeliveryStatistics, bool]]
+    """Each with whether it is catching up."""
+
+
+class PullingAgent:
+    """Reads queue `queue`. `attach` and `detach` deliveries; `aclose` when done. All on one loop."""
+
+    def __init__(
+        self,
+        adapter: QueueAdapter,
+        queue: int,
+        limits: CacheLimits,
+        *,
+        detach_after_s: float = 0.25,
+        on_gap: Callable[[Delivery, Gap], None] = lambda _d, _g: None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.queue = queue
+        self.deliveries: dict[str, Delivery] = {}
+        self._adapter = adapter
+        self._limits = limits
+        self._detach_after_s = detach_after_s
+        self._on_gap = on_gap
+        self._rewindable = adapter.capabilities.rewindable
+        self._rng = rng or random.Random()  # noqa: S311 (spreads load)
+        self.main: Feed | None = None
+        """The feed that is shared, while the queue is being read."""
+        self._runner: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._catch_ups: dict[str, CatchUp] = {}
+        self._catching: dict[str, asyncio.Task[None]] = {}
+        self._slots = asyncio.Semaphore(MAX_CATCH_UPS)
+        self._placing = False
+        self._restarting = False
+        self._closed = False
+        self._fault = ""
+
+    # ---- deliveries come and go ------------------------------------------------------------------------------------
+
+    def attach(self, delivery: Delivery) -> None:
+        """Serve `delivery` from its checkpoint on."""
+        self.deliveries[delivery.name] = delivery
+        delivery.on_parked = self._on_parked
+        if self._runner is None:
+            self._runner = asyncio.create_task(self._run(), name=f"headrace agent {self.queue}")
+        elif self.main is not None:
+            if not self._rewindable and delivery.watermark < self.main.cache.first_offset:
+                self._restarting = True
+                self.main.finish()
+                self._wake_reader()
+            else:
+                self._place(delivery)
+
+    async def detach(self, name: str, drain_s: float) -> Checkpoint | None:
+        """Stop serving a subscription: running handlers end, within `drain_s` seconds, and what is done is returned."""
+        delivery = self.deliveries.pop(name, None)
+        if delivery is None:
+            return None
+        await delivery.stop(drain_s)
+        if (task := self._catching.pop(name, None)) is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        checkpoint = delivery.checkpoint(limit=None)
+        if self.main is not None:
+            self.main.leave(delivery)
+        for cursor in delivery.cursors.values():
+            cursor.park()
+        return checkpoint
+
+    async def acknowledge(self, offset: int) -> None:
+        """Everything below is finished for everybody."""
+        if self.main is not None:
+            await self.main.receiver.acknowledge(offset)
+
+    async def aclose(self, drain_s: float = 0.0) -> dict[str, Checkpoint]:
+        """Stop reading, detach all deliveries, and return what each has done. Idempotent."""
+        self._closed = True
+        for feed in (self.main, *self._catch_ups.values()):
+            if feed is not None:
+                feed.finish()
+        names = list(self.deliveries)
+        done = await asyncio.gather(*(self.detach(name, drain_s) for name in names))
+        if self._runner is not None:
+            self._runner.cancel()
+            await asyncio.gather(self._runner, return_exceptions=True)
+        return {name: checkpoint for name, checkpoint in zip(names, done, strict=True) if checkpoint is not None}
+
+    # ---- reading ---------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        """Keep the main feed going, whatever happens to it."""
+        await asyncio.sleep(self._rng.uniform(0, FIRST_TICK_S))
+        backoff = FIRST_BACKOFF_S
+        while not self._closed:
+            try:
+                await self._read()
+                backoff, self._fault = FIRST_BACKOFF_S, ""
+            except HeadraceError as error:
+                self._fault = str(error)
+                log.warning("queue %d: %s; trying again in %.1f s", self.queue, error, backoff)
+            except Exception as error:
+                self._fault = f"{type(error).__name__}: {error}"
+                log.exception("queue %d: the agent failed and starts again in %.1f s", self.queue, backoff)
+            if self._fault:
+                await asyncio.sleep(backoff)
+                backoff = min(2 * backoff, MAX_BACKOFF_S)
+
+    async def _read(self) -> None:
+        """Open the main feed and pump it until it ends."""
+        start = self._start() if self._rewindable else None
+        receiver = await self._adapter.open_receiver(self.queue, start)
+        try:
+            cache = self._limits.main(rewindable=self._rewindable)
+            cache.next_offset = start if start is not None else (await self._adapter.bounds(self.queue)).first
+            self.main = Feed(self, receiver, cache, check_s=min(PRESSURE_CHECK_S, self._detach_after_s))
+            self._restarting = False
+            for delivery in list(self.deliveries.values()):
+                self._place(delivery)
+            self._reading = asyncio.create_task(self.main.run(), name=f"headrace feed {self.queue}")
+            await self._reading
+        except asyncio.CancelledError:
+            if not self._restarting:
+                raise
+        finally:
+            if self._reading is not None:
+                self._reading.cancel()
+            await receiver.aclose()
+            await self._leave_main()
+
+    def _wake_reader(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+
+    async def _leave_main(self) -> None:
+        """The main feed ended: everything that stands in its cache is parked, and what runs comes to its end."""
+        main, self.main = self.main, None
+        for delivery in list(main.deliveries) if main is not None else ():
+            assert main is not None
+            delivery.base = delivery.position
+            delivery.feed = None
+            delivery.leave(main)
+            if not self._closed and not self._rewindable:
+                await delivery.quiet()
+
+    def _start(self) -> int:
+        """Where the main feed starts: as far on as possible, so that who is further back catches up without holding up
+        the others, but not past one that asked to throttle."""
+        throttled = [d.watermark for d in self.deliveries.values() if not self._detachable(d)]
+        return min([max((d.base for d in self.deliveries.values()), default=0), *throttled])
+
+    def _detachable(self, delivery: Delivery) -> bool:
+        return self._rewindable and delivery.definition.slow_consumer is not SlowConsumer.THROTTLE
+
+    # ---- who is served by which feed -------------------------------------------------------------------------------
+
+    def _place(self, delivery: Delivery) -> None:
+        """Join the main feed where its cache reaches back far enough, else catch up."""
+        main = self.main
+        assert main is not None
+        if delivery.feed is None and (delivery.base >= main.cache.first_offset or not self._rewindable):
+            main.join(delivery)
+        self._catch_up(delivery)
+
+    def _on_parked(self, _: StreamCursor) -> None:
+        """Look at it once the feeds had their turn: the main cache may have moved on by then."""
+        if not self._placing and not self._closed:
+            self._placing = True
+            asyncio.get_running_loop().call_soon(self._place_parked)
+
+    def _place_parked(self) -> None:
+        self._placing = False
+        if self.main is None or self._closed:
+            return
+        self.main.cache.purge()
+        for delivery in self.deliveries.values():
+            self._catch_up(delivery)
+
+    def _due(self, delivery: Delivery) -> list[StreamCursor]:
+        """Parked cursors that nobody brings the next batch for; those that the main cache can serve go there."""
+        main = self.main
+        due = [c for c in delivery.cursors.values() if c.state is State.PARKED and c.feed is None]
+        if main is None or delivery.feed is not main:
+            return due
+        first = main.cache.first_offset
+        for cursor in due:
+            if cursor.token.offset >= first:
+                main.adopt(delivery, cursor)
+        return [cursor for cursor in due if cursor.token.offset < first]
+
+    def _catch_up(self, delivery: Delivery) -> None:
+        due = self._due(delivery)
+        running = self._catch_ups.get(delivery.name)
+        if running is not None:
+            for cursor in due:
+                running.take_along(cursor)
+        elif (due or delivery.feed is None) and delivery.name not in self._catching and self._rewindable:
+            task = asyncio.create_task(
+                self._run_catch_ups(delivery), name=f"headrace catch-up {delivery.name}/{self.queue}"
+            )
+            self._catching[delivery.name] = task
+
+    async def _run_catch_ups(self, delivery: Delivery) -> None:
+        """One catch-up after the other until the delivery needs none."""
+        backoff = FIRST_BACKOFF_S
+        try:
+            while not self._closed and (self._due(delivery) or delivery.feed is None):
+                try:
+                    async with self._slots:
+                        await self._catch_up_once(delivery)
+                    backoff = FIRST_BACKOFF_S
+                except HeadraceError as error:
+                    log.warning("%s cannot catch up in queue %d: %s", delivery.name, self.queue, error)
+                    await asyncio.sleep(backoff)
+                    backoff = min(2 * backoff, MAX_BACKOFF_S)
+        finally:
+            if self._catching.get(delivery.name) is asyncio.current_task():
+                del self._catching[delivery.name]
+
+    async def _catch_up_once(self, delivery: Delivery) -> None:
+        positions = [c.token.offset for c in self._due(delivery)]
+        if delivery.feed is None:
+            positions.append(delivery.base)
+        if not positions or self.main is None:
+            await asyncio.sleep(FIRST_TICK_S)
+            return
+        start = min(positions)
+        receiver = await self._adapter.open_receiver(self.queue, start)
+        cache = self._limits.catch_up()
+        cache.next_offset = start
+        feed = CatchUp(self, receiver, cache, delivery, check_s=min(PRESSURE_CHECK_S, self._detach_after_s))
+        self._catch_ups[delivery.name] = feed
+        try:
+            for cursor in self._due(delivery):
+                feed.take_along(cursor)
+            await feed.run()
+        finally:
+            del self._catch_ups[delivery.name]
+            if not feed.finished:
+                delivery.base = delivery.position if feed.whole else delivery.base
+                delivery.feed = None if feed.whole else delivery.feed
+                delivery.leave(feed)
+            await receiver.aclose()
+
+    # ---- slow consumers --------------------------------------------------------------------------------------------
+
+    def relieve(self, feed: Feed) -> None:
+        """The feed's cache is full. Cursors in its oldest bucket are detached where they make no progress, or where
+        another subscription has nothing left to do: then they would hold it up."""
+        if not feed.cache.buckets:
+            return
+        oldest = feed.cache.buckets[0]
+        hungry = {d.name for d in feed.deliveries if not any(c.bucket is not None for c in d.cursors.values())}
+        budget = self._limits.max_bytes // 8 - self._held_apart()
+        for delivery in [d for d in self.deliveries.values() if self._detachable(d)]:
+            alone = isinstance(feed, CatchUp) and delivery.definition.selector.explicit
+            for cursor in [c for c in delivery.cursors.values() if c.bucket is oldest and not alone]:
+                size = cursor.batch.nbytes if cursor.state is State.RUNNING and cursor.batch is not None else 0
+                if (hungry or self._stuck(cursor)) and size <= budget:
+                    budget -= size
+                    delivery.detach(cursor)
+
+    def _held_apart(self) -> int:
+        """Bytes of batches that running handlers hold outside of any cache."""
+        cursors = [c for d in self.deliveries.values() for c in d.cursors.values() if c.bucket is None]
+        return sum(c.batch.nbytes for c in cursors if c.batch is not None)
+
+    def _stuck(self, cursor: StreamCursor) -> bool:
+        now = asyncio.get_running_loop().time()
+        if cursor.seen != cursor.token:
+            cursor.seen, cursor.seen_at = cursor.token, now
+        return now - cursor.seen_at >= self._detach_after_s
+
+    def missing(self, deliveries: Iterable[Delivery], gap: Gap) -> None:
+        for delivery in deliveries:
+            if gap.high > delivery.watermark:
+                delivery.gaps += 1
+                self._on_gap(delivery, gap)
+
+    # ---- what people see -------------------------------------------------------------------------------------------
+
+    def statistics(self) -> AgentStatistics:
+        main = self.main
+        cache = main.cache if main is not None else self._limits.main(rewindable=self._rewindable)
+        state, reason = self._state()
+        feeds = [feed for feed in (main, *self._catch_ups.values()) if feed is not None]
+        return AgentStatistics(
+            self.queue,
+            cache.next_offset,
+            cache.statistics(),
+            sum(feed.received_events for feed in feeds),
+            sum(feed.received_bytes for feed in feeds),
+            state,
+            reason,
+            [(d.statistics(), name in self._catch_ups) for name, d in self.deliveries.items()],
+        )
+
+    def _state(self) -> tuple[str, str]:
+        main = self.main
+        if self._fault or (main is not None and main.fault):
+            return "faulted", self._fault or (main.fault if main is not None else "")
+        if main is None:
+            return (
+                "starting" if self._runner is not None else "idle",
+                "" if self._runner is not None else "nobody subscribes",
+            )
+        if main.throttled:
+            return "throttled", "the cache is full: the slowest consumer sets the pace"
+        return "running", ""

@@ -1,0 +1,254 @@
+"""The queue cache: buckets of batches, indexed by stream, and the cursors that move through it.
+
+Pure: no I/O, no clock. After Orleans' SimpleQueueCache (ten buckets, pressure when the newest would be the eleventh,
+only the oldest buckets go), with two changes: batches of a stream are linked, so that a cursor's step costs the same
+however many other streams share the queue, and capacity counts bytes as well as events.
+
+A cursor pins the bucket of the batch it stands on; since buckets go oldest first, that keeps everything it still needs.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ..adapters.seam import Gap
+from ..streams.events import EventBatch
+from ..streams.identity import SequenceToken, StreamId
+
+BUCKETS = 10
+
+
+class Empty(enum.Enum):
+    """A cursor's outcome: nothing more is there now. What comes later starts a new cursor."""
+
+    EMPTY = "empty"
+
+
+EMPTY = Empty.EMPTY
+
+
+class Bucket:
+    """A tenth of the cache: batches in offset order, and how many cursors stand in it."""
+
+    __slots__ = ("batches", "bytes", "cache", "events", "pins")
+
+    def __init__(self, cache: QueueCache) -> None:
+        self.cache = cache
+        self.batches: list[EventBatch] = []
+        self.events = 0
+        self.bytes = 0
+        self.pins = 0
+
+    def unpin(self) -> None:
+        self.pins -= 1
+        if not self.pins:
+            self.cache.on_unpinned()
+
+
+class BucketStatistics(NamedTuple):
+    events: int
+    bytes: int
+    pins: int
+    low: int
+    """Offset of the first batch."""
+    high: int
+    """Offset of the last batch."""
+
+
+class CacheStatistics(NamedTuple):
+    buckets: Sequence[BucketStatistics]
+    events: int
+    bytes: int
+    max_events: int
+    max_bytes: int
+    pressure: bool
+
+
+def _ignore() -> None: ...
+
+
+class QueueCache:
+    """Holds the batches of one queue between receiving and the last delivery.
+
+    Capacity is `max_events` and `max_bytes`, whichever is reached first, in ten buckets of a tenth each. It may be
+    exceeded by one batch per bucket: a batch is never split.
+    """
+
+    def __init__(self, max_events: int, max_bytes: int) -> None:
+        self.max_events = max_events
+        self.max_bytes = max_bytes
+        self.bucket_events = max(1, max_events // BUCKETS)
+        self.bucket_bytes = max(1, max_bytes // BUCKETS)
+        self.buckets: deque[Bucket] = deque()
+        self.events = 0
+        self.bytes = 0
+        self.next_offset = 0
+        """How far the queue has been read, exclusive."""
+        self.on_unpinned: Callable[[], None] = _ignore
+        """Called when a bucket's last pin goes."""
+        self._first: dict[StreamId, EventBatch] = {}
+        self._last: dict[StreamId, EventBatch] = {}
+
+    @property
+    def first_offset(self) -> int:
+        """Everything received from here on is still in the cache."""
+        return self.buckets[0].batches[0].offset if self.buckets else self.next_offset
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """How many events and bytes fit before there is pressure; at least 1 of each."""
+        return max(1, self.max_events - self.events), max(1, self.max_bytes - self.bytes)
+
+    @property
+    def pressure(self) -> bool:
+        """Whether the next batch would open an eleventh bucket."""
+        return len(self.buckets) >= BUCKETS and self._full(self.buckets[-1])
+
+    def add(self, batches: Sequence[EventBatch], next_offset: int | None = None) -> None:
+        """Append batches in offset order. `next_offset`: how far the queue has been read, where that is further."""
+        last = self._last
+        bucket = self.buckets[-1] if self.buckets else None
+        events, size = 0, 0
+        for batch in batches:
+            if bucket is None or self._full(bucket):
+                bucket = Bucket(self)
+                self.buckets.append(bucket)
+            bucket.batches.append(batch)
+            bucket.events += batch.count
+            bucket.bytes += len(batch.encoded)
+            batch.bucket = bucket
+            batch.following = None
+            stream = batch.stream
+            before = last.get(stream)
+            if before is None:
+                self._first[stream] = batch
+            else:
+                before.following = batch
+            last[stream] = batch
+            events += batch.count
+            size += len(batch.encoded)
+        self.events += events
+        self.bytes += size
+        if batches:
+            self.next_offset = batches[-1].offset + 1
+        if next_offset is not None:
+            self.next_offset = max(self.next_offset, next_offset)
+
+    def purge(self) -> int:
+        """Drop the oldest buckets that nobody needs, but not the newest while it fills. Returns how many."""
+        purged = 0
+        buckets = self.buckets
+        while buckets and not buckets[0].pins and (len(buckets) > 1 or self._full(buckets[0])):
+            self._forget(buckets.popleft())
+            purged += 1
+        return purged
+
+    def first_batch(self, stream: StreamId, offset: int) -> EventBatch | None:
+        """The stream's first cached batch at or after `offset`."""
+        batch = self._first.get(stream)
+        while batch is not None and batch.offset < offset:
+            batch = batch.following
+        return batch
+
+    def cursor(self, stream: StreamId, start: SequenceToken) -> Cursor | Empty | Gap:
+        """A cursor at the stream's first event at or after `start`.
+
+        Empty where there is none yet, Gap where the cache no longer reaches back to `start`.
+        """
+        if start.offset < self.first_offset:
+            return Gap(start.offset, self.first_offset, "no longer in the cache")
+        batch = self.first_batch(stream, start.offset)
+        if batch is None:
+            return EMPTY
+        return Cursor(batch, start.index if batch.offset == start.offset else 0)
+
+    def batches_from(self, offset: int) -> Sequence[EventBatch]:
+        """All cached batches at or after `offset`, in order."""
+        return [batch for bucket in self.buckets for batch in bucket.batches if batch.offset >= offset]
+
+    def statistics(self) -> CacheStatistics:
+        buckets = [
+            BucketStatistics(b.events, b.bytes, b.pins, b.batches[0].offset, b.batches[-1].offset) for b in self.buckets
+        ]
+        return CacheStatistics(buckets, self.events, self.bytes, self.max_events, self.max_bytes, self.pressure)
+
+    def _full(self, bucket: Bucket) -> bool:
+        return bucket.events >= self.bucket_events or bucket.bytes >= self.bucket_bytes
+
+    def _forget(self, bucket: Bucket) -> None:
+        first, last = self._first, self._last
+        self.events -= bucket.events
+        self.bytes -= bucket.bytes
+        for batch in bucket.batches:
+            stream, following = batch.stream, batch.following
+            if following is None:
+                del first[stream], last[stream]
+            else:
+                first[stream] = following
+                batch.following = None  # a delivery that still holds this batch must not hold all that came after it
+
+
+class Cursor:
+    """A subscription's position in one stream: the batch it stands on and the index of its next event there.
+
+    A cursor without a batch is parked: it left the cache and only remembers its `token`.
+    """
+
+    __slots__ = ("_offset", "batch", "bucket", "index")
+
+    def __init__(self, batch: EventBatch, index: int = 0) -> None:
+        self._offset = batch.offset
+        self.attach(batch, index)
+
+    @property
+    def token(self) -> SequenceToken:
+        """The next event: everything of this stream below it is done."""
+        return SequenceToken(self._offset, self.index)
+
+    def attach(self, batch: EventBatch, index: int = 0) -> None:
+        """Stand on `batch`, pinning its bucket."""
+        self.batch: EventBatch | None = batch
+        self.bucket: Bucket | None = batch.bucket
+        self._offset = batch.offset
+        self.index = index
+        if self.bucket is not None:
+            self.bucket.pins += 1
+
+    def advance(self) -> EventBatch | Empty:
+        """The batch is done: step to the next of the stream. Empty (and unpinned) where there is none in the cache."""
+        batch = self.batch
+        assert batch is not None
+        bucket, following = self.bucket, batch.following if self.bucket is not None else None
+        self.index = 0
+        if following is None:
+            self.batch = None
+            self._offset = batch.offset + 1
+            self.release()
+            return EMPTY
+        self.batch = following
+        self._offset = following.offset
+        if following.bucket is not bucket:
+            self.bucket = following.bucket
+            self.bucket.pins += 1
+            assert bucket is not None
+            bucket.unpin()
+        return following
+
+    def release(self) -> None:
+        """Unpin, keeping the batch: a delivery that is running goes on with it while the cache moves on."""
+        if self.bucket is not None:
+            bucket, self.bucket = self.bucket, None
+            bucket.unpin()
+
+    def park(self) -> None:
+        """Leave the cache, remembering the token."""
+        self.release()
+        self.batch = None
+
+    def skip_to(self, token: SequenceToken) -> None:
+        """A parked cursor's next event is at `token` or later."""
+        assert self.batch is None
+        self._offset, self.index = token

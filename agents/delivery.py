@@ -1,0 +1,564 @@
+"""Delivery of one queue's events to one subscription's handler.
+
+A `Delivery` is the actor (subscription, queue). Each stream that has something undelivered has one cursor here; at most
+one batch per cursor is in flight, so order within a stream holds and streams do not wait for each other. Up to
+`concurrency` workers step handlers. A worker is a task that goes from cursor to cursor: as long as handlers do not
+suspend, thousands of streams cost one task; when one suspends, the loop's next turn starts another worker for what is
+still ready. So handlers always run in a real task (timeouts and context variables work) and a task is only paid for
+where something waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from heapq import nsmallest
+from typing import NamedTuple, Protocol
+
+from ..streams.errors import HeadraceError
+from ..streams.events import Event, EventBatch
+from ..streams.handlers import EventFilter, Handler
+from ..streams.identity import SequenceToken, StreamId
+from ..streams.subscriptions import Behind, Checkpoint, OnFailure, SubscriptionDefinition
+from .cache import EMPTY, Cursor, QueueCache
+
+log = logging.getLogger("headrace.agents")
+
+TURN_S = 0.005
+"""How long a worker runs before it lets the loop do something else, in seconds (QMQ's actor quota)."""
+MAX_BEHIND = 4000
+"""Streams behind that a periodic checkpoint lists; a clean stop lists all."""
+STORE_RETRY_S = 1.0
+
+
+class State(enum.Enum):
+    READY = "ready"
+    """In line for a worker."""
+    RUNNING = "running"
+    """Its handler runs."""
+    WAITING = "waiting"
+    """For its next attempt."""
+    PARKED = "parked"
+    """Out of every cache: to be read again from its token."""
+    PAUSED = "paused"
+    """Until somebody resumes it."""
+
+
+class StreamCursor(Cursor):
+    """A cursor with what its delivery has to remember."""
+
+    __slots__ = ("attempts", "failed_at", "feed", "paused", "seen", "seen_at", "state", "stream", "timer")
+
+    def __init__(self, stream: StreamId, feed: Feed, batch: EventBatch, index: int = 0) -> None:
+        super().__init__(batch, index)
+        self.stream = stream
+        self.feed: Feed | None = feed
+        """Whose cache it moves through; for a parked cursor who will bring its next batch, if anybody."""
+        self.state = State.READY
+        self.attempts = 0
+        self.failed_at = 0.0
+        self.timer: asyncio.TimerHandle | None = None
+        self.paused = ""
+        self.seen: SequenceToken | None = None
+        self.seen_at = 0.0
+
+    @classmethod
+    def parked(cls, stream: StreamId, behind: Behind) -> StreamCursor:
+        cursor = cls.__new__(cls)
+        cursor.batch = cursor.bucket = cursor.feed = cursor.timer = cursor.seen = None
+        cursor.stream, cursor.attempts, cursor.failed_at, cursor.seen_at = stream, 0, 0.0, 0.0
+        cursor.paused = behind.paused
+        cursor.state = State.PAUSED if behind.paused else State.PARKED
+        cursor.skip_to(behind.token)
+        return cursor
+
+
+class Feed(Protocol):
+    """What brings batches to a delivery: the queue's main feed or a catch-up of its own."""
+
+    cache: QueueCache
+
+    def drained(self, delivery: Delivery, cursor: StreamCursor) -> None:
+        """The cursor has finished what this feed's cache holds of its stream: forget it, keep it, or move it on."""
+        ...
+
+
+class DeliveryStatistics(NamedTuple):
+    subscription: str
+    delivered_events: int
+    delivered_batches: int
+    filtered: int
+    retries: int
+    dead_lettered: int
+    skipped: int
+    gaps: int
+    in_flight: int
+    ready: int
+    waiting: int
+    parked: int
+    paused: int
+    watermark: int
+
+
+class FailureSink(Protocol):
+    """Where events go that are given up on. Both are durable on return, or raise."""
+
+    async def dead_letter(self, delivery: Delivery, events: Sequence[Event], reason: str, attempts: int) -> None: ...
+
+    async def skipped(self, delivery: Delivery, events: Sequence[Event], reason: str) -> None: ...
+
+
+class SomeEvents(EventBatch):
+    """Some events of a batch, with their own tokens: what a batch handler gets where a filter or a restart left a
+    part."""
+
+    __slots__ = ("_events",)
+
+    def __init__(self, batch: EventBatch, events: list[Event]) -> None:
+        super().__init__(batch.stream, batch.encoded, len(events), batch.offset)
+        self._events = events
+
+    def events(self, start: int = 0) -> list[Event]:
+        return self._events[start:]
+
+    def payloads(self) -> list[bytes]:
+        return [event.payload for event in self._events]
+
+    def sizes(self) -> Sequence[int]:
+        return [len(event.payload) for event in self._events]
+
+    def timestamps_us(self) -> Sequence[int]:
+        return [event.timestamp_us or 0 for event in self._events]
+
+
+class Delivery:
+    """The actor (subscription, queue). All methods are called on the loop; nothing here blocks."""
+
+    def __init__(
+        self,
+        definition: SubscriptionDefinition,
+        queue: int,
+        checkpoint: Checkpoint,
+        handler: Handler,
+        sink: FailureSink,
+        *,
+        predicate: EventFilter | None = None,
+        concurrency: int = 100,
+        rewindable: bool = True,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.definition = definition
+        self.name = definition.name
+        self.queue = queue
+        self.base = checkpoint.next_offset
+        """Everything below is done, except for the streams that have a cursor."""
+        self.feed: Feed | None = None
+        """Who brings new batches: the main feed once joined, a catch-up before."""
+        self.on_parked: Callable[[StreamCursor], None] = lambda _: None
+        """Called when a parked cursor is due and no feed is going to bring its next batch."""
+        self.cursors: dict[StreamId, StreamCursor] = {
+            stream: StreamCursor.parked(stream, behind) for stream, behind in checkpoint.behind.items()
+        }
+        self._selects = definition.selector.matcher()
+        self._handler = handler
+        self._sink = sink
+        self.predicate = predicate
+        self._handle = self._handle_batch if handler.on_batch else self._handle_events
+        self.concurrency = concurrency
+        self._rewindable = rewindable
+        self._rng = rng or random.Random()  # noqa: S311 (jitter)
+        self._loop = asyncio.get_running_loop()
+        self._ready: deque[StreamCursor] = deque()
+        self._workers: set[asyncio.Task[None]] = set()
+        self._in_flight = 0
+        self._spreading = False
+        self._yielding = 0
+        self._stopping = False
+        self._watchers: list[asyncio.Future[None]] = []
+        self._delivered_events = self._delivered_batches = self._filtered = self._retries = 0
+        self._dead_lettered = self._skipped = 0
+        self.gaps = 0
+
+    # ---- batches come in -------------------------------------------------------------------------------------------
+
+    def offer(self, feed: Feed, batches: Iterable[EventBatch], base: float) -> None:
+        """New batches in `feed`'s cache. Below `base` only streams with a cursor still need anything."""
+        cursors, ready, selects = self.cursors, self._ready, self._selects
+        for batch in batches:
+            stream = batch.stream
+            cursor = cursors.get(stream)
+            if cursor is None:
+                if batch.offset >= base and selects(stream):
+                    cursors[stream] = cursor = StreamCursor(stream, feed, batch)
+                    ready.append(cursor)
+            elif cursor.state is State.PARKED and cursor.feed is feed:
+                self._unpark(cursor, feed, batch)
+        if ready:
+            self._wake()
+
+    def _unpark(self, cursor: StreamCursor, feed: Feed, batch: EventBatch) -> None:
+        offset, index = cursor.token
+        if batch.offset < offset or (batch.offset == offset and index >= batch.count):
+            return
+        cursor.attach(batch, index if batch.offset == offset else 0)
+        cursor.feed = feed
+        self._enlist(cursor)
+
+    def _wake(self) -> None:
+        if not self._workers:
+            self._start_worker()
+        elif not self._spreading and len(self._workers) < self.concurrency:
+            self._spreading = True
+            self._loop.call_soon(self._spread)
+
+    def _spread(self) -> None:
+        """Runs a turn after work appeared: what is ready now waits behind handlers that suspended."""
+        self._spreading = False
+        if self._ready and not self._yielding and len(self._workers) < self.concurrency:
+            self._start_worker()
+
+    def _start_worker(self) -> None:
+        if self._stopping:
+            return
+        task = self._loop.create_task(self._work(), name=f"headrace deliver {self.name}/{self.queue}")
+        self._workers.add(task)
+        task.add_done_callback(self._worker_ended)
+
+    def _worker_ended(self, task: asyncio.Task[None]) -> None:
+        self._workers.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log.error("delivery of %s, queue %d failed and goes on", self.name, self.queue, exc_info=error)
+        if self._ready:
+            self._wake()
+
+    # ---- handlers run ----------------------------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        ready, loop = self._ready, self._loop
+        turn_ends = loop.time() + TURN_S
+        if len(ready) > 1:
+            self._wake()
+        while ready and not self._stopping:
+            cursor = ready.popleft()
+            if cursor.state is not State.READY:
+                continue
+            await self._deliver(cursor)
+            if loop.time() > turn_ends:
+                await self._yield_turn()
+                turn_ends = loop.time() + TURN_S
+        self._notify()
+
+    async def _yield_turn(self) -> None:
+        """Let the loop turn. Meanwhile no other worker is started: this one only makes way, it does not wait."""
+        self._yielding += 1
+        try:
+            await asyncio.sleep(0)
+        finally:
+            self._yielding -= 1
+        if len(self._ready) > 1:
+            self._wake()
+
+    async def _deliver(self, cursor: StreamCursor) -> None:
+        batch = cursor.batch
+        assert batch is not None
+        cursor.state = State.RUNNING
+        self._in_flight += 1
+        try:
+            await self._handle(cursor, batch)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                cursor.state = State.READY
+                raise
+            await self._failed(cursor, batch, error)
+        except Exception as error:  # noqa: BLE001 (whatever the handler raises is its failure, not ours)
+            await self._failed(cursor, batch, error)
+        else:
+            self._delivered_batches += 1
+            self._finished(cursor)
+        finally:
+            self._in_flight -= 1
+
+    async def _handle_events(self, cursor: StreamCursor, batch: EventBatch) -> None:
+        on_event = self._handler.on_event
+        assert on_event is not None
+        start = cursor.index
+        for index, event in enumerate(batch.events(start), start):
+            if self.predicate is None or self._wanted(event):
+                await on_event(event)
+                self._delivered_events += 1
+            cursor.index = index + 1
+            cursor.attempts = 0
+
+    async def _handle_batch(self, cursor: StreamCursor, batch: EventBatch) -> None:
+        on_batch = self._handler.on_batch
+        assert on_batch is not None
+        if self.predicate is not None or cursor.index:
+            events = [e for e in batch.events(cursor.index) if self._wanted(e)]
+            if not events:
+                return
+            batch = SomeEvents(batch, events)
+        await on_batch(batch)
+        self._delivered_events += batch.count
+
+    def _wanted(self, event: Event) -> bool:
+        try:
+            if self.predicate is None or self.predicate(event):
+                return True
+        except Exception:  # noqa: BLE001 (a filter that raises lets the event through)
+            log.warning("filter of %s raised on %s %s: delivered", self.name, event.stream, event.token, exc_info=True)
+            return True
+        self._filtered += 1
+        return False
+
+    def _finished(self, cursor: StreamCursor) -> None:
+        """The cursor's batch is done: on to the next, or out."""
+        cursor.attempts = 0
+        apart = cursor.bucket is None
+        if cursor.advance() is not EMPTY:
+            self._enlist(cursor)
+        elif apart:
+            self._park(cursor)
+        else:
+            assert cursor.feed is not None
+            cursor.state = State.PARKED
+            cursor.feed.drained(self, cursor)
+
+    def _enlist(self, cursor: StreamCursor) -> None:
+        cursor.state = State.READY
+        self._ready.append(cursor)
+
+    # ---- failures --------------------------------------------------------------------------------------------------
+
+    async def _failed(self, cursor: StreamCursor, batch: EventBatch, error: BaseException) -> None:
+        now = self._loop.time()
+        cursor.failed_at = cursor.failed_at if cursor.attempts else now
+        cursor.attempts += 1
+        delay = self.definition.retry.delay(cursor.attempts, now - cursor.failed_at, self._rng)
+        if delay is not None:
+            self._retries += 1
+            self._wait(cursor, delay)
+            return
+        reason = f"{type(error).__name__}: {error}"
+        try:
+            await self._give_up(cursor, batch, reason)
+        except HeadraceError as failure:
+            log.error("cannot record that %s gave up on %s: %s; trying again", self.name, cursor.token, failure)
+            self._wait(cursor, STORE_RETRY_S)
+        else:
+            await self._tell(error)
+
+    async def _give_up(self, cursor: StreamCursor, batch: EventBatch, reason: str) -> None:
+        if self.definition.on_failure is OnFailure.PAUSE:
+            self._pause(cursor, reason)
+            return
+        index = cursor.index + 1 if self._handler.on_event else batch.count
+        events = [e for e in batch.events(cursor.index)[: index - cursor.index] if self._wanted(e)]
+        if self.definition.on_failure is OnFailure.DEAD_LETTER:
+            await self._sink.dead_letter(self, events, reason, cursor.attempts)
+            self._dead_lettered += len(events)
+        else:
+            await self._sink.skipped(self, events, reason)
+            self._skipped += len(events)
+        cursor.attempts = 0
+        cursor.index = index
+        if index < batch.count:
+            self._enlist(cursor)
+        else:
+            self._finished(cursor)
+
+    async def _tell(self, error: BaseException) -> None:
+        if self._handler.on_error is None or not isinstance(error, Exception):
+            return
+        try:
+            await self._handler.on_error(error)
+        except Exception:  # noqa: BLE001 (their error handler's error is only worth a log line)
+            log.exception("on_error of %s raised", self.name)
+
+    def _wait(self, cursor: StreamCursor, delay: float) -> None:
+        cursor.state = State.WAITING
+        if cursor.bucket is None and self._rewindable:
+            cursor.park()  # it left its cache while it ran: it is read again rather than held outside every budget
+        cursor.timer = self._loop.call_later(delay, self._retry, cursor)
+
+    def _retry(self, cursor: StreamCursor) -> None:
+        cursor.timer = None
+        self._go_on(cursor)
+
+    def _go_on(self, cursor: StreamCursor) -> None:
+        if cursor.batch is None:
+            self._park(cursor)
+        else:
+            self._enlist(cursor)
+            self._wake()
+
+    def _pause(self, cursor: StreamCursor, reason: str) -> None:
+        log.warning("stream %s of %s is paused at %s: %s", cursor.stream, self.name, cursor.token, reason)
+        cursor.state = State.PAUSED
+        cursor.paused = reason
+        if self._rewindable:
+            cursor.park()
+
+    def resume(self, stream: StreamId) -> bool:
+        """Go on with a paused stream. False where it is not paused here."""
+        cursor = self.cursors.get(stream)
+        if cursor is None or cursor.state is not State.PAUSED:
+            return False
+        cursor.paused, cursor.attempts = "", 0
+        self._go_on(cursor)
+        return True
+
+    # ---- leaving a cache -------------------------------------------------------------------------------------------
+
+    def _park(self, cursor: StreamCursor) -> None:
+        cursor.state = State.PARKED
+        cursor.feed = None
+        self.on_parked(cursor)
+
+    def detach(self, cursor: StreamCursor) -> None:
+        """Take a cursor out of its cache. What is running keeps its batch until it is done."""
+        if cursor.state is State.RUNNING:
+            cursor.release()
+            return
+        cursor.park()
+        if cursor.state is State.READY:
+            self._park(cursor)
+
+    def follow(self, cursor: StreamCursor, feed: Feed, batch: EventBatch) -> None:
+        """A parked cursor goes on in `feed`, at `batch`."""
+        self._unpark(cursor, feed, batch)
+        if self._ready:
+            self._wake()
+
+    def forget(self, cursor: StreamCursor) -> None:
+        """The stream has nothing undelivered: its next batch starts a new cursor."""
+        del self.cursors[cursor.stream]
+
+    def leave(self, feed: Feed) -> None:
+        """`feed` ends: whatever stands in its cache is parked."""
+        for cursor in list(self.cursors.values()):
+            if cursor.feed is feed and cursor.state in (State.READY, State.RUNNING, State.WAITING):
+                self.detach(cursor)
+            elif cursor.feed is feed:
+                cursor.feed = None
+
+    # ---- progress --------------------------------------------------------------------------------------------------
+
+    @property
+    def position(self) -> int:
+        """Everything below is done, except for the streams that have a cursor."""
+        return max(self.base, self.feed.cache.next_offset) if self.feed else self.base
+
+    def checkpoint(self, *, limit: int | None = MAX_BEHIND) -> Checkpoint:
+        """What is done now. With more than `limit` streams behind, it goes back to where only so many are: some
+        completed events then come again after a crash, none is lost."""
+        position = self.position
+        behind = {c.stream: b for c in self.cursors.values() if (b := self._behind(c)) and b.token.offset < position}
+        if limit is not None and len(behind) > limit:
+            position = nsmallest(limit + 1, (b.token.offset for b in behind.values()))[-1]
+            behind = {stream: b for stream, b in behind.items() if b.token.offset < position}
+        return Checkpoint(position, behind)
+
+    def _behind(self, cursor: StreamCursor) -> Behind:
+        token = cursor.token
+        if cursor.state is State.PARKED and cursor.feed is not None:
+            token = max(token, SequenceToken(cursor.feed.cache.next_offset, 0))
+        return Behind(token, cursor.paused)
+
+    @property
+    def watermark(self) -> int:
+        return self.checkpoint(limit=None).watermark
+
+    async def wait_until(self, offset: int) -> None:
+        """Return when everything below `offset` is done (paused streams apart)."""
+        while not self._reached(offset):
+            await self._progress()
+
+    def _reached(self, offset: int) -> bool:
+        if self.position < offset:
+            return False
+        live = (c for c in self.cursors.values() if c.state is not State.PAUSED)
+        return all(self._behind(c).token.offset >= offset for c in live)
+
+    async def quiet(self) -> None:
+        """Return when no handler runs."""
+        while self._in_flight:
+            await self._progress()
+
+    async def _progress(self) -> None:
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._watchers.append(future)
+        await future
+
+    def _notify(self) -> None:
+        if self._watchers:
+            watchers, self._watchers = self._watchers, []
+            for future in watchers:
+                if not future.done():
+                    future.set_result(None)
+
+    def progressed(self) -> None:
+        """The feed's position moved: whoever waits for it looks again."""
+        self._notify()
+
+    def statistics(self) -> DeliveryStatistics:
+        states = [c.state for c in self.cursors.values()]
+        return DeliveryStatistics(
+            self.name,
+            self._delivered_events,
+            self._delivered_batches,
+            self._filtered,
+            self._retries,
+            self._dead_lettered,
+            self._skipped,
+            self.gaps,
+            self._in_flight,
+            len(self._ready),
+            states.count(State.WAITING),
+            states.count(State.PARKED),
+            states.count(State.PAUSED),
+            self.watermark,
+        )
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    async def redrive(self, event: Event) -> Exception | None:
+        """Deliver one event out of line. Returns what the handler raised."""
+        batch = EventBatch.of(event.stream or StreamId("", ""), [event])
+        try:
+            if self._handler.on_event:
+                await self._handler.on_event(event)
+            elif self._handler.on_batch:
+                await self._handler.on_batch(SomeEvents(batch, [event]))
+        except Exception as error:  # noqa: BLE001 (reported to whoever asked)
+            return error
+        self._delivered_events += 1
+        return None
+
+    async def stop(self, drain_s: float) -> None:
+        """Start nothing more; let running handlers end within `drain_s` seconds, then cancel them."""
+        self._stopping = True
+        for cursor in self.cursors.values():
+            if cursor.timer is not None:
+                cursor.timer.cancel()
+        if self._workers:
+            _, late = await asyncio.wait(self._workers, timeout=drain_s)
+            for task in late:
+                task.cancel()
+            if late:
+                log.warning(
+                    "%d handlers of %s, queue %d did not end within %.1f s", len(late), self.name, self.queue, drain_s
+                )
+                await asyncio.wait(late)
+
+    async def completed(self) -> None:
+        """Tell the consumer that its subscription ended here."""
+        if self._handler.on_completed is not None:
+            try:
+                await self._handler.on_completed()
+            except Exception:  # noqa: BLE001
+                log.exception("on_completed of %s raised", self.name)

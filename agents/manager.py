@@ -1,0 +1,275 @@
+"""The pulling manager: the agents of one provider in this process, and the durable side of what they do.
+
+It turns subscriptions into deliveries, saves their checkpoints (one transaction a second for all of them), records dead
+letters and gaps, and lets the queue technology delete what everybody has finished. Every write carries the
+subscription's epoch, so that an owner that was superseded is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from ..adapters.seam import Gap, QueueAdapter
+from ..streams.errors import Busy, Fenced, HeadraceError, NotFound
+from ..streams.events import Event
+from ..streams.handlers import EventFilter, Handler
+from ..streams.identity import SequenceToken, StreamId
+from ..streams.store import ControlStore
+from ..streams.subscriptions import Checkpoint, DeadLetter, GapRecord, SubscriptionDefinition
+from .agent import AgentStatistics, CacheLimits, PullingAgent
+from .delivery import Delivery
+
+log = logging.getLogger("headrace.agents")
+
+CHECKPOINT_S = 1.0
+"""At most this much finished work comes again after a crash, in seconds."""
+RETENTION_S = 5.0
+
+
+class Served(NamedTuple):
+    """A subscription that is served here."""
+
+    definition: SubscriptionDefinition
+    epoch: int
+    handler: Handler
+    deliveries: Mapping[int, Delivery]
+    saved: dict[int, Checkpoint]
+    """What is stored of each queue, so that only changes are written."""
+
+
+class PullingManager:
+    """Agents for the queues 0 to N-1 of a provider. All on one loop; `start` before use, `aclose` after."""
+
+    def __init__(
+        self,
+        provider: str,
+        queues: int,
+        adapter: QueueAdapter,
+        store: ControlStore,
+        limits: CacheLimits,
+        *,
+        detach_after_s: float,
+    ) -> None:
+        self.provider = provider
+        self.served: dict[str, Served] = {}
+        self._adapter = adapter
+        self._store = store
+        self._rewindable = adapter.capabilities.rewindable
+        self.agents = [
+            PullingAgent(adapter, queue, limits, detach_after_s=detach_after_s, on_gap=self._record_gap)
+            for queue in range(queues)
+        ]
+        self._gaps: list[GapRecord] = []
+        self._saving = asyncio.Lock()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._redriving: set[int] = set()
+
+    def start(self) -> None:
+        self._tasks = [
+            asyncio.create_task(_supervise(self._tick, CHECKPOINT_S), name=f"headrace checkpoints {self.provider}"),
+            asyncio.create_task(_supervise(self.retain, RETENTION_S), name=f"headrace retention {self.provider}"),
+        ]
+
+    async def aclose(self, drain_s: float) -> None:
+        """Stop reading, let running handlers end within `drain_s` seconds, save exactly what is done."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(self.withdraw(name, drain_s) for name in list(self.served)))
+        await asyncio.gather(*(agent.aclose() for agent in self.agents))
+        await self._save_gaps()
+
+    # ---- subscriptions ---------------------------------------------------------------------------------------------
+
+    async def serve(
+        self,
+        definition: SubscriptionDefinition,
+        handler: Handler,
+        *,
+        predicate: EventFilter | None = None,
+        concurrency: int,
+    ) -> None:
+        """Deliver a subscription that exists in the store from its checkpoints on. Raises Busy where it is served
+        here already, NotFound where it does not exist."""
+        if definition.name in self.served:
+            raise Busy(f"subscription {definition.name!r} is already served by this process")
+        attachment = await self._store.attach(self.provider, definition.name)
+        deliveries = {
+            queue: Delivery(
+                definition,
+                queue,
+                checkpoint,
+                handler,
+                self,
+                predicate=predicate,
+                concurrency=concurrency,
+                rewindable=self._rewindable,
+            )
+            for queue, checkpoint in attachment.checkpoints.items()
+        }
+        saved = dict(attachment.checkpoints)
+        self.served[definition.name] = Served(definition, attachment.epoch, handler, deliveries, saved)
+        for queue, delivery in deliveries.items():
+            self.agents[queue].attach(delivery)
+
+    async def withdraw(self, name: str, drain_s: float) -> Served:
+        """Stop serving: running handlers end within `drain_s` seconds, and exactly what is done is saved."""
+        served = self.served.pop(name, None)
+        if served is None:
+            raise NotFound(f"subscription {name!r} is not served by this process")
+        done = await asyncio.gather(*(self.agents[queue].detach(name, drain_s) for queue in served.deliveries))
+        final = {queue: cp for queue, cp in zip(served.deliveries, done, strict=True) if cp is not None}
+        async with self._saving:
+            if await self._store.save_checkpoints(self.provider, [(name, served.epoch, final)]):
+                log.warning("subscription %s was taken over: its last checkpoint is not saved", name)
+        return served
+
+    # ---- what is durable -------------------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        await self.save()
+        await self._save_gaps()
+        if not self._rewindable:
+            await self._acknowledge()
+        await self._redrive()
+
+    async def save(self) -> None:
+        """Save the checkpoints that changed, in one transaction."""
+        async with self._saving:
+            progress: list[tuple[Served, dict[int, Checkpoint]]] = []
+            for served in list(self.served.values()):
+                now = {queue: delivery.checkpoint() for queue, delivery in served.deliveries.items()}
+                if changed := {queue: cp for queue, cp in now.items() if served.saved.get(queue) != cp}:
+                    progress.append((served, changed))
+            if not progress:
+                return
+            rows = [(served.definition.name, served.epoch, changed) for served, changed in progress]
+            stale = await self._store.save_checkpoints(self.provider, rows)
+            for served, changed in progress:
+                if served.definition.name not in stale:
+                    served.saved.update(changed)
+        for name in stale:
+            await self._fenced(name)
+
+    async def _fenced(self, name: str) -> None:
+        """Somebody else moved or took the subscription: stop, whatever is still done here is refused anyway."""
+        served = self.served.pop(name, None)
+        if served is None:
+            return
+        log.error("subscription %s was moved, deleted or taken over elsewhere: this process stops serving it", name)
+        await asyncio.gather(*(self.agents[queue].detach(name, 0.0) for queue in served.deliveries))
+        if served.handler.on_error is not None:
+            await served.handler.on_error(Fenced(f"subscription {name!r} was moved, deleted or taken over elsewhere"))
+
+    async def _acknowledge(self) -> None:
+        """Tell queues that cannot rewind what nobody needs any more."""
+        for queue, watermark in (await self._store.watermarks(self.provider)).items():
+            await self.agents[queue].acknowledge(watermark)
+
+    async def retain(self) -> None:
+        """Let the adapter delete what its retention allows; unfinished events stay."""
+        await self._adapter.apply_retention(await self._store.watermarks(self.provider))
+
+    def _record_gap(self, delivery: Delivery, gap: Gap) -> None:
+        log.error(
+            "subscription %s misses offsets %d to %d of queue %d: %s",
+            delivery.name, gap.low, gap.high, delivery.queue, gap.reason,
+        )  # fmt: skip
+        low, high = SequenceToken(max(gap.low, delivery.watermark)), SequenceToken(gap.high)
+        self._gaps.append(self._gap_record(delivery, None, low, high, gap.reason))
+
+    def _gap_record(
+        self, delivery: Delivery, stream: StreamId | None, low: SequenceToken, high: SequenceToken, reason: str
+    ) -> GapRecord:
+        return GapRecord(self.provider, delivery.name, delivery.queue, stream, low, high, reason, _now_us())
+
+    async def _save_gaps(self) -> None:
+        if self._gaps:
+            gaps = list(self._gaps)
+            await self._store.add_gaps(gaps)
+            del self._gaps[: len(gaps)]
+
+    async def dead_letter(self, delivery: Delivery, events: Sequence[Event], reason: str, attempts: int) -> None:
+        served = self.served.get(delivery.name)
+        letters = [_letter(self.provider, delivery, event, reason, attempts) for event in events]
+        log.warning(
+            "%s gave up on %d events of %s after %d attempts: %s",
+            delivery.name,
+            len(events),
+            events[0].stream if events else "",
+            attempts,
+            reason,
+        )
+        await self._store.add_dead_letters(letters, served.epoch if served else None)
+
+    async def skipped(self, delivery: Delivery, events: Sequence[Event], reason: str) -> None:
+        log.warning(
+            "%s skips %d events of %s: %s", delivery.name, len(events), events[0].stream if events else "", reason
+        )
+        records = [
+            self._gap_record(delivery, e.stream, e.token, SequenceToken(e.token.offset, e.token.index + 1), reason)
+            for e in events
+            if e.token is not None
+        ]
+        await self._store.add_gaps(records)
+
+    # ---- dead letters once more ------------------------------------------------------------------------------------
+
+    async def _redrive(self) -> None:
+        names = list(self.served)
+        letters = await self._store.redrives(self.provider, names) if names else []
+        due = [letter for letter in letters if letter.id not in self._redriving]
+        await asyncio.gather(*(self._redrive_one(letter) for letter in due))
+
+    async def _redrive_one(self, letter: DeadLetter) -> None:
+        served = self.served.get(letter.subscription)
+        delivery = served.deliveries.get(letter.queue) if served else None
+        if delivery is None:
+            return
+        self._redriving.add(letter.id)
+        try:
+            error = await delivery.redrive(_event(letter))
+            reason = None if error is None else f"{type(error).__name__}: {error}"
+            await self._store.finish_redrive(
+                letter.id, delivered=error is None, reason=reason, attempts=letter.attempts + 1
+            )
+        finally:
+            self._redriving.discard(letter.id)
+
+    def statistics(self) -> list[AgentStatistics]:
+        return [agent.statistics() for agent in self.agents]
+
+
+def _letter(provider: str, delivery: Delivery, event: Event, reason: str, attempts: int) -> DeadLetter:
+    assert event.stream is not None
+    assert event.token is not None
+    return DeadLetter(
+        0, provider, delivery.name, delivery.queue, event.stream, event.token, event.payload, dict(event.headers),
+        event.id, event.timestamp_us or 0, reason, attempts, _now_us(),
+    )  # fmt: skip
+
+
+def _event(letter: DeadLetter) -> Event:
+    return Event(
+        letter.payload, letter.headers, letter.event_id, letter.timestamp_us, stream=letter.stream, token=letter.token
+    )
+
+
+def _now_us() -> int:
+    return time.time_ns() // 1000
+
+
+async def _supervise(work: Callable[[], Awaitable[None]], period_s: float) -> None:
+    """Run `work` every `period_s` seconds; what it raises is logged, and it is run again."""
+    while True:
+        await asyncio.sleep(period_s)
+        try:
+            await work()
+        except HeadraceError as error:
+            log.warning("background work failed and is tried again: %s", error)
+        except Exception:
+            log.exception("background work failed and is tried again")

@@ -1,0 +1,435 @@
+"""A provider in this process: adapter, mapper, control store and pulling agents put together.
+
+async with Provider.open("data") as provider:
+    await provider.subscribe("printer", "orders/*", handler)
+    await provider.stream("orders", "42").publish(b"paid")
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..adapters import AdapterContext, Bounds, ProducerSequence, QueueAdapter, Receipt, open_adapter
+from ..agents import CacheLimits, PullingManager
+from ..balancer import StreamQueueMapper
+from ..balancer.mapper import VERSION as MAPPER_VERSION
+from ..streams.errors import InvalidArgument, NotSupported
+from ..streams.events import BATCH_TARGET_BYTES, MAX_BATCH_EVENTS, Event, EventBatch
+from ..streams.handlers import AnyHandler, Declared, EventFilter, Handler, filter_name
+from ..streams.identity import SequenceToken, StreamId
+from ..streams.store import ControlStore
+from ..streams.stream import Stream
+from ..streams.subscriptions import (
+    Behind,
+    Checkpoint,
+    OnFailure,
+    RetryPolicy,
+    Selector,
+    SlowConsumer,
+    Start,
+    StartKind,
+    SubscriptionDefinition,
+)
+from .datadir import DataDirectory, SubscriptionLock, lock_subscription, open_data_directory
+from .views import ProviderStatistics, provider_statistics
+
+DEFAULT_ADAPTER = "log"
+DEFAULT_QUEUES = 8
+DRAIN_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheOptions:
+    """Bounds of what a provider caches in this process, divided equally over its queues."""
+
+    max_events: int = 1_000_000
+    max_bytes: int = 64 << 20
+
+    def per_queue(self, queues: int) -> CacheLimits:
+        return CacheLimits(max_events=self.max_events // queues, max_bytes=self.max_bytes // queues)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProviderOptions:
+    """How to open a provider. `adapter` and `queues` are fixed when it is first opened; None takes what it has."""
+
+    name: str = "default"
+    adapter: str | None = None
+    queues: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The adapter's own options."""
+    cache: CacheOptions = field(default_factory=CacheOptions)
+    detach_after_s: float = 0.25
+    """How long a cursor may stand still in the oldest bucket of a full cache before it is detached, in seconds."""
+
+
+class Provider:
+    """One named configuration, opened in this process. Not for sharing between event loops."""
+
+    def __init__(
+        self,
+        options: ProviderOptions,
+        directory: DataDirectory | None,
+        store: ControlStore,
+        adapter: QueueAdapter,
+        mapper: StreamQueueMapper,
+    ) -> None:
+        self.name = options.name
+        self.queues = mapper.queues
+        self.data = directory.path if directory else None
+        self.adapter = adapter
+        self.store = store
+        self.published_events = 0
+        self.published_bytes = 0
+        self.manager = PullingManager(
+            options.name,
+            mapper.queues,
+            adapter,
+            store,
+            options.cache.per_queue(mapper.queues),
+            detach_after_s=options.detach_after_s,
+        )
+        self.queue_of = mapper.queue_of
+        self._directory = directory
+        self._locks: dict[str, SubscriptionLock] = {}
+        self._closed = False
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, data: str | os.PathLike[str] | None = None, **options: Any) -> AsyncIterator[Provider]:
+        """Open a provider for the length of an `async with`. `options` are those of `ProviderOptions`.
+
+        `data` is the data directory; without one, progress is kept in memory and the adapter must not need a directory.
+
+        Raises DataDirectoryError, NotFound for an unknown adapter, InvalidArgument for options that do not fit what the
+        provider was created with.
+        """
+        provider = await cls.start(data, ProviderOptions(**options))
+        try:
+            yield provider
+        finally:
+            await provider.aclose()
+
+    @classmethod
+    async def start(cls, data: str | os.PathLike[str] | None, options: ProviderOptions) -> Provider:
+        """Open a provider; the caller closes it with `aclose`."""
+        directory = open_data_directory(data) if data is not None else None
+        store = await ControlStore.open(directory.control_db if directory else "memory")
+        try:
+            return await cls._start(directory, store, options)
+        except BaseException:
+            await store.aclose()
+            raise
+
+    @classmethod
+    async def _start(cls, directory: DataDirectory | None, store: ControlStore, options: ProviderOptions) -> Provider:
+        known = {record.name: record for record in await store.providers()}.get(options.name)
+        adapter_name = options.adapter or (known.adapter if known else DEFAULT_ADAPTER)
+        mapper = StreamQueueMapper(options.queues or (known.queues if known else DEFAULT_QUEUES))
+        options.cache.per_queue(mapper.queues)
+        await store.register_provider(options.name, adapter=adapter_name, queues=mapper.queues, mapper=MAPPER_VERSION)
+        own = directory.provider_dir(options.name) if directory else None
+        context = AdapterContext(provider=options.name, queues=mapper.queues, directory=own)
+        adapter = await open_adapter(adapter_name, context, options.options)
+        try:
+            provider = cls(options, directory, store, adapter, mapper)
+            await provider._forget_lost_positions()
+        except BaseException:
+            await adapter.aclose()
+            raise
+        provider.manager.start()
+        return provider
+
+    async def aclose(self, drain_s: float = DRAIN_S) -> None:
+        """Stop reading, let running handlers end within `drain_s` seconds, save exactly what is done, close. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        served = list(self.manager.served.values())
+        try:
+            await self.manager.aclose(drain_s)
+            for one in served:
+                await _completed(one.handler)
+        finally:
+            for lock in self._locks.values():
+                lock.release()
+            await self.adapter.aclose()
+            await self.store.aclose()
+
+    async def _forget_lost_positions(self) -> None:
+        """Queues that do not survive the process start at nothing again: positions in their former life mean nothing."""
+        if self.adapter.capabilities.durable or self._directory is None:
+            return
+        for definition in await self.store.subscriptions(self.name):
+            earliest = await self._positions(definition.selector, Start.earliest())
+            await self.store.seek(self.name, definition.name, earliest, "the queues did not survive the process")
+
+    # ---- publishing ------------------------------------------------------------------------------------------------
+
+    def stream(self, namespace: str | StreamId, key: str | None = None) -> Stream:
+        """A handle on a stream, by namespace and key or by id."""
+        if isinstance(namespace, StreamId):
+            return Stream(namespace, self)
+        if key is None:
+            raise InvalidArgument("a stream has a namespace and a key: provider.stream('orders', '42')")
+        return Stream(StreamId(namespace, key), self)
+
+    async def publish(self, stream: StreamId, events: bytes | Event | Iterable[bytes | Event]) -> SequenceToken:
+        """Publish to one stream: see `Stream.publish`."""
+        queue = self.queue_of(stream)
+        batches = [(queue, batch) for batch in self._encode(stream, _listed(events))]
+        receipts = await self.adapter.enqueue(batches)
+        self._count(batches)
+        token = receipts[0].token
+        assert token is not None  # only duplicates of an idempotent producer have none
+        return token
+
+    async def publish_many(
+        self, items: Iterable[tuple[StreamId, bytes | Event]], *, sequence: ProducerSequence | None = None
+    ) -> Sequence[Receipt]:
+        """Publish to several streams at once, in order within each. One receipt per stored batch.
+
+        With `sequence`, a retry stores nothing twice; one call is then all or nothing.
+        """
+        by_stream: dict[StreamId, list[bytes | Event]] = {}
+        for stream, event in items:
+            by_stream.setdefault(stream, []).append(event)
+        batches = [
+            (self.queue_of(stream), batch)
+            for stream, events in by_stream.items()
+            for batch in self._encode(stream, events)
+        ]
+        receipts = await self.adapter.enqueue(batches, sequence=sequence)
+        if not (receipts and receipts[0].duplicate):
+            self._count(batches)
+        return receipts
+
+    def _encode(self, stream: StreamId, events: list[bytes | Event]) -> list[EventBatch]:
+        self._check_capabilities(events)
+        if len(events) == 1:
+            return [EventBatch.of(stream, events)]
+        return [EventBatch.of(stream, part) for part in _parts(events)]
+
+    def _check_capabilities(self, events: list[bytes | Event]) -> None:
+        can = self.adapter.capabilities
+        if can.delay and can.priority:
+            return
+        for event in events:
+            if not isinstance(event, Event):
+                continue
+            if event.delay is not None and not can.delay:
+                raise NotSupported(f"provider {self.name!r} cannot delay events: its adapter does not declare it")
+            if event.priority is not None and not can.priority:
+                raise NotSupported(f"provider {self.name!r} has no priorities: its adapter does not declare them")
+
+    def _count(self, batches: Sequence[tuple[int, EventBatch]]) -> None:
+        for _, batch in batches:
+            self.published_events += batch.count
+            self.published_bytes += len(batch.encoded)
+
+    # ---- subscribing -----------------------------------------------------------------------------------------------
+
+    async def subscribe(
+        self,
+        name: str,
+        selector: str | StreamId,
+        handler: AnyHandler,
+        *,
+        batch: bool = False,
+        start: Start | None = None,
+        filter: EventFilter | None = None,  # noqa: A002 (the word of the field)
+        retry: RetryPolicy | None = None,
+        on_failure: OnFailure = OnFailure.DEAD_LETTER,
+        slow_consumer: SlowConsumer | None = None,
+        concurrency: int = 100,
+    ) -> Subscription:
+        """Create the durable subscription `name` where it does not exist, and deliver it to `handler` from here on.
+
+        `handler` is an async function of an Event, with `batch=True` of an EventBatch, or an observer object (see
+        `headrace.streams.handlers`). `selector` is `namespace/key`, with `*` for any text. Every event published after
+        this returned is delivered. `concurrency` bounds the handlers that run at a time, per queue.
+
+        Raises DefinitionConflict where `name` exists with another definition, Busy where another live process serves
+        it, NotSupported for what the adapter cannot do.
+        """
+        definition = SubscriptionDefinition(
+            name=name,
+            selector=Selector(str(selector)),
+            start=start or Start.latest(),
+            retry=retry or RetryPolicy(),
+            on_failure=on_failure,
+            slow_consumer=slow_consumer,
+            filter=filter_name(filter) if filter else None,
+        )
+        return await self.attach(Declared(self.name, definition, handler, batch, filter, concurrency))
+
+    async def attach(self, declared: Declared) -> Subscription:
+        """`subscribe` with everything in one value, as the `@subscription` decorator makes it."""
+        if declared.concurrency < 1:
+            raise InvalidArgument(f"concurrency is at least 1, not {declared.concurrency}")
+        handler = Handler.of(declared.handler, batch=declared.batch)
+        definition = declared.definition
+        lock = lock_subscription(self._directory, self.name, definition.name) if self._directory else None
+        try:
+            await self.create_subscription(definition)
+            await self.manager.serve(definition, handler, predicate=declared.filter, concurrency=declared.concurrency)
+        except BaseException:
+            if lock is not None:
+                lock.release()
+            raise
+        if lock is not None:
+            self._locks[definition.name] = lock
+        return Subscription(self, declared)
+
+    async def create_subscription(self, definition: SubscriptionDefinition) -> bool:
+        """Create a durable subscription without serving it. False where it exists, equal.
+
+        Its position is pinned before this returns: every event published afterwards is kept for it.
+        """
+        if definition.slow_consumer is SlowConsumer.DETACH and not self.adapter.capabilities.rewindable:
+            raise NotSupported(
+                f"subscription {definition.name!r}: detach needs an adapter that can rewind; use throttle"
+            )
+        start = await self._positions(definition.selector, definition.start)
+        return await self.store.create_subscription(self.name, definition, start)
+
+    async def _positions(self, selector: Selector, start: Start) -> dict[int, Checkpoint]:
+        """The checkpoints that `start` means. A subscription to one stream concerns one queue only."""
+        stream = StreamId.parse(selector.pattern) if selector.explicit else None
+        queues = range(self.queues) if stream is None else [self.queue_of(stream)]
+        if start.kind is StartKind.OFFSETS:
+            assert stream is not None
+            assert start.token is not None
+            return {queues[0]: await self._at_token(stream, queues[0], SequenceToken.parse(start.token))}
+        return {queue: Checkpoint(await self._offset(queue, start)) for queue in queues}
+
+    async def _offset(self, queue: int, start: Start) -> int:
+        if start.kind is StartKind.TIME:
+            assert start.time_us is not None
+            return await self.adapter.offset_at(queue, start.time_us)
+        bounds = await self.adapter.bounds(queue)
+        return bounds.first if start.kind is StartKind.EARLIEST else bounds.next
+
+    async def _at_token(self, stream: StreamId, queue: int, token: SequenceToken) -> Checkpoint:
+        if not self.adapter.capabilities.rewindable:
+            raise NotSupported("a token is a start only where the adapter can rewind")
+        bounds: Bounds = await self.adapter.bounds(queue)
+        if token.offset > bounds.next:
+            raise InvalidArgument(f"token {token} is past the end of queue {queue}, whose next offset is {bounds.next}")
+        if not token.index:
+            return Checkpoint(token.offset)
+        return Checkpoint(token.offset + 1, {stream: Behind(token)})
+
+    async def withdraw(self, name: str, drain_s: float = DRAIN_S) -> None:
+        """Stop serving a subscription here; it stays durable. Raises NotFound where it is not served here."""
+        try:
+            served = await self.manager.withdraw(name, drain_s)
+            await _completed(served.handler)
+        finally:
+            if (lock := self._locks.pop(name, None)) is not None:
+                lock.release()
+
+    async def seek(self, name: str, start: Start, reason: str = "asked for") -> None:
+        """Move a subscription's position, also back, in all its queues."""
+        definition = await self.store.subscription(self.name, name)
+        positions = await self._positions(definition.selector, start)
+        served = self.manager.served.get(name)
+        if served is None:
+            with _unserved(self._directory, self.name, name):
+                await self.store.seek(self.name, name, positions, reason)
+            return
+        delivery = next(iter(served.deliveries.values()))
+        await self.manager.withdraw(name, DRAIN_S)
+        await self.store.seek(self.name, name, positions, reason)
+        await self.manager.serve(
+            definition, served.handler, predicate=delivery.predicate, concurrency=delivery.concurrency
+        )
+
+    async def delete_subscription(self, name: str) -> None:
+        """Delete a subscription and its progress; its dead letters stay. Raises NotFound, or Busy where another live
+        process serves it."""
+        if name in self.manager.served:
+            await self.withdraw(name)
+        with _unserved(self._directory, self.name, name):
+            await self.store.delete_subscription(self.name, name)
+
+    async def caught_up(self, name: str) -> None:
+        """Return when everything stored before the call is done for subscription `name` (paused streams apart)."""
+        served = self.manager.served[name]
+        for queue, delivery in served.deliveries.items():
+            await delivery.wait_until((await self.adapter.bounds(queue)).next)
+
+    def statistics(self) -> ProviderStatistics:
+        """A cheap snapshot of queues, caches, cursors and deliveries."""
+        return provider_statistics(self.manager, self.published_events, self.published_bytes)
+
+
+class Subscription:
+    """A subscription that this process serves."""
+
+    def __init__(self, provider: Provider, declared: Declared) -> None:
+        self.name = declared.definition.name
+        self.definition = declared.definition
+        self._provider = provider
+
+    async def caught_up(self) -> None:
+        """Return when everything stored before the call is done (paused streams apart)."""
+        await self._provider.caught_up(self.name)
+
+    async def seek(self, start: Start) -> None:
+        """Go on from another position, also an earlier one."""
+        await self._provider.seek(self.name, start)
+
+    async def close(self) -> None:
+        """Stop serving it here. It stays durable: events are kept for it, and it resumes where it stopped."""
+        await self._provider.withdraw(self.name)
+
+    async def delete(self) -> None:
+        """Stop serving it and forget its progress."""
+        await self._provider.delete_subscription(self.name)
+
+    def resume(self, stream: StreamId) -> bool:
+        """Go on with a paused stream. False where it is not paused."""
+        served = self._provider.manager.served[self.name]
+        return any(delivery.resume(stream) for delivery in served.deliveries.values())
+
+    async def redrive(self, ids: Sequence[int] | None = None) -> int:
+        """Deliver dead letters (all, or those with `ids`) once more, out of line. Returns how many were asked for;
+        what fails again stays a dead letter with its new reason."""
+        return await self._provider.store.request_redrive(self._provider.name, self.name, ids)
+
+
+def _listed(events: bytes | Event | Iterable[bytes | Event]) -> list[bytes | Event]:
+    if isinstance(events, bytes | Event):
+        return [events]
+    if isinstance(events, str | bytearray | memoryview):
+        raise InvalidArgument(f"publish bytes or Event, not {type(events).__name__}: encode it first")
+    return list(events)
+
+
+def _parts(events: list[bytes | Event]) -> Iterable[list[bytes | Event]]:
+    """Cut a long publish into batches of about `BATCH_TARGET_BYTES`."""
+    part: list[bytes | Event] = []
+    size = 0
+    for event in events:
+        payload = event.payload if isinstance(event, Event) else event
+        if part and (size + len(payload) > BATCH_TARGET_BYTES or len(part) == MAX_BATCH_EVENTS):
+            yield part
+            part, size = [], 0
+        part.append(event)
+        size += len(payload)
+    yield part
+
+
+def _unserved(directory: DataDirectory | None, provider: str, name: str) -> AbstractContextManager[object]:
+    """Makes sure that no other process serves the subscription meanwhile. Raises Busy."""
+    return lock_subscription(directory, provider, name) if directory else nullcontext()
+
+
+async def _completed(handler: Handler) -> None:
+    if handler.on_completed is not None:
+        await handler.on_completed()

@@ -1,0 +1,126 @@
+"""What people and dashboards see of a provider: plain snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..agents import AgentStatistics, BucketStatistics, DeliveryStatistics, PullingManager
+
+
+class CursorView(NamedTuple):
+    """Where a subscription stands in one queue."""
+
+    subscription: str
+    watermark: int
+    """Lowest offset not finished."""
+    bucket: int | None
+    """Index of the cache bucket that holds the watermark; None where it is outside the cache."""
+    active: int
+    """Streams with something undelivered in a cache."""
+    parked: int
+    """Streams that left the cache."""
+    catching_up: bool
+
+
+class QueueView(NamedTuple):
+    index: int
+    next_offset: int
+    """Read position, exclusive."""
+    buckets: Sequence[BucketStatistics]
+    cache_events: int
+    cache_bytes: int
+    max_events: int
+    max_bytes: int
+    pressure: bool
+    state: str
+    reason: str
+    received_events: int
+    received_bytes: int
+    cursors: Sequence[CursorView]
+
+
+class SubscriptionView(NamedTuple):
+    """A subscription over all queues."""
+
+    name: str
+    delivered_events: int
+    delivered_batches: int
+    filtered: int
+    retries: int
+    dead_lettered: int
+    skipped: int
+    gaps: int
+    in_flight: int
+    ready: int
+    waiting: int
+    parked: int
+    paused: int
+    state: str
+    reason: str
+
+
+class ProviderStatistics(NamedTuple):
+    queues: Sequence[QueueView]
+    subscriptions: Sequence[SubscriptionView]
+    published_events: int
+    published_bytes: int
+
+
+def provider_statistics(manager: PullingManager, published_events: int, published_bytes: int) -> ProviderStatistics:
+    agents = manager.statistics()
+    queues = [_queue(agent) for agent in agents]
+    by_name: dict[str, list[tuple[DeliveryStatistics, AgentStatistics, bool]]] = {name: [] for name in manager.served}
+    for agent in agents:
+        for delivery, catching_up in agent.deliveries:
+            by_name.setdefault(delivery.subscription, []).append((delivery, agent, catching_up))
+    subscriptions = [_subscription(name, parts) for name, parts in by_name.items()]
+    return ProviderStatistics(queues, subscriptions, published_events, published_bytes)
+
+
+def _queue(agent: AgentStatistics) -> QueueView:
+    cache = agent.cache
+    cursors = [_cursor(delivery, cache.buckets, catching_up) for delivery, catching_up in agent.deliveries]
+    return QueueView(
+        agent.queue, agent.next_offset, cache.buckets, cache.events, cache.bytes, cache.max_events, cache.max_bytes,
+        cache.pressure, agent.state, agent.reason, agent.received_events, agent.received_bytes, cursors,
+    )  # fmt: skip
+
+
+def _cursor(delivery: DeliveryStatistics, buckets: Sequence[BucketStatistics], catching_up: bool) -> CursorView:
+    held = [index for index, bucket in enumerate(buckets) if bucket.low <= delivery.watermark <= bucket.high]
+    return CursorView(
+        delivery.subscription,
+        delivery.watermark,
+        held[0] if held else None,
+        delivery.ready + delivery.in_flight + delivery.waiting,
+        delivery.parked,
+        catching_up,
+    )
+
+
+def _subscription(name: str, parts: list[tuple[DeliveryStatistics, AgentStatistics, bool]]) -> SubscriptionView:
+    total = {field: sum(getattr(d, field) for d, _, _ in parts) for field in _SUMMED}
+    state, reason = _state(total, parts)
+    return SubscriptionView(name=name, state=state, reason=reason, **total)
+
+
+_SUMMED = (
+    "delivered_events", "delivered_batches", "filtered", "retries", "dead_lettered", "skipped", "gaps", "in_flight",
+    "ready", "waiting", "parked", "paused",
+)  # fmt: skip
+
+
+def _state(total: dict[str, int], parts: list[tuple[DeliveryStatistics, AgentStatistics, bool]]) -> tuple[str, str]:
+    faulted = [agent.queue for _, agent, _ in parts if agent.state == "faulted"]
+    if faulted:
+        return "faulted", f"queues {', '.join(map(str, faulted))} cannot be read"
+    if total["paused"]:
+        return "paused", f"{total['paused']} streams wait to be resumed"
+    if total["waiting"]:
+        return "retrying", f"{total['waiting']} streams wait for their next attempt"
+    if total["parked"] or any(catching_up for _, _, catching_up in parts):
+        return "behind", f"catching up outside of the cache, {total['parked']} streams parked"
+    if total["ready"] or total["in_flight"]:
+        return "running", f"{total['in_flight']} handlers run, {total['ready']} streams are in line"
+    return "caught up", ""

@@ -1,0 +1,38 @@
+"""A stream as users hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from .events import Event
+from .identity import SequenceToken, StreamId
+
+
+class Publisher(Protocol):
+    """What a stream handle publishes through: a provider in this process, or a remote one."""
+
+    async def publish(self, stream: StreamId, events: bytes | Event | Iterable[bytes | Event]) -> SequenceToken: ...
+
+
+class Stream:
+    """A handle on one virtual stream. Costs nothing to make; the stream exists as soon as it is named."""
+
+    __slots__ = ("_publisher", "id")
+
+    def __init__(self, id: StreamId, publisher: Publisher) -> None:  # noqa: A002 (the word of the field)
+        self.id = id
+        self._publisher = publisher
+
+    async def publish(self, events: bytes | Event | Iterable[bytes | Event]) -> SequenceToken:
+        """Publish one event or several, in order; durable, as the adapter promises, on return.
+
+        Several are stored as one batch, or as several where they exceed 1 MiB together. Returns the token of the first.
+
+        Raises InvalidArgument and PayloadTooLarge before anything is stored; QueueFull and StorageError where nothing
+        was stored, or, with several batches, where the first ones may have been.
+        """
+        return await self._publisher.publish(self.id, events)
+
+    def __repr__(self) -> str:
+        return f"Stream({self.id!s})"
