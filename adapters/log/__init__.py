@@ -1,0 +1,8 @@
+"""The embedded default: a durable log in LMDB. See docs/log.md."""
+
+from .adapter import MAX_BATCH_BYTES, LogAdapter, open_adapter
+from .environment import MAX_QUEUES
+from .options import LogOptions
+from .transactions import StoredGap
+
+__all__ = ("MAX_BATCH_BYTES", "MAX_QUEUES", "LogAdapter", "LogOptions", "StoredGap", "open_adapter")

@@ -1,0 +1,197 @@
+"""The adapter `log`: durable queues in one directory, for all processes of one machine. See docs/log.md."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ...streams.errors import Closed, DataDirectoryError, InvalidArgument, PayloadTooLarge
+from ...streams.events import EventBatch
+from ..registry import read_options
+from ..seam import (
+    AdapterContext,
+    Bounds,
+    Capabilities,
+    ProducerSequence,
+    QueueAdapter,
+    QueueStatistics,
+    Receipt,
+)
+from .blocks import StreamTable
+from .committer import Committer
+from .doorbell import Doorbell, Ringer
+from .environment import MAX_QUEUES, LogEnvironment, acquire, check_process, release
+from .group import Call
+from .options import LogOptions
+from .receiver import LogReceiver, QueueReader
+from .retention import expire_producers, trim
+from .sequences import producer_key
+from .timesearch import offset_at
+from .transactions import Snapshot, StoredGap
+
+MAX_BATCH_BYTES = 16 << 20
+"""Limit of an encoded batch, in bytes."""
+
+_READ_THREADS = 4
+
+_T = TypeVar("_T")
+
+
+async def open_adapter(context: AdapterContext, options: Mapping[str, Any]) -> LogAdapter:
+    """Open the log in `context.directory`, or make it. Several handles, in one or many processes, may be open at once.
+
+    Raises InvalidArgument for options and for another number of queues than the directory was made with,
+    DataDirectoryError for one that is foreign, damaged or not accessible.
+    """
+    chosen = read_options("log", LogOptions, options)
+    if context.directory is None:
+        raise InvalidArgument(f"provider {context.provider!r}: the adapter 'log' needs a directory to keep its data in")
+    if not 0 < context.queues <= MAX_QUEUES:
+        raise InvalidArgument(
+            f"provider {context.provider!r}: a log has 1 to {MAX_QUEUES:,} queues, not {context.queues}"
+        )
+    wake = context.directory / "wake"
+    environment = await asyncio.to_thread(_open, context, chosen, wake)
+    return LogAdapter(environment, wake)
+
+
+def _open(context: AdapterContext, options: LogOptions, wake: Path) -> LogEnvironment:
+    assert context.directory is not None
+    environment = acquire(context.directory / "log", options, context.provider, context.queues)
+    try:
+        wake.mkdir(exist_ok=True)
+    except OSError as error:
+        release(environment)
+        raise DataDirectoryError(f"{wake} cannot be made: {error.strerror}") from None
+    return environment
+
+
+class LogAdapter(QueueAdapter):
+    """Durable queues in LMDB. Belongs to the event loop that opened it."""
+
+    capabilities = Capabilities(rewindable=True, durable=True, idempotent=True)
+
+    def __init__(self, environment: LogEnvironment, wake: Path) -> None:
+        self._environment = environment
+        self._queues = environment.queues
+        self._pid = os.getpid()
+        self._loop = asyncio.get_running_loop()
+        self._doorbell = Doorbell(wake)
+        self._ringer = Ringer(wake, self._doorbell.name)
+        self._committer = Committer(environment, self._ringer.ring, self._doorbell.ring)
+        self._threads = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="headrace-log-read")
+        self._streams = StreamTable()
+        self._receivers: set[LogReceiver] = set()
+        self._expired_to = b""
+        self._closing: asyncio.Task[None] | None = None
+
+    def enqueue(
+        self, batches: Sequence[tuple[int, EventBatch]], *, sequence: ProducerSequence | None = None
+    ) -> Awaitable[Sequence[Receipt]]:
+        """See QueueAdapter. Never blocks, and never refuses for want of room: what a publisher has not awaited is its
+        own memory. A call whose caller was cancelled may be stored all the same."""
+        self._check_usable()
+        batches = tuple(batches)
+        nbytes = 0
+        for queue, batch in batches:
+            size = len(batch.encoded)
+            if size > MAX_BATCH_BYTES:
+                raise PayloadTooLarge(f"a batch for {batch.stream}", size, MAX_BATCH_BYTES)
+            if not 0 <= queue < self._queues:
+                raise self._no_such_queue(queue)
+            nbytes += size
+        answer = self._loop.create_future()
+        producer = b"" if sequence is None else producer_key(sequence)
+        self._committer.submit(Call(batches, sequence, producer, nbytes, answer))
+        return answer
+
+    async def open_receiver(self, queue: int, start: int | None = None) -> LogReceiver:
+        tail = await self._look(lambda snapshot: snapshot.tail(queue), queue)
+        position = max(tail.acknowledged, self._committer.acknowledged(queue)) if start is None else start
+        if not 0 <= position <= tail.next:
+            raise InvalidArgument(f"queue {queue} ends at offset {tail.next}: it cannot be read from {position}")
+        rung = await self._doorbell.listen(queue)
+
+        def forget(receiver: LogReceiver) -> None:
+            self._receivers.discard(receiver)
+            self._doorbell.forget(queue, rung)
+
+        reader = QueueReader(self._environment, queue, self._streams)
+        receiver = LogReceiver(
+            reader, position, rung, self._run, lambda offset: self._committer.acknowledge(queue, offset), forget
+        )
+        self._receivers.add(receiver)
+        return receiver
+
+    async def bounds(self, queue: int) -> Bounds:
+        return (await self.statistics(queue)).bounds
+
+    async def statistics(self, queue: int) -> QueueStatistics:
+        def look(snapshot: Snapshot) -> QueueStatistics:
+            tail, first = snapshot.tail(queue), snapshot.first(queue)
+            return QueueStatistics(Bounds(tail.next if first is None else first, tail.next), tail.events, tail.nbytes)
+
+        return await self._look(look, queue)
+
+    async def offset_at(self, queue: int, time_us: int) -> int:
+        return await self._look(lambda snapshot: offset_at(snapshot, queue, time_us), queue)
+
+    async def last_sequence(self, producer: str) -> int:
+        row = await self._look(lambda snapshot: snapshot.producer(producer.encode()))
+        return row.number if row else 0
+
+    async def gaps(self, queue: int) -> list[StoredGap]:
+        """What retention removed of a queue although it was not finished, oldest first."""
+        return await self._look(lambda snapshot: list(snapshot.gaps(queue)), queue)
+
+    async def apply_retention(self, watermarks: Mapping[int, int]) -> None:
+        """See QueueAdapter. Deletes in short transactions, between which publishers get their turn."""
+        await self._run(self._environment.forget_dead_readers)
+        for queue in range(self._queues):
+            while await self._run(lambda queue=queue: trim(self._environment, queue, watermarks.get(queue))):
+                pass
+        self._expired_to = await self._run(lambda: expire_producers(self._environment, self._expired_to))
+
+    async def aclose(self) -> None:
+        if self._closing is None:
+            self._closing = self._loop.create_task(self._close(), name="close the log adapter")
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        for receiver in list(self._receivers):
+            await receiver.aclose()
+        await self._committer.aclose()
+        await self._doorbell.aclose()
+        await asyncio.to_thread(self._release)
+
+    def _release(self) -> None:
+        self._threads.shutdown()
+        self._ringer.close()
+        release(self._environment)
+
+    async def _look(self, look: Callable[[Snapshot], _T], queue: int = 0) -> _T:
+        if not 0 <= queue < self._queues:
+            raise self._no_such_queue(queue)
+
+        def read() -> _T:
+            with self._environment.reading() as snapshot:
+                return look(snapshot)
+
+        return await self._run(read)
+
+    async def _run(self, work: Callable[[], _T]) -> _T:
+        self._check_usable()
+        return await self._loop.run_in_executor(self._threads, work)
+
+    def _check_usable(self) -> None:
+        if self._closing is not None:
+            raise Closed(f"the log {self._environment.path} is closed")
+        if self._pid != os.getpid():
+            check_process(self._environment)
+
+    def _no_such_queue(self, queue: int) -> InvalidArgument:
+        return InvalidArgument(f"there is no queue {queue}: this provider has queues 0 to {self._queues - 1}")

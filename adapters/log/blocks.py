@@ -1,0 +1,178 @@
+"""The stored record: a block of batches that one commit put into one queue.
+
+    offset  size  field
+    0       4     magic and version, b"HRB1"
+    4       4     CRC-32 of everything after it
+    8       8     commit time, microseconds since 1970 UTC; never decreases within a queue
+    16      4     n, number of batches
+    20      4     number of events of all batches
+    24      4n    encoded size of each batch
+            4n    how many of those bytes name the stream (`StreamId.prefix`); 0 where the batch begins otherwise
+            4n    number of events of each batch
+            ...   the encoded batches, unchanged, one after the other
+
+All integers are unsigned and little-endian. A block is stored under the offset of its first batch; the others have the
+offsets that follow, so the next block's key is this one's plus n.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from struct import Struct
+from typing import NamedTuple
+
+from ...streams.events import EventBatch
+from ...streams.identity import StreamId
+
+BLOCK_TARGET_BYTES = 256 << 10
+"""Small batches of one commit share a block up to this size; a larger batch is a block of its own."""
+
+_MAGIC = b"HRB1"
+_HEADER = Struct("<4sIQII")
+_CRC = Struct("<I")
+_CHECKED_FROM = 8
+_COPY_WHOLE_BELOW_BYTES = 8 << 10
+_LITTLE_ENDIAN = sys.byteorder == "little"
+
+
+class DamagedBlockError(ValueError):
+    """The bytes are no block, or not the one that was written."""
+
+
+class BlockHeader(NamedTuple):
+    crc: int
+    time_us: int
+    batches: int
+    events: int
+
+
+def split(batches: Sequence[EventBatch], target_bytes: int = BLOCK_TARGET_BYTES) -> Iterator[Sequence[EventBatch]]:
+    """Cut what one commit stores in one queue into blocks."""
+    ends = list(accumulate(len(batch.encoded) for batch in batches))
+    start = 0
+    while start < len(ends):
+        base = ends[start - 1] if start else 0
+        stop = max(bisect_right(ends, base + target_bytes, start), start + 1)
+        yield batches[start:stop]
+        start = stop
+
+
+def encode_block(batches: Sequence[EventBatch], time_us: int) -> bytearray:
+    """Build the record of one block. Each payload byte is copied once."""
+    encoded = [batch.encoded for batch in batches]
+    counts = [batch.count for batch in batches]
+    columns = array("I", map(len, encoded))
+    columns.extend(map(_prefix_bytes, batches))
+    columns.extend(counts)
+    if not _LITTLE_ENDIAN:
+        columns.byteswap()
+    header = _HEADER.pack(_MAGIC, 0, time_us, len(batches), sum(counts))
+    record = bytearray().join((header, columns.tobytes(), *encoded))
+    _CRC.pack_into(record, 4, zlib.crc32(memoryview(record)[_CHECKED_FROM:]))
+    return record
+
+
+def _prefix_bytes(batch: EventBatch) -> int:
+    prefix = batch.stream.prefix
+    return len(prefix) if batch.encoded.startswith(prefix) else 0
+
+
+def read_header(record: bytes | memoryview) -> BlockHeader:
+    """Read the fixed fields alone, without checking the rest. Raises DamagedBlockError."""
+    if len(record) < _HEADER.size:
+        raise DamagedBlockError(f"{len(record)} bytes, too short for a block")
+    magic, crc, time_us, count, events = _HEADER.unpack_from(record)
+    if magic != _MAGIC:
+        raise DamagedBlockError(f"begins with {magic!r}, not {_MAGIC!r}")
+    return BlockHeader(crc, time_us, count, events)
+
+
+class Block:
+    """A stored block, opened for reading. Valid as long as the bytes behind it are."""
+
+    def __init__(self, record: bytes | memoryview, *, check: bool = True) -> None:
+        """Raises DamagedBlockError where the checksum (unless `check` is False) or the sizes do not agree."""
+        view = memoryview(record)
+        self.header = read_header(view)
+        if check and zlib.crc32(view[_CHECKED_FROM:]) != self.header.crc:
+            raise DamagedBlockError("its checksum does not match")
+        count = self.header.batches
+        start = _HEADER.size + 12 * count
+        columns = array("I")
+        columns.frombytes(view[_HEADER.size : start])
+        if not _LITTLE_ENDIAN:
+            columns.byteswap()
+        self._sizes = columns[:count]
+        self._prefixes = columns[count : 2 * count]
+        self._counts = columns[2 * count :]
+        self._body = view[start:]
+        if len(columns) != 3 * count or sum(self._sizes) != len(self._body):
+            raise DamagedBlockError("its sizes do not add up")
+
+    def batches(
+        self, first: int, start: int, max_events: int, max_bytes: int, streams: StreamTable
+    ) -> list[EventBatch]:
+        """The batches from index `start` up to the one with which a limit is reached. `first` is the block's offset."""
+        stop = self._stop(start, max_events, max_bytes)
+        sizes = self._sizes[start:stop]
+        at = sum(self._sizes[:start])
+        end = at + sum(sizes)
+        body, at, end = self._source(at, end, stop - start)
+        known, learn = streams.known, streams.learn
+        batches: list[EventBatch] = []
+        columns = zip(sizes, self._prefixes[start:stop], self._counts[start:stop], strict=True)
+        for offset, (size, prefix, count) in enumerate(columns, first + start):
+            encoded = bytes(body[at : at + size])
+            at += size
+            stream = known.get(encoded[:prefix]) or learn(encoded, prefix)
+            batches.append(EventBatch(stream, encoded, count, offset))
+        return batches
+
+    def _stop(self, start: int, max_events: int, max_bytes: int) -> int:
+        by_events = bisect_left(list(accumulate(self._counts[start:])), max_events)
+        by_bytes = bisect_left(list(accumulate(self._sizes[start:])), max_bytes)
+        return min(start + min(by_events, by_bytes) + 1, self.header.batches)
+
+    def _source(self, at: int, end: int, count: int) -> tuple[bytes | memoryview, int, int]:
+        """Slicing bytes costs a third of slicing a view: small batches are worth one copy of them all."""
+        if end - at < count * _COPY_WHOLE_BELOW_BYTES:
+            return bytes(self._body[at:end]), 0, end - at
+        return self._body, at, end
+
+
+class StreamTable:
+    """Names of streams already met, by the bytes with which their batches begin; so that no batch is parsed to learn
+    its stream. Forgets everything when it is full."""
+
+    def __init__(self, limit: int = 1 << 17) -> None:
+        self.known: dict[bytes, StreamId] = {}
+        self._limit = limit
+
+    def learn(self, encoded: bytes, prefix: int) -> StreamId:
+        """The stream of an encoded batch, remembered where its first `prefix` bytes name it."""
+        if not prefix:
+            return EventBatch.decode(encoded).stream
+        name = encoded[:prefix]
+        if len(self.known) >= self._limit:
+            self.known.clear()
+        stream = self.known[name] = _stream_of(name)
+        return stream
+
+
+def _stream_of(name: bytes) -> StreamId:
+    """Read a `StreamId.prefix`: two length-delimited fields."""
+    size, at = _size_at(name, 1)
+    namespace = name[at : at + size]
+    size, at = _size_at(name, at + size + 1)
+    return StreamId(namespace.decode(), name[at : at + size].decode())
+
+
+def _size_at(name: bytes, at: int) -> tuple[int, int]:
+    low = name[at]
+    # A name has at most MAX_NAME_BYTES, so its size takes one byte or two.
+    return (low, at + 1) if low < 0x80 else (low & 0x7F | name[at + 1] << 7, at + 2)

@@ -1,0 +1,162 @@
+"""Group commit: a thread stores all that was called meanwhile by one transaction and one fsync."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+
+from ...streams.errors import HeadraceError, StorageError
+from .environment import LogEnvironment
+from .group import Call, Group, Outcome
+
+_CHORES_EVERY_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class Committer:
+    """Stores calls in the order of `submit`, in groups. Used from one event loop, except for its own thread.
+
+    `committed` is called in the committer's thread with the queues that have grown, `answered` likewise on the event
+    loop once the calls of the group have their answers.
+    """
+
+    def __init__(
+        self,
+        environment: LogEnvironment,
+        committed: Callable[[set[int]], None],
+        answered: Callable[[set[int]], None],
+    ) -> None:
+        self._environment = environment
+        self._committed = committed
+        self._answered = answered
+        self._loop = asyncio.get_running_loop()
+        self._calls: deque[Call] = deque()
+        self._kicked = False
+        self._kick: SimpleQueue[bool] = SimpleQueue()
+        self._acknowledged: dict[int, int] = {}
+        self._acknowledging = threading.Lock()
+        self._unsynced = False
+        self._stopped = asyncio.Event()
+        threading.Thread(target=self._run, name="headrace-log-commit", daemon=True).start()
+
+    def submit(self, call: Call) -> None:
+        self._calls.append(call)
+        if not self._kicked:
+            # Not at once: what other tasks submit in this turn of the loop is to share the commit.
+            self._kicked = True
+            self._loop.call_soon(self._start)
+
+    def acknowledge(self, queue: int, offset: int) -> None:
+        """Note that everything below `offset` is finished. Stored within about a second, and before the end."""
+        with self._acknowledging:
+            self._acknowledged[queue] = max(offset, self._acknowledged.get(queue, 0))
+
+    def acknowledged(self, queue: int) -> int:
+        """What was noted and may not be stored yet."""
+        return self._acknowledged.get(queue, 0)
+
+    async def aclose(self) -> None:
+        """Store everything submitted, then stop."""
+        self._kick.put(False)
+        await self._stopped.wait()
+
+    def _start(self) -> None:
+        self._kicked = False
+        self._kick.put(True)
+
+    # From here on: the committer's thread.
+
+    def _run(self) -> None:
+        # A loop that was closed without `aclose` takes no more answers.
+        with suppress(RuntimeError):
+            going, chores_at = True, time.monotonic() + _CHORES_EVERY_S
+            while going:
+                going = self._wait(chores_at)
+                while self._calls:
+                    self._commit(self._take())
+                if not going or time.monotonic() >= chores_at:
+                    self._do_chores()
+                    chores_at = time.monotonic() + _CHORES_EVERY_S
+            self._loop.call_soon_threadsafe(self._stopped.set)
+
+    def _wait(self, until: float) -> bool:
+        try:
+            return self._kick.get(timeout=max(until - time.monotonic(), 0))
+        except Empty:
+            return True
+
+    def _take(self) -> list[Call]:
+        calls: list[Call] = []
+        room = self._environment.options.group_bytes
+        while self._calls and room > 0:
+            call = self._calls.popleft()
+            calls.append(call)
+            room -= call.nbytes
+        return calls
+
+    def _commit(self, calls: Sequence[Call]) -> None:
+        try:
+            outcomes, grown = self._store(calls)
+        except HeadraceError as error:
+            outcomes, grown = [_own(error) for _ in calls], set[int]()
+        except Exception as error:  # noqa: BLE001 (whatever it was: the callers wait, and the thread goes on)
+            _log.exception("a commit failed in an unforeseen way")
+            outcomes, grown = [StorageError(f"a commit failed: {error!r}") for _ in calls], set[int]()
+        self._unsynced = True
+        self._committed(grown)
+        self._loop.call_soon_threadsafe(self._answer, calls, outcomes, grown)
+
+    def _store(self, calls: Sequence[Call]) -> tuple[Sequence[Outcome | HeadraceError], set[int]]:
+        with self._environment.writing() as changes:
+            group = Group(changes, time.time_ns() // 1000)
+            outcomes = [group.add(call) for call in calls]
+            return outcomes, group.write()
+
+    def _do_chores(self) -> None:
+        try:
+            self._store_acknowledged()
+            if self._unsynced and self._environment.options.durability == "relaxed":
+                self._environment.sync()
+            self._unsynced = False
+        except StorageError as error:
+            _log.warning("acknowledgements and fsync are put off: %s", error)
+
+    def _store_acknowledged(self) -> None:
+        with self._acknowledging:
+            noted = dict(self._acknowledged)
+        if not noted:
+            return
+        with self._environment.writing() as changes:
+            for queue, offset in noted.items():
+                tail = changes.tail(queue)
+                if offset > tail.acknowledged:
+                    changes.put_tail(queue, tail._replace(acknowledged=offset))
+        with self._acknowledging:
+            self._acknowledged = {q: offset for q, offset in self._acknowledged.items() if offset != noted.get(q)}
+
+    # On the loop.
+
+    def _answer(self, calls: Sequence[Call], outcomes: Sequence[Outcome | HeadraceError], grown: set[int]) -> None:
+        for call, outcome in zip(calls, outcomes, strict=True):
+            answer = call.answer
+            if answer.done():
+                continue
+            if isinstance(outcome, HeadraceError):
+                answer.set_exception(outcome)
+            else:
+                answer.set_result(outcome)
+        self._answered(grown)
+
+
+def _own(error: HeadraceError) -> HeadraceError:
+    """A copy: each caller raises its own."""
+    copy = type(error).__new__(type(error), *error.args)
+    copy.__dict__.update(error.__dict__)
+    return copy

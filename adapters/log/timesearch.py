@@ -1,0 +1,22 @@
+"""Finding a position by time."""
+
+from __future__ import annotations
+
+from .transactions import Snapshot
+
+
+def offset_at(snapshot: Snapshot, queue: int, time_us: int) -> int:
+    """The offset of the first retained batch stored at or after `time_us`; the queue's next where there is none.
+
+    Binary search: commit times never decrease within a queue, and the batches of a block have one time.
+    """
+    end = snapshot.tail(queue).next
+    low, high = snapshot.first(queue), end
+    while low is not None and low < high:
+        first = snapshot.block_holding(queue, (low + high) // 2)
+        assert first is not None, "low is retained, and there are no holes above it"
+        if snapshot.header(queue, first).time_us < time_us:
+            low = snapshot.block_after(queue, first)
+        else:
+            high = first
+    return end if low is None else low
