@@ -332,10 +332,10 @@ class PullingAgent:
         return sum(c.batch.nbytes for c in cursors if c.batch is not None)
 
     def _stuck(self, cursor: StreamCursor) -> bool:
-        now = asyncio.get_running_loop().time()
-        if cursor.seen != cursor.token:
-            cursor.seen, cursor.seen_at = cursor.token, now
-        return now - cursor.seen_at >= self._detach_after_s
+        now, trouble = asyncio.get_running_loop().time(), cursor.troubled()
+        if trouble.seen != cursor.token:
+            trouble.seen, trouble.seen_at = cursor.token, now
+        return now - trouble.seen_at >= self._detach_after_s
 
     def missing(self, deliveries: Iterable[Delivery], gap: Gap) -> None:
         for delivery in deliveries:

@@ -219,23 +219,25 @@ class Cursor:
 
     def advance(self) -> EventBatch | Empty:
         """The batch is done: step to the next of the stream. Empty (and unpinned) where there is none in the cache."""
-        batch = self.batch
+        batch, bucket = self.batch, self.bucket
         assert batch is not None
-        bucket, following = self.bucket, batch.following if self.bucket is not None else None
         self.index = 0
+        following = batch.following if bucket is not None else None
         if following is None:
-            self.batch = None
+            self.batch = self.bucket = None
             self._offset = batch.offset + 1
-            self.release()
-            return EMPTY
-        self.batch = following
-        self._offset = following.offset
-        if following.bucket is not bucket:
+        else:
+            self.batch = following
+            self._offset = following.offset
+            if following.bucket is bucket:
+                return following
             self.bucket = following.bucket
             self.bucket.pins += 1
-            assert bucket is not None
-            bucket.unpin()
-        return following
+        if bucket is not None:
+            bucket.pins -= 1
+            if not bucket.pins:
+                bucket.cache.on_unpinned()
+        return EMPTY if following is None else following
 
     def release(self) -> None:
         """Unpin, keeping the batch: a delivery that is running goes on with it while the cache moves on."""

@@ -17,6 +17,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from heapq import nsmallest
+from time import monotonic
 from typing import NamedTuple, Protocol
 
 from ..streams.errors import HeadraceError
@@ -48,33 +49,63 @@ class State(enum.Enum):
     """Until somebody resumes it."""
 
 
-class StreamCursor(Cursor):
-    """A cursor with what its delivery has to remember."""
+# Members of an enumeration are looked up through its metaclass; the hot path reads these instead.
+READY, RUNNING, PARKED = State.READY, State.RUNNING, State.PARKED
 
-    __slots__ = ("attempts", "failed_at", "feed", "paused", "seen", "seen_at", "state", "stream", "timer")
 
-    def __init__(self, stream: StreamId, feed: Feed, batch: EventBatch, index: int = 0) -> None:
-        super().__init__(batch, index)
-        self.stream = stream
-        self.feed: Feed | None = feed
-        """Whose cache it moves through; for a parked cursor who will bring its next batch, if anybody."""
-        self.state = State.READY
+class Trouble:
+    """What a cursor remembers while things do not go well; most never have any."""
+
+    __slots__ = ("attempts", "failed_at", "paused", "seen", "seen_at", "timer")
+
+    def __init__(self) -> None:
         self.attempts = 0
+        """Failed deliveries of the present event or batch."""
         self.failed_at = 0.0
+        """Loop time of the first of them."""
         self.timer: asyncio.TimerHandle | None = None
+        """The next attempt."""
         self.paused = ""
+        """Why the stream is paused, if it is."""
         self.seen: SequenceToken | None = None
         self.seen_at = 0.0
+        """Where the cursor stood when a full cache was last looked at, and since when."""
+
+
+class StreamCursor(Cursor):
+    """A cursor with what its delivery has to remember. One is made for every stream that wakes up: keep it light."""
+
+    __slots__ = ("feed", "state", "stream", "trouble")
+
+    def __init__(self, stream: StreamId, feed: Feed | None, batch: EventBatch) -> None:
+        bucket = batch.bucket
+        bucket.pins += 1
+        self.batch = batch
+        self.bucket = bucket
+        self.index = 0
+        self._offset = batch.offset
+        self.stream = stream
+        self.feed = feed
+        """Whose cache it moves through; for a parked cursor who will bring its next batch, if anybody."""
+        self.state = READY
+        self.trouble: Trouble | None = None
 
     @classmethod
     def parked(cls, stream: StreamId, behind: Behind) -> StreamCursor:
         cursor = cls.__new__(cls)
-        cursor.batch = cursor.bucket = cursor.feed = cursor.timer = cursor.seen = None
-        cursor.stream, cursor.attempts, cursor.failed_at, cursor.seen_at = stream, 0, 0.0, 0.0
-        cursor.paused = behind.paused
-        cursor.state = State.PAUSED if behind.paused else State.PARKED
+        cursor.batch = cursor.bucket = cursor.feed = cursor.trouble = None
+        cursor.stream = stream
+        cursor.state = PARKED
+        if behind.paused:
+            cursor.state = State.PAUSED
+            cursor.troubled().paused = behind.paused
         cursor.skip_to(behind.token)
         return cursor
+
+    def troubled(self) -> Trouble:
+        if self.trouble is None:
+            self.trouble = Trouble()
+        return self.trouble
 
 
 class Feed(Protocol):
@@ -195,7 +226,7 @@ class Delivery:
                 if batch.offset >= base and selects(stream):
                     cursors[stream] = cursor = StreamCursor(stream, feed, batch)
                     ready.append(cursor)
-            elif cursor.state is State.PARKED and cursor.feed is feed:
+            elif cursor.state is PARKED and cursor.feed is feed:
                 self._unpark(cursor, feed, batch)
         if ready:
             self._wake()
@@ -238,18 +269,31 @@ class Delivery:
     # ---- handlers run ----------------------------------------------------------------------------------------------
 
     async def _work(self) -> None:
-        ready, loop = self._ready, self._loop
-        turn_ends = loop.time() + TURN_S
+        """Step handlers until nothing is ready. Written out flat: what it calls per batch, it pays for per batch."""
+        ready, handle = self._ready, self._handle
+        turn_ends = monotonic() + TURN_S
         if len(ready) > 1:
             self._wake()
         while ready and not self._stopping:
             cursor = ready.popleft()
-            if cursor.state is not State.READY:
+            if cursor.state is not READY:
                 continue
-            await self._deliver(cursor)
-            if loop.time() > turn_ends:
+            batch = cursor.batch
+            assert batch is not None
+            cursor.state = RUNNING
+            self._in_flight += 1
+            try:
+                await handle(cursor, batch)
+            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 (a handler's failure is not ours)
+                await self._raised(cursor, batch, error)
+            else:
+                self._delivered_batches += 1
+                self._finished(cursor)
+            finally:
+                self._in_flight -= 1
+            if monotonic() > turn_ends:
                 await self._yield_turn()
-                turn_ends = loop.time() + TURN_S
+                turn_ends = monotonic() + TURN_S
         self._notify()
 
     async def _yield_turn(self) -> None:
@@ -262,26 +306,12 @@ class Delivery:
         if len(self._ready) > 1:
             self._wake()
 
-    async def _deliver(self, cursor: StreamCursor) -> None:
-        batch = cursor.batch
-        assert batch is not None
-        cursor.state = State.RUNNING
-        self._in_flight += 1
-        try:
-            await self._handle(cursor, batch)
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                cursor.state = State.READY
-                raise
-            await self._failed(cursor, batch, error)
-        except Exception as error:  # noqa: BLE001 (whatever the handler raises is its failure, not ours)
-            await self._failed(cursor, batch, error)
-        else:
-            self._delivered_batches += 1
-            self._finished(cursor)
-        finally:
-            self._in_flight -= 1
+    async def _raised(self, cursor: StreamCursor, batch: EventBatch, error: BaseException) -> None:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
+            cursor.state = READY  # this worker is told to stop, at its token the cursor goes on some other time
+            raise error
+        await self._failed(cursor, batch, error)
 
     async def _handle_events(self, cursor: StreamCursor, batch: EventBatch) -> None:
         on_event = self._handler.on_event
@@ -292,12 +322,12 @@ class Delivery:
                 await on_event(event)
                 self._delivered_events += 1
             cursor.index = index + 1
-            cursor.attempts = 0
+            cursor.trouble = None
 
     async def _handle_batch(self, cursor: StreamCursor, batch: EventBatch) -> None:
         on_batch = self._handler.on_batch
         assert on_batch is not None
-        if self.predicate is not None or cursor.index:
+        if cursor.index or self.predicate is not None:
             events = [e for e in batch.events(cursor.index) if self._wanted(e)]
             if not events:
                 return
@@ -317,28 +347,29 @@ class Delivery:
 
     def _finished(self, cursor: StreamCursor) -> None:
         """The cursor's batch is done: on to the next, or out."""
-        cursor.attempts = 0
+        cursor.trouble = None
         apart = cursor.bucket is None
         if cursor.advance() is not EMPTY:
-            self._enlist(cursor)
+            cursor.state = READY
+            self._ready.append(cursor)
         elif apart:
             self._park(cursor)
         else:
             assert cursor.feed is not None
-            cursor.state = State.PARKED
+            cursor.state = PARKED
             cursor.feed.drained(self, cursor)
 
     def _enlist(self, cursor: StreamCursor) -> None:
-        cursor.state = State.READY
+        cursor.state = READY
         self._ready.append(cursor)
 
     # ---- failures --------------------------------------------------------------------------------------------------
 
     async def _failed(self, cursor: StreamCursor, batch: EventBatch, error: BaseException) -> None:
-        now = self._loop.time()
-        cursor.failed_at = cursor.failed_at if cursor.attempts else now
-        cursor.attempts += 1
-        delay = self.definition.retry.delay(cursor.attempts, now - cursor.failed_at, self._rng)
+        now, trouble = self._loop.time(), cursor.troubled()
+        trouble.failed_at = trouble.failed_at if trouble.attempts else now
+        trouble.attempts += 1
+        delay = self.definition.retry.delay(trouble.attempts, now - trouble.failed_at, self._rng)
         if delay is not None:
             self._retries += 1
             self._wait(cursor, delay)
@@ -359,12 +390,12 @@ class Delivery:
         index = cursor.index + 1 if self._handler.on_event else batch.count
         events = [e for e in batch.events(cursor.index)[: index - cursor.index] if self._wanted(e)]
         if self.definition.on_failure is OnFailure.DEAD_LETTER:
-            await self._sink.dead_letter(self, events, reason, cursor.attempts)
+            await self._sink.dead_letter(self, events, reason, cursor.troubled().attempts)
             self._dead_lettered += len(events)
         else:
             await self._sink.skipped(self, events, reason)
             self._skipped += len(events)
-        cursor.attempts = 0
+        cursor.trouble = None
         cursor.index = index
         if index < batch.count:
             self._enlist(cursor)
@@ -383,10 +414,10 @@ class Delivery:
         cursor.state = State.WAITING
         if cursor.bucket is None and self._rewindable:
             cursor.park()  # it left its cache while it ran: it is read again rather than held outside every budget
-        cursor.timer = self._loop.call_later(delay, self._retry, cursor)
+        cursor.troubled().timer = self._loop.call_later(delay, self._retry, cursor)
 
     def _retry(self, cursor: StreamCursor) -> None:
-        cursor.timer = None
+        cursor.troubled().timer = None
         self._go_on(cursor)
 
     def _go_on(self, cursor: StreamCursor) -> None:
@@ -399,7 +430,7 @@ class Delivery:
     def _pause(self, cursor: StreamCursor, reason: str) -> None:
         log.warning("stream %s of %s is paused at %s: %s", cursor.stream, self.name, cursor.token, reason)
         cursor.state = State.PAUSED
-        cursor.paused = reason
+        cursor.troubled().paused = reason
         if self._rewindable:
             cursor.park()
 
@@ -408,24 +439,24 @@ class Delivery:
         cursor = self.cursors.get(stream)
         if cursor is None or cursor.state is not State.PAUSED:
             return False
-        cursor.paused, cursor.attempts = "", 0
+        cursor.trouble = None
         self._go_on(cursor)
         return True
 
     # ---- leaving a cache -------------------------------------------------------------------------------------------
 
     def _park(self, cursor: StreamCursor) -> None:
-        cursor.state = State.PARKED
+        cursor.state = PARKED
         cursor.feed = None
         self.on_parked(cursor)
 
     def detach(self, cursor: StreamCursor) -> None:
         """Take a cursor out of its cache. What is running keeps its batch until it is done."""
-        if cursor.state is State.RUNNING:
+        if cursor.state is RUNNING:
             cursor.release()
             return
         cursor.park()
-        if cursor.state is State.READY:
+        if cursor.state is READY:
             self._park(cursor)
 
     def follow(self, cursor: StreamCursor, feed: Feed, batch: EventBatch) -> None:
@@ -441,7 +472,7 @@ class Delivery:
     def leave(self, feed: Feed) -> None:
         """`feed` ends: whatever stands in its cache is parked."""
         for cursor in list(self.cursors.values()):
-            if cursor.feed is feed and cursor.state in (State.READY, State.RUNNING, State.WAITING):
+            if cursor.feed is feed and cursor.state in (READY, RUNNING, State.WAITING):
                 self.detach(cursor)
             elif cursor.feed is feed:
                 cursor.feed = None
@@ -465,9 +496,9 @@ class Delivery:
 
     def _behind(self, cursor: StreamCursor) -> Behind:
         token = cursor.token
-        if cursor.state is State.PARKED and cursor.feed is not None:
+        if cursor.state is PARKED and cursor.feed is not None:
             token = max(token, SequenceToken(cursor.feed.cache.next_offset, 0))
-        return Behind(token, cursor.paused)
+        return Behind(token, cursor.trouble.paused if cursor.trouble else "")
 
     @property
     def watermark(self) -> int:
@@ -519,7 +550,7 @@ class Delivery:
             self._in_flight,
             len(self._ready),
             states.count(State.WAITING),
-            states.count(State.PARKED),
+            states.count(PARKED),
             states.count(State.PAUSED),
             self.watermark,
         )
@@ -543,8 +574,8 @@ class Delivery:
         """Start nothing more; let running handlers end within `drain_s` seconds, then cancel them."""
         self._stopping = True
         for cursor in self.cursors.values():
-            if cursor.timer is not None:
-                cursor.timer.cancel()
+            if cursor.trouble is not None and cursor.trouble.timer is not None:
+                cursor.trouble.timer.cancel()
         if self._workers:
             _, late = await asyncio.wait(self._workers, timeout=drain_s)
             for task in late:

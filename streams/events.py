@@ -71,18 +71,16 @@ class EventBatch:
     __slots__ = ("_columns", "bucket", "count", "encoded", "following", "offset", "stream")
 
     # `bucket` and `following` belong to the cache that holds the batch (agents/cache.py): one object per batch on the
-    # whole path is worth two fields here.
+    # whole path is worth two fields here. They, and what is known of the columns, are set when they are first needed.
     bucket: Any
     following: EventBatch | None
+    _columns: _Columns
 
     def __init__(self, stream: StreamId, encoded: bytes, count: int, offset: int = 0) -> None:
         self.stream = stream
         self.encoded = encoded
         self.count = count
         self.offset = offset
-        self.bucket = None
-        self.following = None
-        self._columns: _Columns | None = None
 
     def __len__(self) -> int:
         return self.count
@@ -163,10 +161,11 @@ class EventBatch:
         ]
 
     def _scanned(self) -> _Columns:
-        columns = self._columns
-        if columns is None:
+        try:
+            return self._columns
+        except AttributeError:
             columns = self._columns = _scan(self.encoded)
-        return columns
+            return columns
 
 
 class _Columns(NamedTuple):

@@ -88,7 +88,7 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         namespace, _, key = self.pattern.partition("/")
         if key == "*" and not any(c in namespace for c in "*?"):
             plain = StreamId.parse(namespace + "/").namespace
-            return lambda stream: stream.namespace == plain
+            return lambda stream: stream[0] == plain
         expression = re.compile(translate(self.pattern.replace("[", "[[]")))
 
         @lru_cache(maxsize=65536)
