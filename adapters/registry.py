@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any, TypeVar, cast
@@ -22,9 +23,13 @@ def adapter_names() -> list[str]:
 
 async def open_adapter(name: str, context: AdapterContext, options: Mapping[str, Any]) -> QueueAdapter:
     """Open the adapter called `name`. Raises NotFound with the names there are, InvalidArgument for its options."""
+    factory = await asyncio.to_thread(_find, name)  # reads metadata and imports: files, in either case
+    return await factory(context, options)
+
+
+def _find(name: str) -> AdapterFactory:
     for entry in entry_points(group=GROUP, name=name):
-        factory = cast(AdapterFactory, entry.load())
-        return await factory(context, options)
+        return cast(AdapterFactory, entry.load())
     raise NotFound(f"there is no adapter {name!r}; installed are: {', '.join(adapter_names())}")
 
 

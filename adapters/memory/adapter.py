@@ -1,0 +1,167 @@
+"""The memory adapter: queues behind one capacity gate. One event loop, no threads."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from ...streams.errors import Closed, InvalidArgument, NotSupported, QueueFull
+from ...streams.events import EventBatch
+from ...streams.identity import SequenceToken
+from ..registry import read_options
+from ..seam import (
+    AdapterContext,
+    Bounds,
+    Capabilities,
+    ProducerSequence,
+    QueueAdapter,
+    QueueReceiver,
+    QueueStatistics,
+    Receipt,
+)
+from .call import EnqueueCall, Placed, events_of
+from .capacity import CapacityGate, cut
+from .producers import ProducerLedger
+from .queue import MemoryQueue
+
+DEFAULT_GROUP = "default"
+"""The group of `open_receiver`."""
+
+_AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class MemoryOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of the memory adapter."""
+
+    capacity: _AtLeastOne | None = 100_000
+    """Events held over all queues together, None for no bound. Room comes back as every group acknowledges."""
+    when_full: Literal["wait", "fail"] = "wait"
+    """`wait`: `enqueue` waits for room, in order of calling. `fail`: it raises QueueFull and stores nothing."""
+    segment_size: _AtLeastOne = 1024
+    """Batches in one segment of a partition."""
+
+
+class MemoryAdapter(QueueAdapter):
+    """Queues in the memory of one process, gone when it is closed: for tests, and where losing is acceptable.
+
+    Each adapter object has data of its own, also under the same provider name. Besides the seam, a queue can be read by
+    several groups, each with a position of its own (`open_group_receiver`).
+    """
+
+    capabilities = Capabilities(idempotent=True)
+
+    def __init__(self, context: AdapterContext, options: MemoryOptions | None = None) -> None:
+        self._provider = context.provider
+        self._options = options or MemoryOptions()
+        self._gate = CapacityGate[EnqueueCall](self._options.capacity)
+        self._queues = [MemoryQueue(self._options.segment_size, self._gate.release) for _ in range(context.queues)]
+        self._ledger = ProducerLedger()
+        self._closed = False
+
+    def enqueue(
+        self, batches: Sequence[tuple[int, EventBatch]], *, sequence: ProducerSequence | None = None
+    ) -> Awaitable[Sequence[Receipt]]:
+        """As the seam says. What finds room is stored, and can be received, before this returns.
+
+        `wait`: a call above the whole capacity is stored in slices of up to the capacity, and nothing comes between
+        them. Cancelling takes back a call of which nothing is stored yet; one that has begun is completed.
+        `fail`: a call above the room left is refused whole.
+
+        Raises also InvalidArgument for a batch with more events than the capacity: it would never fit.
+        """
+        self._check(batches)
+        call = EnqueueCall(self._slices(tuple(batches)), sequence, self._store, self._ledger)
+        if self._options.when_full == "fail":
+            self._enter_nowait(call)
+        else:
+            self._enter(call)
+        return call.answer
+
+    async def open_receiver(self, queue: int, start: int | None = None) -> QueueReceiver:
+        """Read for the group `DEFAULT_GROUP`. Raises NotSupported for a `start`."""
+        if start is not None:
+            raise NotSupported(
+                f"provider {self._provider!r}: the memory adapter is not rewindable, so a receiver starts where its "
+                "group stands; use the log adapter to start at an offset"
+            )
+        return await self.open_group_receiver(queue, DEFAULT_GROUP)
+
+    async def open_group_receiver(self, queue: int, group: str) -> QueueReceiver:
+        """Read a queue for `group`, from the first batch which that group has not acknowledged.
+
+        A new group starts at the first batch that is still held; from then on batches are held until it acknowledges
+        them, also while it has no receiver. A group has one receiver: a new one supersedes the one before, which raises
+        Closed from then on.
+        """
+        return self._queue(queue).open(group)
+
+    async def forget_group(self, queue: int, group: str) -> None:
+        """End the group's receiver and drop its position, so that it holds nothing any more. Raises NotFound."""
+        self._queue(queue).forget(group)
+
+    async def bounds(self, queue: int) -> Bounds:
+        return self._queue(queue).statistics.bounds
+
+    async def statistics(self, queue: int) -> QueueStatistics:
+        return self._queue(queue).statistics
+
+    async def last_sequence(self, producer: str) -> int:
+        self._check_open()
+        return self._ledger.last(producer)
+
+    async def aclose(self) -> None:
+        """As the seam says; calls that still wait for room raise Closed."""
+        self._closed = True
+        for call in self._gate.dismiss():
+            call.refuse(Closed(f"provider {self._provider!r} was closed while an enqueue waited for room"))
+        for queue in self._queues:
+            queue.close()
+        self._queues.clear()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed(f"provider {self._provider!r}: the memory adapter is closed")
+
+    def _queue(self, index: int) -> MemoryQueue:
+        self._check_open()
+        if not 0 <= index < len(self._queues):
+            raise InvalidArgument(
+                f"provider {self._provider!r} has no queue {index}: they are numbered 0 to {len(self._queues) - 1}"
+            )
+        return self._queues[index]
+
+    def _check(self, batches: Sequence[Placed]) -> None:
+        self._check_open()
+        capacity = self._options.capacity
+        for queue, batch in batches:
+            self._queue(queue)
+            if capacity is not None and batch.count > capacity:
+                raise InvalidArgument(
+                    f"a batch of {batch.count:,} events for {batch.stream} never fits the memory adapter's capacity of "
+                    f"{capacity:,}: publish smaller batches, or raise the capacity"
+                )
+
+    def _slices(self, batches: Sequence[Placed]) -> Sequence[Sequence[Placed]]:
+        return cut(batches, events_of, self._options.capacity) if self._options.when_full == "wait" else [batches]
+
+    def _enter_nowait(self, call: EnqueueCall) -> None:
+        if not self._gate.enter_nowait(call):
+            raise QueueFull(
+                f"provider {self._provider!r}: no room for {call.weight:,} events, {self._gate.free:,} are left of "
+                f"{self._options.capacity:,}: retry later, or raise the memory adapter's capacity"
+            )
+
+    def _enter(self, call: EnqueueCall) -> None:
+        self._gate.enter(call)
+        if not call.answer.done():
+            call.answer.add_done_callback(lambda _: None if call.begun else self._gate.withdraw(call))
+
+    def _store(self, batches: Sequence[Placed]) -> Sequence[Receipt]:
+        return [Receipt(SequenceToken(self._queues[queue].append(batch))) for queue, batch in batches]
+
+
+async def open_adapter(context: AdapterContext, options: Mapping[str, Any]) -> MemoryAdapter:
+    """Entry point of the adapter `memory`. Raises InvalidArgument for wrong options."""
+    return MemoryAdapter(context, read_options("memory", MemoryOptions, options))

@@ -1,0 +1,85 @@
+"""One call of `enqueue`, on its way through the capacity gate."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from ...streams.errors import HeadraceError
+from ...streams.events import EventBatch
+from ..seam import ProducerSequence, Receipt
+from .producers import ProducerLedger
+
+Placed: TypeAlias = tuple[int, EventBatch]
+"""A batch and the index of its queue."""
+
+
+class EnqueueCall:
+    """Enters slice by slice. Answered exactly once; once a slice is stored, the others follow, cancelled or not.
+
+    Whether a sequence is a duplicate is decided when the call's turn comes: an earlier one may still be in the line.
+    """
+
+    def __init__(
+        self,
+        slices: Sequence[Sequence[Placed]],
+        sequence: ProducerSequence | None,
+        store: Callable[[Sequence[Placed]], Sequence[Receipt]],
+        ledger: ProducerLedger,
+    ) -> None:
+        self.answer: asyncio.Future[Sequence[Receipt]] = asyncio.get_running_loop().create_future()
+        self._batches = sum(map(len, slices))
+        self._slices = deque(slices)
+        self._sequence = sequence
+        self._store = store
+        self._ledger = ledger
+        self._receipts: list[Receipt] = []
+
+    @property
+    def begun(self) -> bool:
+        """Whether something of it is stored."""
+        return bool(self._receipts)
+
+    @property
+    def weight(self) -> int:
+        return sum(map(events_of, self._slices[0])) if self._stores else 0
+
+    def enter(self) -> bool:
+        if not self._stores:
+            self._answer_without_storing()
+            return True
+        self._receipts += self._store(self._slices.popleft())
+        if self._slices:
+            return False
+        self._finish()
+        return True
+
+    def refuse(self, error: HeadraceError) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+    @property
+    def _stores(self) -> bool:
+        if self.begun:
+            return True
+        return not self.answer.cancelled() and (self._sequence is None or self._ledger.is_new(self._sequence))
+
+    def _answer_without_storing(self) -> None:
+        if self._sequence is None or self.answer.done():
+            return
+        try:
+            self.answer.set_result(self._ledger.answer(self._sequence, self._batches))
+        except HeadraceError as error:
+            self.refuse(error)
+
+    def _finish(self) -> None:
+        if self._sequence is not None:
+            self._ledger.record(self._sequence, self._receipts)
+        if not self.answer.done():
+            self.answer.set_result(self._receipts)
+
+
+def events_of(placed: Placed) -> int:
+    return placed[1].count

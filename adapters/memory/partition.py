@@ -1,0 +1,218 @@
+"""One queue in memory: a linked list of fixed segments, and a position per group. Pure: no clock, no I/O, no asyncio.
+
+The design is that of Mocha's MemoryBufferQueue:
+
+    first                                    next
+      │                                        │
+    [ · · 2 3 ] ──► [ 4 5 6 7 ] ──► [ 8 9 _ _ ]        spare: [ _ _ _ _ ]
+      head                            tail
+
+An item's offset is an unbounded integer that only grows. A group has a position, its first item not committed; reading
+does not move it, so a new reader of the group reads the same again. An item that every group has committed is let go at
+once, its segment when all of it is: the last such segment is kept as the spare and becomes the next tail.
+
+Three rules keep readers safe. A slot is filled before it counts as written. Items are handed out in lists of their own,
+never in a segment's slots. A reader is never behind its group, so the segment that holds its position is still linked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Generic
+
+from ...streams.errors import InvalidArgument, NotFound
+from ..limits import SizedT, within_limits
+
+
+class Segment(Generic[SizedT]):
+    """A fixed array of slots for the items from offset `start` on."""
+
+    __slots__ = ("following", "slots", "start", "written")
+
+    def __init__(self, size: int, start: int) -> None:
+        self.slots: list[SizedT | None] = [None] * size
+        self.start = start
+        self.written = 0
+        self.following: Segment[SizedT] | None = None
+
+    @property
+    def end(self) -> int:
+        """The offset after the last slot."""
+        return self.start + len(self.slots)
+
+    @property
+    def full(self) -> bool:
+        return self.written == len(self.slots)
+
+    def append(self, item: SizedT) -> None:
+        self.slots[self.written] = item
+        self.written += 1
+
+    def remove(self, offset: int) -> SizedT:
+        """Empty the slot of `offset`, and return what was in it."""
+        index = offset - self.start
+        item = self.slots[index]
+        assert item is not None
+        self.slots[index] = None
+        return item
+
+    def reuse(self, start: int) -> None:
+        """Begin anew at `start`. Every slot has been emptied by `remove`."""
+        self.start = start
+        self.written = 0
+        self.following = None
+
+    def items(self, offset: int) -> Iterator[SizedT]:
+        """The items written at `offset` and after it."""
+        for index in range(offset - self.start, self.written):
+            item = self.slots[index]
+            assert item is not None
+            yield item
+
+
+class Reader(Generic[SizedT]):
+    """Goes forward through a partition for one group, from the group's position on."""
+
+    __slots__ = ("_group", "_partition", "_position", "_segment")
+
+    def __init__(self, partition: Partition[SizedT], group: str) -> None:
+        self._partition = partition
+        self._group = group
+        self._position = partition.position(group)
+        self._segment = partition.segment_at(self._position)
+
+    @property
+    def position(self) -> int:
+        """The next offset to be read: behind what this reader took, and never behind what its group committed."""
+        return max(self._position, self._partition.position(self._group))
+
+    def take(self, max_events: int, max_bytes: int) -> list[SizedT]:
+        """The next items, in a list of the caller's own: up to the one that reaches a limit, none if there is none."""
+        self._position = self.position
+        taken = list(within_limits(self._ahead(), max_events, max_bytes))
+        self._position += len(taken)
+        return taken
+
+    def _ahead(self) -> Iterator[SizedT]:
+        position = self._position
+        segment = self._segment = self._partition.segment_at(position, near=self._segment)
+        yield from segment.items(position)
+        while segment.following is not None:
+            segment = self._segment = segment.following
+            yield from segment.items(segment.start)
+
+
+class Partition(Generic[SizedT]):
+    """Items in order, kept until every group has committed them. With no group, nothing is let go."""
+
+    def __init__(self, segment_size: int) -> None:
+        self._segment_size = segment_size
+        self._head = self._tail = Segment[SizedT](segment_size, 0)
+        self._spare: Segment[SizedT] | None = None
+        self._positions: dict[str, int] = {}
+        self._first = 0
+        self.events = 0
+        """Events retained."""
+        self.bytes = 0
+        """Encoded bytes retained."""
+
+    @property
+    def first(self) -> int:
+        """The lowest offset retained: everything below it has been let go."""
+        return self._first
+
+    @property
+    def next(self) -> int:
+        """The offset of the next item appended."""
+        return self._tail.start + self._tail.written
+
+    @property
+    def groups(self) -> frozenset[str]:
+        return frozenset(self._positions)
+
+    def append(self, item: SizedT) -> int:
+        """Add an item at the end, and return its offset."""
+        if self._tail.full:
+            self._grow()
+        offset = self.next
+        self._tail.append(item)
+        self.events += item.count
+        self.bytes += item.nbytes
+        return offset
+
+    def join(self, group: str) -> None:
+        """Add a group, unless it is there. It starts at the first item retained, never at one that was let go."""
+        self._positions.setdefault(group, self._first)
+
+    def leave(self, group: str) -> int:
+        """Forget a group and its position. Returns the number of events let go by that."""
+        del self._positions[self._known(group)]
+        return self._let_go()
+
+    def position(self, group: str) -> int:
+        """The first offset that the group has not committed. Raises NotFound for a group that never joined."""
+        return self._positions[self._known(group)]
+
+    def commit(self, group: str, offset: int) -> int:
+        """Move a group's position to `offset`; never backwards. Returns the number of events let go by that.
+
+        Raises InvalidArgument above `next`: what does not exist yet cannot be finished.
+        """
+        if offset > self.next:
+            raise InvalidArgument(
+                f"cannot acknowledge up to offset {offset}: the next batch will have offset {self.next}"
+            )
+        if offset <= self.position(group):
+            return 0
+        self._positions[group] = offset
+        return self._let_go()
+
+    def reader(self, group: str) -> Reader[SizedT]:
+        """Read for `group`, from its position on. Raises NotFound for a group that never joined."""
+        return Reader(self, group)
+
+    def segments(self) -> Iterator[Segment[SizedT]]:
+        """The segments from head to tail."""
+        segment = self._head
+        while segment is not self._tail:
+            yield segment
+            assert segment.following is not None
+            segment = segment.following
+        yield segment
+
+    def segment_at(self, offset: int, near: Segment[SizedT] | None = None) -> Segment[SizedT]:
+        """The segment that holds `offset`, or the tail where it is yet to be appended. `near` is tried first."""
+        if near is not None and near.start <= offset < near.end:
+            return near
+        for segment in self.segments():
+            if offset < segment.end:
+                return segment
+        return self._tail
+
+    def _known(self, group: str) -> str:
+        if group not in self._positions:
+            raise NotFound(f"there is no group {group!r} here: open a receiver for it first")
+        return group
+
+    def _grow(self) -> None:
+        """Link a new tail: the spare segment if there is one."""
+        tail, self._spare = self._spare or Segment[SizedT](self._segment_size, 0), None
+        tail.reuse(start=self._tail.end)
+        self._tail.following = tail
+        self._tail = tail
+        self._unlink_finished()
+
+    def _let_go(self) -> int:
+        before = self.events
+        keep = min(self._positions.values(), default=self._first)
+        while self._first < keep:
+            item = self._head.remove(self._first)
+            self.events -= item.count
+            self.bytes -= item.nbytes
+            self._first += 1
+            self._unlink_finished()
+        return before - self.events
+
+    def _unlink_finished(self) -> None:
+        while self._first >= self._head.end and self._head.following is not None:
+            self._spare, self._head = self._head, self._head.following

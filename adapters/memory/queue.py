@@ -1,0 +1,100 @@
+"""One queue of the memory adapter: a partition and its receivers, one per group."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from ...streams.errors import Closed
+from ...streams.events import EventBatch
+from ..seam import Bounds, QueueReceiver, QueueStatistics, Received
+from .partition import Partition
+
+
+class MemoryReceiver(QueueReceiver):
+    """Reads a queue for a group. Woken by what is appended, without polling."""
+
+    def __init__(self, partition: Partition[EventBatch], group: str, release: Callable[[int], None]) -> None:
+        self._partition = partition
+        self._group = group
+        self._release = release
+        self._reader = partition.reader(group)
+        self._news = asyncio.Event()
+        self._ended_because = ""
+
+    async def receive(self, max_events: int, max_bytes: int) -> Received:
+        while True:
+            self._check_open()
+            self._news.clear()  # before looking: what is appended from now on wakes
+            offset = self._reader.position
+            batches = self._reader.take(max_events, max_bytes)
+            if batches:
+                own = [copy_of(batch, offset + index) for index, batch in enumerate(batches)]
+                return Received(own, offset + len(own))
+            await self._news.wait()
+
+    async def acknowledge(self, offset: int) -> None:
+        """As the seam says, for this receiver's group. Raises InvalidArgument above the next offset, Closed."""
+        self._check_open()
+        self._release(self._partition.commit(self._group, offset))
+
+    async def aclose(self) -> None:
+        self.end("it was closed")
+
+    def wake(self) -> None:
+        self._news.set()
+
+    def end(self, why: str) -> None:
+        """Raise Closed from now on, and say why. The first reason stays."""
+        self._ended_because = self._ended_because or why
+        self._news.set()
+
+    def _check_open(self) -> None:
+        if self._ended_because:
+            raise Closed(f"this receiver of group {self._group!r} has ended: {self._ended_because}")
+
+
+class MemoryQueue:
+    """Stores batches and hands them to the receiver of each group. Tells `release` how many events were let go."""
+
+    def __init__(self, segment_size: int, release: Callable[[int], None]) -> None:
+        self._partition = Partition[EventBatch](segment_size)
+        self._release = release
+        self._receivers: dict[str, MemoryReceiver] = {}
+
+    @property
+    def statistics(self) -> QueueStatistics:
+        partition = self._partition
+        return QueueStatistics(Bounds(partition.first, partition.next), partition.events, partition.bytes)
+
+    def append(self, batch: EventBatch) -> int:
+        """Store a batch, wake the receivers, and return its offset."""
+        offset = self._partition.append(copy_of(batch, self._partition.next))
+        for receiver in self._receivers.values():
+            receiver.wake()
+        return offset
+
+    def open(self, group: str) -> MemoryReceiver:
+        """Open the group's receiver in place of the one before."""
+        self._end(group, "another receiver of the group was opened")
+        self._partition.join(group)
+        receiver = self._receivers[group] = MemoryReceiver(self._partition, group, self._release)
+        return receiver
+
+    def forget(self, group: str) -> None:
+        released = self._partition.leave(group)
+        self._end(group, "the group was forgotten")
+        self._release(released)
+
+    def close(self) -> None:
+        for group in tuple(self._receivers):
+            self._end(group, "the adapter was closed")
+
+    def _end(self, group: str, why: str) -> None:
+        if group in self._receivers:
+            self._receivers.pop(group).end(why)
+
+
+def copy_of(batch: EventBatch, offset: int) -> EventBatch:
+    """A batch of one's own that shares the encoded bytes: whoever holds a batch may write to its cache fields."""
+    return EventBatch(batch.stream, batch.encoded, batch.count, offset)
