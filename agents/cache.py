@@ -189,6 +189,7 @@ class QueueCache:
             else:
                 first[stream] = following
                 batch.following = None  # a delivery that still holds this batch must not hold all that came after it
+        bucket.batches = []  # each batch refers to its bucket: without this only the garbage collector would free them
 
 
 class Cursor:
