@@ -5,6 +5,7 @@
     DIR/providers/<provider>/    what the provider's adapter keeps
     DIR/locks/<provider>/<subscription>.lock
                                  held (flock) by the process that serves the subscription; its text is that process's id
+    DIR/demo/                    ledgers of the demo
 
 A directory is ours when it has the marker. A missing or empty one becomes ours; anything else is refused untouched, so
 that a mistyped path never mixes event logs with somebody's files. The marker appears complete or not at all, and two
@@ -81,8 +82,8 @@ def check_provider_name(name: str) -> str:
     return name
 
 
-class SubscriptionLock:
-    """The exclusive right of one process to serve a subscription. Freed by `release`, or when the process ends."""
+class DirectoryLock:
+    """An exclusive right of one process. Freed by `release`, or when the process ends, however it ends."""
 
     def __init__(self, descriptor: int, path: Path) -> None:
         self._descriptor = descriptor
@@ -101,9 +102,18 @@ class SubscriptionLock:
         self.release()
 
 
-def lock_subscription(directory: DataDirectory, provider: str, subscription: str) -> SubscriptionLock:
-    """Take the subscription's lock at once. Raises Busy, naming the process that holds it."""
-    path = _make(directory.path / "locks" / check_provider_name(provider)) / f"{subscription}.lock"
+def lock_subscription(directory: DataDirectory, provider: str, subscription: str) -> DirectoryLock:
+    """Take the exclusive right to serve a subscription, at once. Raises Busy, naming the process that has it."""
+    what = f"subscription {subscription} of provider {provider} is served"
+    return lock(directory, check_provider_name(provider), subscription, what)
+
+
+def lock(directory: DataDirectory, group: str, name: str, what: str) -> DirectoryLock:
+    """Take the lock `name` of `group`, both plain file names, at once.
+
+    Raises Busy, saying `what` is going on "by process" so and so. A group that is no provider begins with a dot.
+    """
+    path = _make(directory.path / "locks" / group) / f"{name}.lock"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
@@ -115,14 +125,11 @@ def lock_subscription(directory: DataDirectory, provider: str, subscription: str
     except BlockingIOError:
         holder = os.pread(descriptor, 32, 0).decode("ascii", "replace") or "unknown"
         os.close(descriptor)
-        raise Busy(
-            f"subscription {subscription} of provider {provider} is served by process {holder}: "
-            "stop that one first, or use another name"
-        ) from None
+        raise Busy(f"{what} by process {holder}: stop that one first") from None
     except OSError as error:
         os.close(descriptor)
         raise _refusal(directory.path, error) from None
-    return SubscriptionLock(descriptor, path)
+    return DirectoryLock(descriptor, path)
 
 
 def _make(directory: Path) -> Path:

@@ -34,7 +34,7 @@ from ..streams.subscriptions import (
     StartKind,
     SubscriptionDefinition,
 )
-from .datadir import DataDirectory, SubscriptionLock, lock_subscription, open_data_directory
+from .datadir import DataDirectory, DirectoryLock, lock_subscription, open_data_directory
 from .views import ProviderStatistics, provider_statistics
 
 DEFAULT_ADAPTER = "log"
@@ -95,7 +95,7 @@ class Provider:
         )
         self.queue_of = mapper.queue_of
         self._directory = directory
-        self._locks: dict[str, SubscriptionLock] = {}
+        self._locks: dict[str, DirectoryLock] = {}
         self._closed = False
 
     @classmethod
