@@ -233,7 +233,7 @@ class Cursor:
             if following.bucket is bucket:
                 return following
             self.bucket = following.bucket
-            self.bucket.pins += 1
+            following.bucket.pins += 1
         if bucket is not None:
             bucket.pins -= 1
             if not bucket.pins:

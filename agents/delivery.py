@@ -339,7 +339,7 @@ class Delivery:
         try:
             if self.predicate is None or self.predicate(event):
                 return True
-        except Exception:  # noqa: BLE001 (a filter that raises lets the event through)
+        except Exception:
             log.warning("filter of %s raised on %s %s: delivered", self.name, event.stream, event.token, exc_info=True)
             return True
         self._filtered += 1
@@ -407,7 +407,7 @@ class Delivery:
             return
         try:
             await self._handler.on_error(error)
-        except Exception:  # noqa: BLE001 (their error handler's error is only worth a log line)
+        except Exception:
             log.exception("on_error of %s raised", self.name)
 
     def _wait(self, cursor: StreamCursor, delay: float) -> None:
@@ -591,5 +591,5 @@ class Delivery:
         if self._handler.on_completed is not None:
             try:
                 await self._handler.on_completed()
-            except Exception:  # noqa: BLE001
+            except Exception:
                 log.exception("on_completed of %s raised", self.name)

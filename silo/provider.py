@@ -8,7 +8,7 @@ async with Provider.open("data") as provider:
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,7 +100,7 @@ class Provider:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, data: str | os.PathLike[str] | None = None, **options: Any) -> AsyncIterator[Provider]:
+    async def open(cls, data: str | os.PathLike[str] | None = None, **options: Any) -> AsyncGenerator[Provider]:
         """Open a provider for the length of an `async with`. `options` are those of `ProviderOptions`.
 
         `data` is the data directory; without one, progress is kept in memory and the adapter must not need a directory.

@@ -24,7 +24,7 @@ class CursorView(NamedTuple):
 
 
 class QueueView(NamedTuple):
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride] (tuple.index is not missed)
     next_offset: int
     """Read position, exclusive."""
     buckets: Sequence[BucketStatistics]

@@ -1,20 +1,20 @@
 """The errors that headrace raises. Every one carries a stable `code`; text is for people and may change.
 
-    HeadraceError
-    ├── InvalidArgument        bad input: the message says what, where, and what is accepted (also a ValueError)
-    │   └── PayloadTooLarge    an event or batch above the adapter's limit
-    ├── NotSupported           an option that this adapter or mode cannot honour, refused when it is given
-    ├── NotFound               no such subscription, dead letter, provider or adapter
-    ├── DefinitionConflict     the name exists with another definition
-    ├── Busy                   another live process holds it
-    ├── Fenced                 a newer owner has taken over; what this one still writes is refused
-    ├── QueueFull              bounded capacity reached and the producer chose not to wait (retryable)
-    ├── SequenceConflict       an idempotent producer's earlier batch is missing: send that one first
-    ├── Closed                 used after `aclose`
-    └── StorageError           the store failed; nothing that was acknowledged is lost (retryable)
-        ├── StorageFull        no space left (retryable)
-        ├── CorruptRecord      a stored record fails its checksum
-        └── DataDirectoryError foreign, damaged or of another version
+HeadraceError
+├── InvalidArgument        bad input: the message says what, where, and what is accepted (also a ValueError)
+│   └── PayloadTooLarge    an event or batch above the adapter's limit
+├── NotSupported           an option that this adapter or mode cannot honour, refused when it is given
+├── NotFound               no such subscription, dead letter, provider or adapter
+├── DefinitionConflict     the name exists with another definition
+├── Busy                   another live process holds it
+├── Fenced                 a newer owner has taken over; what this one still writes is refused
+├── QueueFull              bounded capacity reached and the producer chose not to wait (retryable)
+├── SequenceConflict       an idempotent producer's earlier batch is missing: send that one first
+├── Closed                 used after `aclose`
+└── StorageError           the store failed; nothing that was acknowledged is lost (retryable)
+    ├── StorageFull        no space left (retryable)
+    ├── CorruptRecord      a stored record fails its checksum
+    └── DataDirectoryError foreign, damaged or of another version
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class PayloadTooLarge(InvalidArgument):
     code = "payload_too_large"
 
     def __init__(self, what: str, size: int, limit: int) -> None:
-        super().__init__(f"{what} has {size:,} bytes, the limit is {limit:,}: split it, or store it elsewhere and publish where")
+        super().__init__(
+            f"{what} has {size:,} bytes, the limit is {limit:,}: split it, or store it elsewhere and publish where"
+        )
         self.size = size
         self.limit = limit
 

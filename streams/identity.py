@@ -16,7 +16,7 @@ _UNSAFE_IN_NAMESPACE = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029%/]")
 _ESCAPE = re.compile(r"((?:%[0-9A-Fa-f]{2})+)")
 
 
-class StreamId(tuple[str, str]):
+class StreamId(tuple[str, str]):  # noqa: SLOT001 (what is computed once is kept in the instance)
     """The name of a virtual stream. It exists as soon as it is named; there may be millions.
 
     Equality respects the boundary: `StreamId("a", "b/c") != StreamId("a/b", "c")`. It is a tuple of the two parts, so
@@ -74,7 +74,7 @@ class QueueId(NamedTuple):
     """One of the N physical queues of a provider, `index` 0 to N-1."""
 
     provider: str
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride] (tuple.index is not missed)
 
     def __str__(self) -> str:
         return f"{self.provider}/{self.index}"
@@ -88,7 +88,7 @@ class SequenceToken(NamedTuple):
     """
 
     offset: int
-    index: int = 0
+    index: int = 0  # pyright: ignore[reportIncompatibleMethodOverride] (tuple.index is not missed)
 
     def __str__(self) -> str:
         return f"{self.offset}.{self.index}" if self.index else str(self.offset)
@@ -101,8 +101,13 @@ class SequenceToken(NamedTuple):
         return cls(int(match[1]), int(match[2] or 0))
 
 
+_ONE_BYTE = [bytes((value,)) for value in range(0x80)]
+
+
 def varint(value: int) -> bytes:
     """Encode a non-negative integer as a protobuf varint."""
+    if value < 0x80:
+        return _ONE_BYTE[value]
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -112,6 +117,8 @@ def varint(value: int) -> bytes:
 
 
 def _check_name(part: str, value: object) -> None:
+    if type(value) is str and value.isascii() and len(value) <= MAX_NAME_BYTES:
+        return  # nearly every name
     if not isinstance(value, str):
         raise InvalidArgument(f"a stream's {part} is a string, not {type(value).__name__}: {value!r}")
     try:

@@ -73,7 +73,9 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if "/" not in self.pattern:
-            raise InvalidArgument(f"{self.pattern!r} selects no stream: write namespace/key, or namespace/* for all keys")
+            raise InvalidArgument(
+                f"{self.pattern!r} selects no stream: write namespace/key, or namespace/* for all keys"
+            )
         if self.explicit:
             StreamId.parse(self.pattern)
 
@@ -191,7 +193,7 @@ class Checkpoint(NamedTuple):
     """
 
     next_offset: int
-    behind: Mapping[StreamId, Behind] = {}  # noqa: RUF012 (shared and empty: never written to)
+    behind: Mapping[StreamId, Behind] = {}
 
     @property
     def watermark(self) -> int:
@@ -236,4 +238,3 @@ class GapRecord(NamedTuple):
     high: SequenceToken
     reason: str
     at_us: int
-
