@@ -28,6 +28,8 @@ log = logging.getLogger("headrace.agents")
 CHECKPOINT_S = 1.0
 """At most this much finished work comes again after a crash, in seconds."""
 RETENTION_S = 5.0
+ACKNOWLEDGE_S = 0.02
+"""How often queues that cannot rewind are told what is finished: it frees their bounded capacity."""
 
 
 class Served(NamedTuple):
@@ -67,12 +69,16 @@ class PullingManager:
         self._saving = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._redriving: set[int] = set()
+        self._acknowledged: dict[int, int] = {}
 
     def start(self) -> None:
         self._tasks = [
             asyncio.create_task(_supervise(self._tick, CHECKPOINT_S), name=f"headrace checkpoints {self.provider}"),
             asyncio.create_task(_supervise(self.retain, RETENTION_S), name=f"headrace retention {self.provider}"),
         ]
+        if not self._rewindable:
+            work = _supervise(self._acknowledge, ACKNOWLEDGE_S)
+            self._tasks.append(asyncio.create_task(work, name=f"headrace acknowledgements {self.provider}"))
 
     async def aclose(self, drain_s: float) -> None:
         """Stop reading, let running handlers end within `drain_s` seconds, save exactly what is done."""
@@ -133,8 +139,6 @@ class PullingManager:
     async def _tick(self) -> None:
         await self.save()
         await self._save_gaps()
-        if not self._rewindable:
-            await self._acknowledge()
         await self._redrive()
 
     async def save(self) -> None:
@@ -166,9 +170,20 @@ class PullingManager:
             await served.handler.on_error(Fenced(f"subscription {name!r} was moved, deleted or taken over elsewhere"))
 
     async def _acknowledge(self) -> None:
-        """Tell queues that cannot rewind what nobody needs any more."""
-        for queue, watermark in (await self._store.watermarks(self.provider)).items():
-            await self.agents[queue].acknowledge(watermark)
+        """Tell queues that cannot rewind what nobody needs any more. What is served here counts as it is now: such a
+        queue is this process's own; what is not served holds its events by its stored checkpoint."""
+        live = {agent.queue: self._live_watermark(agent.queue) for agent in self.agents}
+        moved = {queue: at for queue, at in live.items() if at is not None and at > self._acknowledged.get(queue, 0)}
+        if not moved:
+            return
+        stored = await self._store.watermarks(self.provider, apart_from=list(self.served))
+        for queue, watermark in moved.items():
+            self._acknowledged[queue] = min(watermark, stored.get(queue, watermark))
+            await self.agents[queue].acknowledge(self._acknowledged[queue])
+
+    def _live_watermark(self, queue: int) -> int | None:
+        deliveries = [served.deliveries.get(queue) for served in self.served.values()]
+        return min((d.watermark for d in deliveries if d is not None), default=None)
 
     async def retain(self) -> None:
         """Let the adapter delete what its retention allows; unfinished events stay."""

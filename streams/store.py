@@ -150,9 +150,12 @@ class ControlStore:
         _log.info("subscription %s of %s moved to %s (epoch %d): %s", name, provider, offsets, epoch, reason)
         return epoch
 
-    async def watermarks(self, provider: str) -> dict[int, int]:
-        """The lowest offset still needed by any subscription, per queue; a queue that none reads is missing."""
-        return await self._database.read(_watermarks, provider)
+    async def watermarks(self, provider: str, *, apart_from: Sequence[str] = ()) -> dict[int, int]:
+        """The lowest offset still needed by any subscription, per queue; a queue that none reads is missing.
+
+        Subscriptions named in `apart_from` do not count.
+        """
+        return await self._database.read(_watermarks, provider, list(apart_from))
 
     # Dead letters and gaps
 
@@ -384,9 +387,10 @@ def _seek(connection: Connection, provider: str, name: str, positions: Mapping[i
     return epoch
 
 
-def _watermarks(connection: Connection, provider: str) -> dict[int, int]:
+def _watermarks(connection: Connection, provider: str, apart_from: list[str]) -> dict[int, int]:
     lowest = select(checkpoints.c.queue, func.min(checkpoints.c.watermark).label("lowest"))
-    rows = connection.execute(lowest.where(checkpoints.c.provider == provider).group_by(checkpoints.c.queue))
+    counted = and_(checkpoints.c.provider == provider, checkpoints.c.subscription.not_in(apart_from))
+    rows = connection.execute(lowest.where(counted).group_by(checkpoints.c.queue))
     return {row.queue: row.lowest for row in rows}
 
 
