@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import repeat
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -148,25 +148,17 @@ class EventBatch:
             token = SequenceToken(self.offset, 0)
             return [Event(self.encoded[at:], NO_HEADERS, None, timestamp, None, None, self.stream, token)]
         columns = self._read()
-        ids: Iterable[str | None] = repeat(None)
-        headers: Iterable[Mapping[str, str]] = repeat(NO_HEADERS)
-        if columns.rare:
-            ids, headers = (column[start:] for column in layout.read_rare(self.encoded, self.count))
+        ids, headers = self._rare_columns(columns, start)
         timestamps = self.timestamps_us()[start:]
-        positions = zip(repeat(self.offset), range(start, self.count), strict=False)
-        tokens = map(tuple.__new__, repeat(SequenceToken), positions)  # half the cost of calling the class
-        nothing = repeat(None)
-        columns = (
-            layout.slices(columns, start),
-            headers,
-            ids,
-            timestamps,
-            nothing,
-            nothing,
-            repeat(self.stream),
-            tokens,
-        )
-        return list(map(Event, *columns))
+        nothing, tokens = repeat(None), _tokens(self.offset, range(start, self.count))
+        payloads = layout.slices(columns, start)
+        return list(map(Event, payloads, headers, ids, timestamps, nothing, nothing, repeat(self.stream), tokens))
+
+    def _rare_columns(self, columns: Columns, start: int) -> tuple[Iterable[str | None], Iterable[Mapping[str, str]]]:
+        if not columns.rare:
+            return repeat(None), repeat(NO_HEADERS)
+        ids, headers = layout.read_rare(self.encoded, self.count)
+        return ids[start:], headers[start:]
 
     def _read(self) -> Columns:
         try:
@@ -193,24 +185,31 @@ def _encode_one(stream: StreamId, item: bytes | Event, now: int) -> bytes:
 
 def _encode(stream: StreamId, items: Sequence[bytes | Event], now: int) -> bytes:
     _check_count(len(items))
-    if {*map(type, items)} == {bytes}:
-        return _join(stream, items, (now,), b"")
-    events = [item if isinstance(item, Event) else Event(item) for item in items]
-    payloads = [event.payload for event in events]
-    if {*map(type, payloads)} != {bytes}:
-        payloads = [_payload(payload) for payload in payloads]
-    return _join(stream, payloads, _timestamps(events, now), _encode_rare(events))
+    try:
+        sizes, payload = _joined(stream, cast(Sequence[bytes], items))
+    except TypeError:  # some are no bytes; to look at each first would cost more than all the rest
+        events = [item if isinstance(item, Event) else Event(item) for item in items]
+        sizes, payload = _joined(stream, [_payload(event.payload) for event in events])
+        return layout.write(stream.prefix, sizes, _timestamps(events, now), _encode_rare(events), payload)
+    return layout.write(stream.prefix, sizes, (now,), b"", payload)
 
 
-def _join(stream: StreamId, payloads: Sequence[bytes], timestamps: Sequence[int], rare: bytes) -> bytes:
+def _joined(stream: StreamId, payloads: Sequence[bytes]) -> tuple[list[int], bytes]:
+    """Sizes of the payloads, and all in one. Raises TypeError where one is no bytes."""
     sizes = list(map(len, payloads))
-    _check_size(stream, max(sizes))
-    return layout.write(stream.prefix, payloads, sizes, timestamps, rare)
+    payload = b"".join(payloads)
+    if len(payload) != sum(sizes):
+        raise TypeError  # a view of items that are no bytes
+    if len(payload) > MAX_EVENT_BYTES:
+        _check_size(stream, max(sizes))
+    return sizes, payload
 
 
-def _payload(payload: object) -> bytes:
+def _payload(payload: Any) -> bytes:
+    if type(payload) is bytes:
+        return payload
     if isinstance(payload, bytes | bytearray | memoryview):
-        return bytes(payload)
+        return bytes(cast(bytes, payload))
     kind = type(payload).__name__
     raise InvalidArgument(
         f"publish bytes or Event, not {kind}: encode it first, for example with json.dumps(x).encode()"
@@ -219,14 +218,23 @@ def _payload(payload: object) -> bytes:
 
 def _timestamps(events: Sequence[Event], now: int) -> Sequence[int]:
     given = [event.timestamp_us for event in events]
-    times = [now if time is None else time for time in given]
-    return times[:1] if times.count(times[0]) == len(times) else times
+    if given.count(given[0]) == len(given):
+        return (now if given[0] is None else given[0],)
+    return [now if time is None else time for time in given]
 
 
 def _encode_rare(events: Sequence[Event]) -> bytes:
-    ids = [event.id or "" for event in events]
+    ids = [event.id for event in events]
     headers = [event.headers for event in events]
-    return layout.write_rare(ids, headers) if any(ids) or any(headers) else b""
+    if ids.count(None) == len(ids) and headers.count(NO_HEADERS) == len(headers):
+        return b""
+    return layout.write_rare([text or "" for text in ids], headers)
+
+
+def _tokens(offset: int, indexes: range) -> Iterator[SequenceToken]:
+    # Past the class's own __new__, which is Python and costs twice as much.
+    new = cast(Callable[..., SequenceToken], tuple.__new__)  # pyright: ignore[reportUnknownMemberType]
+    return map(new, repeat(SequenceToken), zip(repeat(offset), indexes, strict=False))
 
 
 def _check_size(stream: StreamId, size: int) -> None:

@@ -1,0 +1,247 @@
+"""The binary layout of a batch: the protobuf message `headrace.v1.EventBatch`, written and read by columns.
+
+`proto/v1/events.proto` describes it. A producer writes, in this order: namespace and key (`StreamId.prefix`), sizes,
+timestamps, ids and headers where there are any, payload. What is written so is read here without the protobuf library,
+whatever fields above 15 others have appended. Everything else that protobuf allows (columns in pieces or not packed),
+ids, headers, and what looks damaged, is the library's to read and to judge.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from io import BytesIO
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+from .errors import InvalidArgument
+from .identity import varint
+
+if TYPE_CHECKING:
+    from ..proto.v1 import events_pb2
+
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+
+_NAMESPACE, _KEY, _SIZES, _TIMESTAMPS, _IDS, _HEADERS, _PAYLOAD = 0x0A, 0x12, 0x1A, 0x22, 0x2A, 0x32, 0x7A
+_RARE = (_IDS, _HEADERS)
+_FIRST_APPENDED = 16
+_LENGTH_DELIMITED = 2
+_ONE_EVENT = struct.Struct("<HIHqB")
+"""What a batch of one event has between prefix and payload's length: sizes and timestamps, each after its tag and
+length in one number, then the payload's tag."""
+_ONE_SIZE, _ONE_TIMESTAMP = 4 << 8 | _SIZES, 8 << 8 | _TIMESTAMPS
+_SWAPPED = sys.byteorder == "big"
+
+
+class Columns(NamedTuple):
+    """The columns of a batch. `source` holds the payloads from `start` on: the batch itself, or a copy."""
+
+    sizes: Sequence[int]
+    timestamps: Sequence[int]
+    """One for each event, one for all, or none."""
+    source: bytes
+    start: int
+    rare: bool
+    """There are ids or headers."""
+
+
+def write_one(prefix: bytes, payload: bytes, timestamp_us: int) -> bytes:
+    """A batch of one event without id and headers. Raises InvalidArgument for a timestamp that is none."""
+    size = len(payload)
+    try:
+        columns = _ONE_EVENT.pack(_ONE_SIZE, size, _ONE_TIMESTAMP, timestamp_us, _PAYLOAD)
+    except struct.error:
+        raise _no_timestamp() from None
+    return b"".join((prefix, columns, varint(size), payload))
+
+
+def write(prefix: bytes, sizes: Sequence[int], timestamps_us: Sequence[int], rare: bytes, payload: bytes) -> bytes:
+    """A batch from its columns, `rare` being what `write_rare` returned.
+
+    Raises InvalidArgument for a timestamp that is none.
+    """
+    try:
+        times = _packed("q", timestamps_us)
+    except (OverflowError, TypeError):
+        raise _no_timestamp() from None
+    widths = _packed("I", sizes)
+    columns = (b"\x1a", varint(len(widths)), widths, b"\x22", varint(len(times)), times)
+    return b"".join((prefix, *columns, rare, b"\x7a", varint(len(payload)), payload))
+
+
+def write_rare(ids: Sequence[str], headers: Sequence[Mapping[str, str]]) -> bytes:
+    """The columns of ids and headers, each left out where no event has any. Raises InvalidArgument for other types."""
+    from ..proto.v1 import events_pb2  # noqa: PLC0415 (only where ids or headers are used)
+
+    try:
+        return events_pb2.EventBatch(
+            ids=ids if any(ids) else (),
+            headers=[events_pb2.Headers(values=values) for values in headers] if any(headers) else (),
+        ).SerializeToString(deterministic=True)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InvalidArgument(f"ids and headers are text in UTF-8: {error}") from None
+
+
+def read_one(encoded: bytes, prefix: bytes) -> tuple[int, int] | None:
+    """The timestamp of a batch that `write_one` made for the stream of `prefix`, and where its payload starts.
+
+    None for any other batch.
+    """
+    at = len(prefix)
+    length = at + _ONE_EVENT.size
+    if len(encoded) <= length or not encoded.startswith(prefix):
+        return None
+    size_tag, size, time_tag, timestamp, tag = _ONE_EVENT.unpack_from(encoded, at)
+    start = len(encoded) - size
+    if size_tag != _ONE_SIZE or time_tag != _ONE_TIMESTAMP or tag != _PAYLOAD or encoded[length:start] != varint(size):
+        return None
+    return timestamp, start
+
+
+def read(encoded: bytes) -> tuple[str, str, Columns]:
+    """Namespace, key and columns of any batch. Raises InvalidArgument where the bytes are none."""
+    fields = _fields(encoded)
+    try:
+        return _read_fields(encoded, fields) if fields is not None else _read_message(message_of(encoded))
+    except ValueError:  # a column is cut short, or a name is not UTF-8
+        raise _damaged(encoded) from None
+
+
+def read_rare(encoded: bytes, count: int) -> tuple[Sequence[str | None], Sequence[Mapping[str, str]]]:
+    """Ids and headers of each of `count` events. Raises InvalidArgument where they are damaged."""
+    message = message_of(encoded)
+    for column in (message.ids, message.headers):
+        if len(column) not in (0, count):
+            raise InvalidArgument(f"damaged batch: {len(column)} ids or headers for {count} events")
+    ids = [text or None for text in message.ids]
+    headers = [dict(each.values) for each in message.headers]
+    return ids or [None] * count, headers or [NO_HEADERS] * count
+
+
+def slices(columns: Columns, first: int = 0) -> list[bytes]:
+    """The payloads from index `first` on."""
+    sizes = columns.sizes
+    payloads = BytesIO(columns.source)  # it shares the bytes
+    payloads.seek(columns.start + sum(sizes[:first]))
+    return list(map(payloads.read, sizes[first:] if first else sizes))
+
+
+def message_of(encoded: bytes) -> events_pb2.EventBatch:
+    """Parse with the protobuf library. Raises InvalidArgument where it refuses."""
+    from google.protobuf.message import DecodeError  # noqa: PLC0415 (only for what is rare)
+
+    from ..proto.v1 import events_pb2  # noqa: PLC0415
+
+    try:
+        return events_pb2.EventBatch.FromString(encoded)
+    except DecodeError:
+        raise _damaged(encoded) from None
+
+
+def _read_fields(encoded: bytes, fields: Mapping[int, tuple[int, int]]) -> tuple[str, str, Columns]:
+    def field(tag: int) -> bytes:
+        start, end = fields.get(tag, (0, 0))
+        return encoded[start:end]
+
+    start, end = fields.get(_PAYLOAD, (0, 0))
+    rare = _IDS in fields or _HEADERS in fields
+    columns = Columns(_unpacked("I", field(_SIZES)), _unpacked("q", field(_TIMESTAMPS)), encoded, start, rare)
+    _check(columns, end - start)
+    return field(_NAMESPACE).decode(), field(_KEY).decode(), columns
+
+
+def _read_message(message: events_pb2.EventBatch) -> tuple[str, str, Columns]:
+    rare = bool(message.ids or message.headers)
+    columns = Columns(array("I", message.sizes), array("q", message.timestamps_us), message.payload, 0, rare)
+    _check(columns, len(columns.source))
+    return message.namespace, message.key, columns
+
+
+def _check(columns: Columns, payload: int) -> None:
+    count, total = len(columns.sizes), sum(columns.sizes)
+    if not count:
+        raise InvalidArgument("damaged batch: it has no events")
+    if total != payload:
+        raise InvalidArgument(f"damaged batch: the sizes add up to {total}, the payload has {payload} bytes")
+    if len(columns.timestamps) not in (0, 1, count):
+        raise InvalidArgument(f"damaged batch: {len(columns.timestamps)} timestamps for {count} events")
+
+
+def _fields(encoded: bytes) -> dict[int, tuple[int, int]] | None:
+    """Where each of the fields below 16 starts and ends, by tag.
+
+    None where one is in pieces, of another kind than length-delimited, or cut off: then the library decides.
+    """
+    fields: dict[int, tuple[int, int]] = {}
+    at, end = 0, len(encoded)
+    try:
+        while at < end:
+            tag = encoded[at]
+            if tag >= 0x80:
+                at = _skip(encoded, at)
+                continue
+            length, at = _varint(encoded, at + 1)
+            whole = tag & 7 == _LENGTH_DELIMITED and tag > 7 and (tag not in fields or tag in _RARE)
+            if not whole or at + length > end:
+                return None
+            fields[tag] = at, at + length
+            at += length
+    except IndexError:
+        return None
+    return fields if at == end else None
+
+
+def _skip(encoded: bytes, at: int) -> int:
+    """Where the next field starts, after an appended one. Raises IndexError where the library shall decide."""
+    tag, at = _varint(encoded, at)
+    if not _FIRST_APPENDED <= tag >> 3 < 1 << 11:
+        raise IndexError
+    wire = tag & 7
+    if wire == 0:
+        return _varint(encoded, at)[1]
+    if wire == _LENGTH_DELIMITED:
+        length, at = _varint(encoded, at)
+        return at + length
+    if wire in (1, 5):
+        return at + (8 if wire == 1 else 4)
+    raise IndexError
+
+
+def _varint(encoded: bytes, at: int) -> tuple[int, int]:
+    """A number of up to 28 bits, and where the next field starts. Raises IndexError for a longer one."""
+    byte = encoded[at]
+    if byte < 0x80:
+        return byte, at + 1
+    value = byte & 0x7F
+    for more in range(1, 4):
+        byte = encoded[at + more]
+        value |= (byte & 0x7F) << 7 * more
+        if byte < 0x80:
+            return value, at + more + 1
+    raise IndexError
+
+
+def _packed(code: str, values: Iterable[int]) -> bytes:
+    column: array[int] = array(code, values)
+    if _SWAPPED:
+        column.byteswap()
+    return column.tobytes()
+
+
+def _unpacked(code: str, data: bytes) -> array[int]:
+    """Raises ValueError where the data is cut short."""
+    column: array[int] = array(code)
+    column.frombytes(data)
+    if _SWAPPED:
+        column.byteswap()
+    return column
+
+
+def _no_timestamp() -> InvalidArgument:
+    return InvalidArgument("timestamp_us is an integer of microseconds since 1970 that fits 64 bits")
+
+
+def _damaged(encoded: bytes) -> InvalidArgument:
+    return InvalidArgument(f"damaged batch: {len(encoded)} bytes that are no EventBatch")
