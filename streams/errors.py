@@ -89,15 +89,16 @@ class StorageFull(StorageError):
 
 
 class CorruptRecord(StorageError):
-    """A stored record is damaged. `queue` and `offset` say which."""
+    """A stored record is damaged: `queue` cannot be read from `offset` up to `next_offset` (None: not known)."""
 
     code = "corrupt_record"
     retryable = False
 
-    def __init__(self, queue: int, offset: int, why: str) -> None:
+    def __init__(self, queue: int, offset: int, why: str, next_offset: int | None = None) -> None:
         super().__init__(f"queue {queue}, offset {offset}: the stored record is damaged ({why})")
         self.queue = queue
         self.offset = offset
+        self.next_offset = next_offset
 
 
 class DataDirectoryError(StorageError):

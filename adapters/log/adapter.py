@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +20,7 @@ from ..seam import (
     QueueStatistics,
     Receipt,
 )
+from .allocator import prefer_reuse
 from .blocks import StreamTable
 from .committer import Committer
 from .doorbell import Doorbell, Ringer
@@ -29,7 +29,6 @@ from .group import Call
 from .options import LogOptions
 from .receiver import LogReceiver, QueueReader
 from .retention import expire_producers, trim
-from .sequences import producer_key
 from .timesearch import offset_at
 from .transactions import Snapshot, StoredGap
 
@@ -54,6 +53,7 @@ async def open_adapter(context: AdapterContext, options: Mapping[str, Any]) -> L
         raise InvalidArgument(
             f"provider {context.provider!r}: a log has 1 to {MAX_QUEUES:,} queues, not {context.queues}"
         )
+    prefer_reuse()
     wake = context.directory / "wake"
     environment = await asyncio.to_thread(_open, context, chosen, wake)
     return LogAdapter(environment, wake)
@@ -78,7 +78,6 @@ class LogAdapter(QueueAdapter):
     def __init__(self, environment: LogEnvironment, wake: Path) -> None:
         self._environment = environment
         self._queues = environment.queues
-        self._pid = os.getpid()
         self._loop = asyncio.get_running_loop()
         self._doorbell = Doorbell(wake)
         self._ringer = Ringer(wake, self._doorbell.name)
@@ -105,8 +104,7 @@ class LogAdapter(QueueAdapter):
                 raise self._no_such_queue(queue)
             nbytes += size
         answer = self._loop.create_future()
-        producer = b"" if sequence is None else producer_key(sequence)
-        self._committer.submit(Call(batches, sequence, producer, nbytes, answer))
+        self._committer.submit(Call(batches, nbytes, answer, sequence))
         return answer
 
     async def open_receiver(self, queue: int, start: int | None = None) -> LogReceiver:
@@ -122,7 +120,12 @@ class LogAdapter(QueueAdapter):
 
         reader = QueueReader(self._environment, queue, self._streams)
         receiver = LogReceiver(
-            reader, position, rung, self._run, lambda offset: self._committer.acknowledge(queue, offset), forget
+            reader,
+            position,
+            rung=rung,
+            run=self._run,
+            acknowledge=lambda offset: self._committer.acknowledge(queue, offset),
+            closed=forget,
         )
         self._receivers.add(receiver)
         return receiver
@@ -190,7 +193,7 @@ class LogAdapter(QueueAdapter):
     def _check_usable(self) -> None:
         if self._closing is not None:
             raise Closed(f"the log {self._environment.path} is closed")
-        if self._pid != os.getpid():
+        if self._environment.inherited:
             check_process(self._environment)
 
     def _no_such_queue(self, queue: int) -> InvalidArgument:

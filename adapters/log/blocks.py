@@ -22,10 +22,12 @@ import zlib
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from io import BytesIO
 from itertools import accumulate
 from struct import Struct
 from typing import NamedTuple
 
+from ...streams import layout
 from ...streams.events import EventBatch
 from ...streams.identity import StreamId
 
@@ -36,6 +38,7 @@ _MAGIC = b"HRB1"
 _HEADER = Struct("<4sIQII")
 _CRC = Struct("<I")
 _CHECKED_FROM = 8
+_KEEP_BUFFER_BYTES = 2 << 20
 _COPY_WHOLE_BELOW_BYTES = 8 << 10
 _LITTLE_ENDIAN = sys.byteorder == "little"
 
@@ -62,19 +65,30 @@ def split(batches: Sequence[EventBatch], target_bytes: int = BLOCK_TARGET_BYTES)
         start = stop
 
 
-def encode_block(batches: Sequence[EventBatch], time_us: int) -> bytearray:
-    """Build the record of one block. Each payload byte is copied once."""
-    encoded = [batch.encoded for batch in batches]
-    counts = [batch.count for batch in batches]
-    columns = array("I", map(len, encoded))
-    columns.extend(map(_prefix_bytes, batches))
-    columns.extend(counts)
-    if not _LITTLE_ENDIAN:
-        columns.byteswap()
-    header = _HEADER.pack(_MAGIC, 0, time_us, len(batches), sum(counts))
-    record = bytearray().join((header, columns.tobytes(), *encoded))
-    _CRC.pack_into(record, 4, zlib.crc32(memoryview(record)[_CHECKED_FROM:]))
-    return record
+class BlockEncoder:
+    """Builds records in one buffer that is used again: faulting in fresh memory would cost more than the copy."""
+
+    def __init__(self) -> None:
+        self._buffer = BytesIO()
+
+    def encode(self, batches: Sequence[EventBatch], time_us: int) -> memoryview:
+        """The record of one block; release it before the next call. Each payload byte is copied once."""
+        encoded = [batch.encoded for batch in batches]
+        counts = [batch.count for batch in batches]
+        columns = array("I", map(len, encoded))
+        columns.extend(map(_prefix_bytes, batches))
+        columns.extend(counts)
+        if not _LITTLE_ENDIAN:
+            columns.byteswap()
+        self._buffer.seek(0)
+        self._buffer.write(_HEADER.pack(_MAGIC, 0, time_us, len(batches), sum(counts)))
+        self._buffer.write(columns)
+        self._buffer.writelines(encoded)
+        record = self._buffer.getbuffer()[: self._buffer.tell()]
+        _CRC.pack_into(record, 4, zlib.crc32(record[_CHECKED_FROM:]))
+        if len(record) > _KEEP_BUFFER_BYTES:
+            self._buffer = BytesIO()
+        return record
 
 
 def _prefix_bytes(batch: EventBatch) -> int:
@@ -90,6 +104,19 @@ def read_header(record: bytes | memoryview) -> BlockHeader:
     if magic != _MAGIC:
         raise DamagedBlockError(f"begins with {magic!r}, not {_MAGIC!r}")
     return BlockHeader(crc, time_us, count, events)
+
+
+class Want(NamedTuple):
+    """How much to read: up to the batch with which one of them is reached."""
+
+    events: int
+    nbytes: int
+
+    def less(self, batches: Sequence[EventBatch]) -> Want:
+        return Want(
+            self.events - sum(batch.count for batch in batches),
+            self.nbytes - sum(len(batch.encoded) for batch in batches),
+        )
 
 
 class Block:
@@ -114,11 +141,9 @@ class Block:
         if len(columns) != 3 * count or sum(self._sizes) != len(self._body):
             raise DamagedBlockError("its sizes do not add up")
 
-    def batches(
-        self, first: int, start: int, max_events: int, max_bytes: int, streams: StreamTable
-    ) -> list[EventBatch]:
+    def batches(self, first: int, start: int, want: Want, streams: StreamTable) -> list[EventBatch]:
         """The batches from index `start` up to the one with which a limit is reached. `first` is the block's offset."""
-        stop = self._stop(start, max_events, max_bytes)
+        stop = self._stop(start, want)
         sizes = self._sizes[start:stop]
         at = sum(self._sizes[:start])
         end = at + sum(sizes)
@@ -133,9 +158,9 @@ class Block:
             batches.append(EventBatch(stream, encoded, count, offset))
         return batches
 
-    def _stop(self, start: int, max_events: int, max_bytes: int) -> int:
-        by_events = bisect_left(list(accumulate(self._counts[start:])), max_events)
-        by_bytes = bisect_left(list(accumulate(self._sizes[start:])), max_bytes)
+    def _stop(self, start: int, want: Want) -> int:
+        by_events = bisect_left(list(accumulate(self._counts[start:])), want.events)
+        by_bytes = bisect_left(list(accumulate(self._sizes[start:])), want.nbytes)
         return min(start + min(by_events, by_bytes) + 1, self.header.batches)
 
     def _source(self, at: int, end: int, count: int) -> tuple[bytes | memoryview, int, int]:
@@ -155,24 +180,10 @@ class StreamTable:
 
     def learn(self, encoded: bytes, prefix: int) -> StreamId:
         """The stream of an encoded batch, remembered where its first `prefix` bytes name it."""
-        if not prefix:
-            return EventBatch.decode(encoded).stream
-        name = encoded[:prefix]
-        if len(self.known) >= self._limit:
-            self.known.clear()
-        stream = self.known[name] = _stream_of(name)
+        namespace, key, _ = layout.read(encoded[:prefix] or encoded)
+        stream = StreamId(namespace, key)
+        if prefix:
+            if len(self.known) >= self._limit:
+                self.known.clear()
+            self.known[encoded[:prefix]] = stream
         return stream
-
-
-def _stream_of(name: bytes) -> StreamId:
-    """Read a `StreamId.prefix`: two length-delimited fields."""
-    size, at = _size_at(name, 1)
-    namespace = name[at : at + size]
-    size, at = _size_at(name, at + size + 1)
-    return StreamId(namespace.decode(), name[at : at + size].decode())
-
-
-def _size_at(name: bytes, at: int) -> tuple[int, int]:
-    low = name[at]
-    # A name has at most MAX_NAME_BYTES, so its size takes one byte or two.
-    return (low, at + 1) if low < 0x80 else (low & 0x7F | name[at + 1] << 7, at + 2)

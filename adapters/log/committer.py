@@ -6,12 +6,15 @@ import asyncio
 import logging
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from queue import Empty, SimpleQueue
 
 from ...streams.errors import HeadraceError, StorageError
+from .blocks import BlockEncoder
 from .environment import LogEnvironment
 from .group import Call, Group, Outcome
 
@@ -43,6 +46,7 @@ class Committer:
         self._acknowledged: dict[int, int] = {}
         self._acknowledging = threading.Lock()
         self._unsynced = False
+        self._encoder = BlockEncoder()
         self._stopped = asyncio.Event()
         threading.Thread(target=self._run, name="headrace-log-commit", daemon=True).start()
 
@@ -80,7 +84,8 @@ class Committer:
             while going:
                 going = self._wait(chores_at)
                 while self._calls:
-                    self._commit(self._take())
+                    for calls in groups(self._take(), self._environment.options.group_bytes):
+                        self._commit(calls)
                 if not going or time.monotonic() >= chores_at:
                     self._do_chores()
                     chores_at = time.monotonic() + _CHORES_EVERY_S
@@ -93,13 +98,8 @@ class Committer:
             return True
 
     def _take(self) -> list[Call]:
-        calls: list[Call] = []
-        room = self._environment.options.group_bytes
-        while self._calls and room > 0:
-            call = self._calls.popleft()
-            calls.append(call)
-            room -= call.nbytes
-        return calls
+        take = self._calls.popleft
+        return [take() for _ in range(len(self._calls))]
 
     def _commit(self, calls: Sequence[Call]) -> None:
         try:
@@ -115,7 +115,7 @@ class Committer:
 
     def _store(self, calls: Sequence[Call]) -> tuple[Sequence[Outcome | HeadraceError], set[int]]:
         with self._environment.writing() as changes:
-            group = Group(changes, time.time_ns() // 1000)
+            group = Group(changes, self._encoder, time.time_ns() // 1000)
             outcomes = [group.add(call) for call in calls]
             return outcomes, group.write()
 
@@ -153,6 +153,16 @@ class Committer:
             else:
                 answer.set_result(outcome)
         self._answered(grown)
+
+
+def groups(calls: Sequence[Call], limit: int) -> Iterator[Sequence[Call]]:
+    """Cut calls into groups, each up to the call with which it reaches `limit` bytes."""
+    ends = list(accumulate(call.nbytes for call in calls))
+    start = taken = 0
+    while start < len(calls):
+        stop = bisect_left(ends, taken + limit, start) + 1
+        yield calls[start:stop]
+        start, taken = stop, ends[min(stop, len(ends)) - 1]
 
 
 def _own(error: HeadraceError) -> HeadraceError:

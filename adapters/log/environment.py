@@ -49,7 +49,7 @@ class LogEnvironment:
         self.options = options
         self.queues = queues
         self.provider = provider
-        self.pid = os.getpid()
+        self.inherited = False
         self.handles = 0
         self._gate = _Gate()
         self._lmdb, self._databases = self._open()
@@ -209,11 +209,19 @@ def release(environment: LogEnvironment) -> None:
 
 def check_process(environment: LogEnvironment) -> None:
     """Raise NotSupported in a forked child: LMDB's locks belong to the process that opened it."""
-    if environment.pid != os.getpid():
+    if environment.inherited:
         raise NotSupported(
-            f"{environment.path} was opened by process {environment.pid}, before this one was forked: "
-            "use multiprocessing's start method 'spawn', or open it after the fork only"
+            f"{environment.path} was opened before this process was forked from another, which LMDB does not allow: "
+            "use multiprocessing's start method 'spawn', or open it only after the fork"
         )
+
+
+def _mark_inherited() -> None:
+    for environment in _environments.values():
+        environment.inherited = True
+
+
+os.register_at_fork(after_in_child=_mark_inherited)
 
 
 def _check_shared(environment: LogEnvironment, options: LogOptions, queues: int) -> None:

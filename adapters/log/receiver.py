@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from ...streams.errors import Closed, CorruptRecord
 from ...streams.events import EventBatch
 from ..seam import Gap, QueueReceiver, Received
-from .blocks import Block, DamagedBlockError, StreamTable
+from .blocks import Block, DamagedBlockError, StreamTable, Want
 from .environment import LogEnvironment
 from .transactions import Snapshot
 
@@ -16,7 +16,7 @@ RETENTION = "removed by retention"
 
 
 class QueueReader:
-    """Reads blocks of one queue. Blocking; for one thread at a time."""
+    """Reads one queue. Blocking; for one thread at a time."""
 
     def __init__(self, environment: LogEnvironment, queue: int, streams: StreamTable) -> None:
         self._environment = environment
@@ -24,71 +24,66 @@ class QueueReader:
         self._streams = streams
         self._checked = -1
 
-    def read(self, position: int, max_events: int, max_bytes: int) -> Received:
-        """What is stored from `position` on, up to the limits; nothing where it is the end.
+    def read(self, position: int, want: Want) -> Received:
+        """What is stored from `position` on: batches, or a gap, or nothing at the end of the queue.
 
-        Raises CorruptRecord for a damaged block once everything before it has been returned.
+        Raises CorruptRecord for a damaged block, once everything before it has been returned.
         """
         with self._environment.reading() as snapshot:
             end = snapshot.tail(self._queue).next
             if position >= end:
                 return Received((), position)
-            gap = None
             first = snapshot.block_holding(self._queue, position)
             if first is None:
-                retained = snapshot.first(self._queue)
-                first = end if retained is None else retained
-                gap = _gap(snapshot, self._queue, position, first)
-                position = first
-            batches = self._collect(snapshot, first, position, end, max_events, max_bytes, started=gap is not None)
-        return Received(batches, batches[-1].offset + 1 if batches else position, gap)
+                gap = _gap(snapshot, self._queue, position, end)
+                return Received((), gap.high, gap)
+            batches = self._collect(snapshot, first, position, end, want)
+        return Received(batches, batches[-1].offset + 1)
 
-    def _collect(
-        self, snapshot: Snapshot, first: int, position: int, end: int, max_events: int, max_bytes: int, *, started: bool
-    ) -> list[EventBatch]:
+    def _collect(self, snapshot: Snapshot, first: int, position: int, end: int, want: Want) -> list[EventBatch]:
         batches: list[EventBatch] = []
-        while position < end and max_events > 0 and max_bytes > 0:
+        while position < end and want.events > 0 and want.nbytes > 0:
             try:
                 block = self._open(snapshot, first)
-            except CorruptRecord:
-                if batches or started:
+            except DamagedBlockError as damage:
+                if batches:
                     break
-                raise
-            found = block.batches(first, position - first, max_events, max_bytes, self._streams)
+                after = snapshot.block_after(self._queue, first)
+                raise CorruptRecord(self._queue, position, str(damage), after) from None
+            found = block.batches(first, position - first, want, self._streams)
             batches += found
-            max_events -= sum(batch.count for batch in found)
-            max_bytes -= sum(len(batch.encoded) for batch in found)
-            first += block.header.batches
-            position = first
+            want = want.less(found)
+            position = first = first + block.header.batches
         return batches
 
     def _open(self, snapshot: Snapshot, first: int) -> Block:
-        record = snapshot.record(self._queue, first)
-        try:
-            block = Block(record, check=first != self._checked)
-        except DamagedBlockError as damage:
-            raise CorruptRecord(self._queue, first, str(damage)) from None
+        """A block is checked once, however many reads it takes."""
+        block = Block(snapshot.record(self._queue, first), check=first != self._checked)
         self._checked = first
         return block
 
 
-def _gap(snapshot: Snapshot, queue: int, low: int, high: int) -> Gap:
-    reasons = [gap.reason for gap in snapshot.gaps(queue) if gap.low < high and gap.high > low]
-    return Gap(low, high, reasons[-1] if reasons else RETENTION)
+def _gap(snapshot: Snapshot, queue: int, position: int, end: int) -> Gap:
+    first = snapshot.first(queue)
+    high = end if first is None else first
+    reasons = [gap.reason for gap in snapshot.gaps(queue) if gap.low < high and gap.high > position]
+    return Gap(position, high, reasons[-1] if reasons else RETENTION)
 
 
 class LogReceiver(QueueReceiver):
-    """A position in one queue. `run` runs a blocking read in a thread."""
+    """A position in one queue."""
 
     def __init__(
         self,
         reader: QueueReader,
         position: int,
+        *,
         rung: asyncio.Event,
         run: Callable[[Callable[[], Received]], Awaitable[Received]],
         acknowledge: Callable[[int], None],
         closed: Callable[[LogReceiver], None],
     ) -> None:
+        """`rung` is set when the queue may have grown; `run` runs a read in a thread; `closed` is called once."""
         self._reader = reader
         self._position = position
         self._rung = rung
@@ -98,10 +93,11 @@ class LogReceiver(QueueReceiver):
         self._closed = False
 
     async def receive(self, max_events: int, max_bytes: int) -> Received:
+        want = Want(max(max_events, 1), max(max_bytes, 1))
         while not self._closed:
             # Clear, then look: whoever commits after the look rings.
             self._rung.clear()
-            received = await self._run(lambda: self._reader.read(self._position, max(max_events, 1), max(max_bytes, 1)))
+            received = await self._run(lambda: self._reader.read(self._position, want))
             if received.batches or received.gap:
                 self._position = received.next_offset
                 return received

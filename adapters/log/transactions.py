@@ -66,17 +66,18 @@ class Snapshot:
         return offset_of(cursor.key()) if follows else self.tail(queue).next
 
     def record(self, queue: int, first: int) -> memoryview:
-        """The block that begins at `first`. Raises CorruptRecord where it is missing."""
+        """The block that begins at `first`. Raises DamagedBlockError where it is missing."""
         record = self._txn.get(offset_key(first), db=self._databases.blocks[queue])
         if record is None:
-            raise CorruptRecord(queue, first, "it is missing")
+            raise DamagedBlockError("it is missing")
         return record
 
     def header(self, queue: int, first: int) -> BlockHeader:
+        """Raises CorruptRecord."""
         try:
             return read_header(self.record(queue, first))
         except DamagedBlockError as damage:
-            raise CorruptRecord(queue, first, str(damage)) from None
+            raise CorruptRecord(queue, first, str(damage), self.block_after(queue, first)) from None
 
     def producer(self, producer: bytes) -> ProducerRow | None:
         row = self._txn.get(producer, db=self._databases.producers)
@@ -109,7 +110,7 @@ class Changes(Snapshot):
     def put_tail(self, queue: int, tail: Tail) -> None:
         self._txn.put(queue_key(queue), tail.pack(), db=self._databases.state)
 
-    def append(self, queue: int, first: int, record: bytearray) -> None:
+    def append(self, queue: int, first: int, record: memoryview) -> None:
         """Store a block after all others. Raises CorruptRecord where there is one at or above `first`."""
         if not self._txn.put(offset_key(first), record, append=True, db=self._databases.blocks[queue]):
             raise CorruptRecord(queue, first, "there is a block at or above the queue's next offset")

@@ -1,0 +1,46 @@
+"""Fixtures of the tests of the log adapter."""
+
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from subprocess import PIPE, Popen
+from typing import Any, cast
+
+import pytest
+
+from headrace.adapters import AdapterContext, open_adapter
+from headrace.adapters.log import LogAdapter
+
+OpenLog = Callable[..., Awaitable[LogAdapter]]
+
+
+@pytest.fixture
+async def open_log(tmp_path: Path) -> AsyncIterator[OpenLog]:
+    """Opens handles of one log with the given number of queues and options; all are closed at the end."""
+    async with AsyncExitStack() as stack:
+
+        async def open_one(queues: int = 2, directory: Path = tmp_path, **options: Any) -> LogAdapter:
+            context = AdapterContext(provider="tests", queues=queues, directory=directory)
+            adapter = cast(LogAdapter, await open_adapter("log", context, options))
+            stack.push_async_callback(adapter.aclose)
+            return adapter
+
+        yield open_one
+
+
+@pytest.fixture
+def run_script(tmp_path: Path) -> Iterator[Callable[..., Popen[str]]]:
+    """Starts a Python program in a process of its own; `argv[1]` is the log's directory."""
+    started: list[Popen[str]] = []
+
+    def run(program: str, *arguments: object) -> Popen[str]:
+        command = [sys.executable, "-c", program, str(tmp_path), *map(str, arguments)]
+        process = Popen(command, stdin=PIPE, stdout=PIPE, text=True)
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,150 @@
+"""The format of stored blocks."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.adapters.log.blocks import Block, BlockEncoder, DamagedBlockError, StreamTable, Want, read_header, split
+from headrace.streams import Event, EventBatch, StreamId
+
+EVERYTHING = Want(1 << 30, 1 << 30)
+GOLDEN = (
+    "48524231"  # magic
+    "cf741dfa"  # checksum
+    "15cd5b0700000000"  # time
+    "02000000"  # batches
+    "03000000"  # events
+    "2000000018000000"  # encoded sizes
+    "0700000006000000"  # prefix sizes
+    "0200000001000000"  # event counts
+    "0a016112026263"
+    "1a080100000002000000"
+    "22080100000000000000"
+    "7a0378797a"  # first batch
+    "0a0161120164"
+    "1a0400000000"
+    "22080200000000000000"
+    "7a00"  # second
+)
+
+
+def batch(key: str, *payloads: bytes) -> EventBatch:
+    return EventBatch.of(StreamId("tests", key), payloads, now_us=1)
+
+
+def encode(*batches: EventBatch, time_us: int = 0) -> bytes:
+    with BlockEncoder().encode(batches, time_us) as record:
+        return bytes(record)
+
+
+def test_format_is_as_documented():
+    first = EventBatch.of(StreamId("a", "bc"), [b"x", b"yz"], now_us=1)
+    second = EventBatch.of(StreamId("a", "d"), [b""], now_us=2)
+    record = encode(first, second, time_us=123456789)
+    assert record.hex() == GOLDEN
+    assert Block(bytes.fromhex(GOLDEN)).batches(7, 0, EVERYTHING, StreamTable()) == [
+        EventBatch(first.stream, first.encoded, 2, 7),
+        EventBatch(second.stream, second.encoded, 1, 8),
+    ]
+
+
+names = st.text(st.characters(exclude_categories=["Cs"]), max_size=150)
+payloads = st.lists(st.binary(max_size=50), min_size=1, max_size=5)
+
+
+@given(st.lists(st.tuples(names, names, payloads), min_size=1, max_size=20), st.integers(0, 1 << 40))
+def test_batches_come_back_as_they_were(streams: list[tuple[str, str, list[bytes]]], first: int):
+    batches = [EventBatch.of(StreamId(space, key), events) for space, key, events in streams]
+    found = Block(encode(*batches)).batches(first, 0, EVERYTHING, StreamTable(limit=2))
+    assert [(b.stream, b.encoded, b.count) for b in found] == [(b.stream, b.encoded, b.count) for b in batches]
+    assert [b.offset for b in found] == list(range(first, first + len(batches)))
+
+
+@given(st.lists(payloads, min_size=1, max_size=20), st.integers(0, 19), st.integers(1, 30), st.integers(1, 1000))
+def test_reading_stops_after_the_batch_that_reaches_a_limit(
+    streams: list[list[bytes]], start: int, max_events: int, max_bytes: int
+):
+    batches = [batch("s", *events) for events in streams]
+    start %= len(batches)
+    expected: list[EventBatch] = []
+    for one in batches[start:]:
+        expected.append(one)
+        if sum(b.count for b in expected) >= max_events or sum(b.nbytes for b in expected) >= max_bytes:
+            break
+    found = Block(encode(*batches)).batches(0, start, Want(max_events, max_bytes), StreamTable())
+    assert [b.encoded for b in found] == [b.encoded for b in expected]
+
+
+def test_large_batches_come_back_too():
+    batches = [batch("s", b"x" * 100_000), batch("t", b"y" * 200_000)]
+    found = Block(encode(*batches)).batches(0, 1, EVERYTHING, StreamTable())
+    assert [b.encoded for b in found] == [batches[1].encoded]
+    assert found[0].stream == StreamId("tests", "t")
+
+
+def test_a_batch_whose_fields_are_in_another_order_keeps_its_stream():
+    plain = EventBatch.of(StreamId("a", "b"), [b"x"])
+    size = len(plain.stream.prefix)
+    foreign = EventBatch.decode(plain.encoded[size:] + plain.encoded[:size])
+    [found] = Block(encode(foreign)).batches(0, 0, EVERYTHING, StreamTable())
+    assert (found.stream, found.encoded) == (StreamId("a", "b"), foreign.encoded)
+
+
+def test_the_table_of_streams_is_bounded():
+    table = StreamTable(limit=10)
+    for number in range(100):
+        encoded = batch(str(number), b"x")
+        assert table.learn(encoded.encoded, len(encoded.stream.prefix)) == encoded.stream
+    assert len(table.known) <= 10
+
+
+def test_headers_and_ids_are_kept():
+    event = Event(b"x", headers={"a": "b"}, id="7")
+    [found] = Block(encode(EventBatch.of(StreamId("a", "b"), [event]))).batches(0, 0, EVERYTHING, StreamTable())
+    assert found.events()[0].headers == {"a": "b"}
+
+
+@given(st.integers(0), st.integers(1, 255))
+def test_no_changed_byte_goes_unnoticed(position: int, change: int):
+    record = bytearray(encode(batch("s", b"payload", b""), batch("t", b"x")))
+    record[position % len(record)] ^= change
+    with pytest.raises(DamagedBlockError):
+        Block(record)
+
+
+@pytest.mark.parametrize("size", [0, 3, 23, 24, 40, -1])
+def test_a_block_cut_short_is_refused(size: int):
+    record = encode(batch("s", b"payload"), batch("t", b"x"))
+    with pytest.raises(DamagedBlockError):
+        Block(record[:size])
+
+
+def test_sizes_are_checked_even_where_the_checksum_is_not():
+    record = encode(batch("s", b"payload"))
+    with pytest.raises(DamagedBlockError, match="sizes"):
+        Block(record + b"more", check=False)
+
+
+def test_the_header_tells_time_and_counts():
+    header = read_header(encode(batch("s", b"a", b"b"), batch("t", b"c"), time_us=99))
+    assert (header.time_us, header.batches, header.events) == (99, 2, 3)
+
+
+@given(st.lists(st.integers(0, 400), min_size=1, max_size=50))
+def test_blocks_are_filled_up_to_the_target(sizes: list[int]):
+    batches = [EventBatch(StreamId("a", "b"), bytes(size), 1) for size in sizes]
+    blocks = list(split(batches, target_bytes=500))
+    assert [b for block in blocks for b in block] == batches
+    for block, following in zip(blocks, [*blocks[1:], None], strict=True):
+        size = sum(b.nbytes for b in block)
+        assert size <= 500 or len(block) == 1
+        assert following is None or size + following[0].nbytes > 500
+
+
+def test_one_buffer_serves_block_after_block():
+    encoder = BlockEncoder()
+    for payload in ([b"long"] * 1000, [b"short"], [b"x" * 1_000_000] * 3, [b"again"]):
+        expected = batch("s", *payload)
+        with encoder.encode([expected], 0) as record:
+            [found] = Block(bytes(record)).batches(0, 0, EVERYTHING, StreamTable())
+        assert found.encoded == expected.encoded
