@@ -11,8 +11,8 @@ from .errors import InvalidArgument
 MAX_NAME_BYTES = 1024
 """Limit of a namespace and of a key, each, in UTF-8 bytes."""
 
-_UNSAFE_IN_KEY = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029%]")
-_UNSAFE_IN_NAMESPACE = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029%/]")
+_UNSAFE_IN_KEY = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029%*?]")
+_UNSAFE_IN_NAMESPACE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029%*?/]")
 _ESCAPE = re.compile(r"((?:%[0-9A-Fa-f]{2})+)")
 
 
@@ -22,9 +22,9 @@ class StreamId(tuple[str, str]):  # noqa: SLOT001 (what is computed once is kept
     Equality respects the boundary: `StreamId("a", "b/c") != StreamId("a/b", "c")`. It is a tuple of the two parts, so
     that hashing and comparing, which every event pays for, run at the speed of C.
 
-    The text form is `namespace/key`, split at the first slash. A slash in the namespace, and `%`, control and line
-    separator characters in either part, are percent-encoded (UTF-8), so that the text form is one line and
-    `StreamId.parse(str(s)) == s` for every namespace and key.
+    The text form is `namespace/key`, split at the first slash. A slash in the namespace, and `%`, `*`, `?`, control and
+    line separator characters in either part, are percent-encoded (UTF-8). So the text form is one line, selects this
+    stream and no other (see `Selector`), and `StreamId.parse(str(s)) == s` for every namespace and key.
 
     Raises InvalidArgument where a part is not a string, cannot be encoded as UTF-8, or exceeds `MAX_NAME_BYTES`.
     """
@@ -67,7 +67,7 @@ class StreamId(tuple[str, str]):  # noqa: SLOT001 (what is computed once is kept
         namespace, slash, key = text.partition("/")
         if not slash:
             raise InvalidArgument(f"{text!r} names no stream: write it as namespace/key")
-        return cls(_unquote(namespace, text), _unquote(key, text))
+        return cls(unquote(namespace, text), unquote(key, text))
 
 
 class QueueId(NamedTuple):
@@ -95,7 +95,7 @@ class SequenceToken(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> SequenceToken:
-        match = re.fullmatch(r"(\d+)(?:\.(\d+))?", text, re.ASCII)
+        match = re.fullmatch(r"(\d{1,99})(?:\.(\d{1,99}))?", text, re.ASCII)
         if match is None:
             raise InvalidArgument(f"{text!r} is no token: write it as OFFSET or OFFSET.INDEX, as in 1200 or 1200.7")
         return cls(int(match[1]), int(match[2] or 0))
@@ -116,6 +116,19 @@ def varint(value: int) -> bytes:
     return bytes(out)
 
 
+def unquote(part: str, text: str) -> str:
+    """Decode the percent escapes of a piece of `text`. Raises InvalidArgument with the reason."""
+    if "%" not in part:
+        return part
+    pieces = _ESCAPE.split(part)
+    if any("%" in plain for plain in pieces[::2]):
+        raise InvalidArgument(f"{text!r} has a % that begins no escape such as %2F: write a plain % as %25")
+    try:
+        return "".join(bytes.fromhex(p.replace("%", "")).decode() if i % 2 else p for i, p in enumerate(pieces))
+    except UnicodeDecodeError:
+        raise InvalidArgument(f"{text!r} has percent escapes that are not UTF-8") from None
+
+
 def _check_name(part: str, value: object) -> None:
     if type(value) is str and value.isascii() and len(value) <= MAX_NAME_BYTES:
         return  # nearly every name
@@ -131,15 +144,3 @@ def _check_name(part: str, value: object) -> None:
 
 def _quote(match: re.Match[str]) -> str:
     return "".join(f"%{byte:02X}" for byte in match[0].encode())
-
-
-def _unquote(part: str, text: str) -> str:
-    if "%" not in part:
-        return part
-    pieces = _ESCAPE.split(part)
-    if any("%" in plain for plain in pieces[::2]):
-        raise InvalidArgument(f"{text!r} has a % that begins no escape such as %2F: write a plain % as %25")
-    try:
-        return "".join(bytes.fromhex(p.replace("%", "")).decode() if i % 2 else p for i, p in enumerate(pieces))
-    except UnicodeDecodeError:
-        raise InvalidArgument(f"{text!r} has percent escapes that are not UTF-8") from None

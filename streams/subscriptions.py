@@ -7,10 +7,11 @@ functions here; the control store keeps the data and `agents/` acts on it.
 from __future__ import annotations
 
 import enum
+import math
 import random
 import re
 from collections.abc import Callable, Mapping
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from fnmatch import translate
 from functools import lru_cache
 from typing import NamedTuple
@@ -18,8 +19,9 @@ from typing import NamedTuple
 import msgspec
 
 from .errors import InvalidArgument
-from .identity import SequenceToken, StreamId
+from .identity import SequenceToken, StreamId, unquote
 
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -41,7 +43,7 @@ class OnFailure(enum.Enum):
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Exponential backoff with full jitter, limited by attempts and by time, whichever ends first."""
+    """Exponential backoff with jitter, limited by attempts and by time, whichever ends first."""
 
     max_attempts: int = 8
     """Deliveries of one event at the most, the first included; at least 1."""
@@ -54,50 +56,78 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def __post_init__(self) -> None:
         if self.max_attempts < 1:
             raise InvalidArgument(f"retry.max_attempts is at least 1, not {self.max_attempts}")
-        if min(self.max_elapsed_s, self.initial_delay_s, self.max_delay_s) < 0 or self.multiplier < 1:
-            raise InvalidArgument("retry times are not negative and retry.multiplier is at least 1")
+        for name in ("max_elapsed_s", "initial_delay_s", "max_delay_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InvalidArgument(f"retry.{name} is a finite number of seconds from 0, not {getattr(self, name)}")
+        if not 1 <= self.multiplier < math.inf:
+            raise InvalidArgument(f"retry.multiplier is a finite number from 1, not {self.multiplier}")
 
     def delay(self, attempts: int, elapsed_s: float, rng: random.Random) -> float | None:
-        """Seconds to wait before the next attempt after `attempts` failed ones, or None to give up."""
+        """Seconds to wait before the next attempt after `attempts` failed ones, or None to give up.
+
+        It grows by `multiplier` from `initial_delay_s` up to `max_delay_s`, less a random part of up to half of it.
+        """
         if attempts >= self.max_attempts or elapsed_s >= self.max_elapsed_s:
             return None
-        ceiling = min(self.max_delay_s, self.initial_delay_s * self.multiplier ** (attempts - 1))
+        ceiling = min(self.max_delay_s, self._backoff(attempts))
         return rng.uniform(ceiling / 2, ceiling)
+
+    def _backoff(self, attempts: int) -> float:
+        try:
+            return self.initial_delay_s * self.multiplier ** (attempts - 1)
+        except OverflowError:
+            return self.max_delay_s if self.initial_delay_s else 0.0
+
+
+_WILDCARD = re.compile(r"([*?])")
 
 
 class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which streams: text `namespace/key` in `StreamId`'s text form, where `*` stands for any text, also a slash, and
-    `?` for one character, in either part. Without either, exactly one stream (an explicit subscription)."""
+    """Which streams: text `namespace/key`, split at the first slash and percent-encoded as `StreamId`'s text form.
+
+    In either part `*` stands for any text, also slashes and nothing, and `?` for any one character. Without either it
+    is exactly one stream (an explicit subscription), so a stream's text form selects that stream. `%2A` and `%3F` are
+    the characters themselves.
+    """
 
     pattern: str
 
     def __post_init__(self) -> None:
-        if "/" not in self.pattern:
+        namespace, slash, key = self.pattern.partition("/")
+        if not slash:
             raise InvalidArgument(
                 f"{self.pattern!r} selects no stream: write namespace/key, or namespace/* for all keys"
             )
         if self.explicit:
             StreamId.parse(self.pattern)
+        for part in (namespace, key):
+            self._glob(part)
 
     @property
     def explicit(self) -> bool:
-        return not any(c in self.pattern for c in "*?")
+        return _WILDCARD.search(self.pattern) is None
 
     def matcher(self) -> Callable[[StreamId], bool]:
         """A fast predicate over streams."""
         if self.explicit:
             return StreamId.parse(self.pattern).__eq__
         namespace, _, key = self.pattern.partition("/")
-        if key == "*" and not any(c in namespace for c in "*?"):
-            plain = StreamId.parse(namespace + "/").namespace
-            return lambda stream: stream[0] == plain
-        expression = re.compile(translate(self.pattern.replace("[", "[[]")))
+        if key == "*" and not _WILDCARD.search(namespace):
+            only = unquote(namespace, self.pattern)
+            return lambda stream: stream[0] == only
+        in_namespace, in_key = (re.compile(translate(self._glob(part))) for part in (namespace, key))
 
         @lru_cache(maxsize=65536)
         def matches(stream: StreamId) -> bool:
-            return expression.match(str(stream)) is not None
+            return in_namespace.match(stream[0]) is not None and in_key.match(stream[1]) is not None
 
         return matches
+
+    def _glob(self, part: str) -> str:
+        """The part in the language of `fnmatch`, which brackets what is meant literally."""
+        pieces = _WILDCARD.split(part)
+        pieces[::2] = [re.sub(r"([*?[])", r"[\1]", unquote(piece, self.pattern)) for piece in pieces[::2]]
+        return "".join(pieces)
 
 
 class StartKind(enum.Enum):
@@ -113,6 +143,13 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     kind: StartKind
     token: str | None = None
     time_us: int | None = None
+
+    def __post_init__(self) -> None:
+        given = (self.token is not None, self.time_us is not None)
+        if given != (self.kind is StartKind.OFFSETS, self.kind is StartKind.TIME):
+            raise InvalidArgument(f"a start of kind {self.kind.value} has the wrong fields: make it with Start.parse")
+        if self.token is not None:
+            SequenceToken.parse(self.token)
 
     @classmethod
     def earliest(cls) -> Start:
@@ -132,7 +169,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """From the first event stored at or after `when`, which carries a time zone."""
         if when.tzinfo is None:
             raise InvalidArgument(f"start time {when.isoformat()} has no time zone: add one, such as +00:00")
-        return cls(kind=StartKind.TIME, time_us=int(when.timestamp() * 1_000_000))
+        return cls(kind=StartKind.TIME, time_us=(when - _EPOCH) // timedelta(microseconds=1))
 
     @classmethod
     def parse(cls, text: str) -> Start:
