@@ -1,0 +1,280 @@
+"""Real servers for benchmarks and tests: one process tree, in a folder of its own, on a free port of 127.0.0.1.
+
+A `Server` finds its program, starts it, waits until it answers in its own protocol, and stops it by process id. Its
+CPU time and memory are those of its whole process tree.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, ClassVar, Self
+
+LOOPBACK = "127.0.0.1"
+INSTALL = "HEADRACE_INSTALL_SERVERS"
+"""Environment variable: where it is 1, missing Debian packages are installed, as root or with a `sudo` that asks for no
+password. `make test` and `make bench` set it."""
+
+_SECONDS_PER_TICK = 1 / os.sysconf("SC_CLK_TCK")
+
+
+class NotAvailable(Exception):
+    """The server cannot be had or started here; the message says why, and what to do."""
+
+
+class Server(ABC):
+    """A server process. Use as a context manager, or call `start` and `stop`; it may be started again.
+
+    What it stores is in `directory`: a new temporary one, deleted by `close`, unless one is given.
+    """
+
+    name: ClassVar[str]
+    start_timeout_s: ClassVar[float] = 60.0
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._temporary = None if directory else tempfile.TemporaryDirectory(prefix=f"headrace-{self.name}-")
+        self.directory = directory or Path(self._temporary.name if self._temporary else "")
+        self.port = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @abstractmethod
+    def command(self) -> Sequence[str]:
+        """The program and its arguments, for `port` and `directory`. Raises NotAvailable."""
+
+    @abstractmethod
+    def ping(self) -> bool:
+        """Whether the server answers in its own protocol. May raise OSError while it does not listen."""
+
+    def environment(self) -> Mapping[str, str]:
+        """Variables that are added to this process's own."""
+        return {}
+
+    def prepare(self) -> None:
+        """Write configuration, for `port` and `directory`. Runs before each start."""
+
+    @property
+    def address(self) -> str:
+        return f"{LOOPBACK}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """The process that was started. Raises NotAvailable where none runs."""
+        if self._process is None:
+            raise NotAvailable(f"{self.name} is not running: call start() first")
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start, and return once the server answers. Raises NotAvailable with the end of its log where it does not."""
+        self.port = self.port or free_port()
+        self.prepare()
+        with (self.directory / "server.log").open("ab") as log:
+            self._process = self._spawn(log)
+        deadline = time.monotonic() + self.start_timeout_s
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                log_end = self._log_end()
+                self.kill()
+                raise NotAvailable(f"{self.name} did not start on {self.address}. Its log ends:\n{log_end}")
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        """Ask the server to stop, and wait; kill it where it does not within 10 seconds. Idempotent."""
+        process = self._process
+        if process is None:
+            return
+        tree = process_tree(process.pid)
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            pass
+        self._end(process, tree)
+
+    def kill(self) -> None:
+        """Kill the whole process tree at once. Idempotent."""
+        process = self._process
+        if process is not None:
+            self._end(process, process_tree(process.pid))
+
+    def _end(self, process: subprocess.Popen[bytes], tree: Sequence[int]) -> None:
+        """Kill what is left of the tree, and wait until it is gone. Its processes have the session that `start` made,
+        so that a process id in use again is not taken for one of them."""
+        self._process = None
+        left = [pid for pid in tree if _session_of(pid) == process.pid]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+        while any(_session_of(pid) == process.pid for pid in left):
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        """Stop, and delete the directory where it is temporary. Idempotent."""
+        self.stop()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def cpu_s(self) -> float:
+        """CPU seconds, user and system, that the server has used so far."""
+        return sum(map(cpu_of, process_tree(self.pid)))
+
+    def peak_rss_bytes(self) -> int:
+        """Highest resident memory of each of its processes, added up."""
+        return sum(map(peak_rss_of, process_tree(self.pid)))
+
+    def _spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self.command(),
+            cwd=self.directory,
+            env={**os.environ, **self.environment()},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # an interrupt at the terminal is for us, who then stop it
+        )
+
+    def _answers(self) -> bool:
+        try:
+            return self.ping()
+        except OSError:
+            return False
+
+    def _log_end(self, lines: int = 20) -> str:
+        text = (self.directory / "server.log").read_text(errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+
+class RedisServer(Server):
+    """redis-server with an append-only file. `appendfsync`: `everysec` loses up to a second, `always` syncs first."""
+
+    name = "redis-server"
+
+    def __init__(self, directory: Path | None = None, *, appendfsync: str = "everysec") -> None:
+        super().__init__(directory)
+        self.appendfsync = appendfsync
+
+    def command(self) -> Sequence[str]:
+        program = find_program("redis-server", debian_package="redis-server")
+        where = ("--bind", LOOPBACK, "--port", str(self.port), "--dir", str(self.directory))
+        return (program, *where, "--save", "", "--appendonly", "yes", "--appendfsync", self.appendfsync)
+
+    def ping(self) -> bool:
+        with socket.create_connection((LOOPBACK, self.port), timeout=1) as connection:
+            connection.sendall(b"PING\r\n")
+            return connection.recv(64).startswith(b"+PONG")
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody listens on at this moment."""
+    with socket.socket() as listener:
+        listener.bind((LOOPBACK, 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def find_program(name: str, *, debian_package: str, folders: Sequence[str] = ()) -> str:
+    """Path of a program: from the variable HEADRACE_<NAME>, else `folders`, else PATH; else its package is installed.
+
+    Raises NotAvailable with what to install. Installs only where the variable `INSTALL` is 1.
+    """
+    variable = f"HEADRACE_{name.upper().replace('-', '_')}"
+    if chosen := os.environ.get(variable):
+        if not os.access(chosen, os.X_OK):
+            raise NotAvailable(f"{variable}={chosen} is no program that can be run")
+        return chosen
+    path = os.pathsep.join((*folders, os.environ.get("PATH", os.defpath)))
+    if found := shutil.which(name, path=path):
+        return found
+    advice = f"install it (Debian: apt-get install {debian_package}), or say where it is in {variable}"
+    if os.environ.get(INSTALL) != "1":
+        raise NotAvailable(f"{name} is not installed: {advice}")
+    _apt_install(debian_package, advice)
+    found = shutil.which(name, path=path)
+    if found is None:
+        raise NotAvailable(f"the package {debian_package} has no program {name}: {advice}")
+    return found
+
+
+def _apt_install(package: str, advice: str) -> None:
+    apt = shutil.which("apt-get")
+    if apt is None:
+        raise NotAvailable(f"{package} is missing and there is no apt-get: {advice}")
+    sudo = () if os.geteuid() == 0 else ("sudo", "--non-interactive")
+    environment = {
+        **os.environ,
+        "DEBIAN_FRONTEND": "noninteractive",
+        "RUNLEVEL": "1",  # its own service is not wanted
+    }
+    update = (*sudo, apt, "update")
+    install = (*sudo, apt, "install", "--yes", "--no-install-recommends", package)
+    for command in (update, install):
+        try:
+            subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            output = getattr(error, "stderr", None) or b""
+            detail = output.decode(errors="replace").strip() or str(error)
+            raise NotAvailable(f"{' '.join(command)} failed ({detail}): {advice}") from error
+
+
+def process_tree(pid: int) -> Sequence[int]:
+    """The process and its living descendants, parents first."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and (fields := _stat_fields(int(entry.name))):
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    tree = [pid]
+    for parent in tree:  # grows while it is walked
+        tree.extend(children.get(parent, ()))
+    return tree
+
+
+def cpu_of(pid: int) -> float:
+    """CPU seconds of a process and of those of its children that have ended; 0 where it has ended."""
+    fields = _stat_fields(pid)  # 11 to 14: utime, stime, cutime, cstime
+    return sum(map(int, fields[11:15])) * _SECONDS_PER_TICK
+
+
+def _session_of(pid: int) -> int | None:
+    """The session of a process; None where it has ended, also where nobody has collected it yet."""
+    fields = _stat_fields(pid)
+    return int(fields[3]) if fields and fields[0] != "Z" else None
+
+
+def _stat_fields(pid: int) -> Sequence[str]:
+    """The fields of /proc/PID/stat after the command (which may hold blanks); none where the process has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ()
+    return stat.rpartition(")")[2].split()
+
+
+def peak_rss_of(pid: int | str) -> int:
+    """The most resident memory a process has had, in bytes; 0 where it has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    peak = next((line for line in status.splitlines() if line.startswith("VmHWM:")), "VmHWM: 0 kB")
+    return int(peak.split()[1]) * 1024

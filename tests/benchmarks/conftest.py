@@ -1,0 +1,3 @@
+from ..servers import redis_server
+
+__all__ = ("redis_server",)
