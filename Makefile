@@ -17,7 +17,7 @@ TREE   := $(VENV)/tree
 
 PACKAGES := streams adapters agents balancer benchmarks proto silo
 # Folders are listed too: their time changes when a file is added or removed.
-SOURCES  := $(shell find $(PACKAGES) -name __pycache__ -prune -o -print) pyproject.toml MANIFEST.in README.md LICENSE
+SOURCES  := $(shell find $(PACKAGES) -name __pycache__ -prune -o -print) setup.py pyproject.toml MANIFEST.in README.md LICENSE
 
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=

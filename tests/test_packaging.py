@@ -1,29 +1,41 @@
 """What the repository builds and installs: all of its packages, and nothing beside the namespace `headrace`."""
 
+import importlib
 import importlib.metadata
-import tomllib
+import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-FOLDERS: dict[str, str] = SETUPTOOLS["package-dir"]
+NOT_INSTALLED = {"tests", "docs", "examples", "build", "dist"}
 
 
-def subpackages(package: str, folder: str) -> set[str]:
-    modules = (path.relative_to(ROOT / folder).parent for path in (ROOT / folder).rglob("*.py"))
-    return {".".join((package, *parent.parts)) for parent in modules}
+def folders_of_the_makefile() -> set[str]:
+    found = re.search(r"^PACKAGES := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert found
+    return set(found[1].split())
 
 
-def test_every_folder_with_modules_is_a_declared_package():
-    found = {name for package, folder in FOLDERS.items() for name in subpackages(package, folder)}
-    assert found == set(SETUPTOOLS["packages"])
+FOLDERS = sorted(folders_of_the_makefile())
 
 
-@pytest.mark.parametrize("folder", FOLDERS.values())
-def test_every_package_declares_its_types(folder: str):
-    assert (ROOT / folder / "py.typed").is_file()
+def test_every_top_level_folder_with_modules_is_installed():
+    with_modules = {path.parent.name for path in ROOT.glob("[a-z]*/*.py")}
+    assert with_modules - NOT_INSTALLED == set(FOLDERS)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_every_folder_with_modules_is_a_package(folder: str):
+    assert {
+        path.parent for path in (ROOT / folder).rglob("*.py") if not (path.parent / "__init__.py").is_file()
+    } == set()
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_every_package_can_be_imported_and_declares_its_types(folder: str):
+    package = importlib.import_module(f"headrace.{folder}")
+    assert (Path(package.__path__[0]) / "py.typed").is_file()
 
 
 def test_installing_adds_nothing_beside_the_namespace():

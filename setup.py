@@ -1,0 +1,18 @@
+"""The repository's folders are the subpackages of the namespace `headrace`: `streams/` is `headrace.streams`.
+
+Everything else about the package is in pyproject.toml, which has no way to say this without a list of every folder.
+"""
+
+from setuptools import find_packages, setup
+
+FOLDERS = ("streams", "adapters", "agents", "balancer", "benchmarks", "proto", "silo")
+
+
+def packages(folder: str) -> list[str]:
+    return [f"headrace.{folder}", *(f"headrace.{folder}.{name}" for name in find_packages(folder))]
+
+
+setup(
+    packages=[name for folder in FOLDERS for name in packages(folder)],
+    package_dir={f"headrace.{folder}": folder for folder in FOLDERS},
+)
