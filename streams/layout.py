@@ -103,10 +103,7 @@ def read_one(encoded: bytes, prefix: bytes) -> tuple[int, int] | None:
 def read(encoded: bytes) -> tuple[str, str, Columns]:
     """Namespace, key and columns of any batch. Raises InvalidArgument where the bytes are none."""
     fields = _fields(encoded)
-    try:
-        return _read_fields(encoded, fields) if fields is not None else _read_message(message_of(encoded))
-    except ValueError:  # a column is cut short, or a name is not UTF-8
-        raise _damaged(encoded) from None
+    return _read_message(message_of(encoded)) if fields is None else _read_fields(encoded, fields)
 
 
 def read_rare(encoded: bytes, count: int) -> tuple[Sequence[str | None], Sequence[Mapping[str, str]]]:
@@ -147,9 +144,13 @@ def _read_fields(encoded: bytes, fields: Mapping[int, tuple[int, int]]) -> tuple
 
     start, end = fields.get(_PAYLOAD, (0, 0))
     rare = _IDS in fields or _HEADERS in fields
-    columns = Columns(_unpacked("I", field(_SIZES)), _unpacked("q", field(_TIMESTAMPS)), encoded, start, rare)
+    try:
+        columns = Columns(_unpacked("I", field(_SIZES)), _unpacked("q", field(_TIMESTAMPS)), encoded, start, rare)
+        namespace, key = field(_NAMESPACE).decode(), field(_KEY).decode()
+    except ValueError:  # a column is cut short, or a name is not UTF-8
+        raise _damaged(encoded) from None
     _check(columns, end - start)
-    return field(_NAMESPACE).decode(), field(_KEY).decode(), columns
+    return namespace, key, columns
 
 
 def _read_message(message: events_pb2.EventBatch) -> tuple[str, str, Columns]:
