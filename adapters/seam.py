@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ..streams.errors import NotSupported
 from ..streams.events import EventBatch
-from ..streams.identity import SequenceToken
+from ..streams.identity import SequenceToken, StreamId
 
 
 class Direction(enum.Enum):
@@ -176,12 +176,13 @@ class QueueAdapter(ABC):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterContext:
-    """What an adapter is given to open itself: the provider's name, its number of queues, and a directory of its own
-    where the provider has one on disk (it exists), else None."""
+    """What an adapter is given to open itself: the provider's name, its number of queues, a directory of its own where
+    the provider has one on disk (it exists), and the queue that the provider's mapper gives a stream, where known."""
 
     provider: str
     queues: int
     directory: Path | None = None
+    queue_of: Callable[[StreamId], int] | None = None
 
 
 class AdapterFactory(Protocol):
