@@ -50,9 +50,7 @@ async def open_adapter(context: AdapterContext, options: Mapping[str, Any]) -> L
     if context.directory is None:
         raise InvalidArgument(f"provider {context.provider!r}: the adapter 'log' needs a directory to keep its data in")
     if not 0 < context.queues <= MAX_QUEUES:
-        raise InvalidArgument(
-            f"provider {context.provider!r}: a log has 1 to {MAX_QUEUES:,} queues, not {context.queues}"
-        )
+        raise InvalidArgument(f"a log has 1 to {MAX_QUEUES:,} queues, not {context.queues}")
     prefer_reuse()
     wake = context.directory / "wake"
     environment = await asyncio.to_thread(_open, context, chosen, wake)
@@ -102,6 +100,8 @@ class LogAdapter(QueueAdapter):
                 raise PayloadTooLarge(f"a batch for {batch.stream}", size, MAX_BATCH_BYTES)
             if not 0 <= queue < self._queues:
                 raise self._no_such_queue(queue)
+            if not batch.encoded.startswith(batch.stream.prefix):
+                _check_foreign(batch)
             nbytes += size
         answer = self._loop.create_future()
         self._committer.submit(Call(batches, nbytes, answer, sequence))
@@ -198,3 +198,9 @@ class LogAdapter(QueueAdapter):
 
     def _no_such_queue(self, queue: int) -> InvalidArgument:
         return InvalidArgument(f"there is no queue {queue}: this provider has queues 0 to {self._queues - 1}")
+
+
+def _check_foreign(batch: EventBatch) -> None:
+    """A batch that does not begin with its stream is parsed when it is read: it must be possible."""
+    if EventBatch.decode(batch.encoded).stream != batch.stream:
+        raise InvalidArgument(f"a batch for {batch.stream} says that it is of another stream")

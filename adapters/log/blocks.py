@@ -27,7 +27,6 @@ from itertools import accumulate
 from struct import Struct
 from typing import NamedTuple
 
-from ...streams import layout
 from ...streams.events import EventBatch
 from ...streams.identity import StreamId
 
@@ -180,10 +179,24 @@ class StreamTable:
 
     def learn(self, encoded: bytes, prefix: int) -> StreamId:
         """The stream of an encoded batch, remembered where its first `prefix` bytes name it."""
-        namespace, key, _ = layout.read(encoded[:prefix] or encoded)
-        stream = StreamId(namespace, key)
-        if prefix:
-            if len(self.known) >= self._limit:
-                self.known.clear()
-            self.known[encoded[:prefix]] = stream
+        if not prefix:
+            return EventBatch.decode(encoded).stream
+        name = encoded[:prefix]
+        if len(self.known) >= self._limit:
+            self.known.clear()
+        stream = self.known[name] = _stream_of(name)
         return stream
+
+
+def _stream_of(prefix: bytes) -> StreamId:
+    """Read a `StreamId.prefix`: two fields of text, each after a tag and its size."""
+    size, at = _size_at(prefix, 1)
+    namespace = prefix[at : at + size]
+    size, at = _size_at(prefix, at + size + 1)
+    return StreamId(namespace.decode(), prefix[at : at + size].decode())
+
+
+def _size_at(prefix: bytes, at: int) -> tuple[int, int]:
+    low = prefix[at]
+    # At most MAX_NAME_BYTES, so a varint of one byte or two.
+    return (low, at + 1) if low < 0x80 else (low & 0x7F | prefix[at + 1] << 7, at + 2)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from itertools import accumulate
 from queue import Empty, SimpleQueue
 
-from ...streams.errors import HeadraceError, StorageError
+from ...streams.errors import HeadraceError, StorageError, StorageFull
 from .blocks import BlockEncoder
 from .environment import LogEnvironment
 from .group import Call, Group, Outcome
@@ -114,6 +114,13 @@ class Committer:
         self._loop.call_soon_threadsafe(self._answer, calls, outcomes, grown)
 
     def _store(self, calls: Sequence[Call]) -> tuple[Sequence[Outcome | HeadraceError], set[int]]:
+        try:
+            return self._store_once(calls)
+        except StorageFull:
+            self._environment.advance()
+            return self._store_once(calls)
+
+    def _store_once(self, calls: Sequence[Call]) -> tuple[Sequence[Outcome | HeadraceError], set[int]]:
         with self._environment.writing() as changes:
             group = Group(changes, self._encoder, time.time_ns() // 1000)
             outcomes = [group.add(call) for call in calls]

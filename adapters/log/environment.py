@@ -24,7 +24,7 @@ from .transactions import Changes, Databases, Snapshot, Transaction
 MAX_QUEUES = 4096
 _MAX_READERS = 1022
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NEARLY_FULL_BYTES = 1 << 20
+_A_LITTLE_BYTES = 1 << 20
 _DAMAGED = (
     lmdb.CorruptedError,
     lmdb.IncompatibleError,
@@ -66,6 +66,12 @@ class LogEnvironment:
         processes. Raises StorageFull or StorageError, and nothing has changed then."""
         with self._begun(write=True) as txn:
             yield Changes(txn, self._databases)
+
+    def advance(self) -> None:
+        """Commit next to nothing. LMDB lets the transaction after the next have the pages that this one frees, so when
+        deleting has made space but no transaction fits, an empty one is what is missing."""
+        with self.writing() as changes:
+            changes.touch()
 
     def sync(self) -> None:
         """Wait until everything committed is on disk. Nothing to do where each commit waits."""
@@ -280,7 +286,7 @@ def _storage_error(error: lmdb.Error, path: Path, map_bytes: int) -> StorageErro
     code = getattr(error, "code", 0)
     if isinstance(error, lmdb.MapFullError):
         return StorageFull(f"{path}: the log holds all of its map_bytes={map_bytes:,}: raise it, or retain less")
-    if isinstance(error, lmdb.DiskError) or code in _NO_SPACE or (code == errno.EIO and _nearly_full(path)):
+    if isinstance(error, lmdb.DiskError) or code in _NO_SPACE or (code == errno.EIO and not _can_grow(path)):
         return StorageFull(f"{path}: no space left on the device; publish again once there is some")
     if isinstance(error, lmdb.MapResizedError):
         return StorageError(f"{path}: the log has outgrown map_bytes={map_bytes:,}: open it with as much as the others")
@@ -289,7 +295,14 @@ def _storage_error(error: lmdb.Error, path: Path, map_bytes: int) -> StorageErro
     return StorageError(f"{path}: {error}")
 
 
-def _nearly_full(path: Path) -> bool:
-    """LMDB reports a write that was cut short as an I/O error: it is the disk that is full."""
-    disk = os.statvfs(path)
-    return disk.f_bavail * disk.f_frsize < _NEARLY_FULL_BYTES
+def _can_grow(path: Path) -> bool:
+    """Whether there is space for a little more. LMDB reports a write that was cut short as an I/O error."""
+    try:
+        data = os.open(path / "data.mdb", os.O_RDWR)
+        try:
+            os.posix_fallocate(data, os.fstat(data).st_size, _A_LITTLE_BYTES)
+        finally:
+            os.close(data)
+    except OSError as error:
+        return error.errno not in _NO_SPACE
+    return True

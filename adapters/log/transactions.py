@@ -124,6 +124,10 @@ class Changes(Snapshot):
     def delete_producer(self, producer: bytes) -> None:
         self._txn.delete(producer, db=self._databases.producers)
 
+    def touch(self) -> None:
+        """Change nothing that anybody reads, so that there is something to commit."""
+        self._txn.put(b"touched", b"", db=self._databases.meta)
+
     def put_gap(self, queue: int, gap: StoredGap) -> None:
         row = GapRow(gap.high, gap.time_us, gap.reason)
         self._txn.put(gap_key(queue, gap.low), row_of(row), db=self._databases.gaps)

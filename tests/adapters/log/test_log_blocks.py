@@ -109,7 +109,7 @@ def test_no_changed_byte_goes_unnoticed(position: int, change: int):
     record = bytearray(encode(batch("s", b"payload", b""), batch("t", b"x")))
     record[position % len(record)] ^= change
     with pytest.raises(DamagedBlockError):
-        Block(record)
+        Block(bytes(record))
 
 
 @pytest.mark.parametrize("size", [0, 3, 23, 24, 40, -1])

@@ -1,0 +1,87 @@
+"""Damaged records: noticed, named, and no obstacle to the rest."""
+
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from headrace.adapters import Bounds
+from headrace.adapters.log import LogAdapter
+from headrace.streams import CorruptRecord, EventBatch, StreamId
+
+OpenLog = Callable[..., Awaitable[LogAdapter]]
+STREAM = StreamId("tests", "corruption")
+
+
+def damage(log: Path, first: int, position: int, byte: int = 0xFF) -> None:
+    """Overwrite one byte of a stored block."""
+    with lmdb.open(str(log), max_dbs=10, map_size=1 << 30) as environment:
+        blocks = environment.open_db(b"queue-00000")
+        with environment.begin(write=True, db=blocks) as txn:
+            record = bytearray(txn.get(first.to_bytes(8, "big"), b""))
+            record[position] ^= byte
+            txn.put(first.to_bytes(8, "big"), record)
+
+
+async def make(open_log: OpenLog) -> None:
+    """Blocks of three batches that begin at offsets 0, 3 and 6."""
+    adapter = await open_log()
+    for number in range(3):
+        await adapter.enqueue([(0, EventBatch.of(STREAM, [b"%d" % number]))] * 3)
+    await adapter.aclose()
+
+
+@pytest.mark.parametrize("position", [0, 5, 10, 17, 30, -1])
+async def test_a_damaged_block_is_named_after_what_is_before_it_was_read(
+    open_log: OpenLog, tmp_path: Path, position: int
+):
+    await make(open_log)
+    damage(tmp_path / "log", 3, position)
+    adapter = await open_log()
+    receiver = await adapter.open_receiver(0, 0)
+    assert [batch.offset for batch in (await receiver.receive(100, 100_000)).batches] == [0, 1, 2]
+    with pytest.raises(CorruptRecord):
+        await receiver.receive(100, 100_000)
+    with pytest.raises(CorruptRecord, match="queue 0, offset 3: the stored record is damaged") as caught:
+        await receiver.receive(100, 100_000)
+    assert (caught.value.queue, caught.value.offset, caught.value.next_offset) == (0, 3, 6)
+    resumed = await adapter.open_receiver(0, caught.value.next_offset)
+    assert [batch.offset for batch in (await resumed.receive(100, 100_000)).batches] == [6, 7, 8]
+
+
+async def test_a_damaged_last_block_ends_at_the_next_offset(open_log: OpenLog, tmp_path: Path):
+    await make(open_log)
+    damage(tmp_path / "log", 6, 30)
+    adapter = await open_log()
+    receiver = await adapter.open_receiver(0, 7)
+    with pytest.raises(CorruptRecord) as caught:
+        await receiver.receive(1, 1)
+    assert (caught.value.offset, caught.value.next_offset) == (7, 9)
+
+
+async def test_publishing_goes_on_after_a_damaged_block(open_log: OpenLog, tmp_path: Path):
+    await make(open_log)
+    damage(tmp_path / "log", 6, 0)
+    adapter = await open_log()
+    await adapter.enqueue([(0, EventBatch.of(STREAM, [b"x"]))])
+    receiver = await adapter.open_receiver(0, 9)
+    assert [batch.offset for batch in (await receiver.receive(1, 1)).batches] == [9]
+
+
+async def test_retention_deletes_damaged_blocks_too(open_log: OpenLog, tmp_path: Path):
+    await make(open_log)
+    damage(tmp_path / "log", 0, 0)
+    adapter = await open_log(retain_age_s=1e-6)
+    await adapter.apply_retention({})
+    assert await adapter.bounds(0) == Bounds(9, 9)
+
+
+async def test_a_search_by_time_that_meets_a_damaged_block_says_so(open_log: OpenLog, tmp_path: Path):
+    await make(open_log)
+    for first in (0, 3, 6):
+        damage(tmp_path / "log", first, 0)
+    adapter = await open_log()
+    with pytest.raises(CorruptRecord):
+        await adapter.offset_at(0, time.time_ns() // 1000)
