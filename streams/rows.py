@@ -26,7 +26,7 @@ class _Attributes(msgspec.Struct):
 def checkpoint_row(queue: int, checkpoint: Checkpoint) -> dict[str, Any]:
     """Raises InvalidArgument for positions that 64 bits do not hold."""
     behind = [
-        (stream.namespace, stream.key, _position(at.token.offset), _position(at.token.index), at.paused)
+        (stream.namespace, stream.key, _position(at.token.offset), _position(at.token.index), printable(at.paused))
         for stream, at in checkpoint.behind.items()
     ]
     return {
@@ -127,11 +127,15 @@ def gap_row(gap: GapRecord) -> dict[str, Any]:
 
 
 def gap_of(row: Row[Any]) -> GapRecord:
+    try:
+        stream = StreamId.parse(row.stream) if row.stream else None
+    except InvalidArgument as error:
+        raise _damaged("a gap record", error) from None
     return GapRecord(
         provider=row.provider,
         subscription=row.subscription,
         queue=row.queue,
-        stream=StreamId.parse(row.stream) if row.stream else None,
+        stream=stream,
         low=SequenceToken(row.low_offset, row.low_index),
         high=SequenceToken(row.high_offset, row.high_index),
         reason=row.reason,

@@ -1,0 +1,382 @@
+"""The control store on bad days: killed processes, full disks, files that are not its own, versions."""
+
+import asyncio
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, Engine, Table, event, text
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.schema import CreateTable
+
+from headrace.streams import (
+    Checkpoint,
+    DataDirectoryError,
+    DeadLetter,
+    GapRecord,
+    Selector,
+    SequenceToken,
+    StorageFull,
+    StreamId,
+    SubscriptionDefinition,
+)
+from headrace.streams.database import Database
+from headrace.streams.schema import metadata, migrate
+from headrace.streams.store import ControlStore
+
+DEFINITION = SubscriptionDefinition(name="stats", selector=Selector("flights/*"))
+
+# Each script is a process of its own, given the path of the store.
+PRELUDE = """
+import asyncio, resource, sys
+from headrace.streams import Checkpoint, Selector, StorageFull, StreamId, SubscriptionDefinition
+from headrace.streams.store import ControlStore
+DEFINITION = SubscriptionDefinition(name="stats", selector=Selector("flights/*"))
+"""
+
+SAVES_FOR_EVER = """
+async def main():
+    store = await ControlStore.open(sys.argv[1])
+    await store.create_subscription("p", DEFINITION, {0: Checkpoint(0), 1: Checkpoint(0)})
+    attachment = await store.attach("p", "stats")
+    offset = attachment.checkpoints[0].next_offset
+    while True:
+        offset += 1
+        both = {0: Checkpoint(offset), 1: Checkpoint(offset)}
+        assert not await store.save_checkpoints("p", [("stats", attachment.epoch, both)])
+        print(offset, flush=True)
+asyncio.run(main())
+"""
+
+ATTACHES_20_TIMES = """
+async def main():
+    store = await ControlStore.open(sys.argv[1])
+    await store.create_subscription("p", DEFINITION, {})
+    for _ in range(20):
+        print((await store.attach("p", "stats")).epoch)
+    await store.aclose()
+asyncio.run(main())
+"""
+
+FILLS_ITS_QUOTA = """
+async def main():
+    store = await ControlStore.open(sys.argv[1])
+    await store.create_subscription("p", DEFINITION, {})
+    epoch = (await store.attach("p", "stats")).epoch
+    saved = valued = 0
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+    try:
+        for round in range(2, 1000):
+            await store.save_checkpoints("p", [("stats", epoch, {0: Checkpoint(round), 1: Checkpoint(round)})])
+            saved = round
+            await store.set_value("k", f"{round} " + "x" * 50_000)
+            valued = round
+    except StorageFull as error:
+        print(error.retryable, error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    print(await store.checkpoints("p", "stats") == {0: Checkpoint(saved), 1: Checkpoint(saved)})
+    print((await store.value("k")).split()[0] == str(valued))
+    print(await store.save_checkpoints("p", [("stats", epoch, {0: Checkpoint(5000)})]))
+    await store.aclose()
+asyncio.run(main())
+"""
+
+
+def process(script: str, path: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", PRELUDE + script, str(path)], stdout=subprocess.PIPE, text=True)
+
+
+async def output(script: str, path: Path) -> list[str]:
+    """What a process prints that ends well."""
+    with process(script, path) as running:
+        out, _ = await asyncio.to_thread(running.communicate, timeout=60)
+    assert running.returncode == 0
+    return out.splitlines()
+
+
+@asynccontextmanager
+async def opened(where: str | Path) -> AsyncGenerator[ControlStore]:
+    store = await ControlStore.open(where)
+    try:
+        yield store
+    finally:
+        await store.aclose()
+
+
+async def test_a_killed_process_leaves_whole_transactions_and_all_that_it_was_told_of(tmp_path: Path):
+    path = tmp_path / "control.db"
+    told = 0
+    for _ in range(5):
+        with process(SAVES_FOR_EVER, path) as running:
+            assert running.stdout is not None
+            for _ in range(random.randint(1, 30)):
+                told = int(await asyncio.to_thread(running.stdout.readline))
+            running.send_signal(signal.SIGKILL)
+            told = max([told, *map(int, running.stdout.read().split())])
+        async with opened(path) as store:
+            kept = await store.checkpoints("p", "stats")
+        assert kept[0] == kept[1]
+        assert told <= kept[0].next_offset <= told + 1
+
+
+async def test_processes_that_make_one_store_at_once_get_different_epochs(tmp_path: Path):
+    path = tmp_path / "control.db"
+    printed = await asyncio.gather(*(output(ATTACHES_20_TIMES, path) for _ in range(4)))
+    epochs = [int(epoch) for of_one in printed for epoch in of_one]
+    assert sorted(epochs) == list(range(1, 81))
+    for at in range(0, 80, 20):
+        assert epochs[at : at + 20] == sorted(epochs[at : at + 20])
+
+
+async def test_a_quota_that_is_reached_keeps_what_was_there_and_can_be_raised(tmp_path: Path):
+    error, *facts = await output(FILLS_ITS_QUOTA, tmp_path / "control.db")
+    assert error.startswith(f"True {tmp_path / 'control.db'}: ")
+    assert "nothing was changed" in error
+    assert facts == ["True", "True", "[]"]
+
+
+@asynccontextmanager
+async def at_most(pages: int) -> AsyncGenerator[None]:
+    """Databases that are opened within have no room beyond so many pages."""
+
+    def limit(connection: Any, _record: object) -> None:
+        connection.execute(f"PRAGMA max_page_count = {pages}").fetchall()
+
+    event.listen(Engine, "connect", limit)
+    try:
+        yield
+    finally:
+        event.remove(Engine, "connect", limit)
+
+
+async def test_a_full_disk_is_a_retryable_error_that_changes_nothing(tmp_path: Path):
+    path = tmp_path / "control.db"
+    async with at_most(60), opened(path) as store:
+        await store.set_value("small", "before")
+        with pytest.raises(StorageFull, match=r"control\.db: no space left; nothing was changed") as caught:
+            await store.set_value("big", "x" * 1_000_000)
+        assert caught.value.retryable
+        assert await store.value("big") is None
+        await store.set_value("small", "after")
+    async with opened(path) as store:
+        assert await store.value("small") == "after"
+        await store.set_value("big", "x" * 1_000_000)
+
+
+async def test_a_full_disk_at_the_beginning_leaves_a_file_that_can_be_used_later(tmp_path: Path):
+    async with at_most(3):
+        with pytest.raises(StorageFull):
+            await ControlStore.open(tmp_path / "control.db")
+    async with opened(tmp_path / "control.db") as store:
+        assert await store.providers() == []
+
+
+def a_text(path: Path) -> None:
+    path.write_text("tail,carrier\nN14228,UA\n" * 100)
+
+
+def another_program_s_database(path: Path) -> None:
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE customers (id INTEGER)")
+    connection.close()
+
+
+def a_directory(path: Path) -> None:
+    path.mkdir()
+
+
+def a_newer_one(path: Path) -> None:
+    asyncio.run(make(path))
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE headrace_schema SET version = 99")
+    connection.close()
+
+
+def one_without_version(path: Path) -> None:
+    asyncio.run(make(path))
+    with sqlite3.connect(path) as connection:
+        connection.execute("DELETE FROM headrace_schema")
+    connection.close()
+
+
+async def make(path: Path) -> None:
+    async with opened(path) as store:
+        await store.create_subscription("p", DEFINITION, {0: Checkpoint(1)})
+
+
+@pytest.mark.parametrize(
+    ("make_file", "why"),
+    [
+        (a_text, "no control store of headrace, or a damaged one"),
+        (another_program_s_database, "another program's database: it has the table 'customers'"),
+        (a_directory, "cannot be opened for writing"),
+        (
+            a_newer_one,
+            r"made by a newer headrace: the control store has version 99, this one knows versions up to \d+;",
+        ),
+        (one_without_version, "damaged: the control store has no schema version"),
+    ],
+)
+async def test_a_file_that_is_none_of_ours_is_refused_and_left_alone(
+    tmp_path: Path, make_file: Callable[[Path], None], why: str
+):
+    path = tmp_path / "control.db"
+    await asyncio.to_thread(make_file, path)
+    before = path.read_bytes() if path.is_file() else b""
+    with pytest.raises(DataDirectoryError, match=why) as caught:
+        await ControlStore.open(path)
+    assert not caught.value.retryable
+    assert str(caught.value).startswith(f"{path}: ")
+    assert (path.read_bytes() if path.is_file() else b"")[100:] == before[100:]  # past the header: the journal mode
+
+
+async def test_a_directory_that_is_missing_is_named(tmp_path: Path):
+    with pytest.raises(DataDirectoryError, match=r"missing/control\.db: cannot be opened for writing"):
+        await ControlStore.open(tmp_path / "missing" / "control.db")
+
+
+async def test_a_damaged_file_is_named(tmp_path: Path):
+    path = tmp_path / "control.db"
+    await make(path)
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek(4096)
+        file.write(b"\xa5" * (size - 4096))
+    with pytest.raises(DataDirectoryError, match=r"control\.db: .*damaged"):
+        async with opened(path) as store:
+            await store.subscriptions("p")
+
+
+@pytest.mark.parametrize(
+    ("change", "read", "what"),
+    [
+        ("subscriptions SET definition = '{}'", ControlStore.subscription, "a subscription"),
+        ("checkpoints SET behind = '[[1]]'", ControlStore.checkpoints, "a checkpoint"),
+        ("dead_letters SET attributes = 'x'", ControlStore.dead_letters, r"dead letter \d+"),
+        ("dead_letters SET stream = 'x'", ControlStore.dead_letters, r"dead letter \d+"),
+        ("gaps SET stream = 'x'", ControlStore.gaps, "a gap record"),
+    ],
+)
+async def test_a_damaged_row_is_named(
+    tmp_path: Path, change: str, read: Callable[[ControlStore, str, str], Awaitable[object]], what: str
+):
+    path = tmp_path / "control.db"
+    async with opened(path) as store:
+        await use_everything(store)
+    with sqlite3.connect(path) as connection:
+        assert connection.execute(f"UPDATE {change}").rowcount > 0
+    connection.close()
+    async with opened(path) as store:
+        with pytest.raises(DataDirectoryError, match=rf"control\.db: {what} in the control store is damaged"):
+            await read(store, "p", "stats")
+
+
+# Versions
+
+
+def second(connection: Connection) -> None:
+    connection.execute(text("ALTER TABLE providers ADD COLUMN colour VARCHAR DEFAULT 'red'"))
+
+
+def third(connection: Connection) -> None:
+    connection.execute(text("UPDATE providers SET colour = 'deep ' || colour"))
+
+
+def broken(connection: Connection) -> None:
+    connection.execute(text("UPDATE providers SET colour = 'lost'"))
+    raise RuntimeError("broken")
+
+
+async def colours(path: Path, migrations: Sequence[Callable[[Connection], None]]) -> list[Any]:
+    database = await Database.open(path, partial(migrate, migrations=migrations))
+    try:
+        return await database.read(lambda connection: list(connection.scalars(text("SELECT colour FROM providers"))))
+    finally:
+        await database.aclose()
+
+
+async def test_an_older_store_is_brought_up_to_date_once_and_in_order(tmp_path: Path):
+    path = tmp_path / "control.db"
+    async with opened(path) as store:
+        await store.register_provider("x", adapter="log", queues=8, mapper="ring")
+    assert await colours(path, [second]) == ["red"]
+    assert await colours(path, [second, third]) == ["deep red"]
+    assert await colours(path, [second, third]) == ["deep red"]
+    with pytest.raises(RuntimeError, match="broken"):
+        await colours(path, [second, third, broken])
+    assert await colours(path, [second, third]) == ["deep red"]
+    with pytest.raises(DataDirectoryError, match="has version 3, this one knows versions up to 2"):
+        await colours(path, [second])
+
+
+# PostgreSQL
+
+
+async def use_everything(store: ControlStore) -> None:
+    """Call every method, so that every statement is run."""
+    stream, token = StreamId("flights", "N14228"), SequenceToken(3)
+    letter = DeadLetter(0, "p", "stats", 0, stream, token, b"x", {}, None, 1, "boom", 8, 2)
+    await store.register_provider("p", adapter="log", queues=8, mapper="ring")
+    await store.providers()
+    await store.create_subscription("p", DEFINITION, {0: Checkpoint(1)})
+    await store.create_subscription("p", DEFINITION, {})
+    await store.subscriptions("p")
+    epoch = await store.seek("p", "stats", {1: Checkpoint(0)}, "test")
+    await store.save_checkpoints("p", [("stats", epoch, {0: Checkpoint(2)})])
+    epoch = (await store.attach("p", "stats")).epoch
+    await store.watermarks("p", apart_from=["other"])
+    (letter_id,) = await store.add_dead_letters([letter], epoch)
+    await store.request_redrive("p", "stats", [letter_id])
+    await store.request_redrive("p", "stats")
+    await store.redrives("p", ["stats"])
+    await store.finish_redrive(letter_id, delivered=False, reason="still", attempts=9)
+    await store.finish_redrive(letter_id, delivered=True, reason=None, attempts=9)
+    await store.add_dead_letters([letter], None)
+    await store.dead_letters("p", "stats")
+    await store.add_gaps([GapRecord("p", "stats", 0, stream, token, SequenceToken(4), "old", 5)])
+    await store.gaps("p")
+    for value in ("v", None):
+        await store.set_value("k", value)
+    await store.value("k")
+
+
+async def test_every_statement_is_one_that_postgresql_takes(monkeypatch: pytest.MonkeyPatch):
+    def insert(_connection: Connection, table: Table) -> postgresql.Insert:
+        return postgresql.insert(table)  # with an ON CONFLICT that SQLite happens to take as well
+
+    monkeypatch.setattr("headrace.streams.store._insert", insert)
+    dialect = postgresql.dialect()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    compiled: Counter[str] = Counter()
+
+    def compile_too(_connection: object, statement: Any, *_rest: object) -> None:
+        words = str(statement.compile(dialect=dialect)).split()
+        compiled[words[0]] += 1
+        assert ("ON CONFLICT" in " ".join(words)) == (words[0] == "INSERT")
+
+    async with opened("memory") as store:
+        event.listen(Engine, "before_execute", compile_too)
+        try:
+            await use_everything(store)
+            await store.delete_dead_letters("p", "stats", [1])
+            await store.delete_subscription("p", "stats")
+        finally:
+            event.remove(Engine, "before_execute", compile_too)
+    assert {"INSERT", "SELECT", "UPDATE", "DELETE"} == set(compiled)
+    assert compiled.total() > 30
+
+
+@pytest.mark.parametrize("table", metadata.sorted_tables, ids=lambda table: table.name)
+def test_every_table_is_one_that_postgresql_takes(table: Table):
+    dialect = postgresql.dialect()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    words = str(CreateTable(table).compile(dialect=dialect))  # pyright: ignore[reportUnknownArgumentType]
+    assert words.strip().startswith(f"CREATE TABLE {table.name}")
+    assert ("BIGSERIAL" in words) == (table.name in ("dead_letters", "gaps"))
