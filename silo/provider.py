@@ -181,7 +181,10 @@ class Provider:
     async def publish(self, stream: StreamId, events: bytes | Event | Iterable[bytes | Event]) -> SequenceToken:
         """Publish to one stream: see `Stream.publish`."""
         queue = self.queue_of(stream)
-        batches = [(queue, batch) for batch in self._encode(stream, _listed(events))]
+        if type(events) is bytes:
+            batches = [(queue, EventBatch.of(stream, [events]))]
+        else:
+            batches = [(queue, batch) for batch in self._encode(stream, _listed(events))]
         receipts = await self.adapter.enqueue(batches)
         self._count(batches)
         token = receipts[0].token

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from typing import Protocol
 
 from .events import Event
@@ -24,15 +24,15 @@ class Stream:
         self.id = id
         self._publisher = publisher
 
-    async def publish(self, events: bytes | Event | Iterable[bytes | Event]) -> SequenceToken:
+    def publish(self, events: bytes | Event | Iterable[bytes | Event]) -> Awaitable[SequenceToken]:
         """Publish one event or several, in order; durable, as the adapter promises, on return.
 
-        Several are stored as one batch, or as several where they exceed 1 MiB together. Returns the token of the first.
+        Await what it returns: until then nothing happens. Several are stored as one batch, or as several where they exceed 1 MiB together. Returns the token of the first.
 
         Raises InvalidArgument and PayloadTooLarge before anything is stored; QueueFull and StorageError where nothing
         was stored, or, with several batches, where the first ones may have been.
         """
-        return await self._publisher.publish(self.id, events)
+        return self._publisher.publish(self.id, events)
 
     def __repr__(self) -> str:
         return f"Stream({self.id!s})"
