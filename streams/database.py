@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import StaticPool
 
 from .errors import Closed, DataDirectoryError, InvalidArgument, StorageError, StorageFull
@@ -60,7 +60,7 @@ class Database:
         return await self._in_thread(self._transact, False, work, *args, **kwargs)
 
     async def read(self, work: Callable[Concatenate[Connection, _P], _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Run `work`, which only reads, on one consistent snapshot, beside whoever writes."""
+        """Run `work`, which only reads, beside whoever writes."""
         return await self._in_thread(self._transact, True, work, *args, **kwargs)
 
     async def aclose(self) -> None:
@@ -79,7 +79,7 @@ class Database:
 
     def _connect(self) -> None:
         with self._translated():
-            self._engine = _sqlite_engine(self._url) if _is_sqlite(self._url) else create_engine(self._url)
+            self._engine = _sqlite_engine(self._url) if _is_sqlite(self._url) else _server_engine(self._url)
 
     def _disconnect(self) -> None:
         if self._engine is not None:
@@ -118,6 +118,15 @@ def _url(where: str | Path) -> URL:
         return make_url(where)
     except ArgumentError as error:
         raise InvalidArgument(f"{where!r} is no database URL: {error}") from None
+
+
+def _server_engine(url: URL) -> Engine:
+    try:
+        return create_engine(url, pool_size=1, max_overflow=0, pool_pre_ping=True)
+    except (NoSuchModuleError, ModuleNotFoundError) as error:
+        raise InvalidArgument(
+            f"{url.render_as_string()}: the driver of this database is not installed ({error})"
+        ) from None
 
 
 def _sqlite_engine(url: URL) -> Engine:

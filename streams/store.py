@@ -275,8 +275,8 @@ def _create_subscription(
     connection: Connection, provider: str, definition: SubscriptionDefinition, start: Mapping[int, Checkpoint]
 ) -> bool:
     row = {"provider": provider, "name": definition.name, "definition": definition_text(definition), "epoch": 0}
-    created = connection.execute(_insert(connection, subscriptions).values(row).on_conflict_do_nothing()).rowcount
-    if not created:
+    statement = _insert(connection, subscriptions).values(row).on_conflict_do_nothing()
+    if connection.execute(statement.returning(subscriptions.c.name)).first() is None:
         _require_equal(_subscription(connection, provider, definition.name), definition)
         return False
     _write_checkpoints(connection, _checkpoint_rows(provider, definition.name, 0, start))

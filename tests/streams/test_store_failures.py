@@ -23,6 +23,7 @@ from headrace.streams import (
     DataDirectoryError,
     DeadLetter,
     GapRecord,
+    InvalidArgument,
     Selector,
     SequenceToken,
     StorageFull,
@@ -242,6 +243,22 @@ async def test_a_file_that_is_none_of_ours_is_refused_and_left_alone(
 async def test_a_directory_that_is_missing_is_named(tmp_path: Path):
     with pytest.raises(DataDirectoryError, match=r"missing/control\.db: cannot be opened for writing"):
         await ControlStore.open(tmp_path / "missing" / "control.db")
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("nosuch://server/db", "the driver of this database is not installed"),
+        (
+            "postgresql+nosuch://me:secret@server/db",
+            r"me:\*\*\*@server/db: the driver of this database is not installed",
+        ),
+        ("://", "is no database URL"),
+    ],
+)
+async def test_a_url_that_cannot_be_is_refused(url: str, why: str):
+    with pytest.raises(InvalidArgument, match=why):
+        await ControlStore.open(url)
 
 
 async def test_a_damaged_file_is_named(tmp_path: Path):
