@@ -1,0 +1,211 @@
+"""What holds for an adapter that is written to and read."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from ...streams.errors import Closed, InvalidArgument, PayloadTooLarge
+from ...streams.events import MAX_EVENT_BYTES, Event, EventBatch
+from ...streams.identity import StreamId
+from ..seam import QueueAdapter
+from .harness import BATCHES, batch_of, contents, expect_waiting, receiving, soon, take, turns
+from .reading import ReadingTests
+from .steps import RandomSteps
+
+
+class ConformsToQueueAdapter(ReadingTests):
+    """For direction read-write."""
+
+    tests_group = "read-write"
+
+    async def fill(self, adapter: QueueAdapter, queues: int) -> None:
+        """Batches of one to three events, of a few streams, some larger than others."""
+        for number in range(BATCHES):
+            payloads = [f"{number}.{index}" * (1 + number % 4 * 10) for index in range(1 + number % 3)]
+            await adapter.enqueue([(queue, batch_of(f"{queue}-{number % 4}", *payloads)) for queue in range(queues)])
+
+    async def test_what_was_enqueued_is_received_unchanged(self, tmp_path: Path) -> None:
+        batches = _all_sorts_of_batches()
+        async with self.adapter(tmp_path) as adapter:
+            receipts = await soon(adapter.enqueue([(0, batch) for batch in batches]))
+            received = await take(await adapter.open_receiver(0), len(batches))
+        assert [contents(batch)[0] for batch in received] == [batch.stream for batch in batches]
+        for enqueued, batch, receipt in zip(batches, received, receipts, strict=True):
+            assert contents(batch) == contents(enqueued)
+            assert receipt.token == batch.token
+            assert not receipt.duplicate
+
+    async def test_receipts_come_in_the_order_of_the_call_whatever_the_queue(self, tmp_path: Path) -> None:
+        batches = [(number % 3, batch_of(str(number), "x")) for number in range(9)]
+        async with self.adapter(tmp_path, queues=3) as adapter:
+            receipts = await soon(adapter.enqueue(batches))
+            received = [await take(await adapter.open_receiver(queue), 3) for queue in range(3)]
+        assert [receipt.token for receipt in receipts] == [received[n % 3][n // 3].token for n in range(9)]
+        assert [received[n % 3][n // 3].stream.key for n in range(9)] == [str(n) for n in range(9)]
+
+    async def test_calls_are_stored_in_order_without_awaiting_in_between(self, tmp_path: Path) -> None:
+        async with self.adapter(tmp_path) as adapter:
+            calls = [asyncio.ensure_future(adapter.enqueue([(0, batch_of("a", str(n)))])) for n in range(200)]
+            receipts = [receipt.token for call in calls for receipt in await soon(call)]
+            received = await take(await adapter.open_receiver(0), 200)
+        assert receipts == [batch.token for batch in received]
+        assert _payloads(received) == [str(number) for number in range(200)]
+
+    async def test_events_of_a_stream_keep_their_order_among_concurrent_producers(self, tmp_path: Path) -> None:
+        async with self.adapter(tmp_path) as adapter:
+
+            async def produce(key: str) -> None:
+                for number in range(20):
+                    await adapter.enqueue([(0, batch_of(key, f"{number}"))])
+
+            async with asyncio.TaskGroup() as producers:
+                for key in "abcdef":
+                    producers.create_task(produce(key))
+            received = await take(await adapter.open_receiver(0), 120)
+        by_stream: defaultdict[StreamId, list[EventBatch]] = defaultdict(list)
+        for batch in received:
+            by_stream[batch.stream].append(batch)
+        assert [_payloads(batches) for batches in by_stream.values()] == [[str(n) for n in range(20)]] * 6
+
+    async def test_a_batch_can_be_enqueued_again_and_stays_as_it_was(self, tmp_path: Path) -> None:
+        batch = batch_of("a", "x")
+        batch.offset = 77
+        async with self.adapter(tmp_path, queues=2) as adapter:
+            await soon(adapter.enqueue([(0, batch), (0, batch), (1, batch)]))
+            received = await take(await adapter.open_receiver(0), 2)
+            received += await take(await adapter.open_receiver(1), 1)
+        assert batch.offset == 77
+        assert [contents(each) for each in received] == [contents(batch)] * 3
+        assert not any(each is batch for each in received)
+
+    async def test_the_list_of_a_call_belongs_to_the_caller(self, tmp_path: Path) -> None:
+        async with self.adapter(tmp_path) as adapter:
+            batches = [(0, batch_of("a", "x"))]
+            call = adapter.enqueue(batches)
+            batches.clear()
+            assert len(await soon(call)) == 1
+            assert _payloads(await take(await adapter.open_receiver(0), 1)) == ["x"]
+
+    async def test_a_waiting_receive_is_woken_by_an_enqueue(self, tmp_path: Path) -> None:
+        async with self.adapter(tmp_path) as adapter:
+            receiver = await adapter.open_receiver(0)
+            for payload in "abc":
+                waiting = receiving(receiver)
+                await turns()
+                assert not waiting.done()
+                await soon(adapter.enqueue([(0, batch_of("s", payload))]))
+                assert _payloads((await soon(waiting)).batches) == [payload]
+
+    async def test_a_receive_waits_while_only_other_queues_have_something(self, tmp_path: Path) -> None:
+        async with self.adapter(tmp_path, queues=2) as adapter:
+            waiting = receiving(await adapter.open_receiver(0))
+            await soon(adapter.enqueue([(1, batch_of("s", "x"))]))
+            await expect_waiting(waiting)
+
+    async def test_a_cancelled_wait_loses_nothing(self, tmp_path: Path) -> None:
+        async with self.adapter(tmp_path) as adapter:
+            receiver = await adapter.open_receiver(0)
+            await expect_waiting(receiving(receiver))
+            await soon(adapter.enqueue([(0, batch_of("s", "x"))]))
+            assert _payloads(await take(receiver, 1)) == ["x"]
+
+    async def test_a_receive_cancelled_while_data_comes_loses_nothing(self, tmp_path: Path) -> None:
+        async with self.adapter(tmp_path) as adapter:
+            receiver = await adapter.open_receiver(0)
+            received: list[EventBatch] = []
+            for number in range(20):
+                waiting = receiving(receiver)
+                await turns(number % 5)
+                await soon(adapter.enqueue([(0, batch_of("s", str(number)))]))
+                await turns(number % 4)
+                waiting.cancel()
+                await soon(asyncio.wait([waiting]))
+                received += [] if waiting.cancelled() else waiting.result().batches
+            if len(received) < 20:
+                received += await take(receiver, 20 - len(received))
+        assert _payloads(received) == [str(number) for number in range(20)]
+
+    async def test_bounds_of_an_empty_queue_are_empty_and_grow_with_it(self, tmp_path: Path) -> None:
+        async with self.adapter(tmp_path, queues=2) as adapter:
+            empty = await adapter.bounds(0)
+            assert empty.first == empty.next
+            (receipt,) = await soon(adapter.enqueue([(0, batch_of("s", "x"))]))
+            assert receipt.token is not None
+            bounds = await adapter.bounds(0)
+            assert bounds.first <= receipt.token.offset < bounds.next
+            other = await adapter.bounds(1)
+            assert other.first == other.next
+
+    async def test_the_largest_event_is_stored(self, tmp_path: Path) -> None:
+        payload = random.Random(1).randbytes(MAX_EVENT_BYTES)  # noqa: S311 (data to test with)
+        async with self.adapter(tmp_path) as adapter:
+            await soon(adapter.enqueue([(0, EventBatch.of(StreamId("conformance", "large"), [payload]))]))
+            (received,) = await take(await adapter.open_receiver(0), 1)
+        assert received.payloads() == [payload]
+
+    async def test_a_very_large_batch_is_stored_whole_or_refused_whole(self, tmp_path: Path) -> None:
+        large = EventBatch.of(StreamId("conformance", "large"), [bytes(MAX_EVENT_BYTES)] * 24)
+        batches = [batch_of("s", "before"), large, batch_of("s", "after")]
+        async with self.adapter(tmp_path) as adapter:
+            expected = batches
+            try:
+                await soon(adapter.enqueue([(0, batch) for batch in batches]))
+            except PayloadTooLarge:
+                expected = batches[:1]
+                await soon(adapter.enqueue([(0, batches[0])]))
+            received = await take(await adapter.open_receiver(0), len(expected))
+        assert [contents(batch) for batch in received] == [contents(batch) for batch in expected]
+
+    @pytest.mark.parametrize("queue", [-1, 2])
+    async def test_a_call_with_an_unknown_queue_is_refused_whole(self, tmp_path: Path, queue: int) -> None:
+        async with self.adapter(tmp_path, queues=2) as adapter:
+            with pytest.raises(InvalidArgument):
+                await soon(adapter.enqueue([(0, batch_of("s", "x")), (queue, batch_of("s", "y"))]))
+            await expect_waiting(receiving(await adapter.open_receiver(0)))
+
+    async def test_closing_finishes_what_was_enqueued(self, tmp_path: Path) -> None:
+        async with self.adapter(tmp_path) as adapter:
+            calls = [asyncio.ensure_future(adapter.enqueue([(0, batch_of("s", str(n)))])) for n in range(50)]
+            await soon(adapter.aclose())
+            receipts = list(chain.from_iterable([await soon(call) for call in calls]))
+        assert len({receipt.token for receipt in receipts}) == 50
+
+    async def test_a_closed_adapter_refuses_to_enqueue(self, tmp_path: Path) -> None:
+        async with self.adapter(tmp_path) as adapter:
+            await soon(adapter.aclose())
+            with pytest.raises(Closed):
+                await soon(adapter.enqueue([(0, batch_of("s", "x"))]))
+
+    @pytest.mark.parametrize("seed", range(12))
+    async def test_random_steps_give_what_a_list_gives(self, tmp_path: Path, seed: int) -> None:
+        async with self.adapter(tmp_path, queues=3) as adapter:
+            await RandomSteps(adapter, queues=3, seed=seed).run(steps=80)
+
+
+def _all_sorts_of_batches() -> list[EventBatch]:
+    odd_names = [("", ""), ("a/b", "c"), ("a", "b/c"), ("überall", "ключ\n\x00"), ("n" * 1024, "k" * 1024)]
+    plain = [EventBatch.of(StreamId(namespace, key), [b"x"]) for namespace, key in odd_names]
+    stream = StreamId("conformance", "rich")
+    rich = [
+        Event(b"one", headers={"type": "größer", "": "empty"}, id="id-1", timestamp_us=1_700_000_000_000_001),
+        Event(b"", id="id-2", timestamp_us=-5),
+        Event(bytes(range(256)), headers={"k": ""}),
+    ]
+    return [
+        *plain,
+        EventBatch.of(stream, rich),
+        EventBatch.of(stream, [b""]),
+        EventBatch.of(stream, [b"", b""]),
+        EventBatch.of(stream, [str(number).encode() for number in range(3000)]),
+    ]
+
+
+def _payloads(batches: Iterable[EventBatch]) -> list[str]:
+    return [payload.decode() for batch in batches for payload in batch.payloads()]

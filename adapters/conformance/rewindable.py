@@ -1,0 +1,115 @@
+"""What holds for an adapter that can go back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from ...streams.errors import InvalidArgument
+from .harness import BATCHES, AdapterConformance, batch_of, expect_waiting, receiving, soon, take, turns
+
+_LONG_AGO_US = 0
+_FAR_AHEAD_US = 1 << 60
+
+
+class RewindingTests(AdapterConformance):
+    """Goes back in filled queues, by offset and by time."""
+
+    async def test_a_receiver_can_start_at_any_offset(self, tmp_path: Path) -> None:
+        async with self.filled(tmp_path) as adapter:
+            everything = await take(await adapter.open_receiver(0), BATCHES)
+            for index, batch in enumerate(everything):
+                receiver = await adapter.open_receiver(0, batch.offset)
+                assert await take(receiver, BATCHES - index) == everything[index:]
+                await receiver.aclose()
+
+    async def test_a_receiver_that_starts_at_the_next_offset_waits(self, tmp_path: Path) -> None:
+        async with self.filled(tmp_path) as adapter:
+            await take(await adapter.open_receiver(0), BATCHES)
+            end = (await adapter.bounds(0)).next
+            await expect_waiting(receiving(await adapter.open_receiver(0, end)))
+
+    async def test_a_start_above_the_next_offset_is_refused(self, tmp_path: Path) -> None:
+        async with self.filled(tmp_path) as adapter:
+            await take(await adapter.open_receiver(0), BATCHES)
+            end = (await adapter.bounds(0)).next
+            with pytest.raises(InvalidArgument):
+                await adapter.open_receiver(0, end + 1)
+
+    async def test_receivers_of_one_queue_are_independent(self, tmp_path: Path) -> None:
+        async with self.filled(tmp_path) as adapter:
+            one, two = await adapter.open_receiver(0), await adapter.open_receiver(0, 0)
+            for _ in range(BATCHES):
+                assert await take(one, 1, max_events=1) == await take(two, 1, max_events=1)
+            await one.aclose()
+            await expect_waiting(receiving(two))
+
+    async def test_starting_at_an_offset_moves_nobody_else(self, tmp_path: Path) -> None:
+        async with self.filled(tmp_path) as adapter:
+            everything = await take(await adapter.open_receiver(0), BATCHES)
+            await take(await adapter.open_receiver(0, everything[7].offset), BATCHES - 7)
+            assert await take(await adapter.open_receiver(0), BATCHES) == everything
+
+    async def test_the_offsets_of_times_before_and_after_everything_are_the_bounds(self, tmp_path: Path) -> None:
+        async with self.filled(tmp_path) as adapter:
+            await take(await adapter.open_receiver(0), BATCHES)
+            assert await adapter.offset_at(0, _LONG_AGO_US) == (await adapter.bounds(0)).first
+            assert await adapter.offset_at(0, _FAR_AHEAD_US) == (await adapter.bounds(0)).next
+
+
+class ConformsToRewindableReadOnly(RewindingTests):
+    """For rewindable adapters of direction read-only."""
+
+    tests_group = "rewindable read-only"
+
+
+class ConformsToRewindable(RewindingTests):
+    """For rewindable adapters of direction read-write."""
+
+    tests_group = "rewindable"
+
+    async def test_a_receiver_can_start_at_a_time(self, tmp_path: Path) -> None:
+        async with self.adapter(tmp_path) as adapter:
+            moments: list[int] = []
+            tokens: list[int] = []
+            for number in range(4):
+                moments.append(await _a_moment_of_its_own())
+                (receipt,) = await soon(adapter.enqueue([(0, batch_of("s", str(number)))]))
+                assert receipt.token is not None
+                tokens.append(receipt.token.offset)
+            moments.append(await _a_moment_of_its_own())
+            found = [await adapter.offset_at(0, moment) for moment in moments]
+            end = (await adapter.bounds(0)).next
+        assert found == [*tokens, end]
+
+    async def test_a_receiver_at_the_end_gets_what_is_enqueued_from_then_on(self, tmp_path: Path) -> None:
+        async with self.filled(tmp_path) as adapter:
+            receiver = await adapter.open_receiver(0, (await adapter.bounds(0)).next)
+            waiting = receiving(receiver)
+            await turns()
+            await soon(adapter.enqueue([(0, batch_of("s", "new"))]))
+            assert [batch.payloads() for batch in (await soon(waiting)).batches] == [[b"new"]]
+
+    async def test_all_receivers_of_a_queue_are_woken(self, tmp_path: Path) -> None:
+        async with self.adapter(tmp_path) as adapter:
+            waiting = [receiving(await adapter.open_receiver(0)) for _ in range(3)]
+            await turns()
+            await soon(adapter.enqueue([(0, batch_of("s", "x"))]))
+            for received in waiting:
+                assert [batch.payloads() for batch in (await soon(received)).batches] == [[b"x"]]
+
+
+async def _a_moment_of_its_own() -> int:
+    """A time in microseconds, after everything before and before everything after this call."""
+    moment = await _clock_after(time.time_ns() // 1000)
+    await _clock_after(moment)
+    return moment
+
+
+async def _clock_after(moment: int) -> int:
+    while (now := time.time_ns() // 1000) <= moment:  # noqa: ASYNC110 (a microsecond: no event tells of the clock)
+        await asyncio.sleep(0)
+    return now
