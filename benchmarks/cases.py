@@ -8,6 +8,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..silo import CacheOptions, Provider
@@ -44,14 +45,17 @@ def in_process(
     size: int,
     batch: int,
     consumers: int = 1,
-    per_event: bool = False,
+    how: str = "batch",
     stuck: bool = False,
     policy: str = "detach",
     cache_mb: int = 64,
 ) -> dict[str, Any]:
-    """Durable publish and delivery to `consumers` subscriptions in one process; one more never returns if `stuck`."""
+    """Durable publish and delivery to `consumers` subscriptions in one process; one more never returns if `stuck`.
+
+    `how`: `batch` reads the payloads of every batch, `whole` only counts them, `event` has a handler per event.
+    """
     with tempfile.TemporaryDirectory() as data:
-        run = _in_process(gate, data, events, size, batch, consumers, per_event, stuck, SlowConsumer(policy), cache_mb)
+        run = _in_process(gate, data, events, size, batch, consumers, how, stuck, SlowConsumer(policy), cache_mb)
         return asyncio.run(run)
 
 
@@ -82,8 +86,17 @@ class Counter:
         self.complete = asyncio.Event()
         self._expected = expected
 
+    def handler(self, how: str) -> Callable[..., Awaitable[None]]:
+        return {"batch": self.on_batch, "whole": self.on_whole_batch, "event": self.on_event}[how]
+
     async def on_batch(self, batch: EventBatch) -> None:
         self.count += len(batch.payloads())
+        if self.count >= self._expected:
+            self.complete.set()
+
+    async def on_whole_batch(self, batch: EventBatch) -> None:
+        """Counts without reading the payloads: delivery alone."""
+        self.count += batch.count
         if self.count >= self._expected:
             self.complete.set()
 
@@ -163,7 +176,7 @@ async def _publish_singly(gate: Gate, data: str, events: int, size: int, publish
 async def _consume(gate: Gate, data: str, events: int, *, per_event: bool) -> None:
     async with Provider.open(data) as provider:
         counter = Counter(events)
-        handler: Callable[..., Awaitable[None]] = counter.on_event if per_event else counter.on_batch
+        handler = counter.handler("event" if per_event else "batch")
         await provider.subscribe("bench", "bench/*", handler, batch=not per_event, start=Start.earliest())
         tune_garbage_collection()
         gate.wait()
@@ -178,7 +191,7 @@ async def _in_process(
     size: int,
     batch: int,
     consumers: int,
-    per_event: bool,
+    how: str,
     stuck: bool,
     policy: SlowConsumer,
     cache_mb: int,
@@ -186,8 +199,8 @@ async def _in_process(
     async with Provider.open(data, queues=1, cache=CacheOptions(max_bytes=cache_mb << 20)) as provider:
         counters = [Counter(events) for _ in range(consumers)]
         for number, counter in enumerate(counters):
-            handler: Callable[..., Awaitable[None]] = counter.on_event if per_event else counter.on_batch
-            await provider.subscribe(f"bench-{number}", "bench/*", handler, batch=not per_event, slow_consumer=policy)
+            handler = counter.handler(how)
+            await provider.subscribe(f"bench-{number}", "bench/*", handler, batch=how != "event", slow_consumer=policy)
         release = asyncio.Event()
         if stuck:
             await provider.subscribe("stuck", "bench/*", never_returning(release), batch=True, slow_consumer=policy)
@@ -199,7 +212,14 @@ async def _in_process(
         gate.done()
         cached = max(queue.cache_bytes for queue in provider.statistics().queues)
         release.set()
-        return {"cached_bytes": cached}
+        return {"cached_bytes": cached, "own_rss_bytes": _own_rss_bytes()}
+
+
+def _own_rss_bytes() -> int:
+    """Resident memory without the pages of mapped files: those of the log belong to the page cache."""
+    status = Path("/proc/self/status").read_text()
+    (kib,) = (line.split()[1] for line in status.splitlines() if line.startswith("RssAnon:"))
+    return int(kib) * 1024
 
 
 def never_returning(release: asyncio.Event) -> Callable[[EventBatch], Awaitable[None]]:

@@ -180,13 +180,16 @@ class Provider:
 
     async def publish(self, stream: StreamId, events: bytes | Event | Iterable[bytes | Event]) -> SequenceToken:
         """Publish to one stream: see `Stream.publish`."""
-        queue = self.queue_of(stream)
-        if type(events) is bytes:
-            batches = [(queue, EventBatch.of(stream, [events]))]
+        if type(events) is bytes:  # the shortest way for what is published most
+            batch = EventBatch.of(stream, [events])
+            receipts = await self.adapter.enqueue(((self.queue_of(stream), batch),))
+            self.published_events += 1
+            self.published_bytes += len(batch.encoded)
         else:
+            queue = self.queue_of(stream)
             batches = [(queue, batch) for batch in self._encode(stream, _listed(events))]
-        receipts = await self.adapter.enqueue(batches)
-        self._count(batches)
+            receipts = await self.adapter.enqueue(batches)
+            self._count(batches)
         token = receipts[0].token
         assert token is not None  # only duplicates of an idempotent producer have none
         return token
