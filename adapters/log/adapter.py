@@ -108,8 +108,9 @@ class LogAdapter(QueueAdapter):
         return answer
 
     async def open_receiver(self, queue: int, start: int | None = None) -> LogReceiver:
+        noted = self._environment.acknowledgements.noted(queue)
         tail = await self._look(lambda snapshot: snapshot.tail(queue), queue)
-        position = max(tail.acknowledged, self._committer.acknowledged(queue)) if start is None else start
+        position = max(tail.acknowledged, min(noted, tail.next)) if start is None else start
         if not 0 <= position <= tail.next:
             raise InvalidArgument(f"queue {queue} ends at offset {tail.next}: it cannot be read from {position}")
         rung = await self._doorbell.listen(queue)
@@ -124,7 +125,7 @@ class LogAdapter(QueueAdapter):
             position,
             rung=rung,
             run=self._run,
-            acknowledge=lambda offset: self._committer.acknowledge(queue, offset),
+            acknowledge=lambda offset: self._environment.acknowledgements.note(queue, offset),
             closed=forget,
         )
         self._receivers.add(receiver)

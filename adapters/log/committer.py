@@ -14,6 +14,7 @@ from itertools import accumulate
 from queue import Empty, SimpleQueue
 
 from ...streams.errors import HeadraceError, StorageError, StorageFull
+from .acknowledgements import store
 from .blocks import BlockEncoder
 from .environment import LogEnvironment
 from .group import Call, Group, Outcome
@@ -43,8 +44,6 @@ class Committer:
         self._calls: deque[Call] = deque()
         self._kicked = False
         self._kick: SimpleQueue[bool] = SimpleQueue()
-        self._acknowledged: dict[int, int] = {}
-        self._acknowledging = threading.Lock()
         self._unsynced = False
         self._encoder = BlockEncoder()
         self._stopped = asyncio.Event()
@@ -56,15 +55,6 @@ class Committer:
             # Not at once: what other tasks submit in this turn of the loop is to share the commit.
             self._kicked = True
             self._loop.call_soon(self._start)
-
-    def acknowledge(self, queue: int, offset: int) -> None:
-        """Note that everything below `offset` is finished. Stored within about a second, and before the end."""
-        with self._acknowledging:
-            self._acknowledged[queue] = max(offset, self._acknowledged.get(queue, 0))
-
-    def acknowledged(self, queue: int) -> int:
-        """What was noted and may not be stored yet."""
-        return self._acknowledged.get(queue, 0)
 
     async def aclose(self) -> None:
         """Store everything submitted, then stop."""
@@ -81,7 +71,7 @@ class Committer:
         # A loop that was closed without `aclose` takes no more answers.
         with suppress(RuntimeError):
             going, chores_at = True, time.monotonic() + _CHORES_EVERY_S
-            while going:
+            while going and not self._loop.is_closed():
                 going = self._wait(chores_at)
                 while self._calls:
                     for calls in groups(self._take(), self._environment.options.group_bytes):
@@ -128,25 +118,19 @@ class Committer:
 
     def _do_chores(self) -> None:
         try:
-            self._store_acknowledged()
+            self._store_acknowledgements()
             if self._unsynced and self._environment.options.durability == "relaxed":
                 self._environment.sync()
             self._unsynced = False
         except StorageError as error:
             _log.warning("acknowledgements and fsync are put off: %s", error)
 
-    def _store_acknowledged(self) -> None:
-        with self._acknowledging:
-            noted = dict(self._acknowledged)
-        if not noted:
-            return
-        with self._environment.writing() as changes:
-            for queue, offset in noted.items():
-                tail = changes.tail(queue)
-                if offset > tail.acknowledged:
-                    changes.put_tail(queue, tail._replace(acknowledged=offset))
-        with self._acknowledging:
-            self._acknowledged = {q: offset for q, offset in self._acknowledged.items() if offset != noted.get(q)}
+    def _store_acknowledgements(self) -> None:
+        pending = self._environment.acknowledgements.pending()
+        if pending:
+            with self._environment.writing() as changes:
+                store(changes, pending)
+            self._environment.acknowledgements.forget(pending)
 
     # On the loop.
 

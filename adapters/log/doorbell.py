@@ -18,6 +18,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from ...streams.errors import Closed
+
 SAFETY_POLL_S = 1.0
 """A receiver looks again after this time even if nobody rang."""
 
@@ -37,12 +39,15 @@ class Doorbell:
         self._listeners: dict[int, set[asyncio.Event]] = {}
         self._opening = asyncio.Lock()
         self._fifo: int | None = None
+        self._closed = False
         self._timer: asyncio.TimerHandle | None = None
         self.name = f"{os.getpid()}-{secrets.token_hex(4)}"
 
     async def listen(self, queue: int) -> asyncio.Event:
         """An event that is set whenever the queue may have grown, from now on. The caller clears it, then looks."""
         async with self._opening:
+            if self._closed:
+                raise Closed("the adapter is closed")
             if self._fifo is None:
                 self._fifo = await asyncio.to_thread(_make_fifo, self._directory, self.name)
                 self._loop.add_reader(self._fifo, self._on_ring, self._fifo)
@@ -60,12 +65,14 @@ class Doorbell:
                 event.set()
 
     async def aclose(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._fifo is not None:
-            self._loop.remove_reader(self._fifo)
-            fifo, self._fifo = self._fifo, None
-            await asyncio.to_thread(_remove_fifo, self._directory / self.name, fifo)
+        async with self._opening:
+            self._closed = True
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._fifo is not None:
+                self._loop.remove_reader(self._fifo)
+                fifo, self._fifo = self._fifo, None
+                await asyncio.to_thread(_remove_fifo, self._directory / self.name, fifo)
 
     def _tick(self) -> None:
         self.ring(list(self._listeners))

@@ -17,6 +17,7 @@ import lmdb
 import msgspec
 
 from ...streams.errors import DataDirectoryError, InvalidArgument, NotSupported, StorageError, StorageFull
+from .acknowledgements import Acknowledgements
 from .options import LogOptions
 from .rows import FORMAT, META_KEY, Meta, meta_of, meta_row
 from .transactions import Changes, Databases, Snapshot, Transaction
@@ -51,6 +52,7 @@ class LogEnvironment:
         self.provider = provider
         self.inherited = False
         self.handles = 0
+        self.acknowledgements = Acknowledgements()
         self._gate = _Gate()
         self._lmdb, self._databases = self._open()
 

@@ -152,6 +152,23 @@ async def test_a_receiver_without_a_start_begins_after_what_was_acknowledged(ope
     assert await letters(await adapter.open_receiver(0, 0)) == "abcd"
 
 
+async def test_acknowledging_beyond_the_end_does_not_skip_what_comes(open_log: OpenLog):
+    adapter = await open_log()
+    await publish(adapter, "a")
+    await (await adapter.open_receiver(0)).acknowledge(10)
+    await adapter.aclose()
+    adapter = await open_log()
+    await publish(adapter, "b")
+    assert await letters(await adapter.open_receiver(0)) == "b"
+
+
+async def test_handles_of_one_process_share_what_was_acknowledged(open_log: OpenLog):
+    one, two = await open_log(), await open_log()
+    await publish(one, "abcd")
+    await (await one.open_receiver(0)).acknowledge(2)
+    assert await letters(await two.open_receiver(0)) == "cd"
+
+
 async def test_handles_of_one_process_share_a_log(open_log: OpenLog):
     one, two = await open_log(), await open_log()
     receiver = await two.open_receiver(0, 0)

@@ -12,9 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.adapters import Bounds, ProducerSequence
-from headrace.adapters.log import LogAdapter
+from headrace.adapters.log import LogAdapter, LogOptions
+from headrace.adapters.log.blocks import BlockEncoder
 from headrace.adapters.log.committer import groups
-from headrace.adapters.log.group import Call
+from headrace.adapters.log.environment import acquire, release
+from headrace.adapters.log.group import Call, Group
+from headrace.adapters.log.timesearch import offset_at
 from headrace.streams import EventBatch, SequenceConflict, StorageError, StorageFull, StreamId
 
 OpenLog = Callable[..., Awaitable[LogAdapter]]
@@ -72,6 +75,22 @@ def test_groups_end_with_the_call_that_reaches_the_limit(sizes: list[int], limit
         assert sum(call.nbytes for call in group[:-1]) < limit
     for group in found[:-1]:
         assert sum(call.nbytes for call in group) >= limit
+
+
+def test_commit_times_never_go_back(tmp_path: Path):
+    environment = acquire(tmp_path / "log", LogOptions(), "tests", 1)
+    with asyncio.Runner() as runner:
+        answer = runner.get_loop().create_future()
+        for now_us in (100, 50, 200):
+            with environment.writing() as changes:
+                group = Group(changes, BlockEncoder(), now_us)
+                group.add(Call([(0, batch(b"x"))], 1, answer))
+                assert group.write() == {0}
+    with environment.reading() as snapshot:
+        assert [snapshot.header(0, offset).time_us for offset in range(3)] == [100, 100, 200]
+        found = [offset_at(snapshot, 0, time_us) for time_us in (0, 100, 101, 200, 201)]
+    release(environment)
+    assert found == [0, 0, 2, 2, 3]
 
 
 async def test_a_full_log_fails_the_calls_and_loses_nothing(open_log: OpenLog):

@@ -149,7 +149,7 @@ def test_unfinished_batches_stay_whatever_the_other_limits_say(
     assert allowed == ((too_old or too_much) and not unfinished)
 
 
-@pytest.mark.parametrize("size", [20_000, 300_000])
+@pytest.mark.parametrize("size", [100_000, 300_000])
 async def test_deleted_space_is_used_again(open_log: OpenLog, size: int):
     adapter = await open_log(map_bytes=32 << 20, retain_bytes=1_000_000)
     for _ in range(8):
