@@ -18,7 +18,9 @@ from .errors import (
     StorageFull,
 )
 from .events import Event, EventBatch
+from .handlers import BatchObserver, Observer, declared, subscription
 from .identity import QueueId, SequenceToken, StreamId
+from .stream import Stream
 from .subscriptions import (
     Checkpoint,
     DeadLetter,
@@ -32,6 +34,7 @@ from .subscriptions import (
 )
 
 __all__ = (
+    "BatchObserver",
     "Busy",
     "Checkpoint",
     "Closed",
@@ -47,6 +50,7 @@ __all__ = (
     "InvalidArgument",
     "NotFound",
     "NotSupported",
+    "Observer",
     "OnFailure",
     "PayloadTooLarge",
     "QueueFull",
@@ -59,6 +63,9 @@ __all__ = (
     "Start",
     "StorageError",
     "StorageFull",
+    "Stream",
     "StreamId",
     "SubscriptionDefinition",
+    "declared",
+    "subscription",
 )
