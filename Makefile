@@ -77,7 +77,7 @@ $(STAMPS)/venv:
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "$(PYTHON) lacks venv: on Debian, 'apt-get install python3-venv' brings it" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install build 'setuptools>=77'
+	$(PIP) install build wheel 'setuptools>=77'
 	mkdir -p $(STAMPS) && touch $@
 
 # The wheel is built from the sdist, in a folder of its own: neither misses a file, nor has one that was deleted.
