@@ -183,6 +183,8 @@ class PullingAgent:
             self._restarting = False
             for delivery in list(self.deliveries.values()):
                 self._place(delivery)
+            for catch_up in list(self._catch_ups.values()):
+                catch_up.meet(self.main)
             self._reading = asyncio.create_task(self.main.run(), name=f"headrace feed {self.queue}")
             await self._reading
         except asyncio.CancelledError:
@@ -275,8 +277,11 @@ class PullingAgent:
                     async with self._slots:
                         await self._catch_up_once(delivery)
                     backoff = FIRST_BACKOFF_S
-                except HeadraceError as error:
-                    log.warning("%s cannot catch up in queue %d: %s", delivery.name, self.queue, error)
+                except Exception as error:
+                    unforeseen = None if isinstance(error, HeadraceError) else error
+                    log.warning(
+                        "%s cannot catch up in queue %d: %s", delivery.name, self.queue, error, exc_info=unforeseen
+                    )
                     await asyncio.sleep(backoff)
                     backoff = min(2 * backoff, MAX_BACKOFF_S)
         finally:

@@ -468,6 +468,7 @@ class Delivery:
     def forget(self, cursor: StreamCursor) -> None:
         """The stream has nothing undelivered: its next batch starts a new cursor."""
         del self.cursors[cursor.stream]
+        self._notify()
 
     def leave(self, feed: Feed) -> None:
         """`feed` ends: whatever stands in its cache is parked."""
@@ -488,9 +489,11 @@ class Delivery:
         """What is done now. With more than `limit` streams behind, it goes back to where only so many are: some
         completed events then come again after a crash, none is lost."""
         position = self.position
-        behind = {c.stream: b for c in self.cursors.values() if (b := self._behind(c)) and b.token.offset < position}
+        here = SequenceToken(position)
+        # Ahead of it, too: a catch-up may have gone further than a main feed that had to start again.
+        behind = {c.stream: b for c in self.cursors.values() if (b := self._behind(c)).token != here or b.paused}
         if limit is not None and len(behind) > limit:
-            position = nsmallest(limit + 1, (b.token.offset for b in behind.values()))[-1]
+            position = min(position, nsmallest(limit + 1, (b.token.offset for b in behind.values()))[-1])
             behind = {stream: b for stream, b in behind.items() if b.token.offset < position}
         return Checkpoint(position, behind)
 

@@ -137,13 +137,21 @@ class Feed:
 
     def adopt(self, delivery: Delivery, cursor: StreamCursor) -> None:
         """A parked cursor whose next event is at or after the start of this feed's cache goes on here."""
-        batch = self.cache.first_batch(cursor.stream, cursor.token.offset)
+        offset, index = cursor.token
+        batch = self.cache.first_batch(cursor.stream, offset)
+        if batch is not None and batch.offset == offset and index >= batch.count:
+            batch = batch.following
         if batch is not None:
             delivery.follow(cursor, self, batch)
-        elif self.cache.next_offset >= delivery.base:
+        elif self.has_passed(delivery, cursor):
             delivery.forget(cursor)
         else:
             cursor.feed = self
+
+    def has_passed(self, delivery: Delivery, cursor: StreamCursor) -> bool:
+        """Whether the next batch of a cursor's stream, once it comes, is new to `delivery` anyway. It may not be where
+        a catch-up brought the cursor further than a main feed that had to start again."""
+        return self.cache.next_offset >= delivery.base and cursor.token <= (self.cache.next_offset, 0)
 
     def join(self, delivery: Delivery) -> None:
         """From now on `delivery` gets its new batches from this feed, whose cache reaches back to its position."""
@@ -164,7 +172,8 @@ def settle(delivery: Delivery, feed: Feed) -> None:
     """Once a feed has passed a delivery's base, streams that were behind and had nothing are behind no longer."""
     if delivery.feed is feed and feed.cache.next_offset >= delivery.base:
         for cursor in [c for c in delivery.cursors.values() if c.state is State.PARKED and c.feed is feed]:
-            delivery.forget(cursor)
+            if feed.has_passed(delivery, cursor):
+                delivery.forget(cursor)
 
 
 class CatchUp(Feed):
@@ -180,6 +189,7 @@ class CatchUp(Feed):
         super().__init__(owner, receiver, cache, check_s=check_s)
         self.delivery = delivery
         self.deliveries = [delivery]
+        self._reading: asyncio.Task[None] | None = None
         self.whole = delivery.feed is None
         if self.whole:
             delivery.feed = self
@@ -194,7 +204,15 @@ class CatchUp(Feed):
 
     async def run(self) -> None:
         self._moved()
-        await super().run()
+        if self.finished:
+            return
+        self._reading = asyncio.create_task(super().run(), name=f"headrace feed {self.owner.queue} catching up")
+        try:
+            await self._reading
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self.finished or (task is not None and task.cancelling()):
+                raise
 
     def drained(self, delivery: Delivery, cursor: StreamCursor) -> None:
         if self.finished:
@@ -208,14 +226,24 @@ class CatchUp(Feed):
     def _moved(self) -> None:
         super()._moved()
         main = self.owner.main
-        if main is not None and (self.cache.next_offset >= main.cache.first_offset or self._idle()):
+        if main is not None and self._meets(main):
             self._join(main)
+
+    def meet(self, main: Feed) -> None:
+        """The main feed starts: it may be needed no more, but wait at the queue's end."""
+        if not self.finished and self._meets(main):
+            self._join(main)
+            if self._reading is not None:
+                self._reading.cancel()
+
+    def _meets(self, main: Feed) -> bool:
+        return self.cache.next_offset >= main.cache.first_offset or self._idle()
 
     def _idle(self) -> bool:
         return not self.whole and not any(c.feed is self for c in self.delivery.cursors.values())
 
     def _join(self, main: Feed) -> None:
-        """Caught up. Streams that are still busy with what is in this cache go on to the main feed when they are done."""
+        """Caught up. Streams still busy with what is in this cache go on to the main feed when they are done."""
         self.finish()
         position = SequenceToken(self.cache.next_offset, 0)
         parked = [c for c in self.delivery.cursors.values() if c.state is State.PARKED and c.feed is self]

@@ -1,0 +1,383 @@
+"""A world to simulate: queues, a control store, and subscriptions whose handlers check every event they are given.
+
+What each subscription may be given next is a single number per stream, so the model is exact: an event comes when all
+before it are done and it is not; after a crash the numbers are what the stored checkpoints say, and those must never be
+ahead of what was done; after a clean stop they must be exactly it.
+"""
+# pyright: reportPrivateUsage=false
+
+import asyncio
+import random
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from headrace.adapters import QueueAdapter
+from headrace.agents import CacheLimits, Delivery, PullingManager
+from headrace.streams import (
+    Checkpoint,
+    Event,
+    EventBatch,
+    OnFailure,
+    RetryPolicy,
+    Selector,
+    SequenceToken,
+    SlowConsumer,
+    StreamId,
+    SubscriptionDefinition,
+)
+from headrace.streams.handlers import Handler
+from headrace.streams.store import ControlStore
+
+PROVIDER = "simulated"
+POISON, UNWANTED = b"poison", b"unwanted"
+
+RETRY = RetryPolicy(max_attempts=3, initial_delay_s=0.02, max_delay_s=0.5)
+
+
+class FailedOnPurposeError(Exception):
+    pass
+
+
+@dataclass
+class Consumer:
+    """A subscription, and what the model knows about it."""
+
+    definition: SubscriptionDefinition
+    batches: bool
+    filtered: bool
+    concurrency: int
+    done: dict[StreamId, int] = field(default_factory=dict[StreamId, int])
+    """How many of a stream's events need nothing any more."""
+    start: dict[int, Checkpoint] = field(default_factory=dict[int, Checkpoint])
+    running: set[StreamId] = field(default_factory=set[StreamId])
+    delivered: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.definition.name
+
+
+class WatchedManager(PullingManager):
+    """Tells the world of what is given up on, once that is durable."""
+
+    world: "World"
+
+    async def dead_letter(self, delivery: Delivery, events: Sequence[Event], reason: str, attempts: int) -> None:
+        await super().dead_letter(delivery, events, reason, attempts)
+        self.world.gave_up(delivery.name, events)
+
+    async def skipped(self, delivery: Delivery, events: Sequence[Event], reason: str) -> None:
+        await super().skipped(delivery, events, reason)
+        self.world.gave_up(delivery.name, events)
+
+
+class World:
+    """`moody` handlers suspend, fail and hang at random; afterwards they only fail on poison."""
+
+    def __init__(
+        self,
+        rng: random.Random,
+        adapter: QueueAdapter,
+        store: ControlStore,
+        *,
+        queues: int,
+        limits: CacheLimits,
+        detach_after_s: float = 0.25,
+    ) -> None:
+        self.rng = rng
+        self.adapter = adapter
+        self.store = store
+        self.queues = queues
+        self.limits = limits
+        self.detach_after_s = detach_after_s
+        self.tokens: dict[StreamId, list[SequenceToken]] = {}
+        self.payloads: dict[StreamId, list[bytes]] = {}
+        self.consumers: dict[str, Consumer] = {}
+        self.gates: list[asyncio.Event] = []
+        self.moody = True
+        self.problems: list[str] = []
+        self.dropped = [0] * queues
+        self.history: list[str] = []
+        self.generation = 0
+        self._outside = asyncio.all_tasks()
+        self._open()
+
+    def note(self, text: str) -> None:
+        self.history.append(f"{asyncio.get_running_loop().time() - 1000:9.4f} {text}")
+
+    def problem(self, text: str) -> None:
+        self.note(f"PROBLEM {text}")
+        self.problems.append(text)
+
+    # What happens in it
+
+    def queue_of(self, stream: StreamId) -> int:
+        return sum(stream.key.encode()) % self.queues
+
+    async def publish(self, parts: Sequence[tuple[StreamId, Sequence[bytes]]]) -> None:
+        batches = [(self.queue_of(stream), EventBatch.of(stream, payloads)) for stream, payloads in parts]
+        receipts = self.adapter.enqueue(batches)
+        for (stream, payloads), receipt in zip(parts, await receipts, strict=True):
+            assert receipt.token is not None
+            self.tokens.setdefault(stream, []).extend(receipt.token._replace(index=i) for i in range(len(payloads)))
+            self.payloads.setdefault(stream, []).extend(payloads)
+
+    async def subscribe(self, consumer: Consumer, start: Callable[[int, int], Checkpoint]) -> None:
+        """`start` makes a checkpoint of a queue's bounds."""
+        selector = consumer.definition.selector
+        explicit = [self.queue_of(StreamId.parse(selector.pattern))] if selector.explicit else range(self.queues)
+        bounds = {queue: await self.adapter.bounds(queue) for queue in explicit}
+        consumer.start = {queue: start(*bounds[queue]) for queue in explicit}
+        assert await self.store.create_subscription(PROVIDER, consumer.definition, consumer.start)
+        self.consumers[consumer.name] = consumer
+        await self._compare(consumer, exact=False, new=True)
+        await self.serve(consumer)
+
+    async def serve(self, consumer: Consumer) -> None:
+        self.note(f"serve {consumer.name} from {consumer.done}")
+        await self.manager.serve(
+            consumer.definition,
+            self._handler(consumer),
+            predicate=wanted if consumer.filtered else None,
+            concurrency=consumer.concurrency,
+        )
+        for delivery in self.manager.served[consumer.name].deliveries.values():
+            delivery._rng = self.rng
+
+    async def withdraw(self, consumer: Consumer, drain_s: float) -> None:
+        self.note(f"withdraw {consumer.name}, {drain_s} s")
+        await self.manager.withdraw(consumer.name, drain_s)
+        await self._compare(consumer, exact=True)
+
+    async def seek(self, consumer: Consumer, start: Callable[[int, int], Checkpoint]) -> None:
+        await self.withdraw(consumer, 0.0)
+        bounds = {queue: await self.adapter.bounds(queue) for queue in consumer.start}
+        positions = {queue: start(*bounds[queue]) for queue in consumer.start}
+        self.note(f"seek {consumer.name} to {positions}")
+        await self.store.seek(PROVIDER, consumer.name, positions, "test")
+        await self._compare(consumer, exact=False, new=True)
+        await self.serve(consumer)
+
+    async def restart(self, *, drain_s: float) -> None:
+        self.note(f"restart, {drain_s} s")
+        served = [self.consumers[name] for name in self.manager.served]
+        await self.manager.aclose(drain_s)
+        self._leaves_no_task()
+        for consumer in self.consumers.values():
+            await self._compare(consumer, exact=True)
+        self._open()
+        for consumer in served:
+            await self.serve(consumer)
+
+    async def crash(self) -> None:
+        """Everything in the process is gone; what was stored stays."""
+        self.note("crash")
+        served = [self.consumers[name] for name in self.manager.served]
+        self.generation += 1
+        for one in self.manager.served.values():
+            for delivery in one.deliveries.values():
+                delivery._stopping = True
+                delivery.on_parked = lambda _: None
+        for agent in self.manager.agents:
+            agent._closed = True
+        mine = sorted(asyncio.all_tasks() - self._outside, key=lambda task: task.get_name())
+        for task in mine:
+            task.cancel()
+        await asyncio.gather(*mine, return_exceptions=True)
+        self._leaves_no_task()
+        for consumer in self.consumers.values():
+            consumer.running.clear()
+            await self._compare(consumer, exact=False)
+        self._open()
+        for consumer in served:
+            await self.serve(consumer)
+
+    async def close(self) -> None:
+        await self.manager.aclose(1.0)
+        self._leaves_no_task()
+        for consumer in self.consumers.values():
+            await self._compare(consumer, exact=True)
+
+    def release(self) -> None:
+        for gate in self.gates:
+            gate.set()
+        self.gates.clear()
+
+    def resume(self) -> None:
+        for served in self.manager.served.values():
+            for delivery in served.deliveries.values():
+                for stream in list(delivery.cursors):
+                    delivery.resume(stream)
+
+    async def settle(self) -> None:
+        """Everybody gets everything."""
+        self.moody = False
+        self.note("settle")
+        self.release()
+        for consumer in self.consumers.values():
+            if consumer.name not in self.manager.served:
+                await self.serve(consumer)
+        while True:
+            self.resume()
+            for served in self.manager.served.values():
+                for queue, delivery in served.deliveries.items():
+                    await delivery.wait_until((await self.adapter.bounds(queue)).next)
+            if not any(one.statistics().paused for s in self.manager.served.values() for one in s.deliveries.values()):
+                break
+        for consumer in self.consumers.values():
+            self._got_everything(consumer)
+
+    def _open(self) -> None:
+        self.manager = WatchedManager(
+            PROVIDER, self.queues, self.adapter, self.store, self.limits, detach_after_s=self.detach_after_s
+        )
+        self.manager.world = self
+        for agent in self.manager.agents:
+            agent._rng = self.rng
+        self.manager.start()
+
+    def _leaves_no_task(self) -> None:
+        left = [task.get_name() for task in asyncio.all_tasks() - self._outside if not task.cancelling()]
+        if left:
+            self.problem(f"tasks left: {left}")
+
+    # What the model expects
+
+    def _handler(self, consumer: Consumer) -> Handler:
+        generation = self.generation
+
+        async def on_event(event: Event) -> None:
+            assert generation == self.generation, "a handler of before the crash is called"
+            await self._handle(consumer, [event])
+
+        async def on_batch(batch: EventBatch) -> None:
+            assert generation == self.generation, "a handler of before the crash is called"
+            events = batch.events()
+            if len(events) != batch.count:
+                self.problem(f"{consumer.name}: a batch of {batch.count} has {len(events)} events")
+            await self._handle(consumer, events)
+
+        return Handler.of(on_batch if consumer.batches else on_event, batch=consumer.batches)
+
+    async def _handle(self, consumer: Consumer, events: list[Event]) -> None:
+        stream = events[0].stream
+        assert stream is not None
+        if stream in consumer.running:
+            self.problem(f"{consumer.name}: two at a time of {stream}")
+        consumer.running.add(stream)
+        try:
+            done = self._expect(consumer, stream, events)
+            await self._behave(events)
+            consumer.done[stream] = done
+            consumer.delivered += len(events)
+        finally:
+            consumer.running.discard(stream)
+
+    def _expect(self, consumer: Consumer, stream: StreamId, events: list[Event]) -> int:
+        """Check that these come next. Returns how many are done after them."""
+        tokens, payloads = self.tokens[stream], self.payloads[stream]
+        index = self._done(consumer, stream)
+        for event in events:
+            assert event.token is not None
+            index = self._next(consumer, stream, index)
+            further = bisect_left(tokens, event.token)
+            if self._only_dropped(stream, index, further):
+                index = max(index, further)
+            if index >= len(tokens) or event.token != tokens[index] or event.payload != payloads[index]:
+                expected = tokens[index] if index < len(tokens) else "nothing"
+                self.problem(f"{consumer.name}: {stream} {event.token} came, expected was {expected}")
+                raise FailedOnPurposeError
+            index += 1
+        return index
+
+    async def _behave(self, events: list[Event]) -> None:
+        mood = self.rng.random() if self.moody else 0.0
+        if any(event.payload == POISON for event in events) and (self.moody or self.rng.random() < 0.5):
+            raise FailedOnPurposeError("poison")
+        if mood < 0.6:
+            return
+        if mood < 0.7:
+            await asyncio.sleep(0)
+        elif mood < 0.8:
+            await asyncio.sleep(self.rng.random() * 0.1)
+        elif mood < 0.84:
+            await asyncio.sleep(self.rng.random() * 3)
+        elif mood < 0.87:
+            gate = asyncio.Event()
+            self.gates.append(gate)
+            await gate.wait()
+        else:
+            raise FailedOnPurposeError("bad mood")
+
+    def _done(self, consumer: Consumer, stream: StreamId) -> int:
+        return consumer.done.setdefault(stream, self._index(consumer.start, stream))
+
+    def _next(self, consumer: Consumer, stream: StreamId, index: int) -> int:
+        """Index of the next event that the consumer wants."""
+        payloads = self.payloads[stream]
+        while consumer.filtered and index < len(payloads) and payloads[index] == UNWANTED:
+            index += 1
+        return index
+
+    def _index(self, checkpoints: dict[int, Checkpoint], stream: StreamId) -> int:
+        """How many events of the stream are done, as the checkpoint of its queue says."""
+        checkpoint = checkpoints[self.queue_of(stream)]
+        behind = checkpoint.behind.get(stream)
+        return bisect_left(
+            self.tokens.get(stream, []), behind.token if behind else SequenceToken(checkpoint.next_offset)
+        )
+
+    def gave_up(self, name: str, events: Sequence[Event]) -> None:
+        consumer = self.consumers[name]
+        for event in events:
+            assert event.stream is not None
+            assert event.token is not None
+            index = bisect_left(self.tokens[event.stream], event.token)
+            consumer.done[event.stream] = index + 1
+
+    def _streams(self, consumer: Consumer) -> list[StreamId]:
+        matches = consumer.definition.selector.matcher()
+        return [stream for stream in self.tokens if matches(stream)]
+
+    async def _compare(self, consumer: Consumer, *, exact: bool, new: bool = False) -> None:
+        """What is stored is never ahead of what was done, and where `exact` not behind. From now on it is the model."""
+        stored = dict(await self.store.checkpoints(PROVIDER, consumer.name))
+        for stream in self._streams(consumer):
+            done = self._next(consumer, stream, self._done(consumer, stream))
+            saved = self._next(consumer, stream, self._index(stored, stream))
+            if not new and done != saved and (exact or saved > done) and not self._only_dropped(stream, done, saved):
+                self.problem(
+                    f"{consumer.name}: {stream} is done to {done}, the checkpoint says {saved} "
+                    f"({stored[self.queue_of(stream)]})"
+                )
+            consumer.done[stream] = saved
+        consumer.start = stored
+        self.note(f"stored {consumer.name}: {stored}")
+
+    def _only_dropped(self, stream: StreamId, low: int, high: int) -> bool:
+        low, high = min(low, high), max(low, high)
+        gone = self.dropped[self.queue_of(stream)]
+        return all(token.offset < gone for token in self.tokens[stream][low:high])
+
+    def _got_everything(self, consumer: Consumer) -> None:
+        for stream in self._streams(consumer):
+            done, end = self._next(consumer, stream, self._done(consumer, stream)), len(self.tokens[stream])
+            if done < end and not self._only_dropped(stream, done, end):
+                self.problem(f"{consumer.name}: {stream} ended at {done} of {end}")
+
+
+def wanted(event: Event) -> bool:
+    return event.payload != UNWANTED
+
+
+def consumer_of(rng: random.Random, name: str, patterns: Sequence[str], *, rewindable: bool) -> Consumer:
+    policies = [None, SlowConsumer.THROTTLE] + [SlowConsumer.DETACH] * 2 * rewindable
+    definition = SubscriptionDefinition(
+        name=name,
+        selector=Selector(rng.choice(patterns)),
+        retry=RETRY,
+        on_failure=rng.choice(list(OnFailure)),
+        slow_consumer=rng.choice(policies),
+    )
+    return Consumer(definition, rng.random() < 0.3, rng.random() < 0.3, rng.choice((1, 2, 5, 100)))
