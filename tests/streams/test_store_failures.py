@@ -138,6 +138,13 @@ async def test_processes_that_make_one_store_at_once_get_different_epochs(tmp_pa
         assert epochs[at : at + 20] == sorted(epochs[at : at + 20])
 
 
+async def test_opening_a_new_store_waits_for_others_that_do_the_same(tmp_path: Path):
+    for number in range(40):
+        stores = await asyncio.gather(*(ControlStore.open(tmp_path / f"{number}.db") for _ in range(4)))
+        for store in stores:
+            await store.aclose()
+
+
 async def test_a_quota_that_is_reached_keeps_what_was_there_and_can_be_raised(tmp_path: Path):
     error, *facts = await output(FILLS_ITS_QUOTA, tmp_path / "control.db")
     assert error.startswith(f"True {tmp_path / 'control.db'}: ")
