@@ -1,0 +1,93 @@
+"""What users import: a name that comes, goes or changes its place shows here. And importing it stays light."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+PUBLIC = {
+    "headrace.streams": {
+        "BatchObserver",
+        "Busy",
+        "Checkpoint",
+        "Closed",
+        "CorruptRecord",
+        "DataDirectoryError",
+        "DeadLetter",
+        "DefinitionConflict",
+        "Event",
+        "EventBatch",
+        "Fenced",
+        "GapRecord",
+        "HeadraceError",
+        "InvalidArgument",
+        "NotFound",
+        "NotSupported",
+        "Observer",
+        "OnFailure",
+        "PayloadTooLarge",
+        "QueueFull",
+        "QueueId",
+        "RetryPolicy",
+        "Selector",
+        "SequenceConflict",
+        "SequenceToken",
+        "SlowConsumer",
+        "Start",
+        "StorageError",
+        "StorageFull",
+        "Stream",
+        "StreamId",
+        "SubscriptionDefinition",
+        "declared",
+        "subscription",
+    },
+    "headrace.adapters": {
+        "AdapterContext",
+        "AdapterFactory",
+        "Bounds",
+        "Capabilities",
+        "Direction",
+        "Gap",
+        "ProducerSequence",
+        "QueueAdapter",
+        "QueueReceiver",
+        "QueueStatistics",
+        "Receipt",
+        "Received",
+        "adapter_names",
+        "open_adapter",
+        "read_options",
+    },
+    "headrace.balancer": {"StreamQueueMapper"},
+}
+HEAVY = {"blockbuster", "click", "google.protobuf", "grpc", "lmdb", "pytest", "rich", "sqlalchemy", "sqlite3"}
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_public_names_are_these(package: str):
+    module = importlib.import_module(package)
+    assert set(module.__all__) == PUBLIC[package]
+    assert list(module.__all__) == sorted(module.__all__)
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_importing_loads_nothing_heavy(package: str):
+    script = f"import sys, {package}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert package in loaded
+    assert HEAVY.intersection(loaded) == set()
+
+
+def test_using_the_vocabulary_loads_nothing_heavy():
+    script = (
+        "import sys\n"
+        "from headrace.streams import Event, EventBatch, StreamId\n"
+        "made = EventBatch.of(StreamId('n', 'k'), [b'x', Event(b'y', timestamp_us=1)])\n"
+        "assert EventBatch.decode(made.encoded).events() == made.events()\n"
+        "print(*sys.modules)"
+    )
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert HEAVY.intersection(loaded) == set()
