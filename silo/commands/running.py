@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import Coroutine
@@ -17,6 +18,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def run(main: Coroutine[Any, Any, _T], *, terminated: int = INTERRUPTED) -> _T:
     """Run `main`. SIGINT and SIGTERM cancel it, and when it has cleaned up, Interrupted is raised (with exit code
     `terminated` for SIGTERM); a second signal ends the process at once."""
+    logging.basicConfig(format="headrace: %(message)s")
     return asyncio.run(_interruptible(main, terminated))
 
 
@@ -38,7 +40,8 @@ async def _interruptible(main: Coroutine[Any, Any, _T], terminated: int) -> _T:
     except asyncio.CancelledError:
         if not caught:
             raise
-        raise Interrupted("interrupted", terminated if caught[0] is signal.SIGTERM else INTERRUPTED) from None
+        code = terminated if caught[0] is signal.SIGTERM else INTERRUPTED
+        raise Interrupted("interrupted" if code else "", code) from None
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)

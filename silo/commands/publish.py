@@ -1,0 +1,179 @@
+"""`headrace publish`."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import time
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+from ...streams import Event, StreamId
+from ..datadir import lock, open_data_directory
+from ..outcome import Failed
+from ..provider import Provider
+from .journal import Journal, Reader
+from .lines import BadLine, Form, Lines, read_lines
+from .options import Where, creation_options, opened, where_options
+from .output import json_option, note, print_json
+from .progress import Advance, progress
+from .running import run
+
+STDIN = Path("-")
+Item = tuple[StreamId, bytes | Event]
+
+
+@click.command("publish")
+@where_options
+@creation_options
+@click.option("--stream", metavar="NS/KEY", help="Publish everything to this stream.")
+@click.option("--namespace", metavar="NS", help="Publish to streams of this namespace …")
+@click.option("--key-field", metavar="FIELD", help="… whose keys are in this field.")
+@click.option("--id-field", metavar="FIELD", help="The field with each event's id.")
+@click.option(
+    "--time-field", metavar="FIELD", help="The field with each event's time: ISO 8601, or seconds since 1970."
+)
+@click.option("--format", type=click.Choice(["json", "raw"]), default="json", show_default=True, help="What a line is.")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, allow_dash=True), default="-")
+@json_option
+def command(*, where: Where, how: Mapping[str, Any], file: Path, as_json: bool, **form: Any) -> None:
+    """Publish each line of FILE, or of stdin, as an event.
+
+    The payload is the line as it is, without its end. With --format json it has to be JSON, and blank lines are left
+    out; with --format raw every line is an event.
+
+    A line that is no event ends it, with its number; those before it are published. Mend the file and run the same
+    command again: it goes on after what is published, also after kill -9, as long as those lines are unchanged. Once
+    all of a file is published, running it again publishes it again. Of stdin nothing is remembered.
+    """
+    try:
+        result = run(_publish(where, how, file, Form(**form)))
+    except BadLine as bad:
+        raise Failed(f"{_name(file)}:{bad.number}: {bad.reason}; the lines before it are published") from None
+    if as_json:
+        print_json(result._asdict())
+    else:
+        note(f"published {result.events:,} events from {result.lines:,} lines in {result.seconds:.1f} s")
+
+
+class Result(NamedTuple):
+    """What one run of the command did."""
+
+    events: int
+    lines: int
+    skipped_lines: int
+    """Published by an earlier run that was interrupted."""
+    seconds: float
+
+
+async def _publish(where: Where, how: Mapping[str, Any], file: Path, form: Form) -> Result:
+    began = time.monotonic()
+    async with opened(where, how) as provider:
+        with _descriptor(file) as descriptor:
+            regular = stat.S_ISREG(os.fstat(descriptor).st_mode) and file != STDIN
+            journal = Journal(provider, file, form) if regular and provider.adapter.capabilities.idempotent else None
+            with _alone(where, file, journal), progress(_size(descriptor)) as advance:
+                publishing = Publishing(provider, form, journal, advance)
+                skipped = await publishing.resume(descriptor, _name(file))
+                lines = await publishing.publish(descriptor, skipped + 1)
+        return Result(publishing.events, lines, skipped, time.monotonic() - began)
+
+
+class Publishing:
+    """Publishes the lines of one file, with a journal or without."""
+
+    def __init__(self, provider: Provider, form: Form, journal: Journal | None, advance: Advance) -> None:
+        self.events = 0
+        self._provider = provider
+        self._form = form
+        self._journal = journal
+        self._advance = advance
+        self._reader = Reader()
+
+    async def resume(self, descriptor: int, name: str) -> int:
+        """Move to where an earlier run stopped. Returns the number of lines before it."""
+        if self._journal is None:
+            return 0
+        stored = await self._journal.stored()
+        if stored is not None and self._reader.move_to(descriptor, stored):
+            note(f"{name}: the first {stored.lines:,} lines are published already, going on after them")
+            self._advance(stored.bytes, 0)
+            return stored.lines
+        if stored is not None:
+            note(f"{name}: changed within the {stored.lines:,} lines that are published already, starting anew")
+            os.lseek(descriptor, 0, os.SEEK_SET)
+        self._journal.start_anew()
+        self._reader = Reader()
+        return 0
+
+    async def publish(self, descriptor: int, first: int) -> int:
+        """Publish all that follows. Returns the number of lines. Raises BadLine once those before it are published."""
+        count = 0
+        async with aclosing(read_lines(descriptor, first)) as source:
+            async for lines in source:
+                items, bad = self._understand(lines)
+                good = len(lines.lines) if bad is None else bad.number - lines.first
+                await self._store(items, lines.raw(good), good)
+                count += good
+                if bad is not None:
+                    raise bad
+        if self._journal is not None:
+            await self._journal.forget()
+        return count
+
+    def _understand(self, lines: Lines) -> tuple[list[Item], BadLine | None]:
+        items: list[Item] = []
+        for number, line in enumerate(lines.lines, lines.first):
+            try:
+                item = self._form.event(line)
+            except ValueError as error:
+                return items, BadLine(number, str(error))
+            if item is not None:
+                items.append(item)
+        return items, None
+
+    async def _store(self, items: list[Item], raw: bytes, lines: int) -> None:
+        self._reader.add(raw, lines)
+        if items and self._journal is not None:
+            position = self._reader.position
+            sequence = await self._journal.intend(position)
+            await self._provider.publish_many(items, sequence=sequence)
+            self._journal.published(position)
+        elif items:
+            await self._provider.publish_many(items)
+        self.events += len(items)
+        self._advance(len(raw), len(items))
+
+
+def _descriptor(file: Path) -> AbstractContextManager[int]:
+    return nullcontext(sys.stdin.fileno()) if file == STDIN else _opened(file)
+
+
+@contextmanager
+def _opened(file: Path) -> Generator[int]:
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _size(descriptor: int) -> int | None:
+    status = os.fstat(descriptor)
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def _alone(where: Where, file: Path, journal: Journal | None) -> AbstractContextManager[object]:
+    """Two processes that publish one file at once would each think that the other's lines are theirs."""
+    if journal is None:
+        return nullcontext()
+    return lock(open_data_directory(where.data), ".publish", journal.key, f"{file} is being published already")
+
+
+def _name(file: Path) -> str:
+    return "stdin" if file == STDIN else str(file)
