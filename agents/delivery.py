@@ -177,6 +177,7 @@ class Delivery:
         handler: Handler,
         sink: FailureSink,
         *,
+        epoch: int = 0,
         predicate: EventFilter | None = None,
         concurrency: int = 100,
         rewindable: bool = True,
@@ -185,6 +186,8 @@ class Delivery:
         self.definition = definition
         self.name = definition.name
         self.queue = queue
+        self.epoch = epoch
+        """Under which this process serves the subscription: what is recorded for it carries it."""
         self.base = checkpoint.next_offset
         """Everything below is done, except for the streams that have a cursor."""
         self.feed: Feed | None = None
@@ -378,7 +381,7 @@ class Delivery:
         try:
             await self._give_up(cursor, batch, reason)
         except HeadraceError as failure:
-            log.error("cannot record that %s gave up on %s: %s; trying again", self.name, cursor.token, failure)
+            log.warning("cannot record that %s gave up on %s: %s; trying again", self.name, cursor.token, failure)
             self._wait(cursor, STORE_RETRY_S)
         else:
             await self._tell(error)
@@ -588,11 +591,3 @@ class Delivery:
                     "%d handlers of %s, queue %d did not end within %.1f s", len(late), self.name, self.queue, drain_s
                 )
                 await asyncio.wait(late)
-
-    async def completed(self) -> None:
-        """Tell the consumer that its subscription ended here."""
-        if self._handler.on_completed is not None:
-            try:
-                await self._handler.on_completed()
-            except Exception:
-                log.exception("on_completed of %s raised", self.name)

@@ -68,7 +68,7 @@ class PullingManager:
         self._gaps: list[GapRecord] = []
         self._saving = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
-        self._redriving: set[int] = set()
+        self._redriving: dict[int, asyncio.Task[None]] = {}
         self._acknowledged: dict[int, int] = {}
 
     def start(self) -> None:
@@ -84,10 +84,18 @@ class PullingManager:
         """Stop reading, let running handlers end within `drain_s` seconds, save exactly what is done."""
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(self.withdraw(name, drain_s) for name in list(self.served)))
+        for task in self._redriving.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks, *self._redriving.values(), return_exceptions=True)
+        # One that cannot be saved must not keep the others from stopping in order.
+        ends = [self.withdraw(name, drain_s) for name in list(self.served)]
+        failures = [
+            end for end in await asyncio.gather(*ends, return_exceptions=True) if isinstance(end, BaseException)
+        ]
         await asyncio.gather(*(agent.aclose() for agent in self.agents))
         await self._save_gaps()
+        if failures:
+            raise failures[0]
 
     # ---- subscriptions ---------------------------------------------------------------------------------------------
 
@@ -111,6 +119,7 @@ class PullingManager:
                 checkpoint,
                 handler,
                 self,
+                epoch=attachment.epoch,
                 predicate=predicate,
                 concurrency=concurrency,
                 rewindable=self._rewindable,
@@ -209,7 +218,6 @@ class PullingManager:
             del self._gaps[: len(gaps)]
 
     async def dead_letter(self, delivery: Delivery, events: Sequence[Event], reason: str, attempts: int) -> None:
-        served = self.served.get(delivery.name)
         letters = [_letter(self.provider, delivery, event, reason, attempts) for event in events]
         log.warning(
             "%s gave up on %d events of %s after %d attempts: %s",
@@ -219,7 +227,7 @@ class PullingManager:
             attempts,
             reason,
         )
-        await self._store.add_dead_letters(letters, served.epoch if served else None)
+        await self._store.add_dead_letters(letters, delivery.epoch)
 
     async def skipped(self, delivery: Delivery, events: Sequence[Event], reason: str) -> None:
         log.warning(
@@ -237,23 +245,25 @@ class PullingManager:
     async def _redrive(self) -> None:
         names = list(self.served)
         letters = await self._store.redrives(self.provider, names) if names else []
-        due = [letter for letter in letters if letter.id not in self._redriving]
-        await asyncio.gather(*(self._redrive_one(letter) for letter in due))
+        for letter in letters:
+            if letter.id not in self._redriving:
+                task = asyncio.create_task(self._redrive_one(letter), name=f"headrace redrive {letter.id}")
+                self._redriving[letter.id] = task
+                task.add_done_callback(lambda _, number=letter.id: self._redriving.pop(number))
 
     async def _redrive_one(self, letter: DeadLetter) -> None:
         served = self.served.get(letter.subscription)
         delivery = served.deliveries.get(letter.queue) if served else None
         if delivery is None:
             return
-        self._redriving.add(letter.id)
+        error = await delivery.redrive(_event(letter))
+        reason = None if error is None else f"{type(error).__name__}: {error}"
         try:
-            error = await delivery.redrive(_event(letter))
-            reason = None if error is None else f"{type(error).__name__}: {error}"
             await self._store.finish_redrive(
                 letter.id, delivered=error is None, reason=reason, attempts=letter.attempts + 1
             )
-        finally:
-            self._redriving.discard(letter.id)
+        except HeadraceError as failure:
+            log.warning("cannot record that dead letter %d was redriven, so it comes again: %s", letter.id, failure)
 
     def statistics(self) -> list[AgentStatistics]:
         return [agent.statistics() for agent in self.agents]

@@ -7,6 +7,7 @@ async with Provider.open("data") as provider:
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
@@ -36,6 +37,8 @@ from ..streams.subscriptions import (
 )
 from .datadir import DataDirectory, DirectoryLock, lock_subscription, open_data_directory
 from .views import ProviderStatistics, provider_statistics
+
+log = logging.getLogger("headrace.silo")
 
 DEFAULT_ADAPTER = "log"
 DEFAULT_QUEUES = 8
@@ -438,4 +441,7 @@ def _unserved(directory: DataDirectory | None, provider: str, name: str) -> Abst
 
 async def _completed(handler: Handler) -> None:
     if handler.on_completed is not None:
-        await handler.on_completed()
+        try:
+            await handler.on_completed()
+        except Exception:
+            log.exception("on_completed raised")
