@@ -148,7 +148,7 @@ class Provider:
         return provider
 
     async def aclose(self, drain_s: float = DRAIN_S) -> None:
-        """Stop reading, let running handlers end within `drain_s` seconds, save exactly what is done, close. Idempotent."""
+        """Stop reading, let running handlers end within `drain_s` seconds, save what is done, close. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -164,7 +164,7 @@ class Provider:
             await self.store.aclose()
 
     async def _forget_lost_positions(self) -> None:
-        """Queues that do not survive the process start at nothing again: positions in their former life mean nothing."""
+        """Queues that do not survive the process begin anew: positions in their former life mean nothing."""
         if self.adapter.capabilities.durable or self._directory is None:
             return
         for definition in await self.store.subscriptions(self.name):
