@@ -27,7 +27,8 @@ class Stream:
     def publish(self, events: bytes | Event | Iterable[bytes | Event]) -> Awaitable[SequenceToken]:
         """Publish one event or several, in order; durable, as the adapter promises, on return.
 
-        Await what it returns: until then nothing happens. Several are stored as one batch, or as several where they exceed 1 MiB together. Returns the token of the first.
+        Await what it returns: until then nothing happens. Several are stored as one batch, or as several where they
+        exceed 1 MiB together. Returns the token of the first.
 
         Raises InvalidArgument and PayloadTooLarge before anything is stored; QueueFull and StorageError where nothing
         was stored, or, with several batches, where the first ones may have been.
