@@ -44,6 +44,10 @@ class AdapterConformance(ABC):
     async def fill(self, adapter: QueueAdapter, queues: int) -> None:
         """Bring `BATCHES` batches into each of the queues, as the class of its direction does it."""
 
+    @abstractmethod
+    async def expect_nothing(self, adapter: QueueAdapter, receiver: QueueReceiver, queue: int = 0) -> None:
+        """There is nothing for the receiver. How that is seen depends on the direction."""
+
     @asynccontextmanager
     async def adapter(self, directory: Path, queues: int = 1) -> AsyncGenerator[QueueAdapter]:
         """An open adapter, closed in the end."""
@@ -110,14 +114,6 @@ async def turns(count: int = 20) -> None:
     """Let everyone else go on for some turns of the loop."""
     for _ in range(count):
         await asyncio.sleep(0)
-
-
-async def expect_waiting(receiving: asyncio.Task[Received]) -> None:
-    """Nothing is received, as far as can be seen. Ends the receive."""
-    await turns()
-    assert not receiving.done(), f"there was something to receive: {receiving}"
-    receiving.cancel()
-    await asyncio.wait([receiving])
 
 
 def batch_of(key: str, *payloads: str) -> EventBatch:

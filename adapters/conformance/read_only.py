@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from ...streams.errors import NotSupported
-from ..seam import QueueAdapter
-from .harness import batch_of
+from ..seam import QueueAdapter, QueueReceiver
+from .harness import batch_of, receiving, turns
 from .reading import ReadingTests
 
 
@@ -20,6 +21,16 @@ class ConformsToReadOnly(ReadingTests):
 
     async def fill(self, adapter: QueueAdapter, queues: int) -> None:
         """Nothing to do: the batches are there."""
+
+    async def expect_nothing(self, adapter: QueueAdapter, receiver: QueueReceiver, queue: int = 0) -> None:
+        """A receive still waits while other calls, which go the same way, come back several times."""
+        waiting = receiving(receiver)
+        for _ in range(5):
+            await turns()
+            await adapter.bounds(queue)
+        assert not waiting.done()
+        waiting.cancel()
+        await asyncio.wait([waiting])
 
     async def test_enqueue_is_refused(self, tmp_path: Path) -> None:
         async with self.adapter(tmp_path) as adapter:

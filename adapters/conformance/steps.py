@@ -35,10 +35,10 @@ class RandomSteps:
     async def run(self, steps: int) -> None:
         """Take so many steps, then read what is left, and compare all the way."""
         for _ in range(steps):
-            step = self._rng.choice([self._enqueue, self._enqueue, self._settle, self._receive, self._acknowledge])
+            step = self._rng.choice(
+                [self._enqueue, self._enqueue, self._settle, self._receive, self._receive, self._finish]
+            )
             await step()
-            if self._rng.random() < 0.1:
-                await self._reopen(self._rng.choice(self._queues))
         await self._settle()
         for queue in self._queues:
             while queue.position < len(queue.stored):
@@ -81,14 +81,15 @@ class RandomSteps:
         queue.offsets[queue.position : end] = offsets
         queue.position = end
 
-    async def _acknowledge(self) -> None:
-        queue = self._rng.choice([queue for queue in self._queues if queue.receiver is not None] or [None])
-        if queue is None or queue.receiver is None or not queue.position:
-            return
-        done = self._rng.randrange(queue.position)
-        await queue.receiver.acknowledge(queue.offsets[done] + 1)
-        queue.acknowledged = max(queue.acknowledged, done + 1)
-        queue.position = max(queue.position, queue.acknowledged)
+    async def _finish(self) -> None:
+        """Acknowledge some of what was received, or open another receiver, or both."""
+        queue = self._rng.choice(self._queues)
+        if queue.receiver is not None and queue.position and self._rng.random() < 0.7:
+            done = self._rng.randrange(queue.position)
+            await queue.receiver.acknowledge(queue.offsets[done] + 1)
+            queue.acknowledged = max(queue.acknowledged, done + 1)
+        if self._rng.random() < 0.5:
+            await self._reopen(queue)
 
     async def _reopen(self, queue: _ModelQueue) -> QueueReceiver:
         """Another receiver, which gets what was not acknowledged."""

@@ -72,10 +72,19 @@ async def test_the_same_seed_gives_the_same_bytes(opened: Opening):
 
 
 async def test_another_seed_or_queue_gives_other_bytes(opened: Opening):
+    def numbers(batches: list[EventBatch]) -> list[str]:
+        return [batch.stream.key.partition("-")[2] for batch in batches]
+
     adapter = opened(queues=2, seed=1)
-    first = await data(adapter)
-    assert first != await data(adapter, queue=1)
-    assert first != await data(opened(seed=2))
+    first = numbers(await data(adapter))
+    assert first != numbers(await data(adapter, queue=1))
+    assert first != numbers(await data(opened(seed=2)))
+    assert (await data(adapter))[0].payloads() != (await data(opened(seed=2)))[0].payloads()
+
+
+async def test_payloads_differ_from_batch_to_batch(opened: Opening):
+    columns = {b"".join(batch.payloads()) for batch in await data(opened(batch=5))}
+    assert len(columns) > 1
 
 
 async def test_a_batch_reads_the_same_through_the_generated_code(opened: Opening):

@@ -83,6 +83,18 @@ async def test_a_call_above_the_capacity_is_stored_in_slices_where_the_producer_
     assert [receipt.token for receipt in await storing] == [(0, 0), (1, 0), (2, 0)]
 
 
+async def test_the_list_of_a_waiting_call_belongs_to_the_caller(opened: Opening):
+    adapter = opened(capacity=1)
+    receiver = await adapter.open_receiver(0)
+    await adapter.enqueue(singles("a"))
+    batches = singles("b")
+    waiting = begun(adapter.enqueue(batches))
+    batches.clear()
+    await receiver.acknowledge(1)
+    assert len(await waiting) == 1
+    assert await letters(receiver) == "b"
+
+
 async def test_nothing_comes_between_the_slices_of_a_call(opened: Opening):
     adapter = opened(capacity=2)
     receiver = await adapter.open_receiver(0)
