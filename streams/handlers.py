@@ -52,6 +52,8 @@ class Handler(NamedTuple):
     @classmethod
     def of(cls, handler: Any, *, batch: bool) -> Handler:
         """Recognise what the user gave. Raises InvalidArgument where it is neither coroutine function nor observer."""
+        if isinstance(handler, type):
+            raise InvalidArgument(f"{handler.__name__} is a class: give an instance of it, {handler.__name__}()")
         optional = (_method(handler, "on_error"), _method(handler, "on_completed"))
         if on_batch := _method(handler, "on_next_batch"):
             return cls(None, on_batch, *optional)
