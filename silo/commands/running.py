@@ -6,13 +6,15 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from ..outcome import INTERRUPTED, Interrupted
 
 _T = TypeVar("_T")
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_AGAIN_S = 0.5
+"""What comes within this time of the first signal is the same one: timeout(1), for one, sends it twice."""
 
 
 def run(main: Coroutine[Any, Any, _T], *, terminated: int = INTERRUPTED) -> _T:
@@ -23,18 +25,10 @@ def run(main: Coroutine[Any, Any, _T], *, terminated: int = INTERRUPTED) -> _T:
 
 
 async def _interruptible(main: Coroutine[Any, Any, _T], terminated: int) -> _T:
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    task = asyncio.current_task()
     assert task is not None
     caught: list[signal.Signals] = []
-
-    def stop(number: signal.Signals) -> None:
-        if caught:
-            end_now(number)
-        caught.append(number)
-        task.cancel()
-
-    for number in SIGNALS:
-        loop.add_signal_handler(number, stop, number)
+    heed_signals(lambda number: (caught.append(number), task.cancel()))
     try:
         return await main
     except asyncio.CancelledError:
@@ -42,12 +36,20 @@ async def _interruptible(main: Coroutine[Any, Any, _T], terminated: int) -> _T:
             raise
         code = terminated if caught[0] is signal.SIGTERM else INTERRUPTED
         raise Interrupted("interrupted" if code else "", code) from None
-    finally:
-        for number in SIGNALS:
-            loop.remove_signal_handler(number)
 
 
-def end_now(number: signal.Signals) -> None:
-    """End this process by the signal, whatever it is doing."""
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
+def heed_signals(stop: Callable[[signal.Signals], object]) -> None:
+    """From now on the first SIGINT or SIGTERM calls `stop` on the loop, and a second one ends the process."""
+    loop = asyncio.get_running_loop()
+    first: list[float] = []
+
+    def heed(number: signal.Signals) -> None:
+        if not first:
+            first.append(loop.time())
+            stop(number)
+        elif loop.time() > first[0] + _AGAIN_S:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, heed, number)

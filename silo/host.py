@@ -1,0 +1,127 @@
+"""The silo process: its providers, the subscriptions that its modules declare, and what others can see of it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import sys
+import traceback
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from http import HTTPStatus
+from pathlib import Path
+
+import msgspec
+
+from ..streams.errors import InvalidArgument
+from ..streams.handlers import Declared, declared
+from .config import SiloConfig
+from .http import Answer, serving
+from .metrics import Observed, render
+from .provider import Provider
+
+log = logging.getLogger("headrace.silo")
+
+
+class Silo:
+    """A host process. Made by `opened`, which also ends it."""
+
+    def __init__(self, config: SiloConfig) -> None:
+        self.config = config
+        self.providers: dict[str, Provider] = {}
+        self.address: str | None = None
+        """Where /metrics and /healthz are, if anywhere."""
+        self.stopping = False
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(cls, config: SiloConfig) -> AsyncGenerator[Silo]:
+        """Serve everything that the configuration names, for the length of an `async with`.
+
+        At its end reading stops, running handlers end within `drain_s` seconds, and what is done is saved.
+
+        Raises InvalidArgument for a module that cannot be imported and for subscriptions of providers that are not
+        configured, Busy where the port is taken or another process serves one of the subscriptions.
+        """
+        silo = cls(config)
+        subscriptions = silo._declared()
+        async with AsyncExitStack() as stack:
+            if config.http.port is not None:
+                silo.address = await stack.enter_async_context(silo._serving(config.http.port))
+            stack.push_async_callback(silo._stop)
+            await silo._start(subscriptions)
+            yield silo
+
+    def _declared(self) -> Sequence[Declared]:
+        for module in self.config.modules:
+            import_module(module)
+        for one in declared():
+            if one.provider not in self.config.providers:
+                raise InvalidArgument(
+                    f"subscription {one.definition.name!r} is declared for provider {one.provider!r}, which is not "
+                    f"configured: there is {', '.join(self.config.providers)}"
+                )
+        return declared()
+
+    async def _start(self, subscriptions: Sequence[Declared]) -> None:
+        for name, options in self.config.providers.items():
+            self.providers[name] = await Provider.start(self.config.data, options.named(name))
+        for one in subscriptions:
+            await self.providers[one.provider].attach(one)
+        log.info(
+            "silo is ready: %s; subscriptions: %s%s",
+            ", ".join(f"provider {one.name} with {one.queues} queues" for one in self.providers.values()),
+            ", ".join(one.definition.name for one in subscriptions) or "none",
+            f"; {self.address}/metrics" if self.address else "",
+        )
+
+    async def _stop(self) -> None:
+        self.stopping = True
+        log.info("silo is stopping: running handlers have %.1f s to end", self.config.drain_s)
+        closing = (provider.aclose(self.config.drain_s) for provider in self.providers.values())
+        for error in await asyncio.gather(*closing, return_exceptions=True):
+            if isinstance(error, BaseException):
+                raise error
+        log.info("silo has stopped: what is done is saved")
+
+    # ---- what others see -------------------------------------------------------------------------------------------
+
+    def _serving(self, port: int) -> AbstractAsyncContextManager[str]:
+        routes = {"/metrics": self.metrics, "/healthz": self.health}
+        return serving(self.config.http.host, port, routes)
+
+    async def metrics(self) -> Answer:
+        observed = [
+            Observed(one.name, one.statistics(), [(await one.adapter.bounds(q)).next for q in range(one.queues)])
+            for one in self.providers.values()
+        ]
+        return Answer(render(observed), "text/plain; version=0.0.4; charset=utf-8")
+
+    async def health(self) -> Answer:
+        """200 while it serves and every queue can be read, else 503; the body says what is wrong."""
+        problems = {
+            f"{one.name}/{queue.index}": queue.reason or queue.state
+            for one in self.providers.values()
+            for queue in one.statistics().queues
+            if queue.state == "faulted"
+        }
+        good = bool(self.providers) and not problems and not self.stopping
+        state = "ok" if good else "stopping" if self.stopping else "faulted" if problems else "starting"
+        body = msgspec.json.encode({"state": state, "problems": problems}) + b"\n"
+        return Answer(body, "application/json", HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+def import_module(name: str) -> None:
+    """Import a module of the user's, from the working directory as well.
+
+    Raises InvalidArgument with the line in the user's code where that failed.
+    """
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = "" if "importlib" in last.filename else f", at {last.filename}:{last.lineno}"
+        raise InvalidArgument(f"module {name} cannot be imported: {type(error).__name__}: {error}{where}") from error

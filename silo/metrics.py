@@ -1,0 +1,131 @@
+"""What a silo tells Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from .views import ProviderStatistics, QueueView, SubscriptionView
+
+_View = ProviderStatistics | QueueView | SubscriptionView
+
+
+class Observed(NamedTuple):
+    """A provider at one moment."""
+
+    provider: str
+    statistics: ProviderStatistics
+    tails: Sequence[int]
+    """Next offset of each queue, as the adapter tells."""
+
+
+class Measure(NamedTuple):
+    """A metric that is a field of a view; of a sequence it is the length."""
+
+    name: str
+    help: str
+    field: str
+    total: bool = False
+    """Counts up for ever."""
+
+    def family(self, labels: Sequence[str]) -> CounterMetricFamily | GaugeMetricFamily:
+        kind = CounterMetricFamily if self.total else GaugeMetricFamily
+        return kind(f"headrace_{self.name}", self.help, labels=labels)
+
+    def read(self, view: _View) -> float:
+        value = getattr(view, self.field)
+        return len(value) if isinstance(value, Sequence) else value  # pyright: ignore[reportUnknownArgumentType]
+
+
+_PROVIDER: Sequence[Measure] = (
+    Measure("published_events", "Events published by this process.", "published_events", total=True),
+    Measure("published_bytes", "Bytes published by this process.", "published_bytes", total=True),
+)
+_QUEUE: Sequence[Measure] = (
+    Measure("queue_received_events", "Events read from the queue.", "received_events", total=True),
+    Measure("queue_received_bytes", "Bytes read from the queue.", "received_bytes", total=True),
+    Measure("queue_read_offset", "Up to where the queue is read, exclusive.", "next_offset"),
+    Measure("cache_events", "Events in the queue's cache.", "cache_events"),
+    Measure("cache_bytes", "Bytes in the queue's cache.", "cache_bytes"),
+    Measure("cache_max_events", "Capacity of the queue's cache in events.", "max_events"),
+    Measure("cache_max_bytes", "Capacity of the queue's cache in bytes.", "max_bytes"),
+    Measure("cache_buckets", "Buckets in use, ten at the most.", "buckets"),
+    Measure("cache_pressure", "1 while the cache is full and reading waits.", "pressure"),
+)
+_SUBSCRIPTION: Sequence[Measure] = (
+    Measure("delivered_events", "Events delivered.", "delivered_events", total=True),
+    Measure("delivered_batches", "Batches delivered.", "delivered_batches", total=True),
+    Measure("filtered_events", "Events that the filter held back.", "filtered", total=True),
+    Measure("retries", "Deliveries tried again.", "retries", total=True),
+    Measure("dead_letters", "Events given up on and kept.", "dead_lettered", total=True),
+    Measure("skipped_events", "Events given up on and skipped.", "skipped", total=True),
+    Measure("gaps", "Ranges that were gone before they were delivered.", "gaps", total=True),
+    Measure("handlers_running", "Handlers that run now.", "in_flight"),
+    Measure("streams_ready", "Streams in line for a handler.", "ready"),
+    Measure("streams_waiting", "Streams that wait for their next attempt.", "waiting"),
+    Measure("streams_parked", "Streams that left the cache.", "parked"),
+    Measure("streams_paused", "Streams that wait to be resumed.", "paused"),
+)
+
+
+def render(observed: Sequence[Observed]) -> bytes:
+    """The text of /metrics."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Collector(observed))
+    ProcessCollector(registry=registry)
+    return generate_latest(registry)
+
+
+class Collector:
+    """Makes metric families of what was observed."""
+
+    def __init__(self, observed: Sequence[Observed]) -> None:
+        self._observed = observed
+
+    def collect(self) -> Iterable[Metric]:
+        """In the order of the tables above, then what concerns a subscription in a queue."""
+        yield from _families(_PROVIDER, ["provider"], [([one.provider], one.statistics) for one in self._observed])
+        yield from _families(
+            _QUEUE,
+            ["provider", "queue"],
+            [([one.provider, str(queue.index)], queue) for one in self._observed for queue in one.statistics.queues],
+        )
+        yield from _families(
+            _SUBSCRIPTION,
+            ["provider", "subscription"],
+            [([one.provider, each.name], each) for one in self._observed for each in one.statistics.subscriptions],
+        )
+        yield self._states()
+        yield self._lags()
+
+    def _states(self) -> Metric:
+        labels = ["provider", "queue", "state"]
+        family = GaugeMetricFamily("headrace_queue_state", "1 for the state that the queue is in.", labels=labels)
+        for one in self._observed:
+            for queue in one.statistics.queues:
+                family.add_metric([one.provider, str(queue.index), queue.state], 1)
+        return family
+
+    def _lags(self) -> Metric:
+        labels = ["provider", "subscription", "queue"]
+        help_ = "Batches from the first that the subscription has not finished to the queue's end."
+        family = GaugeMetricFamily("headrace_lag_batches", help_, labels=labels)
+        for one in self._observed:
+            for queue, tail in zip(one.statistics.queues, one.tails, strict=True):
+                for cursor in queue.cursors:
+                    labelled = [one.provider, cursor.subscription, str(queue.index)]
+                    family.add_metric(labelled, max(tail - cursor.watermark, 0))
+        return family
+
+
+def _families(
+    measures: Sequence[Measure], labels: Sequence[str], views: Sequence[tuple[Sequence[str], _View]]
+) -> Iterable[Metric]:
+    for measure in measures:
+        family = measure.family(labels)
+        for values, view in views:
+            family.add_metric(values, measure.read(view))
+        yield family
