@@ -136,7 +136,7 @@ class Provider:
         options.cache.per_queue(mapper.queues)
         await store.register_provider(options.name, adapter=adapter_name, queues=mapper.queues, mapper=MAPPER_VERSION)
         own = directory.provider_dir(options.name) if directory else None
-        context = AdapterContext(provider=options.name, queues=mapper.queues, directory=own)
+        context = AdapterContext(provider=options.name, queues=mapper.queues, directory=own, queue_of=mapper.queue_of)
         adapter = await open_adapter(adapter_name, context, options.options)
         try:
             provider = cls(options, directory, store, adapter, mapper)
