@@ -20,7 +20,7 @@ from heapq import nsmallest
 from time import monotonic
 from typing import NamedTuple, Protocol
 
-from ..streams.errors import HeadraceError
+from ..streams.errors import Closed
 from ..streams.events import Event, EventBatch
 from ..streams.handlers import EventFilter, Handler
 from ..streams.identity import SequenceToken, StreamId
@@ -152,6 +152,10 @@ class SomeEvents(EventBatch):
     def __init__(self, batch: EventBatch, events: list[Event]) -> None:
         super().__init__(batch.stream, batch.encoded, len(events), batch.offset)
         self._events = events
+
+    @property
+    def token(self) -> SequenceToken:
+        return self._events[0].token or super().token
 
     def events(self, start: int = 0) -> list[Event]:
         return self._events[start:]
@@ -310,33 +314,41 @@ class Delivery:
             self._wake()
 
     async def _raised(self, cursor: StreamCursor, batch: EventBatch, error: BaseException) -> None:
-        task = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
-            cursor.state = READY  # this worker is told to stop, at its token the cursor goes on some other time
+        cancelled = isinstance(error, asyncio.CancelledError)
+        if cancelled and self._stopping:
+            cursor.state = READY  # at its token it goes on some other time
             raise error
         await self._failed(cursor, batch, error)
+        task = asyncio.current_task()
+        if cancelled and task is not None and task.cancelling():
+            raise error  # a handler cancelled the task that it runs in: another worker goes on
 
     async def _handle_events(self, cursor: StreamCursor, batch: EventBatch) -> None:
         on_event = self._handler.on_event
         assert on_event is not None
         start = cursor.index
         for index, event in enumerate(batch.events(start), start):
+            if self._stopping:
+                raise asyncio.CancelledError
             if self.predicate is None or self._wanted(event):
                 await on_event(event)
                 self._delivered_events += 1
+            else:
+                self._filtered += 1
             cursor.index = index + 1
             cursor.trouble = None
 
     async def _handle_batch(self, cursor: StreamCursor, batch: EventBatch) -> None:
         on_batch = self._handler.on_batch
         assert on_batch is not None
+        left = batch.count - cursor.index
         if cursor.index or self.predicate is not None:
             events = [e for e in batch.events(cursor.index) if self._wanted(e)]
-            if not events:
-                return
             batch = SomeEvents(batch, events)
-        await on_batch(batch)
+        if batch.count:
+            await on_batch(batch)
         self._delivered_events += batch.count
+        self._filtered += left - batch.count
 
     def _wanted(self, event: Event) -> bool:
         try:
@@ -345,7 +357,6 @@ class Delivery:
         except Exception:
             log.warning("filter of %s raised on %s %s: delivered", self.name, event.stream, event.token, exc_info=True)
             return True
-        self._filtered += 1
         return False
 
     def _finished(self, cursor: StreamCursor) -> None:
@@ -380,8 +391,10 @@ class Delivery:
         reason = f"{type(error).__name__}: {error}"
         try:
             await self._give_up(cursor, batch, reason)
-        except HeadraceError as failure:
-            log.warning("cannot record that %s gave up on %s: %s; trying again", self.name, cursor.token, failure)
+        except (Exception, asyncio.CancelledError) as failure:
+            if self._stopping and isinstance(failure, asyncio.CancelledError):
+                raise
+            log.warning("cannot record that %s gave up on %s: %r; trying again", self.name, cursor.token, failure)
             self._wait(cursor, STORE_RETRY_S)
         else:
             await self._tell(error)
@@ -398,6 +411,7 @@ class Delivery:
         else:
             await self._sink.skipped(self, events, reason)
             self._skipped += len(events)
+        self._filtered += index - cursor.index - len(events)
         cursor.trouble = None
         cursor.index = index
         if index < batch.count:
@@ -415,6 +429,8 @@ class Delivery:
 
     def _wait(self, cursor: StreamCursor, delay: float) -> None:
         cursor.state = State.WAITING
+        if self._stopping:
+            return
         if cursor.bucket is None and self._rewindable:
             cursor.park()  # it left its cache while it ran: it is read again rather than held outside every budget
         cursor.troubled().timer = self._loop.call_later(delay, self._retry, cursor)
@@ -511,8 +527,12 @@ class Delivery:
         return self.checkpoint(limit=None).watermark
 
     async def wait_until(self, offset: int) -> None:
-        """Return when everything below `offset` is done (paused streams apart)."""
+        """Return when everything below `offset` is done (paused streams apart). Raises Closed once stopped."""
         while not self._reached(offset):
+            if self._stopping:
+                raise Closed(
+                    f"subscription {self.name} stopped before it came to offset {offset} of queue {self.queue}"
+                )
             await self._progress()
 
     def _reached(self, offset: int) -> bool:
@@ -563,31 +583,42 @@ class Delivery:
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
-    async def redrive(self, event: Event) -> Exception | None:
+    async def redrive(self, event: Event) -> BaseException | None:
         """Deliver one event out of line. Returns what the handler raised."""
+        assert event.token is not None
         batch = EventBatch.of(event.stream or StreamId("", ""), [event])
+        batch.offset = event.token.offset
         try:
             if self._handler.on_event:
                 await self._handler.on_event(event)
             elif self._handler.on_batch:
                 await self._handler.on_batch(SomeEvents(batch, [event]))
-        except Exception as error:  # noqa: BLE001 (reported to whoever asked)
+        except (Exception, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
             return error
         self._delivered_events += 1
         return None
 
     async def stop(self, drain_s: float) -> None:
-        """Start nothing more; let running handlers end within `drain_s` seconds, then cancel them."""
+        """Start nothing more; let the events that are handled now end within `drain_s` seconds, then cancel their
+        handlers. Where this is cancelled, they are too, and it does not wait for them."""
         self._stopping = True
+        self._notify()
         for cursor in self.cursors.values():
             if cursor.trouble is not None and cursor.trouble.timer is not None:
                 cursor.trouble.timer.cancel()
-        if self._workers:
-            _, late = await asyncio.wait(self._workers, timeout=drain_s)
+        late = set(self._workers)
+        try:
+            if late:
+                _, late = await asyncio.wait(late, timeout=drain_s)
+        finally:
             for task in late:
                 task.cancel()
-            if late:
-                log.warning(
-                    "%d handlers of %s, queue %d did not end within %.1f s", len(late), self.name, self.queue, drain_s
-                )
-                await asyncio.wait(late)
+        if late:
+            log.warning(
+                "%d handlers of %s, queue %d did not end within %.1f s", len(late), self.name, self.queue, drain_s
+            )
+            await asyncio.wait(late)
+        self._notify()

@@ -1,0 +1,149 @@
+"""A delivery on its own: a feed that is filled by hand, and a sink that remembers."""
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Self
+
+from headrace.agents import Delivery, QueueCache
+from headrace.agents.delivery import StreamCursor
+from headrace.streams import (
+    Checkpoint,
+    Event,
+    EventBatch,
+    OnFailure,
+    RetryPolicy,
+    Selector,
+    StreamId,
+    SubscriptionDefinition,
+)
+from headrace.streams.handlers import AnyHandler, EventFilter, Handler
+
+NOW = RetryPolicy(max_attempts=3, initial_delay_s=0.0)
+"""Three attempts, no waiting."""
+
+
+def stream(key: str) -> StreamId:
+    return StreamId("s", key)
+
+
+class Sink:
+    """Remembers what was given up on, and fails first with each of `failures`."""
+
+    def __init__(self) -> None:
+        self.dead: list[tuple[bytes, str, int]] = []
+        self.gaps: list[tuple[bytes, str]] = []
+        self.failures: list[BaseException] = []
+        self.gate: asyncio.Event | None = None
+
+    async def dead_letter(self, delivery: Delivery, events: Sequence[Event], reason: str, attempts: int) -> None:
+        await self._trouble()
+        self.dead += [(event.payload, reason, attempts) for event in events]
+
+    async def skipped(self, delivery: Delivery, events: Sequence[Event], reason: str) -> None:
+        await self._trouble()
+        self.gaps += [(event.payload, reason) for event in events]
+
+    async def _trouble(self) -> None:
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.failures:
+            raise self.failures.pop(0)
+
+
+class Line:
+    """A feed with one delivery. `publish` offers a batch as if it had just been received."""
+
+    def __init__(
+        self,
+        handler: AnyHandler,
+        *,
+        batch: bool = False,
+        selector: str = "s/*",
+        retry: RetryPolicy = NOW,
+        on_failure: OnFailure = OnFailure.DEAD_LETTER,
+        checkpoint: Checkpoint = Checkpoint(0),  # noqa: B008 (immutable)
+        predicate: EventFilter | None = None,
+        concurrency: int = 100,
+        rewindable: bool = True,
+        max_events: int = 10_000,
+    ) -> None:
+        definition = SubscriptionDefinition(name="sub", selector=Selector(selector), retry=retry, on_failure=on_failure)
+        self.sink = Sink()
+        self.cache = QueueCache(max_events, 10 << 20)
+        self.parked: list[StreamCursor] = []
+        self.delivery = Delivery(
+            definition, 0, checkpoint, Handler.of(handler, batch=batch), self.sink, predicate=predicate,
+            concurrency=concurrency, rewindable=rewindable, rng=random.Random(1),
+        )  # fmt: skip
+        self.delivery.on_parked = self.parked.append
+        self.delivery.feed = self
+
+    def publish(self, key: str, *payloads: bytes) -> EventBatch:
+        made = EventBatch.of(stream(key), payloads)
+        made.offset = self.cache.next_offset
+        self.cache.add([made])
+        self.delivery.offer(self, [made], self.delivery.base)
+        self.delivery.progressed()
+        return made
+
+    def publish_all(self, batches: Iterable[tuple[str, bytes]]) -> None:
+        """One batch of one event each, offered at once."""
+        made = [EventBatch.of(stream(key), [payload]) for key, payload in batches]
+        for offset, batch in enumerate(made, self.cache.next_offset):
+            batch.offset = offset
+        self.cache.add(made)
+        self.delivery.offer(self, made, self.delivery.base)
+
+    def drained(self, delivery: Delivery, cursor: StreamCursor) -> None:
+        delivery.forget(cursor)
+
+    async def done(self) -> None:
+        await self.delivery.wait_until(self.cache.next_offset)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.delivery.stop(0.0)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let the loop turn until `condition`."""
+    while not condition():  # noqa: ASYNC110 (whatever the loop does next may make it true)
+        await asyncio.sleep(0)
+
+
+class Recorder:
+    """A handler that remembers payloads as text, and for each key does what `does` says, if anything."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.started: list[str] = []
+        self.running = 0
+        self.most_running = 0
+        self.gates: dict[str, asyncio.Event] = {}
+        self.fails: dict[str, int] = {}
+
+    def hold(self, payload: str) -> asyncio.Event:
+        """This event's handler waits for the gate."""
+        gate = self.gates[payload] = asyncio.Event()
+        return gate
+
+    def fail(self, payload: str, times: int = 1_000_000) -> None:
+        self.fails[payload] = times
+
+    async def __call__(self, event: Event) -> None:
+        payload = event.payload.decode()
+        self.started.append(payload)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            if payload in self.gates:
+                await self.gates[payload].wait()
+            if self.fails.get(payload, 0) > 0:
+                self.fails[payload] -= 1
+                raise ValueError(f"no {payload}")
+            self.seen.append(payload)
+        finally:
+            self.running -= 1
