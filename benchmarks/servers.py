@@ -145,7 +145,7 @@ class Server(ABC):
 
     def _spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            self.command(),
+            (*_dies_with_us(), *self.command()),
             cwd=self.directory,
             env={**os.environ, **self.environment()},
             stdin=subprocess.DEVNULL,
@@ -183,6 +183,12 @@ class RedisServer(Server):
         with socket.create_connection((LOOPBACK, self.port), timeout=1) as connection:
             connection.sendall(b"PING\r\n")
             return connection.recv(64).startswith(b"+PONG")
+
+
+def _dies_with_us() -> Sequence[str]:
+    """What to put before a command so that it does not outlive the thread that starts it, even where that is killed."""
+    setpriv = shutil.which("setpriv")  # of util-linux
+    return (setpriv, "--pdeathsig", "KILL") if setpriv else ()
 
 
 def free_port() -> int:

@@ -1,8 +1,13 @@
 """Real servers: found, started on a port of their own, and stopped with all their processes."""
 
+import shutil
 import socket
-from collections.abc import Sequence
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -70,6 +75,32 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_a_server_does_not_outlive_a_killed_owner():
+    owner = """
+import sys
+from headrace.benchmarks.servers import RedisServer
+server = RedisServer()
+server.start()
+print(server.pid, server.directory, flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen([sys.executable, "-c", owner], stdin=PIPE, stdout=PIPE, text=True) as process:
+        assert process.stdout
+        pid, directory = process.stdout.readline().split()
+        process.kill()
+    try:
+        wait_until(lambda: not _runs(int(pid)))
+    finally:
+        shutil.rmtree(directory)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_temporary_directory_goes_with_its_server():
