@@ -101,6 +101,10 @@ class DirectoryLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
+    def __del__(self) -> None:
+        """One that was taken for somebody who was cancelled meanwhile is free again."""
+        self.release()
+
 
 def lock_subscription(directory: DataDirectory, provider: str, subscription: str) -> DirectoryLock:
     """Take the exclusive right to serve a subscription, at once. Raises Busy, naming the process that has it."""

@@ -49,9 +49,11 @@ class Silo:
         async with AsyncExitStack() as stack:
             if config.http.port is not None:
                 silo.address = await stack.enter_async_context(silo._serving(config.http.port))
-            stack.push_async_callback(silo._stop)
+            stack.push_async_callback(silo._close)
             await silo._start(subscriptions)
             yield silo
+            silo.stopping = True
+            log.info("silo is stopping: running handlers have %.1f s to end", config.drain_s)
 
     def _declared(self) -> Sequence[Declared]:
         for module in self.config.modules:
@@ -76,14 +78,13 @@ class Silo:
             f"; {self.address}/metrics" if self.address else "",
         )
 
-    async def _stop(self) -> None:
-        self.stopping = True
-        log.info("silo is stopping: running handlers have %.1f s to end", self.config.drain_s)
+    async def _close(self) -> None:
         closing = (provider.aclose(self.config.drain_s) for provider in self.providers.values())
         for error in await asyncio.gather(*closing, return_exceptions=True):
             if isinstance(error, BaseException):
                 raise error
-        log.info("silo has stopped: what is done is saved")
+        if self.stopping:
+            log.info("silo has stopped: what is done is saved")
 
     # ---- what others see -------------------------------------------------------------------------------------------
 

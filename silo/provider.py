@@ -7,10 +7,11 @@ async with Provider.open("data") as provider:
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,7 +121,7 @@ class Provider:
     @classmethod
     async def start(cls, data: str | os.PathLike[str] | None, options: ProviderOptions) -> Provider:
         """Open a provider; the caller closes it with `aclose`."""
-        directory = open_data_directory(data) if data is not None else None
+        directory = await asyncio.to_thread(open_data_directory, data) if data is not None else None
         store = await ControlStore.open(directory.control_db if directory else "memory")
         try:
             return await cls._start(directory, store, options)
@@ -135,7 +136,7 @@ class Provider:
         mapper = StreamQueueMapper(options.queues or (known.queues if known else DEFAULT_QUEUES))
         options.cache.per_queue(mapper.queues)
         await store.register_provider(options.name, adapter=adapter_name, queues=mapper.queues, mapper=MAPPER_VERSION)
-        own = directory.provider_dir(options.name) if directory else None
+        own = await asyncio.to_thread(directory.provider_dir, options.name) if directory else None
         context = AdapterContext(provider=options.name, queues=mapper.queues, directory=own, queue_of=mapper.queue_of)
         adapter = await open_adapter(adapter_name, context, options.options)
         try:
@@ -282,7 +283,7 @@ class Provider:
             raise InvalidArgument(f"concurrency is at least 1, not {declared.concurrency}")
         handler = Handler.of(declared.handler, batch=declared.batch)
         definition = declared.definition
-        lock = lock_subscription(self._directory, self.name, definition.name) if self._directory else None
+        lock = await self._lock(definition.name)
         try:
             await self.create_subscription(definition)
             await self.manager.serve(definition, handler, predicate=declared.filter, concurrency=declared.concurrency)
@@ -348,7 +349,7 @@ class Provider:
         positions = await self._positions(definition.selector, start)
         served = self.manager.served.get(name)
         if served is None:
-            with _unserved(self._directory, self.name, name):
+            async with self._unserved(name):
                 await self.store.seek(self.name, name, positions, reason)
             return
         delivery = next(iter(served.deliveries.values()))
@@ -363,8 +364,19 @@ class Provider:
         process serves it."""
         if name in self.manager.served:
             await self.withdraw(name)
-        with _unserved(self._directory, self.name, name):
+        async with self._unserved(name):
             await self.store.delete_subscription(self.name, name)
+
+    async def _lock(self, name: str) -> DirectoryLock | None:
+        if self._directory is None:
+            return None
+        return await asyncio.to_thread(lock_subscription, self._directory, self.name, name)
+
+    @asynccontextmanager
+    async def _unserved(self, name: str) -> AsyncGenerator[None]:
+        """Makes sure that no other process serves the subscription meanwhile. Raises Busy."""
+        with await self._lock(name) or nullcontext():
+            yield
 
     async def caught_up(self, name: str) -> None:
         """Return when everything stored before the call is done for subscription `name` (paused streams apart)."""
@@ -432,11 +444,6 @@ def _parts(events: list[bytes | Event]) -> Iterable[list[bytes | Event]]:
         part.append(event)
         size += len(payload)
     yield part
-
-
-def _unserved(directory: DataDirectory | None, provider: str, name: str) -> AbstractContextManager[object]:
-    """Makes sure that no other process serves the subscription meanwhile. Raises Busy."""
-    return lock_subscription(directory, provider, name) if directory else nullcontext()
 
 
 async def _completed(handler: Handler) -> None:

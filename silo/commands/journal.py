@@ -14,7 +14,6 @@ import hashlib
 import os
 import uuid
 from dataclasses import asdict
-from pathlib import Path
 
 import msgspec
 
@@ -67,14 +66,17 @@ class Reader:
         return self.position == position and at_a_line
 
 
-class Journal:
-    """The journal of one file."""
+def journal_key(provider: str, path: str, form: Form) -> str:
+    return hashlib.sha256(msgspec.json.encode((provider, path, asdict(form)))).hexdigest()
 
-    def __init__(self, provider: Provider, path: Path, form: Form) -> None:
+
+class Journal:
+    """The journal of one file, named by its real path."""
+
+    def __init__(self, provider: Provider, path: str, form: Form) -> None:
         self._provider = provider
-        self.path = os.path.realpath(path)
-        identity = msgspec.json.encode((provider.name, self.path, asdict(form)))
-        self.key = hashlib.sha256(identity).hexdigest()
+        self.path = path
+        self.key = journal_key(provider.name, path, form)
         self._producer = ""
         self._previous = 0
         self._done = Reader().position

@@ -15,7 +15,7 @@ import click
 
 from ...streams import Event, StreamId
 from ..datadir import lock, open_data_directory
-from ..outcome import Failed
+from ..outcome import Failed, Interrupted
 from ..provider import Provider
 from .journal import Journal, Reader
 from .lines import BadLine, Form, Lines, read_lines
@@ -53,6 +53,8 @@ def command(*, where: Where, how: Mapping[str, Any], file: Path, as_json: bool, 
     """
     try:
         result = run(_publish(where, how, file, Form(**form)))
+    except Interrupted:
+        raise Interrupted("interrupted" if file == STDIN else "interrupted: run it again to go on") from None
     except BadLine as bad:
         raise Failed(f"{_name(file)}:{bad.number}: {bad.reason}; the lines before it are published") from None
     if as_json:
@@ -75,8 +77,7 @@ async def _publish(where: Where, how: Mapping[str, Any], file: Path, form: Form)
     began = time.monotonic()
     async with opened(where, how) as provider:
         with _descriptor(file) as descriptor:
-            regular = stat.S_ISREG(os.fstat(descriptor).st_mode) and file != STDIN
-            journal = Journal(provider, file, form) if regular and provider.adapter.capabilities.idempotent else None
+            journal = _journal(provider, file, form, descriptor)
             with _alone(where, file, journal), progress(_size(descriptor)) as advance:
                 publishing = Publishing(provider, form, journal, advance)
                 skipped = await publishing.resume(descriptor, _name(file))
@@ -166,6 +167,13 @@ def _opened(file: Path) -> Generator[int]:
 def _size(descriptor: int) -> int | None:
     status = os.fstat(descriptor)
     return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def _journal(provider: Provider, file: Path, form: Form, descriptor: int) -> Journal | None:
+    """None where it would be of no use: what comes through a pipe cannot be read again."""
+    regular = stat.S_ISREG(os.fstat(descriptor).st_mode) and file != STDIN
+    keeps = regular and provider.adapter.capabilities.idempotent
+    return Journal(provider, os.path.realpath(file), form) if keeps else None
 
 
 def _alone(where: Where, file: Path, journal: Journal | None) -> AbstractContextManager[object]:

@@ -1,0 +1,177 @@
+"""What holds for every command."""
+
+import subprocess
+import sys
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+
+import click
+import pytest
+
+from headrace.silo.cli import COMMANDS, cli
+from headrace.silo.outcome import Failed, Interrupted, exit_code, message
+from headrace.streams import Busy, InvalidArgument, NotSupported, PayloadTooLarge, StorageFull
+from tests.silo.commandline import SCRIPT, Headrace, Start, ended
+
+
+def command_of(name: str) -> click.Command:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    return command
+
+
+def all_commands() -> dict[str, click.Command]:
+    """The commands with those of groups."""
+    found: dict[str, click.Command] = {}
+    for name in COMMANDS:
+        command = command_of(name)
+        if isinstance(command, click.Group):
+            found |= {f"{name} {each}": command.commands[each] for each in command.commands}
+        else:
+            found[name] = command
+    return found
+
+
+def test_help_lists_every_command(headrace: Headrace):
+    out = headrace("--help").out
+    assert [line.split()[0] for line in out.partition("Commands:\n")[2].splitlines() if line[2] != " "] == list(
+        COMMANDS
+    )
+
+
+def test_help_imports_nothing_that_a_command_needs():
+    program = (
+        "import sys; from headrace.silo.cli import main; main(['--help'])\n"
+        "print(sorted({'sqlalchemy', 'lmdb', 'rich', 'prometheus_client', 'asyncio'} & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert out.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_its_help(name: str, headrace: Headrace):
+    ran = headrace(name, "--help")
+    assert (ran.code, ran.err) == (0, "")
+    assert f"headrace {name}" in ran.out
+
+
+def test_every_command_that_reports_has_json():
+    without = {
+        name for name, command in all_commands().items() if not any(p.opts == ["--json"] for p in command.params)
+    }
+    assert without == {"silo", "bench"}
+
+
+def test_version(headrace: Headrace):
+    assert headrace("--version").out == f"headrace, version {version('headrace')}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["flow"], "No such command 'flow'"),
+        (["--verbose"], "No such option '--verbose'"),
+        (["streams", "--bogus"], "No such option '--bogus'. (see headrace streams --help)"),
+        (["streams"], "Missing option '--data'"),
+        (["subscribe", "--data", "d"], "Missing argument 'SELECTOR'"),
+        (["subscribe", "--data", "d", "a/*", "--max", "0"], "0 is not in the range x>=1"),
+        (["subscribe", "--data", "d", "nothing"], "'nothing' selects no stream"),
+        (["subscribe", "--data", "d", "a/*", "--from", "noon"], "'noon' is no start"),
+        (["subscribe", "--data", "d", "a/*", "--from", "3"], "a token is a position in one queue"),
+        (["subscribe", "--data", "d", "a/*", "--filter", "x=1"], "--filter x=1: write it as header:NAME=VALUE"),
+        (["subscribe", "--data", "d", "a/*", "--option", "durability"], "--option durability: write it as NAME=VALUE"),
+        (["subscribe", "--data", "d", "a/*", "--option", "durability=often"], "options of adapter 'log'"),
+        (["subscribe", "--data", "d", "a/*", "--name", "not a name"], "'not a name' is no subscription name"),
+        (["subscribe", "--data", "d", "a/*", "--provider", "../up"], "'../up' is no provider name"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_code_2(arguments: list[str], reason: str, headrace: Headrace):
+    assert reason in headrace(*arguments).refused(2)
+
+
+@pytest.mark.parametrize("command", [["streams"], ["queues"], ["subscriptions", "list"], ["deadletters", "list"]])
+def test_looking_at_a_directory_that_is_none_makes_nothing(command: list[str], tmp_path: Path, headrace: Headrace):
+    assert "typo is no data directory" in headrace(*command, "--data", "typo").refused(1)
+    assert not (tmp_path / "typo").exists()
+
+
+def test_looking_at_an_unknown_provider_names_those_there_are(headrace: Headrace):
+    headrace("publish", "--data", "d", "--stream", "a/b", stdin=b"1\n")
+    assert "has no provider 'orders': there is default" in headrace(
+        "streams", "--data", "d", "--provider", "orders"
+    ).refused(1)
+
+
+def test_a_foreign_directory_is_refused_by_every_command(tmp_path: Path, headrace: Headrace):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter").write_text("x")
+    for arguments in (["publish", "--stream", "a/b"], ["subscribe", "a/*"], ["silo"], ["demo", "--flights", "f"]):
+        assert "not empty and not made by headrace" in headrace(*arguments, "--data", "thesis").refused(1)
+    assert [entry.name for entry in (tmp_path / "thesis").iterdir()] == ["chapter"]
+
+
+@pytest.mark.parametrize("damage", ["providers/default/log/data.mdb", "control.db", "headrace.json"])
+def test_a_damaged_directory_is_refused_with_one_line(damage: str, tmp_path: Path, headrace: Headrace):
+    headrace("publish", "--data", "d", "--stream", "a/b", stdin=b"1\n2\n")
+    (victim,) = [path for path in (tmp_path / "d").rglob(Path(damage).name) if path.is_file()]
+    victim.write_bytes(b"\xff" * victim.stat().st_size)
+
+    for arguments in (["publish", "--stream", "a/b"], ["streams"], ["subscriptions", "list"]):
+        assert str(tmp_path / "d") in headrace(*arguments, "--data", "d").refused(1)
+
+
+def test_another_number_of_queues_is_refused(headrace: Headrace):
+    headrace("publish", "--data", "d", "--stream", "a/b", "--queues", "4", stdin=b"1\n")
+    refused = headrace("publish", "--data", "d", "--stream", "a/b", "--queues", "5", stdin=b"2\n").refused(2)
+    assert "provider 'default' has 4 queues, not 5" in refused
+
+
+def test_options_can_be_given_by_variables(headrace: Headrace):
+    headrace("publish", "--stream", "a/b", stdin=b"1\n", HEADRACE_DATA="d", HEADRACE_PROVIDER="orders")
+    assert headrace("streams", "--data", "d", "--provider", "orders", "--json").json[0]["stream"] == "a/b"
+
+
+def test_a_reader_that_leaves_early_is_no_error(headrace: Headrace, start: Start):
+    headrace("publish", "--data", "d", "--stream", "a/b", "--format", "raw", stdin=(b"x" * 1000 + b"\n") * 2000)
+    process = start("subscribe", "--data", "d", "a/*", "--from", "earliest", "--no-follow")
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith(b"a/b 0 ")
+    process.stdout.close()
+
+    assert (process.wait(60), process.stderr and process.stderr.read()) == (1, b"")
+
+
+def test_the_script_and_the_module_are_the_same():
+    assert Path(SCRIPT).exists()
+    assert import_module("headrace.silo.cli").main(["--version"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (InvalidArgument("bad\nthing"), 2, "bad thing"),
+        (NotSupported("cannot"), 2, "cannot"),
+        (PayloadTooLarge("it", 3, 2), 1, "it has 3 bytes, the limit is 2: split it, or store it elsewhere"),
+        (Busy("taken"), 1, "taken"),
+        (StorageFull("full"), 1, "full"),
+        (OSError(2, "No such file", "a.toml"), 1, "a.toml: No such file"),
+        (OSError(5, "Input/output error"), 1, "Input/output error"),
+        (Failed("one", "two"), 1, "one\ntwo"),
+        (Interrupted("stopped"), 130, "stopped"),
+        (Interrupted("", 0), 0, ""),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (BrokenPipeError(), 1, ""),
+        (ExceptionGroup("group", [Busy("taken"), ValueError("x")]), 1, "taken"),
+        (ValueError("a bug"), None, "a bug"),
+    ],
+)
+def test_what_an_error_means(error: BaseException, code: int | None, text: str):
+    assert exit_code(error) == code
+    assert message(error).startswith(text)
+
+
+def test_an_interrupted_start_says_so(start: Start):
+    process = start("subscribe", "--data", "d", "a/*")
+    process.send_signal(2)
+    assert ended(process).code in {130, -2}  # -2: before Python had come so far as to handle it
