@@ -11,12 +11,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from ..adapters.seam import Gap, QueueAdapter
-from ..streams.errors import HeadraceError, InvalidArgument
+from ..streams.errors import HeadraceError, InvalidArgument, StorageError
+from ..streams.identity import SequenceToken
 from ..streams.subscriptions import Checkpoint, SlowConsumer
 from .cache import CacheStatistics, QueueCache
 from .delivery import Delivery, DeliveryStatistics, State, StreamCursor
@@ -29,6 +32,8 @@ FIRST_TICK_S = 0.02
 that are made together share the first read."""
 MAX_CATCH_UPS = 4
 """Catch-ups of one queue that read at the same time."""
+CATCH_UP_TURN_S = 1.0
+"""A catch-up whose consumer is slow makes way for another after this time, in seconds."""
 PRESSURE_CHECK_S = 0.05
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
@@ -101,6 +106,10 @@ class PullingAgent:
         self._restarting = False
         self._closed = False
         self._fault = ""
+        self._queued = 0
+        """Catch-ups that wait for a slot."""
+        self._received_events = self._received_bytes = 0
+        """By feeds that have ended."""
 
     # ---- deliveries come and go ------------------------------------------------------------------------------------
 
@@ -112,26 +121,28 @@ class PullingAgent:
             self._runner = asyncio.create_task(self._run(), name=f"headrace agent {self.queue}")
         elif self.main is not None:
             if not self._rewindable and delivery.watermark < self.main.cache.first_offset:
-                self._restarting = True
-                self.main.finish()
-                self._wake_reader()
+                self._go_back()
             else:
                 self._place(delivery)
 
     async def detach(self, name: str, drain_s: float) -> Checkpoint | None:
-        """Stop serving a subscription: running handlers end, within `drain_s` seconds, and what is done is returned."""
+        """Stop serving a subscription: running handlers end, within `drain_s` seconds, and what is done is returned.
+
+        Where this is cancelled, it is not served either; its handlers are cancelled, and may yet be ending."""
         delivery = self.deliveries.pop(name, None)
         if delivery is None:
             return None
-        await delivery.stop(drain_s)
-        if (task := self._catching.pop(name, None)) is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        checkpoint = delivery.checkpoint(limit=None)
-        if self.main is not None:
-            self.main.leave(delivery)
-        for cursor in delivery.cursors.values():
-            cursor.park()
+        try:
+            await delivery.stop(drain_s)
+        finally:
+            if (task := self._catching.pop(name, None)) is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            checkpoint = delivery.checkpoint(limit=None)
+            if self.main is not None:
+                self.main.leave(delivery)
+            for cursor in delivery.cursors.values():
+                cursor.release()
         return checkpoint
 
     async def acknowledge(self, offset: int) -> None:
@@ -157,17 +168,20 @@ class PullingAgent:
     async def _run(self) -> None:
         """Keep the main feed going, whatever happens to it."""
         await asyncio.sleep(self._rng.uniform(0, FIRST_TICK_S))
-        backoff = FIRST_BACKOFF_S
+        loop, backoff = asyncio.get_running_loop(), FIRST_BACKOFF_S
         while not self._closed:
+            began = loop.time()
             try:
                 await self._read()
-                backoff, self._fault = FIRST_BACKOFF_S, ""
+                self._fault = ""
             except HeadraceError as error:
                 self._fault = str(error)
                 log.warning("queue %d: %s; trying again in %.1f s", self.queue, error, backoff)
             except Exception as error:
                 self._fault = f"{type(error).__name__}: {error}"
                 log.exception("queue %d: the agent failed and starts again in %.1f s", self.queue, backoff)
+            if loop.time() - began > MAX_BACKOFF_S:
+                backoff = FIRST_BACKOFF_S
             if self._fault:
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, MAX_BACKOFF_S)
@@ -180,7 +194,7 @@ class PullingAgent:
             cache = self._limits.main(rewindable=self._rewindable)
             cache.next_offset = start if start is not None else (await self._adapter.bounds(self.queue)).first
             self.main = Feed(self, receiver, cache, check_s=min(PRESSURE_CHECK_S, self._detach_after_s))
-            self._restarting = False
+            self._restarting, self._fault = False, ""
             for delivery in list(self.deliveries.values()):
                 self._place(delivery)
             for catch_up in list(self._catch_ups.values()):
@@ -188,28 +202,39 @@ class PullingAgent:
             self._reading = asyncio.create_task(self.main.run(), name=f"headrace feed {self.queue}")
             await self._reading
         except asyncio.CancelledError:
-            if not self._restarting:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
                 raise
+            if not self._restarting:
+                raise StorageError(f"reading of queue {self.queue} was cancelled") from None
         finally:
             if self._reading is not None:
                 self._reading.cancel()
             await receiver.aclose()
-            await self._leave_main()
+            self._leave_main()
 
-    def _wake_reader(self) -> None:
+    def _go_back(self) -> None:
+        """Read a queue that cannot rewind once more, from the first batch that is not finished."""
+        assert self.main is not None
+        self._restarting = True
+        self.main.finish()
         if self._reading is not None:
             self._reading.cancel()
 
-    async def _leave_main(self) -> None:
+    def _leave_main(self) -> None:
         """The main feed ended: everything that stands in its cache is parked, and what runs comes to its end."""
         main, self.main = self.main, None
-        for delivery in list(main.deliveries) if main is not None else ():
-            assert main is not None
+        if main is None:
+            return
+        self._retire(main)
+        for delivery in list(main.deliveries):
             delivery.base = delivery.position
             delivery.feed = None
             delivery.leave(main)
-            if not self._closed and not self._rewindable:
-                await delivery.quiet()
+
+    def _retire(self, feed: Feed) -> None:
+        self._received_events += feed.received_events
+        self._received_bytes += feed.received_bytes
 
     def _start(self) -> int:
         """Where the main feed starts: as far on as possible, so that who is further back catches up without holding up
@@ -226,9 +251,19 @@ class PullingAgent:
         """Join the main feed where its cache reaches back far enough, else catch up."""
         main = self.main
         assert main is not None
+        if not self._rewindable:
+            self._skip_what_is_gone(delivery, main.cache.first_offset)
         if delivery.feed is None and (delivery.base >= main.cache.first_offset or not self._rewindable):
             main.join(delivery)
         self._catch_up(delivery)
+
+    def _skip_what_is_gone(self, delivery: Delivery, first: int) -> None:
+        """A queue that cannot rewind begins at `first`: what a delivery needs from below does not come again."""
+        if delivery.watermark < first:
+            self.missing([delivery], Gap(delivery.watermark, first, "the queue no longer has them"))
+            for cursor in delivery.cursors.values():
+                if cursor.batch is None and cursor.token.offset < first:
+                    cursor.skip_to(SequenceToken(first))
 
     def _on_parked(self, _: StreamCursor) -> None:
         """Look at it once the feeds had their turn: the main cache may have moved on by then."""
@@ -262,7 +297,10 @@ class PullingAgent:
         if running is not None:
             for cursor in due:
                 running.take_along(cursor)
-        elif (due or delivery.feed is None) and delivery.name not in self._catching and self._rewindable:
+        elif not self._rewindable:
+            if due:
+                self._go_back()
+        elif (due or delivery.feed is None) and delivery.name not in self._catching:
             task = asyncio.create_task(
                 self._run_catch_ups(delivery), name=f"headrace catch-up {delivery.name}/{self.queue}"
             )
@@ -274,7 +312,7 @@ class PullingAgent:
         try:
             while not self._closed and (self._due(delivery) or delivery.feed is None):
                 try:
-                    async with self._slots:
+                    async with self._slot():
                         await self._catch_up_once(delivery)
                     backoff = FIRST_BACKOFF_S
                 except Exception as error:
@@ -287,6 +325,18 @@ class PullingAgent:
         finally:
             if self._catching.get(delivery.name) is asyncio.current_task():
                 del self._catching[delivery.name]
+
+    @asynccontextmanager
+    async def _slot(self) -> AsyncGenerator[None]:
+        self._queued += 1
+        try:
+            await self._slots.acquire()
+        finally:
+            self._queued -= 1
+        try:
+            yield
+        finally:
+            self._slots.release()
 
     async def _catch_up_once(self, delivery: Delivery) -> None:
         positions = [c.token.offset for c in self._due(delivery)]
@@ -307,29 +357,43 @@ class PullingAgent:
             await feed.run()
         finally:
             del self._catch_ups[delivery.name]
-            if not feed.finished:
-                delivery.base = delivery.position if feed.whole else delivery.base
-                delivery.feed = None if feed.whole else delivery.feed
-                delivery.leave(feed)
+            self._retire(feed)
+            if feed.whole and not feed.finished:
+                delivery.base = delivery.position
+                delivery.feed = None
+            delivery.leave(feed)
             await receiver.aclose()
 
     # ---- slow consumers --------------------------------------------------------------------------------------------
 
     def relieve(self, feed: Feed) -> None:
         """The feed's cache is full. Cursors in its oldest bucket are detached where they make no progress, or where
-        another subscription has nothing left to do: then they would hold it up."""
+        another subscription has nothing left to do: then they would hold it up. A catch-up makes way for another."""
         if not feed.cache.buckets:
             return
         oldest = feed.cache.buckets[0]
         hungry = {d.name for d in feed.deliveries if not any(c.bucket is not None for c in d.cursors.values())}
-        budget = self._limits.max_bytes // 8 - self._held_apart()
+        held, most = self._held_apart(), self._limits.max_bytes // 8
         for delivery in [d for d in self.deliveries.values() if self._detachable(d)]:
-            alone = isinstance(feed, CatchUp) and delivery.definition.selector.explicit
-            for cursor in [c for c in delivery.cursors.values() if c.bucket is oldest and not alone]:
+            for cursor in [c for c in delivery.cursors.values() if c.bucket is oldest]:
                 size = cursor.batch.nbytes if cursor.state is State.RUNNING and cursor.batch is not None else 0
-                if (hungry or self._stuck(cursor)) and size <= budget:
-                    budget -= size
+                fits = not held or held + size <= most  # one batch always does, however large
+                if fits and (hungry or self._stuck(cursor)) and not _alone(feed, delivery):
+                    held += size
                     delivery.detach(cursor)
+        if isinstance(feed, CatchUp) and self._in_demand(feed):
+            feed.give_way()
+
+    def _in_demand(self, feed: CatchUp) -> bool:
+        """Whether others wait for the place of a catch-up that has had its turn, and what its handlers would hold
+        apart is not too much."""
+        cursors = feed.delivery.cursors.values()
+        wanted = self._queued or (feed.finished and any(c.state is State.PARKED and c.feed is None for c in cursors))
+        if not wanted or asyncio.get_running_loop().time() - feed.began_at < CATCH_UP_TURN_S:
+            return False
+        sizes = [c.batch.nbytes for c in cursors if c.feed is feed and c.state is State.RUNNING and c.batch is not None]
+        held = self._held_apart()
+        return held + sum(sizes) <= self._limits.max_bytes // 8 or (not held and len(sizes) == 1)
 
     def _held_apart(self) -> int:
         """Bytes of batches that running handlers hold outside of any cache."""
@@ -359,8 +423,8 @@ class PullingAgent:
             self.queue,
             cache.next_offset,
             cache.statistics(),
-            sum(feed.received_events for feed in feeds),
-            sum(feed.received_bytes for feed in feeds),
+            self._received_events + sum(feed.received_events for feed in feeds),
+            self._received_bytes + sum(feed.received_bytes for feed in feeds),
             state,
             reason,
             [(d.statistics(), name in self._catch_ups) for name, d in self.deliveries.items()],
@@ -378,3 +442,13 @@ class PullingAgent:
         if main.throttled:
             return "throttled", "the cache is full: the slowest consumer sets the pace"
         return "running", ""
+
+
+def _alone(feed: Feed, delivery: Delivery) -> bool:
+    """Whether a catch-up is for one stream only, so that nobody waits for what comes behind it."""
+    if not isinstance(feed, CatchUp) or feed.finished:
+        return False
+    if delivery.definition.selector.explicit or feed.whole:
+        return delivery.definition.selector.explicit
+    due = (c for c in delivery.cursors.values() if c.feed is feed or (c.state is State.PARKED and c.feed is None))
+    return len(list(islice(due, 2))) < 2

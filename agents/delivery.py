@@ -450,8 +450,7 @@ class Delivery:
         log.warning("stream %s of %s is paused at %s: %s", cursor.stream, self.name, cursor.token, reason)
         cursor.state = State.PAUSED
         cursor.troubled().paused = reason
-        if self._rewindable:
-            cursor.park()
+        cursor.park()
 
     def resume(self, stream: StreamId) -> bool:
         """Go on with a paused stream. False where it is not paused here."""
@@ -540,11 +539,6 @@ class Delivery:
             return False
         live = (c for c in self.cursors.values() if c.state is not State.PAUSED)
         return all(self._behind(c).token.offset >= offset for c in live)
-
-    async def quiet(self) -> None:
-        """Return when no handler runs."""
-        while self._in_flight:
-            await self._progress()
 
     async def _progress(self) -> None:
         future: asyncio.Future[None] = self._loop.create_future()

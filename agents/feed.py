@@ -189,7 +189,9 @@ class CatchUp(Feed):
         super().__init__(owner, receiver, cache, check_s=check_s)
         self.delivery = delivery
         self.deliveries = [delivery]
+        self.began_at = asyncio.get_running_loop().time()
         self._reading: asyncio.Task[None] | None = None
+        self._gave_way = False
         self.whole = delivery.feed is None
         if self.whole:
             delivery.feed = self
@@ -203,16 +205,28 @@ class CatchUp(Feed):
             cursor.feed = self
 
     async def run(self) -> None:
+        """Read until the main feed is reached, then stay for those who are busy with what is in this cache."""
         self._moved()
-        if self.finished:
-            return
+        if not self.finished:
+            await self._read()
+        while self.finished and not self._gave_way and any(bucket.pins for bucket in self.cache.buckets):
+            self.cache.purge()
+            await self._under_pressure()
+
+    async def _read(self) -> None:
         self._reading = asyncio.create_task(super().run(), name=f"headrace feed {self.owner.queue} catching up")
         try:
             await self._reading
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if not self.finished or (task is not None and task.cancelling()):
+            if not (self.finished or self._gave_way) or (task is not None and task.cancelling()):
                 raise
+
+    def give_way(self) -> None:
+        """End now: another needs the place. What is left goes on later, in another catch-up."""
+        self._gave_way = True
+        if self._reading is not None:
+            self._reading.cancel()
 
     def drained(self, delivery: Delivery, cursor: StreamCursor) -> None:
         if self.finished:

@@ -72,7 +72,9 @@ class _Clockwork(selectors.SelectSelector):
         return ready
 
 
-def run(main: Coroutine[Any, Any, T], *, limit_s: float = 3600.0, latency: Callable[[], float] = lambda: 0.0) -> T:
+def run(
+    main: Coroutine[Any, Any, T], *, limit_s: float = 10_000_000.0, latency: Callable[[], float] = lambda: 0.0
+) -> T:
     """Run `main` in virtual time. Raises TimeoutError where it takes longer than `limit_s` virtual seconds.
 
     A task that outlives it is an AssertionError.
