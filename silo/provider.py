@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..adapters import AdapterContext, Bounds, ProducerSequence, QueueAdapter, R
 from ..agents import CacheLimits, PullingManager
 from ..balancer import StreamQueueMapper
 from ..balancer.mapper import VERSION as MAPPER_VERSION
-from ..streams.errors import InvalidArgument, NotSupported
+from ..streams.errors import Busy, InvalidArgument, NotSupported
 from ..streams.events import BATCH_TARGET_BYTES, MAX_BATCH_EVENTS, Event, EventBatch
 from ..streams.handlers import AnyHandler, Declared, EventFilter, Handler, filter_name
 from ..streams.identity import SequenceToken, StreamId
@@ -170,7 +170,11 @@ class Provider:
             return
         for definition in await self.store.subscriptions(self.name):
             earliest = await self._positions(definition.selector, Start.earliest())
-            await self.store.seek(self.name, definition.name, earliest, "the queues did not survive the process")
+            with suppress(Busy):  # the process that serves it is alive, and so are its queues
+                async with self._unserved(definition.name):
+                    await self.store.seek(
+                        self.name, definition.name, earliest, "the queues did not survive the process"
+                    )
 
     # ---- publishing ------------------------------------------------------------------------------------------------
 

@@ -39,10 +39,10 @@ def payload_fields(payload: bytes) -> dict[str, str]:
 
 
 def timestamp(event: Event) -> str | int | None:
-    """ISO 8601 in UTC; microseconds since 1970 where that has no year of four digits."""
+    """ISO 8601 in UTC; microseconds since 1970 outside of the years 1 to 9999."""
     try:
         return event.time.isoformat() if event.time else None
-    except OverflowError:
+    except InvalidArgument:
         return event.timestamp_us
 
 

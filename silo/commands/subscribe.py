@@ -101,10 +101,10 @@ class Printer:
         if not self.ended.done():
             self.ended.set_exception(error)
 
-    async def _print(self, text: bytes) -> None:
+    async def _print(self, events: Sequence[Event]) -> None:
         try:
-            await self._writer.write(text)
-        except OSError as error:
+            await self._writer.write(b"".join(map(self._render, events)))
+        except Exception as error:  # noqa: BLE001 (what cannot be printed is no failure of the event: nothing is given up)
             await self.on_error(error)
             await self._enough()
 
@@ -118,7 +118,7 @@ class BatchPrinter(Printer):
     """Prints every event, a batch at a time."""
 
     async def on_next_batch(self, batch: EventBatch) -> None:
-        await self._print(b"".join(map(self._render, batch.events())))
+        await self._print(batch.events())
 
 
 class LimitedPrinter(Printer):
@@ -132,7 +132,7 @@ class LimitedPrinter(Printer):
         if not self._to_start:
             await self._enough()
         self._to_start -= 1
-        await self._print(self._render(event))
+        await self._print([event])
         self._to_finish -= 1
         if not self._to_finish:
             self.ended.set_result(None)
