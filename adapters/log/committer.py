@@ -100,8 +100,15 @@ class Committer:
             _log.exception("a commit failed in an unforeseen way")
             outcomes, grown = [StorageError(f"a commit failed: {error!r}") for _ in calls], set[int]()
         self._unsynced = True
-        self._committed(grown)
+        self._tell(grown)
         self._loop.call_soon_threadsafe(self._answer, calls, outcomes, grown)
+
+    def _tell(self, grown: set[int]) -> None:
+        """Ring the others. Where that fails they look for themselves within a second: it must not stop this thread."""
+        try:
+            self._committed(grown)
+        except OSError as error:
+            _log.warning("%s: other handles cannot be woken up: %s", self._environment.path, error)
 
     def _store(self, calls: Sequence[Call]) -> tuple[Sequence[Outcome | HeadraceError], set[int]]:
         try:

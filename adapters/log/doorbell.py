@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from ...streams.errors import Closed
+from ...streams.errors import Closed, StorageError
 
 SAFETY_POLL_S = 1.0
 """A receiver looks again after this time even if nobody rang."""
@@ -49,9 +49,7 @@ class Doorbell:
             if self._closed:
                 raise Closed("the adapter is closed")
             if self._fifo is None:
-                self._fifo = await asyncio.to_thread(_make_fifo, self._directory, self.name)
-                self._loop.add_reader(self._fifo, self._on_ring, self._fifo)
-                self._tick()
+                await self._open()
         event = asyncio.Event()
         self._listeners.setdefault(queue, set()).add(event)
         return event
@@ -73,6 +71,18 @@ class Doorbell:
                 self._loop.remove_reader(self._fifo)
                 fifo, self._fifo = self._fifo, None
                 await asyncio.to_thread(_remove_fifo, self._directory / self.name, fifo)
+
+    async def _open(self) -> None:
+        making = asyncio.create_task(asyncio.to_thread(_make_fifo, self._directory, self.name))
+        try:
+            await asyncio.shield(making)
+        finally:
+            # A thread cannot be cancelled: what it makes is kept, or nobody would ever remove it.
+            await asyncio.wait([making])
+            if making.exception() is None:
+                self._fifo = making.result()
+                self._loop.add_reader(self._fifo, self._on_ring, self._fifo)
+                self._tick()
 
     def _tick(self) -> None:
         self.ring(list(self._listeners))
@@ -154,9 +164,12 @@ def _numbers(message: bytes) -> array[int]:
 def _make_fifo(directory: Path, name: str) -> int:
     """Make and open a FIFO. It gets its name once it has a reader: without one it would pass for a dead handle's."""
     hidden = directory / f".{name}"
-    os.mkfifo(hidden)
-    fifo = os.open(hidden, os.O_RDWR | os.O_NONBLOCK)
-    hidden.rename(directory / name)
+    try:
+        os.mkfifo(hidden)
+        fifo = os.open(hidden, os.O_RDWR | os.O_NONBLOCK)
+        hidden.rename(directory / name)
+    except OSError as error:
+        raise StorageError(f"{directory}: a pipe to be woken up by cannot be made: {error.strerror}") from None
     return fifo
 
 

@@ -24,6 +24,8 @@ from .transactions import Changes, Databases, Snapshot, Transaction
 
 MAX_QUEUES = 4096
 _MAX_READERS = 1022
+_LOCK_FILE_BYTES = 64 * (_MAX_READERS + 2)
+"""What LMDB makes of `_MAX_READERS`. Never more: processes that see different sizes would take slots beyond the map."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _A_LITTLE_BYTES = 1 << 20
 _DAMAGED = (
@@ -66,8 +68,21 @@ class LogEnvironment:
     def writing(self) -> Generator[Changes]:
         """A write transaction, committed at the end, rolled back where the body raises. One at a time over all
         processes. Raises StorageFull or StorageError, and nothing has changed then."""
+        self._check_there()
         with self._begun(write=True) as txn:
             yield Changes(txn, self._databases)
+
+    def _check_there(self) -> None:
+        """Raise DataDirectoryError where somebody deleted the log: what is written there is gone at once."""
+        try:
+            there = _file(self.path) == self._data_file
+        except FileNotFoundError:
+            there = False
+        if not there:
+            raise DataDirectoryError(
+                f"{self.path} was deleted or replaced while it was open, and nothing more is stored there: close it, "
+                "and open it again"
+            )
 
     def advance(self) -> None:
         """Commit next to nothing. LMDB lets the transaction after the next have the pages that this one frees, so when
@@ -113,7 +128,9 @@ class LogEnvironment:
 
     def _open(self) -> tuple[lmdb.Environment, Databases]:
         with _opening(self.path, self.options.map_bytes):
+            _make_lock_file(self.path)
             environment = self._open_lmdb()
+            self._data_file = _file(self.path)
             try:
                 _check_length(environment, self.path)
                 environment.reader_check()
@@ -211,7 +228,8 @@ def release(environment: LogEnvironment) -> None:
     with _registry:
         environment.handles -= 1
         if not environment.handles:
-            del _environments[_identity(environment.path)]
+            for key in [key for key, one in _environments.items() if one is environment]:
+                del _environments[key]
             environment.close()
 
 
@@ -249,6 +267,23 @@ def _identity(path: Path) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
+def _file(path: Path) -> tuple[int, int]:
+    found = (path / "data.mdb").stat()
+    return found.st_dev, found.st_ino
+
+
+def _make_lock_file(path: Path) -> None:
+    """Give LMDB's lock file its space. LMDB maps it with holes: on a full disk, touching one kills the process.
+
+    Not while this process has it open: closing a file gives up all locks of the process on it.
+    """
+    lock = os.open(path / "lock.mdb", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.posix_fallocate(lock, 0, _LOCK_FILE_BYTES)
+    finally:
+        os.close(lock)
+
+
 def _check_length(environment: lmdb.Environment, path: Path) -> None:
     """LMDB maps the file: to touch a page that is not there would kill the process."""
     expected = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
@@ -274,6 +309,10 @@ def _opening(path: Path, map_bytes: int) -> Generator[None]:
         if getattr(error, "code", 0) in (*_NO_SPACE, errno.EIO):
             raise _storage_error(error, path, map_bytes) from None
         raise DataDirectoryError(f"{path} cannot be opened: {error}") from None
+    except OSError as error:
+        if error.errno in _NO_SPACE:
+            raise StorageFull(f"{path}: no space left on the device: free some, then open it again") from None
+        raise DataDirectoryError(f"{path} cannot be opened: {error.strerror}") from None
 
 
 @contextmanager
