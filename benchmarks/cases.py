@@ -25,7 +25,7 @@ WARM_UP = 0.1
 
 def publish(gate: Gate, *, data: str, events: int, size: int, batch: int, streams: int = 8, queues: int = 8) -> None:
     """Durable publish of batches, `IN_FLIGHT` at a time."""
-    asyncio.run(_publish(gate, data, events, size, batch, streams, queues))
+    asyncio.run(_publish(gate, data, events, size, batch=batch, streams=streams, queues=queues))
 
 
 def publish_singly(gate: Gate, *, data: str, events: int, size: int, publishers: int) -> None:
@@ -55,14 +55,25 @@ def in_process(
     `how`: `batch` reads the payloads of every batch, `whole` only counts them, `event` has a handler per event.
     """
     with tempfile.TemporaryDirectory() as data:
-        run = _in_process(gate, data, events, size, batch, consumers, how, stuck, SlowConsumer(policy), cache_mb)
+        run = _in_process(
+            gate,
+            data,
+            events,
+            size,
+            batch=batch,
+            consumers=consumers,
+            how=how,
+            stuck=stuck,
+            policy=SlowConsumer(policy),
+            cache_mb=cache_mb,
+        )
         return asyncio.run(run)
 
 
 def drain(gate: Gate, *, events: int, size: int, batch: int, streams: int, suspend: bool = False) -> None:
     """Delivery of a backlog of one queue, spread over `streams`; `batch` events of a stream stand together."""
     with tempfile.TemporaryDirectory() as data:
-        asyncio.run(_drain(gate, data, events, size, batch, streams, suspend=suspend))
+        asyncio.run(_drain(gate, data, events, size, batch=batch, streams=streams, suspend=suspend))
 
 
 def latency_in_process(gate: Gate, *, events: int, size: int, rate: int) -> dict[str, float]:
@@ -132,7 +143,7 @@ class Stamps:
         return Latency.of(self._samples_ms[int(WARM_UP * len(self._samples_ms)) :])
 
 
-async def _publish(gate: Gate, data: str, events: int, size: int, batch: int, streams: int, queues: int) -> None:
+async def _publish(gate: Gate, data: str, events: int, size: int, *, batch: int, streams: int, queues: int) -> None:
     async with Provider.open(data, queues=queues) as provider:
         tune_garbage_collection()
         gate.wait()
@@ -189,6 +200,7 @@ async def _in_process(
     data: str,
     events: int,
     size: int,
+    *,
     batch: int,
     consumers: int,
     how: str,
@@ -229,7 +241,7 @@ def never_returning(release: asyncio.Event) -> Callable[[EventBatch], Awaitable[
     return stuck
 
 
-async def _drain(gate: Gate, data: str, events: int, size: int, batch: int, streams: int, *, suspend: bool) -> None:
+async def _drain(gate: Gate, data: str, events: int, size: int, *, batch: int, streams: int, suspend: bool) -> None:
     async with Provider.open(data, queues=1) as provider:
         await _fill(provider, events, size, batch, [StreamId("bench", str(i)) for i in range(streams)])
         counter = Counter(events)

@@ -14,10 +14,10 @@ def block(language: str, number: int = 0) -> str:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)[number]
 
 
-def run(command: list[str], directory: Path, **options: object) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     return subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=60, check=False, **options
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=60, check=False
     )
 
 
