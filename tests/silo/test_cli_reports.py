@@ -1,0 +1,191 @@
+"""`headrace streams`, `queues`, `subscriptions` and `deadletters`: what is stored, and how to change it."""
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest_asyncio
+
+from headrace.silo import Provider
+from headrace.streams import Event, OnFailure, RetryPolicy, Start, StreamId
+from tests.silo.commandline import Headrace, ended
+from tests.silo.commandline import Start as StartProcess
+
+DATA = ["--data", "d"]
+
+
+@pytest_asyncio.fixture
+async def provider(tmp_path: Path) -> AsyncIterator[Provider]:
+    async with Provider.open(tmp_path / "d", queues=2) as provider:
+        yield provider
+
+
+async def fail(_: Event) -> None:
+    raise ValueError("no\nstock")
+
+
+async def give_up_on(provider: Provider, *payloads: bytes, on_failure: OnFailure = OnFailure.DEAD_LETTER) -> None:
+    """Publish, and let subscription `orders` fail."""
+    for payload in payloads:
+        await provider.publish_many([(stream_of(payload), Event(payload, headers={"h": "1"}, id="e"))])
+    once = RetryPolicy(max_attempts=1)
+    subscription = await provider.subscribe(
+        "orders", "shop/*", fail, start=Start.earliest(), retry=once, on_failure=on_failure
+    )
+    await subscription.caught_up()
+    await subscription.close()
+
+
+def stream_of(payload: bytes) -> StreamId:
+    return StreamId("shop", payload.decode("latin-1"))
+
+
+async def test_streams_are_listed_by_name_with_what_is_stored(provider: Provider, headrace: Headrace):
+    await provider.stream("shop", "b").publish([b"1", b"22"])
+    await provider.stream("shop", "b").publish(b"333")
+    await provider.stream("shop", "a/é").publish(b"1")
+    await provider.stream("yard", "").publish(b"1")
+
+    found = headrace("streams", *DATA, "--json").json
+
+    assert [one["stream"] for one in found] == ["shop/a/é", "shop/b", "yard/"]
+    b = found[1]
+    assert (b["namespace"], b["key"], b["events"], b["last"].partition(".")[0] > b["first"]) == ("shop", "b", 3, True)
+    assert b["queue"] == provider.queue_of(StreamId("shop", "b"))
+    assert [one["stream"] for one in headrace("streams", *DATA, "--namespace", "yard", "--json").json] == ["yard/"]
+    assert "shop/a/é" in headrace("streams", *DATA).out
+
+
+async def test_an_empty_provider_has_no_streams(provider: Provider, headrace: Headrace):
+    assert headrace("streams", *DATA, "--json").json == []
+
+
+async def test_queues_show_what_they_hold_and_who_lags(provider: Provider, headrace: Headrace):
+    stream = StreamId("shop", "a")
+    queue = provider.queue_of(stream)
+    headrace("subscriptions", "create", *DATA, "behind", "shop/*")
+    for _ in range(3):
+        await provider.publish(stream, [b"x", b"y"])
+    headrace("subscriptions", "create", *DATA, "fresh", "shop/*")
+
+    queues = headrace("queues", *DATA, "--json").json
+
+    assert [one["queue"] for one in queues] == [0, 1]
+    one = queues[queue]
+    assert (one["first"], one["next"], one["events"]) == (0, 3, 6)
+    assert one["bytes"] > 0
+    assert one["subscriptions"]["behind"] == {
+        "next_offset": 0, "watermark": 0, "streams_behind": 0, "streams_paused": 0, "lag": 3,
+    }  # fmt: skip
+    assert one["subscriptions"]["fresh"]["lag"] == 0
+    assert (queues[1 - queue]["events"], queues[1 - queue]["subscriptions"]["behind"]["lag"]) == (0, 0)
+    assert "lag of behind" in headrace("queues", *DATA).out
+
+
+def test_a_subscription_is_created_shown_moved_and_deleted(headrace: Headrace):
+    create = ["subscriptions", "create", *DATA, "orders", "shop/*", "--max-attempts", "3", "--on-failure", "skip"]
+    assert headrace(*create, "--json").json == {"name": "orders", "created": True}
+    assert headrace(*create, "--json").json == {"name": "orders", "created": False}
+    assert "exists with another definition" in headrace(*create[:-2]).refused(1)
+    headrace("publish", *DATA, "--stream", "shop/a", stdin=b"1\n2\n")
+
+    shown = headrace("subscriptions", "show", *DATA, "orders", "--json").json
+    assert (shown["selector"], shown["retry"]["max_attempts"], shown["on_failure"]) == ("shop/*", 3, "skip")
+    assert (shown["lag"], len(shown["queues"])) == (1, 8)
+    assert headrace("subscriptions", "seek", *DATA, "orders", "latest", "--json").json == {
+        "name": "orders", "moved": True,
+    }  # fmt: skip
+    (listed,) = headrace("subscriptions", "list", *DATA, "--json").json
+    assert (listed["name"], listed["lag"], listed["dead_letters"], listed["gaps"]) == ("orders", 0, 0, 0)
+    headrace("subscriptions", "seek", *DATA, "orders", "earliest")
+    assert headrace("subscriptions", "show", *DATA, "orders", "--json").json["lag"] == 1
+
+    assert headrace("subscriptions", "delete", *DATA, "orders", "--json").json == {"name": "orders", "deleted": True}
+    assert headrace("subscriptions", "list", *DATA, "--json").json == []
+    for action in (["show"], ["delete"], ["seek"]):
+        rest = ["latest"] if action == ["seek"] else []
+        assert "has no subscription 'orders'" in headrace("subscriptions", *action, *DATA, "orders", *rest).refused(1)
+
+
+def test_a_served_subscription_is_not_moved_or_deleted(headrace: Headrace, start: StartProcess):
+    headrace("publish", *DATA, "--stream", "shop/a", stdin=b"1\n")
+    process = start("subscribe", *DATA, "shop/*", "--name", "orders", "--from", "earliest")
+    assert process.stdout is not None
+    process.stdout.readline()
+
+    for arguments in (["delete", *DATA, "orders"], ["seek", *DATA, "orders", "latest"]):
+        assert f"is served by process {process.pid}" in headrace("subscriptions", *arguments).refused(1)
+    process.terminate()
+    assert ended(process).code == 0
+
+
+async def test_a_paused_stream_is_shown_and_resumed(provider: Provider, headrace: Headrace):
+    await give_up_on(provider, b"a", b"b", on_failure=OnFailure.PAUSE)
+    show = headrace("subscriptions", "show", *DATA, "orders", "--json").json
+    queue = str(provider.queue_of(stream_of(b"a")))
+    assert show["queues"][queue]["paused"]["shop/a"] == "ValueError: no\nstock"
+
+    assert headrace("subscriptions", "resume", *DATA, "orders", "shop/a", "--json").json["resumed"] is True
+    assert "shop/a is not paused" in headrace("subscriptions", "resume", *DATA, "orders", "shop/a").refused(1)
+    assert "shop/none is not paused" in headrace("subscriptions", "resume", *DATA, "orders", "shop/none").refused(1)
+
+    delivered: list[bytes] = []
+
+    async def take(event: Event) -> None:
+        delivered.append(event.payload)
+
+    subscription = await provider.subscribe(
+        "orders", "shop/*", take, start=Start.earliest(), retry=RetryPolicy(max_attempts=1), on_failure=OnFailure.PAUSE
+    )
+    await subscription.caught_up()
+    assert delivered == [b"a"]
+
+
+async def test_dead_letters_are_listed_shown_redriven_and_deleted(provider: Provider, headrace: Headrace):
+    await give_up_on(provider, b"a", b"b", b"\xff")
+    listed = headrace("deadletters", "list", *DATA, "--json").json
+    assert sorted(one["stream"] for one in listed) == ["shop/a", "shop/b", "shop/ÿ"]
+    by_stream = {one["stream"]: one for one in listed}
+    a = by_stream["shop/a"]
+    assert (a["subscription"], a["attempts"], a["event_id"], a["redrive"]) == ("orders", 1, "e", False)
+    assert a["reason"] == "ValueError: no\nstock"
+    assert headrace("deadletters", "list", *DATA, "--subscription", "other", "--json").json == []
+    first = headrace("deadletters", "list", *DATA, "--limit", 1)
+    assert f"--after {listed[0]['id']} goes on" in first.err
+    assert headrace("deadletters", "list", *DATA, "--after", listed[0]["id"], "--json").json == listed[1:]
+
+    shown = headrace("deadletters", "show", *DATA, a["id"], "--json").json
+    assert (shown["payload"], shown["headers"]) == ("a", {"h": "1"})
+    binary = headrace("deadletters", "show", *DATA, by_stream["shop/ÿ"]["id"], "--json").json
+    assert (base64.b64decode(binary["payload"]), binary["encoding"]) == (b"\xff", "base64")
+    assert "there is no dead letter 99" in headrace("deadletters", "show", *DATA, 99).refused(1)
+
+    of_orders = [*DATA, "--subscription", "orders", "--json"]
+    assert headrace("deadletters", "redrive", *of_orders, a["id"]).json == {"subscription": "orders", "asked_for": 1}
+    assert headrace("deadletters", "show", *DATA, a["id"], "--json").json["redrive"] is True
+    assert headrace("deadletters", "delete", *of_orders, a["id"]).json == {"subscription": "orders", "deleted": 1}
+    assert headrace("deadletters", "delete", *of_orders, "--all").json["deleted"] == 2
+    assert headrace("deadletters", "list", *DATA, "--json").json == []
+
+
+async def test_which_dead_letters_has_to_be_said(provider: Provider, headrace: Headrace):
+    for action in ("redrive", "delete"):
+        for which in ([], ["--all", "1"]):
+            refused = headrace("deadletters", action, *DATA, "--subscription", "orders", *which).refused(2)
+            assert refused == "say which dead letters: their ids, or --all"
+
+
+async def test_a_redrive_is_delivered_by_whoever_serves_the_subscription(provider: Provider, headrace: Headrace):
+    await give_up_on(provider, b"a", b"b")
+    redriven: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def take(event: Event) -> None:
+        await redriven.put(event.payload)
+
+    once = RetryPolicy(max_attempts=1)
+    await provider.subscribe("orders", "shop/*", take, start=Start.earliest(), retry=once)
+    ran = await asyncio.to_thread(headrace, "deadletters", "redrive", *DATA, "--subscription", "orders", "--all")
+
+    assert "2 dead letters of orders are to be delivered once more" in ran.err
+    assert {await redriven.get(), await redriven.get()} == {b"a", b"b"}
