@@ -3,7 +3,8 @@
 import asyncio
 import fcntl
 import os
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from subprocess import Popen
 
@@ -12,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.adapters import Bounds, ProducerSequence
-from headrace.adapters.log import LogAdapter, LogOptions
+from headrace.adapters.log import LogAdapter, LogOptions, committer
+from headrace.adapters.log.acknowledgements import Acknowledgements
 from headrace.adapters.log.blocks import BlockEncoder
 from headrace.adapters.log.committer import groups
-from headrace.adapters.log.environment import acquire, release
+from headrace.adapters.log.environment import LogEnvironment, acquire, release
 from headrace.adapters.log.group import Call, Group
 from headrace.adapters.log.timesearch import offset_at
 from headrace.streams import EventBatch, SequenceConflict, StorageError, StorageFull, StreamId
@@ -91,6 +93,57 @@ def test_commit_times_never_go_back(tmp_path: Path):
         found = [offset_at(snapshot, 0, time_us) for time_us in (0, 100, 101, 200, 201)]
     release(environment)
     assert found == [0, 0, 2, 2, 3]
+
+
+def test_what_is_acknowledged_while_it_is_stored_is_not_forgotten():
+    acknowledgements = Acknowledgements()
+    acknowledgements.note(0, 5)
+    acknowledgements.note(1, 3)
+    stored = acknowledgements.pending()
+    acknowledgements.note(0, 7)
+    acknowledgements.forget(stored)
+    assert [acknowledgements.noted(queue) for queue in (0, 1)] == [7, 0]
+
+
+@pytest.mark.parametrize(("durability", "expected"), [("relaxed", True), ("commit", False)])
+async def test_relaxed_commits_are_synced_in_the_background(
+    open_log: OpenLog, monkeypatch: pytest.MonkeyPatch, durability: str, expected: bool
+):
+    synced, chores = threading.Event(), threading.Semaphore(0)
+    sync, pending = LogEnvironment.sync, Acknowledgements.pending
+
+    def seen_sync(environment: LogEnvironment) -> None:
+        sync(environment)
+        synced.set()
+
+    def seen_chores(acknowledgements: Acknowledgements) -> Mapping[int, int]:
+        chores.release()
+        return pending(acknowledgements)
+
+    monkeypatch.setattr(committer, "_CHORES_EVERY_S", 0.001)
+    monkeypatch.setattr(LogEnvironment, "sync", seen_sync)
+    monkeypatch.setattr(Acknowledgements, "pending", seen_chores)
+    adapter = await open_log(durability=durability)
+    await adapter.enqueue([(0, batch(b"x"))])
+    for _ in range(100):
+        await asyncio.to_thread(chores.acquire)
+        if synced.is_set():
+            break
+    assert synced.is_set() == expected
+
+
+def test_reopening_waits_for_those_who_read(tmp_path: Path):
+    environment = acquire(tmp_path / "log", LogOptions(), "tests", 1)
+    reopening = threading.Thread(target=environment.reopen)
+    with environment.reading() as snapshot:
+        reopening.start()
+        reopening.join(0.05)
+        assert reopening.is_alive()
+        assert snapshot.tail(0).next == 0
+    reopening.join()
+    with environment.reading() as snapshot:
+        assert snapshot.tail(0).next == 0
+    release(environment)
 
 
 async def test_a_full_log_fails_the_calls_and_loses_nothing(open_log: OpenLog):

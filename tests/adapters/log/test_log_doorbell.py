@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -9,8 +10,12 @@ from subprocess import Popen
 
 import pytest
 
-from headrace.adapters.log import LogAdapter, doorbell
+from headrace.adapters import Received
+from headrace.adapters.log import LogAdapter, LogOptions, doorbell
+from headrace.adapters.log.blocks import StreamTable
 from headrace.adapters.log.doorbell import Doorbell, Ringer
+from headrace.adapters.log.environment import acquire, release
+from headrace.adapters.log.receiver import LogReceiver, QueueReader
 from headrace.streams import EventBatch, StreamId
 
 OpenLog = Callable[..., Awaitable[LogAdapter]]
@@ -20,6 +25,13 @@ BATCH = EventBatch.of(StreamId("tests", "doorbell"), [b"x"])
 @pytest.fixture(autouse=True)
 def nobody_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doorbell, "SAFETY_POLL_S", 3600)
+
+
+def in_thread(work: Callable[..., object], *arguments: object) -> None:
+    """Run it to the end while the loop stands still."""
+    thread = threading.Thread(target=work, args=arguments)
+    thread.start()
+    thread.join()
 
 
 def names(directory: Path) -> list[str]:
@@ -41,6 +53,48 @@ async def test_handles_of_one_process_wake_each_other(open_log: OpenLog):
     assert (await waiting).next_offset == 1
 
 
+async def test_a_handle_wakes_its_own_receivers(open_log: OpenLog):
+    adapter = await open_log()
+    receiver = await adapter.open_receiver(0, 0)
+    waiting = asyncio.create_task(receiver.receive(1, 1))
+    await adapter.enqueue([(0, BATCH)])
+    assert (await waiting).next_offset == 1
+
+
+async def test_a_waiting_receiver_looks_again_only_when_it_is_rung(tmp_path: Path):
+    environment = await asyncio.to_thread(acquire, tmp_path / "log", LogOptions(), "tests", 1)
+    looks: asyncio.Queue[Received] = asyncio.Queue()
+    rung = asyncio.Event()
+
+    async def look(read: Callable[[], Received]) -> Received:
+        looks.put_nowait(read())
+        return Received((), 0)
+
+    reader = QueueReader(environment, 0, StreamTable())
+    receiver = LogReceiver(reader, 0, rung=rung, run=look, acknowledge=print, closed=print)
+    waiting = asyncio.create_task(receiver.receive(1, 1))
+    for _ in range(3):
+        await looks.get()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert looks.empty()
+        rung.set()
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    await asyncio.to_thread(release, environment)
+
+
+async def test_a_handle_that_comes_later_is_rung_too(bell: Doorbell, tmp_path: Path):
+    ringer = Ringer(tmp_path, "somebody else")
+    await asyncio.to_thread(os.utime, tmp_path, (0, 0))
+    await asyncio.to_thread(ringer.ring, {0})
+    rung = await bell.listen(0)
+    rung.clear()
+    await asyncio.to_thread(ringer.ring, {0})
+    await rung.wait()
+    ringer.close()
+
+
 async def test_only_receivers_of_grown_queues_wake(bell: Doorbell, tmp_path: Path):
     zero, five = await bell.listen(0), await bell.listen(5)
     zero.clear()
@@ -55,7 +109,7 @@ async def test_only_receivers_of_grown_queues_wake(bell: Doorbell, tmp_path: Pat
 async def test_a_handle_does_not_ring_its_own_fifo(bell: Doorbell, tmp_path: Path):
     await bell.listen(0)
     ringer = Ringer(tmp_path, bell.name)
-    await asyncio.to_thread(ringer.ring, {0})
+    in_thread(ringer.ring, {0})
     fifo = os.open(tmp_path / bell.name, os.O_RDONLY | os.O_NONBLOCK)
     with pytest.raises(BlockingIOError):
         os.read(fifo, 1)
@@ -81,7 +135,7 @@ async def test_a_full_fifo_wakes_everybody(bell: Doorbell, tmp_path: Path):
             os.write(fifo, bytes(4096))
     os.close(fifo)
     ringer = Ringer(tmp_path, "somebody else")
-    await asyncio.to_thread(ringer.ring, {7})
+    in_thread(ringer.ring, {7})
     await rung.wait()
     ringer.close()
 

@@ -107,22 +107,41 @@ async def test_the_database_is_sound_after_its_writer_was_killed(
     assert verify(tmp_path / "log") == []
 
 
-async def test_a_killed_reader_does_not_stop_the_others(open_log: OpenLog, run_script: RunScript):
-    adapter = await open_log(retain_bytes=100_000, map_bytes=8 << 20)
-    reader = run_script(
-        "import lmdb, os, sys\n"
-        "environment = lmdb.open(sys.argv[1] + '/log', max_readers=1022)\n"
-        "reading = environment.begin()\n"
-        "print('reading', flush=True)\n"
-        "sys.stdin.read()\n"
-    )
+READER = """
+import lmdb, sys
+environment = lmdb.open(sys.argv[1] + "/log", max_readers=1022)
+reading = environment.begin()
+print("reading", flush=True)
+sys.stdin.read()
+"""
+READERS = "import lmdb, sys; print(lmdb.open(sys.argv[1] + '/log', max_readers=1022).readers())"
+
+
+async def kill_a_reader(run_script: RunScript) -> int:
+    reader = run_script(READER)
     assert reader.stdout is not None
-    batch = EventBatch.of(StreamId("tests", "killed"), [b"x" * 50_000])
-    await adapter.enqueue([(0, batch)])
     assert await asyncio.to_thread(reader.stdout.readline) == "reading\n"
     reader.send_signal(signal.SIGKILL)
     await asyncio.to_thread(reader.communicate)
+    return reader.pid
+
+
+async def test_a_killed_reader_does_not_keep_deleted_space_for_ever(open_log: OpenLog, run_script: RunScript):
+    adapter = await open_log(retain_bytes=100_000, map_bytes=8 << 20)
+    batch = EventBatch.of(StreamId("tests", "killed"), [b"x" * 50_000])
+    await adapter.enqueue([(0, batch)])
+    await kill_a_reader(run_script)
     for _ in range(20):
         for _ in range(20):
             await adapter.enqueue([(0, batch)])
         await adapter.apply_retention({})
+
+
+async def test_opening_forgets_killed_readers(open_log: OpenLog, run_script: RunScript):
+    await open_log()
+    killed = await kill_a_reader(run_script)
+    listed, _ = await asyncio.to_thread(run_script(READERS).communicate)
+    assert str(killed) in listed.split()
+    await asyncio.to_thread(run_script(PUBLISHER, "a", "commit", 1).communicate)
+    listed, _ = await asyncio.to_thread(run_script(READERS).communicate)
+    assert str(killed) not in listed.split()

@@ -131,6 +131,15 @@ async def test_unfinished_events_that_were_deleted_leave_one_gap_record(open_log
     assert (await receiver.receive(1, 1)).gap == Gap(40, 115, REASON)
 
 
+async def test_a_gap_record_begins_at_the_watermark_within_its_block(open_log: OpenLog):
+    adapter = await open_log(retain_unfinished=False, **KEEP_NOTHING)
+    for queue in (1, 0):
+        await adapter.enqueue([(queue, EventBatch.of(STREAM, [b"x"]))] * 5)
+    await adapter.apply_retention({0: 3, 1: 2})
+    assert [gap[:2] for gap in await adapter.gaps(0)] == [(3, 5)]
+    assert [gap[:2] for gap in await adapter.gaps(1)] == [(2, 5)]
+
+
 @given(
     before_us=st.none() | st.integers(0, 10),
     nbytes=st.none() | st.integers(0, 10),
