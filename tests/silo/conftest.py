@@ -1,7 +1,7 @@
 """The command line as a real process."""
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -33,10 +33,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Start `headrace` in `tmp_path`; whatever still runs at the end of the test is killed."""
     processes: list[subprocess.Popen[bytes]] = []
 
-    def begin(*arguments: object, stderr: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
+    def begin(
+        *arguments: object, stderr: int = subprocess.PIPE, program: Sequence[str] = (SCRIPT,)
+    ) -> subprocess.Popen[bytes]:
         pipe = subprocess.PIPE
         process = subprocess.Popen(
-            [SCRIPT, *map(str, arguments)], cwd=tmp_path, env=ENVIRONMENT, stdin=pipe, stdout=pipe, stderr=stderr
+            [*program, *map(str, arguments)], cwd=tmp_path, env=ENVIRONMENT, stdin=pipe, stdout=pipe, stderr=stderr
         )
         processes.append(process)
         return process
