@@ -37,7 +37,7 @@ class Doorbell:
         self._directory = directory
         self._loop = asyncio.get_running_loop()
         self._listeners: dict[int, set[asyncio.Event]] = {}
-        self._opening = asyncio.Lock()
+        self._opening: asyncio.Task[None] | None = None
         self._fifo: int | None = None
         self._closed = False
         self._timer: asyncio.TimerHandle | None = None
@@ -45,11 +45,13 @@ class Doorbell:
 
     async def listen(self, queue: int) -> asyncio.Event:
         """An event that is set whenever the queue may have grown, from now on. The caller clears it, then looks."""
-        async with self._opening:
-            if self._closed:
-                raise Closed("the adapter is closed")
-            if self._fifo is None:
-                await self._open()
+        if not self._closed and (self._opening is None or (self._opening.done() and self._fifo is None)):
+            self._opening = self._loop.create_task(self._open(), name="open the doorbell of the log adapter")
+        if self._opening is not None:
+            # Shielded: a thread goes on when its caller is cancelled, and what it makes is to be removed in the end.
+            await asyncio.shield(self._opening)
+        if self._closed:
+            raise Closed("the adapter is closed")
         event = asyncio.Event()
         self._listeners.setdefault(queue, set()).add(event)
         return event
@@ -63,26 +65,20 @@ class Doorbell:
                 event.set()
 
     async def aclose(self) -> None:
-        async with self._opening:
-            self._closed = True
-            if self._timer is not None:
-                self._timer.cancel()
-            if self._fifo is not None:
-                self._loop.remove_reader(self._fifo)
-                fifo, self._fifo = self._fifo, None
-                await asyncio.to_thread(_remove_fifo, self._directory / self.name, fifo)
+        self._closed = True
+        if self._opening is not None:
+            await asyncio.gather(self._opening, return_exceptions=True)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._fifo is not None:
+            self._loop.remove_reader(self._fifo)
+            fifo, self._fifo = self._fifo, None
+            await asyncio.to_thread(_remove_fifo, self._directory / self.name, fifo)
 
     async def _open(self) -> None:
-        making = asyncio.create_task(asyncio.to_thread(_make_fifo, self._directory, self.name))
-        try:
-            await asyncio.shield(making)
-        finally:
-            # A thread cannot be cancelled: what it makes is kept, or nobody would ever remove it.
-            await asyncio.wait([making])
-            if making.exception() is None:
-                self._fifo = making.result()
-                self._loop.add_reader(self._fifo, self._on_ring, self._fifo)
-                self._tick()
+        self._fifo = await asyncio.to_thread(_make_fifo, self._directory, self.name)
+        self._loop.add_reader(self._fifo, self._on_ring, self._fifo)
+        self._tick()
 
     def _tick(self) -> None:
         self.ring(list(self._listeners))
