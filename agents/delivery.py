@@ -34,6 +34,9 @@ TURN_S = 0.005
 MAX_BEHIND = 4000
 """Streams behind that a periodic checkpoint lists; a clean stop lists all."""
 STORE_RETRY_S = 1.0
+CANCEL_S = 1.0
+"""How long a handler that was cancelled has to end, in seconds; one that does not is left behind."""
+PROCESS_ENDS = (SystemExit, KeyboardInterrupt)
 
 
 class State(enum.Enum):
@@ -291,7 +294,7 @@ class Delivery:
             self._in_flight += 1
             try:
                 await handle(cursor, batch)
-            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 (a handler's failure is not ours)
+            except BaseException as error:  # noqa: BLE001 (a handler's failure is not ours)
                 await self._raised(cursor, batch, error)
             else:
                 self._delivered_batches += 1
@@ -315,7 +318,7 @@ class Delivery:
 
     async def _raised(self, cursor: StreamCursor, batch: EventBatch, error: BaseException) -> None:
         cancelled = isinstance(error, asyncio.CancelledError)
-        if cancelled and self._stopping:
+        if (cancelled and self._stopping) or isinstance(error, PROCESS_ENDS) or not self._loop.is_running():
             cursor.state = READY  # at its token it goes on some other time
             raise error
         await self._failed(cursor, batch, error)
@@ -354,7 +357,9 @@ class Delivery:
         try:
             if self.predicate is None or self.predicate(event):
                 return True
-        except Exception:
+        except PROCESS_ENDS:
+            raise
+        except BaseException:
             log.warning("filter of %s raised on %s %s: delivered", self.name, event.stream, event.token, exc_info=True)
             return True
         return False
@@ -388,7 +393,7 @@ class Delivery:
             self._retries += 1
             self._wait(cursor, delay)
             return
-        reason = f"{type(error).__name__}: {error}"
+        reason = described(error)
         try:
             await self._give_up(cursor, batch, reason)
         except (Exception, asyncio.CancelledError) as failure:
@@ -587,13 +592,19 @@ class Delivery:
                 await self._handler.on_event(event)
             elif self._handler.on_batch:
                 await self._handler.on_batch(SomeEvents(batch, [event]))
-        except (Exception, asyncio.CancelledError) as error:
+        except PROCESS_ENDS:
+            raise
+        except BaseException as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
             return error
         self._delivered_events += 1
         return None
+
+    def runs_here(self) -> bool:
+        """Whether the current task is one that steps the handler."""
+        return asyncio.current_task() in self._workers
 
     async def stop(self, drain_s: float) -> None:
         """Start nothing more; let the events that are handled now end within `drain_s` seconds, then cancel their
@@ -614,5 +625,17 @@ class Delivery:
             log.warning(
                 "%d handlers of %s, queue %d did not end within %.1f s", len(late), self.name, self.queue, drain_s
             )
-            await asyncio.wait(late)
+            _, left = await asyncio.wait(late, timeout=CANCEL_S)
+            if left:
+                log.error(
+                    "%d handlers of %s, queue %d ignore that they are cancelled", len(left), self.name, self.queue
+                )
         self._notify()
+
+
+def described(error: BaseException) -> str:
+    """What to keep of a handler's error, whatever it is."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 (its text is its own code)
+        return type(error).__name__

@@ -14,14 +14,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..adapters.seam import Gap, QueueAdapter
-from ..streams.errors import Busy, Fenced, HeadraceError, NotFound
+from ..streams.errors import Busy, Fenced, HeadraceError, InvalidArgument, NotFound
 from ..streams.events import Event
 from ..streams.handlers import EventFilter, Handler
 from ..streams.identity import SequenceToken, StreamId
-from ..streams.store import ControlStore
+from ..streams.store import Attachment, ControlStore
 from ..streams.subscriptions import Checkpoint, DeadLetter, GapRecord, SubscriptionDefinition
 from .agent import AgentStatistics, CacheLimits, PullingAgent
-from .delivery import Delivery
+from .delivery import Delivery, described
 
 log = logging.getLogger("headrace.agents")
 
@@ -112,6 +112,18 @@ class PullingManager:
         if definition.name in self.served:
             raise Busy(f"subscription {definition.name!r} is already served by this process")
         attachment = await self._store.attach(self.provider, definition.name)
+        if definition.name in self.served:
+            raise Busy(f"subscription {definition.name!r} is already served by this process")
+        self._deliver(definition, handler, attachment, predicate, concurrency)
+
+    def _deliver(
+        self,
+        definition: SubscriptionDefinition,
+        handler: Handler,
+        attachment: Attachment,
+        predicate: EventFilter | None,
+        concurrency: int,
+    ) -> None:
         deliveries = {
             queue: Delivery(
                 definition,
@@ -130,6 +142,36 @@ class PullingManager:
         self.served[definition.name] = Served(definition, attachment.epoch, handler, deliveries, saved)
         for queue, delivery in deliveries.items():
             self.agents[queue].attach(delivery)
+
+    async def move(self, name: str, positions: Mapping[int, Checkpoint], reason: str, drain_s: float) -> None:
+        """Go on from other positions. Where that cannot be stored, it raises, and goes on where it was."""
+        served = self.serving(name)
+        some = next(iter(served.deliveries.values()))
+        del self.served[name]
+        done = await asyncio.gather(*(self.agents[queue].detach(name, drain_s) for queue in served.deliveries))
+        here = {queue: cp for queue, cp in zip(served.deliveries, done, strict=True) if cp is not None}
+        attachment = Attachment(served.epoch, here)
+        try:
+            async with self._saving:
+                await self._store.seek(self.provider, name, positions, reason)
+                attachment = await self._store.attach(self.provider, name)
+        finally:
+            self._deliver(served.definition, served.handler, attachment, some.predicate, some.concurrency)
+
+    def serving(self, name: str) -> Served:
+        """Raises NotFound where it is not served here."""
+        if name not in self.served:
+            raise NotFound(f"subscription {name!r} is not served by this process")
+        return self.served[name]
+
+    def check_outside(self, name: str) -> None:
+        """Raise InvalidArgument where a handler of the subscription calls: what stops it waits for that handler."""
+        served = self.served.get(name)
+        if served is not None and any(delivery.runs_here() for delivery in served.deliveries.values()):
+            raise InvalidArgument(
+                f"a handler of subscription {name!r} cannot wait until the subscription is closed, moved or deleted: "
+                "that waits for the handler; do it in a task of its own"
+            )
 
     async def withdraw(self, name: str, drain_s: float) -> Served:
         """Stop serving: running handlers end within `drain_s` seconds, and exactly what is done is saved."""
@@ -257,7 +299,7 @@ class PullingManager:
         if delivery is None:
             return
         error = await delivery.redrive(_event(letter))
-        reason = None if error is None else f"{type(error).__name__}: {error}"
+        reason = None if error is None else described(error)
         try:
             await self._store.finish_redrive(
                 letter.id, delivered=error is None, reason=reason, attempts=letter.attempts + 1

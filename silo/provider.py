@@ -133,13 +133,23 @@ class Provider:
     async def _start(cls, directory: DataDirectory | None, store: ControlStore, options: ProviderOptions) -> Provider:
         known = {record.name: record for record in await store.providers()}.get(options.name)
         adapter_name = options.adapter or (known.adapter if known else DEFAULT_ADAPTER)
-        mapper = StreamQueueMapper(options.queues or (known.queues if known else DEFAULT_QUEUES))
+        default = known.queues if known else DEFAULT_QUEUES
+        mapper = StreamQueueMapper(default if options.queues is None else options.queues)
         options.cache.per_queue(mapper.queues)
-        await store.register_provider(options.name, adapter=adapter_name, queues=mapper.queues, mapper=MAPPER_VERSION)
+
+        async def register() -> None:
+            await store.register_provider(
+                options.name, adapter=adapter_name, queues=mapper.queues, mapper=MAPPER_VERSION
+            )
+
+        if known:
+            await register()  # refuses what does not fit
         own = await asyncio.to_thread(directory.provider_dir, options.name) if directory else None
         context = AdapterContext(provider=options.name, queues=mapper.queues, directory=own, queue_of=mapper.queue_of)
         adapter = await open_adapter(adapter_name, context, options.options)
         try:
+            if not known:
+                await register()  # only now: what cannot be opened is not what the provider is made with
             provider = cls(options, directory, store, adapter, mapper)
             await provider._forget_lost_positions()
         except BaseException:
@@ -152,12 +162,14 @@ class Provider:
         """Stop reading, let running handlers end within `drain_s` seconds, save what is done, close. Idempotent."""
         if self._closed:
             return
+        for name in self.manager.served:
+            self.manager.check_outside(name)
         self._closed = True
         served = list(self.manager.served.values())
         try:
             await self.manager.aclose(drain_s)
             for one in served:
-                await _completed(one.handler)
+                await _completed(one.handler, drain_s)
         finally:
             for lock in self._locks.values():
                 lock.release()
@@ -273,11 +285,11 @@ class Provider:
         definition = SubscriptionDefinition(
             name=name,
             selector=Selector(str(selector)),
-            start=start or Start.latest(),
-            retry=retry or RetryPolicy(),
+            start=Start.latest() if start is None else start,
+            retry=RetryPolicy() if retry is None else retry,
             on_failure=on_failure,
             slow_consumer=slow_consumer,
-            filter=filter_name(filter) if filter else None,
+            filter=None if filter is None else filter_name(filter),
         )
         return await self.attach(Declared(self.name, definition, handler, batch, filter, concurrency))
 
@@ -332,17 +344,19 @@ class Provider:
         if not self.adapter.capabilities.rewindable:
             raise NotSupported("a token is a start only where the adapter can rewind")
         bounds: Bounds = await self.adapter.bounds(queue)
-        if token.offset > bounds.next:
+        if token > (bounds.next, 0):
             raise InvalidArgument(f"token {token} is past the end of queue {queue}, whose next offset is {bounds.next}")
         if not token.index:
             return Checkpoint(token.offset)
         return Checkpoint(token.offset + 1, {stream: Behind(token)})
 
     async def withdraw(self, name: str, drain_s: float = DRAIN_S) -> None:
-        """Stop serving a subscription here; it stays durable. Raises NotFound where it is not served here."""
+        """Stop serving a subscription here; it stays durable. Raises NotFound where it is not served here, and
+        InvalidArgument in its own handler, for whose end it would wait."""
+        self.manager.check_outside(name)
         try:
             served = await self.manager.withdraw(name, drain_s)
-            await _completed(served.handler)
+            await _completed(served.handler, drain_s)
         finally:
             if (lock := self._locks.pop(name, None)) is not None:
                 lock.release()
@@ -351,17 +365,12 @@ class Provider:
         """Move a subscription's position, also back, in all its queues."""
         definition = await self.store.subscription(self.name, name)
         positions = await self._positions(definition.selector, start)
-        served = self.manager.served.get(name)
-        if served is None:
+        if name not in self.manager.served:
             async with self._unserved(name):
                 await self.store.seek(self.name, name, positions, reason)
             return
-        delivery = next(iter(served.deliveries.values()))
-        await self.manager.withdraw(name, DRAIN_S)
-        await self.store.seek(self.name, name, positions, reason)
-        await self.manager.serve(
-            definition, served.handler, predicate=delivery.predicate, concurrency=delivery.concurrency
-        )
+        self.manager.check_outside(name)
+        await self.manager.move(name, positions, reason, DRAIN_S)
 
     async def delete_subscription(self, name: str) -> None:
         """Delete a subscription and its progress; its dead letters stay. Raises NotFound, or Busy where another live
@@ -384,7 +393,7 @@ class Provider:
 
     async def caught_up(self, name: str) -> None:
         """Return when everything stored before the call is done for subscription `name` (paused streams apart)."""
-        served = self.manager.served[name]
+        served = self.manager.serving(name)
         for queue, delivery in served.deliveries.items():
             await delivery.wait_until((await self.adapter.bounds(queue)).next)
 
@@ -419,7 +428,7 @@ class Subscription:
 
     def resume(self, stream: StreamId) -> bool:
         """Go on with a paused stream. False where it is not paused."""
-        served = self._provider.manager.served[self.name]
+        served = self._provider.manager.serving(self.name)
         return any(delivery.resume(stream) for delivery in served.deliveries.values())
 
     async def redrive(self, ids: Sequence[int] | None = None) -> int:
@@ -450,9 +459,15 @@ def _parts(events: list[bytes | Event]) -> Iterable[list[bytes | Event]]:
     yield part
 
 
-async def _completed(handler: Handler) -> None:
-    if handler.on_completed is not None:
-        try:
-            await handler.on_completed()
-        except Exception:
-            log.exception("on_completed raised")
+async def _completed(handler: Handler, limit_s: float) -> None:
+    if handler.on_completed is None:
+        return
+    completing = asyncio.ensure_future(handler.on_completed())
+    try:
+        await asyncio.wait([completing], timeout=limit_s)
+    finally:
+        completing.cancel()
+    if not completing.done():
+        log.warning("on_completed did not end within %.1f s", limit_s)
+    elif not completing.cancelled() and (error := completing.exception()):
+        log.error("on_completed raised", exc_info=error)

@@ -67,7 +67,10 @@ class Handler(NamedTuple):
 
 
 def filter_name(predicate: EventFilter) -> str:
-    """The name under which a filter is part of a subscription's definition."""
+    """The name under which a filter is part of a subscription's definition. Raises InvalidArgument for what is no
+    filter: a coroutine would let everything through."""
+    if not callable(predicate) or _is_async(predicate):
+        raise InvalidArgument(f"a filter is a function of an Event that returns a bool at once, not {predicate!r}")
     module = getattr(predicate, "__module__", "") or ""
     return f"{module}:{getattr(predicate, '__qualname__', type(predicate).__qualname__)}"
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from fnmatch import translate
 from functools import lru_cache
+from types import NoneType
 from typing import NamedTuple
 
 import msgspec
@@ -23,6 +24,16 @@ from .identity import SequenceToken, StreamId, unquote
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def check_subscription_name(name: str) -> str:
+    """Return `name`, or raise InvalidArgument: it may be part of a path."""
+    if not _NAME.fullmatch(name):
+        raise InvalidArgument(
+            f"{name!r} is no subscription name: letters, digits, dot, dash and underscore, at most 128, "
+            "starting with a letter or digit"
+        )
+    return name
 
 
 class SlowConsumer(enum.Enum):
@@ -202,16 +213,31 @@ class SubscriptionDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     """The name of the filter, part of the definition: another filter is another subscription."""
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise InvalidArgument(
-                f"{self.name!r} is no subscription name: letters, digits, dot, dash and underscore, at most 128, "
-                "starting with a letter or digit"
-            )
+        self._check_types()
+        check_subscription_name(self.name)
         if self.start.kind is StartKind.OFFSETS and not self.selector.explicit:
             raise InvalidArgument(
                 f"subscription {self.name}: a token is a position in one queue, so it can only start a subscription to "
                 f"one stream, not {self.selector.pattern!r}; start it at a time instead"
             )
+
+    def _check_types(self) -> None:
+        # msgspec checks what it decodes, not what is constructed; "pause" would be taken for no policy at all.
+        for name, kind in _DEFINITION_TYPES.items():
+            if not isinstance(value := getattr(self, name), kind):
+                expected = " or ".join(one.__name__ for one in kind)
+                raise InvalidArgument(f"subscription {self.name!r}: {name} is a {expected}, not {value!r}")
+
+
+_DEFINITION_TYPES: dict[str, tuple[type, ...]] = {
+    "name": (str,),
+    "selector": (Selector,),
+    "start": (Start,),
+    "retry": (RetryPolicy,),
+    "on_failure": (OnFailure,),
+    "slow_consumer": (SlowConsumer, NoneType),
+    "filter": (str, NoneType),
+}
 
 
 class Behind(NamedTuple):
