@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
+import click
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.live import Live
@@ -34,7 +35,7 @@ async def watched(stage: Stage, provider: Provider) -> AsyncGenerator[None]:
             ):
                 yield
     else:
-        async with _repeated(stage, provider, LINE_S, lambda frame: console.print(line(frame), highlight=False)):
+        async with _repeated(stage, provider, LINE_S, lambda frame: click.echo(line(frame), err=True)):
             yield
 
 
