@@ -19,6 +19,9 @@ from ..streams.events import EventBatch
 from ..streams.identity import SequenceToken, StreamId
 
 BUCKETS = 10
+BATCH_OVERHEAD_BYTES = 400
+"""Charged for every batch besides its encoded size: the objects around it, and a cursor that stands on it. Without it a
+cache of single small events would take ten times the memory it was given."""
 
 
 class Empty(enum.Enum):
@@ -118,7 +121,8 @@ class QueueCache:
                 self.buckets.append(bucket)
             bucket.batches.append(batch)
             bucket.events += batch.count
-            bucket.bytes += len(batch.encoded)
+            charge = len(batch.encoded) + BATCH_OVERHEAD_BYTES
+            bucket.bytes += charge
             batch.bucket = bucket
             batch.following = None
             stream = batch.stream
@@ -129,7 +133,7 @@ class QueueCache:
                 before.following = batch
             last[stream] = batch
             events += batch.count
-            size += len(batch.encoded)
+            size += charge
         self.events += events
         self.bytes += size
         if batches:

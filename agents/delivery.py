@@ -29,6 +29,8 @@ from .cache import EMPTY, Cursor, QueueCache
 
 log = logging.getLogger("headrace.agents")
 
+YIELD_EVENTS = 1024
+"""A handler per event that never suspends lets the loop turn after so many events of one batch."""
 TURN_S = 0.005
 """How long a worker runs before it lets the loop do something else, in seconds (QMQ's actor quota)."""
 MAX_BEHIND = 4000
@@ -340,6 +342,8 @@ class Delivery:
                 self._filtered += 1
             cursor.index = index + 1
             cursor.trouble = None
+            if not index % YIELD_EVENTS and index:
+                await self._yield_turn()
 
     async def _handle_batch(self, cursor: StreamCursor, batch: EventBatch) -> None:
         on_batch = self._handler.on_batch
@@ -528,7 +532,9 @@ class Delivery:
 
     @property
     def watermark(self) -> int:
-        return self.checkpoint(limit=None).watermark
+        """The lowest offset still needed."""
+        behind = min((self._behind(c).token.offset for c in self.cursors.values()), default=self.position)
+        return min(behind, self.position)
 
     async def wait_until(self, offset: int) -> None:
         """Return when everything below `offset` is done (paused streams apart). Raises Closed once stopped."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
+from time import monotonic
 from typing import Protocol
 
 from ..adapters.seam import Gap, QueueReceiver, Received
@@ -61,6 +62,8 @@ class Feed:
         """Why reading does not go on at present."""
         self.throttled = False
         self._check_s = check_s
+        self._pause_s = 0.0
+        """Looking for whom to detach takes longer with more streams: it gets a twentieth of the time at the most."""
         self._relief = asyncio.Event()
         cache.on_unpinned = self._unpinned
 
@@ -124,10 +127,12 @@ class Feed:
         self.throttled = True
         self._relief.clear()
         try:
-            async with asyncio.timeout(self._check_s):
+            async with asyncio.timeout(max(self._check_s, self._pause_s)):
                 await self._relief.wait()
         except TimeoutError:
+            before = monotonic()
             self.owner.relieve(self)
+            self._pause_s = 20 * (monotonic() - before)
         self.throttled = False
 
     def _unpinned(self) -> None:

@@ -28,6 +28,8 @@ log = logging.getLogger("headrace.agents")
 CHECKPOINT_S = 1.0
 """At most this much finished work comes again after a crash, in seconds."""
 RETENTION_S = 5.0
+MAX_REDRIVES = 16
+"""Dead letters that are delivered once more at a time."""
 ACKNOWLEDGE_S = 0.02
 """How often queues that cannot rewind are told what is finished: it frees their bounded capacity."""
 
@@ -69,7 +71,10 @@ class PullingManager:
         self._saving = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._redriving: dict[int, asyncio.Task[None]] = {}
+        self._telling: set[asyncio.Task[None]] = set()
         self._acknowledged: dict[int, int] = {}
+        self.on_fenced: Callable[[str], None] = lambda _: None
+        """Called with the name of a subscription that was taken over elsewhere, once nothing of it runs here."""
 
     def start(self) -> None:
         self._tasks = [
@@ -84,9 +89,10 @@ class PullingManager:
         """Stop reading, let running handlers end within `drain_s` seconds, save exactly what is done."""
         for task in self._tasks:
             task.cancel()
-        for task in self._redriving.values():
+        others = [*self._redriving.values(), *self._telling]
+        for task in others:
             task.cancel()
-        await asyncio.gather(*self._tasks, *self._redriving.values(), return_exceptions=True)
+        await asyncio.gather(*self._tasks, *others, return_exceptions=True)
         # One that cannot be saved must not keep the others from stopping in order.
         ends = [self.withdraw(name, drain_s) for name in list(self.served)]
         failures = [
@@ -193,13 +199,13 @@ class PullingManager:
         await self._redrive()
 
     async def save(self) -> None:
-        """Save the checkpoints that changed, in one transaction."""
+        """Save the checkpoints that changed, in one transaction, which also says who was taken over."""
         async with self._saving:
             progress: list[tuple[Served, dict[int, Checkpoint]]] = []
             for served in list(self.served.values()):
                 now = {queue: delivery.checkpoint() for queue, delivery in served.deliveries.items()}
-                if changed := {queue: cp for queue, cp in now.items() if served.saved.get(queue) != cp}:
-                    progress.append((served, changed))
+                changed = {queue: cp for queue, cp in now.items() if served.saved.get(queue) != cp}
+                progress.append((served, changed))
             if not progress:
                 return
             rows = [(served.definition.name, served.epoch, changed) for served, changed in progress]
@@ -217,8 +223,13 @@ class PullingManager:
             return
         log.error("subscription %s was moved, deleted or taken over elsewhere: this process stops serving it", name)
         await asyncio.gather(*(self.agents[queue].detach(name, 0.0) for queue in served.deliveries))
+        self.on_fenced(name)
         if served.handler.on_error is not None:
-            await served.handler.on_error(Fenced(f"subscription {name!r} was moved, deleted or taken over elsewhere"))
+            error = Fenced(f"subscription {name!r} was moved, deleted or taken over elsewhere")
+            # In a task of its own: the checkpoints of the others do not wait for it.
+            task = asyncio.create_task(_told(served.handler.on_error, error), name=f"headrace on_error {name}")
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
 
     async def _acknowledge(self) -> None:
         """Tell queues that cannot rewind what nobody needs any more. What is served here counts as it is now: such a
@@ -288,7 +299,7 @@ class PullingManager:
         names = list(self.served)
         letters = await self._store.redrives(self.provider, names) if names else []
         for letter in letters:
-            if letter.id not in self._redriving:
+            if letter.id not in self._redriving and len(self._redriving) < MAX_REDRIVES:
                 task = asyncio.create_task(self._redrive_one(letter), name=f"headrace redrive {letter.id}")
                 self._redriving[letter.id] = task
                 task.add_done_callback(lambda _, number=letter.id: self._redriving.pop(number))
@@ -309,6 +320,13 @@ class PullingManager:
 
     def statistics(self) -> list[AgentStatistics]:
         return [agent.statistics() for agent in self.agents]
+
+
+async def _told(on_error: Callable[[Exception], Awaitable[None]], error: Exception) -> None:
+    try:
+        await on_error(error)
+    except Exception:
+        log.exception("on_error raised")
 
 
 def _letter(provider: str, delivery: Delivery, event: Event, reason: str, attempts: int) -> DeadLetter:

@@ -196,8 +196,17 @@ def _claim(directory: Path) -> None:
     try:
         _write_through(unfinished, msgspec.json.encode({"format": FORMAT}))
         unfinished.replace(directory / MARKER)
+        _sync_directory(directory)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _write_through(path: Path, content: bytes) -> None:
