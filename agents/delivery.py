@@ -395,8 +395,16 @@ class Delivery:
         delay = self.definition.retry.delay(trouble.attempts, now - trouble.failed_at, self._rng)
         if delay is not None:
             self._retries += 1
+            log.info(
+                "%s failed on %s %s, attempt %d, again in %.2f s",
+                self.name, cursor.stream, cursor.token, trouble.attempts, delay, exc_info=error,
+            )  # fmt: skip
             self._wait(cursor, delay)
             return
+        log.warning(
+            "%s gives up on %s %s after %d attempts: %s",
+            self.name, cursor.stream, cursor.token, trouble.attempts, self.definition.on_failure.value, exc_info=error,
+        )  # fmt: skip
         reason = described(error)
         try:
             await self._give_up(cursor, batch, reason)

@@ -187,6 +187,7 @@ class PullingManager:
         done = await asyncio.gather(*(self.agents[queue].detach(name, drain_s) for queue in served.deliveries))
         final = {queue: cp for queue, cp in zip(served.deliveries, done, strict=True) if cp is not None}
         async with self._saving:
+            await self._save_gaps()
             if await self._store.save_checkpoints(self.provider, [(name, served.epoch, final)]):
                 log.warning("subscription %s was taken over: its last checkpoint is not saved", name)
         return served
@@ -195,7 +196,6 @@ class PullingManager:
 
     async def _tick(self) -> None:
         await self.save()
-        await self._save_gaps()
         await self._redrive()
 
     async def save(self) -> None:
@@ -206,6 +206,7 @@ class PullingManager:
                 now = {queue: delivery.checkpoint() for queue, delivery in served.deliveries.items()}
                 changed = {queue: cp for queue, cp in now.items() if served.saved.get(queue) != cp}
                 progress.append((served, changed))
+            await self._save_gaps()
             if not progress:
                 return
             rows = [(served.definition.name, served.epoch, changed) for served, changed in progress]
@@ -265,6 +266,7 @@ class PullingManager:
         return GapRecord(self.provider, delivery.name, delivery.queue, stream, low, high, reason, _now_us())
 
     async def _save_gaps(self) -> None:
+        """Before checkpoints that are past them: who crashes in between would never know of them."""
         if self._gaps:
             gaps = list(self._gaps)
             await self._store.add_gaps(gaps)
@@ -272,20 +274,9 @@ class PullingManager:
 
     async def dead_letter(self, delivery: Delivery, events: Sequence[Event], reason: str, attempts: int) -> None:
         letters = [_letter(self.provider, delivery, event, reason, attempts) for event in events]
-        log.warning(
-            "%s gave up on %d events of %s after %d attempts: %s",
-            delivery.name,
-            len(events),
-            events[0].stream if events else "",
-            attempts,
-            reason,
-        )
         await self._store.add_dead_letters(letters, delivery.epoch)
 
     async def skipped(self, delivery: Delivery, events: Sequence[Event], reason: str) -> None:
-        log.warning(
-            "%s skips %d events of %s: %s", delivery.name, len(events), events[0].stream if events else "", reason
-        )
         records = [
             self._gap_record(delivery, e.stream, e.token, SequenceToken(e.token.offset, e.token.index + 1), reason)
             for e in events
@@ -311,6 +302,8 @@ class PullingManager:
             return
         error = await delivery.redrive(_event(letter))
         reason = None if error is None else described(error)
+        if error is not None:
+            log.warning("%s failed again on dead letter %d", letter.subscription, letter.id, exc_info=error)
         try:
             await self._store.finish_redrive(
                 letter.id, delivered=error is None, reason=reason, attempts=letter.attempts + 1

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from ..adapters import AdapterContext, Bounds, ProducerSequence, QueueAdapter, Receipt, open_adapter
 from ..agents import CacheLimits, PullingManager
@@ -28,6 +29,7 @@ from ..streams.stream import Stream
 from ..streams.subscriptions import (
     Behind,
     Checkpoint,
+    GapRecord,
     OnFailure,
     RetryPolicy,
     Selector,
@@ -100,7 +102,8 @@ class Provider:
         self.queue_of = mapper.queue_of
         self._directory = directory
         self._locks: dict[str, DirectoryLock] = {}
-        self._closed = False
+        self._closing: asyncio.Task[None] | None = None
+        self.manager.on_fenced = self._release
 
     @classmethod
     @asynccontextmanager
@@ -160,11 +163,14 @@ class Provider:
 
     async def aclose(self, drain_s: float = DRAIN_S) -> None:
         """Stop reading, let running handlers end within `drain_s` seconds, save what is done, close. Idempotent."""
-        if self._closed:
-            return
-        for name in self.manager.served:
-            self.manager.check_outside(name)
-        self._closed = True
+        if self._closing is None:
+            for name in self.manager.served:
+                self.manager.check_outside(name)
+            self._closing = asyncio.create_task(self._close(drain_s), name=f"headrace close {self.name}")
+        # Whoever is cancelled while waiting does not leave the rest half closed.
+        await asyncio.shield(self._closing)
+
+    async def _close(self, drain_s: float) -> None:
         served = list(self.manager.served.values())
         try:
             await self.manager.aclose(drain_s)
@@ -176,9 +182,16 @@ class Provider:
             await self.adapter.aclose()
             await self.store.aclose()
 
+    def _release(self, name: str) -> None:
+        if (lock := self._locks.pop(name, None)) is not None:
+            lock.release()
+
     async def _forget_lost_positions(self) -> None:
         """Queues that do not survive the process begin anew: positions in their former life mean nothing."""
-        if self.adapter.capabilities.durable or self._directory is None:
+        if self._directory is None:
+            return
+        if self.adapter.capabilities.durable:
+            await self._step_back_from_lost_ends()
             return
         for definition in await self.store.subscriptions(self.name):
             earliest = await self._positions(definition.selector, Start.earliest())
@@ -187,6 +200,33 @@ class Provider:
                     await self.store.seek(
                         self.name, definition.name, earliest, "the queues did not survive the process"
                     )
+
+    async def _step_back_from_lost_ends(self) -> None:
+        """A checkpoint past the end of its queue: a crash of the machine took the end, where durability is relaxed.
+        What is published next gets those offsets again, so the position goes back to the end, and a gap says it."""
+        for definition in await self.store.subscriptions(self.name):
+            stored = await self.store.checkpoints(self.name, definition.name)
+            ends = {queue: (await self.adapter.bounds(queue)).next for queue in stored}
+            lost = {queue: cp for queue, cp in stored.items() if cp.next_offset > ends[queue]}
+            if not lost:
+                continue
+            reason = "the queue lost its end in a crash of the machine"
+            back: dict[int, Checkpoint] = {
+                queue: Checkpoint(ends[queue], {s: b for s, b in cp.behind.items() if b.token.offset < ends[queue]})
+                for queue, cp in lost.items()
+            }
+            gaps = [
+                GapRecord(
+                    self.name, definition.name, queue, None, SequenceToken(ends[queue]),
+                    SequenceToken(cp.next_offset), reason, time.time_ns() // 1000,
+                )
+                for queue, cp in lost.items()
+            ]  # fmt: skip
+            log.error("subscription %s was ahead of queues %s: %s", definition.name, sorted(lost), reason)
+            with suppress(Busy):
+                async with self._unserved(definition.name):
+                    await self.store.seek(self.name, definition.name, {**stored, **back}, reason)
+                    await self.store.add_gaps(gaps)
 
     # ---- publishing ------------------------------------------------------------------------------------------------
 
@@ -200,6 +240,8 @@ class Provider:
 
     async def publish(self, stream: StreamId, events: bytes | Event | Iterable[bytes | Event]) -> SequenceToken:
         """Publish to one stream: see `Stream.publish`."""
+        if type(stream) is not StreamId:
+            raise InvalidArgument(f"publish to a StreamId, such as StreamId('orders', '42'), not to {stream!r}")
         if type(events) is bytes:  # the shortest way for what is published most
             batch = EventBatch.of(stream, [events])
             receipts = await self.adapter.enqueue(((self.queue_of(stream), batch),))
@@ -221,9 +263,7 @@ class Provider:
 
         With `sequence`, a retry stores nothing twice; one call is then all or nothing.
         """
-        by_stream: dict[StreamId, list[bytes | Event]] = {}
-        for stream, event in items:
-            by_stream.setdefault(stream, []).append(event)
+        by_stream = _grouped(items)
         batches = [
             (self.queue_of(stream), batch)
             for stream, events in by_stream.items()
@@ -266,7 +306,7 @@ class Provider:
         handler: AnyHandler,
         *,
         batch: bool = False,
-        start: Start | None = None,
+        start: Start | str | None = None,
         filter: EventFilter | None = None,  # noqa: A002 (the word of the field)
         retry: RetryPolicy | None = None,
         on_failure: OnFailure = OnFailure.DEAD_LETTER,
@@ -277,7 +317,8 @@ class Provider:
 
         `handler` is an async function of an Event, with `batch=True` of an EventBatch, or an observer object (see
         `headrace.streams.handlers`). `selector` is `namespace/key`, with `*` for any text. Every event published after
-        this returned is delivered. `concurrency` bounds the handlers that run at a time, per queue.
+        this returned is delivered. `start` may be text, as in `Start.parse`. `concurrency` bounds the handlers that run
+        at a time, per queue.
 
         Raises DefinitionConflict where `name` exists with another definition, Busy where another live process serves
         it, NotSupported for what the adapter cannot do.
@@ -285,7 +326,7 @@ class Provider:
         definition = SubscriptionDefinition(
             name=name,
             selector=Selector(str(selector)),
-            start=Start.latest() if start is None else start,
+            start=_start(start),
             retry=RetryPolicy() if retry is None else retry,
             on_failure=on_failure,
             slow_consumer=slow_consumer,
@@ -295,10 +336,12 @@ class Provider:
 
     async def attach(self, declared: Declared) -> Subscription:
         """`subscribe` with everything in one value, as the `@subscription` decorator makes it."""
-        if declared.concurrency < 1:
-            raise InvalidArgument(f"concurrency is at least 1, not {declared.concurrency}")
+        if type(declared.concurrency) is not int or declared.concurrency < 1:
+            raise InvalidArgument(f"concurrency is a whole number of at least 1, not {declared.concurrency!r}")
         handler = Handler.of(declared.handler, batch=declared.batch)
         definition = declared.definition
+        if definition.name in self.manager.served:
+            raise Busy(f"subscription {definition.name!r} is already served by this process")
         lock = await self._lock(definition.name)
         try:
             await self.create_subscription(definition)
@@ -328,7 +371,11 @@ class Provider:
         stream = StreamId.parse(selector.pattern) if selector.explicit else None
         queues = range(self.queues) if stream is None else [self.queue_of(stream)]
         if start.kind is StartKind.OFFSETS:
-            assert stream is not None
+            if stream is None:
+                raise InvalidArgument(
+                    f"a token is a position in one queue, so only a subscription to one stream can go to it, not "
+                    f"{selector.pattern!r}; use a time instead"
+                )
             assert start.token is not None
             return {queues[0]: await self._at_token(stream, queues[0], SequenceToken.parse(start.token))}
         return {queue: Checkpoint(await self._offset(queue, start)) for queue in queues}
@@ -437,12 +484,33 @@ class Subscription:
         return await self._provider.store.request_redrive(self._provider.name, self.name, ids)
 
 
-def _listed(events: bytes | Event | Iterable[bytes | Event]) -> list[bytes | Event]:
+def _start(start: Start | str | None) -> Start:
+    if start is None:
+        return Start.latest()
+    return Start.parse(start) if isinstance(start, str) else start
+
+
+def _grouped(items: Iterable[tuple[StreamId, bytes | Event]]) -> dict[StreamId, list[bytes | Event]]:
+    """By stream, in order. Raises InvalidArgument for what is no pair of a stream and an event."""
+    by_stream: dict[StreamId, list[bytes | Event]] = {}
+    try:
+        for stream, event in items:
+            by_stream.setdefault(stream, []).append(event)
+    except (TypeError, ValueError):
+        raise InvalidArgument("publish_many takes pairs of a StreamId and bytes or an Event") from None
+    for stream in by_stream:
+        if type(stream) is not StreamId:
+            raise InvalidArgument(f"publish to a StreamId, such as StreamId('orders', '42'), not to {stream!r}")
+    return by_stream
+
+
+def _listed(events: object) -> list[bytes | Event]:
     if isinstance(events, bytes | Event):
         return [events]
-    if isinstance(events, str | bytearray | memoryview):
-        raise InvalidArgument(f"publish bytes or Event, not {type(events).__name__}: encode it first")
-    return list(events)
+    if isinstance(events, str | bytearray | memoryview | Mapping) or not isinstance(events, Iterable):
+        kind = cast("object", events).__class__.__name__
+        raise InvalidArgument(f"publish bytes or Event, or several of them, not {kind}: encode it first")
+    return list(cast("Iterable[bytes | Event]", events))
 
 
 def _parts(events: list[bytes | Event]) -> Iterable[list[bytes | Event]]:

@@ -81,7 +81,14 @@ def write_rare(ids: Sequence[str], headers: Sequence[Mapping[str, str]]) -> byte
             headers=[events_pb2.Headers(values=values) for values in headers] if any(headers) else (),
         ).SerializeToString(deterministic=True)
     except (TypeError, ValueError, AttributeError) as error:
-        raise InvalidArgument(f"ids and headers are text in UTF-8: {error}") from None
+        wrong = [
+            f"{k!r}: {v!r}"
+            for each in headers
+            for k, v in dict(each).items()
+            if type(k) is not str or type(v) is not str
+        ]
+        wrong += [f"id {each!r}" for each in ids if type(each) is not str]
+        raise InvalidArgument(f"ids and headers are text in UTF-8: {wrong[0] if wrong else error}") from None
 
 
 def read_one(encoded: bytes, prefix: bytes) -> tuple[int, int] | None:

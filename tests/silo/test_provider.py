@@ -1,0 +1,125 @@
+"""The provider: what it refuses, and what it does about a log that lost its end."""
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.silo import Provider
+from headrace.streams import Busy, Event, InvalidArgument, SequenceToken, Start, StreamId
+
+
+async def ignore(_: Event) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("events", "message"),
+    [
+        (None, "not NoneType"),
+        (5, "not int"),
+        ("text", "not str"),
+        ({"a": 1}, "not dict"),
+        ([1], "not int"),
+        ([], "at least one event"),
+        (Event(b"", headers={"a": 1}), "'a': 1"),  # pyright: ignore[reportArgumentType]
+    ],
+)
+async def test_what_is_no_event_is_refused(tmp_path: Path, events: Any, message: str) -> None:
+    async with Provider.open(tmp_path, queues=1) as provider:
+        with pytest.raises(InvalidArgument, match=message):
+            await provider.stream("orders", "42").publish(events)
+        assert (await provider.adapter.bounds(0)).next == 0
+
+
+@pytest.mark.parametrize("items", [[1], [("orders/42", b"x")], [(StreamId("orders", "42"), 5)], 5])
+async def test_pairs_that_are_none_are_refused(tmp_path: Path, items: Any) -> None:
+    async with Provider.open(tmp_path, queues=1) as provider:
+        with pytest.raises(InvalidArgument):
+            await provider.publish_many(items)
+
+
+async def test_a_stream_is_no_text(tmp_path: Path) -> None:
+    async with Provider.open(tmp_path, queues=1) as provider:
+        with pytest.raises(InvalidArgument, match="not to 'orders/42'"):
+            await provider.publish("orders/42", b"x")  # pyright: ignore[reportArgumentType]
+
+
+async def test_a_start_may_be_text(tmp_path: Path) -> None:
+    async with Provider.open(tmp_path, queues=1) as provider:
+        got: list[bytes] = []
+
+        async def handler(event: Event) -> None:
+            got.append(event.payload)
+
+        await provider.stream("orders", "42").publish(b"before")
+        subscription = await provider.subscribe("all", "orders/*", handler, start="earliest")
+        await subscription.caught_up()
+        assert got == [b"before"]
+        with pytest.raises(InvalidArgument, match="no start"):
+            await provider.subscribe("other", "orders/*", handler, start="nonsense")
+
+
+async def test_a_pattern_does_not_go_to_a_token(tmp_path: Path) -> None:
+    async with Provider.open(tmp_path, queues=1) as provider:
+        subscription = await provider.subscribe("all", "orders/*", ignore)
+        with pytest.raises(InvalidArgument, match="use a time"):
+            await subscription.seek(Start.at(SequenceToken(0)))
+        assert provider.manager.serving("all").definition.name == "all"
+
+
+async def test_subscribing_twice_says_that_it_is_this_process(tmp_path: Path) -> None:
+    async with Provider.open(tmp_path, queues=1) as provider:
+        await provider.subscribe("all", "orders/*", ignore)
+        with pytest.raises(Busy, match="this process"):
+            await provider.subscribe("all", "orders/*", ignore)
+
+
+async def test_closing_goes_on_when_who_waits_for_it_is_cancelled(tmp_path: Path) -> None:
+    provider_at = Provider.open(tmp_path, queues=1)
+    provider = await provider_at.__aenter__()
+    release = asyncio.Event()
+
+    async def handler(_: Event) -> None:
+        await release.wait()
+
+    await provider.subscribe("all", "orders/*", handler)
+    await provider.stream("orders", "42").publish(b"x")
+    await running(lambda: provider.statistics().subscriptions[0].in_flight == 1)
+    closing = asyncio.create_task(provider.aclose())
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.gather(closing, return_exceptions=True)
+    release.set()
+    await provider.aclose()
+    async with Provider.open(tmp_path) as again:
+        checkpoint = (await again.store.checkpoints("default", "all"))[0]
+        assert checkpoint.next_offset == 1
+
+
+async def test_a_checkpoint_past_the_end_of_the_log_skips_nothing_new_and_leaves_a_gap(tmp_path: Path) -> None:
+    async with Provider.open(tmp_path, queues=1) as provider:
+        subscription = await provider.subscribe("all", "orders/*", ignore)
+        await provider.stream("orders", "42").publish(b"lost")
+        await subscription.caught_up()
+    shutil.rmtree(tmp_path / "providers" / "default" / "log")  # a crash of the machine, with relaxed durability
+    got: list[bytes] = []
+
+    async def handler(event: Event) -> None:
+        got.append(event.payload)
+
+    async with Provider.open(tmp_path) as provider:
+        await provider.stream("orders", "42").publish(b"new")
+        subscription = await provider.subscribe("all", "orders/*", handler)
+        await subscription.caught_up()
+        (gap,) = await provider.store.gaps("default", "all")
+    assert got == [b"new"]
+    assert (gap.low, gap.high) == ((0, 0), (1, 0))
+
+
+async def running(condition: Callable[[], bool], turn: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await turn(0.001)
