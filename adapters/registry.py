@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 from importlib.metadata import entry_points
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -41,4 +42,15 @@ def read_options(adapter: str, kind: type[_T], options: Mapping[str, Any]) -> _T
     try:
         return msgspec.convert(dict(options), kind)
     except msgspec.ValidationError as error:
-        raise InvalidArgument(f"options of adapter {adapter!r}: {error}") from None
+        raise InvalidArgument(f"options of adapter {adapter!r}: {error}{_accepted(kind, str(error))}") from None
+
+
+def _accepted(kind: type, error: str) -> str:
+    """The values or the options to choose from, where that is what the error is about."""
+    types = get_type_hints(kind)
+    if "unknown field" in error:
+        return f": accepted are {', '.join(types)}"
+    option = re.search(r"\$\.(\w+)", error)
+    if option and get_origin(choice := types.get(option[1])) is Literal:
+        return f": accepted are {', '.join(map(str, get_args(choice)))}"
+    return ""

@@ -1,6 +1,6 @@
 """Configuration of a silo: a TOML file, `HEADRACE_*` variables over it, and flags over both.
 
-    data = "data"                        # data directory; relative to the working directory
+    data = "data"                        # data directory; relative to this file's folder
     modules = ["shop.handlers"]          # imported; what they declare with @subscription is served
     drain_s = 10.0
 
@@ -17,13 +17,14 @@
 
 A variable names an option in capitals, with two underscores for each dot: `HEADRACE_DATA`, `HEADRACE_HTTP__PORT`,
 `HEADRACE_PROVIDERS__DEFAULT__CACHE__MAX_BYTES`. An unknown option is an error, for otherwise a misspelt one would be
-without effect; a variable without two underscores that is no option is left alone, for it may be another program's.
+without effect; a variable without two underscores that is no option may be another program's, so it is only warned of.
+A data directory that a variable or a flag names is relative to the working directory.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -33,6 +34,8 @@ from ..streams.errors import InvalidArgument
 from .provider import CacheOptions, ProviderOptions
 
 PREFIX = "HEADRACE_"
+OTHERS = {"provider", "install_servers", "redis_server", "rabbitmq_server"}
+"""Variables, without the prefix, that the other commands and the benchmarks understand."""
 _CACHE = CacheOptions()
 
 _T = TypeVar("_T")
@@ -98,8 +101,33 @@ def load_config(file: Path | None, environ: Mapping[str, str], flags: Mapping[st
     table = {} if file is None else _read(file)
     if file is not None:
         read(SiloConfig, table, str(file))  # first by itself, so that the message names the file
+        table = _placed(table, file)
     from_environment = _of_environment(environ)
     return read(SiloConfig, _over(_over(table, from_environment), flags), "configuration")
+
+
+def unknown_variables(environ: Mapping[str, str]) -> Sequence[str]:
+    """A line for each variable that looks like an option at the top and is none: it is without effect."""
+    known = _top()
+    accepted = ", ".join(f"{PREFIX}{name.upper()}" for name in known if name not in ("http", "providers"))
+    return [
+        f"variable {variable} is no option and without effect: accepted are {accepted}, {PREFIX}HTTP__... and "
+        f"{PREFIX}PROVIDERS__..."
+        for variable in environ
+        if variable.startswith(PREFIX)
+        and "__" not in variable
+        and variable.removeprefix(PREFIX).lower() not in {*known, *OTHERS}
+    ]
+
+
+def _top() -> Sequence[str]:
+    return [field.name for field in msgspec.structs.fields(SiloConfig)]
+
+
+def _placed(table: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """The file's options, its data directory relative to the file's folder."""
+    data = table.get("data")
+    return {**table, "data": str(file.absolute().parent / data)} if data else dict(table)
 
 
 def read(kind: type[_T], table: Mapping[str, Any], source: str, path: str = "") -> _T:
@@ -123,7 +151,8 @@ def _value(kind: Any, value: Any, source: str, path: str) -> Any:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise InvalidArgument(f"{source}: option {path}: {str(error).replace('`', '')}") from None
+        accepted = f": accepted are {', '.join(get_args(kind))}" if get_origin(kind) is Literal else ""
+        raise InvalidArgument(f"{source}: option {path}: {str(error).replace('`', '')}{accepted}") from None
 
 
 def _is_struct(kind: Any) -> bool:
@@ -147,7 +176,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _of_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     table: dict[str, Any] = {}
-    known = {field.name for field in msgspec.structs.fields(SiloConfig)}
+    known = _top()
     for variable, text in environ.items():
         path = variable.removeprefix(PREFIX).lower().split("__")
         if not variable.startswith(PREFIX) or (len(path) == 1 and path[0] not in known):

@@ -19,7 +19,8 @@ from ..streams.handlers import Declared, declared
 from .config import SiloConfig
 from .http import Answer, serving
 from .metrics import Observed, render
-from .provider import Provider
+from .provider import DEFAULT_ADAPTER, Provider
+from .wording import counted
 
 log = logging.getLogger("headrace.silo")
 
@@ -42,9 +43,11 @@ class Silo:
         At its end reading stops, running handlers end within `drain_s` seconds, and what is done is saved.
 
         Raises InvalidArgument for a module that cannot be imported and for subscriptions of providers that are not
-        configured, Busy where the port is taken or another process serves one of the subscriptions.
+        configured, and where a provider needs a data directory and none is named; Busy where the port is taken or
+        another process serves one of the subscriptions.
         """
         silo = cls(config)
+        silo._check_data()
         subscriptions = silo._declared()
         async with AsyncExitStack() as stack:
             if config.http.port is not None:
@@ -54,6 +57,14 @@ class Silo:
             yield silo
             silo.stopping = True
             log.info("silo is stopping: running handlers have %.1f s to end", config.drain_s)
+
+    def _check_data(self) -> None:
+        for name, provider in self.config.providers.items():
+            if self.config.data is None and provider.adapter in (None, DEFAULT_ADAPTER):
+                raise InvalidArgument(
+                    f"provider {name!r} needs a data directory: name it with --data, with HEADRACE_DATA, or as data = "
+                    "in the configuration file"
+                )
 
     def _declared(self) -> Sequence[Declared]:
         for module in self.config.modules:
@@ -71,9 +82,12 @@ class Silo:
             self.providers[name] = await Provider.start(self.config.data, options.named(name))
         for one in subscriptions:
             await self.providers[one.provider].attach(one)
+        if not subscriptions:
+            log.warning("silo has no subscription to serve: name modules that declare some (--module, modules = [])")
         log.info(
-            "silo is ready: %s; subscriptions: %s%s",
-            ", ".join(f"provider {one.name} with {one.queues} queues" for one in self.providers.values()),
+            "silo is ready: %s; %s; subscriptions: %s%s",
+            ", ".join({f"data in {one.data}" for one in self.providers.values() if one.data}) or "no data directory",
+            ", ".join(f"provider {one.name} with {counted(one.queues, 'queue')}" for one in self.providers.values()),
             ", ".join(one.definition.name for one in subscriptions) or "none",
             f"; {self.address}/metrics" if self.address else "",
         )

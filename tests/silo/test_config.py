@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from headrace.silo.config import CacheConfig, HttpConfig, ProviderConfig, SiloConfig, load_config
+from headrace.silo.config import CacheConfig, HttpConfig, ProviderConfig, SiloConfig, load_config, unknown_variables
 from headrace.streams import InvalidArgument
 
 FULL = """
@@ -51,7 +51,7 @@ def refusal(directory: Path, text: str = "", environ: dict[str, str] | None = No
 
 def test_every_option_of_the_file_arrives(tmp_path: Path):
     assert load(tmp_path, FULL) == SiloConfig(
-        data="data",
+        data=str(tmp_path / "data"),
         modules=("shop.handlers", "shop.reports"),
         drain_s=3.0,
         log_level="warning",
@@ -94,6 +94,21 @@ def test_variables_go_before_the_file_and_flags_before_variables(tmp_path: Path)
     assert load(tmp_path, file, environ).http.port == 2
 
 
+def test_only_the_file_s_data_directory_is_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "etc"
+    folder.mkdir()
+    write(folder, 'data = "d"')
+    monkeypatch.chdir(tmp_path)
+
+    def data(environ: dict[str, str], flags: dict[str, Any]) -> str | None:
+        return load_config(Path("etc/silo.toml"), environ, flags).data
+
+    assert data({}, {}) == str(folder / "d")
+    assert data({"HEADRACE_DATA": "e"}, {}) == "e"
+    assert data({"HEADRACE_DATA": "e"}, {"data": "f"}) == "f"
+    assert load(folder, 'data = "/srv/d"').data == "/srv/d"
+
+
 def default(**options: Any) -> SiloConfig:
     return SiloConfig(providers={"default": ProviderConfig(**options)})
 
@@ -121,6 +136,14 @@ def test_variables_of_other_programs_are_left_alone(tmp_path: Path):
     assert load(tmp_path, "", {"HEADRACE_INSTALL_SERVERS": "1", "HOME": "/", "HTTP__PORT": "3"}) == SiloConfig()
 
 
+def test_a_variable_that_is_no_option_is_told_of():
+    (line,) = unknown_variables({
+        "HEADRACE_DTA": "d", "HEADRACE_DATA": "d", "HEADRACE_HTTP__PORT": "1", "HEADRACE_PROVIDER": "a",
+        "HEADRACE_INSTALL_SERVERS": "1", "HOME": "/",
+    })  # fmt: skip
+    assert line.startswith("variable HEADRACE_DTA is no option and without effect: accepted are HEADRACE_DATA, ")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -137,7 +160,7 @@ def test_variables_of_other_programs_are_left_alone(tmp_path: Path):
         ("providers = []", "FILE: option providers is a table, not []"),
         ("modules = 'shop'", "FILE: option modules: Expected array, got str"),
         ("modules = [1]", "FILE: option modules: Expected str, got int"),
-        ("log_level = 'loud'", "FILE: option log_level: Invalid enum value 'loud'"),
+        ("log_level = 'loud'", "FILE: option log_level: Invalid enum value 'loud': accepted are debug, info, "),
         ("drain_s = -1", "FILE: option drain_s: Expected float >= 0.0"),
         ("x =", "FILE: not TOML: Invalid value (at end of document)"),
     ],

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.silo.commandline import Headrace, Start, ended
+from tests.silo.commandline import ENVIRONMENT, Headrace, Start, ended
 
 HANDLERS = """
 import asyncio
@@ -65,6 +65,20 @@ def get(url: str) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
+def until_handling(address: str, process: "subprocess.Popen[bytes]") -> None:
+    running = 'headrace_handlers_running{provider="default",subscription="printer"} 1.0'
+    while running not in get(f"{address}/metrics")[1]:
+        assert process.poll() is None, ended(process)
+
+
+def has_ended(process: "subprocess.Popen[bytes]", within_s: float) -> bool:
+    try:
+        process.wait(within_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
 def test_it_delivers_what_others_publish_and_stops_in_order(tmp_path: Path, headrace: Headrace, start: Start):
     publish(headrace, 1, 2)
     process = start("silo", "silo.toml")
@@ -104,11 +118,7 @@ def test_a_running_handler_may_end_and_its_event_is_not_delivered_again(
     (tmp_path / "handlers.py").write_text(HANDLERS.replace("PAUSE", "0.3"))
     publish(headrace, 1)
     process = start("silo", "silo.toml")
-    address = ready(process)
-    while (
-        'headrace_handlers_running{provider="default",subscription="printer"} 1.0' not in get(f"{address}/metrics")[1]
-    ):
-        assert process.poll() is None
+    until_handling(ready(process), process)
     process.send_signal(signal.SIGTERM)
     assert ended(process).code == 0
     assert printed(tmp_path) == [1]
@@ -121,25 +131,22 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path, headrace: Headrace, sta
     (tmp_path / "handlers.py").write_text(HANDLERS.replace("PAUSE", "1e9"))
     publish(headrace, 1)
     process = start("silo", "silo.toml", "--drain", "1000")
-    ready(process)
+    until_handling(ready(process), process)
     process.send_signal(signal.SIGTERM)
     assert process.stderr is not None
     assert b"silo is stopping" in process.stderr.readline()
-    while process.poll() is None:
-        process.send_signal(signal.SIGTERM)
+    with process:
+        while not has_ended(process, within_s=0.1):
+            process.send_signal(signal.SIGTERM)
 
-    assert process.wait() == -signal.SIGTERM
+    assert process.returncode == -signal.SIGTERM
 
 
 def test_a_handler_that_does_not_end_is_cancelled_and_its_event_kept(tmp_path: Path, headrace: Headrace, start: Start):
     (tmp_path / "handlers.py").write_text(HANDLERS.replace("PAUSE", "1e9"))
     publish(headrace, 1)
     process = start("silo", "silo.toml", "--drain", "0.1")
-    address = ready(process)
-    while (
-        'headrace_handlers_running{provider="default",subscription="printer"} 1.0' not in get(f"{address}/metrics")[1]
-    ):
-        assert process.poll() is None
+    until_handling(ready(process), process)
     process.send_signal(signal.SIGTERM)
 
     assert ended(process).code == 0
@@ -157,7 +164,7 @@ def test_metrics_and_health_are_served(tmp_path: Path, headrace: Headrace, start
     assert status == 200
     for line in (
         'headrace_delivered_events_total{provider="default",subscription="printer"} 2.0',
-        'headrace_queue_state{provider="default",queue="1",state="running"} 1.0',
+        'headrace_queue_state{provider="default",queue="1",state="',
         'headrace_cache_pressure{provider="default",queue="0"} 0.0',
         'headrace_dead_letters_total{provider="default",subscription="printer"} 0.0',
         'headrace_lag_batches{provider="default",queue="0",subscription="printer"} 0.0',
@@ -251,7 +258,26 @@ def test_a_subscription_that_another_process_serves_is_refused(headrace: Headrac
     )
 
 
-def test_without_modules_it_runs_and_says_so(headrace: Headrace, start: Start):
+def test_a_data_directory_that_is_needed_and_not_named_is_one_line(headrace: Headrace):
+    refused = headrace("silo").refused(2)
+    for name in ("'default' needs a data directory", "--data", "HEADRACE_DATA", "data ="):
+        assert name in refused
+
+
+def test_what_is_without_effect_is_warned_of(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(ENVIRONMENT, "HEADRACE_MODULE", "handlers")
+    process = start("silo", "--data", "d")
+    assert process.stderr is not None
+    said = b""
+    while b"silo is ready" not in said:
+        said += process.stderr.readline()
+
+    assert b"WARNING headrace.silo: variable HEADRACE_MODULE is no option" in said
+    assert b"WARNING headrace.silo: silo has no subscription to serve" in said
+    assert f"silo is ready: data in {tmp_path / 'd'}; provider default with 8 queues".encode() in said
+
+
+def test_without_modules_it_runs(headrace: Headrace, start: Start):
     process = start("silo", "--data", "d", "--port", "0")
     address = ready(process)
     assert json.loads(get(f"{address}/healthz")[1])["state"] == "ok"

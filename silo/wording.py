@@ -1,0 +1,8 @@
+"""How numbers and things are put into words."""
+
+from __future__ import annotations
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 event`, `2 events`, `1,000 events`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
