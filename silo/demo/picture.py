@@ -4,7 +4,7 @@
       3   ◂ ████ ████ ████ ████ ██·· ···· ···· ···· ···· ···· ▸     45%     2,104   running
           s                     o                             d
 
-A subscription's initial stands under the bucket that holds its watermark; at ◂ it is behind the cache and reads on its
+A subscription's initial stands under the bucket that holds its watermark; at ◂ it has left the cache and reads on its
 own, at ▸ it has finished all that was read. Lag: batches from there to the queue's end, for the one furthest behind.
 """
 
@@ -18,6 +18,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..views import CursorView, ProviderStatistics, QueueView
+from ..wording import counted
 from .flights import CarrierDelays
 
 BUCKETS = 10
@@ -85,6 +86,7 @@ class Picture:
             ),
             Text(),
             _heading(),
+            _legend(colours),
             *(
                 line
                 for queue, tail in zip(frame.statistics.queues, frame.tails, strict=True)
@@ -123,8 +125,8 @@ def _standing(frame: Frame, job: JobView) -> str:
     behind = frame.published - job.done
     state = view.state if view else ""
     parts = [
-        f"{behind:,} behind" if behind else "",
-        "has all that was read" if behind and state == "caught up" else state,
+        f"{counted(behind, 'event')} to go" if behind else "",
+        "done with all that was read" if behind and state == "caught up" else state,
         f"{job.duplicates:,} came again" if job.duplicates else "",
     ]
     return ", ".join(part for part in parts if part)
@@ -133,6 +135,14 @@ def _standing(frame: Frame, job: JobView) -> str:
 def _heading() -> Text:
     names = "cache, oldest bucket first".ljust(BUCKETS * (_BUCKET_WIDTH + 1) + 3)
     return Text(f" queue   {names}  full       lag   state", style="dim")
+
+
+def _legend(colours: Mapping[str, str]) -> Text:
+    """What the letters under the buckets mean."""
+    text = Text(" " * 9)
+    for name, colour in colours.items():
+        text.append(name[0], style=f"bold {colour}").append(f" = {name}  ", style="dim")
+    return text.append("  ◂ left the cache, reads alone  ▸ did all that was read", style="dim")
 
 
 def _queue(queue: QueueView, tail: int, colours: Mapping[str, str]) -> Iterable[Text]:
