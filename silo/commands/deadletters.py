@@ -8,11 +8,16 @@ from typing import Any
 
 import click
 
-from ...streams import DeadLetter, InvalidArgument
+from ...streams import DeadLetter, InvalidArgument, NotFound
+from ..provider import Provider
+from ..wording import counted
 from .options import Where, opened, where_options
 from .output import json_option, note, print_json, print_table
 from .rendering import payload_fields
 from .running import run
+
+REASON_WIDTH = 100
+"""Characters of a reason that the list shows."""
 
 
 @click.group("deadletters")
@@ -39,7 +44,7 @@ def list_(*, where: Where, subscription: str | None, limit: int, after: int, as_
         print_json([_summary(letter) for letter in letters])
         return
     columns = ("id", "subscription", "stream", "token", "attempts", "failed_at", "reason")
-    print_table(columns, [[_summary(letter)[column] for column in columns] for letter in letters])
+    print_table(columns, [_row(letter) for letter in letters])
     if len(letters) == limit:
         note(f"there may be more: --after {letters[-1].id} goes on")
 
@@ -72,7 +77,7 @@ def redrive(*, where: Where, subscription: str, all_: bool, ids: Sequence[int], 
     if as_json:
         print_json({"subscription": subscription, "asked_for": count})
     else:
-        note(f"{count:,} dead letters of {subscription} are to be delivered once more")
+        note(f"to be delivered once more: {counted(count, 'dead letter')} of {subscription}")
 
 
 @command.command()
@@ -85,7 +90,7 @@ def delete(*, where: Where, subscription: str, all_: bool, ids: Sequence[int], a
     if as_json:
         print_json({"subscription": subscription, "deleted": count})
     else:
-        note(f"{count:,} dead letters of {subscription} are deleted")
+        note(f"deleted: {counted(count, 'dead letter')} of {subscription}")
 
 
 def _ids(all_: bool, ids: Sequence[int]) -> Sequence[int] | None:
@@ -104,15 +109,35 @@ def _summary(letter: DeadLetter) -> dict[str, Any]:
         "event_id": letter.event_id,
         "reason": letter.reason,
         "attempts": letter.attempts,
-        "failed_at": datetime.fromtimestamp(letter.failed_at_us / 1_000_000, UTC).isoformat(),
+        "failed_at": _failed_at(letter).isoformat(),
         "bytes": len(letter.payload),
         "redrive": letter.redrive,
     }
 
 
+def _row(letter: DeadLetter) -> list[object]:
+    when = _failed_at(letter).isoformat(timespec="seconds")
+    token = str(letter.token)
+    return [letter.id, letter.subscription, letter.stream, token, letter.attempts, when, one_line(letter.reason)]
+
+
+def _failed_at(letter: DeadLetter) -> datetime:
+    return datetime.fromtimestamp(letter.failed_at_us / 1_000_000, UTC)
+
+
+def one_line(text: str) -> str:
+    """The first line of a text, and so much of it as a table has room for; an ellipsis tells of the rest."""
+    whole = text.strip()
+    first = whole.partition("\n")[0].rstrip()[:REASON_WIDTH]
+    return first if first == whole else f"{first} …"
+
+
 async def _list(where: Where, subscription: str | None, limit: int, after: int) -> list[DeadLetter]:
     async with opened(where) as provider:
-        return await provider.store.dead_letters(provider.name, subscription, limit=limit, after_id=after)
+        letters = await provider.store.dead_letters(provider.name, subscription, limit=limit, after_id=after)
+        if not letters and subscription is not None:
+            await _check_known(provider, subscription)
+        return letters
 
 
 async def _show(where: Where, letter_id: int) -> DeadLetter:
@@ -122,9 +147,31 @@ async def _show(where: Where, letter_id: int) -> DeadLetter:
 
 async def _redrive(where: Where, subscription: str, ids: Sequence[int] | None) -> int:
     async with opened(where) as provider:
+        await _check_there(provider, subscription, ids)
         return await provider.store.request_redrive(provider.name, subscription, ids)
 
 
 async def _delete(where: Where, subscription: str, ids: Sequence[int] | None) -> int:
     async with opened(where) as provider:
+        await _check_there(provider, subscription, ids)
         return await provider.store.delete_dead_letters(provider.name, subscription, ids)
+
+
+async def _check_there(provider: Provider, subscription: str, ids: Sequence[int] | None) -> None:
+    """Raises NotFound, before anything is done, for ids that are no dead letters of the subscription."""
+    if missing := [str(one) for one in ids or () if not await _is_of(provider, subscription, one)]:
+        what = "dead letter" if len(missing) == 1 else "dead letters"
+        raise NotFound(f"subscription {subscription!r} has no {what} {', '.join(missing)}: nothing is done")
+    if ids is None:
+        await _check_known(provider, subscription)
+
+
+async def _is_of(provider: Provider, subscription: str, letter_id: int) -> bool:
+    found = await provider.store.dead_letters(provider.name, subscription, limit=1, after_id=letter_id - 1)
+    return [letter.id for letter in found] == [letter_id]
+
+
+async def _check_known(provider: Provider, subscription: str) -> None:
+    """Raises NotFound where there is neither such a subscription nor a dead letter of one that was."""
+    if not await provider.store.dead_letters(provider.name, subscription, limit=1):
+        await provider.store.subscription(provider.name, subscription)

@@ -17,6 +17,8 @@ from ...streams.events import MAX_EVENT_BYTES
 
 CHUNK_BYTES = 256 << 10
 _FAR_S = 1e12
+_MARK = b"\xef\xbb\xbf"
+"""Byte order mark, which some programs put at the start of a file."""
 
 
 class BadLine(Exception):
@@ -62,6 +64,7 @@ class Form:
         if self.format == "raw":
             assert self._stream is not None
             return self._stream, payload
+        payload = payload.removeprefix(_MARK)
         return self._json_event(payload) if payload and not payload.isspace() else None
 
     def _json_event(self, payload: bytes) -> tuple[StreamId, bytes | Event]:
@@ -70,7 +73,7 @@ class Form:
         except UnicodeDecodeError:
             raise ValueError("not JSON: a string in it is not UTF-8") from None
         except msgspec.DecodeError as error:
-            raise ValueError(f"not JSON: {error}") from None
+            raise ValueError(_not_utf8(payload) or f"not JSON: {error}") from None
         stream = self._stream or _stream(self.namespace or "", _key(content, self.key_field or ""))
         if self.id_field is None and self.time_field is None:
             return stream, payload
@@ -79,6 +82,15 @@ class Form:
             id=None if self.id_field is None else _key(content, self.id_field),
             timestamp_us=None if self.time_field is None else _time_us(content, self.time_field),
         )
+
+
+def _not_utf8(payload: bytes) -> str:
+    """Why bytes are no text; empty where they are."""
+    try:
+        payload.decode()
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 at byte {error.start} of the line: save the file as UTF-8, or use --format raw"
+    return ""
 
 
 @lru_cache(maxsize=1 << 16)

@@ -5,15 +5,21 @@ from __future__ import annotations
 import functools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 import msgspec
 
-from ...streams.errors import InvalidArgument, NotFound
-from ..datadir import MARKER
+from ...streams import Start
+from ...streams.errors import DataDirectoryError, InvalidArgument, NotFound
+from ..datadir import MARKER, check_provider_name
 from ..provider import Provider
+from ..wording import counted
+from .output import note
+
+START_HELP = "earliest, latest, a token, or the time of storing, such as 2026-11-21T10:00 (in UTC, or with its zone)."
 
 
 class Where(NamedTuple):
@@ -68,15 +74,48 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 @asynccontextmanager
-async def opened(where: Where, how: Mapping[str, Any] | None = None) -> AsyncGenerator[Provider]:
-    """The provider, for the length of an `async with`. Without `how` it has to exist: looking makes nothing.
+async def opened(
+    where: Where, how: Mapping[str, Any] | None = None, *, create: bool = False
+) -> AsyncGenerator[Provider]:
+    """The provider, for the length of an `async with`. It has to exist, unless `create`: then what is made is said.
 
-    Raises NotFound where it does not exist.
+    `how` are the keywords of `Provider.open`. Raises NotFound where it does not exist, DataDirectoryError where the
+    directory is somebody else's.
     """
-    if how is None and not (where.data / MARKER).exists():
-        raise NotFound(f"{where.data} is no data directory: publish something to it first")
-    if how is None and not (where.data / "providers" / where.provider).exists():
+    check_provider_name(where.provider)
+    if not create:
+        _check_exists(where)
+    new = [what for what in (where.data / MARKER, _directory(where)) if not what.exists()]
+    async with Provider.open(where.data, name=where.provider, **(how or {})) as provider:
+        if where.data / MARKER in new:
+            note(f"created data directory {where.data}")
+        if new:
+            note(f"created provider {provider.name} with {counted(provider.queues, 'queue')}")
+        yield provider
+
+
+def _check_exists(where: Where) -> None:
+    if not (where.data / MARKER).exists():
+        if where.data.exists() and not (where.data.is_dir() and not any(where.data.iterdir())):
+            raise DataDirectoryError(
+                f"{where.data} is no data directory: it is not empty and not made by headrace: name another"
+            )
+        raise NotFound(f"{where.data} is no data directory: check its name, or publish something to it first")
+    if not _directory(where).exists():
         there = sorted(entry.name for entry in (where.data / "providers").glob("*")) or ["none"]
         raise NotFound(f"data directory {where.data} has no provider {where.provider!r}: there is {', '.join(there)}")
-    async with Provider.open(where.data, name=where.provider, **(how or {})) as provider:
-        yield provider
+
+
+def _directory(where: Where) -> Path:
+    return where.data / "providers" / where.provider
+
+
+def parse_start(text: str) -> Start:
+    """`Start.parse`, which wants a time with its zone; here one without is in UTC."""
+    try:
+        when = datetime.fromisoformat(text)
+    except ValueError:
+        return Start.parse(text)
+    if when.tzinfo is not None or text.isdecimal():  # 20261121 is a token
+        return Start.parse(text)
+    return Start.since(when.replace(tzinfo=UTC))

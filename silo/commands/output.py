@@ -9,6 +9,8 @@ from typing import Any
 import click
 import msgspec
 
+_ANY_WIDTH = 1 << 30
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
@@ -30,9 +32,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
         table.add_column(column, justify="right" if numbers else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(f"{cell:,}" if isinstance(cell, int) else str(cell)) for cell in row))
-    console = Console(highlight=False)
-    if not sys.stdout.isatty():
-        console.width = max(console.measure(table).maximum, 1)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _ANY_WIDTH)
     console.print(table)
 
 

@@ -17,6 +17,7 @@ from ...streams import Event, StreamId
 from ..datadir import lock, open_data_directory
 from ..outcome import Failed, Interrupted
 from ..provider import Provider
+from ..wording import counted
 from .journal import Journal, Reader
 from .lines import BadLine, Form, Lines, read_lines
 from .options import Where, creation_options, opened, where_options
@@ -36,7 +37,9 @@ Item = tuple[StreamId, bytes | Event]
 @click.option("--key-field", metavar="FIELD", help="… whose keys are in this field.")
 @click.option("--id-field", metavar="FIELD", help="The field with each event's id.")
 @click.option(
-    "--time-field", metavar="FIELD", help="The field with each event's time: ISO 8601, or seconds since 1970."
+    "--time-field",
+    metavar="FIELD",
+    help="The field with the event's own time, whenever it is stored: ISO 8601 with its zone, or seconds since 1970.",
 )
 @click.option("--format", type=click.Choice(["json", "raw"]), default="json", show_default=True, help="What a line is.")
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False, allow_dash=True), default="-")
@@ -60,7 +63,8 @@ def command(*, where: Where, how: Mapping[str, Any], file: Path, as_json: bool, 
     if as_json:
         print_json(result._asdict())
     else:
-        note(f"published {result.events:,} events from {result.lines:,} lines in {result.seconds:.1f} s")
+        done = f"{counted(result.events, 'event')} from {counted(result.lines, 'line')}"
+        note(f"published {done} in {result.seconds:.1f} s")
 
 
 class Result(NamedTuple):
@@ -75,7 +79,7 @@ class Result(NamedTuple):
 
 async def _publish(where: Where, how: Mapping[str, Any], file: Path, form: Form) -> Result:
     began = time.monotonic()
-    async with opened(where, how) as provider:
+    async with opened(where, how, create=True) as provider:
         with _descriptor(file) as descriptor:
             journal = _journal(provider, file, form, descriptor)
             with _alone(where, file, journal), progress(_size(descriptor)) as advance:

@@ -15,7 +15,7 @@ from ...streams import Busy, Event, EventBatch, NotFound, Selector, Start, Subsc
 from ...streams.handlers import Declared
 from ..outcome import DONE
 from ..provider import Provider, Subscription
-from .options import Where, creation_options, opened, where_options
+from .options import START_HELP, Where, creation_options, opened, parse_start, where_options
 from .rendering import Format, all_of, parse_filter, renderer
 from .running import run
 from .writing import Writer
@@ -28,7 +28,7 @@ DRAIN_S = 2.0
 @where_options
 @creation_options
 @click.option("--name", help="Keep the progress under this name.  [default: none is kept]")
-@click.option("--from", "start", metavar="START", help="earliest, latest, a token, or a time.  [default: latest]")
+@click.option("--from", "start", metavar="START", help=f"{START_HELP}  [default: latest]")
 @click.option("--max", "limit", type=click.IntRange(min=1), metavar="N", help="Stop after N events.")
 @click.option("--follow/--no-follow", default=True, show_default=True, help="Wait for more, or stop when caught up.")
 @click.option("--filter", "filters", multiple=True, metavar="FILTER", help="header:NAME=VALUE or field:NAME=VALUE.")
@@ -52,8 +52,11 @@ def command(
     With --name the subscription is durable: an event counts as done once its line is written, and the next run with
     that name goes on after it. Without, it starts at --from and is forgotten at the end. Several filters all have to
     let an event pass.
+
+    The provider has to exist: only with --adapter it is made.
     """
-    wanted = Wanted(name, Selector(selector), start, filters)
+    wanted = Wanted(name, Selector(selector), None if start is None else parse_start(start), filters)
+    wanted.definition(wanted.start)  # what is wrong with it is said before anything is opened
     run(_subscribe(where, how, wanted, format_, limit, follow=follow), terminated=DONE)
 
 
@@ -62,19 +65,22 @@ class Wanted(NamedTuple):
 
     name: str | None
     selector: Selector
-    start: str | None
+    start: Start | None
     filters: Sequence[str]
 
-    async def definition(self, provider: Provider) -> SubscriptionDefinition:
+    async def at(self, provider: Provider) -> SubscriptionDefinition:
         """As it is to be. One that exists keeps its start unless another is asked for, which is an error."""
-        start = Start.latest() if self.start is None else Start.parse(self.start)
-        if self.name is not None and self.start is None:
+        start = self.start
+        if self.name is not None and start is None:
             with suppress(NotFound):
                 start = (await provider.store.subscription(provider.name, self.name)).start
+        return self.definition(start)
+
+    def definition(self, start: Start | None) -> SubscriptionDefinition:
         return SubscriptionDefinition(
             name=self.name or f"{EPHEMERAL}{uuid.uuid4().hex[:12]}",
             selector=self.selector,
-            start=start,
+            start=start or Start.latest(),
             filter=" and ".join(self.filters) or None,
         )
 
@@ -142,11 +148,11 @@ async def _subscribe(
     where: Where, how: Mapping[str, Any], wanted: Wanted, format_: Format, limit: int | None, *, follow: bool
 ) -> None:
     render = renderer(format_)
-    async with opened(where, how) as provider:
+    predicate = all_of([parse_filter(text) for text in wanted.filters])
+    async with opened(where, how, create=how["adapter"] is not None) as provider:
         await _forget_left_behind(provider)
         printer = BatchPrinter(render) if limit is None else LimitedPrinter(render, limit)
-        definition = await wanted.definition(provider)
-        predicate = all_of([parse_filter(text) for text in wanted.filters])
+        definition = await wanted.at(provider)
         subscription = await provider.attach(Declared(provider.name, definition, printer, False, predicate, 1000))
         try:
             await _until_end(printer, subscription, follow=follow)

@@ -22,7 +22,7 @@ from ...streams import (
 from ...streams.subscriptions import Behind
 from ..datadir import lock_subscription, open_data_directory
 from ..provider import Provider
-from .options import Where, creation_options, opened, where_options
+from .options import START_HELP, Where, creation_options, opened, parse_start, where_options
 from .output import json_option, note, print_json, print_table
 from .queues import standing
 from .running import run
@@ -47,7 +47,7 @@ def list_(*, where: Where, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    columns = ("name", "selector", "lag", "dead_letters", "gaps")
+    columns = ("name", "selector", "lag", "paused", "dead_letters", "gaps")
     print_table(columns, [[one[column] for column in columns] for one in found])
 
 
@@ -75,7 +75,7 @@ def show(*, where: Where, name: str, as_json: bool) -> None:
 @creation_options
 @click.argument("name")
 @click.argument("selector")
-@click.option("--from", "start", default="latest", show_default=True, help="earliest, latest, a token, or a time.")
+@click.option("--from", "start", default="latest", show_default=True, help=START_HELP)
 @click.option(
     "--on-failure", type=click.Choice([one.value for one in OnFailure]), default="dead-letter", show_default=True
 )
@@ -87,11 +87,14 @@ def create(
     *, where: Where, how: Mapping[str, Any], name: str, selector: str, start: str, on_failure: str,
     slow_consumer: str | None, max_attempts: int, max_elapsed: float, as_json: bool,
 ) -> None:  # fmt: skip
-    """Create a durable subscription: from now on events are kept for it."""
+    """Create a durable subscription: from now on events are kept for it.
+
+    The provider has to exist: only with --adapter it is made.
+    """
     definition = SubscriptionDefinition(
         name=name,
         selector=Selector(selector),
-        start=Start.parse(start),
+        start=parse_start(start),
         retry=RetryPolicy(max_attempts=max_attempts, max_elapsed_s=max_elapsed),
         on_failure=OnFailure(on_failure),
         slow_consumer=SlowConsumer(slow_consumer) if slow_consumer else None,
@@ -119,8 +122,8 @@ def delete(*, where: Where, name: str, as_json: bool) -> None:
 @click.argument("start")
 @json_option
 def seek(*, where: Where, name: str, start: str, as_json: bool) -> None:
-    """Go on from START (earliest, latest, a token, or a time), also back."""
-    run(_seek(where, name, Start.parse(start)))
+    """Go on from START, also back: earliest, latest, a token, or the time of storing (in UTC, or with its zone)."""
+    run(_seek(where, name, parse_start(start)))
     _done(as_json, name, "moved")
 
 
@@ -156,9 +159,11 @@ async def _list(where: Where) -> list[dict[str, Any]]:
 async def _summary(provider: Provider, definition: SubscriptionDefinition, ends: Mapping[int, int]) -> dict[str, Any]:
     store, name = provider.store, definition.name
     checkpoints = await store.checkpoints(provider.name, name)
+    standings = [standing(checkpoint, ends[queue]) for queue, checkpoint in checkpoints.items()]
     return {
         **_definition(definition),
-        "lag": sum(standing(checkpoint, ends[queue])["lag"] for queue, checkpoint in checkpoints.items()),
+        "lag": sum(one["lag"] for one in standings),
+        "paused": sum(one["streams_paused"] for one in standings),
         "dead_letters": await _count_dead_letters(provider, name),
         "gaps": len(await store.gaps(provider.name, name)),
     }
@@ -194,7 +199,7 @@ def _paused(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 async def _create(where: Where, how: Mapping[str, Any], definition: SubscriptionDefinition) -> bool:
-    async with opened(where, how) as provider:
+    async with opened(where, how, create=how["adapter"] is not None) as provider:
         return await provider.create_subscription(definition)
 
 

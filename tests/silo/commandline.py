@@ -34,11 +34,11 @@ class Ran(NamedTuple):
         return [json.loads(line) for line in self.out.splitlines()]
 
     def refused(self, code: int) -> str:
-        """The one line on stderr of a command that failed with `code` and printed nothing else."""
+        """The one line on stderr of a command that failed with `code` and printed nothing but what it created."""
         assert (self.code, self.out) == (code, ""), self
-        assert self.err.startswith("headrace: ")
-        assert self.err.count("\n") == 1, self.err
-        return self.err.removeprefix("headrace: ").rstrip("\n")
+        (line,) = [line for line in self.err.splitlines() if not line.startswith("headrace: created ")]
+        assert line.startswith("headrace: ")
+        return line.removeprefix("headrace: ")
 
 
 Headrace = Callable[..., Ran]

@@ -10,9 +10,13 @@ import click
 import pytest
 
 from headrace.silo.cli import COMMANDS, cli
+from headrace.silo.commands.options import parse_start
 from headrace.silo.outcome import Failed, Interrupted, exit_code, message
-from headrace.streams import Busy, InvalidArgument, NotSupported, PayloadTooLarge, StorageFull
-from tests.silo.commandline import SCRIPT, Headrace, Start, ended
+from headrace.silo.wording import counted
+from headrace.streams import Busy, InvalidArgument, NotSupported, PayloadTooLarge, Start, StorageFull
+from headrace.streams.subscriptions import StartKind
+from tests.silo.commandline import SCRIPT, Headrace, ended
+from tests.silo.commandline import Start as StartProcess
 
 
 def command_of(name: str) -> click.Command:
@@ -81,32 +85,88 @@ def test_version(headrace: Headrace):
         (["subscribe", "--data", "d", "a/*", "--from", "3"], "a token is a position in one queue"),
         (["subscribe", "--data", "d", "a/*", "--filter", "x=1"], "--filter x=1: write it as header:NAME=VALUE"),
         (["subscribe", "--data", "d", "a/*", "--option", "durability"], "--option durability: write it as NAME=VALUE"),
-        (["subscribe", "--data", "d", "a/*", "--option", "durability=often"], "options of adapter 'log'"),
+        (["publish", "--data", "d", "--stream", "a/b", "--option", "durability=often"],
+         "durability`: accepted are commit, relaxed"),
+        (["publish", "--data", "d", "--stream", "a/b", "--option", "durabilty=commit"],
+         "unknown field `durabilty`: accepted are durability, "),
         (["subscribe", "--data", "d", "a/*", "--name", "not a name"], "'not a name' is no subscription name"),
         (["subscribe", "--data", "d", "a/*", "--provider", "../up"], "'../up' is no provider name"),
     ],
-)
+)  # fmt: skip
 def test_wrong_usage_is_one_line_and_code_2(arguments: list[str], reason: str, headrace: Headrace):
     assert reason in headrace(*arguments).refused(2)
 
 
-@pytest.mark.parametrize("command", [["streams"], ["queues"], ["subscriptions", "list"], ["deadletters", "list"]])
+LOOKING = [["streams"], ["queues"], ["subscriptions", "list"], ["deadletters", "list"], ["subscribe", "a/*"],
+           ["subscribe", "a/*", "--name", "n"], ["subscriptions", "create", "n", "a/*"]]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", LOOKING)
 def test_looking_at_a_directory_that_is_none_makes_nothing(command: list[str], tmp_path: Path, headrace: Headrace):
     assert "typo is no data directory" in headrace(*command, "--data", "typo").refused(1)
     assert not (tmp_path / "typo").exists()
 
 
-def test_looking_at_an_unknown_provider_names_those_there_are(headrace: Headrace):
+@pytest.mark.parametrize("command", LOOKING)
+def test_looking_at_an_unknown_provider_names_those_there_are(command: list[str], headrace: Headrace):
     headrace("publish", "--data", "d", "--stream", "a/b", stdin=b"1\n")
     assert "has no provider 'orders': there is default" in headrace(
-        "streams", "--data", "d", "--provider", "orders"
+        *command, "--data", "d", "--provider", "orders"
     ).refused(1)
+
+
+def test_publishing_says_what_it_creates(headrace: Headrace):
+    publish = ["publish", "--data", "d", "--stream", "a/b"]
+    published = "headrace: published 1 event from 1 line in "
+    assert [line.partition(" in ")[0] for line in headrace(*publish, stdin=b"1\n").err.splitlines()] == [
+        "headrace: created data directory d",
+        "headrace: created provider default with 8 queues",
+        published.partition(" in ")[0],
+    ]
+    first, last = headrace(*publish, "--provider", "orders", "--queues", "1", stdin=b"1\n").err.splitlines()
+    assert first == "headrace: created provider orders with 1 queue"
+    assert last.startswith(published)
+    assert headrace(*publish, stdin=b"1\n").err.startswith(published)
+
+
+def test_an_adapter_that_is_named_makes_its_provider(headrace: Headrace):
+    ran = headrace("subscriptions", "create", "--data", "d", "--adapter", "log", "--queues", "1", "n", "a/*")
+    assert ran.code == 0
+    assert "created provider default with 1 queue" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2026-11-21T10:00:00", Start(kind=StartKind.TIME, time_us=1_795_255_200_000_000)),
+        ("2026-11-21T10:00:00Z", Start(kind=StartKind.TIME, time_us=1_795_255_200_000_000)),
+        ("2026-11-21T10:00:00+01:00", Start(kind=StartKind.TIME, time_us=1_795_251_600_000_000)),
+        ("2026-11-21", Start(kind=StartKind.TIME, time_us=1_795_219_200_000_000)),
+        ("20261121", Start(kind=StartKind.OFFSETS, token="20261121")),
+        ("7.1", Start(kind=StartKind.OFFSETS, token="7.1")),
+        ("latest", Start.latest()),
+    ],
+)
+def test_a_time_without_zone_is_in_utc(text: str, expected: Start):
+    assert parse_start(text) == expected
+
+
+def test_one_of_a_thing_has_no_plural():
+    assert [counted(number, "event") for number in (0, 1, 2, 1000)] == [
+        "0 events", "1 event", "2 events", "1,000 events",
+    ]  # fmt: skip
 
 
 def test_a_foreign_directory_is_refused_by_every_command(tmp_path: Path, headrace: Headrace):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter").write_text("x")
-    for arguments in (["publish", "--stream", "a/b"], ["subscribe", "a/*"], ["silo"], ["demo", "--flights", "f"]):
+    for arguments in (
+        ["publish", "--stream", "a/b"],
+        ["subscribe", "a/*"],
+        ["queues"],
+        ["silo"],
+        ["demo", "--flights", "f"],
+    ):
         assert "not empty and not made by headrace" in headrace(*arguments, "--data", "thesis").refused(1)
     assert [entry.name for entry in (tmp_path / "thesis").iterdir()] == ["chapter"]
 
@@ -132,7 +192,7 @@ def test_options_can_be_given_by_variables(headrace: Headrace):
     assert headrace("streams", "--data", "d", "--provider", "orders", "--json").json[0]["stream"] == "a/b"
 
 
-def test_a_reader_that_leaves_early_is_no_error(headrace: Headrace, start: Start):
+def test_a_reader_that_leaves_early_is_no_error(headrace: Headrace, start: StartProcess):
     headrace("publish", "--data", "d", "--stream", "a/b", "--format", "raw", stdin=(b"x" * 1000 + b"\n") * 2000)
     process = start("subscribe", "--data", "d", "a/*", "--from", "earliest", "--no-follow")
     assert process.stdout is not None
@@ -171,7 +231,8 @@ def test_what_an_error_means(error: BaseException, code: int | None, text: str):
     assert message(error).startswith(text)
 
 
-def test_an_interrupted_start_says_so(start: Start):
+def test_an_interrupted_start_says_so(headrace: Headrace, start: StartProcess):
+    headrace("publish", "--data", "d", "--stream", "a/b", stdin=b"1\n")
     process = start("subscribe", "--data", "d", "a/*")
     process.send_signal(2)
     assert ended(process).code in {130, -2}  # -2: before Python had come so far as to handle it

@@ -2,12 +2,15 @@
 
 import asyncio
 import base64
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import pytest
 import pytest_asyncio
 
 from headrace.silo import Provider
+from headrace.silo.commands.deadletters import one_line
 from headrace.streams import Event, OnFailure, RetryPolicy, Start, StreamId
 from tests.silo.commandline import Headrace, ended
 from tests.silo.commandline import Start as StartProcess
@@ -83,6 +86,7 @@ async def test_queues_show_what_they_hold_and_who_lags(provider: Provider, headr
     assert "lag of behind" in headrace("queues", *DATA).out
 
 
+@pytest.mark.usefixtures("provider")
 def test_a_subscription_is_created_shown_moved_and_deleted(headrace: Headrace):
     create = ["subscriptions", "create", *DATA, "orders", "shop/*", "--max-attempts", "3", "--on-failure", "skip"]
     assert headrace(*create, "--json").json == {"name": "orders", "created": True}
@@ -92,7 +96,7 @@ def test_a_subscription_is_created_shown_moved_and_deleted(headrace: Headrace):
 
     shown = headrace("subscriptions", "show", *DATA, "orders", "--json").json
     assert (shown["selector"], shown["retry"]["max_attempts"], shown["on_failure"]) == ("shop/*", 3, "skip")
-    assert (shown["lag"], len(shown["queues"])) == (1, 8)
+    assert (shown["lag"], len(shown["queues"])) == (1, 2)
     assert headrace("subscriptions", "seek", *DATA, "orders", "latest", "--json").json == {
         "name": "orders", "moved": True,
     }  # fmt: skip
@@ -150,7 +154,8 @@ async def test_dead_letters_are_listed_shown_redriven_and_deleted(provider: Prov
     a = by_stream["shop/a"]
     assert (a["subscription"], a["attempts"], a["event_id"], a["redrive"]) == ("orders", 1, "e", False)
     assert a["reason"] == "ValueError: no\nstock"
-    assert headrace("deadletters", "list", *DATA, "--subscription", "other", "--json").json == []
+    unknown = headrace("deadletters", "list", *DATA, "--subscription", "other", "--json").refused(1)
+    assert "has no subscription 'other'" in unknown
     first = headrace("deadletters", "list", *DATA, "--limit", 1)
     assert f"--after {listed[0]['id']} goes on" in first.err
     assert headrace("deadletters", "list", *DATA, "--after", listed[0]["id"], "--json").json == listed[1:]
@@ -167,6 +172,62 @@ async def test_dead_letters_are_listed_shown_redriven_and_deleted(provider: Prov
     assert headrace("deadletters", "delete", *of_orders, a["id"]).json == {"subscription": "orders", "deleted": 1}
     assert headrace("deadletters", "delete", *of_orders, "--all").json["deleted"] == 2
     assert headrace("deadletters", "list", *DATA, "--json").json == []
+
+
+@pytest.mark.parametrize("action", ["redrive", "delete"])
+async def test_dead_letters_that_do_not_exist_are_named_and_nothing_is_done(
+    action: str, provider: Provider, headrace: Headrace
+):
+    await give_up_on(provider, b"a")
+    (letter,) = headrace("deadletters", "list", *DATA, "--json").json
+    of_orders = ["deadletters", action, *DATA, "--subscription", "orders"]
+
+    refused = headrace(*of_orders, letter["id"], 98, 99).refused(1)
+    assert refused == "subscription 'orders' has no dead letters 98, 99: nothing is done"
+    assert "no dead letter 1:" in headrace("deadletters", action, *DATA, "--subscription", "other", 1).refused(1)
+    assert "no subscription 'other'" in headrace(
+        "deadletters", action, *DATA, "--subscription", "other", "--all"
+    ).refused(1)
+    assert headrace("deadletters", "list", *DATA, "--json").json == [letter]
+    assert "1 dead letter of orders" in headrace(*of_orders, letter["id"]).err
+
+
+async def test_dead_letters_of_a_deleted_subscription_are_listed_until_they_are_gone(
+    provider: Provider, headrace: Headrace
+):
+    await give_up_on(provider, b"a")
+    await provider.delete_subscription("orders")
+    of_orders = [*DATA, "--subscription", "orders"]
+
+    assert len(headrace("deadletters", "list", *of_orders, "--json").json) == 1
+    assert headrace("deadletters", "delete", *of_orders, "--all", "--json").json["deleted"] == 1
+    assert "no subscription 'orders'" in headrace("deadletters", "list", *of_orders).refused(1)
+
+
+async def test_a_table_has_one_line_a_row_where_nobody_looks(provider: Provider, headrace: Headrace):
+    stream = b"a" * 300
+    await give_up_on(provider, stream)
+
+    letters = [line for line in headrace("deadletters", "list", *DATA).out.splitlines() if "orders" in line]
+    assert len(letters) == 1
+    assert f"shop/{stream.decode()}" in letters[0]
+    assert letters[0].rstrip().endswith("ValueError: no …")
+    assert re.search(r" \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00 ", letters[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("a", "a"), (" a \n", "a"), ("a\nb", "a …"), ("", ""), ("x" * 100, "x" * 100), ("x" * 101, "x" * 100 + " …")],
+)
+def test_a_reason_is_cut_to_one_line(text: str, line: str):
+    assert one_line(text) == line
+
+
+async def test_paused_streams_are_counted(provider: Provider, headrace: Headrace):
+    await give_up_on(provider, b"a", b"b", on_failure=OnFailure.PAUSE)
+    (listed,) = headrace("subscriptions", "list", *DATA, "--json").json
+    assert listed["paused"] == 2
+    assert "paused" in headrace("subscriptions", "list", *DATA).out
 
 
 async def test_which_dead_letters_has_to_be_said(provider: Provider, headrace: Headrace):
@@ -187,5 +248,5 @@ async def test_a_redrive_is_delivered_by_whoever_serves_the_subscription(provide
     await provider.subscribe("orders", "shop/*", take, start=Start.earliest(), retry=once)
     ran = await asyncio.to_thread(headrace, "deadletters", "redrive", *DATA, "--subscription", "orders", "--all")
 
-    assert "2 dead letters of orders are to be delivered once more" in ran.err
+    assert "to be delivered once more: 2 dead letters of orders" in ran.err
     assert {await redriven.get(), await redriven.get()} == {b"a", b"b"}
