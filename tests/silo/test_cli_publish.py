@@ -237,7 +237,7 @@ def test_publishing_a_file_twice_at_once_is_refused(tmp_path: Path, headrace: He
 
 
 def test_interrupted_it_stops_between_two_calls_and_goes_on(tmp_path: Path, headrace: Headrace, start: Start):
-    write(tmp_path / "a.jsonl", *(order(n, text="x" * 200) for n in range(20_000)))
+    write(tmp_path / "a.jsonl", *(order(n, text="x" * 200) for n in range(80_000)))
     process = start("publish", *BY_KEY, "a.jsonl")
     published_lines(tmp_path, process, at_least=1)
     process.send_signal(signal.SIGINT)
@@ -245,7 +245,7 @@ def test_interrupted_it_stops_between_two_calls_and_goes_on(tmp_path: Path, head
     ran = ended(process)
     assert (ran.code, ran.err.splitlines()[-1]) == (130, "headrace: interrupted: run it again to go on")
     headrace("publish", *BY_KEY, "a.jsonl")
-    assert count(headrace) == 20_000
+    assert count(headrace) == 80_000
 
 
 def test_waiting_for_stdin_it_hears_signals(start: Start):

@@ -66,7 +66,7 @@ def until_delivered(directory: Path, process: "subprocess.Popen[bytes]", count: 
 def interrupted(directory: Path, start: Start, deliver: int) -> Ran:
     """Run until so many events more were delivered, then stop it in order."""
     before = deliveries(directory)
-    process = start(*DEMO, "--json")
+    process = start(*DEMO, "--json", "--slow", "4000")
     until_delivered(directory, process, before + deliver)
     process.send_signal(signal.SIGINT)
     ran = ended(process)
@@ -254,7 +254,7 @@ OFTEN = (
 
 
 def killed(directory: Path, start: Start, target: int) -> Kill:
-    process = start(*DEMO, "--json", program=[sys.executable, "-c", OFTEN])
+    process = start(*DEMO, "--json", "--slow", "8000", program=[sys.executable, "-c", OFTEN])
     until_delivered(directory, process, target)
     process.kill()
     assert process.wait() == -signal.SIGKILL, ended(process)

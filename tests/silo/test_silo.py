@@ -92,6 +92,7 @@ def test_it_delivers_what_others_publish_and_stops_in_order(tmp_path: Path, head
     assert "silo has stopped: what is done is saved" in ran.err
     publish(headrace, 4)
     process = start("silo", "silo.toml")
+    ready(process)
     until_printed(tmp_path, process, 4)
     process.send_signal(signal.SIGINT)
     assert ended(process).code == 0
@@ -106,6 +107,7 @@ def test_killed_it_loses_nothing(tmp_path: Path, headrace: Headrace, start: Star
     process.wait()
 
     process = start("silo", "silo.toml")
+    ready(process)
     while set(printed(tmp_path)) != set(range(500)):
         assert process.poll() is None, ended(process)
     process.send_signal(signal.SIGTERM)
@@ -135,9 +137,8 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path, headrace: Headrace, sta
     process.send_signal(signal.SIGTERM)
     assert process.stderr is not None
     assert b"silo is stopping" in process.stderr.readline()
-    with process:
-        while not has_ended(process, within_s=0.1):
-            process.send_signal(signal.SIGTERM)
+    while not has_ended(process, within_s=0.1):
+        process.send_signal(signal.SIGTERM)
 
     assert process.returncode == -signal.SIGTERM
 
