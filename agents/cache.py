@@ -103,12 +103,14 @@ class QueueCache:
     @property
     def room(self) -> tuple[int, int]:
         """How many events and bytes fit before there is pressure; at least 1 of each."""
-        return max(1, self.max_events - self.events), max(1, self.max_bytes - self.bytes)
+        events, size = BUCKETS * self.bucket_events, BUCKETS * self.bucket_bytes
+        return max(1, events - self.events), max(1, size - self.bytes)
 
     @property
     def pressure(self) -> bool:
         """Whether the next batch would open an eleventh bucket."""
-        return len(self.buckets) >= BUCKETS and self._full(self.buckets[-1])
+        count = len(self.buckets)
+        return count > BUCKETS or (count == BUCKETS and self._full(self.buckets[-1]))
 
     def add(self, batches: Sequence[EventBatch], next_offset: int | None = None) -> None:
         """Append batches in offset order. `next_offset`: how far the queue has been read, where that is further."""

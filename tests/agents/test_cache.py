@@ -545,3 +545,16 @@ def test_a_purged_batch_does_not_keep_the_others_of_its_bucket_alive() -> None:
     finally:
         gc.enable()
     assert held.offset == 0
+
+
+def test_a_reader_that_keeps_to_the_room_is_stopped_at_the_limit() -> None:
+    cache = QueueCache(4096, PLENTY)
+    cache.add([batch("a", offset) for offset in range(cache.room[0])])
+    assert cache.pressure
+    assert cache.events == BUCKETS * (4096 // BUCKETS)
+
+
+def test_there_is_pressure_also_when_one_receive_went_past_the_tenth_bucket() -> None:
+    cache = QueueCache(100, PLENTY)
+    cache.add([batch("a", offset) for offset in range(101)])
+    assert cache.pressure
