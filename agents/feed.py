@@ -61,6 +61,8 @@ class Feed:
         self.fault = ""
         """Why reading does not go on at present."""
         self.throttled = False
+        self._holes: list[Gap] = []
+        """Gaps between what the cache holds: who joins behind one misses it, too."""
         self._check_s = check_s
         self._pause_s = 0.0
         """Looking for whom to detach takes longer with more streams: it gets a twentieth of the time at the most."""
@@ -98,6 +100,7 @@ class Feed:
     async def _take(self, received: Received) -> None:
         if received.gap is not None:
             self.owner.missing(self.deliveries, received.gap)
+            self._holes = [*(hole for hole in self._holes if hole.high > self.cache.first_offset), received.gap]
         batches = received.batches
         for start in range(0, len(batches), OFFER_BATCHES):
             part = batches[start : start + OFFER_BATCHES]
@@ -160,6 +163,10 @@ class Feed:
 
     def join(self, delivery: Delivery) -> None:
         """From now on `delivery` gets its new batches from this feed, whose cache reaches back to its position."""
+        wants = min([delivery.base, *(c.token.offset for c in delivery.cursors.values() if c.batch is None)])
+        for hole in self._holes:
+            if wants < hole.high:
+                self.owner.missing([delivery], hole)
         delivery.feed = self
         self.deliveries.append(delivery)
         for cursor in [c for c in delivery.cursors.values() if c.state is State.PARKED and c.feed is None]:

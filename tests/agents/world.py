@@ -9,11 +9,11 @@ ahead of what was done; after a clean stop they must be exactly it.
 import asyncio
 import random
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.adapters import QueueAdapter
-from headrace.agents import CacheLimits, Delivery, PullingManager
+from headrace.agents import CacheLimits, Delivery, PullingAgent, PullingManager
 from headrace.streams import (
     Checkpoint,
     Event,
@@ -28,6 +28,7 @@ from headrace.streams import (
 )
 from headrace.streams.handlers import Handler
 from headrace.streams.store import ControlStore
+from tests.agents.shelf import Shelf
 
 PROVIDER = "simulated"
 POISON, UNWANTED = b"poison", b"unwanted"
@@ -52,6 +53,7 @@ class Consumer:
     start: dict[int, Checkpoint] = field(default_factory=dict[int, Checkpoint])
     running: set[StreamId] = field(default_factory=set[StreamId])
     delivered: int = 0
+    moving: bool = False
 
     @property
     def name(self) -> str:
@@ -98,6 +100,7 @@ class World:
         self.moody = True
         self.problems: list[str] = []
         self.dropped = [0] * queues
+        self.missed: list[tuple[str, StreamId, SequenceToken]] = []
         self.history: list[str] = []
         self.generation = 0
         self._outside = asyncio.all_tasks()
@@ -130,16 +133,14 @@ class World:
         bounds = {queue: await self.adapter.bounds(queue) for queue in explicit}
         consumer.start = {queue: start(*bounds[queue]) for queue in explicit}
         assert await self.store.create_subscription(PROVIDER, consumer.definition, consumer.start)
-        self.consumers[consumer.name] = consumer
-        await self._compare(consumer, exact=False, new=True)
-        await self.serve(consumer)
+        await self._settle_in(consumer)
 
     async def serve(self, consumer: Consumer) -> None:
         self.note(f"serve {consumer.name} from {consumer.done}")
         await self.manager.serve(
             consumer.definition,
             self._handler(consumer),
-            predicate=wanted if consumer.filtered else None,
+            predicate=passes if consumer.filtered else None,
             concurrency=consumer.concurrency,
         )
         for delivery in self.manager.served[consumer.name].deliveries.values():
@@ -155,9 +156,42 @@ class World:
         bounds = {queue: await self.adapter.bounds(queue) for queue in consumer.start}
         positions = {queue: start(*bounds[queue]) for queue in consumer.start}
         self.note(f"seek {consumer.name} to {positions}")
+        consumer.moving = True
         await self.store.seek(PROVIDER, consumer.name, positions, "test")
+        await self._settle_in(consumer)
+
+    async def _settle_in(self, consumer: Consumer) -> None:
+        """Begin where the store says. A queue that cannot rewind may have let go of some of that meanwhile."""
+        consumer.moving = True
+        self.consumers[consumer.name] = consumer
+        await self._compare(consumer, exact=False, new=True)
+        if not self.adapter.capabilities.rewindable:
+            await asyncio.sleep(1.0)
+            self.dropped = [(await self.adapter.bounds(queue)).first for queue in range(self.queues)]
+        consumer.moving = False
+        await self.serve(consumer)
+
+    async def take_over(self, consumer: Consumer, start: Callable[[int, int], Checkpoint]) -> None:
+        """Another process moves a subscription that is served here, and gives it back."""
+        bounds = {queue: await self.adapter.bounds(queue) for queue in consumer.start}
+        positions = {queue: start(*bounds[queue]) for queue in consumer.start}
+        self.note(f"take over {consumer.name} to {positions}")
+        await self.store.seek(PROVIDER, consumer.name, positions, "test")
+        while consumer.name in self.manager.served:
+            # Whatever is done meanwhile counts for nothing, but only a change of the position is noticed.
+            await self.publish([(StreamId("s", str(key)), [b"for all"]) for key in range(self.queues)])
+            await asyncio.sleep(0.5)
+        while any(consumer.name in agent.deliveries for agent in self.manager.agents) or consumer.running:
+            await asyncio.sleep(0.1)
         await self._compare(consumer, exact=False, new=True)
         await self.serve(consumer)
+
+    def retain(self, queue: int, below: int) -> None:
+        """Retention takes what is below, finished or not."""
+        assert isinstance(self.adapter, Shelf)
+        self.note(f"retention of queue {queue} to {below}")
+        self.adapter.drop(queue, below)
+        self.dropped[queue] = max(below, self.dropped[queue])
 
     async def restart(self, *, drain_s: float) -> None:
         self.note(f"restart, {drain_s} s")
@@ -186,6 +220,9 @@ class World:
             task.cancel()
         await asyncio.gather(*mine, return_exceptions=True)
         self._leaves_no_task()
+        if not self.adapter.capabilities.rewindable:
+            # What was acknowledged is gone, and was done (see `_acknowledging`), whatever a checkpoint says.
+            self.dropped = [(await self.adapter.bounds(queue)).first for queue in range(self.queues)]
         for consumer in self.consumers.values():
             consumer.running.clear()
             await self._compare(consumer, exact=False)
@@ -222,11 +259,19 @@ class World:
             self.resume()
             for served in self.manager.served.values():
                 for queue, delivery in served.deliveries.items():
-                    await delivery.wait_until((await self.adapter.bounds(queue)).next)
+                    await self._wait_until(delivery, (await self.adapter.bounds(queue)).next)
             if not any(one.statistics().paused for s in self.manager.served.values() for one in s.deliveries.values()):
                 break
         for consumer in self.consumers.values():
             self._got_everything(consumer)
+
+    async def _wait_until(self, delivery: Delivery, offset: int) -> None:
+        """A paused stream stops a queue that cannot rewind, once its cache is full: somebody has to resume it."""
+        while True:
+            try:
+                return await asyncio.wait_for(delivery.wait_until(offset), 5)
+            except TimeoutError:
+                self.resume()
 
     def _open(self) -> None:
         self.manager = WatchedManager(
@@ -235,7 +280,23 @@ class World:
         self.manager.world = self
         for agent in self.manager.agents:
             agent._rng = self.rng
+            agent.acknowledge = self._acknowledging(agent)
         self.manager.start()
+
+    def _acknowledging(self, agent: PullingAgent) -> Callable[[int], Awaitable[None]]:
+        acknowledge = agent.acknowledge
+
+        async def checked(offset: int) -> None:
+            for consumer in [consumer for consumer in self.consumers.values() if not consumer.moving]:
+                for stream in self._streams(consumer):
+                    done = self._next(consumer, stream, self._done(consumer, stream))
+                    wanted = self._wanted(consumer, stream, done, len(self.tokens[stream]))
+                    left = [t for t in (self.tokens[stream][i] for i in wanted) if t.offset >= self.dropped[agent.queue]]
+                    if self.queue_of(stream) == agent.queue and left and left[0].offset < offset:
+                        self.problem(f"{offset} is acknowledged, but {consumer.name} needs {stream} {left[0]}")
+            await acknowledge(offset)
+
+        return checked
 
     def _leaves_no_task(self) -> None:
         left = [task.get_name() for task in asyncio.all_tasks() - self._outside if not task.cancelling()]
@@ -282,7 +343,8 @@ class World:
             assert event.token is not None
             index = self._next(consumer, stream, index)
             further = bisect_left(tokens, event.token)
-            if self._only_dropped(stream, index, further):
+            if self._only_dropped(consumer, stream, index, further):
+                self._miss(consumer, stream, index, further)
                 index = max(index, further)
             if index >= len(tokens) or event.token != tokens[index] or event.payload != payloads[index]:
                 expected = tokens[index] if index < len(tokens) else "nothing"
@@ -346,28 +408,39 @@ class World:
         for stream in self._streams(consumer):
             done = self._next(consumer, stream, self._done(consumer, stream))
             saved = self._next(consumer, stream, self._index(stored, stream))
-            if not new and done != saved and (exact or saved > done) and not self._only_dropped(stream, done, saved):
+            if not new and done != saved and (exact or saved > done) and not self._only_dropped(consumer, stream, done, saved):
                 self.problem(
                     f"{consumer.name}: {stream} is done to {done}, the checkpoint says {saved} "
                     f"({stored[self.queue_of(stream)]})"
                 )
+            if not new:
+                self._miss(consumer, stream, done, saved)
             consumer.done[stream] = saved
         consumer.start = stored
         self.note(f"stored {consumer.name}: {stored}")
 
-    def _only_dropped(self, stream: StreamId, low: int, high: int) -> bool:
-        low, high = min(low, high), max(low, high)
+    def _only_dropped(self, consumer: Consumer, stream: StreamId, low: int, high: int) -> bool:
         gone = self.dropped[self.queue_of(stream)]
-        return all(token.offset < gone for token in self.tokens[stream][low:high])
+        return all(self.tokens[stream][i].offset < gone for i in self._wanted(consumer, stream, *sorted((low, high))))
+
+    def _wanted(self, consumer: Consumer, stream: StreamId, low: int, high: int) -> list[int]:
+        return [i for i in range(low, high) if not (consumer.filtered and self.payloads[stream][i] == UNWANTED)]
 
     def _got_everything(self, consumer: Consumer) -> None:
         for stream in self._streams(consumer):
             done, end = self._next(consumer, stream, self._done(consumer, stream)), len(self.tokens[stream])
-            if done < end and not self._only_dropped(stream, done, end):
+            if done < end and not self._only_dropped(consumer, stream, done, end):
                 self.problem(f"{consumer.name}: {stream} ended at {done} of {end}")
+            self._miss(consumer, stream, done, end)
+
+    def _miss(self, consumer: Consumer, stream: StreamId, low: int, high: int) -> None:
+        wanted = self._wanted(consumer, stream, low, high)
+        self.missed += [(consumer.name, stream, self.tokens[stream][index]) for index in wanted]
 
 
-def wanted(event: Event) -> bool:
+def passes(event: Event) -> bool:
+    if event.payload == POISON:
+        raise ValueError("a filter that cannot take it lets it through")
     return event.payload != UNWANTED
 
 
