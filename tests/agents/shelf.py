@@ -31,7 +31,7 @@ class Shelf(QueueAdapter):
     ) -> None:
         self.queues: list[list[EventBatch]] = [[] for _ in range(queues)]
         self.first = [0] * queues
-        self.receivers: set[ShelfReceiver] = set()
+        self.receivers: dict[ShelfReceiver, None] = {}
         self.opened = 0
         self.faults = faults
         self._rng = rng or random.Random()
@@ -56,7 +56,7 @@ class Shelf(QueueAdapter):
         if not 0 <= start <= len(self.queues[queue]):
             raise InvalidArgument(f"queue {queue} ends at {len(self.queues[queue])}, not {start}")
         receiver = ShelfReceiver(self, queue, start)
-        self.receivers.add(receiver)
+        self.receivers[receiver] = None
         self.opened += 1
         return receiver
 
@@ -128,4 +128,4 @@ class ShelfReceiver(QueueReceiver):
     async def aclose(self) -> None:
         self._closed = True
         self.news.set()
-        self._shelf.receivers.discard(self)
+        self._shelf.receivers.pop(self, None)

@@ -181,7 +181,7 @@ class World:
             # Whatever is done meanwhile counts for nothing, but only a change of the position is noticed.
             await self.publish([(StreamId("s", str(key)), [b"for all"]) for key in range(self.queues)])
             await asyncio.sleep(0.5)
-        while any(consumer.name in agent.deliveries for agent in self.manager.agents) or consumer.running:
+        while any(consumer.name in agent.deliveries for agent in self.manager.agents) or consumer.running:  # noqa: ASYNC110 (virtual time: it costs nothing)
             await asyncio.sleep(0.1)
         await self._compare(consumer, exact=False, new=True)
         await self.serve(consumer)
@@ -280,7 +280,7 @@ class World:
         self.manager.world = self
         for agent in self.manager.agents:
             agent._rng = self.rng
-            agent.acknowledge = self._acknowledging(agent)
+            agent.acknowledge = self._acknowledging(agent)  # pyright: ignore[reportAttributeAccessIssue]
         self.manager.start()
 
     def _acknowledging(self, agent: PullingAgent) -> Callable[[int], Awaitable[None]]:
@@ -291,7 +291,9 @@ class World:
                 for stream in self._streams(consumer):
                     done = self._next(consumer, stream, self._done(consumer, stream))
                     wanted = self._wanted(consumer, stream, done, len(self.tokens[stream]))
-                    left = [t for t in (self.tokens[stream][i] for i in wanted) if t.offset >= self.dropped[agent.queue]]
+                    left = [
+                        t for t in (self.tokens[stream][i] for i in wanted) if t.offset >= self.dropped[agent.queue]
+                    ]
                     if self.queue_of(stream) == agent.queue and left and left[0].offset < offset:
                         self.problem(f"{offset} is acknowledged, but {consumer.name} needs {stream} {left[0]}")
             await acknowledge(offset)
@@ -408,7 +410,12 @@ class World:
         for stream in self._streams(consumer):
             done = self._next(consumer, stream, self._done(consumer, stream))
             saved = self._next(consumer, stream, self._index(stored, stream))
-            if not new and done != saved and (exact or saved > done) and not self._only_dropped(consumer, stream, done, saved):
+            if (
+                not new
+                and done != saved
+                and (exact or saved > done)
+                and not self._only_dropped(consumer, stream, done, saved)
+            ):
                 self.problem(
                     f"{consumer.name}: {stream} is done to {done}, the checkpoint says {saved} "
                     f"({stored[self.queue_of(stream)]})"
