@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from io import BytesIO
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from .errors import InvalidArgument
 from .identity import varint
@@ -81,14 +81,18 @@ def write_rare(ids: Sequence[str], headers: Sequence[Mapping[str, str]]) -> byte
             headers=[events_pb2.Headers(values=values) for values in headers] if any(headers) else (),
         ).SerializeToString(deterministic=True)
     except (TypeError, ValueError, AttributeError) as error:
-        wrong = [
-            f"{k!r}: {v!r}"
-            for each in headers
-            for k, v in dict(each).items()
-            if type(k) is not str or type(v) is not str
-        ]
-        wrong += [f"id {each!r}" for each in ids if type(each) is not str]
-        raise InvalidArgument(f"ids and headers are text in UTF-8: {wrong[0] if wrong else error}") from None
+        wrong = [f"id {each!r}" for each in ids if type(each) is not str]
+        wrong += [_wrong_header(each) for each in headers]
+        found = next(filter(None, wrong), str(error))
+        raise InvalidArgument(f"ids and headers are text in UTF-8: {found}") from None
+
+
+def _wrong_header(headers: object) -> str:
+    """What of one event's headers is no text, "" where all is."""
+    if not isinstance(headers, Mapping):
+        return f"headers {headers!r}"
+    items = cast("Mapping[object, object]", headers).items()
+    return next((f"{k!r}: {v!r}" for k, v in items if type(k) is not str or type(v) is not str), "")
 
 
 def read_one(encoded: bytes, prefix: bytes) -> tuple[int, int] | None:
