@@ -169,10 +169,12 @@ class Feed:
                 self.owner.missing([delivery], hole)
         delivery.feed = self
         self.deliveries.append(delivery)
-        for cursor in [c for c in delivery.cursors.values() if c.state is State.PARKED and c.feed is None]:
+        # In this order: a stream that is ahead, and so has nothing here, must not be taken for a new one.
+        parked = [c for c in delivery.cursors.values() if c.state is State.PARKED and c.feed is None]
+        delivery.offer(self, self.cache.batches_from(delivery.base), delivery.base)
+        for cursor in parked:
             if cursor.token.offset >= self.cache.first_offset:
                 self.adopt(delivery, cursor)
-        delivery.offer(self, self.cache.batches_from(delivery.base), delivery.base)
         delivery.progressed()
 
     def leave(self, delivery: Delivery) -> None:

@@ -10,7 +10,9 @@ import selectors
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from functools import wraps
+from itertools import count
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -34,6 +36,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._now = 1000.0
         self._busy_turns = 0
         self._latency = latency
+        self._created = WeakKeyDictionary[asyncio.Task[Any], int]()
+        self._numbers = count()
         super().__init__(_Clockwork(self))
 
     def time(self) -> float:
@@ -47,6 +51,15 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._busy_turns = 0 if seconds else self._busy_turns + 1
         if self._busy_turns > BUSY_TURNS:
             raise NoTimePassesError(f"{BUSY_TURNS:,} turns of the loop, and no time has passed")
+
+    def create_task(self, coro: Coroutine[Any, Any, T], **options: Any) -> asyncio.Task[T]:  # type: ignore[override]
+        task = super().create_task(coro, **options)
+        self._created[task] = next(self._numbers)
+        return task
+
+    def tasks(self) -> list[asyncio.Task[Any]]:
+        """All that are not done, in the order of their creation."""
+        return sorted(asyncio.all_tasks(self), key=lambda task: self._created.get(task, -1))
 
     def run_in_executor(self, executor: Executor | None, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
         answer: asyncio.Future[T] = self.create_future()

@@ -29,6 +29,7 @@ from headrace.streams import (
 from headrace.streams.handlers import Handler
 from headrace.streams.store import ControlStore
 from tests.agents.shelf import Shelf
+from tests.virtual_time import VirtualTimeLoop
 
 PROVIDER = "simulated"
 POISON, UNWANTED = b"poison", b"unwanted"
@@ -215,7 +216,9 @@ class World:
                 delivery.on_parked = lambda _: None
         for agent in self.manager.agents:
             agent._closed = True
-        mine = sorted(asyncio.all_tasks() - self._outside, key=lambda task: task.get_name())
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        mine = [task for task in loop.tasks() if task not in self._outside]
         for task in mine:
             task.cancel()
         await asyncio.gather(*mine, return_exceptions=True)
@@ -259,19 +262,11 @@ class World:
             self.resume()
             for served in self.manager.served.values():
                 for queue, delivery in served.deliveries.items():
-                    await self._wait_until(delivery, (await self.adapter.bounds(queue)).next)
+                    await delivery.wait_until((await self.adapter.bounds(queue)).next)
             if not any(one.statistics().paused for s in self.manager.served.values() for one in s.deliveries.values()):
                 break
         for consumer in self.consumers.values():
             self._got_everything(consumer)
-
-    async def _wait_until(self, delivery: Delivery, offset: int) -> None:
-        """A paused stream stops a queue that cannot rewind, once its cache is full: somebody has to resume it."""
-        while True:
-            try:
-                return await asyncio.wait_for(delivery.wait_until(offset), 5)
-            except TimeoutError:
-                self.resume()
 
     def _open(self) -> None:
         self.manager = WatchedManager(
