@@ -45,6 +45,17 @@ class SlowConsumer(enum.Enum):
     """A cursor that holds the oldest bucket too long leaves the cache and reads its own way through the queue."""
 
 
+class Mode(enum.Enum):
+    """How the consumers of a subscription share its events."""
+
+    SHARED = "shared"
+    """The next events of any stream go to a consumer with credit."""
+    BOUND = "bound"
+    """The queues are dealt out to the consumers, so all events of a stream go to the same one."""
+    BROADCAST = "broadcast"
+    """Every consumer gets everything, each with a position of its own."""
+
+
 class OnFailure(enum.Enum):
     """What happens to an event when the retry policy is exhausted."""
 
@@ -211,6 +222,7 @@ class SubscriptionDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     """None: detach where the queue can rewind, else throttle."""
     filter: str | None = None
     """The name of the filter, part of the definition: another filter is another subscription."""
+    mode: Mode = Mode.SHARED
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -237,6 +249,7 @@ _DEFINITION_TYPES: dict[str, tuple[type, ...]] = {
     "on_failure": (OnFailure,),
     "slow_consumer": (SlowConsumer, NoneType),
     "filter": (str, NoneType),
+    "mode": (Mode,),
 }
 
 

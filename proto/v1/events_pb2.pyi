@@ -25,7 +25,7 @@ class EventBatch(_message.Message):
     The layout is columnar so that a reader takes sizes and payload without touching a row: fixed-width columns are
     packed little-endian arrays, and all payloads are one field. A producer writes namespace and key first and payload
     last; a reader accepts any order, as protobuf requires. Fields 16 and above are appended by whoever hands the batch
-    on (offset, epoch, attempt): protobuf messages may be extended by concatenation.
+    on: protobuf messages may be extended by concatenation.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -37,12 +37,25 @@ class EventBatch(_message.Message):
     IDS_FIELD_NUMBER: _builtins.int
     HEADERS_FIELD_NUMBER: _builtins.int
     PAYLOAD_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    QUEUE_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    INDEXES_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     """Namespace of the stream."""
     key: _builtins.str
     """Key of the stream within its namespace."""
     payload: _builtins.bytes
     """All payloads, one after the other."""
+    offset: _builtins.int
+    """The fields from here on are appended on delivery. A producer must not set them.
+
+    Position of the batch in its queue.
+    """
+    queue: _builtins.int
+    """The queue, from 0."""
+    attempt: _builtins.int
+    """Which delivery of its first event this is, from 2. Absent for the first one."""
     @_builtins.property
     def sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Size of each event's payload in bytes; its length is the number of events."""
@@ -59,6 +72,12 @@ class EventBatch(_message.Message):
     def headers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Headers]:
         """Headers of each event. Absent where no event has any."""
 
+    @_builtins.property
+    def indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Index of each event in the batch as it was published, where only some of its events are delivered: the others are
+        done, or come later. Absent where all are delivered: then they are 0, 1, 2 and so on.
+        """
+
     def __init__(
         self,
         *,
@@ -69,10 +88,14 @@ class EventBatch(_message.Message):
         ids: _abc.Iterable[_builtins.str] | None = ...,
         headers: _abc.Iterable[Global___Headers] | None = ...,
         payload: _builtins.bytes = ...,
+        offset: _builtins.int = ...,
+        queue: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        indexes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["headers", b"headers", "ids", b"ids", "key", b"key", "namespace", b"namespace", "payload", b"payload", "sizes", b"sizes", "timestamps_us", b"timestamps_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "headers", b"headers", "ids", b"ids", "indexes", b"indexes", "key", b"key", "namespace", b"namespace", "offset", b"offset", "payload", b"payload", "queue", b"queue", "sizes", b"sizes", "timestamps_us", b"timestamps_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
