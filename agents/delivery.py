@@ -21,7 +21,7 @@ from time import monotonic
 from typing import NamedTuple, Protocol
 
 from ..streams.errors import Closed
-from ..streams.events import Event, EventBatch
+from ..streams.events import Event, EventBatch, SomeEvents
 from ..streams.handlers import EventFilter, Handler
 from ..streams.identity import SequenceToken, StreamId
 from ..streams.subscriptions import Behind, Checkpoint, OnFailure, SubscriptionDefinition
@@ -146,33 +146,6 @@ class FailureSink(Protocol):
     async def dead_letter(self, delivery: Delivery, events: Sequence[Event], reason: str, attempts: int) -> None: ...
 
     async def skipped(self, delivery: Delivery, events: Sequence[Event], reason: str) -> None: ...
-
-
-class SomeEvents(EventBatch):
-    """Some events of a batch, with their own tokens: what a batch handler gets where a filter or a restart left a
-    part."""
-
-    __slots__ = ("_events",)
-
-    def __init__(self, batch: EventBatch, events: list[Event]) -> None:
-        super().__init__(batch.stream, batch.encoded, len(events), batch.offset)
-        self._events = events
-
-    @property
-    def token(self) -> SequenceToken:
-        return self._events[0].token or super().token
-
-    def events(self, start: int = 0) -> list[Event]:
-        return self._events[start:]
-
-    def payloads(self) -> list[bytes]:
-        return [event.payload for event in self._events]
-
-    def sizes(self) -> Sequence[int]:
-        return [len(event.payload) for event in self._events]
-
-    def timestamps_us(self) -> Sequence[int]:
-        return [event.timestamp_us or 0 for event in self._events]
 
 
 class Delivery:

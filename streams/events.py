@@ -171,6 +171,41 @@ class EventBatch:
         return columns
 
 
+class SomeEvents(EventBatch):
+    """Some events of a batch, with their own tokens: what a consumer gets where a filter, a restart or its credit left
+    a part."""
+
+    __slots__ = ("_events",)
+
+    def __init__(self, batch: EventBatch, events: list[Event]) -> None:
+        super().__init__(batch.stream, batch.encoded, len(events), batch.offset)
+        self._events = events
+
+    @classmethod
+    def of_part(cls, batch: EventBatch, indexes: Sequence[int]) -> SomeEvents:
+        """The events of `batch`, which itself is a part of a stored one, where they have these indexes."""
+        events = batch.events()
+        for event, index in zip(events, indexes, strict=True):
+            event.token = SequenceToken(batch.offset, index)
+        return cls(batch, events)
+
+    @property
+    def token(self) -> SequenceToken:
+        return self._events[0].token or super().token
+
+    def events(self, start: int = 0) -> list[Event]:
+        return self._events[start:]
+
+    def payloads(self) -> list[bytes]:
+        return [event.payload for event in self._events]
+
+    def sizes(self) -> Sequence[int]:
+        return [len(event.payload) for event in self._events]
+
+    def timestamps_us(self) -> Sequence[int]:
+        return [event.timestamp_us or 0 for event in self._events]
+
+
 def _encode_one(stream: StreamId, item: bytes | Event, now: int) -> bytes:
     if type(item) is bytes:
         payload = item

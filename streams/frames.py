@@ -1,0 +1,203 @@
+"""Batches on the wire, without decoding them.
+
+A response is protobuf, of which field 1 is `repeated EventBatch batches`: each is written as a *frame*, which is the
+field's tag, the length, the batch as its producer encoded it, and what delivery appends to it (`proto/v1/events.proto`,
+fields from 16 on). A frame is the same for every consumer, so it is made once. Concatenated frames are a valid message,
+and so is any other encoded message with the same fields put behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from . import layout
+from .errors import InvalidArgument
+from .events import EventBatch, SomeEvents
+from .identity import StreamId, varint
+
+BATCHES = 1
+"""The field of responses that has the batches."""
+
+_OFFSET, _QUEUE, _ATTEMPT, _INDEXES = b"\x80\x01", b"\x88\x01", b"\x90\x01", b"\x9a\x01"
+_TAG = b"\x0a"
+_SIZES, _PAYLOAD = 0x1A, 0x7A
+_KNOWN_STREAMS = 65536
+
+
+class Delivered(NamedTuple):
+    """A batch as a consumer gets it. `batch` has its offset, and where it is a part the tokens of its events are those
+    of the batch as it was published."""
+
+    batch: EventBatch
+    queue: int
+    attempt: int
+    """Which delivery of its first event this is, from 1."""
+    indexes: Sequence[int] | None
+    """Index of each event in the batch as it was published; None for all of them."""
+
+
+def frame(encoded: bytes, queue: int, offset: int, *, attempt: int = 1, indexes: Sequence[int] = ()) -> bytes:
+    """One element of `batches`, tag and length included."""
+    tail = b"".join((_OFFSET, varint(offset), _QUEUE, varint(queue)))
+    if attempt > 1:
+        tail += _ATTEMPT + varint(attempt)
+    if indexes:
+        packed = b"".join(map(varint, indexes))
+        tail += _INDEXES + varint(len(packed)) + packed
+    return b"".join((_TAG, varint(len(encoded) + len(tail)), encoded, tail))
+
+
+def part(batch: EventBatch, indexes: Sequence[int]) -> bytes:
+    """Encode only some events of a batch. Raises InvalidArgument where the batch is damaged."""
+    sizes, times = batch.sizes(), batch.timestamps_us()
+    payloads = batch.payloads()
+    rare = b""
+    if layout.read(batch.encoded)[2].rare:
+        ids, headers = layout.read_rare(batch.encoded, batch.count)
+        rare = layout.write_rare([ids[i] or "" for i in indexes], [headers[i] for i in indexes])
+    return layout.write(
+        batch.stream.prefix,
+        [sizes[i] for i in indexes],
+        [times[i] for i in indexes],
+        rare,
+        b"".join([payloads[i] for i in indexes]),
+    )
+
+
+def split(message: bytes) -> tuple[list[Delivered], bytes]:
+    """The batches of a response, and the rest of it for the protobuf library.
+
+    Raises InvalidArgument where the bytes are no such message.
+    """
+    elements_, rest = elements(message, BATCHES)
+    return list(map(_delivered, elements_)), rest
+
+
+def elements(message: bytes, field: int) -> tuple[list[bytes], bytes]:
+    """The elements of a repeated bytes or message field below 16, in order, and the message without them.
+
+    Raises InvalidArgument where the bytes are no message.
+    """
+    try:
+        return _split_off(message, field << 3 | 2)
+    except IndexError:
+        raise InvalidArgument(f"damaged message: {len(message)} bytes that are no protobuf") from None
+
+
+def _split_off(message: bytes, tag: int) -> tuple[list[bytes], bytes]:
+    found: list[bytes] = []
+    rest: list[bytes] = []
+    at, end = 0, len(message)
+    while at < end:
+        start = at
+        if message[at] == tag:
+            length, at = _varint(message, at + 1)
+            found.append(message[at : at + length])
+            at += length
+        else:
+            at = _skip(message, at)
+            rest.append(message[start:at])
+    if at > end:
+        raise IndexError
+    return found, b"".join(rest)
+
+
+def _delivered(element: bytes) -> Delivered:
+    at, end, count = 0, len(element), 0
+    try:
+        at = _names_end(element)
+        prefix = element[:at]
+        while at < end and element[at] < 0x80:
+            tag = element[at]
+            length, at = _varint(element, at + 1)
+            at += length
+            if tag == _SIZES:
+                count = length // 4
+        appended = _appended(element, at) if at < end else _Appended()
+        stream = _streams.get(prefix) or _remember(prefix)
+    except IndexError:
+        raise InvalidArgument("damaged message: a batch is cut short") from None
+    batch = EventBatch(stream, element[:at], count, appended.offset)
+    if appended.indexes is not None:
+        if len(appended.indexes) != count:
+            raise InvalidArgument(f"damaged message: {len(appended.indexes)} indexes for {count} events")
+        batch = SomeEvents.of_part(batch, appended.indexes)
+    return Delivered(batch, appended.queue, appended.attempt, appended.indexes)
+
+
+def _names_end(element: bytes) -> int:
+    """Where a batch's namespace and key end, which come first: what headrace stores is so."""
+    length, at = _varint(element, 1)
+    at += length
+    if element[0] != 0x0A or element[at] != 0x12:
+        raise IndexError
+    length, at = _varint(element, at + 1)
+    return at + length
+
+
+class _Appended(NamedTuple):
+    offset: int = 0
+    queue: int = 0
+    attempt: int = 1
+    indexes: Sequence[int] | None = None
+
+
+def _appended(element: bytes, at: int) -> _Appended:
+    values: dict[int, int] = {}
+    indexes: list[int] | None = None
+    end = len(element)
+    while at < end:
+        tag, at = _varint(element, at)
+        value, at = _varint(element, at)
+        if tag == 19 << 3 | 2:
+            stop, indexes = at + value, indexes or []
+            while at < stop:
+                index, at = _varint(element, at)
+                indexes.append(index)
+        elif tag & 7 == 2:
+            at += value
+        else:
+            values[tag >> 3] = value
+    return _Appended(values.get(16, 0), values.get(17, 0), values.get(18, 1), indexes)
+
+
+_streams: dict[bytes, StreamId] = {}
+
+
+def _remember(prefix: bytes) -> StreamId:
+    """Streams come again and again: to make one costs more than all the rest of a small batch."""
+    message = layout.message_of(prefix)
+    if len(_streams) >= _KNOWN_STREAMS:
+        _streams.clear()
+    stream = _streams[prefix] = StreamId(message.namespace, message.key)
+    return stream
+
+
+def _skip(message: bytes, at: int) -> int:
+    """Where the field ends that begins at `at`."""
+    tag, at = _varint(message, at)
+    wire = tag & 7
+    if tag < 8 or wire in (3, 4, 6, 7):
+        raise IndexError
+    if wire == 0:
+        return _varint(message, at)[1]
+    if wire == 2:
+        length, at = _varint(message, at)
+        return at + length
+    return at + (8 if wire == 1 else 4)
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    """A number of up to 64 bits, and where it ends. Raises IndexError where there is none."""
+    byte = message[at]
+    if byte < 0x80:
+        return byte, at + 1
+    value = byte & 0x7F
+    for shift in range(7, 70, 7):
+        at += 1
+        byte = message[at]
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at + 1
+    raise IndexError
