@@ -65,7 +65,7 @@ PUBLIC = {
         "open_adapter",
         "read_options",
     },
-    "headrace.balancer": {"StreamQueueMapper"},
+    "headrace.balancer": {"StreamQueueMapper", "average_allocation", "sticky_allocation"},
 }
 HEAVY = {"blockbuster", "click", "google.protobuf", "grpc", "lmdb", "pytest", "rich", "sqlalchemy", "sqlite3"}
 

@@ -1,0 +1,69 @@
+"""Deals queues out to the members of a group: average allocation, and a sticky variant of it.
+
+Requirements: every queue has exactly one member; shares differ by at most one queue; the same members give the same
+allocation in whatever order they are named, so that each silo comes to the same by itself. Members beyond the number of
+queues get none.
+
+`average_allocation` is EQueue's (and RocketMQ's) AverageAllocate: the members in order of their names get consecutive
+runs of queues, the first ones a queue more where it does not come out even. It depends on nothing but its arguments,
+and may move many queues when a member comes or goes. `sticky_allocation` looks at who has what, and moves as few as can
+be; the answer depends on how it came about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice, pairwise
+
+from ..streams.errors import InvalidArgument
+
+
+def average_allocation(queues: int, members: Sequence[str]) -> Mapping[str, range]:
+    """The queues of each member; empty where there are no members.
+
+    Raises InvalidArgument where `queues` is negative or a member is named twice.
+    """
+    names = _names(queues, members)
+    if not names:
+        return {}
+    least, more = divmod(queues, len(names))
+    starts = [index * least + min(index, more) for index in range(len(names) + 1)]
+    return {name: range(starts[index], starts[index + 1]) for index, name in enumerate(names)}
+
+
+def sticky_allocation(queues: int, members: Sequence[str], owners: Mapping[int, str]) -> Mapping[str, tuple[int, ...]]:
+    """The queues of each member, ascending, with as many as can be left to their `owners`.
+
+    Owners who are no members lose theirs. Given its own answer as `owners` it gives the same again. Raises
+    InvalidArgument where `queues` is negative or a member is named twice.
+    """
+    names = _names(queues, members)
+    if not names:
+        return {}
+    held: dict[str, list[int]] = {name: [] for name in names}
+    for queue in range(queues):
+        owner = owners.get(queue)
+        if owner in held:
+            held[owner].append(queue)
+    shares = _shares(queues, held)
+    kept = {name: held[name][: shares[name]] for name in names}
+    free = iter(sorted(set(range(queues)).difference(*kept.values())))
+    # Whoever is short takes from the queues that nobody keeps: there are as many as are missing.
+    return {name: (*sorted([*have, *islice(free, shares[name] - len(have))]),) for name, have in kept.items()}
+
+
+def _shares(queues: int, held: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """How many queues each gets. The larger shares go to those who hold most: each of them keeps one more by it."""
+    least, more = divmod(queues, len(held))
+    by_holding = sorted(held, key=lambda name: (-len(held[name]), name))
+    return {name: least + (place < more) for place, name in enumerate(by_holding)}
+
+
+def _names(queues: int, members: Sequence[str]) -> list[str]:
+    if queues < 0:
+        raise InvalidArgument(f"there cannot be {queues} queues to allocate")
+    names = sorted(members)
+    for name, following in pairwise(names):
+        if name == following:
+            raise InvalidArgument(f"the member {name!r} is named twice: each has an id of its own")
+    return names
