@@ -8,6 +8,12 @@
     host = "127.0.0.1"
     port = 9464
 
+    [grpc]                               # what other programs use
+    port = 9465
+    certificate = "silo.pem"             # relative to this file's folder, as are key and client_ca
+    key = "silo.key"
+    limits = { requests_per_s = 5000 }
+
     [providers.default]
     adapter = "log"
     queues = 8
@@ -18,29 +24,35 @@
 A variable names an option in capitals, with two underscores for each dot: `HEADRACE_DATA`, `HEADRACE_HTTP__PORT`,
 `HEADRACE_PROVIDERS__DEFAULT__CACHE__MAX_BYTES`. An unknown option is an error, for otherwise a misspelt one would be
 without effect; a variable without two underscores that is no option may be another program's, so it is only warned of.
-A data directory that a variable or a flag names is relative to the working directory.
+A path that a variable or a flag names is relative to the working directory.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import ssl
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import msgspec
 
 from ..streams.errors import InvalidArgument
+from .limits import ClientLimits
 from .provider import CacheOptions, ProviderOptions
 
 PREFIX = "HEADRACE_"
 OTHERS = {"provider", "install_servers", "redis_server", "rabbitmq_server"}
 """Variables, without the prefix, that the other commands and the benchmarks understand."""
+GRPC_FILES = ("certificate", "key", "client_ca")
+_SECTIONS = {"http", "grpc", "providers"}
 _CACHE = CacheOptions()
 
 _T = TypeVar("_T")
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
+_Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,8 +87,47 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Where /metrics and /healthz are served."""
 
     host: str = "127.0.0.1"
-    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
+    port: _Port | None = None
     """None: nowhere. 0: at a free port, which is logged."""
+
+
+class GrpcConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where gRPC is served, to whom, and how much of it. `check` tells what does not go together."""
+
+    host: str = "127.0.0.1"
+    port: _Port | None = None
+    """None: nowhere. 0: at a free port, which is logged."""
+    insecure: bool = False
+    """Serve without TLS also where other machines can reach it."""
+    certificate: str | None = None
+    """File: the silo's certificate and those that vouch for it, PEM."""
+    key: str | None = None
+    """File: the certificate's key, PEM, without a passphrase."""
+    client_ca: str | None = None
+    """File: certificates, PEM; clients need a certificate that one of them signed."""
+    auth: Literal["tokens", "none"] | None = None
+    """None: "none" where clients need a certificate, on loopback, and with `insecure`; else "tokens"."""
+    session_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+    """A consumer that is not heard for so long is gone, in seconds."""
+    limits: ClientLimits = ClientLimits()
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach it. Of names that is so for localhost alone."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host.lower() == "localhost"
+
+    @property
+    def asks_for_tokens(self) -> bool:
+        if self.auth is not None:
+            return self.auth == "tokens"
+        return not (self.loopback or self.insecure or self.client_ca is not None)
+
+    def at(self, port: int) -> str:
+        """The address with this port, as in 127.0.0.1:9465 and [::1]:9465."""
+        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
 
 
 class SiloConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,6 +141,7 @@ class SiloConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How long running handlers may take to end when the silo stops, in seconds."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     http: HttpConfig = HttpConfig()
+    grpc: GrpcConfig = GrpcConfig()
     providers: dict[str, ProviderConfig] = msgspec.field(default_factory=lambda: {"default": ProviderConfig()})
 
 
@@ -103,16 +155,89 @@ def load_config(file: Path | None, environ: Mapping[str, str], flags: Mapping[st
         read(SiloConfig, table, str(file))  # first by itself, so that the message names the file
         table = _placed(table, file)
     from_environment = _of_environment(environ)
-    return read(SiloConfig, _over(_over(table, from_environment), flags), "configuration")
+    config = read(SiloConfig, _over(_over(table, from_environment), flags), "configuration")
+    check(config)
+    return config
+
+
+def check(config: SiloConfig) -> None:
+    """Raises InvalidArgument for options that do not go together, or that would let in whoever comes."""
+    grpc = config.grpc
+    if (grpc.certificate is None) != (grpc.key is None):
+        given, missing = ("certificate", "key") if grpc.key is None else ("key", "certificate")
+        raise InvalidArgument(f"grpc.{given} is given without grpc.{missing}: TLS needs both")
+    if grpc.client_ca is not None and grpc.certificate is None:
+        raise InvalidArgument("grpc.client_ca is given without grpc.certificate and grpc.key: it is part of TLS")
+    if grpc.port is not None:
+        _check_served(grpc, config.data)
+
+
+def _check_served(grpc: GrpcConfig, data: str | None) -> None:
+    if not (grpc.loopback or grpc.certificate or grpc.insecure):
+        raise InvalidArgument(
+            f"grpc.host is {grpc.host!r}, which other machines may reach, and there is no TLS: give grpc.certificate "
+            "and grpc.key (--certificate, --key), serve on 127.0.0.1, or allow it with grpc.insecure (--insecure)"
+        )
+    if grpc.insecure and grpc.certificate:
+        raise InvalidArgument("grpc.insecure means without TLS, and grpc.certificate with it: leave out one of them")
+    if grpc.asks_for_tokens and data is None:
+        raise InvalidArgument(
+            "grpc.auth is tokens, and tokens are kept in a data directory: name it with --data, with HEADRACE_DATA, or "
+            "as data = in the configuration file"
+        )
+
+
+class Credentials(NamedTuple):
+    """What TLS needs, PEM."""
+
+    certificate: bytes
+    key: bytes
+    client_ca: bytes | None
+    """Clients need a certificate that one of these signed; None: they need none."""
+
+
+def read_credentials(grpc: GrpcConfig) -> Credentials | None:
+    """The files that the options name, None without TLS.
+
+    Raises InvalidArgument, one line that names the option and the file, where one cannot be read or used.
+    """
+    if grpc.certificate is None or grpc.key is None:
+        return None
+    certificate, key = _pem("certificate", grpc.certificate), _pem("key", grpc.key)
+    client_ca = None if grpc.client_ca is None else _pem("client_ca", grpc.client_ca)
+    _check_usable(grpc.certificate, grpc.key, grpc.client_ca)
+    return Credentials(certificate, key, client_ca)
+
+
+def _pem(option: str, file: str) -> bytes:
+    try:
+        return Path(file).read_bytes()
+    except OSError as error:
+        raise InvalidArgument(f"grpc.{option}: {file} cannot be read: {error.strerror or error}") from None
+
+
+def _check_usable(certificate: str, key: str, client_ca: str | None) -> None:
+    """Ask OpenSSL, for gRPC takes any bytes and then fails at each connection."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, key, password="")
+    except (ssl.SSLError, OSError) as error:
+        why = "they do not belong together" if "MISMATCH" in str(error) else f"no certificate and key in PEM ({error})"
+        raise InvalidArgument(f"grpc.certificate {certificate}, grpc.key {key}: {why}") from None
+    try:
+        if client_ca is not None:
+            context.load_verify_locations(client_ca)
+    except (ssl.SSLError, OSError) as error:
+        raise InvalidArgument(f"grpc.client_ca: {client_ca} has no certificate in PEM ({error})") from None
 
 
 def unknown_variables(environ: Mapping[str, str]) -> Sequence[str]:
     """A line for each variable that looks like an option at the top and is none: it is without effect."""
     known = _top()
-    accepted = ", ".join(f"{PREFIX}{name.upper()}" for name in known if name not in ("http", "providers"))
+    accepted = ", ".join(f"{PREFIX}{name.upper()}" for name in known if name not in _SECTIONS)
     return [
-        f"variable {variable} is no option and without effect: accepted are {accepted}, {PREFIX}HTTP__... and "
-        f"{PREFIX}PROVIDERS__..."
+        f"variable {variable} is no option and without effect: accepted are {accepted}, {PREFIX}HTTP__..., "
+        f"{PREFIX}GRPC__... and {PREFIX}PROVIDERS__..."
         for variable in environ
         if variable.startswith(PREFIX)
         and "__" not in variable
@@ -125,9 +250,14 @@ def _top() -> Sequence[str]:
 
 
 def _placed(table: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """The file's options, its data directory relative to the file's folder."""
-    data = table.get("data")
-    return {**table, "data": str(file.absolute().parent / data)} if data else dict(table)
+    """The file's options, the paths in them relative to the file's folder."""
+    folder = file.absolute().parent
+    placed = _under(folder, table, ("data",))
+    return placed | {"grpc": _under(folder, table["grpc"], GRPC_FILES)} if "grpc" in table else placed
+
+
+def _under(folder: Path, table: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {**table, **{name: str(folder / table[name]) for name in names if table.get(name)}}
 
 
 def read(kind: type[_T], table: Mapping[str, Any], source: str, path: str = "") -> _T:

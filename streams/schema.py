@@ -130,9 +130,34 @@ gaps = Table(
 
 entries = Table("entries", metadata, Column("key", Text, primary_key=True), Column("value", Text, nullable=False))
 
+tokens = Table(
+    "tokens",
+    metadata,
+    Column("name", _NAME, primary_key=True),
+    Column("hash", LargeBinary, nullable=False),
+    Column("permissions", Text, nullable=False),
+    Column("created_at_us", BigInteger, nullable=False),
+)
+"""`hash` is the SHA-256 of the token's text. `permissions` is JSON: {permission: [pattern of namespaces, …]}."""
+
 Migration = Callable[[Connection], None]
 
-MIGRATIONS: Sequence[Migration] = ()
+
+def _add_tokens(connection: Connection) -> None:
+    """Version 2: access tokens."""
+    # As they were in version 2: what the table above becomes later is the matter of later migrations.
+    table = Table(
+        "tokens",
+        MetaData(),
+        Column("name", _NAME, primary_key=True),
+        Column("hash", LargeBinary, nullable=False),
+        Column("permissions", Text, nullable=False),
+        Column("created_at_us", BigInteger, nullable=False),
+    )
+    table.create(connection)
+
+
+MIGRATIONS: Sequence[Migration] = (_add_tokens,)
 """Function i brings a database of version i + 1 to version i + 2."""
 
 _LOCK = 0x68656164  # any number that only headrace uses

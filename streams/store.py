@@ -1,8 +1,9 @@
 """The control store: what a provider must remember besides its events.
 
-Subscriptions with their checkpoints, dead letters, gaps, and what was fixed when a provider was made. Progress is
-fenced: `attach` hands out a new epoch, and whatever comes under an older one is refused, so at most one agent moves a
-subscription on. Importing this module imports SQLAlchemy; import it where a store is opened.
+Subscriptions with their checkpoints, dead letters, gaps, the hashes of access tokens, and what was fixed when a
+provider was made. Progress is fenced: `attach` hands out a new epoch, and whatever comes under an older one is refused,
+so at most one agent moves a subscription on. Importing this module imports SQLAlchemy; import it where a store is
+opened.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Table, and_, delete, func, or_, select, update
+import msgspec
+from sqlalchemy import ColumnElement, Connection, Row, Table, and_, delete, func, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from . import schema
 from .database import Database
-from .errors import DefinitionConflict, Fenced, InvalidArgument, NotFound
+from .errors import DataDirectoryError, DefinitionConflict, Fenced, InvalidArgument, NotFound
 from .rows import (
     checkpoint_of,
     checkpoint_row,
@@ -31,7 +33,7 @@ from .rows import (
     plain,
     printable,
 )
-from .schema import checkpoints, counters, dead_letters, entries, gaps, providers, subscriptions
+from .schema import checkpoints, counters, dead_letters, entries, gaps, providers, subscriptions, tokens
 from .subscriptions import Checkpoint, DeadLetter, GapRecord, SubscriptionDefinition
 
 _log = logging.getLogger(__name__)
@@ -53,6 +55,20 @@ class Attachment(NamedTuple):
 
     epoch: int
     checkpoints: Mapping[int, Checkpoint]
+
+
+class TokenRecord(NamedTuple):
+    """An access token as it is kept: who has it and what it allows, not the token itself.
+
+    `hash` is its plain SHA-256. A slow hash, as for passwords, would gain nothing: a token is 256 random bits, which
+    nobody finds by trying, however fast.
+    """
+
+    name: str
+    hash: bytes
+    permissions: Mapping[str, Sequence[str]]
+    """Patterns of namespaces by permission, such as {"publish": ["orders*"]}."""
+    created_at_us: int
 
 
 class ControlStore:
@@ -205,6 +221,20 @@ class ControlStore:
     async def gaps(self, provider: str, subscription: str | None = None) -> list[GapRecord]:
         """Gap records in the order in which they were stored."""
         return await self._database.read(_gaps, provider, subscription)
+
+    # Access tokens
+
+    async def add_token(self, token: TokenRecord) -> None:
+        """Keep a token. Raises DefinitionConflict where one of its name exists: that one stays as it is."""
+        await self._database.write(_add_token, token)
+
+    async def tokens(self) -> list[TokenRecord]:
+        """All tokens, by name."""
+        return await self._database.read(_tokens)
+
+    async def delete_token(self, name: str) -> None:
+        """Forget a token, so that it allows nothing any more. Raises NotFound."""
+        await self._database.write(_delete_token, name)
 
     # Entries
 
@@ -479,6 +509,33 @@ def _add_gaps(connection: Connection, records: Sequence[GapRecord]) -> None:
 def _gaps(connection: Connection, provider: str, name: str | None) -> list[GapRecord]:
     rows = connection.execute(select(gaps).where(_of(gaps, provider, name)).order_by(gaps.c.id))
     return [gap_of(row) for row in rows]
+
+
+def _add_token(connection: Connection, token: TokenRecord) -> None:
+    row = token._asdict() | {"permissions": msgspec.json.encode(token.permissions).decode()}
+    statement = _insert(connection, tokens).values(row).on_conflict_do_nothing(index_elements=["name"])
+    if connection.execute(statement.returning(tokens.c.name)).first() is None:
+        raise DefinitionConflict(f"a token named {token.name!r} exists: use another name, or revoke that one first")
+
+
+def _tokens(connection: Connection) -> list[TokenRecord]:
+    rows = connection.execute(select(tokens).order_by(tokens.c.name))
+    return [_token_of(row) for row in rows]
+
+
+def _token_of(row: Row[Any]) -> TokenRecord:
+    try:
+        permissions = msgspec.json.decode(row.permissions, type=dict[str, tuple[str, ...]])
+    except msgspec.MsgspecError as error:
+        raise DataDirectoryError(
+            f"token {row.name!r} in the control store is damaged ({error}); revoke it and make it again"
+        ) from None
+    return TokenRecord(row.name, row.hash, permissions, row.created_at_us)
+
+
+def _delete_token(connection: Connection, name: str) -> None:
+    if not connection.execute(delete(tokens).where(tokens.c.name == name)).rowcount:
+        raise NotFound(f"there is no token named {name!r}")
 
 
 def _value(connection: Connection, key: str) -> str | None:

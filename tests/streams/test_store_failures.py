@@ -31,7 +31,7 @@ from headrace.streams import (
     SubscriptionDefinition,
 )
 from headrace.streams.database import Database
-from headrace.streams.schema import metadata, migrate
+from headrace.streams.schema import MIGRATIONS, metadata, migrate
 from headrace.streams.store import ControlStore
 
 DEFINITION = SubscriptionDefinition(name="stats", selector=Selector("flights/*"))
@@ -332,14 +332,15 @@ async def test_an_older_store_is_brought_up_to_date_once_and_in_order(tmp_path: 
     path = tmp_path / "control.db"
     async with opened(path) as store:
         await store.register_provider("x", adapter="log", queues=8, mapper="ring")
-    assert await colours(path, [second]) == ["red"]
-    assert await colours(path, [second, third]) == ["deep red"]
-    assert await colours(path, [second, third]) == ["deep red"]
+    now = 1 + len(MIGRATIONS)
+    assert await colours(path, [*MIGRATIONS, second]) == ["red"]
+    assert await colours(path, [*MIGRATIONS, second, third]) == ["deep red"]
+    assert await colours(path, [*MIGRATIONS, second, third]) == ["deep red"]
     with pytest.raises(RuntimeError, match="broken"):
-        await colours(path, [second, third, broken])
-    assert await colours(path, [second, third]) == ["deep red"]
-    with pytest.raises(DataDirectoryError, match="has version 3, this one knows versions up to 2"):
-        await colours(path, [second])
+        await colours(path, [*MIGRATIONS, second, third, broken])
+    assert await colours(path, [*MIGRATIONS, second, third]) == ["deep red"]
+    with pytest.raises(DataDirectoryError, match=f"has version {now + 2}, this one knows versions up to {now + 1}"):
+        await colours(path, [*MIGRATIONS, second])
 
 
 # PostgreSQL
