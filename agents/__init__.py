@@ -3,7 +3,8 @@
 from .agent import AgentStatistics, CacheLimits, PullingAgent
 from .cache import EMPTY, BucketStatistics, CacheStatistics, Cursor, Empty, QueueCache
 from .delivery import Delivery, DeliveryStatistics
-from .manager import PullingManager
+from .handling import HandlerDelivery
+from .manager import HandlerService, PullingManager, Service
 
 __all__ = (
     "EMPTY",
@@ -15,7 +16,10 @@ __all__ = (
     "Delivery",
     "DeliveryStatistics",
     "Empty",
+    "HandlerDelivery",
+    "HandlerService",
     "PullingAgent",
     "PullingManager",
     "QueueCache",
+    "Service",
 )

@@ -22,7 +22,8 @@ from ..streams.errors import HeadraceError, InvalidArgument, StorageError
 from ..streams.identity import SequenceToken
 from ..streams.subscriptions import Checkpoint, SlowConsumer
 from .cache import CacheStatistics, QueueCache
-from .delivery import Delivery, DeliveryStatistics, State, StreamCursor
+from .cursor import State, StreamCursor
+from .delivery import Delivery, DeliveryStatistics
 from .feed import CatchUp, Feed
 
 log = logging.getLogger("headrace.agents")
@@ -376,7 +377,7 @@ class PullingAgent:
         held, most = self._held_apart(), self._limits.max_bytes // 8
         for delivery in [d for d in self.deliveries.values() if self._detachable(d)]:
             for cursor in [c for c in delivery.cursors.values() if c.bucket is oldest]:
-                size = cursor.batch.nbytes if cursor.state is State.RUNNING and cursor.batch is not None else 0
+                size = delivery.held(cursor)
                 fits = not held or held + size <= most  # one batch always does, however large
                 if fits and (hungry or self._stuck(cursor)) and not _alone(feed, delivery):
                     held += size
@@ -391,14 +392,14 @@ class PullingAgent:
         wanted = self._queued or (feed.finished and any(c.state is State.PARKED and c.feed is None for c in cursors))
         if not wanted or asyncio.get_running_loop().time() - feed.began_at < CATCH_UP_TURN_S:
             return False
-        sizes = [c.batch.nbytes for c in cursors if c.feed is feed and c.state is State.RUNNING and c.batch is not None]
+        sizes = [feed.delivery.held(c) for c in cursors if c.feed is feed and c.state is State.RUNNING]
         held = self._held_apart()
         return held + sum(sizes) <= self._limits.max_bytes // 8 or (not held and len(sizes) == 1)
 
     def _held_apart(self) -> int:
-        """Bytes of batches that running handlers hold outside of any cache."""
-        cursors = [c for d in self.deliveries.values() for c in d.cursors.values() if c.bucket is None]
-        return sum(c.batch.nbytes for c in cursors if c.batch is not None)
+        """Bytes of batches that handlers and consumers hold outside of any cache."""
+        apart = [(d, c) for d in self.deliveries.values() for c in d.cursors.values() if c.bucket is None]
+        return sum(max(d.held(c), c.batch.nbytes) for d, c in apart if c.batch is not None)
 
     def _stuck(self, cursor: StreamCursor) -> bool:
         now, trouble = asyncio.get_running_loop().time(), cursor.troubled()

@@ -246,6 +246,13 @@ class Cursor:
                 bucket.cache.on_unpinned()
         return EMPTY if following is None else following
 
+    def stand_on(self, batch: EventBatch) -> None:
+        """Go on to a later batch of the stream, outside of every cache."""
+        assert self.bucket is None
+        self.batch = batch
+        self._offset = batch.offset
+        self.index = 0
+
     def release(self) -> None:
         """Unpin, keeping the batch: a delivery that is running goes on with it while the cache moves on."""
         if self.bucket is not None:

@@ -17,7 +17,8 @@ from ..adapters.seam import Gap, QueueReceiver, Received
 from ..streams.errors import Closed, StorageError
 from ..streams.identity import SequenceToken
 from .cache import QueueCache
-from .delivery import Delivery, State, StreamCursor
+from .cursor import State, StreamCursor
+from .delivery import Delivery
 
 log = logging.getLogger("headrace.agents")
 

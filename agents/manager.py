@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ..adapters.seam import Gap, QueueAdapter
 from ..streams.errors import Busy, Fenced, HeadraceError, InvalidArgument, NotFound
@@ -21,7 +21,8 @@ from ..streams.identity import SequenceToken, StreamId
 from ..streams.store import Attachment, ControlStore
 from ..streams.subscriptions import Checkpoint, DeadLetter, GapRecord, SubscriptionDefinition
 from .agent import AgentStatistics, CacheLimits, PullingAgent
-from .delivery import Delivery, described
+from .delivery import Delivery, FailureSink, described
+from .handling import HandlerDelivery
 
 log = logging.getLogger("headrace.agents")
 
@@ -34,13 +35,80 @@ ACKNOWLEDGE_S = 0.02
 """How often queues that cannot rewind are told what is finished: it frees their bounded capacity."""
 
 
+class Service(Protocol):
+    """Who works on a subscription's events: handlers in this process, or the members of a group."""
+
+    @property
+    def stored(self) -> bool:
+        """Whether the control store keeps its progress; otherwise whoever consumes does."""
+        ...
+
+    def deliver(
+        self,
+        definition: SubscriptionDefinition,
+        queue: int,
+        checkpoint: Checkpoint,
+        sink: FailureSink,
+        *,
+        epoch: int,
+        rewindable: bool,
+    ) -> Delivery:
+        """A delivery for one queue, from the checkpoint on."""
+        ...
+
+    def gap(self, record: GapRecord) -> None:
+        """Events were gone before they were delivered."""
+        ...
+
+    def saving(self) -> Callable[[], None]:
+        """Progress is about to be read and saved; what is returned is called once that is durable."""
+        ...
+
+    async def fenced(self, error: Fenced) -> None:
+        """The subscription was taken over elsewhere; nothing of it runs here any more."""
+        ...
+
+
+class HandlerService(NamedTuple):
+    """Handlers in this process."""
+
+    handler: Handler
+    predicate: EventFilter | None
+    concurrency: int
+    stored: bool = True
+
+    def deliver(
+        self, definition: SubscriptionDefinition, queue: int, checkpoint: Checkpoint, sink: FailureSink, **options: Any
+    ) -> Delivery:
+        return HandlerDelivery(
+            definition, queue, checkpoint, self.handler, sink,
+            predicate=self.predicate, concurrency=self.concurrency, **options,
+        )  # fmt: skip
+
+    def gap(self, record: GapRecord) -> None: ...
+
+    def saving(self) -> Callable[[], None]:
+        return _nothing
+
+    async def fenced(self, error: Fenced) -> None:
+        if self.handler.on_error is not None:
+            try:
+                await self.handler.on_error(error)
+            except Exception:
+                log.exception("on_error raised")
+
+
+def _nothing() -> None: ...
+
+
 class Served(NamedTuple):
     """A subscription that is served here."""
 
     definition: SubscriptionDefinition
     epoch: int
-    handler: Handler
-    deliveries: Mapping[int, Delivery]
+    service: Service
+    deliveries: dict[int, Delivery]
+    """By queue, of those whose agents are not stopped."""
     saved: dict[int, Checkpoint]
     """What is stored of each queue, so that only changes are written."""
 
@@ -63,10 +131,11 @@ class PullingManager:
         self._adapter = adapter
         self._store = store
         self._rewindable = adapter.capabilities.rewindable
-        self.agents = [
-            PullingAgent(adapter, queue, limits, detach_after_s=detach_after_s, on_gap=self._record_gap)
-            for queue in range(queues)
-        ]
+        self._limits = limits
+        self._detach_after_s = detach_after_s
+        self.agents = [self._agent(queue) for queue in range(queues)]
+        self.stopped: set[int] = set()
+        """Queues whose agents were stopped, until they are started again."""
         self._gaps: list[GapRecord] = []
         self._saving = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
@@ -106,63 +175,56 @@ class PullingManager:
     # ---- subscriptions ---------------------------------------------------------------------------------------------
 
     async def serve(
-        self,
-        definition: SubscriptionDefinition,
-        handler: Handler,
-        *,
-        predicate: EventFilter | None = None,
-        concurrency: int,
+        self, definition: SubscriptionDefinition, service: Service, start: Mapping[int, Checkpoint] | None = None
     ) -> None:
-        """Deliver a subscription that exists in the store from its checkpoints on. Raises Busy where it is served
-        here already, NotFound where it does not exist."""
-        if definition.name in self.served:
-            raise Busy(f"subscription {definition.name!r} is already served by this process")
-        attachment = await self._store.attach(self.provider, definition.name)
-        if definition.name in self.served:
-            raise Busy(f"subscription {definition.name!r} is already served by this process")
-        self._deliver(definition, handler, attachment, predicate, concurrency)
+        """Deliver a subscription that exists in the store from its checkpoints on, or from `start` one that is not
+        stored. Raises Busy where it is served here already, NotFound where it does not exist."""
+        self._check_unserved(definition.name)
+        if service.stored:
+            attachment = await self._store.attach(self.provider, definition.name)
+        else:
+            attachment = Attachment(0, start or {})
+        self._check_unserved(definition.name)
+        self._deliver(definition, service, attachment)
 
-    def _deliver(
-        self,
-        definition: SubscriptionDefinition,
-        handler: Handler,
-        attachment: Attachment,
-        predicate: EventFilter | None,
-        concurrency: int,
-    ) -> None:
-        deliveries = {
-            queue: Delivery(
-                definition,
-                queue,
-                checkpoint,
-                handler,
-                self,
-                epoch=attachment.epoch,
-                predicate=predicate,
-                concurrency=concurrency,
-                rewindable=self._rewindable,
-            )
-            for queue, checkpoint in attachment.checkpoints.items()
-        }
-        saved = dict(attachment.checkpoints)
-        self.served[definition.name] = Served(definition, attachment.epoch, handler, deliveries, saved)
-        for queue, delivery in deliveries.items():
-            self.agents[queue].attach(delivery)
+    def _check_unserved(self, name: str) -> None:
+        if name in self.served:
+            raise Busy(f"subscription {name!r} is already served by this process")
+
+    def _deliver(self, definition: SubscriptionDefinition, service: Service, attachment: Attachment) -> None:
+        served = Served(definition, attachment.epoch, service, {}, dict(attachment.checkpoints))
+        self.served[definition.name] = served
+        for queue, checkpoint in attachment.checkpoints.items():
+            if queue not in self.stopped:
+                self._attach(served, queue, checkpoint)
+
+    def _attach(self, served: Served, queue: int, checkpoint: Checkpoint) -> None:
+        delivery = served.deliveries[queue] = served.service.deliver(
+            served.definition, queue, checkpoint, self, epoch=served.epoch, rewindable=self._rewindable
+        )
+        self.agents[queue].attach(delivery)
 
     async def move(self, name: str, positions: Mapping[int, Checkpoint], reason: str, drain_s: float) -> None:
         """Go on from other positions. Where that cannot be stored, it raises, and goes on where it was."""
         served = self.serving(name)
-        some = next(iter(served.deliveries.values()))
         del self.served[name]
-        done = await asyncio.gather(*(self.agents[queue].detach(name, drain_s) for queue in served.deliveries))
-        here = {queue: cp for queue, cp in zip(served.deliveries, done, strict=True) if cp is not None}
-        attachment = Attachment(served.epoch, here)
+        here = await self._detach(served, drain_s)
+        attachment = Attachment(served.epoch, {**served.saved, **here})
         try:
-            async with self._saving:
-                await self._store.seek(self.provider, name, positions, reason)
-                attachment = await self._store.attach(self.provider, name)
+            if served.service.stored:
+                async with self._saving:
+                    await self._store.seek(self.provider, name, positions, reason)
+                    attachment = await self._store.attach(self.provider, name)
+            else:
+                attachment = Attachment(served.epoch, {**attachment.checkpoints, **positions})
         finally:
-            self._deliver(served.definition, served.handler, attachment, some.predicate, some.concurrency)
+            self._deliver(served.definition, served.service, attachment)
+
+    async def _detach(self, served: Served, drain_s: float) -> dict[int, Checkpoint]:
+        """Stop all its deliveries. Returns exactly what is done."""
+        name, queues = served.definition.name, list(served.deliveries)
+        done = await asyncio.gather(*(self.agents[queue].detach(name, drain_s) for queue in queues))
+        return {queue: cp for queue, cp in zip(queues, done, strict=True) if cp is not None}
 
     def serving(self, name: str) -> Served:
         """Raises NotFound where it is not served here."""
@@ -184,13 +246,60 @@ class PullingManager:
         served = self.served.pop(name, None)
         if served is None:
             raise NotFound(f"subscription {name!r} is not served by this process")
-        done = await asyncio.gather(*(self.agents[queue].detach(name, drain_s) for queue in served.deliveries))
-        final = {queue: cp for queue, cp in zip(served.deliveries, done, strict=True) if cp is not None}
+        final = await self._detach(served, drain_s)
+        saved = served.service.saving()
         async with self._saving:
             await self._save_gaps()
-            if await self._store.save_checkpoints(self.provider, [(name, served.epoch, final)]):
-                log.warning("subscription %s was taken over: its last checkpoint is not saved", name)
+            if served.service.stored and not await self._save_last(served, final):
+                return served
+        saved()
         return served
+
+    async def _save_last(self, served: Served, final: Mapping[int, Checkpoint]) -> bool:
+        name = served.definition.name
+        if await self._store.save_checkpoints(self.provider, [(name, served.epoch, final)]):
+            log.warning("subscription %s was taken over: its last checkpoint is not saved", name)
+            return False
+        served.saved.update(final)
+        return True
+
+    # ---- agents stop and start -------------------------------------------------------------------------------------
+
+    async def stop_agents(self, queues: Sequence[int], drain_s: float) -> None:
+        """Read these queues no more: what is in flight ends within `drain_s` seconds, and exactly what is done is
+        saved. Those that are stopped already stay so."""
+        self.stopped.update(queues)
+        await asyncio.gather(*(self._stop_agent(queue, drain_s) for queue in queues))
+
+    async def _stop_agent(self, queue: int, drain_s: float) -> None:
+        agent, self.agents[queue] = self.agents[queue], self._agent(queue)
+        done = await agent.aclose(drain_s)
+        async with self._saving:
+            await self._save_gaps()
+            for name, checkpoint in done.items():
+                served = self.served.get(name)
+                if served is None:
+                    continue
+                del served.deliveries[queue]
+                if not served.service.stored:
+                    served.saved[queue] = checkpoint
+                elif not await self._save_last(served, {queue: checkpoint}):
+                    self._tell_fenced(name)
+
+    def start_agents(self, queues: Sequence[int]) -> None:
+        """Read these queues again, from where they were stopped."""
+        for queue in queues:
+            if queue not in self.stopped:
+                continue
+            self.stopped.discard(queue)
+            for served in self.served.values():
+                if queue in served.saved and queue not in served.deliveries:
+                    self._attach(served, queue, served.saved[queue])
+
+    def _agent(self, queue: int) -> PullingAgent:
+        return PullingAgent(
+            self._adapter, queue, self._limits, detach_after_s=self._detach_after_s, on_gap=self._record_gap
+        )
 
     # ---- what is durable -------------------------------------------------------------------------------------------
 
@@ -201,21 +310,25 @@ class PullingManager:
     async def save(self) -> None:
         """Save the checkpoints that changed, in one transaction, which also says who was taken over."""
         async with self._saving:
-            progress: list[tuple[Served, dict[int, Checkpoint]]] = []
-            for served in list(self.served.values()):
-                now = {queue: delivery.checkpoint() for queue, delivery in served.deliveries.items()}
-                changed = {queue: cp for queue, cp in now.items() if served.saved.get(queue) != cp}
-                progress.append((served, changed))
-            await self._save_gaps()
-            if not progress:
-                return
+            saved = [(name, served.service.saving()) for name, served in self.served.items()]
+            progress = [(served, _changed(served)) for served in self.served.values() if served.service.stored]
+            await self._save_gaps()  # after progress was read: who crashes in between would never know of them
             rows = [(served.definition.name, served.epoch, changed) for served, changed in progress]
-            stale = await self._store.save_checkpoints(self.provider, rows)
+            stale = await self._store.save_checkpoints(self.provider, rows) if rows else []
             for served, changed in progress:
                 if served.definition.name not in stale:
                     served.saved.update(changed)
+        for name, confirm in saved:
+            if name not in stale:
+                confirm()
         for name in stale:
-            await self._fenced(name)
+            self._tell_fenced(name)
+
+    def _tell_fenced(self, name: str) -> None:
+        """In a task of its own: the checkpoints of the others do not wait for it."""
+        task = asyncio.create_task(self._fenced(name), name=f"headrace fenced {name}")
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
 
     async def _fenced(self, name: str) -> None:
         """Somebody else moved or took the subscription: stop, whatever is still done here is refused anyway."""
@@ -223,14 +336,9 @@ class PullingManager:
         if served is None:
             return
         log.error("subscription %s was moved, deleted or taken over elsewhere: this process stops serving it", name)
-        await asyncio.gather(*(self.agents[queue].detach(name, 0.0) for queue in served.deliveries))
+        await self._detach(served, 0.0)
         self.on_fenced(name)
-        if served.handler.on_error is not None:
-            error = Fenced(f"subscription {name!r} was moved, deleted or taken over elsewhere")
-            # In a task of its own: the checkpoints of the others do not wait for it.
-            task = asyncio.create_task(_told(served.handler.on_error, error), name=f"headrace on_error {name}")
-            self._telling.add(task)
-            task.add_done_callback(self._telling.discard)
+        await served.service.fenced(Fenced(f"subscription {name!r} was moved, deleted or taken over elsewhere"))
 
     async def _acknowledge(self) -> None:
         """Tell queues that cannot rewind what nobody needs any more. What is served here counts as it is now: such a
@@ -258,7 +366,10 @@ class PullingManager:
             delivery.name, gap.low, gap.high, delivery.queue, gap.reason,
         )  # fmt: skip
         low, high = SequenceToken(max(gap.low, delivery.watermark)), SequenceToken(gap.high)
-        self._gaps.append(self._gap_record(delivery, None, low, high, gap.reason))
+        record = self._gap_record(delivery, None, low, high, gap.reason)
+        self._gaps.append(record)
+        if (served := self.served.get(delivery.name)) is not None:
+            served.service.gap(record)
 
     def _gap_record(
         self, delivery: Delivery, stream: StreamId | None, low: SequenceToken, high: SequenceToken, reason: str
@@ -315,11 +426,9 @@ class PullingManager:
         return [agent.statistics() for agent in self.agents]
 
 
-async def _told(on_error: Callable[[Exception], Awaitable[None]], error: Exception) -> None:
-    try:
-        await on_error(error)
-    except Exception:
-        log.exception("on_error raised")
+def _changed(served: Served) -> dict[int, Checkpoint]:
+    now = {queue: delivery.checkpoint() for queue, delivery in served.deliveries.items()}
+    return {queue: checkpoint for queue, checkpoint in now.items() if served.saved.get(queue) != checkpoint}
 
 
 def _letter(provider: str, delivery: Delivery, event: Event, reason: str, attempts: int) -> DeadLetter:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from ..adapters import AdapterContext, Bounds, ProducerSequence, QueueAdapter, Receipt, open_adapter
-from ..agents import CacheLimits, PullingManager
+from ..agents import CacheLimits, HandlerService, PullingManager, Service
 from ..balancer import StreamQueueMapper
 from ..balancer.mapper import VERSION as MAPPER_VERSION
 from ..streams.errors import Busy, InvalidArgument, NotSupported
@@ -175,7 +175,7 @@ class Provider:
         try:
             await self.manager.aclose(drain_s)
             for one in served:
-                await _completed(one.handler, drain_s)
+                await _completed(one.service, drain_s)
         finally:
             for lock in self._locks.values():
                 lock.release()
@@ -345,7 +345,7 @@ class Provider:
         lock = await self._lock(definition.name)
         try:
             await self.create_subscription(definition)
-            await self.manager.serve(definition, handler, predicate=declared.filter, concurrency=declared.concurrency)
+            await self.manager.serve(definition, HandlerService(handler, declared.filter, declared.concurrency))
         except BaseException:
             if lock is not None:
                 lock.release()
@@ -403,7 +403,7 @@ class Provider:
         self.manager.check_outside(name)
         try:
             served = await self.manager.withdraw(name, drain_s)
-            await _completed(served.handler, drain_s)
+            await _completed(served.service, drain_s)
         finally:
             if (lock := self._locks.pop(name, None)) is not None:
                 lock.release()
@@ -527,10 +527,10 @@ def _parts(events: list[bytes | Event]) -> Iterable[list[bytes | Event]]:
     yield part
 
 
-async def _completed(handler: Handler, limit_s: float) -> None:
-    if handler.on_completed is None:
+async def _completed(service: Service, limit_s: float) -> None:
+    if not isinstance(service, HandlerService) or service.handler.on_completed is None:
         return
-    completing = asyncio.ensure_future(handler.on_completed())
+    completing = asyncio.ensure_future(service.handler.on_completed())
     try:
         await asyncio.wait([completing], timeout=limit_s)
     finally:

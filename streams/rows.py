@@ -13,7 +13,17 @@ from .identity import SequenceToken, StreamId
 from .schema import MAX_POSITION
 from .subscriptions import Behind, Checkpoint, DeadLetter, GapRecord, SubscriptionDefinition
 
-_behind_decoder = msgspec.json.Decoder(list[tuple[str, str, int, int, str]])
+
+class _BehindRow(msgspec.Struct, array_like=True):
+    namespace: str
+    key: str
+    offset: int
+    index: int
+    paused: str
+    done: tuple[tuple[int, int, int], ...] = ()
+
+
+_behind_decoder = msgspec.json.Decoder(list[_BehindRow])
 
 
 class _Attributes(msgspec.Struct):
@@ -26,7 +36,14 @@ class _Attributes(msgspec.Struct):
 def checkpoint_row(queue: int, checkpoint: Checkpoint) -> dict[str, Any]:
     """Raises InvalidArgument for positions that 64 bits do not hold."""
     behind = [
-        (stream.namespace, stream.key, _position(at.token.offset), _position(at.token.index), printable(at.paused))
+        _BehindRow(
+            stream.namespace,
+            stream.key,
+            _position(at.token.offset),
+            _position(at.token.index),
+            printable(at.paused),
+            at.done,
+        )
         for stream, at in checkpoint.behind.items()
     ]
     return {
@@ -42,8 +59,8 @@ def checkpoint_of(row: Row[Any]) -> Checkpoint:
         return Checkpoint(row.next_offset)
     try:
         behind = {
-            StreamId(namespace, key): Behind(SequenceToken(offset, index), paused)
-            for namespace, key, offset, index, paused in _behind_decoder.decode(row.behind)
+            StreamId(at.namespace, at.key): Behind(SequenceToken(at.offset, at.index), at.paused, at.done)
+            for at in _behind_decoder.decode(row.behind)
         }
     except (msgspec.MsgspecError, InvalidArgument) as error:
         raise _damaged("a checkpoint", error) from None

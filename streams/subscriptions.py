@@ -258,6 +258,8 @@ class Behind(NamedTuple):
 
     token: SequenceToken
     paused: str = ""
+    done: tuple[tuple[int, int, int], ...] = ()
+    """What is done after `token`, where a consumer acknowledged out of order: (offset, first index, last exclusive)."""
 
 
 class Checkpoint(NamedTuple):

@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from headrace.adapters import Gap, QueueAdapter
-from headrace.agents import CacheLimits, Delivery, PullingAgent, QueueCache
-from headrace.agents.delivery import StreamCursor
+from headrace.agents import CacheLimits, Delivery, HandlerDelivery, PullingAgent, QueueCache
+from headrace.agents.cursor import StreamCursor
 from headrace.streams import (
     Checkpoint,
     EventBatch,
@@ -81,7 +81,7 @@ class Bench:
             name=name, selector=Selector(selector), slow_consumer=slow, retry=retry, on_failure=on_failure
         )
         checkpoint = Checkpoint(start) if isinstance(start, int) else start
-        delivery = Delivery(
+        delivery = HandlerDelivery(
             definition, 0, checkpoint, Handler.of(handler, batch=False), self.sink,
             rewindable=self.adapter.capabilities.rewindable, rng=random.Random(1), **options,
         )  # fmt: skip

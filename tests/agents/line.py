@@ -5,8 +5,8 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
-from headrace.agents import Delivery, QueueCache
-from headrace.agents.delivery import StreamCursor
+from headrace.agents import Delivery, HandlerDelivery, QueueCache
+from headrace.agents.cursor import StreamCursor
 from headrace.streams import (
     Checkpoint,
     Event,
@@ -72,7 +72,7 @@ class Line:
         self.sink = Sink()
         self.cache = QueueCache(max_events, 10 << 20)
         self.parked: list[StreamCursor] = []
-        self.delivery = Delivery(
+        self.delivery = HandlerDelivery(
             definition, 0, checkpoint, Handler.of(handler, batch=batch), self.sink, predicate=predicate,
             concurrency=concurrency, rewindable=rewindable, rng=random.Random(1),
         )  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 from headrace.adapters import AdapterContext, Gap
 from headrace.adapters.memory import MemoryAdapter
 from headrace.agents.agent import FIRST_TICK_S, MAX_CATCH_UPS
-from headrace.agents.delivery import State
+from headrace.agents.cursor import State
 from headrace.streams import (
     Checkpoint,
     Event,

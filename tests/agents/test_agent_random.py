@@ -26,7 +26,7 @@ def simulate(seed: int, *, kind: str = "rewindable", steps: int = 60) -> World:
     latency = rng.choice((0.0, 0.0, 0.01, 0.1))
     with pytest.MonkeyPatch.context() as patch:
         # Two clocks are real ones.
-        patch.setattr("headrace.agents.delivery.TURN_S", rng.choice((-1.0, math.inf)))
+        patch.setattr("headrace.agents.handling.TURN_S", rng.choice((-1.0, math.inf)))
         patch.setattr("headrace.agents.feed.monotonic", lambda: 0.0, raising=False)
         return run(_simulate(rng, kind, steps), limit_s=100_000, latency=lambda: latency * rng.random())
 

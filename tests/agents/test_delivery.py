@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from headrace.agents.delivery import MAX_BEHIND, State
+from headrace.agents.cursor import State
+from headrace.agents.delivery import MAX_BEHIND
 from headrace.streams import (
     Checkpoint,
     Closed,

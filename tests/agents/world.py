@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.adapters import QueueAdapter
-from headrace.agents import CacheLimits, Delivery, PullingAgent, PullingManager
+from headrace.agents import CacheLimits, Delivery, HandlerService, PullingAgent, PullingManager
 from headrace.streams import (
     Checkpoint,
     Event,
@@ -140,9 +140,7 @@ class World:
         self.note(f"serve {consumer.name} from {consumer.done}")
         await self.manager.serve(
             consumer.definition,
-            self._handler(consumer),
-            predicate=passes if consumer.filtered else None,
-            concurrency=consumer.concurrency,
+            HandlerService(self._handler(consumer), passes if consumer.filtered else None, consumer.concurrency),
         )
         for delivery in self.manager.served[consumer.name].deliveries.values():
             delivery._rng = self.rng
