@@ -39,7 +39,9 @@ class DescribeClusterResponse(_message.Message):
 
     CLUSTER_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def cluster(self) -> Global___Cluster: ...
+    def cluster(self) -> Global___Cluster:
+        """As it is now."""
+
     def __init__(
         self,
         *,
@@ -74,7 +76,9 @@ class WatchClusterResponse(_message.Message):
 
     CLUSTER_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def cluster(self) -> Global___Cluster: ...
+    def cluster(self) -> Global___Cluster:
+        """As it is now, whole: no difference to the one before."""
+
     def __init__(
         self,
         *,
@@ -90,11 +94,15 @@ Global___WatchClusterResponse: _TypeAlias = WatchClusterResponse  # noqa: Y015
 
 @_typing.final
 class Cluster(_message.Message):
+    """What runs where."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SILOS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def silos(self) -> _containers.RepeatedCompositeFieldContainer[Global___Silo]: ...
+    def silos(self) -> _containers.RepeatedCompositeFieldContainer[Global___Silo]:
+        """All that are up."""
+
     def __init__(
         self,
         *,
@@ -110,6 +118,8 @@ Global___Cluster: _TypeAlias = Cluster  # noqa: Y015
 
 @_typing.final
 class Silo(_message.Message):
+    """A host process."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
@@ -118,6 +128,7 @@ class Silo(_message.Message):
     PROVIDERS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    """Its name, unique in the cluster."""
     address: _builtins.str
     """Where it serves gRPC, as host:port."""
     state: _builtins.str
@@ -125,7 +136,9 @@ class Silo(_message.Message):
     version: _builtins.str
     """Version of headrace."""
     @_builtins.property
-    def providers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Provider]: ...
+    def providers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Provider]:
+        """What it serves."""
+
     def __init__(
         self,
         *,
@@ -145,15 +158,21 @@ Global___Silo: _TypeAlias = Silo  # noqa: Y015
 
 @_typing.final
 class Provider(_message.Message):
+    """One named configuration of an adapter, and its queues."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     QUEUES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    """As requests name it."""
     adapter: _builtins.str
+    """Its queue technology, such as "log"."""
     @_builtins.property
-    def queues(self) -> _containers.RepeatedCompositeFieldContainer[Global___Queue]: ...
+    def queues(self) -> _containers.RepeatedCompositeFieldContainer[Global___Queue]:
+        """Those whose agents this silo has, by index."""
+
     def __init__(
         self,
         *,
@@ -171,6 +190,8 @@ Global___Provider: _TypeAlias = Provider  # noqa: Y015
 
 @_typing.final
 class Queue(_message.Message):
+    """A queue and its agent."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     INDEX_FIELD_NUMBER: _builtins.int
@@ -181,15 +202,19 @@ class Queue(_message.Message):
     CACHED_EVENTS_FIELD_NUMBER: _builtins.int
     CACHED_BYTES_FIELD_NUMBER: _builtins.int
     index: _builtins.int
+    """Its number within the provider, from 0."""
     state: _builtins.str
     """"running", "throttled", "faulted", "starting", "idle" or "stopped"."""
     reason: _builtins.str
     """Why, where that is not plain."""
     read_offset: _builtins.int
-    """Up to where it is read, and where it ends, exclusive."""
+    """Up to where it is read, exclusive."""
     end_offset: _builtins.int
+    """Where it ends: the offset of what is stored next."""
     cached_events: _builtins.int
+    """What its cache holds."""
     cached_bytes: _builtins.int
+    """The same in bytes, as the cache's limit counts them."""
     def __init__(
         self,
         *,
@@ -261,8 +286,11 @@ class StartAgentsRequest(_message.Message):
     PROVIDER_FIELD_NUMBER: _builtins.int
     QUEUES_FIELD_NUMBER: _builtins.int
     provider: _builtins.str
+    """Name of the provider; empty for "default"."""
     @_builtins.property
-    def queues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def queues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """None: all queues of this silo."""
+
     def __init__(
         self,
         *,
@@ -298,6 +326,7 @@ class DrainSiloRequest(_message.Message):
 
     DRAIN_MS_FIELD_NUMBER: _builtins.int
     drain_ms: _builtins.int
+    """How long what is in flight may take to end, in milliseconds; 0 for the silo's own limit."""
     def __init__(
         self,
         *,

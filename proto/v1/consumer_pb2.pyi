@@ -47,9 +47,13 @@ class SubscribeRequest(_message.Message):
         """Adds to what is left."""
 
     @_builtins.property
-    def acknowledgements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Acknowledgement]: ...
+    def acknowledgements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Acknowledgement]:
+        """What is done."""
+
     @_builtins.property
-    def rejections(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rejection]: ...
+    def rejections(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rejection]:
+        """What could not be processed."""
+
     def __init__(
         self,
         *,
@@ -70,6 +74,8 @@ Global___SubscribeRequest: _TypeAlias = SubscribeRequest  # noqa: Y015
 
 @_typing.final
 class Open(_message.Message):
+    """Who attaches, and to what."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROVIDER_FIELD_NUMBER: _builtins.int
@@ -98,7 +104,9 @@ class Open(_message.Message):
         """Creates the subscription where it does not exist. Another definition than it has is ALREADY_EXISTS."""
 
     @_builtins.property
-    def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Position]: ...
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Position]:
+        """Given back as they were received, at most one for each queue."""
+
     def __init__(
         self,
         *,
@@ -127,6 +135,7 @@ class Credit(_message.Message):
     EVENTS_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     events: _builtins.int
+    """How many more events."""
     bytes: _builtins.int
     """Encoded size of batches. An event is only sent where its size fits, so keep some MiB."""
     def __init__(
@@ -155,7 +164,9 @@ class Acknowledgement(_message.Message):
     COUNT_FIELD_NUMBER: _builtins.int
     UP_TO_FIELD_NUMBER: _builtins.int
     queue: _builtins.int
+    """The batch's queue, as it was delivered."""
     offset: _builtins.int
+    """The batch's offset, as it was delivered."""
     index: _builtins.int
     """The first of the events, by its index in the batch as it was published."""
     count: _builtins.int
@@ -195,8 +206,11 @@ class Rejection(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     DELAY_MS_FIELD_NUMBER: _builtins.int
     queue: _builtins.int
+    """The batch's queue, as it was delivered."""
     offset: _builtins.int
+    """The batch's offset, as it was delivered."""
     index: _builtins.int
+    """The first of the events, by its index in the batch as it was published."""
     count: _builtins.int
     """How many fail together; 0 for all to the end of the batch."""
     reason: _builtins.str
@@ -257,7 +271,9 @@ class SubscribeResponse(_message.Message):
         """Mode bound: the queues that are this consumer's now."""
 
     @_builtins.property
-    def progress(self) -> Global___Progress: ...
+    def progress(self) -> Global___Progress:
+        """How the subscription and the consumer's credit stand."""
+
     @_builtins.property
     def gaps(self) -> _containers.RepeatedCompositeFieldContainer[_subscriptions_pb2.Gap]:
         """What does not come, and why."""
@@ -293,6 +309,8 @@ Global___SubscribeResponse: _TypeAlias = SubscribeResponse  # noqa: Y015
 
 @_typing.final
 class Opened(_message.Message):
+    """What holds for this call."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CONSUMER_FIELD_NUMBER: _builtins.int
@@ -327,14 +345,19 @@ Global___Opened: _TypeAlias = Opened  # noqa: Y015
 
 @_typing.final
 class Refusal(_message.Message):
+    """An acknowledgement or rejection that was without effect."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     QUEUE_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     queue: _builtins.int
+    """As in the acknowledgement or rejection."""
     offset: _builtins.int
+    """As in the acknowledgement or rejection."""
     index: _builtins.int
+    """As in the acknowledgement or rejection."""
     def __init__(
         self,
         *,
@@ -360,7 +383,9 @@ class Assignment(_message.Message):
 
     QUEUES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def queues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def queues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """All of them, not only what changed."""
+
     def __init__(
         self,
         *,
@@ -389,9 +414,11 @@ class Progress(_message.Message):
     credit_events: _builtins.int
     """Credit that is left."""
     credit_bytes: _builtins.int
+    """The same in bytes."""
     in_flight_events: _builtins.int
     """Sent, and not yet acknowledged."""
     in_flight_bytes: _builtins.int
+    """The same in bytes, as credit counts them."""
     caught_up: _builtins.bool
     """Nothing is left to be delivered to the subscription."""
     needed_bytes: _builtins.int
@@ -423,7 +450,9 @@ class Position(_message.Message):
     QUEUE_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     queue: _builtins.int
+    """The queue, from 0."""
     token: _builtins.bytes
+    """To be given back as it is."""
     def __init__(
         self,
         *,
@@ -440,10 +469,13 @@ Global___Position: _TypeAlias = Position  # noqa: Y015
 
 @_typing.final
 class Closing(_message.Message):
+    """The last thing that the silo says before it ends a call."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
+    """For people: why."""
     def __init__(
         self,
         *,
@@ -473,6 +505,7 @@ class PullRequest(_message.Message):
     provider: _builtins.str
     """Name of the provider; empty for "default"."""
     subscription: _builtins.str
+    """Name of the subscription, which has to exist."""
     consumer: _builtins.str
     """As in Open; it cannot be empty."""
     max_events: _builtins.int
@@ -488,7 +521,9 @@ class PullRequest(_message.Message):
         """For what an earlier call returned."""
 
     @_builtins.property
-    def rejections(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rejection]: ...
+    def rejections(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rejection]:
+        """For what an earlier call returned."""
+
     def __init__(
         self,
         *,
@@ -518,11 +553,17 @@ class PullResponse(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     GAPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def batches(self) -> _containers.RepeatedCompositeFieldContainer[_events_pb2.EventBatch]: ...
+    def batches(self) -> _containers.RepeatedCompositeFieldContainer[_events_pb2.EventBatch]:
+        """As in SubscribeResponse."""
+
     @_builtins.property
-    def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___Refusal]: ...
+    def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___Refusal]:
+        """Of the acknowledgements and rejections in the request, those that were without effect."""
+
     @_builtins.property
-    def gaps(self) -> _containers.RepeatedCompositeFieldContainer[_subscriptions_pb2.Gap]: ...
+    def gaps(self) -> _containers.RepeatedCompositeFieldContainer[_subscriptions_pb2.Gap]:
+        """As in SubscribeResponse."""
+
     def __init__(
         self,
         *,
@@ -548,12 +589,19 @@ class AcknowledgeRequest(_message.Message):
     ACKNOWLEDGEMENTS_FIELD_NUMBER: _builtins.int
     REJECTIONS_FIELD_NUMBER: _builtins.int
     provider: _builtins.str
+    """Name of the provider; empty for "default"."""
     subscription: _builtins.str
+    """As in the PullRequest."""
     consumer: _builtins.str
+    """As in the PullRequest."""
     @_builtins.property
-    def acknowledgements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Acknowledgement]: ...
+    def acknowledgements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Acknowledgement]:
+        """What is done."""
+
     @_builtins.property
-    def rejections(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rejection]: ...
+    def rejections(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rejection]:
+        """What could not be processed."""
+
     def __init__(
         self,
         *,
@@ -577,7 +625,9 @@ class AcknowledgeResponse(_message.Message):
 
     REFUSED_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___Refusal]: ...
+    def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___Refusal]:
+        """Those that were without effect: the consumer no longer holds those events."""
+
     def __init__(
         self,
         *,

@@ -129,7 +129,9 @@ class Headers(_message.Message):
 
     VALUES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def values(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def values(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """By name."""
+
     def __init__(
         self,
         *,

@@ -119,6 +119,7 @@ class Receipt(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     DUPLICATE_FIELD_NUMBER: _builtins.int
     queue: _builtins.int
+    """The queue of its stream, from 0."""
     offset: _builtins.int
     """Its position in the queue. Absent for a duplicate whose place is no longer known."""
     duplicate: _builtins.bool
@@ -202,6 +203,8 @@ Global___PublishStreamResponse: _TypeAlias = PublishStreamResponse  # noqa: Y015
 
 @_typing.final
 class PublishError(_message.Message):
+    """Why one request of a stream failed."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STATUS_FIELD_NUMBER: _builtins.int

@@ -26,6 +26,7 @@ class _Mode:
 class _ModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Mode.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     MODE_UNSPECIFIED: _Mode.ValueType  # 0
+    """As shared."""
     MODE_SHARED: _Mode.ValueType  # 1
     """The next events of any stream go to a consumer with credit. The default."""
     MODE_BOUND: _Mode.ValueType  # 2
@@ -37,6 +38,7 @@ class Mode(_Mode, metaclass=_ModeEnumTypeWrapper):
     """How the consumers of a subscription share its events."""
 
 MODE_UNSPECIFIED: Mode.ValueType  # 0
+"""As shared."""
 MODE_SHARED: Mode.ValueType  # 1
 """The next events of any stream go to a consumer with credit. The default."""
 MODE_BOUND: Mode.ValueType  # 2
@@ -52,6 +54,7 @@ class _OnFailure:
 class _OnFailureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OnFailure.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ON_FAILURE_UNSPECIFIED: _OnFailure.ValueType  # 0
+    """As dead letter."""
     ON_FAILURE_DEAD_LETTER: _OnFailure.ValueType  # 1
     """It is kept as a dead letter. The default."""
     ON_FAILURE_SKIP: _OnFailure.ValueType  # 2
@@ -63,6 +66,7 @@ class OnFailure(_OnFailure, metaclass=_OnFailureEnumTypeWrapper):
     """What happens to an event when its retries are exhausted."""
 
 ON_FAILURE_UNSPECIFIED: OnFailure.ValueType  # 0
+"""As dead letter."""
 ON_FAILURE_DEAD_LETTER: OnFailure.ValueType  # 1
 """It is kept as a dead letter. The default."""
 ON_FAILURE_SKIP: OnFailure.ValueType  # 2
@@ -190,6 +194,8 @@ Global___RetryPolicy: _TypeAlias = RetryPolicy  # noqa: Y015
 
 @_typing.final
 class SubscriptionDefinition(_message.Message):
+    """What a subscription is. Two are equal where all fields are, an absent one counting as what it stands for."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
@@ -205,14 +211,21 @@ class SubscriptionDefinition(_message.Message):
     selector: _builtins.str
     """Which streams: namespace/key, where * stands for any text and ? for one character."""
     on_failure: Global___OnFailure.ValueType
+    """What happens when the retries are exhausted."""
     slow_consumer: Global___SlowConsumer.ValueType
+    """What happens when it is slower than the cache can bear."""
     mode: Global___Mode.ValueType
+    """How its consumers share its events."""
     filter: _builtins.str
     """Set by the silo: the name of a filter function, for a subscription of a handler in the silo."""
     @_builtins.property
-    def start(self) -> Global___Start: ...
+    def start(self) -> Global___Start:
+        """Where it begins. Absent: at the end."""
+
     @_builtins.property
-    def retry(self) -> Global___RetryPolicy: ...
+    def retry(self) -> Global___RetryPolicy:
+        """Absent: with the values named there."""
+
     def __init__(
         self,
         *,
@@ -240,9 +253,11 @@ class CreateSubscriptionRequest(_message.Message):
     PROVIDER_FIELD_NUMBER: _builtins.int
     DEFINITION_FIELD_NUMBER: _builtins.int
     provider: _builtins.str
-    """Name of the provider; empty for "default". So in every request."""
+    """Name of the provider; empty for "default"."""
     @_builtins.property
-    def definition(self) -> Global___SubscriptionDefinition: ...
+    def definition(self) -> Global___SubscriptionDefinition:
+        """What to create."""
+
     def __init__(
         self,
         *,
@@ -284,7 +299,9 @@ class GetSubscriptionRequest(_message.Message):
     PROVIDER_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     provider: _builtins.str
+    """Name of the provider; empty for "default"."""
     name: _builtins.str
+    """Name of the subscription."""
     def __init__(
         self,
         *,
@@ -305,7 +322,9 @@ class GetSubscriptionResponse(_message.Message):
 
     SUBSCRIPTION_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def subscription(self) -> Global___Subscription: ...
+    def subscription(self) -> Global___Subscription:
+        """As it is now."""
+
     def __init__(
         self,
         *,
@@ -321,13 +340,17 @@ Global___GetSubscriptionResponse: _TypeAlias = GetSubscriptionResponse  # noqa: 
 
 @_typing.final
 class Subscription(_message.Message):
+    """A subscription as it stands."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DEFINITION_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     CONSUMERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def definition(self) -> Global___SubscriptionDefinition: ...
+    def definition(self) -> Global___SubscriptionDefinition:
+        """As it is stored."""
+
     @_builtins.property
     def progress(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueProgress]:
         """Where it stands, by queue."""
@@ -353,6 +376,8 @@ Global___Subscription: _TypeAlias = Subscription  # noqa: Y015
 
 @_typing.final
 class QueueProgress(_message.Message):
+    """A subscription's position in one queue."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     QUEUE_FIELD_NUMBER: _builtins.int
@@ -361,6 +386,7 @@ class QueueProgress(_message.Message):
     END_OFFSET_FIELD_NUMBER: _builtins.int
     STREAMS_BEHIND_FIELD_NUMBER: _builtins.int
     queue: _builtins.int
+    """The queue, from 0."""
     next_offset: _builtins.int
     """Everything below is done, except for `streams_behind` streams."""
     watermark: _builtins.int
@@ -368,6 +394,7 @@ class QueueProgress(_message.Message):
     end_offset: _builtins.int
     """Where the queue ends: the offset of what is stored next."""
     streams_behind: _builtins.int
+    """How many streams have something below `next_offset` that is not done."""
     def __init__(
         self,
         *,
@@ -387,6 +414,8 @@ Global___QueueProgress: _TypeAlias = QueueProgress  # noqa: Y015
 
 @_typing.final
 class Consumer(_message.Message):
+    """A member of a subscription's group."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ID_FIELD_NUMBER: _builtins.int
@@ -396,11 +425,15 @@ class Consumer(_message.Message):
     IN_FLIGHT_EVENTS_FIELD_NUMBER: _builtins.int
     QUEUES_FIELD_NUMBER: _builtins.int
     id: _builtins.str
+    """As it attached, or as the silo named it."""
     connected: _builtins.bool
     """Whether it has a connection now; one without is waited for."""
     credit_events: _builtins.int
+    """Credit that is left."""
     credit_bytes: _builtins.int
+    """The same in bytes."""
     in_flight_events: _builtins.int
+    """Sent, and not yet acknowledged."""
     @_builtins.property
     def queues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Mode bound: its queues."""
@@ -429,6 +462,7 @@ class ListSubscriptionsRequest(_message.Message):
 
     PROVIDER_FIELD_NUMBER: _builtins.int
     provider: _builtins.str
+    """Name of the provider; empty for "default"."""
     def __init__(
         self,
         *,
@@ -448,7 +482,9 @@ class ListSubscriptionsResponse(_message.Message):
 
     DEFINITIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def definitions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubscriptionDefinition]: ...
+    def definitions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubscriptionDefinition]:
+        """By name."""
+
     def __init__(
         self,
         *,
@@ -469,7 +505,9 @@ class DeleteSubscriptionRequest(_message.Message):
     PROVIDER_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     provider: _builtins.str
+    """Name of the provider; empty for "default"."""
     name: _builtins.str
+    """Name of the subscription."""
     def __init__(
         self,
         *,
@@ -507,9 +545,13 @@ class SeekSubscriptionRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     TO_FIELD_NUMBER: _builtins.int
     provider: _builtins.str
+    """Name of the provider; empty for "default"."""
     name: _builtins.str
+    """Name of the subscription."""
     @_builtins.property
-    def to(self) -> Global___Start: ...
+    def to(self) -> Global___Start:
+        """Where it goes on. A token only where the subscription selects one stream."""
+
     def __init__(
         self,
         *,
@@ -547,7 +589,9 @@ class AwaitCaughtUpRequest(_message.Message):
     PROVIDER_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     provider: _builtins.str
+    """Name of the provider; empty for "default"."""
     name: _builtins.str
+    """Name of the subscription."""
     def __init__(
         self,
         *,
@@ -586,10 +630,13 @@ class ResumeStreamRequest(_message.Message):
     NAMESPACE_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     provider: _builtins.str
+    """Name of the provider; empty for "default"."""
     name: _builtins.str
+    """Name of the subscription."""
     namespace: _builtins.str
-    """The stream: namespace and key."""
+    """The stream's namespace."""
     key: _builtins.str
+    """The stream's key."""
     def __init__(
         self,
         *,
@@ -668,24 +715,37 @@ class DeadLetter(_message.Message):
     FAILED_AT_US_FIELD_NUMBER: _builtins.int
     REDRIVE_FIELD_NUMBER: _builtins.int
     id: _builtins.int
+    """Its number, growing, unique within the provider."""
     subscription: _builtins.str
+    """The subscription that gave up on it."""
     queue: _builtins.int
+    """Queue in which it was stored."""
     offset: _builtins.int
+    """Offset of its batch in the queue."""
     index: _builtins.int
+    """Its index in the batch."""
     namespace: _builtins.str
+    """Namespace of its stream."""
     key: _builtins.str
+    """Key of its stream."""
     payload: _builtins.bytes
+    """As it was published."""
     event_id: _builtins.str
     """"" where it has none."""
     timestamp_us: _builtins.int
     """Microseconds since 1970-01-01 UTC, as all times."""
     reason: _builtins.str
+    """What its last delivery failed with."""
     attempts: _builtins.int
+    """How often it was delivered."""
     failed_at_us: _builtins.int
+    """When it was given up on."""
     redrive: _builtins.bool
     """It was asked to be delivered once more."""
     @_builtins.property
-    def headers(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def headers(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """As they were published."""
+
     def __init__(
         self,
         *,
@@ -722,7 +782,9 @@ class ListDeadLettersRequest(_message.Message):
     LIMIT_FIELD_NUMBER: _builtins.int
     AFTER_ID_FIELD_NUMBER: _builtins.int
     provider: _builtins.str
+    """Name of the provider; empty for "default"."""
     subscription: _builtins.str
+    """Name of the subscription; it may be deleted by now."""
     limit: _builtins.int
     """At most so many; 0 for 100. At most 1,000, and no more than fit into a message."""
     after_id: _builtins.int
@@ -749,7 +811,9 @@ class ListDeadLettersResponse(_message.Message):
 
     DEAD_LETTERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def dead_letters(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeadLetter]: ...
+    def dead_letters(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeadLetter]:
+        """By id, ascending."""
+
     def __init__(
         self,
         *,
@@ -771,7 +835,9 @@ class RedriveDeadLettersRequest(_message.Message):
     SUBSCRIPTION_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
     provider: _builtins.str
+    """Name of the provider; empty for "default"."""
     subscription: _builtins.str
+    """Name of the subscription."""
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """None: all."""
@@ -820,11 +886,15 @@ class DeleteDeadLettersRequest(_message.Message):
     IDS_FIELD_NUMBER: _builtins.int
     ALL_FIELD_NUMBER: _builtins.int
     provider: _builtins.str
+    """Name of the provider; empty for "default"."""
     subscription: _builtins.str
+    """Name of the subscription; it may be deleted by now."""
     all: _builtins.bool
     """Has to be set where `ids` is empty: delete all."""
     @_builtins.property
-    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Which ones."""
+
     def __init__(
         self,
         *,
@@ -847,6 +917,7 @@ class DeleteDeadLettersResponse(_message.Message):
 
     COUNT_FIELD_NUMBER: _builtins.int
     count: _builtins.int
+    """How many were deleted."""
     def __init__(
         self,
         *,
@@ -867,7 +938,9 @@ class ListGapsRequest(_message.Message):
     PROVIDER_FIELD_NUMBER: _builtins.int
     SUBSCRIPTION_FIELD_NUMBER: _builtins.int
     provider: _builtins.str
+    """Name of the provider; empty for "default"."""
     subscription: _builtins.str
+    """Name of the subscription."""
     def __init__(
         self,
         *,
@@ -888,7 +961,9 @@ class ListGapsResponse(_message.Message):
 
     GAPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def gaps(self) -> _containers.RepeatedCompositeFieldContainer[Global___Gap]: ...
+    def gaps(self) -> _containers.RepeatedCompositeFieldContainer[Global___Gap]:
+        """The oldest first."""
+
     def __init__(
         self,
         *,
@@ -917,13 +992,17 @@ class Gap(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     AT_US_FIELD_NUMBER: _builtins.int
     queue: _builtins.int
+    """The queue, from 0."""
     low_offset: _builtins.int
-    """From this offset and index on, inclusive,"""
+    """Offset of the first event of it."""
     low_index: _builtins.int
+    """That event's index in the batch."""
     high_offset: _builtins.int
-    """up to this one, exclusive."""
+    """Offset of the first event after it."""
     high_index: _builtins.int
+    """That event's index in the batch."""
     reason: _builtins.str
+    """For people: why."""
     at_us: _builtins.int
     """When that was noticed."""
     @_builtins.property
@@ -952,12 +1031,16 @@ Global___Gap: _TypeAlias = Gap  # noqa: Y015
 
 @_typing.final
 class StreamName(_message.Message):
+    """A stream by its name."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAMESPACE_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
+    """Namespace of the stream."""
     key: _builtins.str
+    """Key of the stream within its namespace."""
     def __init__(
         self,
         *,
