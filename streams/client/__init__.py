@@ -1,0 +1,1 @@
+"""The client: a provider in another process, over gRPC."""
