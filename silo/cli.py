@@ -24,6 +24,7 @@ COMMANDS = {
     "subscriptions": (".subscriptions", "List, inspect, create, move and delete subscriptions."),
     "deadletters": (".deadletters", "List, inspect, redrive and delete events that were given up on."),
     "queues": (".queues", "Show how full each queue is and how far its subscriptions are."),
+    "tokens": (".tokens", "Create, list and revoke the tokens with which clients come."),
     "bench": (".bench", "Measure this machine, beside other systems."),
 }
 """Each command's module (it has it as `command`) and what it does."""

@@ -30,6 +30,7 @@ A path that a variable or a flag names is relative to the working directory.
 from __future__ import annotations
 
 import ipaddress
+import re
 import ssl
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -158,6 +159,18 @@ def load_config(file: Path | None, environ: Mapping[str, str], flags: Mapping[st
     config = read(SiloConfig, _over(_over(table, from_environment), flags), "configuration")
     check(config)
     return config
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT, where the host of an IPv6 address is in brackets. Raises InvalidArgument."""
+    host, _, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        host = ""
+    if not host or not re.fullmatch(r"\d{1,5}", port, re.ASCII):
+        raise InvalidArgument(f"{text!r} is no address: write HOST:PORT, as in 127.0.0.1:9465 or [::1]:9465")
+    return host, int(port)
 
 
 def check(config: SiloConfig) -> None:

@@ -3,20 +3,50 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ..config import SiloConfig, load_config, unknown_variables
+from ..config import SiloConfig, load_config, parse_address, unknown_variables
 from ..host import Silo
 from ..tuning import tune_garbage_collection
 from .running import heed_signals
 
 log = logging.getLogger("headrace.silo")
+
+
+def grpc_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What is set in the section `[grpc]`, handed to the command as the table `grpc` of the options that were given."""
+
+    @click.option(
+        "--listen", metavar="HOST:PORT", help="Where gRPC is served; port 0 for a free one. [default: nowhere]"
+    )
+    @click.option("--insecure", is_flag=True, default=None, help="Without TLS, though others may reach it.")
+    @click.option("--certificate", metavar="FILE", help="The silo's certificate, PEM, for TLS.")
+    @click.option("--key", metavar="FILE", help="Its key, PEM.")
+    @click.option("--client-ca", metavar="FILE", help="Clients need a certificate that one of these signed.")
+    @click.option("--auth", metavar="HOW", help="Clients need tokens, or none.  [default: see docs/security.md]")
+    @functools.wraps(command)
+    def with_grpc(
+        *args: Any,
+        listen: str | None,
+        insecure: bool | None,
+        certificate: str | None,
+        key: str | None,
+        client_ca: str | None,
+        auth: str | None,
+        **rest: Any,
+    ) -> Any:
+        host, port = (None, None) if listen is None else parse_address(listen)
+        tls = _given(insecure=insecure, certificate=certificate, key=key, client_ca=client_ca, auth=auth)
+        return command(*args, grpc=_given(host=host, port=port) | tls, **rest)
+
+    return with_grpc
 
 
 @click.command("silo")
@@ -26,15 +56,24 @@ log = logging.getLogger("headrace.silo")
 @click.option("--drain", "drain_s", type=float, metavar="SECONDS", help="How long handlers may take to end.")
 @click.option("--host", help="Where /metrics and /healthz are served.")
 @click.option("--port", type=int, help="Their port; 0 for a free one.  [default: none]")
+@grpc_options
 @click.option("--log-level", help="debug, info, warning or error.")
-def command(*, config: Path | None, modules: Sequence[str], host: str | None, port: int | None, **top: Any) -> None:
-    """Run a silo: the handlers that your modules declare, until SIGTERM or SIGINT.
+def command(
+    *,
+    config: Path | None,
+    modules: Sequence[str],
+    host: str | None,
+    port: int | None,
+    grpc: Mapping[str, Any],
+    **top: Any,
+) -> None:
+    """Run a silo: the handlers that your modules declare, and gRPC with --listen, until SIGTERM or SIGINT.
 
     CONFIG is a TOML file; data = in it is relative to its folder. HEADRACE_* variables go before it, as in
     HEADRACE_HTTP__PORT, and flags before both. When it is told to stop, it lets running handlers end, saves what is
     done, and exits with 0; told again, it stops at once.
     """
-    flags = _given(**top, modules=list(modules) or None, http=_given(host=host, port=port) or None)
+    flags = _given(**top, modules=list(modules) or None, http=_given(host=host, port=port) or None, grpc=grpc or None)
     loaded = load_config(config, os.environ, flags)
     logging.basicConfig(level=loaded.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for line in unknown_variables(os.environ):
