@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, Protocol
 
 from ..streams.errors import NotSupported
 from ..streams.events import EventBatch
-from ..streams.identity import SequenceToken, StreamId
+from ..streams.identity import StreamId
+from ..streams.publishing import ProducerSequence, Receipt
 
 
 class Direction(enum.Enum):
@@ -41,26 +42,6 @@ class Capabilities:
     idempotent: bool = False
     """`enqueue` honours `sequence`."""
     direction: Direction = Direction.READ_WRITE
-
-
-class ProducerSequence(NamedTuple):
-    """Identifies one `enqueue` call of an idempotent producer, so that a retry stores nothing twice.
-
-    `number` strictly increases from call to call of one `producer`; `previous` is the number of its call before, 0 for
-    the first. A call whose number is not above the last stored one is a duplicate: nothing is stored. A call whose
-    `previous` is not the last stored number would leave a hole and is refused with SequenceConflict.
-    """
-
-    producer: str
-    number: int
-    previous: int
-
-
-class Receipt(NamedTuple):
-    """Answer for one enqueued batch: where it is. `token` is None for a duplicate whose place is no longer known."""
-
-    token: SequenceToken | None
-    duplicate: bool = False
 
 
 class Gap(NamedTuple):

@@ -14,16 +14,17 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from ..adapters import AdapterContext, Bounds, ProducerSequence, QueueAdapter, Receipt, open_adapter
 from ..agents import CacheLimits, HandlerService, PullingManager, Service
 from ..balancer import StreamQueueMapper
 from ..balancer.mapper import VERSION as MAPPER_VERSION
 from ..streams.errors import Busy, InvalidArgument, NotSupported
-from ..streams.events import BATCH_TARGET_BYTES, MAX_BATCH_EVENTS, Event, EventBatch
+from ..streams.events import Event, EventBatch
 from ..streams.handlers import AnyHandler, Declared, EventFilter, Handler, filter_name
 from ..streams.identity import SequenceToken, StreamId
+from ..streams.publishing import check_stream, grouped, listed, parts
 from ..streams.store import ControlStore
 from ..streams.stream import Stream
 from ..streams.subscriptions import (
@@ -240,8 +241,7 @@ class Provider:
 
     async def publish(self, stream: StreamId, events: bytes | Event | Iterable[bytes | Event]) -> SequenceToken:
         """Publish to one stream: see `Stream.publish`."""
-        if type(stream) is not StreamId:
-            raise InvalidArgument(f"publish to a StreamId, such as StreamId('orders', '42'), not to {stream!r}")
+        check_stream(stream)
         if type(events) is bytes:  # the shortest way for what is published most
             batch = EventBatch.of(stream, [events])
             receipts = await self.adapter.enqueue(((self.queue_of(stream), batch),))
@@ -249,7 +249,7 @@ class Provider:
             self.published_bytes += len(batch.encoded)
         else:
             queue = self.queue_of(stream)
-            batches = [(queue, batch) for batch in self._encode(stream, _listed(events))]
+            batches = [(queue, batch) for batch in self._encode(stream, listed(events))]
             receipts = await self.adapter.enqueue(batches)
             self._count(batches)
         token = receipts[0].token
@@ -263,7 +263,7 @@ class Provider:
 
         With `sequence`, a retry stores nothing twice; one call is then all or nothing.
         """
-        by_stream = _grouped(items)
+        by_stream = grouped(items)
         batches = [
             (self.queue_of(stream), batch)
             for stream, events in by_stream.items()
@@ -278,7 +278,7 @@ class Provider:
         self._check_capabilities(events)
         if len(events) == 1:
             return [EventBatch.of(stream, events)]
-        return [EventBatch.of(stream, part) for part in _parts(events)]
+        return [EventBatch.of(stream, part) for part in parts(events)]
 
     def _check_capabilities(self, events: list[bytes | Event]) -> None:
         can = self.adapter.capabilities
@@ -488,43 +488,6 @@ def _start(start: Start | str | None) -> Start:
     if start is None:
         return Start.latest()
     return Start.parse(start) if isinstance(start, str) else start
-
-
-def _grouped(items: Iterable[tuple[StreamId, bytes | Event]]) -> dict[StreamId, list[bytes | Event]]:
-    """By stream, in order. Raises InvalidArgument for what is no pair of a stream and an event."""
-    by_stream: dict[StreamId, list[bytes | Event]] = {}
-    try:
-        for stream, event in items:
-            by_stream.setdefault(stream, []).append(event)
-    except (TypeError, ValueError):
-        raise InvalidArgument("publish_many takes pairs of a StreamId and bytes or an Event") from None
-    for stream in by_stream:
-        if type(stream) is not StreamId:
-            raise InvalidArgument(f"publish to a StreamId, such as StreamId('orders', '42'), not to {stream!r}")
-    return by_stream
-
-
-def _listed(events: object) -> list[bytes | Event]:
-    if isinstance(events, bytes | Event):
-        return [events]
-    if isinstance(events, str | bytearray | memoryview | Mapping) or not isinstance(events, Iterable):
-        kind = cast("object", events).__class__.__name__
-        raise InvalidArgument(f"publish bytes or Event, or several of them, not {kind}: encode it first")
-    return list(cast("Iterable[bytes | Event]", events))
-
-
-def _parts(events: list[bytes | Event]) -> Iterable[list[bytes | Event]]:
-    """Cut a long publish into batches of about `BATCH_TARGET_BYTES`."""
-    part: list[bytes | Event] = []
-    size = 0
-    for event in events:
-        payload = event.payload if isinstance(event, Event) else event
-        if part and (size + len(payload) > BATCH_TARGET_BYTES or len(part) == MAX_BATCH_EVENTS):
-            yield part
-            part, size = [], 0
-        part.append(event)
-        size += len(payload)
-    yield part
 
 
 async def _completed(service: Service, limit_s: float) -> None:

@@ -1,0 +1,74 @@
+"""What is published, sorted out into batches, and what publishing answers. A provider in this process and a remote one
+share it, so that they take and refuse the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, cast
+
+from .errors import InvalidArgument
+from .events import BATCH_TARGET_BYTES, MAX_BATCH_EVENTS, Event
+from .identity import SequenceToken, StreamId
+
+
+class ProducerSequence(NamedTuple):
+    """Identifies one `enqueue` call of an idempotent producer, so that a retry stores nothing twice.
+
+    `number` strictly increases from call to call of one `producer`; `previous` is the number of its call before, 0 for
+    the first. A call whose number is not above the last stored one is a duplicate: nothing is stored. A call whose
+    `previous` is not the last stored number would leave a hole and is refused with SequenceConflict.
+    """
+
+    producer: str
+    number: int
+    previous: int
+
+
+class Receipt(NamedTuple):
+    """Answer for one enqueued batch: where it is. `token` is None for a duplicate whose place is no longer known."""
+
+    token: SequenceToken | None
+    duplicate: bool = False
+
+
+def check_stream(stream: object) -> None:
+    """Raises InvalidArgument for what is no StreamId."""
+    if type(stream) is not StreamId:
+        raise InvalidArgument(f"publish to a StreamId, such as StreamId('orders', '42'), not to {stream!r}")
+
+
+def grouped(items: Iterable[tuple[StreamId, bytes | Event]]) -> dict[StreamId, list[bytes | Event]]:
+    """By stream, in order. Raises InvalidArgument for what is no pair of a stream and an event."""
+    by_stream: dict[StreamId, list[bytes | Event]] = {}
+    try:
+        for stream, event in items:
+            by_stream.setdefault(stream, []).append(event)
+    except (TypeError, ValueError):
+        raise InvalidArgument("publish_many takes pairs of a StreamId and bytes or an Event") from None
+    for stream in by_stream:
+        check_stream(stream)
+    return by_stream
+
+
+def listed(events: object) -> list[bytes | Event]:
+    """One event or several, as a list. Raises InvalidArgument for what is neither."""
+    if isinstance(events, bytes | Event):
+        return [events]
+    if isinstance(events, str | bytearray | memoryview | Mapping) or not isinstance(events, Iterable):
+        kind = cast("object", events).__class__.__name__
+        raise InvalidArgument(f"publish bytes or Event, or several of them, not {kind}: encode it first")
+    return list(cast("Iterable[bytes | Event]", events))
+
+
+def parts(events: list[bytes | Event]) -> Iterable[list[bytes | Event]]:
+    """Cut a long publish into batches of about `BATCH_TARGET_BYTES`."""
+    part: list[bytes | Event] = []
+    size = 0
+    for event in events:
+        payload = event.payload if isinstance(event, Event) else event
+        if part and (size + len(payload) > BATCH_TARGET_BYTES or len(part) == MAX_BATCH_EVENTS):
+            yield part
+            part, size = [], 0
+        part.append(event)
+        size += len(payload)
+    yield part
