@@ -23,17 +23,19 @@ DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 PYTEST_ARGS ?=
 
-.PHONY: help test lint types pytest demo bench dev format generate wheel clean
+.PHONY: help test lint types pytest demo bench dev format generate baseline wheel clean
 
 help: ## list the targets
 	@awk -F ': .*## ' '/^[a-z]+:.*## / {printf "  %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 test: lint types pytest ## lint, types, and the tests against the built and installed wheel
 
-lint: $(STAMPS)/test ## ruff, and imports that run one way
+lint: $(STAMPS)/test $(TREE) ## ruff, imports that run one way, and a protocol that stays compatible
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/buf lint --config proto/buf.yaml $(TREE)
+	$(BIN)/buf breaking --config proto/buf.yaml --against proto/v1.binpb $(TREE)
 
 types: $(STAMPS)/test ## pyright, strict
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
@@ -58,6 +60,9 @@ dev: $(STAMPS)/venv $(TREE) ## editable install, for quick work: then call $(BIN
 
 generate: $(STAMPS)/test $(TREE) ## generate the code for proto/v1/*.proto
 	cd $(TREE) && PATH=$(abspath $(BIN)):$$PATH ../bin/python -m grpc_tools.protoc -I. --python_out=. --mypy_out=. headrace/proto/v1/*.proto
+
+baseline: $(STAMPS)/test $(TREE) ## on a release: take proto/v1/*.proto for what later ones are compared with
+	$(BIN)/buf build --config proto/buf.yaml --exclude-source-info --output proto/v1.binpb $(TREE)
 
 wheel: $(DIST)/built ## sdist and wheel in $(DIST)
 
