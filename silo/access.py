@@ -110,7 +110,7 @@ class Principal:
     somebody else."""
 
     name: str
-    """The name of its token; "" where nobody is named."""
+    """The name of its token, or of its certificate; "" where nobody is named."""
     grants: Mapping[Permission, Grant]
 
     @classmethod
@@ -173,7 +173,7 @@ class Principal:
         )
 
     def __str__(self) -> str:
-        return f"token {self.name!r}" if self.name else "a caller without a token"
+        return f"client {self.name!r}" if self.name else "a client without a name"
 
     def _grant(self, permission: Permission) -> Grant:
         return self.grants.get(permission, _NOTHING)

@@ -235,7 +235,11 @@ def _check_usable(certificate: str, key: str, client_ca: str | None) -> None:
     try:
         context.load_cert_chain(certificate, key, password="")
     except (ssl.SSLError, OSError) as error:
-        why = "they do not belong together" if "MISMATCH" in str(error) else f"no certificate and key in PEM ({error})"
+        why = (
+            "they do not belong together"
+            if "MISMATCH" in str(error)
+            else f"these are no certificate and key in PEM, the key without a passphrase ({error})"
+        )
         raise InvalidArgument(f"grpc.certificate {certificate}, grpc.key {key}: {why}") from None
     try:
         if client_ca is not None:

@@ -1,6 +1,6 @@
 """What one client may use of a silo: connections, concurrent calls, requests per second, bytes in flight. Pure.
 
-A client is whoever `client_of` names: the token, or the address where nobody is named. What is known of a client is
+A client is whoever `client_of` names: the principal, or the address where nobody is named. What is known of a client is
 forgotten when it is idle and would be treated like a new one; of idle ones that would not, at most `MAX_IDLE` are
 remembered. So a flood of addresses takes no more memory than its open calls.
 """
@@ -52,7 +52,7 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 def client_of(principal: Principal | None, peer: str) -> str:
     """Whose limits count: the principal's, or, where nobody is named, those of the peer's IP address."""
     if principal is not None and principal.name:
-        return f"token {principal.name!r}"
+        return str(principal)
     return f"address {address_of(peer)}"
 
 
