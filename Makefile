@@ -34,8 +34,8 @@ lint: $(STAMPS)/test $(TREE) ## ruff, imports that run one way, and a protocol t
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/buf lint --config proto/buf.yaml $(TREE)
-	$(BIN)/buf breaking --config proto/buf.yaml --against proto/v1.binpb $(TREE)
+	cd $(TREE) && ../bin/buf lint --config headrace/proto/buf.yaml
+	cd $(TREE) && ../bin/buf breaking --config headrace/proto/buf.yaml --against headrace/proto/v1.binpb
 
 types: $(STAMPS)/test ## pyright, strict
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
@@ -62,7 +62,7 @@ generate: $(STAMPS)/test $(TREE) ## generate the code for proto/v1/*.proto
 	cd $(TREE) && PATH=$(abspath $(BIN)):$$PATH ../bin/python -m grpc_tools.protoc -I. --python_out=. --mypy_out=. headrace/proto/v1/*.proto
 
 baseline: $(STAMPS)/test $(TREE) ## on a release: take proto/v1/*.proto for what later ones are compared with
-	$(BIN)/buf build --config proto/buf.yaml --exclude-source-info --output proto/v1.binpb $(TREE)
+	cd $(TREE) && ../bin/buf build --config headrace/proto/buf.yaml --exclude-source-info --output headrace/proto/v1.binpb
 
 wheel: $(DIST)/built ## sdist and wheel in $(DIST)
 

@@ -24,9 +24,9 @@ def tree(tmp_path: Path) -> Path:
 
 
 def buf(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [str(BUF), *arguments, "--config", str(PROTO / "buf.yaml"), str(tree)]
+    command = [str(BUF), *arguments, "--config", str(PROTO / "buf.yaml")]
     environment = {**os.environ, "BUF_CACHE_DIR": str(tree / "cache")}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
 def breaking(tree: Path) -> subprocess.CompletedProcess[str]:
