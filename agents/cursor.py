@@ -95,9 +95,9 @@ class StreamCursor(Cursor):
             self.trouble = Trouble()
         return self.trouble
 
-    def is_done(self, index: int) -> bool:
-        """Whether the event of the present batch was done out of order."""
-        return self.done is not None and index in self.done.get(self._offset, ())
+    def is_done(self, index: int, offset: int | None = None) -> bool:
+        """Whether an event, of the present batch where none is named, was done out of order."""
+        return self.done is not None and index in self.done.get(self._offset if offset is None else offset, ())
 
     def skip_done(self) -> bool:
         """Move over events that are done already. False where nothing of the batch is left."""

@@ -200,23 +200,15 @@ class Delivery(ABC):
     # ---- failures --------------------------------------------------------------------------------------------------
 
     async def _failed(self, cursor: StreamCursor, batch: EventBatch, failure: Failure) -> None:
-        now, trouble = self._loop.time(), cursor.troubled()
-        trouble.failed_at = trouble.failed_at if trouble.attempts else now
-        trouble.attempts += 1
-        delay = self.definition.retry.delay(trouble.attempts, now - trouble.failed_at, self._rng)
-        if delay is not None:
-            delay = delay if failure.delay_s is None else failure.delay_s
-            self._retries += 1
-            log.info(
-                "%s failed on %s %s, attempt %d, again in %.2f s: %s",
-                self.name, cursor.stream, cursor.token, trouble.attempts, delay, failure.reason, exc_info=failure.error,
-            )  # fmt: skip
-            self._wait(cursor, delay)
-            return
+        """Try again later, or give up."""
+        if not self._again(cursor, failure):
+            await self._exhausted(cursor, batch, failure)
+
+    async def _exhausted(self, cursor: StreamCursor, batch: EventBatch, failure: Failure) -> None:
         log.warning(
             "%s gives up on %s %s after %d attempts: %s: %s",
-            self.name, cursor.stream, cursor.token, trouble.attempts, self.definition.on_failure.value, failure.reason,
-            exc_info=failure.error,
+            self.name, cursor.stream, cursor.token, cursor.troubled().attempts, self.definition.on_failure.value,
+            failure.reason, exc_info=failure.error,
         )  # fmt: skip
         try:
             await self._give_up(cursor, batch, failure)
@@ -227,6 +219,23 @@ class Delivery(ABC):
             self._wait(cursor, STORE_RETRY_S)
         else:
             await self._gave_up(failure)
+
+    def _again(self, cursor: StreamCursor, failure: Failure) -> bool:
+        """Count a failed delivery, and let the cursor wait for its next one. False where the retries are exhausted."""
+        now, trouble = self._loop.time(), cursor.troubled()
+        trouble.failed_at = trouble.failed_at if trouble.attempts else now
+        trouble.attempts += 1
+        delay = self.definition.retry.delay(trouble.attempts, now - trouble.failed_at, self._rng)
+        if delay is None:
+            return False
+        delay = delay if failure.delay_s is None else failure.delay_s
+        self._retries += 1
+        log.info(
+            "%s failed on %s %s, attempt %d, again in %.2f s: %s",
+            self.name, cursor.stream, cursor.token, trouble.attempts, delay, failure.reason, exc_info=failure.error,
+        )  # fmt: skip
+        self._wait(cursor, delay)
+        return True
 
     async def _give_up(self, cursor: StreamCursor, batch: EventBatch, failure: Failure) -> None:
         if self.definition.on_failure is OnFailure.PAUSE:

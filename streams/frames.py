@@ -50,19 +50,23 @@ def frame(encoded: bytes, queue: int, offset: int, *, attempt: int = 1, indexes:
 
 def part(batch: EventBatch, indexes: Sequence[int]) -> bytes:
     """Encode only some events of a batch. Raises InvalidArgument where the batch is damaged."""
-    sizes, times = batch.sizes(), batch.timestamps_us()
-    payloads = batch.payloads()
+    columns = layout.read(batch.encoded)[2]
+    times = batch.timestamps_us()
     rare = b""
-    if layout.read(batch.encoded)[2].rare:
+    if columns.rare:
         ids, headers = layout.read_rare(batch.encoded, batch.count)
         rare = layout.write_rare([ids[i] or "" for i in indexes], [headers[i] for i in indexes])
-    return layout.write(
-        batch.stream.prefix,
-        [sizes[i] for i in indexes],
-        [times[i] for i in indexes],
-        rare,
-        b"".join([payloads[i] for i in indexes]),
-    )
+    sizes = [columns.sizes[i] for i in indexes]
+    return layout.write(batch.stream.prefix, sizes, [times[i] for i in indexes], rare, _payloads(columns, indexes))
+
+
+def _payloads(columns: layout.Columns, indexes: Sequence[int]) -> bytes:
+    first, last = indexes[0], indexes[-1]
+    if last - first + 1 == len(indexes):  # in one piece, as where credit cuts a batch
+        start = columns.start + sum(columns.sizes[:first])
+        return columns.source[start : start + sum(columns.sizes[first : last + 1])]
+    payloads = layout.slices(columns, first)
+    return b"".join([payloads[i - first] for i in indexes])
 
 
 def split(message: bytes) -> tuple[list[Delivered], bytes]:

@@ -471,7 +471,8 @@ async def test_a_cancelled_call_happens_wholly_or_not_at_all(tmp_path: Path):
     await asyncio.gather(*progress, return_exceptions=True)
     other.execute("ROLLBACK")
     other.close()
-    assert await store.checkpoints("p", "stats") in ({}, {0: Checkpoint(1), 1: Checkpoint(1)})
+    stored = await store.checkpoints("p", "stats")
+    assert stored in ({}, *({0: Checkpoint(offset), 1: Checkpoint(offset)} for offset in (1, 2)))
     assert await store.save_checkpoints("p", [("stats", epoch, {0: Checkpoint(3)})]) == []
     await store.aclose()
 

@@ -1,0 +1,333 @@
+"""Groups: the consumers attached to a subscription, and who of them gets what.
+
+Mode *shared*: the next parcel of any stream goes to the next member in line that has credit. Mode *bound*: the queues
+are dealt out by average allocation (EQueue), and one changes hands only after what its former member holds is done, or
+taken back. (Mode *broadcast* is a group of one for each consumer.)
+
+A member that is not heard for its timeout is gone: what it held goes to others. One whose connection broke is waited
+for as long; it gets again what it held, before anything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..balancer import average_allocation
+from ..streams.errors import Busy, Closed, Fenced, HeadraceError, Unavailable
+from ..streams.subscriptions import Checkpoint, GapRecord, Mode, SubscriptionDefinition
+from .delivery import Delivery, Failure, FailureSink
+from .edge import Edge
+from .group_delivery import GroupDelivery, Rejected
+from .member import Events, Member, MemberStatistics
+
+log = logging.getLogger("headrace.agents")
+
+MAX_MEMBERS = 10_000
+DRAIN_S = 10.0
+"""Mode bound: how long a member may keep what it holds of a queue that another is to have, in seconds."""
+
+
+class Group:
+    """The members of one subscription in this process, over all its queues. A `Service` of the manager.
+
+    `stored` says whether the control store keeps the position. All on one loop; `tick` is to be called about every
+    second, or more often.
+    """
+
+    def __init__(self, definition: SubscriptionDefinition, edge: Edge, *, stored: bool = True) -> None:
+        self.definition = definition
+        self.edge = edge
+        self._stored = stored
+        self.members: dict[str, Member] = {}
+        self.deliveries: dict[int, GroupDelivery] = {}
+        self.on_gap: Callable[[GapRecord], None] = lambda _: None
+        self.empty_since = asyncio.get_running_loop().time()
+        """When the last member left, while there is none."""
+        self._bound = definition.mode is Mode.BOUND
+        self._line: deque[Member] = deque()
+        self._owners: dict[int, str] = {}
+        self._moving: dict[int, float] = {}
+        """Mode bound: queues that are to change hands, and until when that waits."""
+        self._wanting: list[asyncio.Future[None]] = []
+        self._loop = asyncio.get_running_loop()
+
+    # ---- as the manager's service ----------------------------------------------------------------------------------
+
+    @property
+    def stored(self) -> bool:
+        return self._stored
+
+    def deliver(
+        self, definition: SubscriptionDefinition, queue: int, checkpoint: Checkpoint, sink: FailureSink, **options: Any
+    ) -> Delivery:
+        delivery = GroupDelivery(definition, queue, checkpoint, self, sink, **options)
+        self.deliveries[queue] = delivery
+        if self._bound:
+            self._loop.call_soon(self._rebalance)
+        return delivery
+
+    def gap(self, record: GapRecord) -> None:
+        self.on_gap(record)
+
+    def saving(self) -> Callable[[], None]:
+        marks = [(member, member.applied) for member in self.members.values() if member.applied > member.saved]
+        return lambda: _saved(marks)
+
+    async def fenced(self, error: Fenced) -> None:
+        self.dissolve(error)
+
+    def dissolve(self, error: HeadraceError) -> None:
+        """The subscription is not served here any more: all members are told why."""
+        for member in list(self.members.values()):
+            self._remove(member)
+            member.on_gone(error)
+
+    # ---- members come and go ---------------------------------------------------------------------------------------
+
+    def join(self, id: str, timeout_s: float) -> Member:  # noqa: A002 (the word of the field)
+        """A consumer connects. Whoever had its id is superseded; what that one held is sent again, as the new credit
+        allows. Raises Busy where there are too many members."""
+        member = self.members.get(id)
+        if member is None:
+            if len(self.members) >= MAX_MEMBERS:
+                raise Busy(f"subscription {self.definition.name!r} has {MAX_MEMBERS:,} consumers already: stop some")
+            member = self.members[id] = Member(id, timeout_s)
+        else:
+            member.on_gone(Fenced(f"another connection took over consumer {id!r}: give each consumer an id of its own"))
+            self.disconnect(member)
+            member.resending = bool(member.in_flight)
+        member.timeout_s = timeout_s
+        member.connected = True
+        self.heard(member)
+        self._rebalance()
+        return member
+
+    def heard(self, member: Member) -> None:
+        member.heard_at = self._loop.time()
+
+    def disconnect(self, member: Member) -> None:
+        """Its connection is gone; it is waited for."""
+        self.heard(member)
+        member.disconnect()
+        self.edge.sent(member)
+        self._give_up_redriven(member)
+
+    def leave(self, member: Member) -> None:
+        """It goes in order: what it holds comes again, to others. Idempotent."""
+        if self.members.get(member.id) is member:
+            self._remove(member)
+            self._rebalance()
+
+    def _remove(self, member: Member) -> None:
+        del self.members[member.id]
+        on_gone = member.on_gone
+        self.disconnect(member)
+        member.on_gone = on_gone
+        for parcel in member.parcels():
+            parcel.delivery.take_back(parcel)
+        if not self.members:
+            self.empty_since = self._loop.time()
+
+    def _give_up_redriven(self, member: Member) -> None:
+        for outcome in member.redriven.values():
+            if not outcome.done():
+                outcome.set_result(Closed(f"consumer {member.id!r} is gone"))
+
+    def tick(self) -> None:
+        """Give up members that were not heard, and moves that took too long."""
+        now = self._loop.time()
+        for member in [m for m in self.members.values() if now - m.heard_at > m.timeout_s]:
+            log.warning("%s: consumer %s was not heard for %.1f s", self.definition.name, member.id, member.timeout_s)
+            self._remove(member)
+            member.on_gone(Unavailable(f"consumer {member.id!r} was not heard for {member.timeout_s:g} s"))
+            self._rebalance()
+        for queue in [queue for queue, until in self._moving.items() if now >= until]:
+            for parcel in list(self.deliveries[queue].parcels):
+                parcel.delivery.take_back(parcel)
+
+    # ---- credit ----------------------------------------------------------------------------------------------------
+
+    def grant(self, member: Member, events: int, size: int) -> None:
+        """More may be sent to a member. One that came back gets first what it held."""
+        member.grant(events, size)
+        if member.resending:
+            member.resending = False
+            for parcel in member.parcels():
+                if not parcel.delivery.resend(parcel):
+                    parcel.delivery.take_back(parcel)
+        self.available(member)
+
+    def sent(self, member: Member) -> bool:
+        """A message to a member went out. Whether there is more to send."""
+        more = self.edge.sent(member)
+        self.available(member)
+        return more
+
+    def ended(self, member: Member) -> None:
+        """Something that a member held is done."""
+        self.available(member)
+
+    def available(self, member: Member) -> None:
+        """Into the line, where it can be given something and does not stand there yet."""
+        if member.listed or not member.open or member.resending:
+            return
+        member.listed = True
+        if not self._bound:
+            self._line.append(member)
+        for delivery in self.deliveries.values():
+            delivery.wake()
+        self.tell_somebody()
+
+    def next_member(self, queue: int) -> Member | None:
+        """Who gets the next parcel of a queue; None where nobody can take one."""
+        if self._bound:
+            owner = None if queue in self._moving else self.members.get(self._owners.get(queue, ""))
+            return owner if owner is not None and self._can_take(owner) else None
+        line = self._line
+        while line:
+            if self._can_take(line[0]):
+                return line[0]
+            line.popleft().listed = False
+        return None
+
+    def _can_take(self, member: Member) -> bool:
+        if member.listed and member.open:
+            return True
+        if self._bound:
+            member.listed = False
+        return False
+
+    def pass_over(self, member: Member) -> None:
+        """Its credit is too small for what is next: it waits for more."""
+        if self._bound:
+            member.listed = False
+        elif self._line and self._line[0] is member:
+            self._line.popleft()
+            member.listed = False
+
+    def rotate(self, member: Member) -> None:
+        """It had its share: the next one's turn."""
+        if not self._bound and self._line and self._line[0] is member:
+            self._line.rotate(-1)
+
+    def share(self, ready: int) -> int:
+        """How many of so many streams that are ready one member gets at a time."""
+        return ready if self._bound else -(-ready // max(len(self._line), 1))
+
+    async def somebody(self) -> None:
+        """Wait until a member becomes available, or the end."""
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._wanting.append(future)
+        await future
+
+    def tell_somebody(self) -> None:
+        wanting, self._wanting = self._wanting, []
+        for future in wanting:
+            if not future.done():
+                future.set_result(None)
+
+    # ---- what members say ------------------------------------------------------------------------------------------
+
+    def acknowledge(self, member: Member, events: Events, *, up_to: bool = False) -> bool:
+        """Events are done; with `up_to` also everything of the stream before them that the member holds. False where
+        it does not hold them."""
+        if member.redriven and self._redriven(member, events, None):
+            return True
+        parcel = None if member.resending else member.in_flight.get((events.queue, events.offset))
+        if parcel is None:
+            return False
+        at = parcel.find(events.offset)
+        piece = parcel.pieces[at]
+        if not up_to:
+            return parcel.delivery.done(parcel, at, events.index, events.end(piece.stop))
+        if not piece.start <= events.index < piece.stop:
+            return False
+        for each in parcel.pieces[parcel.head : at]:
+            parcel.delivery.done(parcel, parcel.find(each.offset), each.start, each.stop)
+        return parcel.delivery.done(parcel, at, piece.start, events.end(piece.stop))
+
+    def reject(self, member: Member, events: Events, reason: str, delay_s: float | None = None) -> bool:
+        """Events failed. They, and what follows in the parcel, come again. False where the member does not hold
+        them."""
+        if member.redriven and self._redriven(member, events, Rejected(reason)):
+            return True
+        parcel = None if member.resending else member.in_flight.get((events.queue, events.offset))
+        if parcel is None:
+            return False
+        at = parcel.find(events.offset)
+        failure = Failure(events.end(parcel.pieces[at].stop), reason, delay_s=delay_s)
+        return parcel.delivery.reject(parcel, at, events.index, failure)
+
+    def _redriven(self, member: Member, events: Events, error: HeadraceError | None) -> bool:
+        outcome = member.redriven.get(events[:3])
+        if outcome is None or outcome.done():
+            return False
+        outcome.set_result(error)
+        return True
+
+    # ---- mode bound ------------------------------------------------------------------------------------------------
+
+    def _rebalance(self) -> None:
+        """Deal the queues out anew. One of which something is in hands waits until they are empty."""
+        if not self._bound:
+            return
+        wanted = self._wanted_owners()
+        for queue, delivery in self.deliveries.items():
+            if self._owners.get(queue) == wanted.get(queue):
+                self._moving.pop(queue, None)
+            elif delivery.parcels:
+                self._moving.setdefault(queue, self._loop.time() + DRAIN_S)
+            else:
+                self._move(queue, wanted.get(queue))
+        self._tell_queues()
+
+    def _wanted_owners(self) -> Mapping[int, str]:
+        queues = sorted(self.deliveries)
+        dealt = average_allocation(len(queues), list(self.members))
+        return {queues[position]: member for member, positions in dealt.items() for position in positions}
+
+    def _move(self, queue: int, owner: str | None) -> None:
+        self._moving.pop(queue, None)
+        if owner is None:
+            self._owners.pop(queue, None)
+        else:
+            self._owners[queue] = owner
+            self.deliveries[queue].wake()
+
+    def drained(self, queue: int) -> None:
+        """Nothing of a queue is in anybody's hands."""
+        if queue in self._moving:
+            self._move(queue, self._wanted_owners().get(queue))
+            self._tell_queues()
+
+    def _tell_queues(self) -> None:
+        for member in self.members.values():
+            owned = (q for q, owner in self._owners.items() if owner == member.id and q not in self._moving)
+            queues = tuple(sorted(owned))
+            if queues != member.queues:
+                member.queues = queues
+                member.on_notice()
+
+    # ---- what others see -------------------------------------------------------------------------------------------
+
+    @property
+    def caught_up(self) -> bool:
+        """Nothing is left that could be delivered now."""
+        return all(delivery.idle for delivery in self.deliveries.values())
+
+    def positions(self) -> Mapping[int, Checkpoint]:
+        return {queue: delivery.checkpoint() for queue, delivery in self.deliveries.items()}
+
+    def statistics(self) -> Sequence[MemberStatistics]:
+        return [member.statistics() for member in self.members.values()]
+
+
+def _saved(marks: Sequence[tuple[Member, int]]) -> None:
+    for member, number in marks:
+        if number > member.saved:
+            member.saved = number
+            member.on_notice()

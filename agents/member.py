@@ -1,0 +1,137 @@
+"""Members of a group: consumers attached to a subscription, and the credit that bounds what is in their hands. Pure."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..streams.errors import HeadraceError
+from .parcel import Parcel
+
+OUTBOX_BYTES = 256 << 10
+"""A member is given more while less than this waits to be sent to it."""
+MAX_CREDIT = 1 << 62
+
+
+def _ignore() -> None: ...
+
+
+class Events(NamedTuple):
+    """Events of a stored batch, as a consumer names them."""
+
+    queue: int
+    offset: int
+    index: int = 0  # pyright: ignore[reportIncompatibleMethodOverride] (tuple.index is not missed)
+    """The first of them."""
+    count: int = 0  # pyright: ignore[reportIncompatibleMethodOverride] (nor is tuple.count)
+    """How many; 0: all that are left of the batch."""
+
+    def end(self, stop: int) -> int:
+        """Index behind the last of them, where the batch ends at `stop`."""
+        return min(self.index + self.count, stop) if self.count else stop
+
+
+class MemberStatistics(NamedTuple):
+    id: str
+    connected: bool
+    credit_events: int
+    credit_bytes: int
+    in_flight_events: int
+    in_flight_bytes: int
+    needed_bytes: int
+    queues: tuple[int, ...]
+
+
+class Member:
+    """A consumer. Whoever talks to it (a session) grants its credit, sends what is in its outbox, and says what it has
+    acknowledged, through its group."""
+
+    def __init__(self, id: str, timeout_s: float) -> None:  # noqa: A002 (the word of the field)
+        self.id = id
+        self.timeout_s = timeout_s
+        """It is gone when it was not heard for so long."""
+        self.heard_at = 0.0
+        self.connected = False
+        self.credit_events = 0
+        self.credit_bytes = 0
+        self.needed_bytes = 0
+        """Its credit is too small for the next event, which has so many bytes on the wire; 0: it is not."""
+        self.in_flight: dict[tuple[int, int], Parcel] = {}
+        """By queue and offset."""
+        self.in_flight_events = 0
+        self.in_flight_bytes = 0
+        self.redriven: dict[tuple[int, int, int], asyncio.Future[HeadraceError | None]] = {}
+        """Events delivered out of line, by queue, offset and index."""
+        self.resending = False
+        """It came back: what it held is to be sent again, once it has granted credit."""
+        self.outbox: deque[bytes] = deque()
+        """Frames that wait to be sent."""
+        self.outbox_bytes = 0
+        self.busy = False
+        """Something of its outbox is on its way."""
+        self.queues: tuple[int, ...] = ()
+        """Mode bound: which are dealt out to it."""
+        self.applied = 0
+        """Number of the last request whose acknowledgements have been applied."""
+        self.saved = 0
+        """Up to which of those numbers all is durable."""
+        self.listed = False
+        """It stands in its group's line."""
+        self.on_outbox: Callable[[], None] = _ignore
+        """There is something to send."""
+        self.on_notice: Callable[[], None] = _ignore
+        """`saved` or `queues` changed."""
+        self.on_gone: Callable[[HeadraceError], None] = lambda _: None
+        """It is a member no more: its session has to end with this error."""
+
+    @property
+    def open(self) -> bool:
+        """Whether it can be given something."""
+        return self.connected and self.credit_events > 0 and self.credit_bytes > 0 and self.outbox_bytes < OUTBOX_BYTES
+
+    def grant(self, events: int, size: int) -> None:
+        """Credit only ever adds, up to `MAX_CREDIT`."""
+        self.credit_events = min(self.credit_events + events, MAX_CREDIT)
+        self.credit_bytes = min(self.credit_bytes + size, MAX_CREDIT)
+        self.needed_bytes = 0
+
+    def charge(self, events: int, size: int) -> None:
+        self.credit_events -= events
+        self.credit_bytes -= size
+
+    def put(self, frame: bytes) -> None:
+        self.outbox.append(frame)
+        self.outbox_bytes += len(frame)
+
+    def collect(self) -> list[bytes]:
+        """Take the frames of the next message out of the outbox: a large one alone, small ones together."""
+        frames: list[bytes] = []
+        size = 0
+        outbox = self.outbox
+        while outbox and (not frames or size + len(outbox[0]) <= OUTBOX_BYTES):
+            frame = outbox.popleft()
+            frames.append(frame)
+            size += len(frame)
+        self.outbox_bytes -= size
+        return frames
+
+    def disconnect(self) -> None:
+        """Its connection is gone: what it has not acknowledged stays in its hands until it is back, or given up."""
+        self.connected = False
+        self.credit_events = self.credit_bytes = self.needed_bytes = 0
+        self.outbox.clear()
+        self.outbox_bytes = 0
+        self.on_outbox = self.on_notice = _ignore
+        self.on_gone = lambda _: None
+
+    def parcels(self) -> list[Parcel]:
+        """What it holds, in the order in which it was given."""
+        return list(dict.fromkeys(self.in_flight.values()))
+
+    def statistics(self) -> MemberStatistics:
+        return MemberStatistics(
+            self.id, self.connected, self.credit_events, self.credit_bytes, self.in_flight_events,
+            self.in_flight_bytes, self.needed_bytes, self.queues,
+        )  # fmt: skip
