@@ -339,7 +339,7 @@ class Begun(NamedTuple):
 
 @given(st.lists(steps, max_size=60))
 @settings(max_examples=300)
-def test_forgetting_is_never_noticed(script: list[Any]):
+def test_forgetting_is_never_noticed(script: list[tuple[Any, ...]]):
     rules = ClientLimits(
         connections=2, calls=3, requests_per_s=2.0, burst=4, publish_bytes=10, message_bytes=10
     )  # powers of two, so that the model's sums are exact
@@ -356,7 +356,7 @@ def test_forgetting_is_never_noticed(script: list[Any]):
             clock.now += arguments[0]
             model.pass_time(arguments[0])
         elif arguments[0] < len(calls):
-            call, client, peer, held = calls[arguments[0]]
+            call, client, peer, held = calls[int(arguments[0])]
             if kind == "request":
                 assert outcome(call.request)[0] == model.request(client)
             elif kind == "hold":
