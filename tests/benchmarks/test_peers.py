@@ -6,7 +6,7 @@ from headrace.benchmarks.harness import NotAvailable
 from headrace.benchmarks.peers import PEERS
 
 # RabbitMQ is left to `make bench`: it takes long to install and to start.
-NAMES = ["redis", "redis-asyncio", "redis-always", "kafka"]
+NAMES = ["redis", "redis-asyncio", "redis-always", "nats", "kafka"]
 
 
 @pytest.mark.parametrize("name", NAMES)
