@@ -25,7 +25,7 @@ from headrace.streams import (
     StreamId,
     SubscriptionDefinition,
 )
-from headrace.streams.store import ControlStore, ProviderRecord
+from headrace.streams.store import ControlStore, ProviderRecord, TokenRecord
 from headrace.streams.subscriptions import Behind
 
 TAIL = StreamId("flights", "N14228")
@@ -490,3 +490,40 @@ async def test_a_locked_store_is_a_retryable_error(tmp_path: Path, monkeypatch: 
     other.close()
     await store.set_value("k", "v")
     await store.aclose()
+
+
+# Access tokens
+
+
+TOKEN = TokenRecord("orders", b"\x00\xff" * 16, {"publish": ("orders*", "x"), "manage": ("*",)}, 1_763_719_200_000_000)
+
+
+async def test_tokens_are_kept_by_name(store: ControlStore):
+    other = TokenRecord("audit", bytes(32), {}, 5)
+    assert await store.tokens() == []
+    for token in (TOKEN, other):
+        await store.add_token(token)
+    assert await store.tokens() == [other, TOKEN]
+    await store.delete_token("audit")
+    assert await store.tokens() == [TOKEN]
+
+
+async def test_a_token_of_a_name_that_exists_is_refused_and_the_first_stays(store: ControlStore):
+    await store.add_token(TOKEN)
+    for again in (TOKEN, TOKEN._replace(hash=bytes(32))):
+        with pytest.raises(DefinitionConflict, match="a token named 'orders' exists: use another name, or revoke that"):
+            await store.add_token(again)
+    assert await store.tokens() == [TOKEN]
+
+
+async def test_a_token_that_is_not_there_cannot_be_deleted(store: ControlStore):
+    with pytest.raises(NotFound, match="there is no token named 'orders'"):
+        await store.delete_token("orders")
+
+
+async def test_another_process_sees_tokens_come_and_go(two: tuple[ControlStore, ControlStore]):
+    first, second = two
+    await first.add_token(TOKEN)
+    assert await second.tokens() == [TOKEN]
+    await second.delete_token("orders")
+    assert await first.tokens() == []

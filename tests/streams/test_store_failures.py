@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ from headrace.streams import (
 )
 from headrace.streams.database import Database
 from headrace.streams.schema import MIGRATIONS, metadata, migrate
-from headrace.streams.store import ControlStore
+from headrace.streams.store import ControlStore, ProviderRecord, TokenRecord
+from headrace.streams.subscriptions import Behind
 
 DEFINITION = SubscriptionDefinition(name="stats", selector=Selector("flights/*"))
 
@@ -280,6 +281,10 @@ async def test_a_damaged_file_is_named(tmp_path: Path):
             await store.subscriptions("p")
 
 
+async def tokens(store: ControlStore, _provider: str, _name: str) -> object:
+    return await store.tokens()
+
+
 @pytest.mark.parametrize(
     ("change", "read", "what"),
     [
@@ -288,6 +293,7 @@ async def test_a_damaged_file_is_named(tmp_path: Path):
         ("dead_letters SET attributes = 'x'", ControlStore.dead_letters, r"dead letter \d+"),
         ("dead_letters SET stream = 'x'", ControlStore.dead_letters, r"dead letter \d+"),
         ("gaps SET stream = 'x'", ControlStore.gaps, "a gap record"),
+        ("tokens SET permissions = '[1]'", tokens, "token 'a'"),
     ],
 )
 async def test_a_damaged_row_is_named(
@@ -343,6 +349,37 @@ async def test_an_older_store_is_brought_up_to_date_once_and_in_order(tmp_path: 
         await colours(path, [*MIGRATIONS, second])
 
 
+FIRST = Path(__file__).with_name("control_store_v1.sql").read_text()
+
+
+def tables(path: Path) -> dict[str, list[Any]]:
+    """The columns of every table."""
+    with closing(sqlite3.connect(path)) as connection:
+        names = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+        return {name: connection.execute(f"PRAGMA table_info({name})").fetchall() for (name,) in names}
+
+
+async def test_a_store_of_the_first_version_is_brought_up_to_date_with_all_that_is_in_it(tmp_path: Path):
+    path = tmp_path / "control.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript(FIRST)
+    stream, token = StreamId("flights", "N14228"), SequenceToken(3)
+    for _ in range(2):  # once as it was, once brought up to date
+        async with opened(path) as store:
+            assert await store.providers() == [ProviderRecord("default", "log", 8, "ring")]
+            assert await store.subscriptions("default") == [DEFINITION]
+            assert await store.checkpoints("default", "stats") == {0: Checkpoint(7, {stream: Behind(token, "boom")})}
+            assert (await store.dead_letter(1)).headers == {"carrier": "UA"}
+            assert [gap.reason for gap in await store.gaps("default")] == ["old"]
+            assert await store.value("k") == "v"
+            assert (await store.attach("default", "stats")).epoch > 1
+            await store.add_token(TokenRecord("a", bytes(32), {"publish": ["*"]}, 1))
+            await store.delete_token("a")
+    async with opened(tmp_path / "new.db"):
+        pass
+    assert tables(path) == tables(tmp_path / "new.db")
+
+
 # PostgreSQL
 
 
@@ -372,6 +409,10 @@ async def use_everything(store: ControlStore) -> None:
     for value in ("v", None):
         await store.set_value("k", value)
     await store.value("k")
+    for name in ("a", "b"):
+        await store.add_token(TokenRecord(name, bytes(32), {"publish": ["*"]}, 1))
+    await store.tokens()
+    await store.delete_token("b")
 
 
 async def test_every_statement_is_one_that_postgresql_takes(monkeypatch: pytest.MonkeyPatch):
