@@ -286,7 +286,11 @@ def read(kind: type[_T], table: Mapping[str, Any], source: str, path: str = "") 
                 f"{source}: unknown option {path}{name}: accepted {'at the top' if not path else 'there'} are "
                 f"{', '.join(fields)}"
             )
-    return kind(**{name: _value(fields[name].type, value, source, path + name) for name, value in table.items()})
+    values = {name: _value(fields[name].type, value, source, path + name) for name, value in table.items()}
+    try:
+        return kind(**values)
+    except InvalidArgument as error:  # of options that do not go together
+        raise InvalidArgument(f"{source}: {f'option {path[:-1]}: ' if path else ''}{error}") from None
 
 
 def _value(kind: Any, value: Any, source: str, path: str) -> Any:
@@ -298,7 +302,8 @@ def _value(kind: Any, value: Any, source: str, path: str) -> Any:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        accepted = f": accepted are {', '.join(get_args(kind))}" if get_origin(kind) is Literal else ""
+        choices = [choice for one in (kind, *get_args(kind)) if get_origin(one) is Literal for choice in get_args(one)]
+        accepted = f": accepted are {', '.join(choices)}" if choices else ""
         raise InvalidArgument(f"{source}: option {path}: {str(error).replace('`', '')}{accepted}") from None
 
 

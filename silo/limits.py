@@ -44,8 +44,8 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         if self.publish_bytes < self.message_bytes:
             raise InvalidArgument(
-                f"limits.publish_bytes is {self.publish_bytes:,}, below limits.message_bytes ({self.message_bytes:,}): "
-                "a message of the largest size could never be published; raise the one or lower the other"
+                f"publish_bytes is {self.publish_bytes:,}, below message_bytes ({self.message_bytes:,}): a "
+                "message of the largest size could never be published; raise the one or lower the other"
             )
 
 

@@ -4,9 +4,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 
-from headrace.silo.config import CacheConfig, HttpConfig, ProviderConfig, SiloConfig, load_config, unknown_variables
+from headrace.silo.config import (
+    CacheConfig,
+    GrpcConfig,
+    HttpConfig,
+    ProviderConfig,
+    SiloConfig,
+    check,
+    load_config,
+    parse_address,
+    read_credentials,
+    unknown_variables,
+)
+from headrace.silo.limits import ClientLimits
 from headrace.streams import InvalidArgument
+from tests.certificates import Authority
 
 FULL = """
 data = "data"
@@ -17,6 +31,16 @@ log_level = "warning"
 [http]
 host = "0.0.0.0"
 port = 9464
+
+[grpc]
+host = "0.0.0.0"
+port = 9465
+certificate = "tls/silo.pem"
+key = "tls/silo.key"
+client_ca = "/etc/ca.pem"
+auth = "tokens"
+session_timeout_s = 5
+limits = { calls = 7, requests_per_s = 50 }
 
 [providers.default]
 adapter = "log"
@@ -56,6 +80,16 @@ def test_every_option_of_the_file_arrives(tmp_path: Path):
         drain_s=3.0,
         log_level="warning",
         http=HttpConfig(host="0.0.0.0", port=9464),
+        grpc=GrpcConfig(
+            host="0.0.0.0",
+            port=9465,
+            certificate=str(tmp_path / "tls" / "silo.pem"),
+            key=str(tmp_path / "tls" / "silo.key"),
+            client_ca="/etc/ca.pem",
+            auth="tokens",
+            session_timeout_s=5.0,
+            limits=ClientLimits(calls=7, requests_per_s=50),
+        ),
         providers={
             "default": ProviderConfig(
                 adapter="log",
@@ -121,6 +155,11 @@ def default(**options: Any) -> SiloConfig:
         ("MODULES", "", SiloConfig()),
         ("DRAIN_S", "1.5", SiloConfig(drain_s=1.5)),
         ("HTTP__PORT", "0", SiloConfig(http=HttpConfig(port=0))),
+        ("GRPC__PORT", "0", SiloConfig(grpc=GrpcConfig(port=0))),
+        ("GRPC__INSECURE", "true", SiloConfig(grpc=GrpcConfig(insecure=True))),
+        ("GRPC__AUTH", "none", SiloConfig(grpc=GrpcConfig(auth="none"))),
+        ("GRPC__SESSION_TIMEOUT_S", "2.5", SiloConfig(grpc=GrpcConfig(session_timeout_s=2.5))),
+        ("GRPC__LIMITS__CALLS", "9", SiloConfig(grpc=GrpcConfig(limits=ClientLimits(calls=9)))),
         ("PROVIDERS__DEFAULT__QUEUES", "16", default(queues=16)),
         ("PROVIDERS__DEFAULT__CACHE__MAX_BYTES", "9", default(cache=CacheConfig(max_bytes=9))),
         ("PROVIDERS__DEFAULT__OPTIONS__DURABILITY", "relaxed", default(options={"durability": "relaxed"})),
@@ -139,6 +178,7 @@ def test_variables_of_other_programs_are_left_alone(tmp_path: Path):
 def test_a_variable_that_is_no_option_is_told_of():
     (line,) = unknown_variables({
         "HEADRACE_DTA": "d", "HEADRACE_DATA": "d", "HEADRACE_HTTP__PORT": "1", "HEADRACE_PROVIDER": "a",
+        "HEADRACE_GRPC__PORT": "1",
         "HEADRACE_INSTALL_SERVERS": "1", "HOME": "/",
     })  # fmt: skip
     assert line.startswith("variable HEADRACE_DTA is no option and without effect: accepted are HEADRACE_DATA, ")
@@ -160,6 +200,18 @@ def test_a_variable_that_is_no_option_is_told_of():
         ("providers = []", "FILE: option providers is a table, not []"),
         ("modules = 'shop'", "FILE: option modules: Expected array, got str"),
         ("modules = [1]", "FILE: option modules: Expected str, got int"),
+        ("[grpc]\nport = -1", "FILE: option grpc.port: Expected int >= 0"),
+        ("[grpc]\nprot = 1", "FILE: unknown option grpc.prot: accepted there are host, port, insecure, certificate, "),
+        ("[grpc]\ninsecure = 'yes'", "FILE: option grpc.insecure: Expected bool, got str"),
+        ("[grpc]\nauth = 'token'",
+         "FILE: option grpc.auth: Invalid enum value 'token': accepted are tokens, none"),
+        ("[grpc]\nsession_timeout_s = 0", "FILE: option grpc.session_timeout_s: Expected float > 0.0"),
+        ("[grpc]\nlimits = { call = 1 }",
+         "FILE: unknown option grpc.limits.call: accepted there are connections, calls, requests_per_s, burst, "),
+        ("[grpc]\nlimits = { calls = 0 }", "FILE: option grpc.limits.calls: Expected int >= 1"),
+        ("[grpc]\nlimits = { requests_per_s = 0 }", "FILE: option grpc.limits.requests_per_s: Expected float > 0.0"),
+        ("[grpc]\nlimits = { publish_bytes = 1 }", "FILE: option grpc.limits: publish_bytes is 1, below message_"),
+        ("[grpc]\nlimits = 3", "FILE: option grpc.limits is a table, not 3"),
         ("log_level = 'loud'", "FILE: option log_level: Invalid enum value 'loud': accepted are debug, info, "),
         ("drain_s = -1", "FILE: option drain_s: Expected float >= 0.0"),
         ("x =", "FILE: not TOML: Invalid value (at end of document)"),
@@ -192,3 +244,173 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path):
 def test_a_wrong_flag_is_refused(tmp_path: Path):
     with pytest.raises(InvalidArgument, match=r"configuration: option http\.port: Expected"):
         load(tmp_path, "", {}, {"http": {"port": -1}})
+
+
+# gRPC: what goes together, and what would let in whoever comes
+
+
+def grpc(**options: Any) -> SiloConfig:
+    served: dict[str, Any] = {"port": 0}
+    return SiloConfig(data="d", grpc=GrpcConfig(**(served | options)))
+
+
+TLS: dict[str, Any] = {"certificate": "c.pem", "key": "c.key"}
+
+
+def refused(config: SiloConfig) -> str:
+    with pytest.raises(InvalidArgument) as caught:
+        check(config)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost", "LocalHost"])
+def test_this_machine_may_come_without_more(host: str):
+    check(grpc(host=host))
+    assert not grpc(host=host).grpc.asks_for_tokens
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "::", "10.0.0.7", "2001:db8::7", "::ffff:10.0.0.7", "silo.example.org", "localhost.example.org",
+             "localhost.", "127.1", "0", "", "*", " 127.0.0.1", "unix:/run/x"]
+)  # fmt: skip
+def test_an_address_that_others_may_reach_needs_tls(host: str):
+    assert refused(grpc(host=host)) == (
+        f"grpc.host is {host!r}, which other machines may reach, and there is no TLS: give grpc.certificate and "
+        "grpc.key (--certificate, --key), serve on 127.0.0.1, or allow it with grpc.insecure (--insecure)"
+    )
+    check(grpc(host=host, insecure=True))
+    check(grpc(host=host, **TLS))
+    check(SiloConfig(grpc=GrpcConfig(host=host)))  # not served
+
+
+@pytest.mark.parametrize(
+    ("options", "asks"),
+    [
+        ({}, False),
+        ({"auth": "tokens"}, True),
+        (TLS, False),
+        ({"host": "0.0.0.0", **TLS}, True),
+        ({"host": "0.0.0.0", **TLS, "auth": "none"}, False),
+        ({"host": "0.0.0.0", **TLS, "client_ca": "ca.pem"}, False),
+        ({"host": "0.0.0.0", **TLS, "client_ca": "ca.pem", "auth": "tokens"}, True),
+        ({"host": "0.0.0.0", "insecure": True}, False),
+        ({"host": "0.0.0.0", "insecure": True, "auth": "tokens"}, True),
+    ],
+)
+def test_who_is_asked_for_a_token(options: dict[str, Any], asks: bool):
+    config = grpc(**options)
+    check(config)
+    assert config.grpc.asks_for_tokens is asks
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (grpc(certificate="c.pem"), "grpc.certificate is given without grpc.key: TLS needs both"),
+        (grpc(key="c.key"), "grpc.key is given without grpc.certificate: TLS needs both"),
+        (grpc(port=None, key="c.key"), "grpc.key is given without grpc.certificate: TLS needs both"),
+        (grpc(client_ca="ca.pem"),
+         "grpc.client_ca is given without grpc.certificate and grpc.key: it is part of TLS"),
+        (grpc(insecure=True, **TLS), "grpc.insecure means without TLS, and grpc.certificate with it: leave out one"),
+        (SiloConfig(grpc=GrpcConfig(port=0, auth="tokens")),
+         "grpc.auth is tokens, and tokens are kept in a data directory: name it with --data, with HEADRACE_DATA, or "),
+        (SiloConfig(grpc=GrpcConfig(port=0, host="0.0.0.0", **TLS)), "grpc.auth is tokens, and tokens are kept in a"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused(config: SiloConfig, why: str):
+    assert refused(config).startswith(why)
+
+
+def test_what_does_not_go_together_is_refused_wherever_it_comes_from(tmp_path: Path):
+    with pytest.raises(InvalidArgument, match="which other machines may reach"):
+        load(tmp_path, '[grpc]\nhost = "0.0.0.0"\n', {"HEADRACE_GRPC__PORT": "0"})
+    assert load(tmp_path, '[grpc]\nhost = "0.0.0.0"\n', {"HEADRACE_GRPC__PORT": "0"}, {"grpc": {"insecure": True}})
+
+
+def test_only_the_file_s_certificates_are_relative_to_the_file(tmp_path: Path):
+    file = '[grpc]\ncertificate = "c.pem"\nkey = "c.key"\n'
+    assert load(tmp_path, file).grpc.certificate == str(tmp_path / "c.pem")
+    config = load(tmp_path, file, {"HEADRACE_GRPC__KEY": "env.key"}, {"grpc": {"client_ca": "flag.pem"}})
+    assert (config.grpc.key, config.grpc.client_ca) == ("env.key", "flag.pem")
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("127.0.0.1:9465", ("127.0.0.1", 9465)),
+        ("localhost:0", ("localhost", 0)),
+        ("[::1]:9465", ("::1", 9465)),
+        ("[::]:1", ("::", 1)),
+    ],
+)
+def test_an_address_is_a_host_and_a_port(text: str, address: tuple[str, int]):
+    assert parse_address(text) == address
+    assert GrpcConfig(host=address[0]).at(address[1]) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", ":", ":80", "80", "localhost", "localhost:", "::1:80", "[]:80", "h:-1", "h:x", "h:٣", "h:1000000", "h:1 "],
+)
+def test_another_text_is_no_address(text: str):
+    with pytest.raises(InvalidArgument, match="is no address: write HOST:PORT, as in"):
+        parse_address(text)
+
+
+# Files of TLS
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Files by what they are."""
+    folder = tmp_path_factory.mktemp("tls")
+    authority = Authority(folder)
+    certificate, key = authority.issue("localhost")
+    _, other_key = authority.issue("other.example.org")
+    (folder / "text").write_text("not PEM")
+    names = {"certificate": certificate, "key": key, "other_key": other_key, "ca": authority.certificate}
+    return {name: str(path) for name, path in names.items()} | {
+        "text": str(folder / "text"), "folder": str(folder), "missing": str(folder / "missing"),
+    }  # fmt: skip
+
+
+def test_credentials_are_what_is_in_the_files(tls: dict[str, str]):
+    assert read_credentials(GrpcConfig()) is None
+    found = read_credentials(GrpcConfig(certificate=tls["certificate"], key=tls["key"]))
+    assert found == (Path(tls["certificate"]).read_bytes(), Path(tls["key"]).read_bytes(), None)
+    found = read_credentials(GrpcConfig(certificate=tls["certificate"], key=tls["key"], client_ca=tls["ca"]))
+    assert found is not None
+    assert found.client_ca == Path(tls["ca"]).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        ({"certificate": "missing"}, r"grpc\.certificate: \S+missing cannot be read: No such file or directory"),
+        ({"key": "folder"}, r"grpc\.key: \S+ cannot be read: Is a directory"),
+        ({"client_ca": "missing"}, r"grpc\.client_ca: \S+missing cannot be read: No such file"),
+        ({"key": "other_key"}, r"grpc\.certificate \S+, grpc\.key \S+: they do not belong together"),
+        ({"certificate": "text"}, r"grpc\.certificate \S+, grpc\.key \S+: these are no certificate and key in PEM"),
+        ({"key": "text"}, r"grpc\.certificate \S+, grpc\.key \S+: these are no certificate and key in PEM"),
+        ({"client_ca": "text"}, r"grpc\.client_ca: \S+ has no certificate in PEM"),
+        ({"client_ca": "key"}, r"grpc\.client_ca: \S+ has no certificate in PEM"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(tls: dict[str, str], files: dict[str, str], why: str):
+    options = {"certificate": "certificate", "key": "key", "client_ca": "ca"} | files
+    with pytest.raises(InvalidArgument, match=why) as caught:
+        read_credentials(grpc(**{option: tls[name] for option, name in options.items()}).grpc)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked_for_it(tls: dict[str, str], tmp_path: Path):
+    key = serialization.load_pem_private_key(Path(tls["key"]).read_bytes(), None)
+    encrypted = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.BestAvailableEncryption(b"secret"),
+    )
+    (tmp_path / "encrypted").write_bytes(encrypted)
+    with pytest.raises(InvalidArgument, match="in PEM, the key without a passphrase"):
+        read_credentials(GrpcConfig(certificate=tls["certificate"], key=str(tmp_path / "encrypted")))

@@ -212,7 +212,7 @@ def test_a_call_releases_what_it_held_when_it_ends(clock: Clock):
 
 
 def test_a_largest_message_fits_into_what_may_be_published():
-    with pytest.raises(InvalidArgument, match=re.escape("limits.publish_bytes is 9, below limits.message_bytes (10)")):
+    with pytest.raises(InvalidArgument, match=re.escape("publish_bytes is 9, below message_bytes (10)")):
         ClientLimits(publish_bytes=9, message_bytes=10)
 
 
