@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ..adapters import AdapterContext, Bounds, ProducerSequence, QueueAdapter, Receipt, open_adapter
@@ -273,6 +274,24 @@ class Provider:
         if not (receipts and receipts[0].duplicate):
             self._count(batches)
         return receipts
+
+    def publish_encoded(
+        self, batches: Sequence[EventBatch], *, sequence: ProducerSequence | None = None
+    ) -> asyncio.Future[Sequence[Receipt]]:
+        """Store batches that somebody else encoded, as they are. Who calls has checked them.
+
+        Called in order means stored in order, also without awaiting in between; else as `publish_many`.
+        """
+        placed = [(self.queue_of(batch.stream), batch) for batch in batches]
+        answer = asyncio.ensure_future(self.adapter.enqueue(placed, sequence=sequence))
+        answer.add_done_callback(partial(self._note_stored, placed))
+        return answer
+
+    def _note_stored(self, placed: Sequence[tuple[int, EventBatch]], answer: asyncio.Future[Sequence[Receipt]]) -> None:
+        if answer.cancelled() or answer.exception() is not None:
+            return
+        if not any(receipt.duplicate for receipt in answer.result()):
+            self._count(placed)
 
     def _encode(self, stream: StreamId, events: list[bytes | Event]) -> list[EventBatch]:
         self._check_capabilities(events)
