@@ -10,6 +10,11 @@ from .errors import InvalidArgument
 from .events import BATCH_TARGET_BYTES, MAX_BATCH_EVENTS, Event
 from .identity import SequenceToken, StreamId
 
+MAX_BATCH_BYTES = 3 << 20
+"""Limit of an encoded batch that is published to a silo, in bytes: consumers take messages of 4 MiB, as gRPC does."""
+MAX_REQUEST_BATCHES = 10_000
+"""Limit of batches in one request to a silo."""
+
 
 class ProducerSequence(NamedTuple):
     """Identifies one `enqueue` call of an idempotent producer, so that a retry stores nothing twice.

@@ -68,8 +68,8 @@ class PublishRequest(_message.Message):
 
     @_builtins.property
     def batches(self) -> _containers.RepeatedCompositeFieldContainer[_events_pb2.EventBatch]:
-        """At least one, each of one stream, in order. Each payload has at most 1 MiB, each batch at most 65,536 events.
-        A batch without timestamps gets the silo's time.
+        """At least one and at most 10,000, each of one stream, in order. Each payload has at most 1 MiB, each batch at most
+        65,536 events and 3 MiB. A batch without timestamps gets the silo's time.
         """
 
     def __init__(
