@@ -162,11 +162,14 @@ class GroupDelivery(Delivery):
     def _put(self, parcel: Parcel, encoded: bytes, events: int) -> None:
         parcel.events += events
         parcel.size += len(encoded)
-        parcel.member.charge(events, len(encoded))
-        self.group.edge.put(parcel.member, encoded)
+        parcel.frames.append(encoded)
 
     def _handed(self, parcel: Parcel) -> None:
         member = parcel.member
+        member.charge(parcel.events, parcel.size)
+        # In one response: else the rest could still be on its way when its beginning is rejected.
+        self.group.edge.put(member, b"".join(parcel.frames))
+        parcel.frames.clear()
         parcel.cursor.state = RUNNING
         self._in_flight += 1
         self.parcels[parcel] = None
@@ -193,8 +196,7 @@ class GroupDelivery(Delivery):
         if events > member.credit_events or size > member.credit_bytes:
             return False
         member.charge(events, size)
-        for each, _ in frames:
-            self.group.edge.put(member, each)
+        self.group.edge.put(member, b"".join(each for each, _ in frames))
         return True
 
     # ---- parcels come to their end ---------------------------------------------------------------------------------
@@ -358,7 +360,7 @@ class GroupDelivery(Delivery):
         """Deliver one event out of line, to whoever can take it first. Raises Closed where the delivery ends before."""
         assert event.token is not None
         batch = EventBatch.of(event.stream or StreamId("", ""), [event])
-        encoded = frame(batch.encoded, self.queue, event.token.offset, indexes=[event.token.index])
+        encoded = frame(batch.encoded, self.queue, event.token.offset, indexes=[event.token.index], redriven=True)
         key = (self.queue, event.token.offset, event.token.index)
         while True:
             member = await self._somebody(key)

@@ -33,7 +33,7 @@ class Parcel:
     """Consecutive events of one stream, in one member's hands as a unit: until all are done, it is rejected, or taken
     back. The cursor stands on the first event that is not done, in the piece `head`."""
 
-    __slots__ = ("cursor", "delivery", "events", "failing", "failure", "head", "member", "pieces", "size")
+    __slots__ = ("cursor", "delivery", "events", "failing", "failure", "frames", "head", "member", "pieces", "size")
 
     def __init__(self, delivery: GroupDelivery, cursor: StreamCursor, member: Member, pieces: list[Piece]) -> None:
         self.delivery = delivery
@@ -44,6 +44,8 @@ class Parcel:
         self.events = 0
         self.size = 0
         """Bytes on the wire; with `events` what the member's credit was charged."""
+        self.frames: list[bytes] = []
+        """What is to be sent of it."""
         self.failure: Failure | None = None
         """Why it fails once all its pieces are done: at the event behind them,"""
         self.failing: EventBatch | None = None

@@ -20,6 +20,7 @@ BATCHES = 1
 """The field of responses that has the batches."""
 
 _OFFSET, _QUEUE, _ATTEMPT, _INDEXES = b"\x80\x01", b"\x88\x01", b"\x90\x01", b"\x9a\x01"
+_REDRIVEN = b"\xa0\x01\x01"
 _TAG = b"\x0a"
 _SIZES, _PAYLOAD = 0x1A, 0x7A
 _KNOWN_STREAMS = 65536
@@ -35,9 +36,13 @@ class Delivered(NamedTuple):
     """Which delivery of its first event this is, from 1."""
     indexes: Sequence[int] | None
     """Index of each event in the batch as it was published; None for all of them."""
+    redriven: bool = False
+    """A dead letter, out of line."""
 
 
-def frame(encoded: bytes, queue: int, offset: int, *, attempt: int = 1, indexes: Sequence[int] = ()) -> bytes:
+def frame(
+    encoded: bytes, queue: int, offset: int, *, attempt: int = 1, indexes: Sequence[int] = (), redriven: bool = False
+) -> bytes:
     """One element of `batches`, tag and length included."""
     tail = b"".join((_OFFSET, varint(offset), _QUEUE, varint(queue)))
     if attempt > 1:
@@ -45,6 +50,8 @@ def frame(encoded: bytes, queue: int, offset: int, *, attempt: int = 1, indexes:
     if indexes:
         packed = b"".join(map(varint, indexes))
         tail += _INDEXES + varint(len(packed)) + packed
+    if redriven:
+        tail += _REDRIVEN
     return b"".join((_TAG, varint(len(encoded) + len(tail)), encoded, tail))
 
 
@@ -96,7 +103,11 @@ def _split_off(message: bytes, tag: int) -> tuple[list[bytes], bytes]:
     while at < end:
         start = at
         if message[at] == tag:
-            length, at = _varint(message, at + 1)
+            length = message[at + 1]
+            if length < 0x80:
+                at += 2
+            else:
+                length, at = _varint(message, at + 1)
             found.append(message[at : at + length])
             at += length
         else:
@@ -108,47 +119,67 @@ def _split_off(message: bytes, tag: int) -> tuple[list[bytes], bytes]:
 
 
 def _delivered(element: bytes) -> Delivered:
-    at, end, count = 0, len(element), 0
     try:
-        at = _names_end(element)
-        prefix = element[:at]
-        while at < end and element[at] < 0x80:
-            tag = element[at]
-            length, at = _varint(element, at + 1)
-            at += length
-            if tag == _SIZES:
-                count = length // 4
-        appended = _appended(element, at) if at < end else _Appended()
+        names = _names_end(element)
+        prefix = element[:names]
+        count, end = _columns_end(element, names)
+        offset, queue, attempt, indexes, redriven = _appended(element, end)
         stream = _streams.get(prefix) or _remember(prefix)
     except IndexError:
         raise InvalidArgument("damaged message: a batch is cut short") from None
-    batch = EventBatch(stream, element[:at], count, appended.offset)
-    if appended.indexes is not None:
-        if len(appended.indexes) != count:
-            raise InvalidArgument(f"damaged message: {len(appended.indexes)} indexes for {count} events")
-        batch = SomeEvents.of_part(batch, appended.indexes)
-    return Delivered(batch, appended.queue, appended.attempt, appended.indexes)
+    batch = EventBatch(stream, element[:end], count, offset)
+    if indexes is not None:
+        if len(indexes) != count:
+            raise InvalidArgument(f"damaged message: {len(indexes)} indexes for {count} events")
+        batch = SomeEvents.of_part(batch, indexes)
+    return Delivered(batch, queue, attempt, indexes, redriven)
 
 
 def _names_end(element: bytes) -> int:
     """Where a batch's namespace and key end, which come first: what headrace stores is so."""
-    length, at = _varint(element, 1)
+    length, at = element[1], 2
+    if length >= 0x80:
+        length, at = _varint(element, 1)
     at += length
     if element[0] != 0x0A or element[at] != 0x12:
         raise IndexError
+    length = element[at + 1]
+    if length < 0x80:
+        return at + 2 + length
     length, at = _varint(element, at + 1)
     return at + length
 
 
-class _Appended(NamedTuple):
-    offset: int = 0
-    queue: int = 0
-    attempt: int = 1
-    indexes: Sequence[int] | None = None
+def _columns_end(element: bytes, at: int) -> tuple[int, int]:
+    """How many events there are, and where the fields end that their producer wrote."""
+    count, end = 0, len(element)
+    while at < end and (tag := element[at]) < 0x80:
+        length = element[at + 1]
+        if length < 0x80:
+            at += 2
+        else:
+            length, at = _varint(element, at + 1)
+        at += length
+        if tag == _SIZES:
+            count = length // 4
+    return count, at
+
+
+_Appended = tuple[int, int, int, Sequence[int] | None, bool]
+"""Offset, queue, attempt, indexes, redriven."""
 
 
 def _appended(element: bytes, at: int) -> _Appended:
-    values: dict[int, int] = {}
+    if element[at : at + 2] == _OFFSET:
+        offset, at = _varint(element, at + 2)
+        if element[at : at + 2] == _QUEUE and len(element) == at + 3 and element[at + 2] < 0x80:
+            return offset, element[at + 2], 1, None, False  # as nearly all are
+        return _more_appended(element, at, offset)
+    return _more_appended(element, at, 0)
+
+
+def _more_appended(element: bytes, at: int, offset: int) -> _Appended:
+    values: dict[int, int] = {16: offset}
     indexes: list[int] | None = None
     end = len(element)
     while at < end:
@@ -163,7 +194,7 @@ def _appended(element: bytes, at: int) -> _Appended:
             at += value
         else:
             values[tag >> 3] = value
-    return _Appended(values.get(16, 0), values.get(17, 0), values.get(18, 1), indexes)
+    return values[16], values.get(17, 0), values.get(18, 1), indexes, bool(values.get(20))
 
 
 _streams: dict[bytes, StreamId] = {}
@@ -198,7 +229,12 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
     if byte < 0x80:
         return byte, at + 1
     value = byte & 0x7F
-    for shift in range(7, 70, 7):
+    byte = message[at + 1]
+    if byte < 0x80:
+        return value | byte << 7, at + 2
+    at += 1
+    value |= (byte & 0x7F) << 7
+    for shift in range(14, 70, 7):
         at += 1
         byte = message[at]
         value |= (byte & 0x7F) << shift

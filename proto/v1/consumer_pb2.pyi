@@ -90,11 +90,11 @@ class Open(_message.Message):
     subscription: _builtins.str
     """Name of the subscription; empty where `definition` has it."""
     consumer: _builtins.str
-    """The consumer's id: at most 128 characters. Whoever comes with the same one takes over from the one before. Empty: the
-    silo makes one and says it.
+    """The consumer's id: at most 100 letters, digits, dots, dashes and underscores, starting with a letter or digit.
+    Whoever comes with the same one takes over from the one before. Empty: the silo makes one and says it.
     """
     session_timeout_ms: _builtins.int
-    """How long the silo waits for a consumer it does not hear, in milliseconds. 0: the silo's own, which is also the most."""
+    """How long the silo waits for a consumer it does not hear, in milliseconds, at most 600,000. 0: the silo's own."""
     keeps_positions: _builtins.bool
     """Mode broadcast: the client keeps the position, the silo stores none. `positions` are where it goes on; without any
     it starts where the subscription does.
@@ -256,7 +256,7 @@ class SubscribeResponse(_message.Message):
     """Everything acknowledged in requests with this number or below is saved."""
     @_builtins.property
     def batches(self) -> _containers.RepeatedCompositeFieldContainer[_events_pb2.EventBatch]:
-        """Events, each batch of one stream. Several of one stream are in order."""
+        """Events, each batch of one stream. Several of one stream are in order. A parcel comes in one response."""
 
     @_builtins.property
     def opened(self) -> Global___Opened:

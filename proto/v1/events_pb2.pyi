@@ -41,6 +41,7 @@ class EventBatch(_message.Message):
     QUEUE_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     INDEXES_FIELD_NUMBER: _builtins.int
+    REDRIVEN_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     """Namespace of the stream."""
     key: _builtins.str
@@ -56,6 +57,10 @@ class EventBatch(_message.Message):
     """The queue, from 0."""
     attempt: _builtins.int
     """Which delivery of its first event this is, from 2. Absent for the first one."""
+    redriven: _builtins.bool
+    """A dead letter, delivered once more. It is out of line: no part of a parcel, and before or behind events that are
+    later or earlier in its stream.
+    """
     @_builtins.property
     def sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Size of each event's payload in bytes; its length is the number of events."""
@@ -92,10 +97,11 @@ class EventBatch(_message.Message):
         queue: _builtins.int = ...,
         attempt: _builtins.int = ...,
         indexes: _abc.Iterable[_builtins.int] | None = ...,
+        redriven: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "headers", b"headers", "ids", b"ids", "indexes", b"indexes", "key", b"key", "namespace", b"namespace", "offset", b"offset", "payload", b"payload", "queue", b"queue", "sizes", b"sizes", "timestamps_us", b"timestamps_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "headers", b"headers", "ids", b"ids", "indexes", b"indexes", "key", b"key", "namespace", b"namespace", "offset", b"offset", "payload", b"payload", "queue", b"queue", "redriven", b"redriven", "sizes", b"sizes", "timestamps_us", b"timestamps_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -57,6 +57,16 @@ def test_a_part_has_its_events_with_their_own_tokens(batch: EventBatch, data: st
         assert event.timestamp_us == wanted.timestamp_us
 
 
+def test_a_dead_letter_says_that_it_is_out_of_line():
+    batch = EventBatch.of(StreamId("orders", "42"), [b"x"])
+    message = frame(batch.encoded, 3, 40, indexes=[7], redriven=True)
+    (got,), _ = split(message)
+    assert (got.redriven, got.indexes, got.batch.token) == (True, [7], SequenceToken(40, 7))
+    assert consumer_pb2.SubscribeResponse.FromString(message).batches[0].redriven
+    (other,), _ = split(frame(batch.encoded, 3, 40, indexes=[7]))
+    assert not other.redriven
+
+
 def test_the_batches_of_a_request_are_split_off():
     batches = [EventBatch.of(StreamId("a", str(i)), [b"x" * i]).encoded for i in range(1, 4)]
     request = publisher_pb2.PublishRequest(provider="p", sequence={"producer": "me", "number": 300})
