@@ -3,8 +3,12 @@
 from .agent import AgentStatistics, CacheLimits, PullingAgent
 from .cache import EMPTY, BucketStatistics, CacheStatistics, Cursor, Empty, QueueCache
 from .delivery import Delivery, DeliveryStatistics
+from .edge import Edge
+from .group import Group
 from .handling import HandlerDelivery
 from .manager import HandlerService, PullingManager, Service
+from .member import Events, Member, MemberStatistics
+from .parcel import Parcel
 
 __all__ = (
     "EMPTY",
@@ -15,9 +19,15 @@ __all__ = (
     "Cursor",
     "Delivery",
     "DeliveryStatistics",
+    "Edge",
     "Empty",
+    "Events",
+    "Group",
     "HandlerDelivery",
     "HandlerService",
+    "Member",
+    "MemberStatistics",
+    "Parcel",
     "PullingAgent",
     "PullingManager",
     "QueueCache",

@@ -80,6 +80,9 @@ class Group:
     async def fenced(self, error: Fenced) -> None:
         self.dissolve(error)
 
+    async def completed(self, limit_s: float) -> None:
+        self.dissolve(Fenced(f"subscription {self.definition.name!r} was deleted, or is not served here any more"))
+
     def dissolve(self, error: HeadraceError) -> None:
         """The subscription is not served here any more: all members are told why."""
         for member in list(self.members.values()):
@@ -101,7 +104,7 @@ class Group:
             self.disconnect(member)
             member.resending = bool(member.in_flight)
         member.timeout_s = timeout_s
-        member.connected = True
+        member.connected = member.attached = True
         self.heard(member)
         self._rebalance()
         return member
@@ -203,6 +206,8 @@ class Group:
 
     def pass_over(self, member: Member) -> None:
         """Its credit is too small for what is next: it waits for more."""
+        if member.needed_bytes:
+            member.on_notice()
         if self._bound:
             member.listed = False
         elif self._line and self._line[0] is member:

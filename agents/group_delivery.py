@@ -403,7 +403,7 @@ class GroupDelivery(Delivery):
                 cursor.trouble.timer.cancel()
         try:
             async with asyncio.timeout(drain_s):
-                while self.parcels or self._giving_up:
+                while self._giving_up or any(parcel.member.attached for parcel in self.parcels):
                     await self._progress()
         except TimeoutError:
             log.warning(

@@ -68,6 +68,11 @@ class Service(Protocol):
         """The subscription was taken over elsewhere; nothing of it runs here any more."""
         ...
 
+    async def completed(self, limit_s: float) -> None:
+        """The subscription was closed or deleted; nothing of it runs here any more. Returns within `limit_s`
+        seconds."""
+        ...
+
 
 class HandlerService(NamedTuple):
     """Handlers in this process."""
@@ -96,6 +101,19 @@ class HandlerService(NamedTuple):
                 await self.handler.on_error(error)
             except Exception:
                 log.exception("on_error raised")
+
+    async def completed(self, limit_s: float) -> None:
+        if self.handler.on_completed is None:
+            return
+        completing = asyncio.ensure_future(self.handler.on_completed())
+        try:
+            await asyncio.wait([completing], timeout=limit_s)
+        finally:
+            completing.cancel()
+        if not completing.done():
+            log.warning("on_completed did not end within %.1f s", limit_s)
+        elif not completing.cancelled() and (error := completing.exception()):
+            log.error("on_completed raised", exc_info=error)
 
 
 def _nothing() -> None: ...
@@ -385,7 +403,7 @@ class PullingManager:
 
     async def dead_letter(self, delivery: Delivery, events: Sequence[Event], reason: str, attempts: int) -> None:
         letters = [_letter(self.provider, delivery, event, reason, attempts) for event in events]
-        await self._store.add_dead_letters(letters, delivery.epoch)
+        await self._store.add_dead_letters(letters, delivery.epoch or None)
 
     async def skipped(self, delivery: Delivery, events: Sequence[Event], reason: str) -> None:
         records = [

@@ -54,6 +54,9 @@ class Member:
         """It is gone when it was not heard for so long."""
         self.heard_at = 0.0
         self.connected = False
+        """It may be given something."""
+        self.attached = False
+        """Somebody is there who can acknowledge."""
         self.credit_events = 0
         self.credit_bytes = 0
         self.needed_bytes = 0
@@ -119,7 +122,7 @@ class Member:
 
     def disconnect(self) -> None:
         """Its connection is gone: what it has not acknowledged stays in its hands until it is back, or given up."""
-        self.connected = False
+        self.connected = self.attached = False
         self.credit_events = self.credit_bytes = self.needed_bytes = 0
         self.outbox.clear()
         self.outbox_bytes = 0

@@ -25,7 +25,7 @@ from typing import NamedTuple, Self
 import msgspec
 
 from ..streams.errors import Busy, DataDirectoryError, InvalidArgument, StorageError, StorageFull
-from ..streams.subscriptions import check_subscription_name
+from ..streams.subscriptions import check_stored_name
 
 FORMAT = 1
 """Version of the layout above. Raised when an older headrace could not read what this one writes."""
@@ -109,7 +109,7 @@ class DirectoryLock:
 
 def lock_subscription(directory: DataDirectory, provider: str, subscription: str) -> DirectoryLock:
     """Take the exclusive right to serve a subscription, at once. Raises Busy, naming the process that has it."""
-    check_subscription_name(subscription)
+    check_stored_name(subscription)
     what = f"subscription {subscription} of provider {provider} is served"
     return lock(directory, check_provider_name(provider), subscription, what)
 

@@ -32,6 +32,7 @@ from ..streams.subscriptions import (
     Behind,
     Checkpoint,
     GapRecord,
+    Mode,
     OnFailure,
     RetryPolicy,
     Selector,
@@ -39,6 +40,8 @@ from ..streams.subscriptions import (
     Start,
     StartKind,
     SubscriptionDefinition,
+    check_subscription_name,
+    is_parent,
 )
 from .datadir import DataDirectory, DirectoryLock, lock_subscription, open_data_directory
 from .views import ProviderStatistics, provider_statistics
@@ -177,7 +180,7 @@ class Provider:
         try:
             await self.manager.aclose(drain_s)
             for one in served:
-                await _completed(one.service, drain_s)
+                await one.service.completed(drain_s)
         finally:
             for lock in self._locks.values():
                 lock.release()
@@ -196,7 +199,7 @@ class Provider:
             await self._step_back_from_lost_ends()
             return
         for definition in await self.store.subscriptions(self.name):
-            earliest = await self._positions(definition.selector, Start.earliest())
+            earliest = await self.positions(definition.selector, Start.earliest())
             with suppress(Busy):  # the process that serves it is alive, and so are its queues
                 async with self._unserved(definition.name):
                     await self.store.seek(
@@ -358,34 +361,54 @@ class Provider:
         if type(declared.concurrency) is not int or declared.concurrency < 1:
             raise InvalidArgument(f"concurrency is a whole number of at least 1, not {declared.concurrency!r}")
         handler = Handler.of(declared.handler, batch=declared.batch)
-        definition = declared.definition
-        if definition.name in self.manager.served:
-            raise Busy(f"subscription {definition.name!r} is already served by this process")
-        lock = await self._lock(definition.name)
+        if declared.definition.mode is not Mode.SHARED:
+            raise NotSupported(
+                f"subscription {declared.definition.name!r}: a handler in the silo is all of its group, so its mode is "
+                f"shared, not {declared.definition.mode.value}; consume it through a client instead"
+            )
+        await self.serve(declared.definition, HandlerService(handler, declared.filter, declared.concurrency))
+        return Subscription(self, declared)
+
+    async def serve(
+        self, definition: SubscriptionDefinition, service: Service, start: Mapping[int, Checkpoint] | None = None
+    ) -> None:
+        """Create a subscription where it does not exist, and let `service` work on it here; or, where the service
+        stores no progress, from `start` on. Raises Busy where it is served already, here or by another process."""
+        name = definition.name
+        if name in self.manager.served:
+            raise Busy(f"subscription {name!r} is already served by this process")
+        lock = await self._lock(name)
         try:
-            await self.create_subscription(definition)
-            await self.manager.serve(definition, HandlerService(handler, declared.filter, declared.concurrency))
+            if service.stored:
+                await self._create_subscription(definition)
+            await self.manager.serve(definition, service, start)
         except BaseException:
             if lock is not None:
                 lock.release()
             raise
         if lock is not None:
-            self._locks[definition.name] = lock
-        return Subscription(self, declared)
+            self._locks[name] = lock
 
     async def create_subscription(self, definition: SubscriptionDefinition) -> bool:
         """Create a durable subscription without serving it. False where it exists, equal.
 
-        Its position is pinned before this returns: every event published afterwards is kept for it.
+        Its position is pinned before this returns: every event published afterwards is kept for it. With mode broadcast
+        that is so for each consumer, from when it first attached.
         """
+        check_subscription_name(definition.name)
+        return await self._create_subscription(definition)
+
+    async def _create_subscription(self, definition: SubscriptionDefinition) -> bool:
         if definition.slow_consumer is SlowConsumer.DETACH and not self.adapter.capabilities.rewindable:
             raise NotSupported(
                 f"subscription {definition.name!r}: detach needs an adapter that can rewind; use throttle"
             )
-        start = await self._positions(definition.selector, definition.start)
+        start = await self.positions(definition.selector, definition.start)
+        if is_parent(definition):
+            start = {}  # its consumers have positions, it has none
         return await self.store.create_subscription(self.name, definition, start)
 
-    async def _positions(self, selector: Selector, start: Start) -> dict[int, Checkpoint]:
+    async def positions(self, selector: Selector, start: Start) -> dict[int, Checkpoint]:
         """The checkpoints that `start` means. A subscription to one stream concerns one queue only."""
         stream = StreamId.parse(selector.pattern) if selector.explicit else None
         queues = range(self.queues) if stream is None else [self.queue_of(stream)]
@@ -422,7 +445,7 @@ class Provider:
         self.manager.check_outside(name)
         try:
             served = await self.manager.withdraw(name, drain_s)
-            await _completed(served.service, drain_s)
+            await served.service.completed(drain_s)
         finally:
             if (lock := self._locks.pop(name, None)) is not None:
                 lock.release()
@@ -430,21 +453,30 @@ class Provider:
     async def seek(self, name: str, start: Start, reason: str = "asked for") -> None:
         """Move a subscription's position, also back, in all its queues."""
         definition = await self.store.subscription(self.name, name)
-        positions = await self._positions(definition.selector, start)
+        positions = await self.positions(definition.selector, start)
         if name not in self.manager.served:
             async with self._unserved(name):
                 await self.store.seek(self.name, name, positions, reason)
             return
         self.manager.check_outside(name)
-        await self.manager.move(name, positions, reason, DRAIN_S)
+        await self.manager.move(name, positions, reason, DRAIN_S if self._has_handler(name) else 0.0)
 
     async def delete_subscription(self, name: str) -> None:
         """Delete a subscription and its progress; its dead letters stay. Raises NotFound, or Busy where another live
         process serves it."""
-        if name in self.manager.served:
-            await self.withdraw(name)
-        async with self._unserved(name):
-            await self.store.delete_subscription(self.name, name)
+        for each in [*(await self._consumers_of(name)), name]:
+            if each in self.manager.served:
+                await self.withdraw(each, DRAIN_S if self._has_handler(each) else 0.0)
+            async with self._unserved(each):
+                await self.store.delete_subscription(self.name, each)
+
+    async def _consumers_of(self, name: str) -> list[str]:
+        """Mode broadcast: the subscriptions of its consumers."""
+        stored = await self.store.subscriptions(self.name)
+        return [definition.name for definition in stored if definition.name.startswith(f"{name}~")]
+
+    def _has_handler(self, name: str) -> bool:
+        return isinstance(self.manager.serving(name).service, HandlerService)
 
     async def _lock(self, name: str) -> DirectoryLock | None:
         if self._directory is None:
@@ -507,17 +539,3 @@ def _start(start: Start | str | None) -> Start:
     if start is None:
         return Start.latest()
     return Start.parse(start) if isinstance(start, str) else start
-
-
-async def _completed(service: Service, limit_s: float) -> None:
-    if not isinstance(service, HandlerService) or service.handler.on_completed is None:
-        return
-    completing = asyncio.ensure_future(service.handler.on_completed())
-    try:
-        await asyncio.wait([completing], timeout=limit_s)
-    finally:
-        completing.cancel()
-    if not completing.done():
-        log.warning("on_completed did not end within %.1f s", limit_s)
-    elif not completing.cancelled() and (error := completing.exception()):
-        log.error("on_completed raised", exc_info=error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -58,13 +58,38 @@ def checkpoint_of(row: Row[Any]) -> Checkpoint:
     if row.behind == "[]":
         return Checkpoint(row.next_offset)
     try:
-        behind = {
-            StreamId(at.namespace, at.key): Behind(SequenceToken(at.offset, at.index), at.paused, at.done)
-            for at in _behind_decoder.decode(row.behind)
-        }
+        behind = _behind_of(_behind_decoder.decode(row.behind))
     except (msgspec.MsgspecError, InvalidArgument) as error:
         raise _damaged("a checkpoint", error) from None
     return Checkpoint(row.next_offset, behind)
+
+
+def _behind_of(rows: Sequence[_BehindRow]) -> dict[StreamId, Behind]:
+    return {
+        StreamId(at.namespace, at.key): Behind(SequenceToken(at.offset, at.index), at.paused, at.done) for at in rows
+    }
+
+
+class _Position(msgspec.Struct, array_like=True):
+    next_offset: int
+    behind: list[_BehindRow]
+
+
+def position_token(checkpoint: Checkpoint) -> bytes:
+    """A checkpoint as a consumer keeps it that keeps its own position."""
+    row = checkpoint_row(0, checkpoint)
+    return b"".join((b"[", str(checkpoint.next_offset).encode(), b",", row["behind"].encode(), b"]"))
+
+
+def checkpoint_of_token(token: bytes) -> Checkpoint:
+    """Raises InvalidArgument for what `position_token` did not make."""
+    try:
+        position = msgspec.json.decode(token, type=_Position)
+        checkpoint = Checkpoint(position.next_offset, _behind_of(position.behind))
+        checkpoint_row(0, checkpoint)
+    except (msgspec.MsgspecError, InvalidArgument) as error:
+        raise InvalidArgument(f"the token is no position that a silo gave: {error}") from None
+    return checkpoint
 
 
 def definition_text(definition: SubscriptionDefinition) -> str:

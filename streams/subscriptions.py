@@ -26,6 +26,12 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
+CONSUMER_SEPARATOR = "~"
+"""Mode broadcast: between the names of subscription and consumer, in the name of what holds that consumer's position.
+No subscription that a user makes has it in its name."""
+MAX_CONSUMER = 100
+
+
 def check_subscription_name(name: str) -> str:
     """Return `name`, or raise InvalidArgument: it may be part of a path."""
     if not _NAME.fullmatch(name):
@@ -34,6 +40,23 @@ def check_subscription_name(name: str) -> str:
             "starting with a letter or digit"
         )
     return name
+
+
+def check_stored_name(name: str) -> str:
+    """`check_subscription_name`, for what the store has: also positions of consumers."""
+    for part in name.split(CONSUMER_SEPARATOR, 1):
+        check_subscription_name(part)
+    return name
+
+
+def check_consumer(consumer: str) -> str:
+    """Return a consumer's id, or raise InvalidArgument: it may be part of a subscription's name."""
+    if len(consumer) > MAX_CONSUMER or not _NAME.fullmatch(consumer):
+        raise InvalidArgument(
+            f"{consumer[:200]!r} is no id of a consumer: letters, digits, dot, dash and underscore, at most "
+            f"{MAX_CONSUMER}, starting with a letter or digit"
+        )
+    return consumer
 
 
 class SlowConsumer(enum.Enum):
@@ -226,7 +249,7 @@ class SubscriptionDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_u
 
     def __post_init__(self) -> None:
         self._check_types()
-        check_subscription_name(self.name)
+        check_stored_name(self.name)
         if self.start.kind is StartKind.OFFSETS and not self.selector.explicit:
             raise InvalidArgument(
                 f"subscription {self.name}: a token is a position in one queue, so it can only start a subscription to "
@@ -239,6 +262,16 @@ class SubscriptionDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_u
             if not isinstance(value := getattr(self, name), kind):
                 expected = " or ".join(one.__name__ for one in kind)
                 raise InvalidArgument(f"subscription {self.name!r}: {name} is a {expected}, not {value!r}")
+
+
+def is_parent(definition: SubscriptionDefinition) -> bool:
+    """Whether it is a subscription of mode broadcast itself, not that of one of its consumers."""
+    return definition.mode is Mode.BROADCAST and CONSUMER_SEPARATOR not in definition.name
+
+
+def of_consumer(definition: SubscriptionDefinition, consumer: str) -> SubscriptionDefinition:
+    """Mode broadcast: what holds the position of one consumer."""
+    return msgspec.structs.replace(definition, name=f"{definition.name}{CONSUMER_SEPARATOR}{consumer}")
 
 
 _DEFINITION_TYPES: dict[str, tuple[type, ...]] = {

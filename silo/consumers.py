@@ -1,0 +1,173 @@
+"""The groups of remote consumers that a provider serves here.
+
+A group is made when its first consumer comes, with the right to serve its subscription in this process, and given up
+some seconds after the last one went. With mode broadcast every consumer has a group to itself, over a subscription of
+its own that holds its position, or over none where the client keeps it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+from ..agents import Edge, Group, Member, MemberStatistics
+from ..streams.errors import Busy, HeadraceError, InvalidArgument, NotSupported
+from ..streams.subscriptions import (
+    CONSUMER_SEPARATOR,
+    Checkpoint,
+    Mode,
+    SubscriptionDefinition,
+    check_consumer,
+    of_consumer,
+)
+from .provider import Provider
+
+log = logging.getLogger("headrace.silo")
+
+TICK_S = 0.25
+KEEP_S = 5.0
+"""How long a group without consumers is kept: one that comes back goes on from what is in the cache."""
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.5, 600.0
+
+
+class Place(NamedTuple):
+    """A consumer in its group."""
+
+    group: Group
+    member: Member
+
+
+class Consumers:
+    """Consumers of one provider, by the subscription that holds their position."""
+
+    def __init__(self, provider: Provider, edge: Edge, timeout_s: float) -> None:
+        self._provider = provider
+        self._edge = edge
+        self._timeout_s = timeout_s
+        self._groups: dict[str, Group] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(cls, provider: Provider, timeout_s: float, edge: Edge | None = None) -> AsyncGenerator[Consumers]:
+        """For the length of an `async with`. A consumer that is not heard for `timeout_s` seconds is gone, where it
+        does not ask for another time."""
+        consumers = cls(provider, edge or Edge(), timeout_s)
+        ticking = asyncio.create_task(consumers._tick(), name=f"headrace consumers {provider.name}")
+        try:
+            yield consumers
+        finally:
+            ticking.cancel()
+            await asyncio.gather(ticking, return_exceptions=True)
+
+    async def join(
+        self,
+        definition: SubscriptionDefinition,
+        consumer: str,
+        timeout_s: float,
+        positions: Mapping[int, Checkpoint] | None = None,
+    ) -> Place:
+        """A consumer attaches to a subscription that exists. `timeout_s` 0 is the silo's own. With `positions`, which
+        needs mode broadcast, the client keeps its position: it goes on from those, or from the subscription's start.
+
+        Raises Busy where handlers or another process serve the subscription, or it has too many consumers;
+        InvalidArgument, NotSupported.
+        """
+        check_consumer(consumer)
+        if definition.filter is not None:
+            raise NotSupported(
+                f"subscription {definition.name!r} has a filter, which only a handler in the silo applies"
+            )
+        if positions is not None and definition.mode is not Mode.BROADCAST:
+            raise InvalidArgument(
+                f"subscription {definition.name!r} has mode {definition.mode.value}: only with mode broadcast a "
+                "consumer can keep its position itself"
+            )
+        own = of_consumer(definition, consumer) if definition.mode is Mode.BROADCAST else definition
+        async with self._locked(own.name):
+            group = await self._group(own, positions)
+            return Place(group, group.join(consumer, self._timeout(timeout_s)))
+
+    async def _group(self, definition: SubscriptionDefinition, positions: Mapping[int, Checkpoint] | None) -> Group:
+        group = self._groups.get(definition.name)
+        served = self._provider.manager.served.get(definition.name)
+        if group is not None and served is not None and served.service is group and group.stored == (positions is None):
+            return group
+        if served is not None:
+            await self._end_unstored(definition.name, group)
+        group = Group(definition, self._edge, stored=positions is None)
+        start = None
+        if positions is not None:
+            start = {**await self._provider.positions(definition.selector, definition.start), **positions}
+        await self._provider.serve(definition, group, start)
+        self._groups[definition.name] = group
+        return group
+
+    async def _end_unstored(self, name: str, group: Group | None) -> None:
+        """A consumer that now leaves its position to the silo, or keeps it from now on, begins anew."""
+        if group is None:
+            raise Busy(f"subscription {name!r} is served by a handler in the silo: it has no remote consumers")
+        await self._provider.withdraw(name, 0.0)
+
+    def find(self, definition: SubscriptionDefinition, consumer: str) -> Place | None:
+        """A consumer that is attached, if it is."""
+        name = of_consumer(definition, consumer).name if definition.mode is Mode.BROADCAST else definition.name
+        group = self._groups.get(name)
+        member = None if group is None else group.members.get(consumer)
+        return None if group is None or member is None else Place(group, member)
+
+    def members(self, definition: SubscriptionDefinition) -> Sequence[MemberStatistics]:
+        """The consumers that are attached to a subscription."""
+        own = f"{definition.name}{CONSUMER_SEPARATOR}"
+        names = [name for name in self._groups if name == definition.name or name.startswith(own)]
+        return [each for name in names for each in self._groups[name].statistics()]
+
+    async def save(self) -> None:
+        """Make durable what was acknowledged so far."""
+        await self._provider.manager.save()
+
+    def _timeout(self, timeout_s: float) -> float:
+        if not timeout_s:
+            return self._timeout_s
+        if not MIN_TIMEOUT_S <= timeout_s <= MAX_TIMEOUT_S:
+            raise InvalidArgument(
+                f"session_timeout_ms is {MIN_TIMEOUT_S * 1000:.0f} to {MAX_TIMEOUT_S * 1000:,.0f}, or 0 for the "
+                f"silo's own, not {timeout_s * 1000:,.0f}"
+            )
+        return timeout_s
+
+    @asynccontextmanager
+    async def _locked(self, name: str) -> AsyncGenerator[None]:
+        lock = self._locks.setdefault(name, asyncio.Lock())
+        try:
+            async with lock:
+                yield
+        finally:
+            if not lock.locked() and name not in self._groups:
+                self._locks.pop(name, None)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            for name, group in list(self._groups.items()):
+                group.tick()
+                if not group.members and self._idle_s(group) > KEEP_S:
+                    await self._give_up(name, group)
+
+    def _idle_s(self, group: Group) -> float:
+        return asyncio.get_running_loop().time() - group.empty_since
+
+    async def _give_up(self, name: str, group: Group) -> None:
+        async with self._locked(name):
+            if group.members or self._groups.get(name) is not group:
+                return
+            del self._groups[name]
+            served = self._provider.manager.served.get(name)
+            if served is not None and served.service is group:
+                try:
+                    await self._provider.withdraw(name, 0.0)
+                except HeadraceError as error:
+                    log.warning("progress of %s was not saved when its last consumer had gone: %s", name, error)

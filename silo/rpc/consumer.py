@@ -1,0 +1,428 @@
+"""ConsumerService: consuming through a stream of credit and batches, or by pulling.
+
+A session is a member of its subscription's group for the length of a `Subscribe` call. It reads what the consumer says
+and applies it at once; one task writes, whenever there is something to say or to deliver. Batches go from cache to wire
+as they were published.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from ...agents import Events, Group, Member, Parcel
+from ...proto.v1 import consumer_pb2 as pb
+from ...streams import wire
+from ...streams.errors import HeadraceError, InvalidArgument, LimitExceeded, Unavailable
+from ...streams.rows import checkpoint_of_token, position_token
+from ...streams.subscriptions import Checkpoint, GapRecord, Mode, SubscriptionDefinition, check_consumer
+from ..consumers import Consumers, Place
+from ..provider import Provider
+from .guard import Call, Kind, Method, parsed
+from .lookup import TO_CONSUME, Providers, create_subscription, provider_of, subscription_of
+
+SERVICE = "headrace.v1.ConsumerService"
+HEARTBEATS = 3
+"""How often in a session timeout either side says something."""
+MAX_DELAY_MS = 7 * 24 * 3600 * 1000
+MAX_REASON = 4096
+MAX_REFUSED = 1000
+"""Refusals that wait to be told; more are dropped."""
+MAX_GAPS = 100
+PULL_EVENTS, PULL_BYTES = 1000, 1 << 20
+SHORTEST_WAIT_S, LOOK_S = 0.005, 0.25
+"""A pull waits no shorter, for what is cached is handed out in turns; and looks so often whether the silo stops."""
+DEADLINE_S = 0.05
+"""A pull answers so long before its caller's deadline."""
+SETTLE_S = 0.05
+"""How often a session that is to end looks whether everything in flight is acknowledged."""
+
+
+class Opening(NamedTuple):
+    provider: Provider
+    consumers: Consumers
+    definition: SubscriptionDefinition
+    place: Place
+
+
+class ConsumerService:
+    """`consumers` are the silo's, by provider."""
+
+    def __init__(self, providers: Providers, consumers: Mapping[str, Consumers]) -> None:
+        self._providers = providers
+        self._consumers = consumers
+        self._pulls: dict[Member, Pulls] = {}
+
+    def methods(self) -> Sequence[Method]:
+        return (
+            Method(f"{SERVICE}/Subscribe", Kind.STREAM, self.subscribe),
+            Method(f"{SERVICE}/Pull", Kind.UNARY, self.pull),
+            Method(f"{SERVICE}/Acknowledge", Kind.UNARY, self.acknowledge, while_closing=True),
+        )
+
+    # ---- Subscribe -------------------------------------------------------------------------------------------------
+
+    async def subscribe(self, call: Call) -> None:
+        message = await call.read()
+        request = parsed(pb.SubscribeRequest, message or b"")
+        if not request.HasField("open"):
+            raise InvalidArgument("the first request of Subscribe says what to subscribe to: set its field open")
+        opening = await self._open(call, request.open)
+        session = Session(call, opening, keeps=request.open.keeps_positions)
+        await session.run(request)
+
+    async def _open(self, call: Call, request: pb.Open) -> Opening:
+        provider = provider_of(self._providers, request.provider)
+        definition = await self._definition(call, provider, request)
+        consumer = request.consumer or f"c-{uuid.uuid4().hex[:16]}"
+        positions = _positions(request, provider.queues)
+        consumers = self._consumers[provider.name]
+        place = await consumers.join(definition, consumer, request.session_timeout_ms / 1000, positions)
+        return Opening(provider, consumers, definition, place)
+
+    async def _definition(self, call: Call, provider: Provider, request: pb.Open) -> SubscriptionDefinition:
+        if not request.HasField("definition"):
+            return await subscription_of(call, provider, request.subscription, TO_CONSUME)
+        definition = wire.definition_of(request.definition)
+        if request.subscription not in ("", definition.name):
+            raise InvalidArgument(
+                f"open names subscription {request.subscription!r} and defines {definition.name!r}: leave one out"
+            )
+        # Both may be needed: to subscribe is needed to consume, whoever may create it.
+        call.principal.require_selector(TO_CONSUME[0], definition.selector.pattern)
+        await create_subscription(call, provider, definition)
+        return definition
+
+    # ---- Pull and Acknowledge --------------------------------------------------------------------------------------
+
+    async def pull(self, call: Call, encoded: bytes) -> bytes:
+        request = parsed(pb.PullRequest, encoded)
+        check_consumer(request.consumer)
+        provider = provider_of(self._providers, request.provider)
+        definition = await subscription_of(call, provider, request.subscription, TO_CONSUME)
+        consumers = self._consumers[provider.name]
+        place = consumers.find(definition, request.consumer)
+        pulls = None if place is None else self._pulls.get(place.member)
+        if place is None or pulls is None:
+            place = await consumers.join(definition, request.consumer, request.session_timeout_ms / 1000)
+            pulls = self._pulls[place.member] = Pulls(place, self._pulls)
+        refused = pulls.apply(request.acknowledgements, request.rejections)
+        frames = await pulls.wait(call, request)
+        notices = pb.PullResponse(refused=refused, gaps=map(wire.gap_message, pulls.take_gaps()))
+        return b"".join((*frames, notices.SerializeToString()))
+
+    async def acknowledge(self, call: Call, encoded: bytes) -> bytes:
+        request = parsed(pb.AcknowledgeRequest, encoded)
+        provider = provider_of(self._providers, request.provider)
+        definition = await subscription_of(call, provider, request.subscription, TO_CONSUME)
+        place = self._consumers[provider.name].find(definition, request.consumer)
+        if place is None:
+            everything = (*request.acknowledgements, *request.rejections)
+            return pb.AcknowledgeResponse(refused=map(_refusal, everything)).SerializeToString()
+        place.group.heard(place.member)
+        refused = apply(place, request.acknowledgements, request.rejections)
+        return pb.AcknowledgeResponse(refused=refused).SerializeToString()
+
+
+def apply(
+    place: Place, acknowledgements: Iterable[pb.Acknowledgement], rejections: Iterable[pb.Rejection]
+) -> list[pb.Refusal]:
+    """What a consumer says about what it holds. Returns what it does not hold."""
+    group, member = place
+    refused: list[pb.Refusal] = []
+    for each in acknowledgements:
+        events = Events(each.queue, each.offset, each.index, each.count)
+        if not group.acknowledge(member, events, up_to=each.up_to):
+            refused.append(_refusal(each))
+    for each in rejections:
+        if each.delay_ms > MAX_DELAY_MS:
+            raise InvalidArgument(f"delay_ms of a rejection is at most {MAX_DELAY_MS:,}, not {each.delay_ms:,}")
+        events = Events(each.queue, each.offset, each.index, each.count)
+        delay_s = each.delay_ms / 1000 if each.HasField("delay_ms") else None
+        if not group.reject(member, events, each.reason[:MAX_REASON] or "rejected by its consumer", delay_s):
+            refused.append(_refusal(each))
+    return refused
+
+
+def _refusal(each: pb.Acknowledgement | pb.Rejection) -> pb.Refusal:
+    return pb.Refusal(queue=each.queue, offset=each.offset, index=each.index)
+
+
+def _positions(request: pb.Open, queues: int) -> Mapping[int, Checkpoint] | None:
+    if not request.keeps_positions:
+        if request.positions:
+            raise InvalidArgument("open has positions, but not keeps_positions: set it, or leave them out")
+        return None
+    for position in request.positions:
+        if position.queue >= queues:
+            raise InvalidArgument(f"open.positions: the provider has no queue {position.queue}, it has {queues}")
+    return {position.queue: checkpoint_of_token(position.token) for position in request.positions}
+
+
+class Session:
+    """One `Subscribe` call."""
+
+    def __init__(self, call: Call, opening: Opening, *, keeps: bool) -> None:
+        self._call = call
+        self._opening = opening
+        self._group: Group = opening.place.group
+        self._member: Member = opening.place.member
+        self._keeps = keeps
+        self._loop = asyncio.get_running_loop()
+        self._heartbeat_s = self._member.timeout_s / HEARTBEATS
+        self._something = asyncio.Event()
+        self._gone: asyncio.Future[None] = self._loop.create_future()
+        """Its error is what the call ends with."""
+        self._heart = self._loop.call_later(self._heartbeat_s, self._beat)
+        self._wrote = False
+        self._closing = False
+        self._progress = False
+        self._saved = 0
+        self._queues: tuple[int, ...] | None = None
+        self._told: pb.SubscribeResponse | None = self._opened()
+        self._refused: list[pb.Refusal] = []
+        self._gaps: deque[GapRecord] = deque(maxlen=MAX_GAPS)
+        self._member.on_outbox = self._something.set
+        self._member.on_notice = self._notice
+        self._member.on_gone = self._end_with
+        self._group.on_gap = self._gap
+
+    def _opened(self) -> pb.SubscribeResponse:
+        opened = pb.Opened(
+            consumer=self._member.id,
+            session_timeout_ms=round(self._member.timeout_s * 1000),
+            heartbeat_ms=round(self._heartbeat_s * 1000),
+            definition=wire.definition_message(self._opening.definition),
+        )
+        return pb.SubscribeResponse(opened=opened)
+
+    async def run(self, first: pb.SubscribeRequest) -> None:
+        """Converse until either side ends it. What the consumer holds then stays in its hands until it is back or its
+        time is up; where it closed in order, it goes to others at once."""
+        self._something.set()
+        writing = self._loop.create_task(self._write(), name="headrace session writes")
+        reading = self._loop.create_task(self._read(first), name="headrace session reads")
+        settling = self._loop.create_task(self._settle(), name="headrace session settles")
+        tasks = (reading, writing, settling)
+        try:
+            await asyncio.wait({*tasks, self._gone}, return_when=asyncio.FIRST_COMPLETED)
+            self._raise(*tasks)
+        finally:
+            self._heart.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._let_go()
+        await self._opening.consumers.save()
+
+    def _raise(self, *tasks: asyncio.Task[None]) -> None:
+        """What ended it, where that was not the consumer's wish."""
+        for ended in (self._gone, *tasks):
+            if ended.done():
+                ended.result()
+
+    def _let_go(self) -> None:
+        self._gone.cancel()
+        if self._member.on_gone == self._end_with:  # else it is another session's, or nobody's
+            self._group.disconnect(self._member)
+            if self._closing:
+                self._group.leave(self._member)
+
+    def _end_with(self, error: HeadraceError) -> None:
+        if not self._gone.done():
+            self._gone.set_exception(error)
+
+    # ---- what the consumer says ------------------------------------------------------------------------------------
+
+    async def _read(self, request: pb.SubscribeRequest) -> None:
+        self._apply(request)
+        while not self._closing:
+            message = await self._call.read()
+            self._group.heard(self._member)
+            if message is None:
+                self._closing = True
+            elif message:
+                self._apply(parsed(pb.SubscribeRequest, message))
+
+    def _apply(self, request: pb.SubscribeRequest) -> None:
+        if request.acknowledgements or request.rejections:
+            refused = apply(self._opening.place, request.acknowledgements, request.rejections)
+            if refused:
+                self._refused = [*self._refused, *refused][:MAX_REFUSED]
+                self._something.set()
+        self._member.applied = max(self._member.applied, request.number)
+        if request.HasField("credit"):
+            self._group.grant(self._member, request.credit.events, request.credit.bytes)
+        self._closing = request.close
+
+    # ---- what the silo says ----------------------------------------------------------------------------------------
+
+    async def _write(self) -> None:
+        member, group = self._member, self._group
+        while True:
+            await self._something.wait()
+            self._something.clear()
+            more = True
+            while more:
+                frames, notices = member.collect(), self._notices()
+                if frames or notices:
+                    self._wrote = True
+                    await self._call.write(b"".join((*frames, notices)) if notices or len(frames) > 1 else frames[0])
+                more = group.sent(member) if frames else False
+
+    def _notices(self) -> bytes:
+        """Everything but batches that is to be told, encoded; empty where there is nothing."""
+        member = self._member
+        response, self._told = self._told or pb.SubscribeResponse(), None
+        if member.saved > self._saved:
+            response.saved = self._saved = member.saved
+        if self._opening.definition.mode is Mode.BOUND and member.queues != self._queues:
+            self._queues = member.queues
+            response.assignment.queues.extend(member.queues)
+            response.assignment.SetInParent()
+        if self._refused:
+            response.refused.extend(self._refused)
+            self._refused.clear()
+        while self._gaps:
+            response.gaps.append(wire.gap_message(self._gaps.popleft()))
+        if self._progress:
+            self._progress = False
+            response.progress.CopyFrom(self._state())
+        if self._keeps and response.saved:
+            for queue, checkpoint in self._group.positions().items():
+                response.positions.add(queue=queue, token=position_token(checkpoint))
+        return response.SerializeToString()
+
+    def _state(self) -> pb.Progress:
+        member = self._member
+        return pb.Progress(
+            credit_events=member.credit_events,
+            credit_bytes=member.credit_bytes,
+            in_flight_events=member.in_flight_events,
+            in_flight_bytes=member.in_flight_bytes,
+            caught_up=self._group.caught_up,
+            needed_bytes=member.needed_bytes,
+        )
+
+    def _notice(self) -> None:
+        if self._member.needed_bytes:
+            self._progress = True
+        self._something.set()
+
+    def _gap(self, record: GapRecord) -> None:
+        self._gaps.append(record)
+        self._something.set()
+
+    def _beat(self) -> None:
+        """Say how things are where nothing else was said."""
+        if not self._wrote:
+            self._progress = True
+            self._something.set()
+        self._wrote = False
+        self._heart = self._loop.call_later(self._heartbeat_s, self._beat)
+
+    async def _settle(self) -> None:
+        """The silo stops: tell the consumer, give it nothing more, and wait for what it holds."""
+        await self._call.closing.wait()
+        self._member.connected = False
+        self._told = self._told or pb.SubscribeResponse()
+        self._told.closing.reason = "the silo stops: connect again, to this one or to another"
+        self._something.set()
+        while self._member.in_flight:
+            await asyncio.sleep(SETTLE_S)  # noqa: ASYNC110 (it ends once, and acknowledging need not tell anybody)
+        await self._opening.consumers.save()
+        raise Unavailable("the silo stops: connect again, to this one or to another")
+
+
+class Pulls:
+    """A consumer that pulls: a member that has credit only while a call waits. What a call returned comes again when
+    it was not acknowledged within the session timeout."""
+
+    def __init__(self, place: Place, others: dict[Member, Pulls]) -> None:
+        self._place = place
+        self._group, self._member = place
+        self._others = others
+        self._loop = asyncio.get_running_loop()
+        self._waiting = False
+        self._error: HeadraceError | None = None
+        self._gaps: deque[GapRecord] = deque(maxlen=MAX_GAPS)
+        self._something = asyncio.Event()
+        self._member.connected = self._member.attached = False
+        self._member.on_gone = self._end
+        self._group.on_gap = self._gaps.append
+
+    def _end(self, error: HeadraceError) -> None:
+        self._others.pop(self._member, None)
+        self._error = error
+        self._something.set()
+
+    def take_gaps(self) -> list[GapRecord]:
+        gaps = list(self._gaps)
+        self._gaps.clear()
+        return gaps
+
+    def apply(
+        self, acknowledgements: Iterable[pb.Acknowledgement], rejections: Iterable[pb.Rejection]
+    ) -> list[pb.Refusal]:
+        self._group.heard(self._member)
+        return apply(self._place, acknowledgements, rejections)
+
+    async def wait(self, call: Call, request: pb.PullRequest) -> list[bytes]:
+        """The frames of what is there, at once or after a wait. Empty where nothing came."""
+        member = self._member
+        if self._waiting:
+            raise LimitExceeded(f"consumer {member.id!r} waits in another call already: wait for that one first")
+        self._waiting = True
+        before = set(member.in_flight.values())
+        frames: list[bytes] = []
+        try:
+            self._open(request)
+            await self._first(call, request.wait_ms / 1000)
+            while member.outbox:
+                frames += member.collect()
+            return frames
+        finally:
+            self._waiting = False
+            self._close()
+            new = [parcel for parcel in member.parcels() if parcel not in before]
+            self._loop.call_later(member.timeout_s if frames else 0, self._take_back, new)
+
+    def _open(self, request: pb.PullRequest) -> None:
+        member = self._member
+        member.connected = True
+        member.on_outbox = member.on_notice = self._something.set
+        self._something.clear()
+        self._group.heard(member)
+        self._group.grant(member, request.max_events or PULL_EVENTS, request.max_bytes or PULL_BYTES)
+
+    async def _first(self, call: Call, wait_s: float) -> None:
+        """Return when something is there, or the wait is over. Whoever waits is heard."""
+        member = self._member
+        ends = self._loop.time() + max(min(wait_s, (call.remaining_s() or wait_s) - DEADLINE_S), SHORTEST_WAIT_S)
+        while not member.outbox and not call.closing.is_set() and (left := ends - self._loop.time()) > 0:
+            self._group.heard(member)
+            try:
+                async with asyncio.timeout(min(left, LOOK_S)):
+                    await self._something.wait()
+            except TimeoutError:
+                continue
+            self._something.clear()
+            if self._error is not None:
+                raise self._error
+            if member.needed_bytes and not member.outbox:
+                self._group.grant(member, 0, member.needed_bytes)
+        await asyncio.sleep(0)  # other queues may have something as well
+
+    def _close(self) -> None:
+        member = self._member
+        member.connected = False
+        member.charge(member.credit_events, member.credit_bytes)
+        self._group.sent(member)
+
+    def _take_back(self, parcels: Sequence[Parcel]) -> None:
+        for parcel in parcels:
+            if parcel in parcel.delivery.parcels and parcel.member is self._member:
+                parcel.delivery.take_back(parcel)
