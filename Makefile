@@ -60,6 +60,8 @@ dev: $(STAMPS)/venv $(TREE) ## editable install, for quick work: then call $(BIN
 
 generate: $(STAMPS)/test $(TREE) ## generate the code for proto/v1/*.proto
 	cd $(TREE) && PATH=$(abspath $(BIN)):$$PATH ../bin/python -m grpc_tools.protoc -I. --python_out=. --mypy_out=. headrace/proto/v1/*.proto
+	# Relative, as the sources import them: the type checker would take headrace.proto and proto for two packages.
+	sed -i 's/^from headrace\.proto\.v1 import/from . import/' proto/v1/*_pb2.pyi
 
 baseline: $(STAMPS)/test $(TREE) ## on a release: take proto/v1/*.proto for what later ones are compared with
 	cd $(TREE) && ../bin/buf build --config headrace/proto/buf.yaml --exclude-source-info --output headrace/proto/v1.binpb

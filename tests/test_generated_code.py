@@ -28,4 +28,7 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("suffix", ["_pb2.py", "_pb2.pyi"])
 def test_generated_code_is_current(generated: Path, source: Path, suffix: str):
     name = source.with_name(source.stem + suffix)
-    assert (PROTO / name).read_text() == (generated / name).read_text(), "run `make generate`, and commit what it makes"
+    made = (generated / name).read_text()
+    if suffix == "_pb2.pyi":
+        made = made.replace("\nfrom headrace.proto.v1 import", "\nfrom . import")
+    assert (PROTO / name).read_text() == made, "run `make generate`, and commit what it makes"
