@@ -16,7 +16,8 @@ import msgspec
 
 from ..streams.errors import InvalidArgument
 from ..streams.handlers import Declared, declared
-from .config import SiloConfig
+from .access import Authenticator, NoTokens, TokenBook
+from .config import SiloConfig, check
 from .http import Answer, serving
 from .metrics import Observed, render
 from .provider import DEFAULT_ADAPTER, Provider
@@ -33,6 +34,8 @@ class Silo:
         self.providers: dict[str, Provider] = {}
         self.address: str | None = None
         """Where /metrics and /healthz are, if anywhere."""
+        self.grpc_address: str | None = None
+        """Where gRPC is served, as HOST:PORT, if anywhere."""
         self.stopping = False
 
     @classmethod
@@ -40,12 +43,14 @@ class Silo:
     async def opened(cls, config: SiloConfig) -> AsyncGenerator[Silo]:
         """Serve everything that the configuration names, for the length of an `async with`.
 
-        At its end reading stops, running handlers end within `drain_s` seconds, and what is done is saved.
+        gRPC answers once the providers are open. At its end open calls are told, and have `drain_s` seconds to end;
+        then reading stops, running handlers end within as long, and what is done is saved.
 
         Raises InvalidArgument for a module that cannot be imported and for subscriptions of providers that are not
         configured, and where a provider needs a data directory and none is named; Busy where the port is taken or
         another process serves one of the subscriptions.
         """
+        check(config)
         silo = cls(config)
         silo._check_data()
         subscriptions = silo._declared()
@@ -54,9 +59,12 @@ class Silo:
                 silo.address = await stack.enter_async_context(silo._serving(config.http.port))
             stack.push_async_callback(silo._close)
             await silo._start(subscriptions)
+            if config.grpc.port is not None:
+                silo.grpc_address = await silo._serve_grpc(stack)
+            silo._tell_ready(subscriptions)
             yield silo
             silo.stopping = True
-            log.info("silo is stopping: running handlers have %.1f s to end", config.drain_s)
+            log.info("silo is stopping: calls and running handlers have %.1f s to end", config.drain_s)
 
     def _check_data(self) -> None:
         for name, provider in self.config.providers.items():
@@ -82,14 +90,17 @@ class Silo:
             self.providers[name] = await Provider.start(self.config.data, options.named(name))
         for one in subscriptions:
             await self.providers[one.provider].attach(one)
-        if not subscriptions:
+
+    def _tell_ready(self, subscriptions: Sequence[Declared]) -> None:
+        if not subscriptions and self.grpc_address is None:
             log.warning("silo has no subscription to serve: name modules that declare some (--module, modules = [])")
         log.info(
-            "silo is ready: %s; %s; subscriptions: %s%s",
+            "silo is ready: %s; %s; subscriptions: %s%s%s",
             ", ".join({f"data in {one.data}" for one in self.providers.values() if one.data}) or "no data directory",
             ", ".join(f"provider {one.name} with {counted(one.queues, 'queue')}" for one in self.providers.values()),
             ", ".join(one.definition.name for one in subscriptions) or "none",
             f"; {self.address}/metrics" if self.address else "",
+            f"; gRPC on {self.grpc_address}" if self.grpc_address else "",
         )
 
     async def _close(self) -> None:
@@ -99,6 +110,25 @@ class Silo:
                 raise error
         if self.stopping:
             log.info("silo has stopped: what is done is saved")
+
+    # ---- what others use -------------------------------------------------------------------------------------------
+
+    async def _serve_grpc(self, stack: AsyncExitStack) -> str:
+        from .consumers import Consumers  # noqa: PLC0415 (gRPC is loaded only where it is served)
+        from .rpc import server, services  # noqa: PLC0415
+
+        authenticator: Authenticator = NoTokens()
+        if self.config.grpc.asks_for_tokens:
+            store = next(iter(self.providers.values())).store  # all providers of a data directory share one
+            authenticator = await stack.enter_async_context(TokenBook.opened(store))
+        consumers = {
+            name: await stack.enter_async_context(Consumers.opened(provider, self.config.grpc.session_timeout_s))
+            for name, provider in self.providers.items()
+        }
+        methods = services.methods_of(self.providers, consumers)
+        return await stack.enter_async_context(
+            server.serving(self.config.grpc, authenticator, lambda _: methods, drain_s=self.config.drain_s)
+        )
 
     # ---- what others see -------------------------------------------------------------------------------------------
 

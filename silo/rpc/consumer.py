@@ -331,8 +331,8 @@ class Session:
         self._told = self._told or pb.SubscribeResponse()
         self._told.closing.reason = "the silo stops: connect again, to this one or to another"
         self._something.set()
-        while self._member.in_flight:
-            await asyncio.sleep(SETTLE_S)  # noqa: ASYNC110 (it ends once, and acknowledging need not tell anybody)
+        while self._member.in_flight:  # noqa: ASYNC110 (it ends once, and acknowledging need not tell anybody)
+            await asyncio.sleep(SETTLE_S)
         await self._opening.consumers.save()
         raise Unavailable("the silo stops: connect again, to this one or to another")
 

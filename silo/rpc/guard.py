@@ -77,6 +77,10 @@ class Method(NamedTuple):
     probe: bool = False
     """It needs no token, may be called while the silo stops, and nobody waits for its end."""
 
+    @property
+    def service(self) -> str:
+        return self.name.partition("/")[0]
+
 
 class Call:
     """A call, as its handler sees it.
@@ -85,15 +89,17 @@ class Call:
         principal: who calls, and what they may: `call.principal.require(Permission.PUBLISH, namespace)` and the like,
             before anything is looked up.
         peer: the caller's address, as gRPC has it.
-        closing: is set when the silo is going to stop: end the call soon, in order.
+        closing: is set when the silo stops, or wants the service's callers elsewhere: end the call soon, in order.
     """
 
     __slots__ = ("_context", "_guard", "_usage", "closing", "peer", "principal")
 
-    def __init__(self, guard: Guard, context: Context, principal: Principal, usage: Usage) -> None:
+    def __init__(
+        self, guard: Guard, context: Context, principal: Principal, usage: Usage, closing: asyncio.Event
+    ) -> None:
         self.principal = principal
         self.peer = context.peer()
-        self.closing = guard.closing
+        self.closing = closing
         self._guard = guard
         self._context = context
         self._usage = usage
@@ -113,7 +119,10 @@ class Call:
         return message
 
     async def write(self, message: bytes) -> None:
-        """Send a message on a stream; waits while the caller does not take what was sent before. One at a time."""
+        """Send a message on a stream; waits while the caller does not take what was sent before.
+
+        One at a time: two at once end the call.
+        """
         await self._context.write(message)
 
     def check_valid(self) -> None:
@@ -144,7 +153,9 @@ class Guard:
     def __init__(self, authenticator: Authenticator, limits: Limits, *, certificates: bool = False) -> None:
         """With `certificates`, a caller that needs no token goes by the name in its certificate."""
         self.authenticator = authenticator
-        self.closing = asyncio.Event()
+        self._closing: dict[str, asyncio.Event] = {}
+        self.change = asyncio.Event()
+        """Set when a service is closed or reopened next."""
         self._limits = limits
         self._certificates = certificates
         self._open = 0
@@ -153,15 +164,38 @@ class Guard:
 
     def handlers(self, methods: Iterable[Method]) -> Mapping[str, Mapping[str, grpc.RpcMethodHandler[bytes, bytes]]]:
         """What grpc serves: by service, by method."""
-        services: dict[str, dict[str, grpc.RpcMethodHandler[bytes, bytes]]] = {}
+        handlers: dict[str, dict[str, grpc.RpcMethodHandler[bytes, bytes]]] = {}
         for method in methods:
-            service, _, name = method.name.partition("/")
-            services.setdefault(service, {})[name] = self._handler(method)
-        return services
+            self._closing.setdefault(method.service, asyncio.Event())
+            handlers.setdefault(method.service, {})[method.name.partition("/")[2]] = self._handler(method)
+        return handlers
+
+    @property
+    def services(self) -> Mapping[str, bool]:
+        """All services by name, and whether each is open."""
+        return {name: not closing.is_set() for name, closing in self._closing.items()}
+
+    def close(self, service: str) -> None:
+        """Let no new calls in, and tell those that are open to end."""
+        self._closing[service].set()
+        self._tell()
+
+    def reopen(self, service: str) -> None:
+        """Let calls in again. Those that were told to end still are."""
+        self._closing[service] = asyncio.Event()
+        self._tell()
+
+    def _tell(self) -> None:
+        self.change.set()
+        self.change = asyncio.Event()
 
     async def ended(self) -> None:
         """Return when no call is open, probes apart."""
         await self._none_open.wait()
+
+    @property
+    def open_calls(self) -> int:
+        return self._open
 
     def check_size(self, message: bytes) -> None:
         limit = self._limits.limits.message_bytes
@@ -193,6 +227,9 @@ class Guard:
             try:
                 for request in requests:
                     self.check_size(request)
+                if method.kind is not Kind.UNARY:
+                    # Now, since a first message that is under way would keep an error from being sent.
+                    await context.send_initial_metadata(())
                 return await method.handler(call, *requests)
             finally:
                 self._leave(method, call)
@@ -200,15 +237,16 @@ class Guard:
             await _fail(method, context, error)
 
     def _admit(self, method: Method, context: Context) -> Call:
-        if self.closing.is_set() and not (method.while_closing or method.probe):
-            raise Unavailable("the silo is going to stop: try again, or go to another one")
+        closing = self._closing[method.service]
+        if closing.is_set() and not (method.while_closing or method.probe):
+            raise Unavailable("the silo stops, or is drained: try again later, or go to another one")
         principal = EVERYTHING if method.probe else self._principal(context)
         peer = context.peer()
         usage = self._limits.begin(client_of(principal, peer), peer)
         if not method.probe:
             self._open += 1
             self._none_open.clear()
-        return Call(self, context, principal, usage)
+        return Call(self, context, principal, usage, closing)
 
     def _leave(self, method: Method, call: Call) -> None:
         call.end()
@@ -262,8 +300,7 @@ async def _fail(method: Method, context: Context, error: Exception) -> NoReturn:
         if type(error) is HeadraceError:
             log.error("%s failed", method.name, exc_info=error)
     else:
-        if not context.done():  # a caller that went away is no bug
-            log.error("%s failed", method.name, exc_info=error)
+        log.error("%s failed", method.name, exc_info=error)
         failure = Failure(grpc.StatusCode.INTERNAL, _INTERNAL, [(CODE, HeadraceError.code)])
     await context.abort(failure.status, failure.details, tuple(failure.trailers))
 
