@@ -116,6 +116,9 @@ def test_no_permission_includes_another():
         (["orders*"], "orders%2A/*", True),
         (["orders%2A*"], "orders*/*", False),
         (["orders%2A*"], "orders%2A*/*", True),
+        (["order%3F*"], "order?/*", False),
+        (["order%3F"], "order?/*", False),
+        (["order%3F"], "order%3f/*", True),
         (["*"], "*/*", True),
         (["*"], "?/x", True),
         ([], "orders/*", False),
@@ -136,9 +139,9 @@ def test_what_is_no_selector_is_refused_whatever_is_granted(text: str):
 
 # Against brute force: every namespace of up to three of these characters. The escaped forms are in the patterns and
 # selectors, and what a pattern covers is told by the selector of the same text, which is another program.
-CHARACTERS = "aé*/%"
+CHARACTERS = "aé*?/%"
 NAMESPACES = ["".join(letters) for length in range(4) for letters in product(CHARACTERS, repeat=length)]
-PIECES = ["a", "é", "%61", "%C3%A9", "%2A", "%2F", "%25"]
+PIECES = ["a", "é", "%61", "%C3%A9", "%2A", "%3F", "%2F", "%25"]
 
 
 def texts(*more: str) -> st.SearchStrategy[str]:
@@ -173,7 +176,7 @@ def test_a_selector_refused_under_one_pattern_matches_something_that_is_not_gran
     assume(not principal.allows_selector(SUBSCRIBE, selector))
     matches = Selector(selector).matcher()
     # A wildcard stands for another character somewhere, or for none.
-    others = [*NAMESPACES, *("".join(letters) for letters in product("aé*/%x", repeat=4))]
+    others = [*NAMESPACES, *("".join(letters) for letters in product(f"{CHARACTERS}x", repeat=4))]
     assert any(matches(StreamId(ns, "k")) and not principal.allows(SUBSCRIBE, ns) for ns in others)
 
 

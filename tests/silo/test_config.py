@@ -404,7 +404,7 @@ def test_a_file_that_cannot_be_used_is_named(tls: dict[str, str], files: dict[st
     assert "\n" not in str(caught.value)
 
 
-def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked_for_it(tls: dict[str, str], tmp_path: Path):
+def test_a_key_with_a_passphrase_is_refused(tls: dict[str, str], tmp_path: Path):
     key = serialization.load_pem_private_key(Path(tls["key"]).read_bytes(), None)
     encrypted = key.private_bytes(
         serialization.Encoding.PEM,
