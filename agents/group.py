@@ -44,7 +44,6 @@ class Group:
         self._stored = stored
         self.members: dict[str, Member] = {}
         self.deliveries: dict[int, GroupDelivery] = {}
-        self.on_gap: Callable[[GapRecord], None] = lambda _: None
         self.empty_since = asyncio.get_running_loop().time()
         """When the last member left, while there is none."""
         self._bound = definition.mode is Mode.BOUND
@@ -71,7 +70,8 @@ class Group:
         return delivery
 
     def gap(self, record: GapRecord) -> None:
-        self.on_gap(record)
+        for member in self.members.values():
+            member.on_gap(record)
 
     def saving(self) -> Callable[[], None]:
         marks = [(member, member.applied) for member in self.members.values() if member.applied > member.saved]

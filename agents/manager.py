@@ -304,7 +304,7 @@ class PullingManager:
                 elif not await self._save_last(served, {queue: checkpoint}):
                     self._tell_fenced(name)
 
-    def start_agents(self, queues: Sequence[int]) -> None:
+    async def start_agents(self, queues: Sequence[int]) -> None:
         """Read these queues again, from where they were stopped."""
         for queue in queues:
             if queue not in self.stopped:

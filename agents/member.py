@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..streams.errors import HeadraceError
+from ..streams.subscriptions import GapRecord
 from .parcel import Parcel
 
 OUTBOX_BYTES = 256 << 10
@@ -86,6 +87,8 @@ class Member:
         """There is something to send."""
         self.on_notice: Callable[[], None] = _ignore
         """`saved` or `queues` changed."""
+        self.on_gap: Callable[[GapRecord], None] = lambda _: None
+        """Events were gone before they were delivered."""
         self.on_gone: Callable[[HeadraceError], None] = lambda _: None
         """It is a member no more: its session has to end with this error."""
 
@@ -127,6 +130,7 @@ class Member:
         self.outbox.clear()
         self.outbox_bytes = 0
         self.on_outbox = self.on_notice = _ignore
+        self.on_gap = lambda _: None
         self.on_gone = lambda _: None
 
     def parcels(self) -> list[Parcel]:

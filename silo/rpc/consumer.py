@@ -188,7 +188,7 @@ class Session:
         self._member.on_outbox = self._something.set
         self._member.on_notice = self._notice
         self._member.on_gone = self._end_with
-        self._group.on_gap = self._gap
+        self._member.on_gap = self._gap
 
     def _opened(self) -> pb.SubscribeResponse:
         opened = pb.Opened(
@@ -352,7 +352,7 @@ class Pulls:
         self._something = asyncio.Event()
         self._member.connected = self._member.attached = False
         self._member.on_gone = self._end
-        self._group.on_gap = self._gaps.append
+        self._member.on_gap = self._gaps.append
 
     def _end(self, error: HeadraceError) -> None:
         self._others.pop(self._member, None)
