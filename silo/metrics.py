@@ -63,11 +63,12 @@ _SUBSCRIPTION: Sequence[Measure] = (
     Measure("dead_letters", "Events given up on and kept.", "dead_lettered", total=True),
     Measure("skipped_events", "Events given up on and skipped.", "skipped", total=True),
     Measure("gaps", "Ranges that were gone before they were delivered.", "gaps", total=True),
-    Measure("handlers_running", "Handlers that run now.", "in_flight"),
+    Measure("handlers_running", "Handlers that run now, or parcels in the hands of remote consumers.", "in_flight"),
     Measure("streams_ready", "Streams in line for a handler.", "ready"),
     Measure("streams_waiting", "Streams that wait for their next attempt.", "waiting"),
     Measure("streams_parked", "Streams that left the cache.", "parked"),
     Measure("streams_paused", "Streams that wait to be resumed.", "paused"),
+    Measure("consumers", "Remote consumers that are attached.", "consumers"),
 )
 
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..agents import AgentStatistics, BucketStatistics, DeliveryStatistics, PullingManager
+from ..agents import (
+    AgentStatistics,
+    BucketStatistics,
+    DeliveryStatistics,
+    Group,
+    MemberStatistics,
+    PullingManager,
+    Service,
+)
 
 
 class CursorView(NamedTuple):
@@ -56,6 +64,8 @@ class SubscriptionView(NamedTuple):
     waiting: int
     parked: int
     paused: int
+    consumers: int
+    """Remote consumers that are attached; 0 where a handler in the silo consumes."""
     state: str
     reason: str
 
@@ -74,7 +84,8 @@ def provider_statistics(manager: PullingManager, published_events: int, publishe
     for agent in agents:
         for delivery, catching_up in agent.deliveries:
             by_name.setdefault(delivery.subscription, []).append((delivery, agent, catching_up))
-    subscriptions = [_subscription(name, parts) for name, parts in by_name.items()]
+    groups = {name: served.service for name, served in manager.served.items()}
+    subscriptions = [_subscription(name, parts, groups.get(name)) for name, parts in by_name.items()]
     return ProviderStatistics(queues, subscriptions, published_events, published_bytes)
 
 
@@ -99,10 +110,13 @@ def _cursor(delivery: DeliveryStatistics, buckets: Sequence[BucketStatistics], c
     )
 
 
-def _subscription(name: str, parts: list[tuple[DeliveryStatistics, AgentStatistics, bool]]) -> SubscriptionView:
+def _subscription(
+    name: str, parts: list[tuple[DeliveryStatistics, AgentStatistics, bool]], service: Service | None
+) -> SubscriptionView:
     total = {field: sum(getattr(d, field) for d, _, _ in parts) for field in _SUMMED}
-    state, reason = _state(total, parts)
-    return SubscriptionView(name=name, state=state, reason=reason, **total)
+    members = service.statistics() if isinstance(service, Group) else None
+    state, reason = _state(total, parts, members)
+    return SubscriptionView(name=name, consumers=len(members or ()), state=state, reason=reason, **total)
 
 
 _SUMMED = (
@@ -111,16 +125,33 @@ _SUMMED = (
 )  # fmt: skip
 
 
-def _state(total: dict[str, int], parts: list[tuple[DeliveryStatistics, AgentStatistics, bool]]) -> tuple[str, str]:
+def _state(  # noqa: PLR0911 (one for each state)
+    total: dict[str, int],
+    parts: list[tuple[DeliveryStatistics, AgentStatistics, bool]],
+    members: Sequence[MemberStatistics] | None,
+) -> tuple[str, str]:
     faulted = [agent.queue for _, agent, _ in parts if agent.state == "faulted"]
     if faulted:
         return "faulted", f"queues {', '.join(map(str, faulted))} cannot be read"
     if total["paused"]:
         return "paused", f"{total['paused']} streams wait to be resumed"
+    if members is not None and total["ready"] and (problem := _idle_members(members)):
+        return "out of credit", f"{problem}, {total['ready']} streams are in line"
     if total["waiting"]:
         return "retrying", f"{total['waiting']} streams wait for their next attempt"
     if total["parked"] or any(catching_up for _, _, catching_up in parts):
         return "behind", f"catching up outside of the cache, {total['parked']} streams parked"
-    if total["ready"] or total["in_flight"]:
-        return "running", f"{total['in_flight']} handlers run, {total['ready']} streams are in line"
-    return "caught up", ""
+    if not total["ready"] and not total["in_flight"]:
+        return "caught up", ""
+    doing = "handlers run" if members is None else "parcels are in consumers' hands"
+    return "running", f"{total['in_flight']} {doing}, {total['ready']} streams are in line"
+
+
+def _idle_members(members: Sequence[MemberStatistics]) -> str:
+    """Why nobody can be given anything, "" where somebody can."""
+    connected = [member for member in members if member.connected]
+    if not connected:
+        return "no consumer is connected"
+    if any(member.credit_events and member.credit_bytes and not member.needed_bytes for member in connected):
+        return ""
+    return f"none of {len(connected)} consumers has granted enough credit"
