@@ -461,16 +461,20 @@ class ListSubscriptionsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROVIDER_FIELD_NUMBER: _builtins.int
+    AFTER_NAME_FIELD_NUMBER: _builtins.int
     provider: _builtins.str
     """Name of the provider; empty for "default"."""
+    after_name: _builtins.str
+    """Those with a greater name: go on from the last one's."""
     def __init__(
         self,
         *,
         provider: _builtins.str = ...,
+        after_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["provider", b"provider"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_name", b"after_name", "provider", b"provider"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -483,7 +487,7 @@ class ListSubscriptionsResponse(_message.Message):
     DEFINITIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def definitions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubscriptionDefinition]:
-        """By name."""
+        """By name, and no more than fit into a message."""
 
     def __init__(
         self,
@@ -937,19 +941,23 @@ class ListGapsRequest(_message.Message):
 
     PROVIDER_FIELD_NUMBER: _builtins.int
     SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    SKIP_FIELD_NUMBER: _builtins.int
     provider: _builtins.str
     """Name of the provider; empty for "default"."""
     subscription: _builtins.str
     """Name of the subscription."""
+    skip: _builtins.int
+    """Without so many of the first ones: go on behind those that are known."""
     def __init__(
         self,
         *,
         provider: _builtins.str = ...,
         subscription: _builtins.str = ...,
+        skip: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["provider", b"provider", "subscription", b"subscription"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["provider", b"provider", "skip", b"skip", "subscription", b"subscription"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -962,7 +970,7 @@ class ListGapsResponse(_message.Message):
     GAPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def gaps(self) -> _containers.RepeatedCompositeFieldContainer[Global___Gap]:
-        """The oldest first."""
+        """The oldest first, and no more than fit into a message."""
 
     def __init__(
         self,
