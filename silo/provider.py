@@ -461,6 +461,24 @@ class Provider:
         self.manager.check_outside(name)
         await self.manager.move(name, positions, reason, DRAIN_S if self._has_handler(name) else 0.0)
 
+    async def resume(self, name: str, stream: StreamId) -> bool:
+        """Go on with a paused stream, also where nobody serves the subscription now. False where it is not paused.
+
+        Raises NotFound, or Busy where another live process serves the subscription.
+        """
+        if (served := self.manager.served.get(name)) is not None:
+            return any(delivery.resume(stream) for delivery in served.deliveries.values())
+        async with self._unserved(name):
+            stored = await self.store.checkpoints(self.name, name)
+            paused = {queue: at for queue, at in stored.items() if stream in at.behind and at.behind[stream].paused}
+            positions = {
+                queue: at._replace(behind={**at.behind, stream: Behind(at.behind[stream].token)})
+                for queue, at in paused.items()
+            }
+            if positions:
+                await self.store.seek(self.name, name, positions, f"{stream} is resumed")
+            return bool(positions)
+
     async def delete_subscription(self, name: str) -> None:
         """Delete a subscription and its progress; its dead letters stay. Raises NotFound, or Busy where another live
         process serves it."""

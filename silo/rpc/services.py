@@ -9,7 +9,12 @@ from . import publisher
 from .consumer import ConsumerService
 from .guard import Method
 from .lookup import Providers
+from .subscriptions import SubscriptionService
 
 
 def methods_of(providers: Providers, consumers: Mapping[str, Consumers]) -> Sequence[Method]:
-    return [*publisher.methods(providers), *ConsumerService(providers, consumers).methods()]
+    return [
+        *publisher.methods(providers),
+        *ConsumerService(providers, consumers).methods(),
+        *SubscriptionService(providers, consumers).methods(),
+    ]

@@ -1,0 +1,312 @@
+"""SubscriptionService: definitions, positions, and what subscriptions gave up on or do not get."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from ...proto.v1 import subscriptions_pb2 as pb
+from ...streams import wire
+from ...streams.errors import Closed, InvalidArgument, NotFound, Unavailable
+from ...streams.identity import StreamId
+from ...streams.subscriptions import (
+    CONSUMER_SEPARATOR,
+    Checkpoint,
+    DeadLetter,
+    SubscriptionDefinition,
+    is_parent,
+)
+from ..access import Permission
+from ..consumers import Consumers
+from ..provider import Provider
+from .guard import Call, Kind, Method, parsed
+from .lookup import TO_KNOW, TO_MANAGE, Providers, create_subscription, provider_of, subscription_of
+
+SERVICE = "headrace.v1.SubscriptionService"
+LIST_BYTES = 3 << 20
+"""A list ends with the element with which it reaches this: gRPC clients take messages of 4 MiB."""
+LETTERS, MAX_LETTERS = 100, 1000
+LETTERS_AT_ONCE = 20
+"""So many are read from the store at a time, since each may have a MiB."""
+LOOK_S = 0.25
+"""How often the position of a subscription that is not served here is looked at."""
+
+_T = TypeVar("_T")
+_M = TypeVar("_M", bound=Message)
+
+
+class SubscriptionService:
+    """`consumers` are the silo's, by provider."""
+
+    def __init__(self, providers: Providers, consumers: Mapping[str, Consumers]) -> None:
+        self._providers = providers
+        self._consumers = consumers
+
+    def methods(self) -> list[Method]:
+        handlers = {
+            "CreateSubscription": self.create,
+            "GetSubscription": self.get,
+            "ListSubscriptions": self.list,
+            "DeleteSubscription": self.delete,
+            "SeekSubscription": self.seek,
+            "AwaitCaughtUp": self.await_caught_up,
+            "ResumeStream": self.resume,
+            "ListDeadLetters": self.dead_letters,
+            "RedriveDeadLetters": self.redrive,
+            "DeleteDeadLetters": self.delete_dead_letters,
+            "ListGaps": self.gaps,
+        }
+        return [Method(f"{SERVICE}/{name}", Kind.UNARY, handler) for name, handler in handlers.items()]
+
+    # ---- definitions -----------------------------------------------------------------------------------------------
+
+    async def create(self, call: Call, message: bytes) -> bytes:
+        request = parsed(pb.CreateSubscriptionRequest, message)
+        definition = wire.definition_of(request.definition)
+        if definition.filter is not None:
+            raise InvalidArgument("definition.filter names a function in the silo, which sets it itself: leave it out")
+        provider = provider_of(self._providers, request.provider)
+        created = await create_subscription(call, provider, definition)
+        return pb.CreateSubscriptionResponse(created=created).SerializeToString()
+
+    async def get(self, call: Call, message: bytes) -> bytes:
+        request = parsed(pb.GetSubscriptionRequest, message)
+        provider = provider_of(self._providers, request.provider)
+        definition = await subscription_of(call, provider, request.name, TO_KNOW)
+        found = pb.Subscription(
+            definition=wire.definition_message(definition),
+            progress=await _progress(provider, definition),
+            consumers=_consumers(self._consumers[provider.name], definition),
+        )
+        return pb.GetSubscriptionResponse(subscription=found).SerializeToString()
+
+    async def list(self, call: Call, message: bytes) -> bytes:
+        request = parsed(pb.ListSubscriptionsRequest, message)
+        provider = provider_of(self._providers, request.provider)
+        definitions = [
+            wire.definition_message(definition)
+            for definition in await provider.store.subscriptions(provider.name)
+            if definition.name > request.after_name and _visible(call, definition)
+        ]
+        return pb.ListSubscriptionsResponse(definitions=_fitting(definitions)).SerializeToString()
+
+    async def delete(self, call: Call, message: bytes) -> bytes:
+        request = parsed(pb.DeleteSubscriptionRequest, message)
+        provider = provider_of(self._providers, request.provider)
+        await subscription_of(call, provider, request.name, TO_MANAGE)
+        await provider.delete_subscription(request.name)
+        return pb.DeleteSubscriptionResponse().SerializeToString()
+
+    # ---- positions -------------------------------------------------------------------------------------------------
+
+    async def seek(self, call: Call, message: bytes) -> bytes:
+        request = parsed(pb.SeekSubscriptionRequest, message)
+        start = wire.start_of(request.to, "to")
+        provider = provider_of(self._providers, request.provider)
+        definition = await subscription_of(call, provider, request.name, TO_MANAGE)
+        for name in await _holders(provider, definition):
+            await provider.seek(name, start, f"asked for by {call.principal}")
+        return pb.SeekSubscriptionResponse().SerializeToString()
+
+    async def await_caught_up(self, call: Call, message: bytes) -> bytes:
+        request = parsed(pb.AwaitCaughtUpRequest, message)
+        provider = provider_of(self._providers, request.provider)
+        definition = await subscription_of(call, provider, request.name, TO_KNOW)
+        ends = {queue: (await provider.adapter.bounds(queue)).next for queue in range(provider.queues)}
+        for name in await _holders(provider, definition):
+            await _unless_closing(call, _caught_up(provider, name, ends))
+        return pb.AwaitCaughtUpResponse().SerializeToString()
+
+    async def resume(self, call: Call, message: bytes) -> bytes:
+        request = parsed(pb.ResumeStreamRequest, message)
+        stream = StreamId(request.namespace, request.key)
+        provider = provider_of(self._providers, request.provider)
+        definition = await subscription_of(call, provider, request.name, TO_MANAGE)
+        resumed = [await provider.resume(name, stream) for name in await _holders(provider, definition)]
+        return pb.ResumeStreamResponse(resumed=any(resumed)).SerializeToString()
+
+    # ---- dead letters and gaps -------------------------------------------------------------------------------------
+
+    async def dead_letters(self, call: Call, message: bytes) -> bytes:
+        request = parsed(pb.ListDeadLettersRequest, message)
+        provider = provider_of(self._providers, request.provider)
+        names = await _names_of_letters(call, provider, request.subscription)
+        limit = min(request.limit or LETTERS, MAX_LETTERS)
+        letters: list[pb.DeadLetter] = []
+        for name in names:
+            letters += await _letters(provider, name, limit, request.after_id)
+        letters.sort(key=lambda letter: letter.id)
+        return pb.ListDeadLettersResponse(dead_letters=_fitting(letters[:limit])).SerializeToString()
+
+    async def redrive(self, call: Call, message: bytes) -> bytes:
+        request = parsed(pb.RedriveDeadLettersRequest, message)
+        provider = provider_of(self._providers, request.provider)
+        definition = await subscription_of(call, provider, request.subscription, TO_MANAGE)
+        ids = _ids(request.ids) if request.ids else None
+        counts = [
+            await provider.store.request_redrive(provider.name, name, ids)
+            for name in await _holders(provider, definition)
+        ]
+        return pb.RedriveDeadLettersResponse(count=sum(counts)).SerializeToString()
+
+    async def delete_dead_letters(self, call: Call, message: bytes) -> bytes:
+        request = parsed(pb.DeleteDeadLettersRequest, message)
+        if request.all == bool(request.ids):
+            raise InvalidArgument("say which dead letters to delete: ids, or all, and not both")
+        provider = provider_of(self._providers, request.provider)
+        names = await _names_of_letters(call, provider, request.subscription)
+        ids = None if request.all else _ids(request.ids)
+        counts = [await provider.store.delete_dead_letters(provider.name, name, ids) for name in names]
+        return pb.DeleteDeadLettersResponse(count=sum(counts)).SerializeToString()
+
+    async def gaps(self, call: Call, message: bytes) -> bytes:
+        request = parsed(pb.ListGapsRequest, message)
+        provider = provider_of(self._providers, request.provider)
+        definition = await subscription_of(call, provider, request.subscription, TO_MANAGE)
+        names = await _holders(provider, definition)
+        gaps = [gap for name in names for gap in await provider.store.gaps(provider.name, name)]
+        return pb.ListGapsResponse(gaps=_fitting(map(wire.gap_message, gaps[request.skip :]))).SerializeToString()
+
+
+async def _holders(provider: Provider, definition: SubscriptionDefinition) -> Sequence[str]:
+    """Under which names positions are held: its own, or with mode broadcast those of its consumers."""
+    if not is_parent(definition):
+        return [definition.name]
+    own = f"{definition.name}{CONSUMER_SEPARATOR}"
+    stored = await provider.store.subscriptions(provider.name)
+    return [each.name for each in stored if each.name.startswith(own)]
+
+
+def _visible(call: Call, definition: SubscriptionDefinition) -> bool:
+    """Whether it is listed: those of the consumers of another one are not."""
+    allows = call.principal.allows_selector
+    return CONSUMER_SEPARATOR not in definition.name and any(
+        allows(permission, definition.selector.pattern) for permission in TO_KNOW
+    )
+
+
+async def _progress(provider: Provider, definition: SubscriptionDefinition) -> Sequence[pb.QueueProgress]:
+    lowest: dict[int, Checkpoint] = {}
+    for name in await _holders(provider, definition):
+        for queue, at in (await _positions(provider, name)).items():
+            if queue not in lowest or at.watermark < lowest[queue].watermark:
+                lowest[queue] = at
+    return [
+        pb.QueueProgress(
+            queue=queue,
+            next_offset=at.next_offset,
+            watermark=at.watermark,
+            end_offset=(await provider.adapter.bounds(queue)).next,
+            streams_behind=len(at.behind),
+        )
+        for queue, at in sorted(lowest.items())
+    ]
+
+
+async def _positions(provider: Provider, name: str) -> Mapping[int, Checkpoint]:
+    """Where it stands: now, where it is served here, else as it was saved."""
+    if (served := provider.manager.served.get(name)) is not None:
+        return {queue: delivery.checkpoint() for queue, delivery in served.deliveries.items()}
+    return await provider.store.checkpoints(provider.name, name)
+
+
+def _consumers(consumers: Consumers, definition: SubscriptionDefinition) -> list[pb.Consumer]:
+    return [
+        pb.Consumer(
+            id=member.id,
+            connected=member.connected,
+            credit_events=max(member.credit_events, 0),
+            credit_bytes=max(member.credit_bytes, 0),
+            in_flight_events=member.in_flight_events,
+            queues=member.queues,
+        )
+        for member in consumers.members(definition)
+    ]
+
+
+async def _caught_up(provider: Provider, name: str, ends: Mapping[int, int]) -> None:
+    """Return when everything below `ends` is done, whoever does it."""
+    while True:
+        try:
+            if (served := provider.manager.served.get(name)) is not None:
+                for queue, delivery in served.deliveries.items():
+                    await delivery.wait_until(ends[queue])
+                return
+        except Closed:  # it is moved, or served by somebody else from now on
+            pass
+        stored = await provider.store.checkpoints(provider.name, name)
+        if all(_done(at, ends[queue]) for queue, at in stored.items()):
+            return
+        await asyncio.sleep(LOOK_S)
+
+
+def _done(at: Checkpoint, end: int) -> bool:
+    return at.next_offset >= end and all(behind.paused or behind.token.offset >= end for behind in at.behind.values())
+
+
+async def _unless_closing(call: Call, work: Coroutine[Any, Any, _T]) -> _T:
+    """The outcome of a long wait. Raises Unavailable where the silo stops meanwhile."""
+    working = asyncio.create_task(work, name="headrace call")
+    closing = asyncio.create_task(call.closing.wait(), name="headrace call end")
+    try:
+        await asyncio.wait([working, closing], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Unavailable("the silo stops: ask again when it is back, or another one")
+        return working.result()
+    finally:
+        for task in (working, closing):
+            task.cancel()
+        await asyncio.gather(working, closing, return_exceptions=True)
+
+
+async def _names_of_letters(call: Call, provider: Provider, name: str) -> Sequence[str]:
+    """Under which names a subscription's dead letters are, which stay when it is deleted. Then only who may manage all
+    namespaces may know of them. Raises as `subscription_of`."""
+    try:
+        definition = await subscription_of(call, provider, name, TO_MANAGE)
+    except NotFound:  # said only to who may know everything
+        call.principal.require_everywhere(Permission.MANAGE)
+        if not await provider.store.dead_letters(provider.name, name, limit=1):
+            raise
+        return [name]
+    return await _holders(provider, definition)
+
+
+async def _letters(provider: Provider, name: str, limit: int, after_id: int) -> list[pb.DeadLetter]:
+    """Up to `limit`, and no more than fill a message."""
+    letters: list[pb.DeadLetter] = []
+    size = 0
+    while len(letters) < limit and size < LIST_BYTES:
+        at_once = min(LETTERS_AT_ONCE, limit - len(letters))
+        found = await provider.store.dead_letters(provider.name, name, limit=at_once, after_id=after_id)
+        letters += map(_letter_message, found)
+        size += sum(len(letter.payload) for letter in found)
+        if len(found) < at_once:
+            break
+        after_id = found[-1].id
+    return letters
+
+
+def _letter_message(letter: DeadLetter) -> pb.DeadLetter:
+    message = wire.dead_letter_message(letter)
+    message.subscription = letter.subscription.partition(CONSUMER_SEPARATOR)[0]
+    return message
+
+
+def _ids(given: Iterable[int]) -> list[int]:
+    return [number for number in given if number < 1 << 63]  # the store has no others
+
+
+def _fitting(messages: Iterable[_M]) -> list[_M]:
+    """As many of the first ones as fit into a message: at least one."""
+    fitting: list[_M] = []
+    size = 0
+    for message in messages:
+        fitting.append(message)
+        size += message.ByteSize()
+        if size >= LIST_BYTES:
+            break
+    return fitting
