@@ -29,7 +29,7 @@ class Caller:
     """A client that knows no more than the protocol."""
 
     def __init__(self, channel: grpc.Channel, token: str | None = None) -> None:
-        self._channel = channel
+        self._channel: Any = channel
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
 
     def publish(self, namespace: str, key: str = "k", payload: bytes = b"x") -> Answered:
@@ -53,7 +53,7 @@ class Caller:
                 if closing:
                     return
 
-        call: Any = self._channel.stream_stream("/headrace.v1.ConsumerService/Subscribe")
+        call = self._channel.stream_stream("/headrace.v1.ConsumerService/Subscribe")
         try:
             for _ in call(requests(), metadata=self._metadata, timeout=60):
                 pass
@@ -64,7 +64,7 @@ class Caller:
         return Answered("OK")
 
     def _ask(self, method: str, request: Any) -> Answered:
-        call: Any = self._channel.unary_unary(f"/headrace.v1.{method}")
+        call = self._channel.unary_unary(f"/headrace.v1.{method}")
         try:
             call(request.SerializeToString(), metadata=self._metadata, timeout=60)
         except grpc.RpcError as error:
