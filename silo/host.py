@@ -114,20 +114,15 @@ class Silo:
     # ---- what others use -------------------------------------------------------------------------------------------
 
     async def _serve_grpc(self, stack: AsyncExitStack) -> str:
-        from .consumers import Consumers  # noqa: PLC0415 (gRPC is loaded only where it is served)
-        from .rpc import server, services  # noqa: PLC0415
+        from .rpc import server, services  # noqa: PLC0415 (gRPC is loaded only where it is served)
 
         authenticator: Authenticator = NoTokens()
         if self.config.grpc.asks_for_tokens:
             store = next(iter(self.providers.values())).store  # all providers of a data directory share one
             authenticator = await stack.enter_async_context(TokenBook.opened(store))
-        consumers = {
-            name: await stack.enter_async_context(Consumers.opened(provider, self.config.grpc.session_timeout_s))
-            for name, provider in self.providers.items()
-        }
-        methods = services.methods_of(self.providers, consumers)
+        methods = await stack.enter_async_context(services.opened(self))
         return await stack.enter_async_context(
-            server.serving(self.config.grpc, authenticator, lambda _: methods, drain_s=self.config.drain_s)
+            server.serving(self.config.grpc, authenticator, methods, drain_s=self.config.drain_s)
         )
 
     # ---- what others see -------------------------------------------------------------------------------------------

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
 
 from ..consumers import Consumers
 from . import publisher
+from .cluster import ClusterService
 from .consumer import ConsumerService
-from .guard import Method
-from .lookup import Providers
+from .guard import Guard, Method
 from .subscriptions import SubscriptionService
 
+if TYPE_CHECKING:
+    from ..host import Silo
 
-def methods_of(providers: Providers, consumers: Mapping[str, Consumers]) -> Sequence[Method]:
-    return [
-        *publisher.methods(providers),
-        *ConsumerService(providers, consumers).methods(),
-        *SubscriptionService(providers, consumers).methods(),
-    ]
+
+@asynccontextmanager
+async def opened(silo: Silo) -> AsyncGenerator[Callable[[Guard], Sequence[Method]]]:
+    """The services' methods, for the length of an `async with`."""
+    timeout_s = silo.config.grpc.session_timeout_s
+    async with AsyncExitStack() as stack:
+        consumers = {
+            name: await stack.enter_async_context(Consumers.opened(provider, timeout_s))
+            for name, provider in silo.providers.items()
+        }
+        cluster = await stack.enter_async_context(ClusterService.opened(silo))
+
+        def methods(guard: Guard) -> Sequence[Method]:
+            return [
+                *publisher.methods(silo.providers),
+                *ConsumerService(silo.providers, consumers).methods(),
+                *SubscriptionService(silo.providers, consumers).methods(),
+                *cluster.methods(guard),
+            ]
+
+        yield methods

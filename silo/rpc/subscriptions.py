@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -209,7 +210,7 @@ async def _progress(provider: Provider, definition: SubscriptionDefinition) -> S
 async def _positions(provider: Provider, name: str) -> Mapping[int, Checkpoint]:
     """Where it stands: now, where it is served here, else as it was saved."""
     if (served := provider.manager.served.get(name)) is not None:
-        return {queue: delivery.checkpoint() for queue, delivery in served.deliveries.items()}
+        return served.saved | {queue: delivery.checkpoint() for queue, delivery in served.deliveries.items()}
     return await provider.store.checkpoints(provider.name, name)
 
 
@@ -229,18 +230,20 @@ def _consumers(consumers: Consumers, definition: SubscriptionDefinition) -> list
 
 async def _caught_up(provider: Provider, name: str, ends: Mapping[int, int]) -> None:
     """Return when everything below `ends` is done, whoever does it."""
+    left = dict(ends)
     while True:
-        try:
-            if (served := provider.manager.served.get(name)) is not None:
-                for queue, delivery in served.deliveries.items():
-                    await delivery.wait_until(ends[queue])
-                return
-        except Closed:  # it is moved, or served by somebody else from now on
-            pass
-        stored = await provider.store.checkpoints(provider.name, name)
-        if all(_done(at, ends[queue]) for queue, at in stored.items()):
+        positions = await _positions(provider, name)
+        queue = next((queue for queue, at in positions.items() if not _done(at, left[queue])), None)
+        if queue is None:
             return
-        await asyncio.sleep(LOOK_S)
+        served = provider.manager.served.get(name)
+        delivery = served.deliveries.get(queue) if served else None
+        if delivery is None:
+            await asyncio.sleep(LOOK_S)
+            continue
+        with suppress(Closed):  # it is moved, or its agent is stopped: look again
+            await delivery.wait_until(left[queue])
+            left[queue] = 0
 
 
 def _done(at: Checkpoint, end: int) -> bool:
