@@ -1,0 +1,267 @@
+"""The Node.js example against a real silo: events go from producer to consumers, whoever is killed meanwhile."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from headrace.benchmarks.servers import find_program
+from headrace.benchmarks.silo_server import SiloServer
+
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "node"
+TIMEOUT_S = 60.0
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+
+
+class Program:
+    """One of the example's programs, with its output in a file that grows."""
+
+    def __init__(self, folder: Path, output: Path, *arguments: str, stdin: int | None = None) -> None:
+        self.output = output
+        node = find_program("node", debian_package="nodejs")
+        with output.open("wb") as file:
+            self.process = subprocess.Popen(
+                [node, *arguments],
+                cwd=folder,
+                env=ENVIRONMENT,
+                stdin=subprocess.DEVNULL if stdin is None else stdin,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def lines(self) -> list[str]:
+        text = self.output.read_text()
+        return text[: text.rfind("\n") + 1].splitlines()
+
+    def until(self, condition: Callable[[list[str]], bool]) -> list[str]:
+        """Wait for what it has printed to be so."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition(lines := self.lines):
+            assert self.process.poll() is None, f"it ended with {self.process.returncode}: {lines[-10:]}"
+            assert time.monotonic() < deadline, f"{len(lines)} lines: {lines[-10:]}"
+            time.sleep(0.02)
+        return lines
+
+    def send(self, lines: Sequence[str]) -> None:
+        assert self.process.stdin
+        self.process.stdin.write("".join(f"{line}\n" for line in lines).encode())
+        self.process.stdin.flush()
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(TIMEOUT_S)
+
+
+class Wire:
+    """A connection to a server, on a port of its own, whose answers can get lost."""
+
+    def __init__(self, address: str) -> None:
+        self._upstream = address.rpartition(":")[::2]
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._open: list[socket.socket] = []
+        self._lost = False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        return "127.0.0.1:{1}".format(*self._listener.getsockname())
+
+    def lose_answers(self) -> None:
+        """From now on the server hears, and is not heard."""
+        self._lost = True
+
+    def cut(self) -> None:
+        """Close what is open. New connections are good."""
+        self._lost = False
+        while self._open:
+            end = self._open.pop()
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def close(self) -> None:
+        self._listener.close()
+        self.cut()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                host, port = self._upstream
+                server = socket.create_connection((host, int(port)))
+                self._open += [client, server]
+                threading.Thread(target=self._pump, args=(client, server, False), daemon=True).start()
+                threading.Thread(target=self._pump, args=(server, client, True), daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if not (answers and self._lost):
+                    target.sendall(data)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example with its dependencies, as `npm ci` installs them."""
+    folder = tmp_path_factory.mktemp("node") / "example"
+    shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("node_modules", "__pycache__"))
+    find_program("node", debian_package="nodejs")
+    npm = find_program("npm", debian_package="npm")
+    command = [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def silo() -> Iterator[SiloServer]:
+    with SiloServer() as server:
+        yield server
+
+
+Start = Callable[..., Program]
+
+
+@pytest.fixture
+def start(installed: Path, silo: SiloServer, tmp_path: Path) -> Iterator[Start]:
+    programs: list[Program] = []
+
+    def begin(program: str, *arguments: str, stdin: int | None = None, address: str = "") -> Program:
+        output = tmp_path / f"{len(programs)}-{program}.txt"
+        started = Program(installed, output, f"{program}.js", address or silo.address, *arguments, stdin=stdin)
+        programs.append(started)
+        return started
+
+    yield begin
+    for one in programs:
+        one.process.kill()
+        one.process.communicate()
+
+
+def publish(start: Start, stream: str, lines: Sequence[str]) -> None:
+    """Run the producer to its end."""
+    producer = start("producer", stream, stdin=subprocess.PIPE)
+    producer.process.communicate("".join(f"{line}\n" for line in lines).encode(), timeout=TIMEOUT_S)
+    assert producer.process.returncode == 0, producer.lines
+    assert producer.lines == [f"{len(lines)} events are stored"]
+
+
+def numbered(count: int, first: int = 0) -> list[str]:
+    return [f"{number}" for number in range(first, first + count)]
+
+
+def of_stream(lines: Sequence[str], stream: str) -> list[str]:
+    return [line.removeprefix(f"{stream} ") for line in lines if line.startswith(f"{stream} ")]
+
+
+def first_times(values: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(values))
+
+
+def test_what_the_producer_publishes_the_consumer_gets_in_order(start: Start):
+    publish(start, "orders/1", numbered(2_500))
+    publish(start, "orders/a/b", ["größe 東京", "x" * 10_000, ""])
+    publish(start, "others/1", ["not for us"])
+    consumer = start("consumer", "printer", "orders/*")
+    lines = consumer.until(lambda lines: len(lines) >= 2_503)
+    assert of_stream(lines, "orders/1") == numbered(2_500)
+    assert of_stream(lines, "orders/a/b") == ["größe 東京", "x" * 10_000, ""]
+    assert consumer.end() == 0
+    assert len(consumer.lines) == 2_503
+
+
+def test_what_was_acknowledged_before_an_orderly_end_does_not_come_again(start: Start):
+    publish(start, "orders/1", numbered(1_500))
+    first = start("consumer", "printer", "orders/*")
+    first.until(lambda lines: len(lines) == 1_500)
+    assert first.end() == 0
+    publish(start, "orders/1", numbered(10, first=1_500))
+    second = start("consumer", "printer", "orders/*")
+    assert of_stream(second.until(lambda lines: len(lines) >= 10), "orders/1") == numbered(10, first=1_500)
+    assert second.end(signal.SIGINT) == 0
+    assert len(second.lines) == 10
+
+
+def test_two_consumers_share_the_events(start: Start):
+    consumers = [start("consumer", "printer", "orders/*") for _ in range(2)]
+    for number in range(6):
+        publish(start, f"orders/{number % 4}", numbered(200, first=200 * number))
+    deadline = time.monotonic() + TIMEOUT_S
+    while sum(len(one.lines) for one in consumers) < 1_200:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert [one.end() for one in consumers] == [0, 0]
+    counts = Counter(line for one in consumers for line in one.lines)
+    assert len(counts) == 1_200
+    assert set(counts.values()) == {1}
+
+
+def test_a_killed_consumer_loses_nothing(start: Start):
+    publish(start, "orders/1", numbered(20_000))
+    killed = start("consumer", "printer", "orders/*", "me")
+    killed.until(lambda lines: len(lines) >= 3_000)
+    killed.end(signal.SIGKILL)
+    follower = start("consumer", "printer", "orders/*", "me")
+    follower.until(lambda lines: bool(lines) and lines[-1].endswith(" 19999"))
+    seen = of_stream([*killed.lines, *follower.lines], "orders/1")
+    assert first_times(seen) == numbered(20_000)
+    assert len(seen) - 20_000 <= 1_000, "more came again than could have been in its hands"
+
+
+def test_producer_and_consumer_go_on_when_the_silo_is_killed_and_started_again(start: Start, silo: SiloServer):
+    consumer = start("consumer", "printer", "orders/*")
+    producer = start("producer", "orders/1", stdin=subprocess.PIPE)
+    for number in range(3):
+        producer.send(numbered(500, first=1_000 * number))
+        consumer.until(lambda lines, number=number: lines != [] and lines[-1] == f"orders/1 {1_000 * number + 499}")
+        silo.kill()
+        producer.send(numbered(500, first=1_000 * number + 500))
+        silo.start()
+    consumer.until(lambda lines: f"orders/1 {2_999}" in lines)
+    assert first_times(of_stream(consumer.lines, "orders/1")) == numbered(3_000)
+    producer.process.communicate(timeout=TIMEOUT_S)
+    assert producer.lines == ["3000 events are stored"]
+    assert consumer.end() == 0
+    stored = start("consumer", "auditor", "orders/*").until(lambda lines: len(lines) >= 3_000)
+    assert of_stream(stored, "orders/1") == numbered(3_000), "something was stored twice"
+
+
+def test_what_was_stored_is_not_stored_again_when_the_answer_got_lost(start: Start, silo: SiloServer):
+    consumer = start("consumer", "printer", "orders/*")
+    with contextlib.closing(Wire(silo.address)) as wire:
+        producer = start("producer", "orders/1", stdin=subprocess.PIPE, address=wire.address)
+        for number in range(5):
+            producer.send([f"good {number}"])
+            consumer.until(lambda lines, number=number: len(lines) > 2 * number)
+            wire.lose_answers()
+            producer.send([f"lost {number}"])
+            consumer.until(lambda lines, number=number: len(lines) > 2 * number + 1)
+            wire.cut()
+        producer.process.communicate(timeout=TIMEOUT_S)
+    assert producer.lines == ["10 events are stored"]
+    assert of_stream(consumer.lines, "orders/1") == [f"{how} {n}" for n in range(5) for how in ("good", "lost")]
+
+
+def test_what_cannot_succeed_ends_with_a_word(start: Start):
+    consumer = start("consumer", "not a name!", "orders/*")
+    assert consumer.process.wait(TIMEOUT_S) == 1
+    (line,) = consumer.lines
+    assert re.match(r"consumer: .*not a name!", line)
+
+
+def test_usage_is_told(installed: Path, tmp_path: Path):
+    for name in ("producer", "consumer"):
+        program = Program(installed, tmp_path / name, f"{name}.js")
+        assert program.process.wait(TIMEOUT_S) == 1
+        assert program.lines[0].startswith(f"{name}: usage: node {name}.js ADDRESS ")
