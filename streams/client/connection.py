@@ -274,6 +274,10 @@ class Connection:
         """
         if self._tls is not None:
             self._credentials = await asyncio.to_thread(self._tls.credentials)
+        await self.ready(timeout_s)
+
+    async def ready(self, timeout_s: float) -> None:
+        """Return when a silo answers and takes the token. Raises as `open`."""
         await self.call("ClusterService/DescribeCluster", b"", timeout_s=timeout_s)
 
     async def aclose(self) -> None:
@@ -284,7 +288,7 @@ class Connection:
         for channel in channels.values():
             await channel.close()
 
-    async def unary(self, method: str, request: bytes, *, timeout_s: float) -> bytes:
+    async def unary(self, method: str, request: bytes, *, timeout_s: float | None) -> bytes:
         """Call `Service/Method` once. Raises a HeadraceError; Unavailable where no answer came within `timeout_s`."""
         index = self._current
         call = self._method(index, "unary_unary", method)(request, timeout=timeout_s, metadata=self._metadata)
@@ -313,6 +317,19 @@ class Connection:
                 if not error.retryable or self._now() + pause >= began + timeout_s:
                     raise
             await asyncio.sleep(pause)
+        raise AssertionError
+
+    async def long_call(self, method: str, request: bytes, *, outage_s: float) -> bytes:
+        """Call `Service/Method`, which may take its time, again after each outage. Raises Unavailable where one lasts
+        longer than `outage_s`."""
+        for attempt in range(1, 1 << 30):
+            try:
+                return await self.unary(method, request, timeout_s=None)
+            except HeadraceError as error:
+                if not error.retryable:
+                    raise
+            await asyncio.sleep(self.pause_s(attempt))
+            await self.ready(outage_s)
         raise AssertionError
 
     def stream(self, method: str) -> StreamCall:

@@ -73,7 +73,7 @@ class Piece:
 
     __slots__ = ("batches", "frames", "publication", "size")
 
-    def __init__(self, publication: Publication, frames: list[bytes], batches: int, size: int) -> None:
+    def __init__(self, publication: Publication, frames: Sequence[bytes], batches: int, size: int) -> None:
         self.publication = publication
         self.frames = frames
         self.batches = batches
