@@ -243,7 +243,7 @@ def never_returning(release: asyncio.Event) -> Callable[[EventBatch], Awaitable[
 
 async def _drain(gate: Gate, data: str, events: int, size: int, *, batch: int, streams: int, suspend: bool) -> None:
     async with Provider.open(data, queues=1) as provider:
-        await _fill(provider, events, size, batch, [StreamId("bench", str(i)) for i in range(streams)])
+        await fill(provider, events, size, batch, [StreamId("bench", str(i)) for i in range(streams)])
         counter = Counter(events)
         tune_garbage_collection()
         gate.wait()
@@ -253,7 +253,7 @@ async def _drain(gate: Gate, data: str, events: int, size: int, *, batch: int, s
         gate.done()
 
 
-async def _fill(provider: Provider, events: int, size: int, batch: int, streams: Sequence[StreamId]) -> None:
+async def fill(provider: Provider, events: int, size: int, batch: int, streams: Sequence[StreamId]) -> None:
     """A backlog whose batches go round the streams, as they come when many publishers commit together."""
     payload = os.urandom(size)
     step = max(1, 4000 // batch)
