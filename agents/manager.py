@@ -61,7 +61,7 @@ class Service(Protocol):
         ...
 
     def saving(self) -> Callable[[], None]:
-        """Progress is about to be read and saved; what is returned is called once that is durable."""
+        """Progress was read just now and is about to be saved; what is returned is called once that is durable."""
         ...
 
     async def fenced(self, error: Fenced) -> None:
@@ -328,8 +328,8 @@ class PullingManager:
     async def save(self) -> None:
         """Save the checkpoints that changed, in one transaction, which also says who was taken over."""
         async with self._saving:
-            saved = [(name, served.service.saving()) for name, served in self.served.items()]
             progress = [(served, _changed(served)) for served in self.served.values() if served.service.stored]
+            saved = [(name, served.service.saving()) for name, served in self.served.items()]
             await self._save_gaps()  # after progress was read: who crashes in between would never know of them
             rows = [(served.definition.name, served.epoch, changed) for served, changed in progress]
             stale = await self._store.save_checkpoints(self.provider, rows) if rows else []
