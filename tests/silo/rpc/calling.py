@@ -19,7 +19,6 @@ from headrace.silo.datadir import open_data_directory
 from headrace.silo.host import Silo
 from headrace.silo.rpc.guard import Method
 from headrace.silo.rpc.server import serving
-from headrace.streams.identity import StreamId
 from headrace.streams.store import ControlStore
 
 _M = TypeVar("_M", bound=Message)
@@ -117,7 +116,7 @@ def encoded(message: Message | bytes) -> bytes:
 
 def batch(stream: str, *payloads: bytes, **fields: Any) -> events_pb2.EventBatch:
     """As a client of another language makes it."""
-    namespace, key = StreamId.parse(stream)
+    namespace, _, key = stream.partition("/")
     sizes = [len(payload) for payload in payloads]
     return events_pb2.EventBatch(namespace=namespace, key=key, sizes=sizes, payload=b"".join(payloads), **fields)
 
