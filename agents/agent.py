@@ -193,8 +193,10 @@ class PullingAgent:
         receiver = await self._adapter.open_receiver(self.queue, start)
         try:
             cache = self._limits.main(rewindable=self._rewindable)
-            cache.next_offset = start if start is not None else (await self._adapter.bounds(self.queue)).first
+            bounds = await self._adapter.bounds(self.queue)
+            cache.next_offset = start if start is not None else bounds.first
             self.main = Feed(self, receiver, cache, check_s=min(PRESSURE_CHECK_S, self._detach_after_s))
+            self.main.end = bounds.next
             self._restarting, self._fault = False, ""
             for delivery in list(self.deliveries.values()):
                 self._place(delivery)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -28,6 +29,8 @@ log = logging.getLogger("headrace.agents")
 
 MAX_BEHIND = 4000
 """Streams behind that a periodic checkpoint lists; a clean stop lists all."""
+MAX_RANGES = 10_000
+"""The same for what is done out of order."""
 STORE_RETRY_S = 1.0
 CANCEL_S = 1.0
 """How long what was cancelled has to end, in seconds; what does not is left behind."""
@@ -37,6 +40,11 @@ class Feed(Protocol):
     """What brings batches to a delivery: the queue's main feed or a catch-up of its own."""
 
     cache: QueueCache
+
+    @property
+    def caught_up(self) -> bool:
+        """Whether it has come to where the queue ended when it began."""
+        ...
 
     def drained(self, delivery: Delivery, cursor: StreamCursor) -> None:
         """The cursor has finished what this feed's cache holds of its stream: forget it, keep it, or move it on."""
@@ -116,6 +124,8 @@ class Delivery(ABC):
         self._in_flight = 0
         self._stopping = False
         self._watchers: list[asyncio.Future[None]] = []
+        self.exact = True
+        """Whether the last checkpoint listed everything that is done."""
         self._delivered_events = self._delivered_batches = self._filtered = self._retries = 0
         self._dead_lettered = self._skipped = 0
         self.gaps = 0
@@ -164,38 +174,41 @@ class Delivery(ABC):
             return
         cursor.attach(batch, index if batch.offset == offset else 0)
         cursor.feed = feed
+        if cursor.done is not None:
+            cursor.forget_done()
         self._enlist(cursor)
 
     # ---- cursors go on ---------------------------------------------------------------------------------------------
 
     def _finished(self, cursor: StreamCursor) -> None:
-        """The cursor's batch is done: on to the next, or out."""
-        cursor.trouble = None
-        apart = cursor.bucket is None
-        if cursor.advance() is not EMPTY:
-            if cursor.done is None or self._left(cursor):
+        """The cursor's batch is done: on to the next of which something is left, or out."""
+        while True:
+            apart = cursor.bucket is None
+            if cursor.done is not None:
+                cursor.forget_batch()
+            empty = cursor.advance() is EMPTY
+            if cursor.trouble is not None:
+                cursor.went_on()
+            if empty:
+                break
+            if cursor.done is None or cursor.skip_done():
                 cursor.state = READY
                 self._ready.append(cursor)
-        elif apart:
+                return
+        if apart:
             self._park(cursor)
         else:
             assert cursor.feed is not None
             cursor.state = PARKED
             cursor.feed.drained(self, cursor)
 
-    def _left(self, cursor: StreamCursor) -> bool:
-        """Move a cursor over what was done out of order. False where that was all of its batch: then it is on its
-        way."""
-        cursor.forget_done()
-        if cursor.skip_done():
-            return True
-        self._finished(cursor)
-        return False
-
     def _enlist(self, cursor: StreamCursor) -> None:
-        if cursor.done is None or self._left(cursor):
+        """It goes on in its batch, with what was not done out of order."""
+        if cursor.done is None or cursor.skip_done():
             cursor.state = READY
             self._ready.append(cursor)
+        else:
+            self._finished(cursor)
 
     # ---- failures --------------------------------------------------------------------------------------------------
 
@@ -250,8 +263,8 @@ class Delivery(ABC):
             await self._sink.skipped(self, events, failure.reason)
             self._skipped += len(events)
         self._filtered += len(left) - len(events)
-        cursor.trouble = None
         cursor.index = failure.end
+        cursor.went_on()
         if cursor.index < batch.count:
             self._enlist(cursor)
             self._wake()
@@ -295,7 +308,8 @@ class Delivery(ABC):
         cursor = self.cursors.get(stream)
         if cursor is None or cursor.state is not State.PAUSED:
             return False
-        cursor.trouble = None
+        trouble = cursor.troubled()
+        trouble.paused, trouble.attempts = "", 0
         self._go_on(cursor)
         return True
 
@@ -342,29 +356,44 @@ class Delivery(ABC):
         return max(self.base, self.feed.cache.next_offset) if self.feed else self.base
 
     def checkpoint(self, *, limit: int | None = MAX_BEHIND) -> Checkpoint:
-        """What is done now. With more than `limit` streams behind, it goes back to where only so many are: some
-        completed events then come again after a crash, none is lost."""
+        """What is done now. With more than `limit` streams behind, it goes back to where only so many are, and of what
+        was done out of order it has at most `MAX_RANGES` ranges: some completed events then come again after a crash,
+        none is lost. `exact` says afterwards whether it has everything; without a limit it does."""
         position = self.position
         here = SequenceToken(position)
-        # Ahead of it, too: a catch-up may have gone further than a main feed that had to start again.
-        behind = {
-            c.stream: b for c in self.cursors.values() if (b := self._behind(c)).token != here or b.paused or b.done
-        }
+        room = sys.maxsize if limit is None else MAX_RANGES
+        self.exact = True
+        behind: dict[StreamId, Behind] = {}
+        for cursor in self.cursors.values():
+            token, paused = self._needed(cursor), cursor.trouble.paused if cursor.trouble else ""
+            done = () if cursor.done is None else self._listed(cursor, room)
+            room -= len(done)
+            # Ahead of it, too: a catch-up may have gone further than a main feed that had to start again.
+            if token != here or paused or done:
+                behind[cursor.stream] = Behind(token, paused, done)
         if limit is not None and len(behind) > limit:
+            self.exact = False
             position = min(position, nsmallest(limit + 1, (b.token.offset for b in behind.values()))[-1])
             behind = {stream: b for stream, b in behind.items() if b.token.offset < position}
         return Checkpoint(position, behind)
 
-    def _behind(self, cursor: StreamCursor) -> Behind:
+    def _listed(self, cursor: StreamCursor, room: int) -> tuple[tuple[int, int, int], ...]:
+        """What a checkpoint says of what was done out of order, where it may name so many ranges."""
+        done = cursor.done_ranges(room + 1)
+        self.exact = self.exact and len(done) <= room
+        return done[:room]
+
+    def _needed(self, cursor: StreamCursor) -> SequenceToken:
+        """The next event of its stream."""
         token = cursor.token
         if cursor.state is PARKED and cursor.feed is not None:
-            token = max(token, SequenceToken(cursor.feed.cache.next_offset, 0))
-        return Behind(token, cursor.trouble.paused if cursor.trouble else "", cursor.done_ranges())
+            return max(token, SequenceToken(cursor.feed.cache.next_offset, 0))
+        return token
 
     @property
     def watermark(self) -> int:
         """The lowest offset still needed."""
-        behind = min((self._behind(c).token.offset for c in self.cursors.values()), default=self.position)
+        behind = min((self._needed(c).offset for c in self.cursors.values()), default=self.position)
         return min(behind, self.position)
 
     async def wait_until(self, offset: int) -> None:
@@ -380,7 +409,7 @@ class Delivery(ABC):
         if self.position < offset:
             return False
         live = (c for c in self.cursors.values() if c.state is not State.PAUSED)
-        return all(self._behind(c).token.offset >= offset for c in live)
+        return all(self._needed(c).offset >= offset for c in live)
 
     async def _progress(self) -> None:
         future: asyncio.Future[None] = self._loop.create_future()

@@ -63,7 +63,8 @@ class Edge:
         self._timer: asyncio.TimerHandle | None = None
         self._sending: dict[Member, float] = {}
         """Since when."""
-        self._started = 0
+        self._begun = 0
+        """Messages that were begun, also those that wait for the one before them."""
         self._frames: OrderedDict[tuple[int, int], bytes] = OrderedDict()
         self._frames_bytes = 0
         self.messages = 0
@@ -97,12 +98,12 @@ class Edge:
         actor = self._fair.next()
         if actor is None:
             return
-        began, messages = perf_counter(), self._started
+        began, messages = perf_counter(), self._begun
         more = False
         try:
             more = actor.delivery.turn(began + self._quota_s)
         finally:
-            self._fair.done(actor, perf_counter() - began + MESSAGE_S * (self._started - messages))
+            self._fair.done(actor, perf_counter() - began + MESSAGE_S * (self._begun - messages))
             if more:
                 self._fair.schedule(actor)
             self._arm()
@@ -120,11 +121,12 @@ class Edge:
 
     def put(self, member: Member, frame: bytes) -> None:
         """Into the member's outbox; where nothing is on its way to it, it begins to be sent."""
+        if not member.outbox:
+            self._begun += 1
         member.put(frame)
         if not member.busy:
             member.busy = True
             self._sending[member] = self._loop.time()
-            self._started += 1
             member.on_outbox()
 
     def sent(self, member: Member) -> bool:
@@ -132,7 +134,6 @@ class Edge:
         self.messages += 1
         if member.outbox:
             self._sending[member] = self._loop.time()
-            self._started += 1
             return True
         member.busy = False
         self._sending.pop(member, None)

@@ -58,6 +58,8 @@ class Feed:
         self.deliveries: list[Delivery] = []
         self.received_events = 0
         self.received_bytes = 0
+        self.end: float = 0
+        """Where the queue ended when this feed began."""
         self.finished = False
         self.fault = ""
         """Why reading does not go on at present."""
@@ -113,6 +115,11 @@ class Feed:
             await asyncio.sleep(0)
         self.cache.next_offset = max(self.cache.next_offset, received.next_offset)
         self._moved()
+
+    @property
+    def caught_up(self) -> bool:
+        """Whether it has come to where the queue ended when it began."""
+        return self.cache.next_offset >= self.end
 
     def base(self, delivery: Delivery) -> float:
         """Below this offset only streams with a cursor of this feed need anything."""
@@ -204,6 +211,7 @@ class CatchUp(Feed):
         super().__init__(owner, receiver, cache, check_s=check_s)
         self.delivery = delivery
         self.deliveries = [delivery]
+        self.end = float("inf")  # what it serves has caught up when it is the main feed's
         self.began_at = asyncio.get_running_loop().time()
         self._reading: asyncio.Task[None] | None = None
         self._gave_way = False

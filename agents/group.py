@@ -51,7 +51,10 @@ class Group:
         self._owners: dict[int, str] = {}
         self._moving: dict[int, float] = {}
         """Mode bound: queues that are to change hands, and until when that waits."""
+        self._unserved: set[int] = set()
+        """Queues for which nobody could be given something: their deliveries wait to be woken."""
         self._wanting: list[asyncio.Future[None]] = []
+        self._rebalancing = False
         self._loop = asyncio.get_running_loop()
 
     # ---- as the manager's service ----------------------------------------------------------------------------------
@@ -65,7 +68,8 @@ class Group:
     ) -> Delivery:
         delivery = GroupDelivery(definition, queue, checkpoint, self, sink, **options)
         self.deliveries[queue] = delivery
-        if self._bound:
+        if self._bound and not self._rebalancing:
+            self._rebalancing = True
             self._loop.call_soon(self._rebalance)
         return delivery
 
@@ -74,6 +78,8 @@ class Group:
             member.on_gap(record)
 
     def saving(self) -> Callable[[], None]:
+        if self._stored and not all(delivery.exact for delivery in self.deliveries.values()):
+            return _not_all
         marks = [(member, member.applied) for member in self.members.values() if member.applied > member.saved]
         return lambda: _saved(marks)
 
@@ -116,8 +122,11 @@ class Group:
         """Its connection is gone; it is waited for."""
         self.heard(member)
         member.disconnect()
+        self._unlist(member)
         self.edge.sent(member)
         self._give_up_redriven(member)
+        for delivery in self.deliveries.values():
+            delivery.progressed()
 
     def leave(self, member: Member) -> None:
         """It goes in order: what it holds comes again, to others. Idempotent."""
@@ -141,23 +150,31 @@ class Group:
                 outcome.set_result(Closed(f"consumer {member.id!r} is gone"))
 
     def tick(self) -> None:
-        """Give up members that were not heard, and moves that took too long."""
+        """Give up members that were not heard, and moves that took too long; let those who wait for more credit have
+        what is left of theirs."""
         now = self._loop.time()
-        for member in [m for m in self.members.values() if now - m.heard_at > m.timeout_s]:
-            log.warning("%s: consumer %s was not heard for %.1f s", self.definition.name, member.id, member.timeout_s)
-            self._remove(member)
-            member.on_gone(Unavailable(f"consumer {member.id!r} was not heard for {member.timeout_s:g} s"))
-            self._rebalance()
+        for member in list(self.members.values()):
+            if now - member.heard_at > member.timeout_s:
+                self._time_out(member)
+            elif member.open and not (member.listed or member.resending or member.needed_bytes):
+                member.patient = False
+                self.available(member)
         for queue in [queue for queue, until in self._moving.items() if now >= until]:
             for parcel in list(self.deliveries[queue].parcels):
                 parcel.delivery.take_back(parcel)
+
+    def _time_out(self, member: Member) -> None:
+        log.warning("%s: consumer %s was not heard for %.1f s", self.definition.name, member.id, member.timeout_s)
+        self._remove(member)
+        member.on_gone(Unavailable(f"consumer {member.id!r} was not heard for {member.timeout_s:g} s"))
+        self._rebalance()
 
     # ---- credit ----------------------------------------------------------------------------------------------------
 
     def grant(self, member: Member, events: int, size: int) -> None:
         """More may be sent to a member. One that came back gets first what it held."""
         member.grant(events, size)
-        if member.resending:
+        if member.resending and member.open:
             member.resending = False
             for parcel in member.parcels():
                 if not parcel.delivery.resend(parcel):
@@ -170,49 +187,61 @@ class Group:
         self.available(member)
         return more
 
-    def ended(self, member: Member) -> None:
-        """Something that a member held is done."""
-        self.available(member)
-
     def available(self, member: Member) -> None:
-        """Into the line, where it can be given something and does not stand there yet."""
+        """It may be that it can be given something now: into the line, where it does not stand there yet."""
+        if self._wanting:
+            self.tell_somebody()
         if member.listed or not member.open or member.resending:
             return
         member.listed = True
         if not self._bound:
             self._line.append(member)
-        for delivery in self.deliveries.values():
-            delivery.wake()
-        self.tell_somebody()
+        unserved, self._unserved = self._unserved, set()
+        for queue in unserved:
+            self.deliveries[queue].wake()
 
     def next_member(self, queue: int) -> Member | None:
-        """Who gets the next parcel of a queue; None where nobody can take one."""
+        """Who gets the next parcel of a queue; None where nobody can take one, and the queue's delivery is woken
+        later."""
         if self._bound:
-            owner = None if queue in self._moving else self.members.get(self._owners.get(queue, ""))
-            return owner if owner is not None and self._can_take(owner) else None
+            owner = self._owner(queue)
+            if owner is not None and owner.listed and owner.open:
+                return owner
+            if owner is not None:
+                owner.listed = False
         line = self._line
         while line:
-            if self._can_take(line[0]):
+            if line[0].open:
                 return line[0]
             line.popleft().listed = False
+        self._unserved.add(queue)
         return None
 
-    def _can_take(self, member: Member) -> bool:
-        if member.listed and member.open:
-            return True
-        if self._bound:
-            member.listed = False
-        return False
+    def _owner(self, queue: int) -> Member | None:
+        return None if queue in self._moving else self.members.get(self._owners.get(queue, ""))
+
+    def candidates(self, queue: int) -> Sequence[Member]:
+        """Everybody who might be given something of a queue out of line."""
+        owner = self._owner(queue)
+        everybody = ([] if owner is None else [owner]) if self._bound else self.members.values()
+        return [member for member in everybody if member.open and not member.resending]
 
     def pass_over(self, member: Member) -> None:
         """Its credit is too small for what is next: it waits for more."""
         if member.needed_bytes:
             member.on_notice()
-        if self._bound:
-            member.listed = False
-        elif self._line and self._line[0] is member:
-            self._line.popleft()
-            member.listed = False
+        self._unlist(member)
+
+    def needs(self, member: Member, size: int) -> None:
+        """So many bytes of credit are needed for what is out of line."""
+        if member.needed_bytes != size:
+            member.needed_bytes = size
+            member.on_notice()
+
+    def _unlist(self, member: Member) -> None:
+        if member.listed and not self._bound:
+            self._line.remove(member)
+        member.listed = False
 
     def rotate(self, member: Member) -> None:
         """It had its share: the next one's turn."""
@@ -224,7 +253,7 @@ class Group:
         return ready if self._bound else -(-ready // max(len(self._line), 1))
 
     async def somebody(self) -> None:
-        """Wait until a member becomes available, or the end."""
+        """Wait until who can be given something may have changed, or the end."""
         future: asyncio.Future[None] = self._loop.create_future()
         self._wanting.append(future)
         await future
@@ -242,7 +271,7 @@ class Group:
         it does not hold them."""
         if member.redriven and self._redriven(member, events, None):
             return True
-        parcel = None if member.resending else member.in_flight.get((events.queue, events.offset))
+        parcel = member.in_flight.get((events.queue, events.offset))
         if parcel is None:
             return False
         at = parcel.find(events.offset)
@@ -251,16 +280,15 @@ class Group:
             return parcel.delivery.done(parcel, at, events.index, events.end(piece.stop))
         if not piece.start <= events.index < piece.stop:
             return False
-        for each in parcel.pieces[parcel.head : at]:
-            parcel.delivery.done(parcel, parcel.find(each.offset), each.start, each.stop)
-        return parcel.delivery.done(parcel, at, piece.start, events.end(piece.stop))
+        parcel.delivery.done_up_to(parcel, at, events.end(piece.stop))
+        return True
 
     def reject(self, member: Member, events: Events, reason: str, delay_s: float | None = None) -> bool:
         """Events failed. They, and what follows in the parcel, come again. False where the member does not hold
         them."""
         if member.redriven and self._redriven(member, events, Rejected(reason)):
             return True
-        parcel = None if member.resending else member.in_flight.get((events.queue, events.offset))
+        parcel = member.in_flight.get((events.queue, events.offset))
         if parcel is None:
             return False
         at = parcel.find(events.offset)
@@ -278,12 +306,14 @@ class Group:
 
     def _rebalance(self) -> None:
         """Deal the queues out anew. One of which something is in hands waits until they are empty."""
+        self._rebalancing = False
         if not self._bound:
             return
         wanted = self._wanted_owners()
         for queue, delivery in self.deliveries.items():
             if self._owners.get(queue) == wanted.get(queue):
-                self._moving.pop(queue, None)
+                if self._moving.pop(queue, None) is not None:
+                    delivery.wake()
             elif delivery.parcels:
                 self._moving.setdefault(queue, self._loop.time() + DRAIN_S)
             else:
@@ -302,6 +332,7 @@ class Group:
         else:
             self._owners[queue] = owner
             self.deliveries[queue].wake()
+            self.tell_somebody()
 
     def drained(self, queue: int) -> None:
         """Nothing of a queue is in anybody's hands."""
@@ -329,6 +360,10 @@ class Group:
 
     def statistics(self) -> Sequence[MemberStatistics]:
         return [member.statistics() for member in self.members.values()]
+
+
+def _not_all() -> None:
+    """What is stored leaves some of it out: nothing is confirmed before all is in it."""
 
 
 def _saved(marks: Sequence[tuple[Member, int]]) -> None:

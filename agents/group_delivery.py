@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from ..streams.errors import Closed, HeadraceError
+from ..streams.errors import Closed, HeadraceError, InvalidArgument
 from ..streams.events import Event, EventBatch
 from ..streams.frames import frame, part
 from ..streams.identity import StreamId
 from ..streams.subscriptions import Checkpoint, SubscriptionDefinition
-from .cursor import READY, RUNNING, State, StreamCursor
-from .delivery import CANCEL_S, Delivery, Failure, FailureSink
+from .cursor import READY, RUNNING, State, StreamCursor, Trouble
+from .delivery import CANCEL_S, Delivery, Failure, FailureSink, described
 from .edge import DeliveryActor
-from .parcel import Parcel, Piece
+from .parcel import Parcel, Piece, first_left, left
 
 if TYPE_CHECKING:
     from .group import Group
@@ -31,6 +32,10 @@ log = logging.getLogger("headrace.agents")
 PARCEL_EVENTS = 4096
 PARCEL_BYTES = 256 << 10
 """A parcel of several batches has no more than this."""
+FRAME_BYTES = 64
+"""A frame has less than this besides its batch and its indexes."""
+INDEX_BYTES = 3
+"""An index takes no more."""
 EVENT_OVERHEAD_BYTES = 16
 """Of an event in an encoded batch, besides payload, id and headers."""
 
@@ -53,6 +58,7 @@ class GroupDelivery(Delivery):
         """In flight, in the order in which they were handed out."""
         self._actor = DeliveryActor(f"{definition.name}/{queue}", self)
         self._giving_up: set[asyncio.Task[None]] = set()
+        self._redriving: set[asyncio.Future[HeadraceError | None]] = set()
 
     def _wake(self) -> None:
         if self._ready and not self._stopping:
@@ -68,136 +74,169 @@ class GroupDelivery(Delivery):
         """Hand parcels to members in turn, until nothing is ready, nobody can take more, or the time is up. Whether
         it could go on."""
         ready, group = self._ready, self.group
+        share = group.share(len(ready))
         while ready and not self._stopping:
             member = group.next_member(self.queue)
             if member is None:
                 return False
             if not member.busy and not group.edge.may_send():
                 return True
-            self._hand_some(member, group.share(len(ready)))
+            self._hand_some(member, share, ends)
             if perf_counter() >= ends:
                 break
         return bool(ready) and not self._stopping
 
-    def _hand_some(self, member: Member, share: int) -> None:
-        """So many parcels for one member, where it can take them; then it is another's turn."""
+    def _hand_some(self, member: Member, share: int, ends: float) -> None:
+        """So many parcels for one member, where it can take them and the time is not up; then it is another's turn."""
         ready = self._ready
         while ready and share and member.open:
             cursor = ready.popleft()
             if cursor.state is not READY:
                 continue
             if not self._hand(cursor, member):
-                ready.appendleft(cursor)
-                self.group.pass_over(member)
                 return
             share -= 1
+            if perf_counter() >= ends:
+                break
         self.group.rotate(member)
 
     def _hand(self, cursor: StreamCursor, member: Member) -> bool:
-        """Hand a member what is ready of a stream, as its credit allows. False where it does not allow one event, or
-        where waiting for more credit is better: something is in flight, so more will come."""
-        events, size = member.credit_events, member.credit_bytes
-        parcel = Parcel(self, cursor, member, [])
+        """Hand a member what is ready of a stream, as its credit allows. False where it allows nothing."""
+        parcel, frames = Parcel(self, cursor, member), list[bytes]()
         batch = cursor.batch
         assert batch is not None
-        if cursor.index or cursor.done is not None or batch.count > events or batch.nbytes + 64 > size:
-            if not self._add_part(parcel, batch):
-                return False
+        if (
+            cursor.index
+            or cursor.done is not None
+            or batch.count > member.credit_events
+            or batch.nbytes + FRAME_BYTES > member.credit_bytes
+        ):
+            try:
+                if not self._add_part(parcel, frames, batch):
+                    self._ready.appendleft(cursor)
+                    self.group.pass_over(member)
+                    return False
+            except InvalidArgument as error:
+                self._pause(cursor, described(error))
+                return True
         else:
-            self._add(parcel, batch)
+            self._add(parcel, frames, batch)
         # The rest of a stream only follows whole batches: a part ends where the credit does.
-        if parcel.pieces[-1].stop == batch.count and cursor.bucket is not None and cursor.done is None:
-            events, size = min(events, PARCEL_EVENTS), min(size, PARCEL_BYTES)
-            while (
-                (batch := batch.following) is not None
-                and parcel.events + batch.count <= events
-                and parcel.size + batch.nbytes + 64 <= size
-            ):
-                self._add(parcel, batch)
-        self._handed(parcel)
+        if (
+            cursor.bucket is not None
+            and batch.following is not None
+            and cursor.done is None
+            and parcel.pieces[0].stop == batch.count
+        ):
+            self._add_following(parcel, frames, batch)
+        self._handed(parcel, frames)
         return True
 
-    def _add(self, parcel: Parcel, batch: EventBatch) -> None:
+    def _add_following(self, parcel: Parcel, frames: list[bytes], first: EventBatch) -> None:
+        """What is cached of the stream behind the first batch, up to what a parcel has and the credit allows."""
+        member, batch = parcel.member, first
+        events, size = min(member.credit_events, PARCEL_EVENTS), min(member.credit_bytes, PARCEL_BYTES)
+        while (
+            (batch := batch.following) is not None
+            and parcel.events + batch.count <= events
+            and parcel.size + batch.nbytes + FRAME_BYTES <= size
+        ):
+            self._add(parcel, frames, batch)
+
+    def _add(self, parcel: Parcel, frames: list[bytes], batch: EventBatch) -> None:
         """A whole batch."""
-        attempt = 1 if parcel.pieces else _attempt(parcel.cursor)
+        trouble = parcel.cursor.trouble
+        attempt = 1 if trouble is None else _attempt(trouble, (batch.offset, 0))
         if attempt == 1:
             encoded = self.group.edge.frame(batch, self.queue)
         else:
             encoded = frame(batch.encoded, self.queue, batch.offset, attempt=attempt)
+        frames.append(encoded)
         parcel.pieces.append(Piece(batch, 0, batch.count))
-        self._put(parcel, encoded, batch.count)
+        parcel.events += batch.count
+        parcel.size += len(encoded)
 
-    def _add_part(self, parcel: Parcel, batch: EventBatch) -> bool:
-        """The first events of the cursor's batch that are not done, as many as the credit allows."""
+    def _add_part(self, parcel: Parcel, frames: list[bytes], batch: EventBatch) -> bool:
+        """The first events of the cursor's batch that are not done, as many as the credit allows. False where that is
+        none, or waiting for more is better: what the member holds is going to be done."""
         cursor, member = parcel.cursor, parcel.member
-        indexes = [index for index in range(cursor.index, batch.count) if not cursor.is_done(index)]
+        indexes, whole = first_left(cursor, batch, member.credit_events)
         wanted = len(indexes)
-        del indexes[member.credit_events :]
-        encoded = self._fitting(batch, indexes, member)
-        if not indexes or (len(indexes) < wanted and member.in_flight):
+        indexes, encoded = self._fitting(batch, indexes, member)
+        whole = whole and len(indexes) == wanted
+        if not indexes or (not whole and member.in_flight and member.patient):
             return False
-        parcel.pieces.append(Piece(batch, cursor.index, batch.count if len(indexes) == wanted else indexes[-1] + 1))
-        self._put(
-            parcel, frame(encoded, self.queue, batch.offset, attempt=_attempt(cursor), indexes=indexes), len(indexes)
-        )
+        attempt = 1 if cursor.trouble is None else _attempt(cursor.trouble, cursor.token)
+        frames.append(frame(encoded, self.queue, batch.offset, attempt=attempt, indexes=indexes))
+        parcel.pieces.append(Piece(batch, cursor.index, batch.count if whole else indexes[-1] + 1))
+        parcel.events += len(indexes)
+        parcel.size += len(frames[-1])
+        member.patient = True
         return True
 
-    def _fitting(self, batch: EventBatch, indexes: list[int], member: Member) -> bytes:
-        """Encode the events of these indexes, and drop from the list what does not fit into the member's credit."""
-        sizes, room = batch.sizes(), member.credit_bytes - len(batch.stream.prefix) - 64
-        total = 0
+    def _fitting(self, batch: EventBatch, indexes: Sequence[int], member: Member) -> tuple[Sequence[int], bytes]:
+        """Those of the events, from the first on, that fit into the member's credit, and their encoding."""
+        sizes, room = batch.sizes(), member.credit_bytes - len(batch.stream.prefix) - FRAME_BYTES
         for count, index in enumerate(indexes):
-            total += sizes[index] + EVENT_OVERHEAD_BYTES
-            if total > room:
-                del indexes[max(count, 1) :]
+            room -= sizes[index] + EVENT_OVERHEAD_BYTES
+            if room < 0:
+                indexes = indexes[: max(count, 1)]
                 break
         while indexes:
             encoded = part(batch, indexes)
-            if len(encoded) + 64 + 3 * len(indexes) <= member.credit_bytes:
-                return encoded
-            member.needed_bytes = len(encoded) + 64 + 3 * len(indexes) if len(indexes) == 1 else 0
-            del indexes[len(indexes) // 2 :]  # ids and headers take more than was thought
-        return b""
+            size = len(encoded) + FRAME_BYTES + INDEX_BYTES * len(indexes)
+            if size <= member.credit_bytes:
+                return indexes, encoded
+            if len(indexes) == 1:
+                member.needed_bytes = size
+            indexes = indexes[: len(indexes) // 2]  # ids and headers take more than was thought
+        return indexes, b""
 
-    def _put(self, parcel: Parcel, encoded: bytes, events: int) -> None:
-        parcel.events += events
-        parcel.size += len(encoded)
-        parcel.frames.append(encoded)
-
-    def _handed(self, parcel: Parcel) -> None:
-        member = parcel.member
-        member.charge(parcel.events, parcel.size)
-        # In one response: else the rest could still be on its way when its beginning is rejected.
-        self.group.edge.put(member, b"".join(parcel.frames))
-        parcel.frames.clear()
-        parcel.cursor.state = RUNNING
+    def _handed(self, parcel: Parcel, frames: list[bytes]) -> None:
+        cursor, member = parcel.cursor, parcel.member
+        cursor.state = RUNNING
+        cursor.parcel = parcel
+        last = parcel.pieces[-1]
+        parcel.end = last.batch.offset, last.stop
         self._in_flight += 1
         self.parcels[parcel] = None
         for piece in parcel.pieces:
             member.in_flight[self.queue, piece.batch.offset] = parcel
         member.in_flight_events += parcel.events
         member.in_flight_bytes += parcel.size
+        member.charge(parcel.events, parcel.size)
+        # In one response: else the rest could still be on its way when its beginning is rejected.
+        self.group.edge.put(member, frames[0] if len(frames) == 1 else b"".join(frames))
 
     def resend(self, parcel: Parcel) -> bool:
-        """Its member came back: send again what it had not acknowledged. False where its credit is too small."""
-        cursor, member = parcel.cursor, parcel.member
-        cursor.troubled().returns += 1
-        frames: list[tuple[bytes, int]] = []
-        for number, piece in enumerate(parcel.pieces[parcel.head :]):
-            start = piece.start if number else cursor.index
-            done = (cursor.done or {}).get(piece.batch.offset, ())
-            indexes = [index for index in range(start, piece.stop) if index not in done]
-            attempt = 1 if number else _attempt(cursor)
-            whole = len(indexes) == piece.batch.count
-            encoded = piece.batch.encoded if whole else part(piece.batch, indexes)
-            more = () if whole else indexes
-            frames.append((frame(encoded, self.queue, piece.offset, attempt=attempt, indexes=more), len(indexes)))
-        events, size = sum(count for _, count in frames), sum(len(each) for each, _ in frames)
-        if events > member.credit_events or size > member.credit_bytes:
+        """Its member came back: send again what it had not acknowledged. False where its credit is too small, or the
+        events have to be read again."""
+        member = parcel.member
+        if parcel.shed or parcel.events > member.credit_events:
             return False
-        member.charge(events, size)
-        self.group.edge.put(member, b"".join(each for each, _ in frames))
+        self._note_return(parcel)
+        try:
+            message = b"".join(self._frame_left(parcel, at) for at in range(parcel.head, len(parcel.pieces)))
+        except InvalidArgument:
+            return False
+        if len(message) > member.credit_bytes:
+            return False
+        member.in_flight_bytes += len(message) - parcel.size
+        parcel.size = len(message)
+        member.charge(parcel.events, len(message))
+        self.group.edge.put(member, message)
         return True
+
+    def _frame_left(self, parcel: Parcel, at: int) -> bytes:
+        """What of a piece is not done; empty where nothing is."""
+        batch, indexes = parcel.pieces[at].batch, parcel.left(at)
+        if not indexes:
+            return b""
+        assert parcel.cursor.trouble is not None
+        attempt = _attempt(parcel.cursor.trouble, (batch.offset, indexes[0]))
+        if len(indexes) == batch.count:
+            return frame(batch.encoded, self.queue, batch.offset, attempt=attempt)
+        return frame(part(batch, indexes), self.queue, batch.offset, attempt=attempt, indexes=indexes)
 
     # ---- parcels come to their end ---------------------------------------------------------------------------------
 
@@ -217,46 +256,57 @@ class GroupDelivery(Delivery):
             indexes = cursor.done.setdefault(piece.batch.offset, set())
             before = len(indexes)
             indexes.update(range(first, last))
-            self._delivered_events += len(indexes) - before
+            self._count(parcel, len(indexes) - before)
         return True
+
+    def done_up_to(self, parcel: Parcel, at: int, last: int) -> None:
+        """Everything before event `last` of a piece is done."""
+        while parcel.head < at:
+            self.done(parcel, parcel.head, 0, parcel.pieces[parcel.head].stop)
+        if parcel.head == at:
+            self.done(parcel, at, 0, last)
+
+    def _count(self, parcel: Parcel, events: int) -> None:
+        parcel.events -= events
+        parcel.member.in_flight_events -= events
+        self._delivered_events += events
 
     def _advance(self, parcel: Parcel, index: int) -> None:
         """Everything below `index` in the head piece is done."""
         cursor, piece = parcel.cursor, parcel.pieces[parcel.head]
-        cursor.trouble = None
-        self._count(cursor, index)
+        offset = piece.batch.offset
+        if cursor.done is None:
+            self._count(parcel, index - cursor.index)
+        else:
+            self._count(parcel, sum(1 for _ in left(cursor, offset, cursor.index, index)))
         while True:
             cursor.index = index
             if cursor.done is not None:
                 cursor.skip_done()
+            if cursor.trouble is not None:
+                cursor.went_on()
             if cursor.index < piece.stop:
                 return
             if piece.stop == piece.batch.count:
                 self._delivered_batches += 1
-            del parcel.member.in_flight[self.queue, piece.batch.offset]
+            del parcel.member.in_flight[self.queue, offset]
             parcel.head += 1
             if parcel.head == len(parcel.pieces):
                 self._complete(parcel, piece)
                 return
             piece = parcel.pieces[parcel.head]
             self._step(cursor, piece.batch)
-            index = piece.start
-
-    def _count(self, cursor: StreamCursor, index: int) -> None:
-        known = 0
-        if cursor.done is not None:
-            known = sum(cursor.index <= each < index for each in cursor.done.get(cursor.token.offset, ()))
-        self._delivered_events += index - cursor.index - known
+            offset, index = piece.batch.offset, piece.start
 
     def _step(self, cursor: StreamCursor, batch: EventBatch) -> None:
         """On to the next batch of the parcel."""
+        if cursor.done is not None:
+            cursor.forget_batch()
         if cursor.bucket is None:
             cursor.stand_on(batch)
         else:
             cursor.advance()
             assert cursor.batch is batch
-        if cursor.done is not None:
-            cursor.forget_done()
 
     def _complete(self, parcel: Parcel, piece: Piece) -> None:
         """All its pieces are done: on with the stream, or with what made it fail."""
@@ -264,14 +314,16 @@ class GroupDelivery(Delivery):
         self._end(parcel)
         if failure is not None:
             assert parcel.failing is not None
-            if parcel.failing is not piece.batch:
+            if parcel.failing.offset != piece.offset:
                 self._step(cursor, parcel.failing)
-            self._fail(cursor, failure)
+            self._note_return(parcel)
+            self._fail(parcel, failure)
         elif piece.stop < piece.batch.count:
             self._resume(cursor)
         else:
             self._finished(cursor)
-        self._wake()
+        if self._ready:
+            self._wake()
 
     def _resume(self, cursor: StreamCursor) -> None:
         """Go on at the cursor's event. What left its cache meanwhile is read again rather than held outside of it."""
@@ -283,40 +335,54 @@ class GroupDelivery(Delivery):
         """From event `first` of a piece on, the parcel fails, up to `failure.end`: what follows is taken back, and what
         is before it stays in flight. False where it does not have that event."""
         piece, cursor = parcel.pieces[at], parcel.cursor
-        if not piece.start <= first < piece.stop or at < parcel.head:
-            return False
-        if (at == parcel.head and first < cursor.index) or cursor.is_done(first, piece.offset):
+        if at < parcel.head or not parcel.begin(at) <= first < piece.stop or cursor.is_done(first, piece.offset):
             return False
         parcel.failure, parcel.failing = failure, piece.batch
         self._cut(parcel, at + 1)
-        if first > (cursor.index if at == parcel.head else piece.start):
+        if first > parcel.begin(at):
+            self._forgo(parcel, sum(index >= first for index in parcel.left(at)))
             piece.stop = first
-        elif at > parcel.head:
-            self._cut(parcel, at)
-        else:
-            self._cut(parcel, at)
+            return True
+        self._cut(parcel, at)
+        if at == parcel.head:
             self._end(parcel)
-            self._fail(cursor, failure)
+            self._note_return(parcel)
+            self._fail(parcel, failure)
         return True
 
     def _cut(self, parcel: Parcel, at: int) -> None:
         """Take the pieces from `at` on out of its member's hands."""
-        for piece in parcel.pieces[at:]:
-            del parcel.member.in_flight[self.queue, piece.offset]
+        for number in range(at, len(parcel.pieces)):
+            self._forgo(parcel, len(parcel.left(number)))
+            del parcel.member.in_flight[self.queue, parcel.pieces[number].offset]
         del parcel.pieces[at:]
 
-    def _fail(self, cursor: StreamCursor, failure: Failure) -> None:
-        """At the cursor's event. What is recorded of it takes a task."""
-        batch = cursor.batch
-        assert batch is not None
+    def _forgo(self, parcel: Parcel, events: int) -> None:
+        parcel.events -= events
+        parcel.member.in_flight_events -= events
+
+    def _fail(self, parcel: Parcel, failure: Failure) -> None:
+        """At the cursor's event."""
+        cursor = parcel.cursor
         if self._stopping:
             cursor.state = READY
         elif not self._again(cursor, failure):
-            task = self._loop.create_task(
-                self._exhausted(cursor, batch, failure), name=f"headrace give up {self.name}/{self.queue}"
-            )
-            self._giving_up.add(task)
-            task.add_done_callback(self._gave_up_on)
+            if parcel.shed:
+                cursor.troubled().doomed = cursor.token, failure
+                self._resume(cursor)
+            else:
+                self._start_giving_up(cursor, failure)
+
+    def _start_giving_up(self, cursor: StreamCursor, failure: Failure) -> None:
+        """To record it takes a task."""
+        batch = cursor.batch
+        assert batch is not None
+        cursor.state = RUNNING
+        task = self._loop.create_task(
+            self._exhausted(cursor, batch, failure), name=f"headrace give up {self.name}/{self.queue}"
+        )
+        self._giving_up.add(task)
+        task.add_done_callback(self._gave_up_on)
 
     def _gave_up_on(self, task: asyncio.Task[None]) -> None:
         self._giving_up.discard(task)
@@ -325,73 +391,103 @@ class GroupDelivery(Delivery):
         self._wake()
         self._notify()
 
+    def _enlist(self, cursor: StreamCursor) -> None:
+        trouble = cursor.trouble
+        if trouble is not None and trouble.doomed is not None and not self._stopping:
+            (token, failure), trouble.doomed = trouble.doomed, None
+            if token == cursor.token:
+                self._start_giving_up(cursor, failure)
+                return
+        super()._enlist(cursor)
+
     def take_back(self, parcel: Parcel) -> None:
         """Its member is gone, or the queue changes hands: what is not done comes again."""
         for piece in parcel.pieces[parcel.head :]:
             del parcel.member.in_flight[self.queue, piece.batch.offset]
         self._end(parcel)
-        cursor = parcel.cursor
-        cursor.troubled().returns += 1
+        self._note_return(parcel)
         if self._stopping:
-            cursor.state = READY
+            parcel.cursor.state = READY
         else:
-            self._resume(cursor)
+            self._resume(parcel.cursor)
+
+    def _note_return(self, parcel: Parcel) -> None:
+        """What was sent of it, and not finished, comes again."""
+        trouble = parcel.cursor.troubled()
+        trouble.deliveries += 1
+        trouble.again = max(trouble.again, parcel.end)
 
     def _end(self, parcel: Parcel) -> None:
         member = parcel.member
         member.in_flight_events -= parcel.events
         member.in_flight_bytes -= parcel.size
+        parcel.cursor.parcel = None
         del self.parcels[parcel]
         self._in_flight -= 1
-        self.group.ended(member)
+        self.group.available(member)
         if not self.parcels:
             self.group.drained(self.queue)
             self._notify()
 
+    # ---- leaving a cache -------------------------------------------------------------------------------------------
+
+    def detach(self, cursor: StreamCursor) -> None:
+        super().detach(cursor)
+        if cursor.parcel is not None and self._rewindable:
+            cursor.parcel.shed_bytes()
+
     def held(self, cursor: StreamCursor) -> int:
-        # Found by looking: that is done only where a cache is full, and only for what stands in its oldest bucket.
-        if cursor.state is not RUNNING:
-            return 0
-        return next((p.nbytes() for p in self.parcels if p.cursor is cursor), super().held(cursor))
+        # What is in a consumer's hands need not be in this process, where it can be read again.
+        return 0 if cursor.parcel is not None and self._rewindable else super().held(cursor)
 
     # ---- out of line -----------------------------------------------------------------------------------------------
 
     async def redrive(self, event: Event) -> BaseException | None:
         """Deliver one event out of line, to whoever can take it first. Raises Closed where the delivery ends before."""
         assert event.token is not None
+        key = self.queue, event.token.offset, event.token.index
         batch = EventBatch.of(event.stream or StreamId("", ""), [event])
         encoded = frame(batch.encoded, self.queue, event.token.offset, indexes=[event.token.index], redriven=True)
-        key = (self.queue, event.token.offset, event.token.index)
         while True:
-            member = await self._somebody(key)
-            outcome = member.redriven[key] = self._loop.create_future()
-            member.charge(1, len(encoded))
-            self.group.edge.put(member, encoded)
-            try:
-                error = await outcome
-            finally:
-                if member.redriven.get(key) is outcome:
-                    del member.redriven[key]
-            if isinstance(error, Closed):
-                continue  # it is gone: another one
-            self._delivered_events += error is None
-            return error
+            member = await self._somebody(key, len(encoded))
+            error = await self._redrive_to(member, key, encoded)
+            if not isinstance(error, Closed):
+                self._delivered_events += error is None
+                return error
 
-    async def _somebody(self, key: tuple[int, int, int]) -> Member:
-        while True:
-            if self._stopping:
-                raise Closed(f"subscription {self.name} stopped before dead letters were delivered once more")
-            member = self.group.next_member(self.queue)
-            if member is not None and key not in member.redriven:
-                return member
+    async def _redrive_to(self, member: Member, key: tuple[int, int, int], encoded: bytes) -> HeadraceError | None:
+        """Its answer; Closed where it goes before."""
+        outcome = member.redriven[key] = self._loop.create_future()
+        self._redriving.add(outcome)
+        member.charge(1, len(encoded))
+        self.group.edge.put(member, encoded)
+        try:
+            return await outcome
+        finally:
+            self._redriving.discard(outcome)
+            del member.redriven[key]
+            self.group.tell_somebody()
+
+    async def _somebody(self, key: tuple[int, int, int], size: int) -> Member:
+        """Who has credit for it, and nothing in hands that its acknowledgement could be taken for."""
+        while not self._stopping:
+            for member in self.group.candidates(self.queue):
+                if key in member.redriven or key[:2] in member.in_flight:
+                    continue
+                if size <= member.credit_bytes:
+                    return member
+                self.group.needs(member, size)
             await self.group.somebody()
+        raise Closed(f"subscription {self.name} stopped before dead letters were delivered once more")
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
         """Nothing is left that could be delivered now."""
-        return self.feed is not None and all(c.state is State.PAUSED for c in self.cursors.values())
+        if self._stopping or self.feed is None or not self.feed.caught_up:
+            return False
+        return all(cursor.state is State.PAUSED for cursor in self.cursors.values())
 
     async def stop(self, drain_s: float) -> None:
         self._stopping = True
@@ -413,6 +509,9 @@ class GroupDelivery(Delivery):
         finally:
             for parcel in list(self.parcels):
                 self.take_back(parcel)
+            for outcome in self._redriving:
+                if not outcome.done():
+                    outcome.set_result(Closed(f"subscription {self.name} stopped"))
             for task in self._giving_up:
                 task.cancel()
         if self._giving_up:
@@ -426,6 +525,6 @@ class Rejected(HeadraceError):
     code = "rejected"
 
 
-def _attempt(cursor: StreamCursor) -> int:
-    trouble = cursor.trouble
-    return 1 if trouble is None else 1 + trouble.attempts + trouble.returns
+def _attempt(trouble: Trouble, token: tuple[int, int]) -> int:
+    """Which delivery of an event it is, as far as is known."""
+    return 1 + trouble.deliveries if token < trouble.again else 1

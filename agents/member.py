@@ -66,6 +66,7 @@ class Member:
         """By queue and offset."""
         self.in_flight_events = 0
         self.in_flight_bytes = 0
+        """Of parcels, each until all of it is done."""
         self.redriven: dict[tuple[int, int, int], asyncio.Future[HeadraceError | None]] = {}
         """Events delivered out of line, by queue, offset and index."""
         self.resending = False
@@ -83,8 +84,10 @@ class Member:
         """Up to which of those numbers all is durable."""
         self.listed = False
         """It stands in its group's line."""
+        self.patient = True
+        """What does not fit into its credit waits until more is granted: what it holds is going to be done."""
         self.on_outbox: Callable[[], None] = _ignore
-        """There is something to send."""
+        """There is something to send: later, not within this call."""
         self.on_notice: Callable[[], None] = _ignore
         """`saved` or `queues` changed."""
         self.on_gap: Callable[[GapRecord], None] = lambda _: None
@@ -121,6 +124,13 @@ class Member:
             frames.append(frame)
             size += len(frame)
         self.outbox_bytes -= size
+        return frames
+
+    def collect_all(self) -> list[bytes]:
+        """Take all of them."""
+        frames = list(self.outbox)
+        self.outbox.clear()
+        self.outbox_bytes = 0
         return frames
 
     def disconnect(self) -> None:

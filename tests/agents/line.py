@@ -54,6 +54,8 @@ class Sink:
 class Line:
     """A feed with one delivery. `publish` offers a batch as if it had just been received."""
 
+    caught_up = True
+
     def __init__(
         self,
         handler: AnyHandler,

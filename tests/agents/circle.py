@@ -1,0 +1,254 @@
+"""A group on its own: queues that are filled by hand, and remote consumers without a network."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from headrace.agents import Delivery, Edge, Events, Group, Member, QueueCache
+from headrace.agents.cursor import StreamCursor
+from headrace.agents.group_delivery import GroupDelivery
+from headrace.streams import Checkpoint, EventBatch, HeadraceError, OnFailure, RetryPolicy, Selector
+from headrace.streams.frames import Delivered, split
+from headrace.streams.subscriptions import Mode, SubscriptionDefinition
+from tests.agents.line import NOW, Sink, stream
+
+PLENTY = 1 << 40
+A_WHILE_S = 0.1
+"""Longer than anything takes that is not meant to wait."""
+
+
+class Lane:
+    """One queue of a group. `publish` offers a batch as if it had just been received."""
+
+    caught_up = True
+
+    def __init__(self, circle: "Circle", queue: int, checkpoint: Checkpoint, max_events: int) -> None:
+        self.queue = queue
+        self.cache = QueueCache(max_events, 100 << 20)
+        self.cache.next_offset = checkpoint.watermark
+        self.parked: list[StreamCursor] = []
+        self._circle = circle
+        self.attach(checkpoint)
+
+    def attach(self, checkpoint: Checkpoint) -> None:
+        """A delivery that starts at the checkpoint: at first, after a seek, or when the queue's agent starts again."""
+        circle = self._circle
+        delivery = circle.group.deliver(
+            circle.group.definition, self.queue, checkpoint, circle.sink, epoch=1, rewindable=circle.rewindable
+        )
+        assert isinstance(delivery, GroupDelivery)
+        self.delivery = delivery
+        self._start = checkpoint.watermark
+        delivery.on_parked = self.parked.append
+        delivery.feed = self
+        for cursor in delivery.cursors.values():
+            cursor.feed = self
+
+    def read_again(self) -> None:
+        """Offer everything that is in the cache, as a feed does that a delivery joins."""
+        self.delivery.offer(self, self.cache.batches_from(self._start), self.delivery.base)
+
+    def unpark(self) -> None:
+        """Bring the next batch of every parked cursor, as a catch-up would."""
+        parked, self.parked[:] = list(self.parked), []
+        for cursor in parked:
+            batch = self.cache.first_batch(cursor.stream, cursor.token.offset)
+            if batch is not None:
+                self.delivery.follow(cursor, self, batch)
+
+    def publish(self, key: str, *payloads: str) -> EventBatch:
+        return self.publish_all([(key, payloads)])[0]
+
+    def publish_all(self, parts: Sequence[tuple[str, Sequence[str]]]) -> list[EventBatch]:
+        made = [EventBatch.of(stream(key), [text.encode() for text in payloads]) for key, payloads in parts]
+        for offset, batch in enumerate(made, self.cache.next_offset):
+            batch.offset = offset
+        self.cache.add(made)
+        self.delivery.offer(self, made, self.delivery.base)
+        self.delivery.progressed()
+        return made
+
+    def drained(self, delivery: Delivery, cursor: StreamCursor) -> None:
+        if self.cache.next_offset >= delivery.base:
+            delivery.forget(cursor)
+
+    def cursor(self, key: str) -> StreamCursor:
+        return self.delivery.cursors[stream(key)]
+
+
+class Circle:
+    """A group, its queues and its consumers. Stopped at the end of `async with`."""
+
+    def __init__(
+        self,
+        *,
+        queues: int = 1,
+        mode: Mode = Mode.SHARED,
+        selector: str = "s/*",
+        retry: RetryPolicy = NOW,
+        on_failure: OnFailure = OnFailure.DEAD_LETTER,
+        checkpoints: Mapping[int, Checkpoint] | None = None,
+        rewindable: bool = True,
+        max_events: int = 100_000,
+        edge: Edge | None = None,
+    ) -> None:
+        definition = SubscriptionDefinition(
+            name="sub", selector=Selector(selector), retry=retry, on_failure=on_failure, mode=mode
+        )
+        self.edge = edge or Edge()
+        self.group = Group(definition, self.edge)
+        self.sink = Sink()
+        self.rewindable = rewindable
+        starts = {queue: Checkpoint(0) for queue in range(queues)} | dict(checkpoints or {})
+        self.lanes = [Lane(self, queue, starts[queue], max_events) for queue in range(queues)]
+        self.consumers: dict[str, Consumer] = {}
+
+    @property
+    def lane(self) -> Lane:
+        return self.lanes[0]
+
+    @property
+    def delivery(self) -> GroupDelivery:
+        return self.lanes[0].delivery
+
+    def publish(self, key: str, *payloads: str) -> EventBatch:
+        return self.lanes[0].publish(key, *payloads)
+
+    def consumer(self, name: str, events: int = PLENTY, size: int = PLENTY, **options: Any) -> "Consumer":
+        """One that is connected, and grants so much at once."""
+        consumer = self.consumers[name] = Consumer(self.group, name, **options)
+        consumer.connect(events, size)
+        return consumer
+
+    def checkpoint(self, queue: int = 0) -> Checkpoint:
+        return self.lanes[queue].delivery.checkpoint()
+
+    async def rest(self, seconds: float = A_WHILE_S) -> None:
+        """Until nothing goes on, in virtual time."""
+        await asyncio.sleep(seconds)
+
+    async def stop(self, drain_s: float = 0.0) -> Checkpoint:
+        """Exactly what is done of the first queue."""
+        await asyncio.gather(*(lane.delivery.stop(drain_s) for lane in self.lanes))
+        return self.lane.delivery.checkpoint(limit=None)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+
+class Consumer:
+    """A client: it counts what it was granted and sent, and does as it is told."""
+
+    def __init__(self, group: Group, name: str, *, timeout_s: float = 30.0, pace_s: float = 0.0) -> None:
+        self.group = group
+        self.name = name
+        self.timeout_s = timeout_s
+        self.pace_s = pace_s
+        """How long a message takes."""
+        self.inbox: list[Delivered] = []
+        self.everything: list[Delivered] = []
+        self.messages = 0
+        self.notices = 0
+        self.gone: HeadraceError | None = None
+        self.connection = 0
+        self.member: Member
+        self.granted = self.sent = (0, 0)
+
+    def connect(self, events: int = PLENTY, size: int = PLENTY) -> None:
+        self.connection += 1
+        self.granted = self.sent = (0, 0)
+        self.gone = None
+        self.member = self.group.join(self.name, self.timeout_s)
+        self.member.on_outbox = self._send
+        self.member.on_notice = self._notice
+        self.member.on_gone = self._end
+        if events or size:
+            self.grant(events, size)
+
+    def grant(self, events: int = 0, size: int = 0) -> None:
+        self.granted = self.granted[0] + events, self.granted[1] + size
+        self.group.grant(self.member, events, size)
+
+    def disconnect(self) -> None:
+        self.connection += 1
+        self.group.disconnect(self.member)
+
+    def leave(self) -> None:
+        self.connection += 1
+        self.group.leave(self.member)
+
+    def _notice(self) -> None:
+        self.notices += 1
+
+    def _end(self, error: HeadraceError) -> None:
+        self.connection += 1
+        self.gone = error
+
+    def _send(self) -> None:
+        loop, frames = asyncio.get_running_loop(), list[bytes]()
+
+        def begin(connection: int) -> None:
+            if connection == self.connection:
+                frames[:] = self.member.collect()
+                loop.call_later(self.pace_s, end, connection) if self.pace_s else end(connection)
+
+        def end(connection: int) -> None:
+            if connection == self.connection:
+                self._receive(b"".join(frames))
+                if self.group.sent(self.member):
+                    loop.call_soon(begin, connection)
+
+        loop.call_soon(begin, self.connection)
+
+    def _receive(self, message: bytes) -> None:
+        delivered, rest = split(message)
+        assert not rest
+        self.messages += 1
+        self.inbox += delivered
+        self.everything += delivered
+        self.sent = self.sent[0] + sum(each.batch.count for each in delivered), self.sent[1] + len(message)
+        assert self.sent[0] <= self.granted[0], f"{self.sent[0]} events were sent, {self.granted[0]} granted"
+        assert self.sent[1] <= self.granted[1], f"{self.sent[1]} bytes were sent, {self.granted[1]} granted"
+
+    # ---- what it says ----------------------------------------------------------------------------------------------
+
+    def ack(self, of: Delivered, index: int | None = None, count: int = 0, *, up_to: bool = False) -> bool:
+        """Acknowledge `count` events from `index` on: all of the batch where neither is said."""
+        events = Events(of.queue, of.batch.offset, indexes(of)[0] if index is None else index, count)
+        return self.group.acknowledge(self.member, events, up_to=up_to)
+
+    def reject(
+        self, of: Delivered, index: int | None = None, count: int = 0, *, reason: str = "no", delay_s: float | None = 0
+    ) -> bool:
+        events = Events(of.queue, of.batch.offset, indexes(of)[0] if index is None else index, count)
+        return self.group.reject(self.member, events, reason, delay_s)
+
+    def ack_all(self) -> None:
+        """Acknowledge what came since it was last looked at, and grant as much again."""
+        for each in self.take():
+            assert self.ack(each)
+            self.grant(each.batch.count)
+
+    def take(self) -> list[Delivered]:
+        """What came since this was last called."""
+        inbox, self.inbox = self.inbox, []
+        return inbox
+
+    def took(self) -> list[str]:
+        """The payloads of `take`."""
+        return payloads(self.take())
+
+    @property
+    def waiting(self) -> list[str]:
+        return payloads(self.inbox)
+
+
+def payloads(delivered: Sequence[Delivered]) -> list[str]:
+    return [payload.decode() for each in delivered for payload in each.batch.payloads()]
+
+
+def indexes(delivered: Delivered) -> Sequence[int]:
+    return range(delivered.batch.count) if delivered.indexes is None else delivered.indexes
