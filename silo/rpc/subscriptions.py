@@ -118,7 +118,7 @@ class SubscriptionService:
         definition = await subscription_of(call, provider, request.name, TO_KNOW)
         ends = {queue: (await provider.adapter.bounds(queue)).next for queue in range(provider.queues)}
         for name in await _holders(provider, definition):
-            await _unless_closing(call, _caught_up(provider, name, ends))
+            await _unless_closing(call, caught_up(provider, name, ends))
         return pb.AwaitCaughtUpResponse().SerializeToString()
 
     async def resume(self, call: Call, message: bytes) -> bytes:
@@ -228,7 +228,7 @@ def _consumers(consumers: Consumers, definition: SubscriptionDefinition) -> list
     ]
 
 
-async def _caught_up(provider: Provider, name: str, ends: Mapping[int, int]) -> None:
+async def caught_up(provider: Provider, name: str, ends: Mapping[int, int]) -> None:
     """Return when everything below `ends` is done, whoever does it."""
     left = dict(ends)
     while True:
