@@ -153,6 +153,8 @@ def status_error(status: int, details: str, where: str) -> HeadraceError:
             f"no silo answers at {where} ({details}): check the address, that a silo serves gRPC there, and whether it "
             "wants TLS"
         )
+    if status in (2, 13):  # UNKNOWN, INTERNAL: what grpc says of a connection that breaks while it sends
+        return Unavailable(f"the connection to {where} broke ({details})")
     if status == 4:  # DEADLINE_EXCEEDED
         return Unavailable(f"the silo at {where} did not answer in time")
     if status == 12:  # UNIMPLEMENTED

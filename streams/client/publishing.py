@@ -146,9 +146,8 @@ class Publishing:
         """There may be something to send."""
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="headrace publishing")
-        elif self._idle is not None:
+        elif self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
-            self._idle = None
 
     async def _until_woken(self) -> None:
         self._idle = asyncio.get_running_loop().create_future()

@@ -1,0 +1,78 @@
+"""A silo as a process that can be killed and started again, on the same data and the same port."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+
+from headrace.silo.provider import Provider
+from headrace.streams import EventBatch, Start, StreamId
+from tests.silo.commandline import ENVIRONMENT, SCRIPT
+
+READY = re.compile(rb"silo is ready: .*; gRPC on (\S+)")
+
+
+class SiloProcess:
+    """`headrace silo` with its data in `folder`. `flags` are those of the command."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.folder = folder
+        self.data = folder / "d"
+        self.address = "127.0.0.1:0"
+        self._flags = flags
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> str:
+        """Start it, or start it again, and return its address when it serves."""
+        command = [SCRIPT, "silo", "--data", str(self.data), "--listen", self.address, *self._flags]
+        self._process = subprocess.Popen(command, cwd=self.folder, env=ENVIRONMENT, stderr=subprocess.PIPE)
+        assert self._process.stderr is not None
+        lines: list[bytes] = []
+        for line in self._process.stderr:
+            lines.append(line)
+            if match := READY.search(line):
+                self.address = match[1].decode()
+                return self.address
+        raise AssertionError(b"".join(lines).decode())
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """kill -9, also of one that is stopped."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Tell it to stop in order, and wait until it has."""
+        self._end(signal.SIGTERM)
+
+    def _end(self, number: signal.Signals) -> None:
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        process.send_signal(number)
+        process.send_signal(signal.SIGCONT)
+        process.communicate(timeout=60)
+
+
+async def stored(data: Path) -> dict[StreamId, list[bytes]]:
+    """All events on a data directory that no silo has open, by stream, in order."""
+    found: defaultdict[StreamId, list[bytes]] = defaultdict(list)
+
+    async def note(batch: EventBatch) -> None:
+        found[batch.stream] += batch.payloads()
+
+    async with Provider.open(data) as provider:
+        subscription = await provider.subscribe("look", "*/*", note, batch=True, start=Start.earliest())
+        await subscription.caught_up()
+        await subscription.delete()
+    return dict(found)
