@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 from ..agents import Edge, Group, Member, MemberStatistics
-from ..streams.errors import Busy, HeadraceError, InvalidArgument, NotSupported
+from ..streams.errors import Busy, Fenced, HeadraceError, InvalidArgument, NotSupported
 from ..streams.subscriptions import (
     CONSUMER_SEPARATOR,
     Checkpoint,
@@ -89,15 +89,19 @@ class Consumers:
         own = of_consumer(definition, consumer) if definition.mode is Mode.BROADCAST else definition
         async with self._locked(own.name):
             group = await self._group(own, positions)
-            return Place(group, group.join(consumer, self._timeout(timeout_s)))
+            return Place(group, group.join(consumer, self.timeout(timeout_s)))
 
     async def _group(self, definition: SubscriptionDefinition, positions: Mapping[int, Checkpoint] | None) -> Group:
         group = self._groups.get(definition.name)
         served = self._provider.manager.served.get(definition.name)
-        if group is not None and served is not None and served.service is group and group.stored == (positions is None):
-            return group
-        if served is not None:
-            await self._end_unstored(definition.name, group)
+        if group is not None and served is not None and served.service is group:
+            if group.stored and positions is None:
+                return group
+            await self._end(definition.name, group)
+        elif served is not None:
+            raise Busy(
+                f"subscription {definition.name!r} is served by a handler in the silo: it has no remote consumers"
+            )
         group = Group(definition, self._edge, stored=positions is None)
         start = None
         if positions is not None:
@@ -106,10 +110,10 @@ class Consumers:
         self._groups[definition.name] = group
         return group
 
-    async def _end_unstored(self, name: str, group: Group | None) -> None:
-        """A consumer that now leaves its position to the silo, or keeps it from now on, begins anew."""
-        if group is None:
-            raise Busy(f"subscription {name!r} is served by a handler in the silo: it has no remote consumers")
+    async def _end(self, name: str, group: Group) -> None:
+        """A consumer that keeps its position, or kept it until now, begins anew, from where it says."""
+        consumer = name.partition(CONSUMER_SEPARATOR)[2]
+        group.dissolve(Fenced(f"another connection took over consumer {consumer!r}: give each an id of its own"))
         await self._provider.withdraw(name, 0.0)
 
     def find(self, definition: SubscriptionDefinition, consumer: str) -> Place | None:
@@ -129,7 +133,8 @@ class Consumers:
         """Make durable what was acknowledged so far."""
         await self._provider.manager.save()
 
-    def _timeout(self, timeout_s: float) -> float:
+    def timeout(self, timeout_s: float) -> float:
+        """How long a consumer that asks for `timeout_s` is waited for. Raises InvalidArgument."""
         if not timeout_s:
             return self._timeout_s
         if not MIN_TIMEOUT_S <= timeout_s <= MAX_TIMEOUT_S:

@@ -75,10 +75,28 @@ class _Position(msgspec.Struct, array_like=True):
     behind: list[_BehindRow]
 
 
+MAX_DONE = 100_000
+"""Events done out of order that a token has. It comes from outside, in a few bytes, and each takes memory here."""
+
+
 def position_token(checkpoint: Checkpoint) -> bytes:
-    """A checkpoint as a consumer keeps it that keeps its own position."""
-    row = checkpoint_row(0, checkpoint)
+    """A checkpoint as a consumer keeps it that keeps its own position. Of very many events that were done out of order
+    the last ones are left out: they come again."""
+    row = checkpoint_row(0, _with_less_done(checkpoint))
     return b"".join((b"[", str(checkpoint.next_offset).encode(), b",", row["behind"].encode(), b"]"))
+
+
+def _with_less_done(checkpoint: Checkpoint) -> Checkpoint:
+    behind = {stream: at for stream, at in checkpoint.behind.items() if at.done}
+    room = MAX_DONE
+    for stream, at in behind.items():
+        done: list[tuple[int, int, int]] = []
+        for offset, first, last in at.done:
+            if (last := min(last, first + room)) > first:
+                done.append((offset, first, last))
+                room -= last - first
+        behind[stream] = at._replace(done=tuple(done))
+    return checkpoint._replace(behind={**checkpoint.behind, **behind}) if behind else checkpoint
 
 
 def checkpoint_of_token(token: bytes) -> Checkpoint:
@@ -87,9 +105,19 @@ def checkpoint_of_token(token: bytes) -> Checkpoint:
         position = msgspec.json.decode(token, type=_Position)
         checkpoint = Checkpoint(position.next_offset, _behind_of(position.behind))
         checkpoint_row(0, checkpoint)
+        _check_done(checkpoint)
     except (msgspec.MsgspecError, InvalidArgument) as error:
         raise InvalidArgument(f"the token is no position that a silo gave: {error}") from None
     return checkpoint
+
+
+def _check_done(checkpoint: Checkpoint) -> None:
+    ranges = [each for at in checkpoint.behind.values() for each in at.done]
+    for offset, first, last in ranges:
+        if not (_position(offset) == offset and 0 <= first < last):
+            raise InvalidArgument(f"events {first} to {last} of a batch are none")
+    if sum(last - first for _, first, last in ranges) > MAX_DONE:
+        raise InvalidArgument(f"more than {MAX_DONE:,} events are done out of order")
 
 
 def definition_text(definition: SubscriptionDefinition) -> str:

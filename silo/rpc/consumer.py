@@ -8,6 +8,7 @@ as they were published.
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ from ...agents import Events, Group, Member, Parcel
 from ...proto.v1 import consumer_pb2 as pb
 from ...streams import wire
 from ...streams.errors import HeadraceError, InvalidArgument, LimitExceeded, Unavailable
+from ...streams.identity import SequenceToken
 from ...streams.rows import checkpoint_of_token, position_token
 from ...streams.subscriptions import Checkpoint, GapRecord, Mode, SubscriptionDefinition, check_consumer
 from ..consumers import Consumers, Place
@@ -32,6 +34,7 @@ MAX_REASON = 4096
 MAX_REFUSED = 1000
 """Refusals that wait to be told; more are dropped."""
 MAX_GAPS = 100
+LOST_END = "the position is past the end of its queue, which has lost it or is another one"
 PULL_EVENTS, PULL_BYTES = 1000, 1 << 20
 SHORTEST_WAIT_S, LOOK_S = 0.005, 0.25
 """A pull waits no shorter, for what is cached is handed out in turns; and looks so often whether the silo stops."""
@@ -46,6 +49,8 @@ class Opening(NamedTuple):
     consumers: Consumers
     definition: SubscriptionDefinition
     place: Place
+    gaps: Sequence[GapRecord]
+    """That show from where the client wants to go on."""
 
 
 class ConsumerService:
@@ -78,10 +83,11 @@ class ConsumerService:
         provider = provider_of(self._providers, request.provider)
         definition = await self._definition(call, provider, request)
         consumer = request.consumer or f"c-{uuid.uuid4().hex[:16]}"
-        positions = _positions(request, provider.queues)
+        positions = _positions(request, provider, definition)
+        gaps = [] if positions is None else await _step_back(positions, provider, definition)
         consumers = self._consumers[provider.name]
         place = await consumers.join(definition, consumer, request.session_timeout_ms / 1000, positions)
-        return Opening(provider, consumers, definition, place)
+        return Opening(provider, consumers, definition, place, gaps)
 
     async def _definition(self, call: Call, provider: Provider, request: pb.Open) -> SubscriptionDefinition:
         if not request.HasField("definition"):
@@ -109,6 +115,7 @@ class ConsumerService:
         if place is None or pulls is None:
             place = await consumers.join(definition, request.consumer, request.session_timeout_ms / 1000)
             pulls = self._pulls[place.member] = Pulls(place, self._pulls)
+        place.member.timeout_s = consumers.timeout(request.session_timeout_ms / 1000)
         refused = pulls.apply(request.acknowledgements, request.rejections)
         frames = await pulls.wait(call, request)
         notices = pb.PullResponse(refused=refused, gaps=map(wire.gap_message, pulls.take_gaps()))
@@ -151,15 +158,51 @@ def _refusal(each: pb.Acknowledgement | pb.Rejection) -> pb.Refusal:
     return pb.Refusal(queue=each.queue, offset=each.offset, index=each.index)
 
 
-def _positions(request: pb.Open, queues: int) -> Mapping[int, Checkpoint] | None:
+def _positions(
+    request: pb.Open, provider: Provider, definition: SubscriptionDefinition
+) -> dict[int, Checkpoint] | None:
     if not request.keeps_positions:
         if request.positions:
             raise InvalidArgument("open has positions, but not keeps_positions: set it, or leave them out")
         return None
+    positions: dict[int, Checkpoint] = {}
     for position in request.positions:
-        if position.queue >= queues:
-            raise InvalidArgument(f"open.positions: the provider has no queue {position.queue}, it has {queues}")
-    return {position.queue: checkpoint_of_token(position.token) for position in request.positions}
+        if position.queue >= provider.queues:
+            raise InvalidArgument(
+                f"open.positions: the provider has no queue {position.queue}, it has {provider.queues}"
+            )
+        if position.queue in positions:
+            raise InvalidArgument(f"open.positions: there are two for queue {position.queue}: leave one out")
+        positions[position.queue] = checkpoint_of_token(position.token)
+    _check_streams(positions, provider, definition)
+    return positions
+
+
+def _check_streams(positions: Mapping[int, Checkpoint], provider: Provider, definition: SubscriptionDefinition) -> None:
+    """A token may name streams, and its bearer may write it: it must not lead to others than the subscription's."""
+    selects = definition.selector.matcher()
+    for queue, checkpoint in positions.items():
+        for stream in checkpoint.behind:
+            if not selects(stream) or provider.queue_of(stream) != queue:
+                raise InvalidArgument(
+                    f"open.positions: the token for queue {queue} is of another subscription: give each back as it came"
+                )
+
+
+async def _step_back(
+    positions: dict[int, Checkpoint], provider: Provider, definition: SubscriptionDefinition
+) -> list[GapRecord]:
+    """A position past the end of its queue goes back to it: what is published next gets those offsets again."""
+    gaps: list[GapRecord] = []
+    for queue, at in positions.items():
+        end = (await provider.adapter.bounds(queue)).next
+        if at.next_offset > end:
+            behind = {stream: each for stream, each in at.behind.items() if each.token.offset < end}
+            positions[queue] = Checkpoint(end, behind)
+            low, high = SequenceToken(end), SequenceToken(at.next_offset)
+            now_us = time.time_ns() // 1000
+            gaps.append(GapRecord(provider.name, definition.name, queue, None, low, high, LOST_END, now_us))
+    return gaps
 
 
 class Session:
@@ -184,7 +227,7 @@ class Session:
         self._queues: tuple[int, ...] | None = None
         self._told: pb.SubscribeResponse | None = self._opened()
         self._refused: list[pb.Refusal] = []
-        self._gaps: deque[GapRecord] = deque(maxlen=MAX_GAPS)
+        self._gaps = deque(opening.gaps, maxlen=MAX_GAPS)
         self._member.on_outbox = self._something.set
         self._member.on_notice = self._notice
         self._member.on_gone = self._end_with
@@ -241,11 +284,17 @@ class Session:
         self._apply(request)
         while not self._closing:
             message = await self._call.read()
+            if message is None:  # also where the connection is lost: only who says so is not waited for
+                return
             self._group.heard(self._member)
-            if message is None:
-                self._closing = True
-            elif message:
-                self._apply(parsed(pb.SubscribeRequest, message))
+            if message:
+                self._apply(self._next(message))
+
+    def _next(self, message: bytes) -> pb.SubscribeRequest:
+        request = parsed(pb.SubscribeRequest, message)
+        if request.HasField("open"):
+            raise InvalidArgument("only the first request of Subscribe has the field open: leave it out, or call again")
+        return request
 
     def _apply(self, request: pb.SubscribeRequest) -> None:
         if request.acknowledgements or request.rejections:
@@ -370,25 +419,25 @@ class Pulls:
         self._group.heard(self._member)
         return apply(self._place, acknowledgements, rejections)
 
-    async def wait(self, call: Call, request: pb.PullRequest) -> list[bytes]:
+    async def wait(self, call: Call, request: pb.PullRequest) -> Sequence[bytes]:
         """The frames of what is there, at once or after a wait. Empty where nothing came."""
         member = self._member
         if self._waiting:
             raise LimitExceeded(f"consumer {member.id!r} waits in another call already: wait for that one first")
         self._waiting = True
-        before = set(member.in_flight.values())
-        frames: list[bytes] = []
+        before = set[Parcel]() if member.resending else set(member.in_flight.values())
+        frames: Sequence[bytes] = ()
         try:
             self._open(request)
             await self._first(call, request.wait_ms / 1000)
-            while member.outbox:
-                frames += member.collect()
+            frames = member.collect_all()
             return frames
         finally:
             self._waiting = False
-            self._close()
-            new = [parcel for parcel in member.parcels() if parcel not in before]
-            self._loop.call_later(member.timeout_s if frames else 0, self._take_back, new)
+            if self._error is None:  # else the member is another's now, or nobody's
+                self._close()
+                new = [parcel for parcel in member.parcels() if parcel not in before]
+                self._loop.call_later(member.timeout_s if frames else 0, self._take_back, new)
 
     def _open(self, request: pb.PullRequest) -> None:
         member = self._member
@@ -404,25 +453,33 @@ class Pulls:
         ends = self._loop.time() + max(min(wait_s, (call.remaining_s() or wait_s) - DEADLINE_S), SHORTEST_WAIT_S)
         while not member.outbox and not call.closing.is_set() and (left := ends - self._loop.time()) > 0:
             self._group.heard(member)
+            call.check_valid()
             try:
                 async with asyncio.timeout(min(left, LOOK_S)):
                     await self._something.wait()
             except TimeoutError:
                 continue
             self._something.clear()
-            if self._error is not None:
-                raise self._error
+            self._check_mine()
             if member.needed_bytes and not member.outbox:
                 self._group.grant(member, 0, member.needed_bytes)
         await asyncio.sleep(0)  # other queues may have something as well
+        self._check_mine()
+
+    def _check_mine(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def _close(self) -> None:
         member = self._member
         member.connected = False
         member.charge(member.credit_events, member.credit_bytes)
+        member.collect_all()  # there is something only where the call was cancelled: then it is taken back
         self._group.sent(member)
 
     def _take_back(self, parcels: Sequence[Parcel]) -> None:
+        if self._error is not None:
+            return
         for parcel in parcels:
-            if parcel in parcel.delivery.parcels and parcel.member is self._member:
+            if parcel in parcel.delivery.parcels:
                 parcel.delivery.take_back(parcel)
