@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ..adapters.seam import Gap, QueueAdapter
-from ..streams.errors import Busy, Fenced, HeadraceError, InvalidArgument, NotFound
+from ..streams.errors import Busy, Closed, Fenced, HeadraceError, InvalidArgument, NotFound
 from ..streams.events import Event
 from ..streams.handlers import EventFilter, Handler
 from ..streams.identity import SequenceToken, StreamId
@@ -30,7 +31,7 @@ CHECKPOINT_S = 1.0
 """At most this much finished work comes again after a crash, in seconds."""
 RETENTION_S = 5.0
 MAX_REDRIVES = 16
-"""Dead letters that are delivered once more at a time."""
+"""Dead letters of a subscription that are delivered once more at a time."""
 ACKNOWLEDGE_S = 0.02
 """How often queues that cannot rewind are told what is finished: it frees their bounded capacity."""
 
@@ -156,8 +157,10 @@ class PullingManager:
         """Queues whose agents were stopped, until they are started again."""
         self._gaps: list[GapRecord] = []
         self._saving = asyncio.Lock()
+        self._changing = asyncio.Lock()
+        """Held while agents stop and start: who stops a subscription meanwhile waits for what they have done."""
         self._tasks: list[asyncio.Task[None]] = []
-        self._redriving: dict[int, asyncio.Task[None]] = {}
+        self._redriving: dict[int, tuple[str, asyncio.Task[None]]] = {}
         self._telling: set[asyncio.Task[None]] = set()
         self._acknowledged: dict[int, int] = {}
         self.on_fenced: Callable[[str], None] = lambda _: None
@@ -176,7 +179,7 @@ class PullingManager:
         """Stop reading, let running handlers end within `drain_s` seconds, save exactly what is done."""
         for task in self._tasks:
             task.cancel()
-        others = [*self._redriving.values(), *self._telling]
+        others = [*(task for _, task in self._redriving.values()), *self._telling]
         for task in others:
             task.cancel()
         await asyncio.gather(*self._tasks, *others, return_exceptions=True)
@@ -224,6 +227,7 @@ class PullingManager:
 
     async def move(self, name: str, positions: Mapping[int, Checkpoint], reason: str, drain_s: float) -> None:
         """Go on from other positions. Where that cannot be stored, it raises, and goes on where it was."""
+        await self._agents_settled()
         served = self.serving(name)
         del self.served[name]
         here = await self._detach(served, drain_s)
@@ -261,6 +265,7 @@ class PullingManager:
 
     async def withdraw(self, name: str, drain_s: float) -> Served:
         """Stop serving: running handlers end within `drain_s` seconds, and exactly what is done is saved."""
+        await self._agents_settled()
         served = self.served.pop(name, None)
         if served is None:
             raise NotFound(f"subscription {name!r} is not served by this process")
@@ -286,33 +291,45 @@ class PullingManager:
     async def stop_agents(self, queues: Sequence[int], drain_s: float) -> None:
         """Read these queues no more: what is in flight ends within `drain_s` seconds, and exactly what is done is
         saved. Those that are stopped already stay so."""
-        self.stopped.update(queues)
-        await asyncio.gather(*(self._stop_agent(queue, drain_s) for queue in queues))
+        async with self._changing:
+            self.stopped.update(queues)
+            stopping = [self._stop_agent(queue, drain_s) for queue in queues]
+            done = dict(zip(queues, await asyncio.gather(*stopping), strict=True))
+            await self._save_stopped(done)
 
-    async def _stop_agent(self, queue: int, drain_s: float) -> None:
+    async def _stop_agent(self, queue: int, drain_s: float) -> dict[str, Checkpoint]:
         agent, self.agents[queue] = self.agents[queue], self._agent(queue)
-        done = await agent.aclose(drain_s)
+        return await agent.aclose(drain_s)
+
+    async def _save_stopped(self, done: Mapping[int, Mapping[str, Checkpoint]]) -> None:
+        """What subscriptions that are still served have done of queues that are not read any more."""
+        finals = [
+            (served, {queue: checkpoints[name] for queue, checkpoints in done.items() if name in checkpoints})
+            for name, served in self.served.items()
+        ]
+        for served, final in finals:
+            for queue in final:
+                served.deliveries.pop(queue, None)
         async with self._saving:
             await self._save_gaps()
-            for name, checkpoint in done.items():
-                served = self.served.get(name)
-                if served is None:
-                    continue
-                del served.deliveries[queue]
+            for served, final in finals:
                 if not served.service.stored:
-                    served.saved[queue] = checkpoint
-                elif not await self._save_last(served, {queue: checkpoint}):
-                    self._tell_fenced(name)
+                    served.saved.update(final)
+                elif final and not await self._save_last(served, final):
+                    self._tell_fenced(served.definition.name)
 
     async def start_agents(self, queues: Sequence[int]) -> None:
         """Read these queues again, from where they were stopped."""
-        for queue in queues:
-            if queue not in self.stopped:
-                continue
-            self.stopped.discard(queue)
-            for served in self.served.values():
-                if queue in served.saved and queue not in served.deliveries:
-                    self._attach(served, queue, served.saved[queue])
+        async with self._changing:
+            for queue in self.stopped.intersection(queues):
+                self.stopped.discard(queue)
+                for name, served in self.served.items():
+                    if queue in served.saved and name not in self.agents[queue].deliveries:
+                        self._attach(served, queue, served.saved[queue])
+
+    async def _agents_settled(self) -> None:
+        async with self._changing:
+            pass
 
     def _agent(self, queue: int) -> PullingAgent:
         return PullingAgent(
@@ -416,12 +433,14 @@ class PullingManager:
     # ---- dead letters once more ------------------------------------------------------------------------------------
 
     async def _redrive(self) -> None:
-        names = list(self.served)
+        busy = Counter(name for name, _ in self._redriving.values())
+        names = [name for name in self.served if busy[name] < MAX_REDRIVES]
         letters = await self._store.redrives(self.provider, names) if names else []
         for letter in letters:
-            if letter.id not in self._redriving and len(self._redriving) < MAX_REDRIVES:
+            if letter.id not in self._redriving and busy[letter.subscription] < MAX_REDRIVES:
+                busy[letter.subscription] += 1
                 task = asyncio.create_task(self._redrive_one(letter), name=f"headrace redrive {letter.id}")
-                self._redriving[letter.id] = task
+                self._redriving[letter.id] = letter.subscription, task
                 task.add_done_callback(lambda _, number=letter.id: self._redriving.pop(number))
 
     async def _redrive_one(self, letter: DeadLetter) -> None:
@@ -429,7 +448,10 @@ class PullingManager:
         delivery = served.deliveries.get(letter.queue) if served else None
         if delivery is None:
             return
-        error = await delivery.redrive(_event(letter))
+        try:
+            error = await delivery.redrive(_event(letter))
+        except Closed:
+            return  # it comes when its queue is served again
         reason = None if error is None else described(error)
         if error is not None:
             log.warning("%s failed again on dead letter %d", letter.subscription, letter.id, exc_info=error)
