@@ -16,7 +16,7 @@ _TIMESTAMPS_TAG, _TIMESTAMP_BYTES = 0x22, 8
 _NAMES = (0x0A, 0x12)
 _REPEATED = (0x2A, 0x32)
 """Ids and headers: one field per event."""
-_APPENDED = ("offset", "queue", "attempt", "indexes")
+_FIRST_APPENDED = 16
 
 
 def accepted(encoded: bytes, now_us: int) -> EventBatch:
@@ -78,7 +78,7 @@ def _end(encoded: bytes, at: int) -> int:
 
 def _put_in_order(encoded: bytes, prefix: bytes) -> bytes:
     message = layout.message_of(encoded)
-    if any(getattr(message, field) for field in _APPENDED):
+    if any(field.number >= _FIRST_APPENDED for field, _ in message.ListFields()):
         raise _appended()
     message.DiscardUnknownFields()
     message.ClearField("namespace")

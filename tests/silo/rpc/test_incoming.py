@@ -90,7 +90,7 @@ def test_fields_that_a_later_version_may_have_are_kept():
     assert accepted(sent, NOW).encoded == sent
 
 
-@pytest.mark.parametrize("field", [{"offset": 1}, {"queue": 1}, {"attempt": 2}, {"indexes": [0]}])
+@pytest.mark.parametrize("field", [{"offset": 1}, {"queue": 1}, {"attempt": 2}, {"indexes": [0]}, {"redriven": True}])
 @pytest.mark.parametrize("stream", ["shop/1", "/"])
 def test_what_delivery_appends_is_refused(field: dict[str, object], stream: str):
     sent = batch(stream, b"a", **field).SerializeToString()  # type: ignore[arg-type]

@@ -10,13 +10,24 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
+from headrace.proto.v1 import consumer_pb2
 from headrace.proto.v1 import subscriptions_pb2 as pb
 from headrace.silo.host import Silo
 from headrace.silo.provider import Provider
 from headrace.silo.rpc import subscriptions
 from headrace.streams import DeadLetter, Event, GapRecord, OnFailure, RetryPolicy, SequenceToken, StreamId
 from headrace.streams.wire import definition_of
-from tests.silo.rpc.calling import SUBSCRIPTIONS, Allowed, Caller, Refused, batch, connecting, make_tokens, opened
+from tests.silo.rpc.calling import (
+    SUBSCRIPTIONS,
+    Allowed,
+    Caller,
+    Refused,
+    Stream,
+    batch,
+    connecting,
+    make_tokens,
+    opened,
+)
 
 ONCE = RetryPolicy(max_attempts=1)
 
@@ -229,6 +240,42 @@ async def test_a_paused_stream_goes_on_when_it_is_resumed(tmp_path: Path, served
             await subscribe()
         await ask(caller, "AwaitCaughtUp", pb.AwaitCaughtUpRequest(name="printer"))
         assert got == [b"a"]
+
+
+# Mode broadcast: each consumer has a position of its own
+
+
+async def test_of_a_broadcast_the_consumers_are_seen_and_the_position_of_the_last_one(tmp_path: Path):
+    definition = pb.SubscriptionDefinition(
+        name="news", selector="shop/1", mode=pb.MODE_BROADCAST, start=pb.Start(earliest=True)
+    )
+    async with opened(tmp_path, provider={"queues": 1}) as silo, connecting(silo.grpc_address or "") as caller:
+        await caller.publish(batch("shop/1", b"a"))
+        sessions: list[Stream] = []
+        for consumer in ("c1", "c2"):
+            session = caller.stream("headrace.v1.ConsumerService/Subscribe")
+            await session.write(
+                consumer_pb2.SubscribeRequest(open=consumer_pb2.Open(definition=definition, consumer=consumer))
+            )
+            await session.read(consumer_pb2.SubscribeResponse)
+            sessions.append(session)
+        found = await caller.get("news")
+        assert [(each.id, each.connected) for each in found.consumers] == [("c1", True), ("c2", True)]
+        assert [(each.watermark, each.end_offset) for each in found.progress] == [(0, 1)]
+        listed = await ask(caller, "ListSubscriptions", b"")
+        assert [each.name for each in listed.definitions] == ["news"]
+
+        await add_letters(silo, letter(1, b"1", "news~c1"), letter(2, b"2", "news~c2"))
+        letters = await ask(caller, "ListDeadLetters", pb.ListDeadLettersRequest(subscription="news"))
+        assert [(each.subscription, each.payload) for each in letters.dead_letters] == [("news", b"1"), ("news", b"2")]
+        everything = pb.DeleteDeadLettersRequest(subscription="news", all=True)
+        assert (await ask(caller, "DeleteDeadLetters", everything)).count == 2
+
+        await ask(caller, "SeekSubscription", pb.SeekSubscriptionRequest(name="news", to=pb.Start(latest=True)))
+        await ask(caller, "AwaitCaughtUp", pb.AwaitCaughtUpRequest(name="news"))
+        assert [each.watermark for each in (await caller.get("news")).progress] == [1]
+        for session in sessions:
+            session.cancel()
 
 
 # Dead letters and gaps
