@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Annotated, NamedTuple, Self
 from urllib.parse import unquote
 
@@ -56,6 +57,7 @@ def client_of(principal: Principal | None, peer: str) -> str:
     return f"address {address_of(peer)}"
 
 
+@lru_cache(maxsize=4096)  # a connection makes many calls
 def address_of(peer: str) -> str:
     """The IP address in a gRPC peer such as `ipv4:10.0.0.7:50312` or `ipv6:%5B::1%5D:50312`; another is as it is."""
     kind, _, rest = unquote(peer).partition(":")
