@@ -131,8 +131,8 @@ async def test_with_client_certificates_the_caller_goes_by_its_name(authority: A
 # Health and reflection
 
 
-async def test_health_is_told_by_service(tmp_path: Path):
-    async with opened(tmp_path) as silo, connecting(silo.grpc_address or "") as caller:
+async def test_health_is_told_by_service_and_to_everybody(tmp_path: Path):
+    async with opened(tmp_path, auth="tokens") as silo, connecting(silo.grpc_address or "") as caller:
         services = ["PublisherService", "ConsumerService", "SubscriptionService", "ClusterService"]
         for service in ("", HEALTH, *(f"headrace.v1.{name}" for name in services)):
             assert await health(caller, service) == STATUS.SERVING, service
@@ -152,8 +152,8 @@ async def test_whoever_watches_health_is_told_that_the_silo_stops():
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
-async def test_reflection_tells_services_and_their_messages(tmp_path: Path, version: str):
-    async with opened(tmp_path) as silo, connecting(silo.grpc_address or "") as caller:
+async def test_reflection_tells_services_and_their_messages_to_everybody(tmp_path: Path, version: str):
+    async with opened(tmp_path, auth="tokens") as silo, connecting(silo.grpc_address or "") as caller:
         stream = caller.stream(f"grpc.reflection.{version}.ServerReflection/ServerReflectionInfo")
         kind = reflection_pb2.ServerReflectionResponse
         await stream.write(reflection_pb2.ServerReflectionRequest(list_services=""))
