@@ -285,9 +285,8 @@ class Connection:
     async def aclose(self) -> None:
         """End all calls. Idempotent; afterwards every call raises Closed."""
         self._closed = True
-        channels, self._channels = self._channels, {}
-        self._methods.clear()
-        for channel in channels.values():
+        # They stay referenced: when its last channel is freed, grpc waits for a thread of its own to end.
+        for channel in self._channels.values():
             await channel.close()
 
     async def unary(self, method: str, request: bytes, *, timeout_s: float | None) -> bytes:

@@ -1,0 +1,234 @@
+"""The client for programs without asyncio: the same calls, which return when they are done.
+
+with SyncClient("127.0.0.1:9465") as client:
+    client.stream("orders", "42").publish(b"paid")
+    with client.subscribe("printer", "orders/*") as consumer:
+        for batch in consumer:
+            ...
+            batch.ack()
+
+All clients of a process share one thread, in which an event loop runs. They may be used from any thread, also from
+several at a time: what these publish at the same time travels together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any, Generic, ParamSpec, Self, TypeVar
+
+from ..errors import Closed, InvalidArgument
+from ..events import Event
+from ..identity import SequenceToken, StreamId
+from ..publishing import ProducerSequence, Receipt
+from ..subscriptions import DeadLetter, GapRecord, Start, SubscriptionDefinition
+from .client import Client
+from .management import SubscriptionState
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class LoopThread:
+    """A thread with an event loop, for as long as somebody uses it."""
+
+    _shared: LoopThread | None = None
+    _users = 0
+    _lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._process = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="headrace client", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def acquire(cls) -> LoopThread:
+        """The one of this process; whoever acquires it releases it."""
+        with cls._lock:
+            if cls._shared is None or cls._shared.forked:
+                cls._shared, cls._users = LoopThread(), 0
+            cls._users += 1
+            return cls._shared
+
+    def release(self) -> None:
+        """Ends with its last user."""
+        with self._lock:
+            if self is not LoopThread._shared:
+                return  # that of the process from which this one was forked
+            LoopThread._users -= 1
+            if LoopThread._users:
+                return
+            LoopThread._shared = None
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    @property
+    def forked(self) -> bool:
+        """This process is a fork of the one where the thread is."""
+        return self._process != os.getpid()
+
+    def call(self, function: Callable[_P, Awaitable[_T]], *args: _P.args, **options: _P.kwargs) -> _T:
+        """Call an async function in the thread, and return what it returns. Interrupted, as by Ctrl-C, it is cancelled
+        there."""
+        if self.forked:
+            raise Closed("a client does not survive fork: open another one in the new process, or use spawn")
+        if threading.current_thread() is self._thread:
+            raise InvalidArgument("a SyncClient is not for the thread of the client itself: it would wait for itself")
+        call = _Call(functools.partial(function, *args, **options))
+        try:
+            self._loop.call_soon_threadsafe(call.begin)
+            return call.outcome.result()
+        except BaseException:
+            self._loop.call_soon_threadsafe(call.cancel)
+            raise
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            for task in (left := asyncio.all_tasks(self._loop)):
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        finally:
+            self._loop.close()
+
+
+class _Call(Generic[_T]):
+    """A call on its way into the loop. `asyncio.run_coroutine_threadsafe` cannot be interrupted before it returned."""
+
+    def __init__(self, function: Callable[[], Awaitable[_T]]) -> None:
+        self.outcome: Future[_T] = Future()
+        self._function = function
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="headrace call")
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            self.outcome.set_result(await self._function())
+        except asyncio.CancelledError:
+            self.outcome.cancel()
+        except BaseException as error:  # noqa: BLE001 (whoever called gets it)
+            self.outcome.set_exception(error)
+
+
+class SyncStream:
+    """A handle on one stream: see `headrace.streams.Stream`."""
+
+    __slots__ = ("_client", "id")
+
+    def __init__(self, id: StreamId, client: SyncClient) -> None:  # noqa: A002 (the word of the field)
+        self.id = id
+        self._client = client
+
+    def publish(self, events: bytes | Event | Iterable[bytes | Event]) -> SequenceToken:
+        """Publish one event or several, in order: see `Client.publish`."""
+        return self._client.publish(self.id, events)
+
+    def __repr__(self) -> str:
+        return f"SyncStream({self.id!s})"
+
+
+class SyncClient:
+    """A provider of a silo, over gRPC, for threads. Open it with `with`. Its methods are those of `Client`, which says
+    what they do, raise and return.
+
+    It does not survive `os.fork`: open it in the process that uses it, and start processes with spawn.
+    """
+
+    def __init__(self, address: str, **options: Any) -> None:
+        """`options` are those of `Client`. Raises InvalidArgument."""
+        self._client = Client(address, **options)
+        self._thread: LoopThread | None = None
+
+    def __enter__(self) -> Self:
+        self._thread = LoopThread.acquire()
+        try:
+            self._call(self._client.__aenter__)
+        except BaseException:
+            self._release()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for what other threads are publishing, as long as they would, and close. Idempotent."""
+        if self._thread is not None:
+            try:
+                self._call(self._client.aclose)
+            finally:
+                self._release()
+
+    # ---- publishing ------------------------------------------------------------------------------------------------
+
+    def stream(self, namespace: str | StreamId, key: str | None = None) -> SyncStream:
+        """A handle on a stream, by namespace and key or by id."""
+        return SyncStream(self._client.stream(namespace, key).id, self)
+
+    def publish(self, stream: StreamId, events: bytes | Event | Iterable[bytes | Event]) -> SequenceToken:
+        return self._call(self._client.publish, stream, events)
+
+    def publish_many(
+        self, items: Iterable[tuple[StreamId, bytes | Event]], *, sequence: ProducerSequence | None = None
+    ) -> Sequence[Receipt]:
+        return self._call(self._client.publish_many, items, sequence=sequence)
+
+    def flush(self) -> None:
+        self._call(self._client.flush)
+
+    # ---- subscriptions ---------------------------------------------------------------------------------------------
+
+    def create_subscription(self, definition: SubscriptionDefinition) -> bool:
+        return self._call(self._client.create_subscription, definition)
+
+    def subscription(self, name: str) -> SubscriptionState:
+        return self._call(self._client.subscription, name)
+
+    def subscriptions(self) -> list[SubscriptionDefinition]:
+        return self._call(self._client.subscriptions)
+
+    def delete_subscription(self, name: str) -> None:
+        self._call(self._client.delete_subscription, name)
+
+    def seek(self, name: str, start: Start | str) -> None:
+        self._call(self._client.seek, name, start)
+
+    def caught_up(self, name: str) -> None:
+        self._call(self._client.caught_up, name)
+
+    def resume(self, name: str, stream: StreamId) -> bool:
+        return self._call(self._client.resume, name, stream)
+
+    def dead_letters(self, subscription: str, *, limit: int = 100, after_id: int = 0) -> list[DeadLetter]:
+        return self._call(self._client.dead_letters, subscription, limit=limit, after_id=after_id)
+
+    def redrive(self, subscription: str, ids: Sequence[int] | None = None) -> int:
+        return self._call(self._client.redrive, subscription, ids)
+
+    def delete_dead_letters(self, subscription: str, ids: Sequence[int] | None = None) -> int:
+        return self._call(self._client.delete_dead_letters, subscription, ids)
+
+    def gaps(self, subscription: str) -> list[GapRecord]:
+        return self._call(self._client.gaps, subscription)
+
+    def _call(self, function: Callable[_P, Awaitable[_T]], *args: _P.args, **options: _P.kwargs) -> _T:
+        if self._thread is None:
+            raise Closed("the client is not open: use it in a `with` block")
+        return self._thread.call(function, *args, **options)
+
+    def _release(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.release()

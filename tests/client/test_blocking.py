@@ -1,0 +1,159 @@
+"""The client for threads without asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.queues import Queue
+from typing import Any
+
+import pytest
+
+from headrace.streams import (
+    Closed,
+    InvalidArgument,
+    NotFound,
+    PayloadTooLarge,
+    Selector,
+    StreamId,
+    SubscriptionDefinition,
+    Unavailable,
+)
+from headrace.streams.client.blocking import LoopThread, SyncClient
+from tests.client.silos import SiloProcess, stored
+
+S = StreamId("n", "k")
+
+
+def test_what_is_published_is_stored_when_it_returns(silo: SiloProcess):
+    with SyncClient(silo.address) as client:
+        first = client.stream("n", "k").publish(b"0")
+        assert first < client.publish(S, [b"1", b"2"])
+        assert [receipt.duplicate for receipt in client.publish_many([(S, b"3")])] == [False]
+        client.flush()
+        with pytest.raises(PayloadTooLarge):
+            client.publish(S, bytes(2 << 20))
+    silo.stop()
+    assert asyncio.run(stored(silo.data)) == {S: [b"0", b"1", b"2", b"3"]}
+
+
+def test_subscriptions_are_managed(silo: SiloProcess):
+    definition = SubscriptionDefinition(name="s", selector=Selector("n/*"))
+    with SyncClient(silo.address) as client:
+        assert client.create_subscription(definition)
+        assert client.subscriptions() == [definition]
+        assert client.subscription("s").definition == definition
+        client.publish(S, b"0")
+        client.seek("s", "latest")
+        client.caught_up("s")
+        assert (client.dead_letters("s"), client.gaps("s"), client.redrive("s"), client.resume("s", S)) == (
+            [], [], 0, False
+        )  # fmt: skip
+        assert client.delete_dead_letters("s") == 0
+        client.delete_subscription("s")
+        with pytest.raises(NotFound):
+            client.subscription("s")
+
+
+def test_threads_publish_at_the_same_time(silo: SiloProcess):
+    with SyncClient(silo.address) as client, ThreadPoolExecutor(20) as threads:
+
+        def publish(number: int) -> None:
+            for step in range(20):
+                client.publish(StreamId("n", str(number)), b"%d" % step)
+
+        list(threads.map(publish, range(20)))
+    silo.stop()
+    expected = [b"%d" % step for step in range(20)]
+    assert asyncio.run(stored(silo.data)) == {StreamId("n", str(number)): expected for number in range(20)}
+
+
+def test_clients_share_a_thread_which_ends_with_the_last(silo: SiloProcess):
+    def threads() -> int:
+        return sum(thread.name == "headrace client" for thread in threading.enumerate())
+
+    with SyncClient(silo.address) as one:
+        with SyncClient(silo.address) as other:
+            other.publish(S, b"0")
+            assert threads() == 1
+        one.publish(S, b"1")
+        assert threads() == 1
+    assert threads() == 0
+    with pytest.raises(Closed):
+        one.publish(S, b"2")
+    one.close()
+
+
+def test_before_and_after_it_is_open_it_says_so(silo: SiloProcess):
+    with pytest.raises(InvalidArgument):
+        SyncClient("nowhere")
+    with pytest.raises(Closed, match="`with`"):
+        SyncClient(silo.address).publish(S, b"0")
+    with pytest.raises(Unavailable), SyncClient("127.0.0.1:1", connect_timeout_s=0.1):
+        pass
+    assert LoopThread._shared is None  # pyright: ignore[reportPrivateUsage]
+
+
+INTERRUPTED = """
+import sys
+from headrace.streams import StreamId
+from headrace.streams.client.blocking import SyncClient
+with SyncClient(sys.argv[1]) as client:
+    client.publish(StreamId("n", "k"), b"0")
+    print("published", flush=True)
+    sys.stdin.readline()
+    try:
+        print("waiting", flush=True)
+        client.publish(StreamId("n", "k"), b"1")
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+"""
+
+
+def test_ctrl_c_ends_the_wait(silo: SiloProcess):
+    with subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, silo.address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdin is not None
+        assert program.stdout is not None
+        assert program.stdout.readline() == "published\n"
+        silo.kill()
+        program.stdin.write("\n")
+        program.stdin.flush()
+        assert program.stdout.readline() == "waiting\n"
+        program.send_signal(signal.SIGINT)
+        assert program.stdout.readline() == "interrupted\n"
+        assert program.wait(30) == 0
+
+
+def test_a_program_that_forgets_to_close_ends(silo: SiloProcess):
+    script = INTERRUPTED.split("with", maxsplit=1)[0] + (
+        "client = SyncClient(sys.argv[1]).__enter__()\nprint(client.publish(StreamId('n', 'k'), b'0'))"
+    )
+    done = subprocess.run([sys.executable, "-c", script, silo.address], capture_output=True, timeout=60, check=True)
+    assert done.stdout == b"0\n"
+
+
+def in_a_child(client: SyncClient, told: Queue[Any]) -> None:
+    try:
+        client.publish(S, b"0")
+    except Closed as error:
+        told.put(str(error))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of newer Pythons, about just this
+def test_a_forked_process_is_told_to_open_its_own(silo: SiloProcess):
+    with SyncClient(silo.address) as client:
+        client.publish(S, b"0")
+        fork = multiprocessing.get_context("fork")
+        told: Queue[Any] = fork.Queue()
+        child = fork.Process(target=in_a_child, args=(client, told))
+        child.start()
+        assert "does not survive fork" in told.get(timeout=30)
+        child.join(30)
+        client.publish(S, b"1")

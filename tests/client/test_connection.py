@@ -1,0 +1,206 @@
+"""Coming to a silo: addresses, TLS, tokens, and what is said where that does not work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from headrace.streams import (
+    Closed,
+    CorruptRecord,
+    HeadraceError,
+    InvalidArgument,
+    LimitExceeded,
+    NotFound,
+    NotSupported,
+    PayloadTooLarge,
+    PermissionDenied,
+    StorageError,
+    StreamId,
+    Unauthenticated,
+    Unavailable,
+)
+from headrace.streams.client.client import Client
+from headrace.streams.client.connection import Address, Connection, Tls, parse_addresses, remote_error, status_error
+from tests.certificates import Authority
+from tests.client.conftest import Silos
+from tests.client.silos import SiloProcess
+from tests.silo.commandline import Headrace
+
+S = StreamId("n", "k")
+
+
+@pytest.mark.parametrize(
+    ("text", "addresses"),
+    [
+        ("localhost:1", [Address("localhost", 1)]),
+        ("10.0.0.7:65535", [Address("10.0.0.7", 65535)]),
+        ("[::1]:80", [Address("::1", 80)]),
+        ("a.example:1, b-c.example:2", [Address("a.example", 1), Address("b-c.example", 2)]),
+    ],
+)
+def test_addresses_are_a_host_and_a_port(text: str, addresses: list[Address]):
+    assert parse_addresses(text) == addresses
+    assert parse_addresses(",".join(map(str, addresses))) == addresses
+
+
+@pytest.mark.parametrize(
+    "text", ["", "localhost", "localhost:", ":1", "a:0", "a:65536", "::1:1", "http://a:1", "a:1,", "a b:1", "a:１"]
+)
+def test_what_is_no_address_is_refused(text: str):
+    with pytest.raises(InvalidArgument, match=r"is no address: write it as host:port"):
+        parse_addresses(text)
+
+
+@pytest.mark.parametrize(
+    ("address", "loopback"), [("localhost:1", True), ("127.8.0.1:1", True), ("[::1]:1", True), ("10.0.0.1:1", False)]
+)
+def test_loopback_is_known(address: str, loopback: bool):
+    assert parse_addresses(address)[0].loopback is loopback
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (1, Unavailable),
+        (2, Unavailable),
+        (3, InvalidArgument),
+        (4, Unavailable),
+        (5, NotFound),
+        (7, PermissionDenied),
+        (8, LimitExceeded),
+        (12, NotSupported),
+        (13, Unavailable),
+        (14, Unavailable),
+        (15, StorageError),
+        (16, Unauthenticated),
+        (11, HeadraceError),
+    ],
+)
+def test_a_status_without_a_code_has_its_error(status: int, kind: type[HeadraceError]):
+    error = status_error(status, "why", "here:1")
+    assert type(error) is kind
+    assert "here:1" in str(error)
+
+
+def test_a_code_is_the_very_error():
+    assert isinstance(remote_error("payload_too_large", "m"), PayloadTooLarge)
+    assert isinstance(remote_error("corrupt_record", "m"), CorruptRecord)
+    assert isinstance(remote_error("closed", "m"), Unavailable)
+    assert remote_error("of_the_future", "m") is None
+
+
+def test_pauses_grow_and_differ():
+    connection = Connection("localhost:1")
+    pauses = [[connection.pause_s(failures) for _ in range(50)] for failures in range(1, 8)]
+    assert all(0.025 <= pause <= 0.05 for pause in pauses[0])
+    assert all(0.5 <= pause <= 1.0 for pause in pauses[-1])
+    assert len(set(pauses[3])) > 1
+
+
+async def test_where_nobody_is_it_says_so():
+    with pytest.raises(Unavailable, match=r"no silo answers at 127\.0\.0\.1:1 \(.*refused.*\): check the address"):
+        async with Client("127.0.0.1:1", connect_timeout_s=0.2):
+            pass
+
+
+async def test_something_else_is_no_silo():
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        with pytest.raises(NotSupported, match="is it a headrace silo"):
+            async with Client(f"127.0.0.1:{port}"):
+                pass
+    finally:
+        await server.stop(None)
+
+
+async def test_what_cannot_be_is_refused_at_once():
+    wrong: list[dict[str, Any]] = [
+        {"timeout_s": 0}, {"connect_timeout_s": -1}, {"token": "a b"}, {"token": ""}, {"token": "a\n"}
+    ]  # fmt: skip
+    for options in wrong:
+        with pytest.raises(InvalidArgument):
+            Client("localhost:1", **options)
+    with pytest.raises(InvalidArgument, match="go together"):
+        Tls(certificate="file")
+
+
+def test_a_token_is_not_sent_unencrypted_to_another_machine():
+    Client("localhost:1,[::1]:2", token="hr_x")
+    Client("silo.example:1", token="hr_x", insecure=True)
+    Client("silo.example:1", token="hr_x", tls=True)
+    with pytest.raises(InvalidArgument, match=r"the token would go to silo\.example:1 unencrypted"):
+        Client("localhost:1,silo.example:1", token="hr_x")
+
+
+async def test_without_a_token_or_with_a_wrong_one_nothing_opens(headrace: Headrace, silos: Silos):
+    right = headrace("tokens", "create", "t", "--data", "d", "--publish", "*").out.strip()
+    silo = silos("--auth", "tokens")
+    for wrong in (None, "hr_" + "A" * 43):
+        with pytest.raises(Unauthenticated) as caught:
+            async with Client(silo.address, token=wrong):
+                pass
+        assert "hr_AAA" not in str(caught.value)
+    async with Client(silo.address, token=right) as client:
+        await client.publish(S, b"")
+        with pytest.raises(PermissionDenied):
+            await client.subscription("s")
+
+
+async def without_end(client: Client) -> None:
+    while True:
+        await client.publish(S, b"")
+
+
+async def test_a_revoked_token_ends_the_client_s_publishing(headrace: Headrace, silos: Silos):
+    token = headrace("tokens", "create", "t", "--data", "d", "--publish", "*").out.strip()
+    silo = silos("--auth", "tokens")
+    async with Client(silo.address, token=token) as client:
+        await client.publish(S, b"")
+        headrace("tokens", "revoke", "t", "--data", "d")
+        with pytest.raises(Unauthenticated):
+            await without_end(client)
+
+
+async def test_tls_checks_the_silo(silos: Silos, tmp_path: Path):
+    authority, other = Authority(tmp_path), Authority(tmp_path, "other")
+    own = authority.issue("localhost", "127.0.0.1")
+    silo = silos("--certificate", str(own.certificate), "--key", str(own.key))
+    async with Client(silo.address, tls=Tls(ca=authority.certificate)) as client:
+        await client.publish(S, b"")
+    async with Client(silo.address, tls=Tls(ca=authority.certificate.read_bytes())) as client:
+        await client.publish(S, b"")
+    for wrong in (None, True, Tls(ca=other.certificate)):
+        with pytest.raises(Unavailable, match="whether it wants TLS"):
+            async with Client(silo.address, tls=wrong, connect_timeout_s=0.2):
+                pass
+    with pytest.raises(FileNotFoundError, match=r"missing\.pem"):
+        async with Client(silo.address, tls=Tls(ca=tmp_path / "missing.pem")):
+            pass
+
+
+async def test_mutual_tls_shows_the_client_s_certificate(silos: Silos, tmp_path: Path):
+    authority = Authority(tmp_path)
+    own, client_s = authority.issue("localhost", "127.0.0.1"), authority.issue("client.example")
+    flags = ("--certificate", str(own.certificate), "--key", str(own.key), "--client-ca", str(authority.certificate))
+    silo = silos(*flags)
+    with_certificate = Tls(ca=authority.certificate, certificate=client_s.certificate, key=client_s.key)
+    async with Client(silo.address, tls=with_certificate) as client:
+        await client.publish(S, b"")
+    with pytest.raises(Unavailable):
+        async with Client(silo.address, tls=Tls(ca=authority.certificate), connect_timeout_s=0.2):
+            pass
+
+
+async def test_after_closing_every_call_says_closed(silo: SiloProcess):
+    async with Client(silo.address) as client:
+        pass
+    with pytest.raises(Closed):
+        await client.subscriptions()
+    with pytest.raises(Closed):
+        await client.publish(S, b"")
