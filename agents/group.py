@@ -80,7 +80,8 @@ class Group:
     def saving(self) -> Callable[[], None]:
         if self._stored and not all(delivery.exact for delivery in self.deliveries.values()):
             return _not_all
-        marks = [(member, member.applied) for member in self.members.values() if member.applied > member.saved]
+        members = self.members.values()
+        marks = [(member, member.connections, member.applied) for member in members if member.applied > member.saved]
         return lambda: _saved(marks)
 
     async def fenced(self, error: Fenced) -> None:
@@ -111,6 +112,8 @@ class Group:
             member.resending = bool(member.in_flight)
         member.timeout_s = timeout_s
         member.connected = member.attached = True
+        member.connections += 1
+        member.applied = member.saved = 0
         self.heard(member)
         self._rebalance()
         return member
@@ -366,8 +369,8 @@ def _not_all() -> None:
     """What is stored leaves some of it out: nothing is confirmed before all is in it."""
 
 
-def _saved(marks: Sequence[tuple[Member, int]]) -> None:
-    for member, number in marks:
-        if number > member.saved:
+def _saved(marks: Sequence[tuple[Member, int, int]]) -> None:
+    for member, connections, number in marks:
+        if member.connections == connections and number > member.saved:
             member.saved = number
             member.on_notice()

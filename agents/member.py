@@ -78,6 +78,8 @@ class Member:
         """Something of its outbox is on its way."""
         self.queues: tuple[int, ...] = ()
         """Mode bound: which are dealt out to it."""
+        self.connections = 0
+        """How often it connected. Requests are numbered for each connection anew."""
         self.applied = 0
         """Number of the last request whose acknowledgements have been applied."""
         self.saved = 0

@@ -33,8 +33,8 @@ class SubscribeRequest(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    """The client's number of this request, where it wants to know when its acknowledgements are saved: growing, not
-    necessarily by 1.
+    """The client's number of this request, where it wants to know when its acknowledgements are saved: growing within
+    the call, not necessarily by 1.
     """
     close: _builtins.bool
     """Nothing more is sent by the client. The silo saves, and ends the call."""
@@ -48,7 +48,7 @@ class SubscribeRequest(_message.Message):
 
     @_builtins.property
     def acknowledgements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Acknowledgement]:
-        """What is done."""
+        """What is done. At most 100,000, with the rejections."""
 
     @_builtins.property
     def rejections(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rejection]:

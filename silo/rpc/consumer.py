@@ -11,7 +11,7 @@ import asyncio
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ...agents import Events, Group, Member, Parcel
@@ -31,6 +31,8 @@ HEARTBEATS = 3
 """How often in a session timeout either side says something."""
 MAX_DELAY_MS = 7 * 24 * 3600 * 1000
 MAX_REASON = 4096
+MAX_MARKS, AT_ONCE = 100_000, 500
+"""Acknowledgements and rejections in a request, and so many of them before others have their turn."""
 MAX_REFUSED = 1000
 """Refusals that wait to be told; more are dropped."""
 MAX_GAPS = 100
@@ -116,7 +118,7 @@ class ConsumerService:
             place = await consumers.join(definition, request.consumer, request.session_timeout_ms / 1000)
             pulls = self._pulls[place.member] = Pulls(place, self._pulls)
         place.member.timeout_s = consumers.timeout(request.session_timeout_ms / 1000)
-        refused = pulls.apply(request.acknowledgements, request.rejections)
+        refused = await pulls.apply(request.acknowledgements, request.rejections)
         frames = await pulls.wait(call, request)
         notices = pb.PullResponse(refused=refused, gaps=map(wire.gap_message, pulls.take_gaps()))
         return b"".join((*frames, notices.SerializeToString()))
@@ -130,28 +132,47 @@ class ConsumerService:
             everything = (*request.acknowledgements, *request.rejections)
             return pb.AcknowledgeResponse(refused=map(_refusal, everything)).SerializeToString()
         place.group.heard(place.member)
-        refused = apply(place, request.acknowledgements, request.rejections)
+        refused = await apply(place, request.acknowledgements, request.rejections)
         return pb.AcknowledgeResponse(refused=refused).SerializeToString()
 
 
-def apply(
-    place: Place, acknowledgements: Iterable[pb.Acknowledgement], rejections: Iterable[pb.Rejection]
+async def apply(
+    place: Place, acknowledgements: Sequence[pb.Acknowledgement], rejections: Sequence[pb.Rejection]
 ) -> list[pb.Refusal]:
-    """What a consumer says about what it holds. Returns what it does not hold."""
-    group, member = place
+    """What a consumer says about what it holds. Returns what it does not hold. Others have their turn in between.
+
+    Raises InvalidArgument for what cannot be meant; what is before it counts.
+    """
+    if len(acknowledgements) + len(rejections) > MAX_MARKS:
+        raise InvalidArgument(
+            f"a request has at most {MAX_MARKS:,} acknowledgements and rejections, not "
+            f"{len(acknowledgements) + len(rejections):,}: send them in several, or acknowledge ranges (count, up_to)"
+        )
     refused: list[pb.Refusal] = []
-    for each in acknowledgements:
-        events = Events(each.queue, each.offset, each.index, each.count)
-        if not group.acknowledge(member, events, up_to=each.up_to):
-            refused.append(_refusal(each))
-    for each in rejections:
-        if each.delay_ms > MAX_DELAY_MS:
-            raise InvalidArgument(f"delay_ms of a rejection is at most {MAX_DELAY_MS:,}, not {each.delay_ms:,}")
-        events = Events(each.queue, each.offset, each.index, each.count)
-        delay_s = each.delay_ms / 1000 if each.HasField("delay_ms") else None
-        if not group.reject(member, events, each.reason[:MAX_REASON] or "rejected by its consumer", delay_s):
-            refused.append(_refusal(each))
+    for first in range(0, len(acknowledgements), AT_ONCE):
+        some = acknowledgements[first : first + AT_ONCE]
+        refused += [_refusal(each) for each in some if not _acknowledge(place, each)]
+        if len(some) == AT_ONCE:
+            await asyncio.sleep(0)
+    for first in range(0, len(rejections), AT_ONCE):
+        some = rejections[first : first + AT_ONCE]
+        refused += [_refusal(each) for each in some if not _reject(place, each)]
+        if len(some) == AT_ONCE:
+            await asyncio.sleep(0)
     return refused
+
+
+def _acknowledge(place: Place, each: pb.Acknowledgement) -> bool:
+    events = Events(each.queue, each.offset, each.index, each.count)
+    return place.group.acknowledge(place.member, events, up_to=each.up_to)
+
+
+def _reject(place: Place, each: pb.Rejection) -> bool:
+    if each.delay_ms > MAX_DELAY_MS:
+        raise InvalidArgument(f"delay_ms of a rejection is at most {MAX_DELAY_MS:,}, not {each.delay_ms:,}")
+    events = Events(each.queue, each.offset, each.index, each.count)
+    delay_s = each.delay_ms / 1000 if each.HasField("delay_ms") else None
+    return place.group.reject(place.member, events, each.reason[:MAX_REASON] or "rejected by its consumer", delay_s)
 
 
 def _refusal(each: pb.Acknowledgement | pb.Rejection) -> pb.Refusal:
@@ -281,14 +302,14 @@ class Session:
     # ---- what the consumer says ------------------------------------------------------------------------------------
 
     async def _read(self, request: pb.SubscribeRequest) -> None:
-        self._apply(request)
+        await self._apply(request)
         while not self._closing:
             message = await self._call.read()
             if message is None:  # also where the connection is lost: only who says so is not waited for
                 return
             self._group.heard(self._member)
             if message:
-                self._apply(self._next(message))
+                await self._apply(self._next(message))
 
     def _next(self, message: bytes) -> pb.SubscribeRequest:
         request = parsed(pb.SubscribeRequest, message)
@@ -296,12 +317,14 @@ class Session:
             raise InvalidArgument("only the first request of Subscribe has the field open: leave it out, or call again")
         return request
 
-    def _apply(self, request: pb.SubscribeRequest) -> None:
+    async def _apply(self, request: pb.SubscribeRequest) -> None:
         if request.acknowledgements or request.rejections:
-            refused = apply(self._opening.place, request.acknowledgements, request.rejections)
+            refused = await apply(self._opening.place, request.acknowledgements, request.rejections)
             if refused:
                 self._refused = [*self._refused, *refused][:MAX_REFUSED]
                 self._something.set()
+            if self._gone.done():  # meanwhile: the member is another's
+                return
         self._member.applied = max(self._member.applied, request.number)
         if request.HasField("credit"):
             self._group.grant(self._member, request.credit.events, request.credit.bytes)
@@ -413,11 +436,11 @@ class Pulls:
         self._gaps.clear()
         return gaps
 
-    def apply(
-        self, acknowledgements: Iterable[pb.Acknowledgement], rejections: Iterable[pb.Rejection]
+    async def apply(
+        self, acknowledgements: Sequence[pb.Acknowledgement], rejections: Sequence[pb.Rejection]
     ) -> list[pb.Refusal]:
         self._group.heard(self._member)
-        return apply(self._place, acknowledgements, rejections)
+        return await apply(self._place, acknowledgements, rejections)
 
     async def wait(self, call: Call, request: pb.PullRequest) -> Sequence[bytes]:
         """The frames of what is there, at once or after a wait. Empty where nothing came."""

@@ -300,6 +300,19 @@ async def test_a_retry_is_not_overtaken_by_what_was_published_meanwhile(caller: 
         assert [event.payload for event in again] == [b"0", b"1", b"2"]
 
 
+async def test_a_request_has_so_many_acknowledgements_at_the_most(caller: Caller) -> None:
+    session = await begin(caller, definition=defined("s"))
+    many = [pb.Acknowledgement()] * 100_000
+    await session.say(acknowledgements=many, number=1)
+    await session.until(lambda: session.saved == 1)
+    assert len(session.refused) == 1000
+    await session.say(acknowledgements=many, rejections=[pb.Rejection()])
+    assert await refusal(session) == ("INVALID_ARGUMENT", "invalid_argument")
+    with pytest.raises(Refused, match="INVALID_ARGUMENT"):
+        await pull(caller, acknowledgements=[*many, many[0]])
+    assert len(await acknowledge(caller, [], rejections=[pb.Rejection()])) == 1
+
+
 async def test_a_rejection_takes_no_delay_above_a_week(caller: Caller) -> None:
     session = await begin(caller, definition=defined("s"))
     await session.say(rejections=[pb.Rejection(delay_ms=(1 << 64) - 1)])
@@ -354,6 +367,21 @@ async def test_who_comes_with_the_same_id_takes_over_and_gets_what_was_held(call
         again = await second.take(2)
         assert [(event.payload, event.attempt) for event in again] == [(b"1", 2), (b"2", 2)]
         await second.acknowledge_saved(again)
+
+
+async def test_requests_are_numbered_for_each_call_anew(caller: Caller) -> None:
+    """Who is started again begins at 1, and must not be told that what the one before it sent is saved."""
+    await caller.create("s", "n/*")
+    first = await begin(caller, "s", consumer="c")
+    await first.grant()
+    await caller.publish(batch("n/k", b"0"), batch("n/k", b"1"))
+    events = await first.take(2)
+    await first.say(acknowledgements=[acknowledgement(events[0])], number=500)
+    await first.until(lambda: first.saved == 500)
+    async with consuming(caller, "s", consumer="c") as second:
+        await second.acknowledge(await second.take(1))
+        await second.until(lambda: second.saved > 0)
+        assert second.saved == 1
 
 
 async def test_who_loses_the_connection_is_waited_for(silo: Silo, caller: Caller) -> None:
