@@ -218,6 +218,10 @@ class ControlStore:
         """Store gap records. The same range of the same subscription is stored once."""
         await self._database.write(_add_gaps, list(records))
 
+    async def left_behind(self, provider: str, subscription: str) -> tuple[int, int]:
+        """How many dead letters and how many gap records a subscription has."""
+        return await self._database.read(_left_behind, provider, subscription)
+
     async def gaps(self, provider: str, subscription: str | None = None) -> list[GapRecord]:
         """Gap records in the order in which they were stored."""
         return await self._database.read(_gaps, provider, subscription)
@@ -504,6 +508,14 @@ def _add_gaps(connection: Connection, records: Sequence[GapRecord]) -> None:
     if records:
         statement = _insert(connection, gaps).on_conflict_do_nothing()
         connection.execute(statement, [gap_row(record) for record in records])
+
+
+def _left_behind(connection: Connection, provider: str, name: str) -> tuple[int, int]:
+    letters, records = (
+        connection.execute(select(func.count()).select_from(table).where(_of(table, provider, name))).scalar_one()
+        for table in (dead_letters, gaps)
+    )
+    return letters, records
 
 
 def _gaps(connection: Connection, provider: str, name: str | None) -> list[GapRecord]:

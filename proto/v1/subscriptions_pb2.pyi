@@ -347,6 +347,12 @@ class Subscription(_message.Message):
     DEFINITION_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     CONSUMERS_FIELD_NUMBER: _builtins.int
+    DEAD_LETTERS_FIELD_NUMBER: _builtins.int
+    GAPS_FIELD_NUMBER: _builtins.int
+    dead_letters: _builtins.int
+    """How many of its events were given up on and kept."""
+    gaps: _builtins.int
+    """How many records there are of events that it does not get."""
     @_builtins.property
     def definition(self) -> Global___SubscriptionDefinition:
         """As it is stored."""
@@ -365,10 +371,12 @@ class Subscription(_message.Message):
         definition: Global___SubscriptionDefinition | None = ...,
         progress: _abc.Iterable[Global___QueueProgress] | None = ...,
         consumers: _abc.Iterable[Global___Consumer] | None = ...,
+        dead_letters: _builtins.int = ...,
+        gaps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["definition", b"definition"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumers", b"consumers", "definition", b"definition", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumers", b"consumers", "dead_letters", b"dead_letters", "definition", b"definition", "gaps", b"gaps", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -385,6 +393,8 @@ class QueueProgress(_message.Message):
     WATERMARK_FIELD_NUMBER: _builtins.int
     END_OFFSET_FIELD_NUMBER: _builtins.int
     STREAMS_BEHIND_FIELD_NUMBER: _builtins.int
+    STREAMS_PAUSED_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
     queue: _builtins.int
     """The queue, from 0."""
     next_offset: _builtins.int
@@ -395,6 +405,12 @@ class QueueProgress(_message.Message):
     """Where the queue ends: the offset of what is stored next."""
     streams_behind: _builtins.int
     """How many streams have something below `next_offset` that is not done."""
+    streams_paused: _builtins.int
+    """How many of those are paused after a failure."""
+    @_builtins.property
+    def paused(self) -> _containers.RepeatedCompositeFieldContainer[Global___PausedStream]:
+        """The first of them: 100 at the most."""
+
     def __init__(
         self,
         *,
@@ -403,14 +419,44 @@ class QueueProgress(_message.Message):
         watermark: _builtins.int = ...,
         end_offset: _builtins.int = ...,
         streams_behind: _builtins.int = ...,
+        streams_paused: _builtins.int = ...,
+        paused: _abc.Iterable[Global___PausedStream] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_offset", b"end_offset", "next_offset", b"next_offset", "queue", b"queue", "streams_behind", b"streams_behind", "watermark", b"watermark"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_offset", b"end_offset", "next_offset", b"next_offset", "paused", b"paused", "queue", b"queue", "streams_behind", b"streams_behind", "streams_paused", b"streams_paused", "watermark", b"watermark"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___QueueProgress: _TypeAlias = QueueProgress  # noqa: Y015
+
+@_typing.final
+class PausedStream(_message.Message):
+    """A stream that is paused until it is resumed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STREAM_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Why."""
+    @_builtins.property
+    def stream(self) -> Global___StreamName:
+        """The stream."""
+
+    def __init__(
+        self,
+        *,
+        stream: Global___StreamName | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stream", b"stream"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "stream", b"stream"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PausedStream: _TypeAlias = PausedStream  # noqa: Y015
 
 @_typing.final
 class Consumer(_message.Message):
@@ -788,7 +834,7 @@ class ListDeadLettersRequest(_message.Message):
     provider: _builtins.str
     """Name of the provider; empty for "default"."""
     subscription: _builtins.str
-    """Name of the subscription; it may be deleted by now."""
+    """Name of the subscription; it may be deleted by now. Empty for all that the caller may manage."""
     limit: _builtins.int
     """At most so many; 0 for 100. At most 1,000, and no more than fit into a message."""
     after_id: _builtins.int

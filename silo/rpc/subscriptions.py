@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -13,6 +14,7 @@ from ...proto.v1 import subscriptions_pb2 as pb
 from ...streams import wire
 from ...streams.errors import Closed, InvalidArgument, NotFound, Unavailable
 from ...streams.identity import StreamId
+from ...streams.schema import MAX_POSITION
 from ...streams.subscriptions import (
     CONSUMER_SEPARATOR,
     Checkpoint,
@@ -30,6 +32,7 @@ SERVICE = "headrace.v1.SubscriptionService"
 LIST_BYTES = 3 << 20
 """A list ends with the element with which it reaches this: gRPC clients take messages of 4 MiB."""
 LETTERS, MAX_LETTERS = 100, 1000
+MAX_PAUSED = 100
 LETTERS_AT_ONCE = 20
 """So many are read from the store at a time, since each may have a MiB."""
 LOOK_S = 0.25
@@ -81,6 +84,7 @@ class SubscriptionService:
             definition=wire.definition_message(definition),
             progress=await _progress(provider, definition),
             consumers=_consumers(self._consumers[provider.name], definition),
+            **await _left_behind(provider, definition),
         )
         return pb.GetSubscriptionResponse(subscription=found).SerializeToString()
 
@@ -134,11 +138,15 @@ class SubscriptionService:
     async def dead_letters(self, call: Call, message: bytes) -> bytes:
         request = parsed(pb.ListDeadLettersRequest, message)
         provider = provider_of(self._providers, request.provider)
-        names = await _names_of_letters(call, provider, request.subscription)
+        names = (
+            await _names_of_letters(call, provider, request.subscription)
+            if request.subscription
+            else await _names_of_all_letters(call, provider)
+        )
         limit = min(request.limit or LETTERS, MAX_LETTERS)
         letters: list[pb.DeadLetter] = []
         for name in names:
-            letters += await _letters(provider, name, limit, request.after_id)
+            letters += await _letters(provider, name, limit, min(request.after_id, MAX_POSITION))
         letters.sort(key=lambda letter: letter.id)
         return pb.ListDeadLettersResponse(dead_letters=_fitting(letters[:limit])).SerializeToString()
 
@@ -202,9 +210,23 @@ async def _progress(provider: Provider, definition: SubscriptionDefinition) -> S
             watermark=at.watermark,
             end_offset=(await provider.adapter.bounds(queue)).next,
             streams_behind=len(at.behind),
+            streams_paused=sum(bool(one.paused) for one in at.behind.values()),
+            paused=islice(_paused(at), MAX_PAUSED),
         )
         for queue, at in sorted(lowest.items())
     ]
+
+
+def _paused(at: Checkpoint) -> Iterator[pb.PausedStream]:
+    for stream, behind in at.behind.items():
+        if behind.paused:
+            name = pb.StreamName(namespace=stream.namespace, key=stream.key)
+            yield pb.PausedStream(stream=name, reason=behind.paused)
+
+
+async def _left_behind(provider: Provider, definition: SubscriptionDefinition) -> dict[str, int]:
+    counts = [await provider.store.left_behind(provider.name, name) for name in await _holders(provider, definition)]
+    return {"dead_letters": sum(letters for letters, _ in counts), "gaps": sum(gaps for _, gaps in counts)}
 
 
 async def _positions(provider: Provider, name: str) -> Mapping[int, Checkpoint]:
@@ -278,7 +300,16 @@ async def _names_of_letters(call: Call, provider: Provider, name: str) -> Sequen
     return await _holders(provider, definition)
 
 
-async def _letters(provider: Provider, name: str, limit: int, after_id: int) -> list[pb.DeadLetter]:
+async def _names_of_all_letters(call: Call, provider: Provider) -> Sequence[str | None]:
+    """Of all that the caller may manage; None where that is every one, also those that are deleted."""
+    if call.principal.allows_everywhere(Permission.MANAGE):
+        return [None]
+    allows = call.principal.allows_selector
+    stored = await provider.store.subscriptions(provider.name)
+    return [one.name for one in stored if allows(Permission.MANAGE, one.selector.pattern)]
+
+
+async def _letters(provider: Provider, name: str | None, limit: int, after_id: int) -> list[pb.DeadLetter]:
     """Up to `limit`, and no more than fill a message."""
     letters: list[pb.DeadLetter] = []
     size = 0
@@ -300,7 +331,7 @@ def _letter_message(letter: DeadLetter) -> pb.DeadLetter:
 
 
 def _ids(given: Iterable[int]) -> list[int]:
-    return [number for number in given if number < 1 << 63]  # the store has no others
+    return [number for number in given if number <= MAX_POSITION]  # the store has no others
 
 
 def _fitting(messages: Iterable[_M]) -> list[_M]:

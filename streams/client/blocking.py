@@ -211,7 +211,7 @@ class SyncClient:
     def resume(self, name: str, stream: StreamId) -> bool:
         return self._call(self._client.resume, name, stream)
 
-    def dead_letters(self, subscription: str, *, limit: int = 100, after_id: int = 0) -> list[DeadLetter]:
+    def dead_letters(self, subscription: str | None = None, *, limit: int = 100, after_id: int = 0) -> list[DeadLetter]:
         return self._call(self._client.dead_letters, subscription, limit=limit, after_id=after_id)
 
     def redrive(self, subscription: str, ids: Sequence[int] | None = None) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -29,6 +29,10 @@ class QueueProgress(NamedTuple):
     end_offset: int
     """Where the queue ends: the offset of what is stored next."""
     streams_behind: int
+    streams_paused: int
+    """Those of them that wait to be resumed after a failure."""
+    paused: Mapping[StreamId, str]
+    """The first 100 of these, and why."""
 
 
 class ConsumerState(NamedTuple):
@@ -51,6 +55,10 @@ class SubscriptionState(NamedTuple):
     progress: Sequence[QueueProgress]
     consumers: Sequence[ConsumerState]
     """None where a handler in the silo is served, or nobody."""
+    dead_letters: int
+    """How many there are."""
+    gaps: int
+    """The same of gap records."""
 
 
 class Management:
@@ -85,16 +93,15 @@ class Management:
         found = (await self._ask("GetSubscription", request, pb.GetSubscriptionResponse)).subscription
         return SubscriptionState(
             wire.definition_of(found.definition),
-            [
-                QueueProgress(one.queue, one.next_offset, one.watermark, one.end_offset, one.streams_behind)
-                for one in found.progress
-            ],
+            list(map(_progress, found.progress)),
             [
                 ConsumerState(
                     one.id, one.connected, one.credit_events, one.credit_bytes, one.in_flight_events, list(one.queues)
                 )
                 for one in found.consumers
             ],
+            found.dead_letters,
+            found.gaps,
         )
 
     async def subscriptions(self) -> list[SubscriptionDefinition]:
@@ -132,13 +139,16 @@ class Management:
 
     # ---- dead letters and gaps ---------------------------------------------------------------------------------------
 
-    async def dead_letters(self, subscription: str, *, limit: int = 100, after_id: int = 0) -> list[DeadLetter]:
-        """The first `limit` dead letters with an id above `after_id`, by id: go on from the last one's."""
+    async def dead_letters(
+        self, subscription: str | None = None, *, limit: int = 100, after_id: int = 0
+    ) -> list[DeadLetter]:
+        """The first `limit` dead letters with an id above `after_id`, by id: go on from the last one's. Of one
+        subscription, or of all that the client may manage."""
         found: list[DeadLetter] = []
         while len(found) < limit:
             request = pb.ListDeadLettersRequest(
                 provider=self._provider,
-                subscription=subscription,
+                subscription=subscription or "",
                 limit=min(limit - len(found), _MOST_LETTERS),
                 after_id=found[-1].id if found else after_id,
             )
@@ -182,6 +192,18 @@ class Management:
             f"SubscriptionService/{method}", request.SerializeToString(), timeout_s=self._timeout_s, done=done
         )
         return parsed(response, encoded)
+
+
+def _progress(one: pb.QueueProgress) -> QueueProgress:
+    return QueueProgress(
+        queue=one.queue,
+        next_offset=one.next_offset,
+        watermark=one.watermark,
+        end_offset=one.end_offset,
+        streams_behind=one.streams_behind,
+        streams_paused=one.streams_paused,
+        paused={StreamId(each.stream.namespace, each.stream.key): each.reason for each in one.paused},
+    )
 
 
 def parsed(kind: type[_M], encoded: bytes) -> _M:

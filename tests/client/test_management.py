@@ -100,6 +100,8 @@ async def test_dead_letters_are_listed_redriven_and_deleted(silo: SiloProcess):
         assert (first.stream, first.event_id, dict(first.headers), first.attempts) == (S, "i", {"a": "b"}, 1)
         assert (first.provider, first.subscription) == ("default", "letters")
         assert await client.dead_letters("letters", limit=3) == letters[:3]
+        assert await client.dead_letters() == letters
+        assert (await client.subscription("letters")).dead_letters == 7
         assert await client.dead_letters("letters", after_id=letters[2].id) == letters[3:]
 
         assert await client.redrive("letters", [letters[0].id, letters[1].id]) == 2
@@ -119,6 +121,8 @@ async def test_a_paused_stream_is_resumed(silo: SiloProcess):
     await left_behind(silo.data, [b"0"])
     silo.start()
     async with Client(silo.address) as client:
+        queues = (await client.subscription("paused")).progress
+        assert [dict(queue.paused) for queue in queues if queue.streams_paused] == [{S: "ValueError: 0"}]
         assert not await client.resume("paused", StreamId("n", "other"))
         assert await client.resume("paused", S)
         assert not await client.resume("paused", S)
@@ -136,6 +140,7 @@ async def test_gaps_are_listed(silos: Silos, tmp_path: Path):
     silo = silos()
     async with Client(silo.address) as client:
         gaps = await client.gaps("s")
+        assert (await client.subscription("s")).gaps == len(gaps)
     assert {gap.stream for gap in gaps} == {S}
     assert (gaps[0].provider, gaps[0].subscription) == ("default", "s")
 
