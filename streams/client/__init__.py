@@ -3,13 +3,23 @@
 from .blocking import SyncClient, SyncStream
 from .client import UNKNOWN_PLACE, Client
 from .connection import Tls
+from .consuming import Consumer, Pulled, SessionState, Subscribing, Subscription
 from .management import ConsumerState, QueueProgress, SubscriptionState
+from .received import ReceivedBatch
+from .session import SessionStatistics
 
 __all__ = (
     "UNKNOWN_PLACE",
     "Client",
+    "Consumer",
     "ConsumerState",
+    "Pulled",
     "QueueProgress",
+    "ReceivedBatch",
+    "SessionState",
+    "SessionStatistics",
+    "Subscribing",
+    "Subscription",
     "SubscriptionState",
     "SyncClient",
     "SyncStream",

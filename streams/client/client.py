@@ -20,7 +20,8 @@ from ..identity import SequenceToken, StreamId
 from ..publishing import MAX_REQUEST_BATCHES, ProducerSequence, Receipt, check_stream, grouped, listed, parts
 from ..stream import Stream
 from .connection import Connection, Tls
-from .management import Management, parsed
+from .consuming import Consuming
+from .management import parsed
 from .publishing import Publishing, frame, receipts_of
 
 UNKNOWN_PLACE = SequenceToken(-1)
@@ -29,7 +30,7 @@ MAX_REQUEST_BYTES = 4 << 20
 """Limit of one request with a sequence."""
 
 
-class Client(Management):
+class Client(Consuming):
     """A provider of a silo, over gRPC. Open it with `async with`; it belongs to that event loop.
 
     When the silo cannot be reached, calls wait and try again for `timeout_s`, and then raise Unavailable. What is
@@ -76,9 +77,10 @@ class Client(Management):
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Wait for what is being published, as long as its callers would, and close. Idempotent; afterwards everything
-        raises Closed."""
+        """Close its consumers, wait for what is being published, as long as its callers would, and close. Idempotent;
+        afterwards everything raises Closed."""
         try:
+            await self._close_consumers()  # first: handlers that end may still publish
             await self._publishing.aclose()
         finally:
             await self._connection.aclose()

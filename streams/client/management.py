@@ -74,6 +74,11 @@ class Management:
         """Name of the provider."""
         return self._provider
 
+    @property
+    def connection(self) -> Connection:
+        """Where its calls go."""
+        return self._connection
+
     # ---- subscriptions -----------------------------------------------------------------------------------------------
 
     async def create_subscription(self, definition: SubscriptionDefinition) -> bool:

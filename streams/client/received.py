@@ -64,7 +64,7 @@ class ReceivedBatch(EventBatch):
     effect. All of them raise Closed once the consumer is closed.
     """
 
-    __slots__ = ("arrival", "attempt", "holder", "left", "marks", "queue", "size", "state")
+    __slots__ = ("arrival", "attempt", "carried", "holder", "left", "marks", "queue", "size", "state")
 
     def __init__(self, holder: Holder, delivered: Delivered, arrival: int) -> None:
         batch, self.queue, self.attempt, _, _ = delivered
@@ -76,6 +76,8 @@ class ReceivedBatch(EventBatch):
         self.holder = holder
         self.arrival = arrival
         """The number of the response that brought it, the last one where several did."""
+        self.carried = False
+        """It was in the user's hands when a connection was lost."""
         self.state = QUEUED
         self.marks: bytearray | None = None
         """One for each event that is acknowledged or rejected, where only some are."""
@@ -126,6 +128,12 @@ class ReceivedBatch(EventBatch):
         if not 0 <= index < self.count:
             raise ValueError
         return index
+
+    def first_open(self) -> int | None:
+        """The first place that is neither acknowledged nor rejected, while the batch is in the user's hands."""
+        if self.state != TAKEN:
+            return None
+        return 0 if self.marks is None else self.marks.find(0)
 
     def end(self) -> None:
         """Nothing of it is left to be done. Where nobody has taken it, nobody is going to: its bytes go."""

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ..errors import Closed, InvalidArgument
 from ..events import EventBatch
@@ -29,6 +29,8 @@ from ..frames import Delivered
 from ..identity import StreamId
 from .received import OVER, QUEUED, TAKEN, ReceivedBatch, ReceivedPart
 from .remembered import Acknowledged, Remembered
+
+_T = TypeVar("_T")
 
 MAX_EVENTS = 10_000
 """Events that a consumer holds at the most, unless it says otherwise."""
@@ -39,7 +41,12 @@ MAX_UNSAVED = 200_000
 RESENT = 10_000
 """Of the acknowledgements that may have been lost with a connection, so many of the last ones are sent again at once:
 the others arrived."""
-MAX_DELAY_MS = (1 << 64) - 1
+MAX_ACKNOWLEDGEMENTS, MAX_REJECTIONS = 20_000, 500
+"""In one request: it has to fit into what a silo takes."""
+MAX_REASON = 1000
+"""Characters that are kept of why events were rejected."""
+MAX_DELAY = timedelta(days=7)
+"""A rejection's events come again at the latest after this."""
 
 
 class Rejected(NamedTuple):
@@ -103,7 +110,10 @@ class Session:
     """
 
     def __init__(
-        self, max_events: int = MAX_EVENTS, max_bytes: int = MAX_BYTES, on_pending: Callable[[], None] = lambda: None
+        self,
+        max_events: int = MAX_EVENTS,
+        max_bytes: int = MAX_BYTES,
+        on_pending: Callable[[], None] = lambda: None,
     ) -> None:
         if min(max_events, max_bytes) < 1:
             raise InvalidArgument(
@@ -143,12 +153,12 @@ class Session:
 
     # ---- the connection --------------------------------------------------------------------------------------------
 
-    def open(self, *, credit: bool = True) -> Request:
-        """A connection begins: what to send first. Without `credit`, nothing will come."""
-        self._connected = credit
-        self._starving = True
-        request = self.request()
-        return request or Request(0, (), (), 0, 0)
+    def open(self) -> Request:
+        """A connection begins: what to send first."""
+        self._connected = True
+        self._credit_events, self._credit_bytes = self.max_events, self.max_bytes
+        request = self.request() or Request(0, (), (), 0, 0)
+        return request._replace(credit_events=self._credit_events, credit_bytes=self._credit_bytes)
 
     def lost(self) -> None:
         """The connection ended, or never came about."""
@@ -171,19 +181,15 @@ class Session:
         for line in list(self._lines.values()):
             for batch in [batch for batch in line if batch.state == QUEUED]:
                 self._over(batch)
+            for batch in line:
+                batch.carried = True
 
     def forget(self) -> None:
-        """The subscription was moved: whatever was delivered or acknowledged may come again, and shall."""
-        for line in self._lines.values():
-            for batch in line:
-                batch.end()
-        self._waiting.clear()
-        self._lines.clear()
-        self._held_events = self._held_bytes = 0
-        self._acks, self._again, self._rejections, self._passed = [], [], [], []
+        """The subscription was moved: what was acknowledged may come again, and is to be handed out then."""
+        self._remembered = Remembered()
         self._unsaved.clear()
         self._unsaved_count = 0
-        self._remembered = Remembered()
+        self._passed = []
 
     def close(self, why: str) -> None:
         """Nothing more can be taken or acknowledged. What was acknowledged can still be sent."""
@@ -321,16 +327,10 @@ class Session:
 
     def take(self) -> ReceivedBatch | None:
         """The next batch, now in the user's hands; None where none waits."""
-        waiting = self._waiting
-        while waiting:
-            batch = waiting.popleft()
-            if batch.state == QUEUED:
-                batch.state = TAKEN
-                return batch
-        if self._credit_events * 4 < self.max_events or self._credit_bytes * 4 < self.max_bytes:
-            self._starving = True
-            self._look_at_credit()
-        return None
+        batch = self.next_waiting()
+        if batch is not None:
+            batch.state = TAKEN
+        return batch
 
     def next_waiting(self) -> ReceivedBatch | None:
         """The next batch, which still waits: `begin` takes it."""
@@ -339,6 +339,9 @@ class Session:
             batch = waiting.popleft()
             if batch.state == QUEUED:
                 return batch
+        if self._credit_events * 4 < self.max_events or self._credit_bytes * 4 < self.max_bytes:
+            self._starving = True
+            self._look_at_credit()
         return None
 
     @staticmethod
@@ -407,7 +410,9 @@ class Session:
             return
         index, last = batch.indexes[open_places[0]], batch.indexes[-1]
         length = 1 if place is not None else 0 if batch.whole else last - index + 1
-        self._rejections.append(Rejected(batch.stream, batch.queue, batch.offset, index, length, reason, delay_ms))
+        self._rejections.append(
+            Rejected(batch.stream, batch.queue, batch.offset, index, length, reason[:MAX_REASON], delay_ms)
+        )
         self._give_back_after(batch)
         self._rejected += len(open_places)
         if len(open_places) == batch.left:
@@ -443,10 +448,9 @@ class Session:
 
     def _done(self, batch: ReceivedBatch, acks: list[Acknowledged]) -> None:
         """To be sent, and remembered."""
-        if batch.arrival < self._first_arrival:
+        if batch.carried:  # also where it came again: perhaps only a part of it did
             self._remembered.add(acks)
-            self._again += acks
-        elif batch.redriven:
+        if batch.arrival < self._first_arrival or batch.redriven:
             self._again += acks
         elif self._acks and (joined := _joined(self._acks[-1], acks[0])):
             self._acks[-1:] = [joined, *acks[1:]]
@@ -480,7 +484,7 @@ class Session:
     # ---- to the silo -----------------------------------------------------------------------------------------------
 
     def request(self) -> Request | None:
-        """What there is to be sent now, which then counts as sent; None where there is nothing."""
+        """What there is to be sent now, which then counts as sent; None where there is nothing. Call it until then."""
         self._pending = False
         events, size = self._room()
         if events or size:
@@ -489,9 +493,12 @@ class Session:
             self._credit_bytes += size
         elif not (self._acks or self._again or self._rejections or self._passed):
             return None
-        rejections, self._rejections = self._rejections, []
-        again, self._again = self._again, []
-        acks, self._acks = self._acks, []
+        again, self._again = _cut(self._again, MAX_ACKNOWLEDGEMENTS)
+        acks, self._acks = _cut(self._acks, MAX_ACKNOWLEDGEMENTS)
+        if self._again or self._acks:  # what is rejected comes after what was acknowledged before
+            rejections: list[Rejected] = []
+        else:
+            rejections, self._rejections = _cut(self._rejections, MAX_REJECTIONS)
         number = self._remember_until_saved([*again, *self._passed, *acks])
         self._passed = []
         merged = self._merged(acks, rejections)
@@ -509,7 +516,7 @@ class Session:
     def _merged(self, acks: list[Acknowledged], rejections: list[Rejected]) -> list[Ack]:
         """One for several of a stream in a row, where nothing before them is left that is not acknowledged."""
         merged: list[Ack] = []
-        rejected = {rejection.stream for rejection in rejections}
+        rejected = {rejection.stream for rejection in (*rejections, *self._rejections)}
         at, end = 0, len(acks)
         while at < end:
             stream, queue, offset, index, length = acks[at]
@@ -547,6 +554,11 @@ class Session:
         )
 
 
+def _cut(items: list[_T], most: int) -> tuple[list[_T], list[_T]]:
+    """The first so many, and the rest."""
+    return (items, []) if len(items) <= most else (items[:most], items[most:])
+
+
 def _runs(indexes: Sequence[int]) -> list[list[int]]:
     """Ascending indexes as runs: first, and last exclusive."""
     runs = [[indexes[0], indexes[0]]]
@@ -579,7 +591,6 @@ def _open_places(batch: ReceivedBatch, first: int, last: int) -> Sequence[int]:
 
 
 def _milliseconds(delay: timedelta) -> int:
-    milliseconds = delay // timedelta(milliseconds=1)
-    if not 0 <= milliseconds <= MAX_DELAY_MS:
-        raise InvalidArgument(f"a delay is a time from now on, not {delay}")
-    return milliseconds
+    if not timedelta(0) <= delay <= MAX_DELAY:
+        raise InvalidArgument(f"the delay of a rejection is from 0 to {MAX_DELAY.days} days, not {delay}")
+    return delay // timedelta(milliseconds=1)

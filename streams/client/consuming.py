@@ -1,0 +1,668 @@
+"""Consuming from a silo: batches to be taken in turn, or a handler that they are given to.
+
+async with client.subscribe("printer", "orders/*", start="earliest") as consumer:
+    async for batch in consumer:
+        ...
+        await batch.ack()
+
+subscription = await client.subscribe("printer", "orders/*", handler)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, MutableSet, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, Self, TypeVar, overload
+from weakref import WeakSet
+
+from ...proto.v1 import consumer_pb2 as pb
+from .. import wire
+from ..errors import Busy, HeadraceError, InvalidArgument, NotSupported, Unavailable
+from ..frames import split
+from ..handlers import AnyHandler, Handler
+from ..identity import StreamId
+from ..subscriptions import (
+    GapRecord,
+    Mode,
+    OnFailure,
+    RetryPolicy,
+    Selector,
+    SlowConsumer,
+    Start,
+    SubscriptionDefinition,
+    check_consumer,
+    check_subscription_name,
+)
+from .connection import Connection
+from .conversation import METHOD, Conversation, message_of
+from .handling import Handling
+from .management import Management, parsed
+from .received import ReceivedBatch
+from .session import MAX_BYTES, MAX_EVENTS, Session, SessionStatistics
+
+_T = TypeVar("_T")
+_A = TypeVar("_A", "Consumer", "Subscription")
+
+log = logging.getLogger("headrace.client")
+
+TURN_S = 0.005
+"""How long one `async for` goes on before it lets the loop do something else, in seconds."""
+KEPT_GAPS = 1000
+CLOSE_S = 10.0
+"""How long closing may take, in seconds."""
+SETTLE_S = 2.0
+"""Where a connection is lost while closing, the next one has so long to be asked for what was acknowledged."""
+
+
+class SessionState(enum.Enum):
+    """How a consumer stands with its silo."""
+
+    CONNECTING = "connecting"
+    OPEN = "open"
+    CAUGHT_UP = "caught up"
+    """Open, and the silo has nothing left to deliver to the subscription."""
+    RECONNECTING = "reconnecting"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a consumer is to do: the arguments of `subscribe`."""
+
+    name: str
+    definition: SubscriptionDefinition | None
+    consumer: str
+    session_timeout_s: float | None
+    keeps_positions: bool
+    positions: Mapping[int, bytes]
+    max_events: int
+    max_bytes: int
+    timeout_s: float | None
+    on_state: Callable[[SessionState], None] | None
+    on_gap: Callable[[GapRecord], None] | None
+
+    def __post_init__(self) -> None:
+        check_subscription_name(self.name)
+        if self.consumer:
+            check_consumer(self.consumer)
+        for name, value in (("session_timeout_s", self.session_timeout_s), ("timeout_s", self.timeout_s)):
+            if value is not None and not value > 0:
+                raise InvalidArgument(f"{name} is a number of seconds above 0, or None, not {value!r}")
+        if self.positions and not self.keeps_positions:
+            raise InvalidArgument("positions are for a consumer that keeps them: give keeps_positions=True, too")
+        Session(self.max_events, self.max_bytes)
+
+
+class Attached:
+    """What a consumer and a subscription with a handler have in common: the subscription itself."""
+
+    def __init__(self, management: Management, name: str, session: Session) -> None:
+        self.name = name
+        self._management = management
+        self._session = session
+
+    async def caught_up(self) -> None:
+        """Return when everything stored before the call is done, by all consumers (paused streams apart)."""
+        await self._management.caught_up(self.name)
+
+    async def seek(self, start: Start | str) -> None:
+        """Go on from another position, also an earlier one. All consumers of the subscription do."""
+        await self._management.seek(self.name, start)
+        self._session.forget()
+
+    async def resume(self, stream: StreamId) -> bool:
+        """Go on with a paused stream. False where it is not paused."""
+        return await self._management.resume(self.name, stream)
+
+    async def redrive(self, ids: Sequence[int] | None = None) -> int:
+        """Deliver dead letters (all, or those with `ids`) once more, out of line. Returns how many were asked for; what
+        fails again stays a dead letter with its new reason."""
+        return await self._management.redrive(self.name, ids)
+
+
+class Consumer(Attached):
+    """A consumer of a subscription: `async for batch in consumer`. Made by `client.subscribe`.
+
+    Lost connections and silos that come back are none of the user's business: what he holds he may go on to
+    acknowledge, and nothing that he acknowledged comes again. Where the silo refuses for good (the subscription was
+    deleted, the token is not valid any more, another process took over this consumer's id), `async for` raises why.
+    Several tasks may iterate at once.
+    """
+
+    def __init__(
+        self, management: Management, plan: Plan, session: Session, on_batches: Callable[[], None] | None = None
+    ) -> None:
+        super().__init__(management, plan.name, session)
+        self.id = plan.consumer
+        """The consumer's id. Where none was given, the silo makes one: it is known once open."""
+        self.definition = plan.definition
+        """The subscription's, as it is stored."""
+        self.state = SessionState.CONNECTING
+        self.error: BaseException | None = None
+        """Why it ended, where not by `aclose`."""
+        self.assignment: frozenset[int] | None = None
+        """Mode bound: the queues that are this consumer's."""
+        self.gaps = deque[GapRecord](maxlen=KEPT_GAPS)
+        """What the subscription did not get while this consumer was attached, the last ones."""
+        self.positions: dict[int, bytes] = dict(plan.positions)
+        """With `keeps_positions`: where it is, by queue. Give it back to go on behind what is acknowledged by now."""
+        self.reconnections = 0
+        self._plan = plan
+        self._connection = management.connection
+        self._loop = asyncio.get_running_loop()
+        self._conversation: Conversation | None = None
+        self._opened = asyncio.Event()
+        self._arrived = asyncio.Event()
+        self._over = asyncio.Event()
+        self._closing = False
+        self._turn_ends = 0.0
+        self._on_batches = on_batches or self._arrived.set
+        session.on_pending = self._pending
+        self._task = self._loop.create_task(self._run(), name=f"headrace consumer {plan.name}")
+
+    def __repr__(self) -> str:
+        return f"Consumer({self.name!r}, {self.id!r}, {self.state.value})"
+
+    # ---- taking ----------------------------------------------------------------------------------------------------
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> ReceivedBatch:
+        """The next batch. Ends when the consumer is closed. To be cancelled here loses nothing."""
+        if monotonic() > self._turn_ends:
+            await asyncio.sleep(0)
+            self._turn_ends = monotonic() + TURN_S
+        batch = self._session.take()
+        return batch if batch is not None else await self._wait()
+
+    async def _wait(self) -> ReceivedBatch:
+        while (batch := self._session.take()) is None:
+            if self._over.is_set():
+                if self.error is not None:
+                    raise self.error
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()
+        self._turn_ends = monotonic() + TURN_S
+        return batch
+
+    def statistics(self) -> SessionStatistics:
+        """A cheap snapshot of what is held, owed and was done."""
+        return self._session.statistics()
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    async def delete(self) -> None:
+        """Close, and delete the subscription with its progress. Its other consumers are told."""
+        await self.aclose()
+        await self._management.delete_subscription(self.name)
+
+    async def aclose(self, timeout_s: float = CLOSE_S) -> None:
+        """End in order. What was acknowledged is saved when this returns, what was not goes to other consumers. After
+        `timeout_s` seconds it ends all the same, and the silo misses the consumer after its session timeout.
+
+        Idempotent. Iterating ends, and batches cannot be acknowledged any more.
+        """
+        self._session.close(f"consumer {self.id or self.name} is closed: what it had not acknowledged went back")
+        self._closing = True
+        if self._conversation is not None:
+            self._conversation.close()
+        elif self._session.settled:
+            self._task.cancel()
+        try:
+            _, late = await asyncio.wait({self._task}, timeout=timeout_s)
+            if late:
+                log.warning("%r did not close within %.1f s: what it acknowledged last may come again", self, timeout_s)
+        finally:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._end()
+
+    async def ended(self) -> None:
+        """Return when it is closed; raises why where it ended otherwise."""
+        await self._over.wait()
+        if self.error is not None:
+            raise self.error
+
+    async def opened(self) -> None:
+        """Return when the silo has taken it, for the first time. Raises why where it does not."""
+        await self._opened.wait()
+        if self.error is not None:
+            raise self.error
+
+    def _end(self) -> None:
+        self._session.close(f"consumer {self.id or self.name} has ended")
+        self._set_state(SessionState.CLOSED)
+        for event in (self._over, self._opened, self._arrived):
+            event.set()
+
+    # ---- connections -----------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        """Converse, again after every loss, until closed or refused for good."""
+        try:
+            await self._attend()
+        except Exception as error:  # noqa: BLE001 (whoever iterates is told)
+            self.error = error
+            log.warning("%r ended: %s", self, error)
+        finally:
+            self._end()
+
+    async def _attend(self) -> None:
+        failures, since = 0, self._loop.time()
+        while True:
+            error = await self._converse()
+            if self._closing and (error is None or self._session.settled):
+                return
+            if self.state in (SessionState.OPEN, SessionState.CAUGHT_UP):
+                failures, since = 0, self._loop.time()
+                self.reconnections += 1
+                self._set_state(SessionState.RECONNECTING)
+            failures += 1
+            error = error or Unavailable(f"the silo ended the call of {self!r}")
+            pause_s = self._connection.pause_s(failures)
+            if not self._worth_another(error, self._loop.time() + pause_s - since):
+                raise error
+            log.log(
+                logging.WARNING if failures == 1 else logging.DEBUG, "%r lost its silo and reconnects: %s", self, error
+            )
+            await asyncio.sleep(pause_s)
+
+    def _worth_another(self, error: HeadraceError, lasted_s: float) -> bool:
+        passing = error.retryable or (isinstance(error, Busy) and self._opened.is_set())
+        return passing and (self._plan.timeout_s is None or lasted_s < self._plan.timeout_s)
+
+    async def _converse(self) -> HeadraceError | None:
+        """One call. Returns what ended it, None where it ended in order."""
+        try:
+            call = self._connection.stream(METHOD)
+            self._conversation = conversation = Conversation(
+                call, self._session, on_response=self._hear, on_batches=self._tell_batches
+            )
+            if self._closing:
+                self._loop.call_later(SETTLE_S, conversation.close)
+            await conversation.run(self._opening(), self._session.open())
+        except HeadraceError as error:
+            return error
+        finally:
+            self._conversation = None
+            self._session.lost()
+        return None
+
+    def _opening(self) -> pb.Open:
+        plan = self._plan
+        opening = pb.Open(
+            provider=self._management.provider,
+            consumer=self.id,
+            session_timeout_ms=round((plan.session_timeout_s or 0) * 1000),
+            keeps_positions=plan.keeps_positions,
+            positions=[pb.Position(queue=queue, token=token) for queue, token in self.positions.items()],
+        )
+        if plan.definition is None or self._opened.is_set():
+            opening.subscription = plan.name  # a subscription that was deleted meanwhile is not made again
+        else:
+            opening.definition.CopyFrom(wire.definition_message(plan.definition))
+        return opening
+
+    def _pending(self) -> None:
+        if self._conversation is not None:
+            self._conversation.wake()
+
+    def _tell_batches(self) -> None:
+        if self.state is not SessionState.OPEN:
+            self._set_state(SessionState.OPEN)
+        self._on_batches()
+
+    # ---- what the silo says ----------------------------------------------------------------------------------------
+
+    def _hear(self, response: pb.SubscribeResponse) -> None:
+        if response.HasField("opened"):
+            self.id = response.opened.consumer
+            self.definition = wire.definition_of(response.opened.definition)
+            self._set_state(SessionState.OPEN)
+            self._opened.set()
+        if response.HasField("progress"):
+            caught_up = response.progress.caught_up and not self._session.waiting
+            self._set_state(SessionState.CAUGHT_UP if caught_up else SessionState.OPEN)
+        if response.HasField("assignment"):
+            self.assignment = frozenset(response.assignment.queues)
+        for position in response.positions:
+            self.positions[position.queue] = position.token
+        for gap in response.gaps:
+            self._note_gap(wire.gap_of(gap, self._management.provider, self.name))
+        if response.HasField("closing") and self._conversation is not None:
+            log.info("%r: the silo is going to end the call (%s)", self, response.closing.reason)
+            self._conversation.leave()
+
+    def _note_gap(self, gap: GapRecord) -> None:
+        log.warning("%r does not get %s to %s of queue %d: %s", self, gap.low, gap.high, gap.queue, gap.reason)
+        self.gaps.append(gap)
+        if self._plan.on_gap is not None:
+            _tell(self._plan.on_gap, gap)
+
+    def _set_state(self, state: SessionState) -> None:
+        if state is self.state or self.state is SessionState.CLOSED:
+            return
+        self.state = state
+        if self._plan.on_state is not None:
+            _tell(self._plan.on_state, state)
+
+
+class Subscription(Attached):
+    """A subscription that a handler in this process consumes. Made by `await client.subscribe(..., handler)`."""
+
+    def __init__(self, management: Management, plan: Plan, handler: Handler, concurrency: int) -> None:
+        session = Session(plan.max_events, plan.max_bytes)
+        super().__init__(management, plan.name, session)
+        self._handling = Handling(plan.name, session, handler, concurrency, self._attempts)
+        self.consumer = Consumer(management, plan, session, self._handling.wake)
+        """Its state, gaps and statistics. It is not to be iterated."""
+        self._closing: asyncio.Task[None] | None = None
+        self._watching = asyncio.create_task(self._watch(), name=f"headrace subscription {plan.name}")
+
+    def __repr__(self) -> str:
+        return f"Subscription({self.name!r}, {self.consumer.id!r}, {self.consumer.state.value})"
+
+    @property
+    def definition(self) -> SubscriptionDefinition | None:
+        """As it is stored."""
+        return self.consumer.definition
+
+    def _attempts(self) -> int:
+        return self.definition.retry.max_attempts if self.definition else 1
+
+    async def close(self, drain_s: float = CLOSE_S) -> None:
+        """Stop consuming: running handlers have `drain_s` seconds to end. It stays durable: events are kept for it,
+        and other consumers go on. Idempotent.
+
+        Raises InvalidArgument in its own handler, for whose end it would wait.
+        """
+        if self._handling.runs_here():
+            raise InvalidArgument(f"subscription {self.name!r} would wait for the handler that closes it: start a task")
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(drain_s), name=f"headrace close {self.name}")
+        # Whoever is cancelled while waiting does not leave the rest half closed.
+        await asyncio.shield(self._closing)
+
+    async def aclose(self) -> None:
+        """`close`."""
+        await self.close()
+
+    async def _close(self, drain_s: float) -> None:
+        await self._handling.stop(drain_s)
+        await self.consumer.aclose()
+        await self._watching
+        await self._handling.completed(drain_s)
+
+    async def delete(self) -> None:
+        """Stop consuming, and delete the subscription with its progress. Its other consumers are told."""
+        await self.close()
+        await self._management.delete_subscription(self.name)
+
+    async def ended(self) -> None:
+        """Return when it is closed; raises why where it ended otherwise."""
+        await self.consumer.ended()
+
+    async def _watch(self) -> None:
+        """Where it ends by itself, handlers are not left running for nothing, and the observer is told."""
+        try:
+            await self.consumer.ended()
+        except Exception as error:  # noqa: BLE001 (whatever ended it)
+            await self._handling.stop(0.0)
+            await self._handling.tell(error)
+
+
+class Subscribing:
+    """What `client.subscribe` returns. Await it, with a handler; or enter it, without one. Until then nothing
+    happens."""
+
+    def __init__(
+        self,
+        management: Management,
+        plan: Plan,
+        handler: Handler | None,
+        concurrency: int,
+        attached: MutableSet[Consumer | Subscription],
+    ) -> None:
+        self._management = management
+        self._plan = plan
+        self._handler = handler
+        self._concurrency = concurrency
+        self._attached = attached
+        self._consumer: Consumer | None = None
+
+    def __await__(self) -> Generator[Any, None, Subscription]:
+        return self._subscribe().__await__()
+
+    async def _subscribe(self) -> Subscription:
+        if self._handler is None:
+            raise InvalidArgument(
+                f"subscription {self._plan.name!r} has no handler: give one, or take batches with `async with "
+                "client.subscribe(...) as consumer`"
+            )
+        subscription = Subscription(self._management, self._plan, self._handler, self._concurrency)
+        self._attached.add(subscription)
+        return await _opened(subscription, subscription.consumer)
+
+    async def __aenter__(self) -> Consumer:
+        if self._handler is not None:
+            raise InvalidArgument(
+                f"subscription {self._plan.name!r} has a handler: write `subscription = await client.subscribe(...)`"
+            )
+        session = Session(self._plan.max_events, self._plan.max_bytes)
+        self._consumer = consumer = Consumer(self._management, self._plan, session)
+        self._attached.add(consumer)
+        return await _opened(consumer, consumer)
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._consumer is not None:
+            await self._consumer.aclose()
+
+
+async def _opened(attached: _A, consumer: Consumer) -> _A:
+    try:
+        await consumer.opened()
+    except BaseException:
+        await attached.aclose()
+        raise
+    return attached
+
+
+class Consuming(Management):
+    """What a client does to consume."""
+
+    def __init__(self, connection: Connection, provider: str, timeout_s: float) -> None:
+        super().__init__(connection, provider, timeout_s)
+        self._attached = WeakSet[Consumer | Subscription]()
+
+    def subscribe(
+        self,
+        name: str,
+        selector: str | StreamId | None = None,
+        handler: AnyHandler | None = None,
+        *,
+        batch: bool = False,
+        start: Start | str | None = None,
+        filter: None = None,  # noqa: A002 (as in the silo)
+        retry: RetryPolicy | None = None,
+        on_failure: OnFailure = OnFailure.DEAD_LETTER,
+        slow_consumer: SlowConsumer | None = None,
+        mode: Mode = Mode.SHARED,
+        concurrency: int = 100,
+        consumer: str = "",
+        max_events: int = MAX_EVENTS,
+        max_bytes: int = MAX_BYTES,
+        session_timeout_s: float | None = None,
+        timeout_s: float | None = None,
+        keeps_positions: bool = False,
+        positions: Mapping[int, bytes] | None = None,
+        on_state: Callable[[SessionState], None] | None = None,
+        on_gap: Callable[[GapRecord], None] | None = None,
+    ) -> Subscribing:
+        """Consume the durable subscription `name`, which is created where it does not exist.
+
+        Without `handler` it is entered, and gives batches: `async with client.subscribe(...) as consumer: async for
+        batch in consumer`. With one it is awaited, and delivers to the handler from there on: `await
+        client.subscribe(..., handler)`. Every event published after either is delivered.
+
+        `selector`, `handler`, `batch`, `start`, `retry`, `on_failure`, `slow_consumer` and `concurrency` are as for a
+        provider in the silo (a failing handler's events come again as `retry` says). Without `selector` the
+        subscription has to exist. A `filter` is for handlers in the silo only.
+
+        `consumer` is the id of this consumer within its group, and whoever comes with the same takes over from the one
+        before; the silo makes one where it is empty. With `mode` BROADCAST it names the stored position, unless the
+        client keeps it: with `keeps_positions`, `consumer.positions` are to be given back as `positions`.
+
+        `max_events` and `max_bytes` bound what waits here and in your hands: what is not acknowledged counts. A silo
+        gives up a consumer that it does not hear for `session_timeout_s`, None being the silo's own. Over an outage it
+        reconnects for `timeout_s`, None being for ever.
+
+        `on_state` and `on_gap` are told of changes, and are not to wait.
+
+        Raises InvalidArgument; and when awaited or entered DefinitionConflict where `name` exists with another
+        definition, NotFound, Busy where a handler in a silo serves it, PermissionDenied, Unavailable.
+        """
+        if filter is not None:
+            raise NotSupported(
+                f"subscription {name!r}: a filter is a function, and runs only in the silo with its handler: let the "
+                "handler here pass over what it does not want"
+            )
+        given = {"start": start, "retry": retry, "slow_consumer": slow_consumer}
+        definition = None
+        if selector is not None:
+            definition = SubscriptionDefinition(
+                name=name,
+                selector=Selector(str(selector)),
+                start=_start(start),
+                retry=RetryPolicy() if retry is None else retry,
+                on_failure=on_failure,
+                slow_consumer=slow_consumer,
+                mode=mode,
+            )
+        elif extra := [key for key, value in given.items() if value is not None]:
+            raise InvalidArgument(
+                f"subscription {name!r}: {', '.join(extra)} is for one that is created: give its selector, too"
+            )
+        if type(concurrency) is not int or concurrency < 1:
+            raise InvalidArgument(f"concurrency is a whole number of at least 1, not {concurrency!r}")
+        plan = Plan(
+            name=name,
+            definition=definition,
+            consumer=consumer,
+            session_timeout_s=session_timeout_s,
+            keeps_positions=keeps_positions,
+            positions=positions or {},
+            max_events=max_events,
+            max_bytes=max_bytes,
+            timeout_s=timeout_s,
+            on_state=on_state,
+            on_gap=on_gap,
+        )
+        handled = None if handler is None else Handler.of(handler, batch=batch)
+        return Subscribing(self, plan, handled, concurrency, self._attached)
+
+    async def pull(
+        self,
+        name: str,
+        consumer: str,
+        *,
+        max_events: int = 0,
+        max_bytes: int = 0,
+        wait_s: float = 0.0,
+        session_timeout_s: float | None = None,
+        after: Pulled | None = None,
+    ) -> Pulled:
+        """What is there of subscription `name` for `consumer`, at most so many events and bytes (0: 1,000 and 1 MiB),
+        after waiting for up to `wait_s` seconds while there is nothing.
+
+        What is returned is in flight until it is acknowledged, or the consumer has not called for its session timeout.
+        Acknowledge or reject batches, and then give what was returned to `acknowledge`, or here as `after`.
+        """
+        request = pb.PullRequest(
+            provider=self._provider,
+            subscription=name,
+            consumer=check_consumer(consumer),
+            max_events=max_events,
+            max_bytes=max_bytes,
+            wait_ms=round(wait_s * 1000),
+            session_timeout_ms=round((session_timeout_s or 0) * 1000),
+        )
+        if after is not None:
+            marked = after.marked()
+            request.acknowledgements.extend(marked.acknowledgements)
+            request.rejections.extend(marked.rejections)
+        answer = await self._connection.call(
+            "ConsumerService/Pull", request.SerializeToString(), timeout_s=self._timeout_s + wait_s
+        )
+        return Pulled(name, request.consumer, answer, self._provider)
+
+    async def acknowledge(self, pulled: Pulled) -> int:
+        """Tell the silo what became of what `pull` returned. Returns how much of that was too late: those events come
+        again, or are somebody else's by now."""
+        marked = pulled.marked()
+        request = pb.AcknowledgeRequest(
+            provider=self._provider,
+            subscription=pulled.name,
+            consumer=pulled.consumer,
+            acknowledgements=marked.acknowledgements,
+            rejections=marked.rejections,
+        )
+        answer = await self._connection.call(
+            "ConsumerService/Acknowledge", request.SerializeToString(), timeout_s=self._timeout_s
+        )
+        return len(parsed(pb.AcknowledgeResponse, answer).refused)
+
+    async def _close_consumers(self) -> None:
+        await asyncio.gather(*[each.aclose() for each in list(self._attached)])
+
+
+class Pulled(Sequence[ReceivedBatch]):
+    """What one `pull` returned: batches to be acknowledged or rejected, which `client.acknowledge` then tells."""
+
+    def __init__(self, name: str, consumer: str, answer: bytes, provider: str) -> None:
+        self.name = name
+        self.consumer = consumer
+        delivered, rest = split(answer)
+        response = parsed(pb.PullResponse, rest)
+        self.gaps = [wire.gap_of(gap, provider, name) for gap in response.gaps]
+        """What the subscription did not get."""
+        self.refused = len(response.refused)
+        """How much of what was acknowledged with the call was too late."""
+        self._session = Session()
+        self._session.open()
+        self._session.receive(delivered, 0)
+        self._batches = list(iter(self._session.take, None))
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    @overload
+    def __getitem__(self, index: int) -> ReceivedBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[ReceivedBatch]: ...
+    def __getitem__(self, index: int | slice) -> ReceivedBatch | Sequence[ReceivedBatch]:
+        return self._batches[index]
+
+    def marked(self) -> pb.SubscribeRequest:
+        """What became of the batches since the last time."""
+        request = self._session.request()
+        return pb.SubscribeRequest() if request is None else message_of(request)
+
+
+def _start(start: Start | str | None) -> Start:
+    if start is None:
+        return Start.latest()
+    return Start.parse(start) if isinstance(start, str) else start
+
+
+def _tell(callback: Callable[[_T], None], news: _T) -> None:
+    try:
+        callback(news)
+    except Exception:
+        log.exception("%r raised", callback)
