@@ -114,7 +114,7 @@ def read_one(encoded: bytes, prefix: bytes) -> tuple[int, int] | None:
 def read(encoded: bytes) -> tuple[str, str, Columns]:
     """Namespace, key and columns of any batch. Raises InvalidArgument where the bytes are none."""
     fields = _fields(encoded)
-    return _read_message(message_of(encoded)) if fields is None else _read_fields(encoded, fields)
+    return read_message(message_of(encoded)) if fields is None else _read_fields(encoded, fields)
 
 
 def read_rare(encoded: bytes, count: int) -> tuple[Sequence[str | None], Sequence[Mapping[str, str]]]:
@@ -164,7 +164,8 @@ def _read_fields(encoded: bytes, fields: Mapping[int, tuple[int, int]]) -> tuple
     return namespace, key, columns
 
 
-def _read_message(message: events_pb2.EventBatch) -> tuple[str, str, Columns]:
+def read_message(message: events_pb2.EventBatch) -> tuple[str, str, Columns]:
+    """`read`, for a batch that the protobuf library has parsed."""
     rare = bool(message.ids or message.headers)
     columns = Columns(array("I", message.sizes), array("q", message.timestamps_us), message.payload, 0, rare)
     _check(columns, len(columns.source))

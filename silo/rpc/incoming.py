@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
+from ...proto.v1 import events_pb2
 from ...streams import layout
 from ...streams.errors import InvalidArgument, PayloadTooLarge
 from ...streams.events import MAX_BATCH_EVENTS, MAX_EVENT_BYTES, EventBatch
@@ -13,32 +14,32 @@ from ...streams.publishing import MAX_BATCH_BYTES
 
 _ONE_TIMESTAMP = struct.Struct("<BBq")
 _TIMESTAMPS_TAG, _TIMESTAMP_BYTES = 0x22, 8
-_NAMES = (0x0A, 0x12)
-_REPEATED = (0x2A, 0x32)
-"""Ids and headers: one field per event."""
+_NAMESPACE, _KEY = 0x0A, 0x12
+_COLUMNS = (0x1A, 0x22, 0x7A)
+"""Tags of sizes, timestamps and payload."""
 _FIRST_APPENDED = 16
 
 
 def accepted(encoded: bytes, now_us: int) -> EventBatch:
     """A producer's batch, as it is stored: with its stream's name first, each column in one piece, and a time.
 
-    Nearly all come so, and stay the bytes that they are.
+    Without ids and headers nearly all come so, and stay the bytes that they are. The others are written anew by the
+    protobuf library: to read their fields one by one, which may be millions, would hold up everybody else.
 
     Raises InvalidArgument for what is no batch or has fields that are not the producer's, PayloadTooLarge for a payload
     above MAX_EVENT_BYTES and a batch above MAX_BATCH_BYTES.
     """
     if len(encoded) > MAX_BATCH_BYTES:
         raise PayloadTooLarge("a batch", len(encoded), MAX_BATCH_BYTES)
-    namespace, key, columns = layout.read(encoded)
-    stream, count = StreamId(namespace, key), len(columns.sizes)
+    message = None if _plain(encoded) else layout.message_of(encoded)
+    namespace, key, columns = layout.read(encoded) if message is None else layout.read_message(message)
+    stream = StreamId(namespace, key)
     _check_sizes(stream, columns.sizes)
-    if columns.rare:
-        layout.read_rare(encoded, count)
-    if not _in_order(encoded, stream.prefix):
-        encoded = _put_in_order(encoded, stream.prefix)
+    if message is not None or not encoded.startswith(stream.prefix):
+        encoded = stream.prefix + _written(message or layout.message_of(encoded), len(columns.sizes))
     if not columns.timestamps:
         encoded += _ONE_TIMESTAMP.pack(_TIMESTAMPS_TAG, _TIMESTAMP_BYTES, now_us)
-    return EventBatch(stream, encoded, count)
+    return EventBatch(stream, encoded, len(columns.sizes))
 
 
 def _check_sizes(stream: StreamId, sizes: Sequence[int]) -> None:
@@ -48,26 +49,25 @@ def _check_sizes(stream: StreamId, sizes: Sequence[int]) -> None:
         raise PayloadTooLarge(f"the payload of an event for {stream}", largest, MAX_EVENT_BYTES)
 
 
-def _in_order(encoded: bytes, prefix: bytes) -> bool:
-    """Whether a sound batch can be stored as it is. Raises InvalidArgument for a field that delivery appends."""
-    if not encoded.startswith(prefix):
-        return False
-    seen: set[int] = set(_NAMES)
-    at, end = len(prefix), len(encoded)
-    while at < end:
-        tag = encoded[at]
-        if tag >= 0x80:
-            raise _appended()
-        if tag & 7 != 2 or tag in seen:
+def _plain(encoded: bytes) -> bool:
+    """Whether it has its names, then sizes, timestamps and payload, each at most once, and nothing else."""
+    wanted = {*_COLUMNS}
+    try:
+        if encoded[0] != _NAMESPACE or encoded[at := _end(encoded, 1)] != _KEY:
             return False
-        if tag not in _REPEATED:
-            seen.add(tag)
         at = _end(encoded, at + 1)
-    return True
+        while at < len(encoded):
+            if encoded[at] not in wanted:
+                return False
+            wanted.remove(encoded[at])
+            at = _end(encoded, at + 1)
+    except IndexError:
+        return False
+    return at == len(encoded)
 
 
 def _end(encoded: bytes, at: int) -> int:
-    """Where the field ends whose length is at `at`."""
+    """Where the field ends whose length is at `at`. Raises IndexError where there is none."""
     length = shift = 0
     while (byte := encoded[at]) >= 0x80:
         length |= (byte & 0x7F) << shift
@@ -76,15 +76,14 @@ def _end(encoded: bytes, at: int) -> int:
     return at + 1 + (length | byte << shift)
 
 
-def _put_in_order(encoded: bytes, prefix: bytes) -> bytes:
-    message = layout.message_of(encoded)
+def _written(message: events_pb2.EventBatch, count: int) -> bytes:
+    """What follows the stream's name, in order, without what nobody knows."""
+    for column in (message.ids, message.headers):
+        if len(column) not in (0, count):
+            raise InvalidArgument(f"damaged batch: {len(column)} ids or headers for {count} events")
     if any(field.number >= _FIRST_APPENDED for field, _ in message.ListFields()):
-        raise _appended()
+        raise InvalidArgument("a batch has fields from 16 on, which the silo appends on delivery: leave them out")
     message.DiscardUnknownFields()
     message.ClearField("namespace")
     message.ClearField("key")
-    return prefix + message.SerializeToString(deterministic=True)
-
-
-def _appended() -> InvalidArgument:
-    return InvalidArgument("a batch has fields from 16 on, which the silo appends on delivery: leave them out")
+    return message.SerializeToString(deterministic=True)

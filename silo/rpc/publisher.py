@@ -33,6 +33,8 @@ STREAM_BYTES = 8 << 20
 
 _BATCHES = 3
 """The field of both requests that has the batches."""
+_OTHER_FIELDS = 100
+"""So many more a request may have, of this version and of later ones."""
 _AT_ONCE = 256
 """Batches that are checked before others have their turn."""
 
@@ -198,7 +200,7 @@ async def _cancel_when(told: asyncio.Event, task: asyncio.Task[None]) -> None:
 
 async def _decoded(kind: type[_R], message: bytes) -> tuple[_R, list[EventBatch]]:
     """A request and its batches. Raises InvalidArgument."""
-    encoded, rest = frames.elements(message, _BATCHES)
+    encoded, rest = frames.elements(message, _BATCHES, MAX_REQUEST_BATCHES + _OTHER_FIELDS)
     request = parsed(kind, rest)
     if request.batches:
         raise InvalidArgument("batches: their tag is not in its shortest form: encode it in one byte")

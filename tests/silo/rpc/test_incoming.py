@@ -34,9 +34,13 @@ def contents(encoded: bytes) -> list[Event]:
 
 
 @given(EVENTS, st.builds(StreamId, TEXT, TEXT))
-def test_what_the_library_encodes_stays_as_it_is(events: list[Event], stream: StreamId):
-    encoded = EventBatch.of(stream, events).encoded
-    assert accepted(encoded, NOW) == EventBatch(stream, encoded, len(events))
+def test_what_the_library_encodes_is_taken_as_it_is(events: list[Event], stream: StreamId):
+    bare = [Event(event.payload, timestamp_us=event.timestamp_us) for event in events]
+    plain = EventBatch.of(stream, bare)
+    assert accepted(plain.encoded, NOW) == plain
+    whole = EventBatch.of(stream, events)
+    taken = accepted(whole.encoded, NOW)
+    assert (taken.stream, taken.count, contents(taken.encoded)) == (stream, len(events), contents(whole.encoded))
 
 
 def pieces(message: events_pb2.EventBatch, rng: random.Random) -> dict[int, list[bytes]]:
@@ -85,9 +89,15 @@ def test_a_batch_without_timestamps_gets_the_silos_time_and_keeps_its_bytes():
     assert [(event.payload, event.timestamp_us) for event in contents(taken.encoded)] == [(b"a", NOW), (b"bc", NOW)]
 
 
-def test_fields_that_a_later_version_may_have_are_kept():
-    sent = batch("shop/1", b"a", timestamps_us=[1]).SerializeToString() + b"\x3a\x02hi"
-    assert accepted(sent, NOW).encoded == sent
+def test_fields_that_this_version_does_not_know_are_left_out():
+    sent = batch("shop/1", b"a", timestamps_us=[1]).SerializeToString()
+    for unknown in (b"\x3a\x02hi", b"\x38\x01", b"\xaa\x06\x02hi"):
+        assert accepted(sent + unknown, NOW).encoded == sent
+
+
+def test_a_batch_of_millions_of_empty_fields_is_refused_by_the_library():
+    with pytest.raises(InvalidArgument, match="1500000 ids or headers for 1 events"):
+        accepted(batch("shop/1", b"a").SerializeToString() + b"\x2a\x00" * 1_500_000, NOW)
 
 
 @pytest.mark.parametrize("field", [{"offset": 1}, {"queue": 1}, {"attempt": 2}, {"indexes": [0]}, {"redriven": True}])
