@@ -27,6 +27,9 @@ from .subscriptions import (
     SubscriptionDefinition,
 )
 
+MAX_SELECTOR = 8192
+"""Characters of a selector that comes over the network: enough for every stream, and few to compile."""
+
 _T = TypeVar("_T")
 _N = TypeVar("_N", bound=int)
 
@@ -72,6 +75,10 @@ def definition_message(definition: SubscriptionDefinition) -> pb.SubscriptionDef
 
 
 def definition_of(message: pb.SubscriptionDefinition, path: str = "definition") -> SubscriptionDefinition:
+    if len(message.selector) > MAX_SELECTOR:
+        raise InvalidArgument(
+            f"{path}.selector has {len(message.selector):,} characters, the limit is {MAX_SELECTOR:,}"
+        )
     with _at(f"{path}.selector"):
         selector = Selector(message.selector)
     start = start_of(message.start, f"{path}.start")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib import metadata
 from typing import TYPE_CHECKING
@@ -203,11 +203,10 @@ async def _queue(provider: Provider, view: QueueView) -> pb.Queue:
     )
 
 
-def _queues(provider: Provider, wanted: Iterable[int]) -> Sequence[int]:
+def _queues(provider: Provider, wanted: Sequence[int]) -> Sequence[int]:
     """Those that a request names, or all."""
-    queues = sorted(set(wanted)) or range(provider.queues)
-    if queues[-1] >= provider.queues:
+    if len(wanted) > provider.queues or max(wanted, default=0) >= provider.queues:
         raise InvalidArgument(
-            f"queues: provider {provider.name!r} has {provider.queues} queues, from 0, and no queue {queues[-1]}"
+            f"queues: provider {provider.name!r} has {provider.queues} queues, from 0, and a request names each once"
         )
-    return queues
+    return sorted(set(wanted)) or range(provider.queues)

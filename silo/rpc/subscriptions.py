@@ -30,9 +30,10 @@ from .lookup import TO_KNOW, TO_MANAGE, Providers, create_subscription, provider
 
 SERVICE = "headrace.v1.SubscriptionService"
 LIST_BYTES = 3 << 20
-"""A list ends with the element with which it reaches this: gRPC clients take messages of 4 MiB."""
+"""A list has no more, where it has more than one element: gRPC clients take messages of 4 MiB."""
 LETTERS, MAX_LETTERS = 100, 1000
 MAX_PAUSED = 100
+MAX_IDS = 10_000
 LETTERS_AT_ONCE = 20
 """So many are read from the store at a time, since each may have a MiB."""
 LOOK_S = 0.25
@@ -330,7 +331,9 @@ def _letter_message(letter: DeadLetter) -> pb.DeadLetter:
     return message
 
 
-def _ids(given: Iterable[int]) -> list[int]:
+def _ids(given: Sequence[int]) -> list[int]:
+    if len(given) > MAX_IDS:
+        raise InvalidArgument(f"ids: at most {MAX_IDS:,} in one request, not {len(given):,}: send several")
     return [number for number in given if number <= MAX_POSITION]  # the store has no others
 
 
@@ -339,8 +342,8 @@ def _fitting(messages: Iterable[_M]) -> list[_M]:
     fitting: list[_M] = []
     size = 0
     for message in messages:
-        fitting.append(message)
         size += message.ByteSize()
-        if size >= LIST_BYTES:
+        if fitting and size > LIST_BYTES:
             break
+        fitting.append(message)
     return fitting

@@ -130,6 +130,7 @@ def bad(**fields: object) -> pb.SubscriptionDefinition:
     ("message", "text"),
     [
         (bad(selector="shop"), "definition.selector: 'shop' selects no stream"),
+        (bad(selector="shop/" + "*" * 8192), "definition.selector has 8,197 characters, the limit is 8,192"),
         (bad(name="../x"), "definition: '../x' is no subscription name"),
         (bad(mode=7), "definition.mode: 7 is none of the known values 0, 1, 2, 3"),
         (bad(on_failure=-1), "definition.on_failure: -1 is none"),

@@ -328,6 +328,8 @@ async def test_dead_letters_are_listed_redriven_and_deleted(tmp_path: Path):
         for wrong in (pb.DeleteDeadLettersRequest(), pb.DeleteDeadLettersRequest(ids=[1], all=True)):
             wrong.subscription = "printer"
             assert (await refused(caller, "DeleteDeadLetters", wrong)).status == "INVALID_ARGUMENT"
+        many = pb.DeleteDeadLettersRequest(subscription="printer", ids=range(10_001))
+        assert "ids: at most 10,000" in (await refused(caller, "DeleteDeadLetters", many)).details
         some = pb.DeleteDeadLettersRequest(subscription="printer", ids=[ids[1]])
         assert (await ask(caller, "DeleteDeadLetters", some)).count == 1
         everything = pb.DeleteDeadLettersRequest(subscription="printer", all=True)
