@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -145,11 +144,8 @@ class SubscriptionService:
             else await _names_of_all_letters(call, provider)
         )
         limit = min(request.limit or LETTERS, MAX_LETTERS)
-        letters: list[pb.DeadLetter] = []
-        for name in names:
-            letters += await _letters(provider, name, limit, min(request.after_id, MAX_POSITION))
-        letters.sort(key=lambda letter: letter.id)
-        return pb.ListDeadLettersResponse(dead_letters=_fitting(letters[:limit])).SerializeToString()
+        letters = await _letters(provider, names, limit, min(request.after_id, MAX_POSITION))
+        return pb.ListDeadLettersResponse(dead_letters=_fitting(letters)).SerializeToString()
 
     async def redrive(self, call: Call, message: bytes) -> bytes:
         request = parsed(pb.RedriveDeadLettersRequest, message)
@@ -264,9 +260,11 @@ async def caught_up(provider: Provider, name: str, ends: Mapping[int, int]) -> N
         if delivery is None:
             await asyncio.sleep(LOOK_S)
             continue
-        with suppress(Closed):  # it is moved, or its agent is stopped: look again
+        try:
             await delivery.wait_until(left[queue])
             left[queue] = 0
+        except Closed:  # it is moved, or its agent is stopped: look again
+            await asyncio.sleep(LOOK_S)
 
 
 def _done(at: Checkpoint, end: int) -> bool:
@@ -301,28 +299,30 @@ async def _names_of_letters(call: Call, provider: Provider, name: str) -> Sequen
     return await _holders(provider, definition)
 
 
-async def _names_of_all_letters(call: Call, provider: Provider) -> Sequence[str | None]:
+async def _names_of_all_letters(call: Call, provider: Provider) -> Sequence[str] | None:
     """Of all that the caller may manage; None where that is every one, also those that are deleted."""
     if call.principal.allows_everywhere(Permission.MANAGE):
-        return [None]
+        return None
     allows = call.principal.allows_selector
     stored = await provider.store.subscriptions(provider.name)
     return [one.name for one in stored if allows(Permission.MANAGE, one.selector.pattern)]
 
 
-async def _letters(provider: Provider, name: str | None, limit: int, after_id: int) -> list[pb.DeadLetter]:
-    """Up to `limit`, and no more than fill a message."""
+async def _letters(provider: Provider, names: Sequence[str] | None, limit: int, after_id: int) -> list[pb.DeadLetter]:
+    """The first ones under these names, or of all, by id: up to `limit`, and no more than fill a message."""
+    name = names[0] if names and len(names) == 1 else None
     letters: list[pb.DeadLetter] = []
     size = 0
     while len(letters) < limit and size < LIST_BYTES:
-        at_once = min(LETTERS_AT_ONCE, limit - len(letters))
-        found = await provider.store.dead_letters(provider.name, name, limit=at_once, after_id=after_id)
-        letters += map(_letter_message, found)
-        size += sum(len(letter.payload) for letter in found)
-        if len(found) < at_once:
+        # Of several names together, for each by itself would end at another id.
+        found = await provider.store.dead_letters(provider.name, name, limit=LETTERS_AT_ONCE, after_id=after_id)
+        wanted = [letter for letter in found if names is None or letter.subscription in names]
+        letters += map(_letter_message, wanted)
+        size += sum(len(letter.payload) for letter in wanted)
+        if len(found) < LETTERS_AT_ONCE:
             break
         after_id = found[-1].id
-    return letters
+    return letters[:limit]
 
 
 def _letter_message(letter: DeadLetter) -> pb.DeadLetter:

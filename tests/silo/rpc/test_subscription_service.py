@@ -16,6 +16,7 @@ from headrace.silo.host import Silo
 from headrace.silo.provider import Provider
 from headrace.silo.rpc import subscriptions
 from headrace.streams import DeadLetter, Event, GapRecord, OnFailure, RetryPolicy, SequenceToken, StreamId
+from headrace.streams.subscriptions import of_consumer
 from headrace.streams.wire import definition_of
 from tests.silo.rpc.calling import (
     SUBSCRIPTIONS,
@@ -346,6 +347,22 @@ async def test_a_list_of_large_dead_letters_is_cut_to_fit_a_message(tmp_path: Pa
             assert len(found) < 5
             listed += [each.id for each in found]
         assert listed == list(ids)
+
+
+async def test_a_list_over_several_names_leaves_none_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(subscriptions, "LIST_BYTES", 300)
+    monkeypatch.setattr(subscriptions, "LETTERS_AT_ONCE", 3)
+    async with opened(tmp_path) as silo, connecting(silo.grpc_address or "") as caller:
+        await caller.create("printer", "shop/*", mode=pb.MODE_BROADCAST)
+        for consumer in ("c1", "c2"):
+            definition = await provider_of(silo).store.subscription("default", "printer")
+            await provider_of(silo).store.create_subscription("default", of_consumer(definition, consumer), {})
+        names = ["printer~c1"] * 12 + ["printer~c2", "other", "printer~c1"] * 4
+        ids = await add_letters(silo, *[letter(number, bytes(20), name) for number, name in enumerate(names)])
+        listed: list[int] = []
+        while found := await list_letters(caller, limit=1000, after_id=listed[-1] if listed else 0):
+            listed += [each.id for each in found]
+        assert listed == [each for each, name in zip(ids, names, strict=True) if name != "other"]
 
 
 async def test_dead_letters_of_a_deleted_subscription_can_still_be_had(tmp_path: Path):
