@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from ...streams import DeadLetter, InvalidArgument, NotFound
-from ..provider import Provider
 from ..wording import counted
-from .options import Where, opened, where_options
+from .managing import Managed, managed
+from .options import Place, place_options
 from .output import json_option, note, print_json, print_table
 from .rendering import payload_fields
 from .running import run
@@ -32,14 +32,14 @@ def _chosen_options(function: Any) -> Any:
 
 
 @command.command("list")
-@where_options
+@place_options
 @click.option("--subscription", metavar="NAME", help="Only of this subscription.")
 @click.option("--limit", type=click.IntRange(min=1), default=100, show_default=True, help="At the most.")
 @click.option("--after", type=int, default=0, metavar="ID", help="Only those after this one.")
 @json_option
-def list_(*, where: Where, subscription: str | None, limit: int, after: int, as_json: bool) -> None:
+def list_(*, place: Place, subscription: str | None, limit: int, after: int, as_json: bool) -> None:
     """The oldest dead letters, without their payload."""
-    letters = run(_list(where, subscription, limit, after))
+    letters = run(_list(place, subscription, limit, after))
     if as_json:
         print_json([_summary(letter) for letter in letters])
         return
@@ -50,12 +50,12 @@ def list_(*, where: Where, subscription: str | None, limit: int, after: int, as_
 
 
 @command.command()
-@where_options
+@place_options
 @click.argument("letter_id", metavar="ID", type=int)
 @json_option
-def show(*, where: Where, letter_id: int, as_json: bool) -> None:
+def show(*, place: Place, letter_id: int, as_json: bool) -> None:
     """A dead letter with its payload and headers."""
-    letter = run(_show(where, letter_id))
+    letter = run(_show(place, letter_id))
     document = _summary(letter) | {"headers": dict(letter.headers), **payload_fields(letter.payload)}
     if as_json:
         print_json(document)
@@ -64,16 +64,16 @@ def show(*, where: Where, letter_id: int, as_json: bool) -> None:
 
 
 @command.command()
-@where_options
+@place_options
 @_chosen_options
 @json_option
-def redrive(*, where: Where, subscription: str, all_: bool, ids: Sequence[int], as_json: bool) -> None:
+def redrive(*, place: Place, subscription: str, all_: bool, ids: Sequence[int], as_json: bool) -> None:
     """Deliver dead letters once more: those with IDS, or --all.
 
     Whoever serves the subscription does so within about a second; where nobody does, as soon as somebody does. What is
     delivered is deleted, what fails again stays.
     """
-    count = run(_redrive(where, subscription, _ids(all_, ids)))
+    count = run(_redrive(place, subscription, _ids(all_, ids)))
     if as_json:
         print_json({"subscription": subscription, "asked_for": count})
     else:
@@ -81,12 +81,12 @@ def redrive(*, where: Where, subscription: str, all_: bool, ids: Sequence[int], 
 
 
 @command.command()
-@where_options
+@place_options
 @_chosen_options
 @json_option
-def delete(*, where: Where, subscription: str, all_: bool, ids: Sequence[int], as_json: bool) -> None:
+def delete(*, place: Place, subscription: str, all_: bool, ids: Sequence[int], as_json: bool) -> None:
     """Delete dead letters: those with IDS, or --all."""
-    count = run(_delete(where, subscription, _ids(all_, ids)))
+    count = run(_delete(place, subscription, _ids(all_, ids)))
     if as_json:
         print_json({"subscription": subscription, "deleted": count})
     else:
@@ -132,32 +132,35 @@ def one_line(text: str) -> str:
     return first if first == whole else f"{first} …"
 
 
-async def _list(where: Where, subscription: str | None, limit: int, after: int) -> list[DeadLetter]:
-    async with opened(where) as provider:
-        letters = await provider.store.dead_letters(provider.name, subscription, limit=limit, after_id=after)
+async def _list(place: Place, subscription: str | None, limit: int, after: int) -> list[DeadLetter]:
+    async with managed(place) as provider:
+        letters = await provider.dead_letters(subscription, limit=limit, after_id=after)
         if not letters and subscription is not None:
             await _check_known(provider, subscription)
         return letters
 
 
-async def _show(where: Where, letter_id: int) -> DeadLetter:
-    async with opened(where) as provider:
-        return await provider.store.dead_letter(letter_id)
+async def _show(place: Place, letter_id: int) -> DeadLetter:
+    async with managed(place) as provider:
+        for letter in await provider.dead_letters(limit=1, after_id=letter_id - 1):
+            if letter.id == letter_id:
+                return letter
+    raise NotFound(f"there is no dead letter {letter_id}")
 
 
-async def _redrive(where: Where, subscription: str, ids: Sequence[int] | None) -> int:
-    async with opened(where) as provider:
+async def _redrive(place: Place, subscription: str, ids: Sequence[int] | None) -> int:
+    async with managed(place) as provider:
         await _check_there(provider, subscription, ids)
-        return await provider.store.request_redrive(provider.name, subscription, ids)
+        return await provider.redrive(subscription, ids)
 
 
-async def _delete(where: Where, subscription: str, ids: Sequence[int] | None) -> int:
-    async with opened(where) as provider:
+async def _delete(place: Place, subscription: str, ids: Sequence[int] | None) -> int:
+    async with managed(place) as provider:
         await _check_there(provider, subscription, ids)
-        return await provider.store.delete_dead_letters(provider.name, subscription, ids)
+        return await provider.delete_dead_letters(subscription, ids)
 
 
-async def _check_there(provider: Provider, subscription: str, ids: Sequence[int] | None) -> None:
+async def _check_there(provider: Managed, subscription: str, ids: Sequence[int] | None) -> None:
     """Raises NotFound, before anything is done, for ids that are no dead letters of the subscription."""
     if missing := [str(one) for one in ids or () if not await _is_of(provider, subscription, one)]:
         what = "dead letter" if len(missing) == 1 else "dead letters"
@@ -166,12 +169,12 @@ async def _check_there(provider: Provider, subscription: str, ids: Sequence[int]
         await _check_known(provider, subscription)
 
 
-async def _is_of(provider: Provider, subscription: str, letter_id: int) -> bool:
-    found = await provider.store.dead_letters(provider.name, subscription, limit=1, after_id=letter_id - 1)
+async def _is_of(provider: Managed, subscription: str, letter_id: int) -> bool:
+    found = await provider.dead_letters(subscription, limit=1, after_id=letter_id - 1)
     return [letter.id for letter in found] == [letter_id]
 
 
-async def _check_known(provider: Provider, subscription: str) -> None:
+async def _check_known(provider: Managed, subscription: str) -> None:
     """Raises NotFound where there is neither such a subscription nor a dead letter of one that was."""
-    if not await provider.store.dead_letters(provider.name, subscription, limit=1):
-        await provider.store.subscription(provider.name, subscription)
+    if not await provider.dead_letters(subscription, limit=1):
+        await provider.subscription(subscription)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 import msgspec
@@ -19,6 +20,11 @@ from ..provider import Provider
 from ..wording import counted
 from .output import note
 
+if TYPE_CHECKING:
+    from ...streams.client import Client
+
+CONNECT_S = 5.0
+"""How long a command tries to reach a silo."""
 START_HELP = "earliest, latest, a token, or the time of storing, such as 2026-11-21T10:00 (in UTC, or with its zone)."
 
 
@@ -27,6 +33,20 @@ class Where(NamedTuple):
 
     data: Path
     provider: str
+
+
+class Server(NamedTuple):
+    """A provider of a silo, and how to come to it: the keywords of `Client`."""
+
+    address: str
+    provider: str
+    token: str | None
+    tls: Mapping[str, Path] | None
+    """The keywords of `Tls`; None: without."""
+    insecure: bool
+
+
+Place = Where | Server
 
 
 def where_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,6 +65,75 @@ def where_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(*args, where=Where(data, provider), **options)
 
     return with_where
+
+
+_OF_THE_SERVER = ("token", "ca", "certificate", "key", "tls", "insecure")
+
+
+def place_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--data` or `--server`, with what belongs to each, handed to the command as `place`."""
+    file = click.Path(path_type=Path, dir_okay=False)
+
+    @click.option(
+        "--data", type=click.Path(path_type=Path), envvar="HEADRACE_DATA", show_envvar=True, metavar="DIR",
+        help="Data directory.",
+    )  # fmt: skip
+    @click.option(
+        "--server", envvar="HEADRACE_SERVER", show_envvar=True, metavar="HOST:PORT",
+        help="Silo, instead of a data directory. Several with commas between: the next where one does not answer.",
+    )  # fmt: skip
+    @click.option(
+        "--provider", default="default", show_default=True, envvar="HEADRACE_PROVIDER", show_envvar=True,
+        metavar="NAME", help="Provider in it.",
+    )  # fmt: skip
+    @click.option(
+        "--token", envvar="HEADRACE_TOKEN", show_envvar=True, metavar="TOKEN",
+        help="For the silo. Others see what is on the command line: better by the variable.",
+    )  # fmt: skip
+    @click.option(
+        "--ca", type=file, envvar="HEADRACE_CA", show_envvar=True, metavar="FILE",
+        help="Use TLS, and trust these certificates (PEM).",
+    )  # fmt: skip
+    @click.option("--certificate", type=file, metavar="FILE", help="This client's own certificate, with --key.")
+    @click.option("--key", type=file, metavar="FILE", help="Its key.")
+    @click.option("--tls", is_flag=True, help="Use TLS, and trust well-known authorities.")
+    @click.option("--insecure", is_flag=True, help="Send the token without TLS to another machine.")
+    @functools.wraps(command)
+    def with_place(*args: Any, data: Path | None, server: str | None, provider: str, **options: Any) -> Any:
+        rest = {name: value for name, value in options.items() if name not in _OF_THE_SERVER}
+        of_the_server = {name: options[name] for name in _OF_THE_SERVER}
+        return command(*args, place=_place(data, server, provider, of_the_server), **rest)
+
+    return with_place
+
+
+def _place(data: Path | None, server: str | None, provider: str, options: Mapping[str, Any]) -> Place:
+    """Exactly one of the two; one on the command line goes before one in a variable."""
+    if data is not None and server is not None:
+        data, server = (data if _typed("data") else None), (server if _typed("server") else None)
+        if (data is None) == (server is None):
+            raise click.UsageError("--data and --server exclude each other: name a data directory or a silo")
+    if server is not None:
+        files = {name: options[name] for name in ("ca", "certificate", "key") if options[name] is not None}
+        tls = files if files or options["tls"] else None
+        return Server(server, provider, options["token"], tls, options["insecure"])
+    if data is None:
+        raise click.UsageError("Missing option '--data' or '--server'.")
+    if wrong := [f"--{name}" for name in _OF_THE_SERVER if options[name] and _typed(name)]:
+        raise click.UsageError(f"{wrong[0]} is for --server, not for --data")
+    return Where(data, provider)
+
+
+def _typed(name: str) -> bool:
+    """Whether an option comes from the command line."""
+    return click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
+def check_how(place: Place, how: Mapping[str, Any]) -> None:
+    """Raises UsageError for options that make a provider, where a silo has it."""
+    if isinstance(place, Server) and (given := [name for name, value in how.items() if value]):
+        flag = "option" if given[0] == "options" else given[0]
+        raise click.UsageError(f"--{flag} is for --data: a silo's providers are in its configuration")
 
 
 def creation_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,6 +181,18 @@ async def opened(
         if new:
             note(f"created provider {provider.name} with {counted(provider.queues, 'queue')}")
         yield provider
+
+
+@asynccontextmanager
+async def connected(server: Server) -> AsyncGenerator[Client]:
+    """The provider of a silo, for the length of an `async with`. Raises Unavailable where nobody answers."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it would write to stderr what becomes an error anyway
+    from ...streams.client import Client, Tls  # noqa: PLC0415 (it loads grpc)
+
+    tls = None if server.tls is None else Tls(**server.tls)
+    options: dict[str, Any] = {"token": server.token, "tls": tls, "insecure": server.insecure}
+    async with Client(server.address, provider=server.provider, connect_timeout_s=CONNECT_S, **options) as client:
+        yield client
 
 
 def _check_exists(where: Where) -> None:

@@ -9,7 +9,6 @@ import click
 import msgspec
 
 from ...streams import (
-    Checkpoint,
     NotFound,
     OnFailure,
     RetryPolicy,
@@ -19,12 +18,10 @@ from ...streams import (
     StreamId,
     SubscriptionDefinition,
 )
-from ...streams.subscriptions import Behind
-from ..datadir import lock_subscription, open_data_directory
-from ..provider import Provider
-from .options import START_HELP, Where, creation_options, opened, parse_start, where_options
+from ...streams.states import QueueProgress, SubscriptionState
+from .managing import managed
+from .options import START_HELP, Place, check_how, creation_options, parse_start, place_options
 from .output import json_option, note, print_json, print_table
-from .queues import standing
 from .running import run
 
 _DEFAULT = RetryPolicy()
@@ -34,16 +31,17 @@ _DEFAULT = RetryPolicy()
 def command() -> None:
     """List, inspect, create, move and delete subscriptions.
 
-    Moving, resuming and deleting is for subscriptions that no process serves at the time.
+    On a data directory, moving, resuming and deleting is for subscriptions that no process serves at the time. A silo
+    does it also with those that it serves.
     """
 
 
 @command.command("list")
-@where_options
+@place_options
 @json_option
-def list_(*, where: Where, as_json: bool) -> None:
+def list_(*, place: Place, as_json: bool) -> None:
     """All subscriptions, and how far they are."""
-    found = run(_list(where))
+    found = run(_list(place))
     if as_json:
         print_json(found)
         return
@@ -52,12 +50,12 @@ def list_(*, where: Where, as_json: bool) -> None:
 
 
 @command.command()
-@where_options
+@place_options
 @click.argument("name")
 @json_option
-def show(*, where: Where, name: str, as_json: bool) -> None:
+def show(*, place: Place, name: str, as_json: bool) -> None:
     """A subscription's definition, and how far it is in each queue."""
-    found = run(_show(where, name))
+    found = run(_show(place, name))
     if as_json:
         print_json(found)
         return
@@ -71,7 +69,7 @@ def show(*, where: Where, name: str, as_json: bool) -> None:
 
 
 @command.command()
-@where_options
+@place_options
 @creation_options
 @click.argument("name")
 @click.argument("selector")
@@ -84,13 +82,14 @@ def show(*, where: Where, name: str, as_json: bool) -> None:
 @click.option("--max-elapsed", type=float, default=_DEFAULT.max_elapsed_s, show_default=True, help="Seconds.")
 @json_option
 def create(
-    *, where: Where, how: Mapping[str, Any], name: str, selector: str, start: str, on_failure: str,
+    *, place: Place, how: Mapping[str, Any], name: str, selector: str, start: str, on_failure: str,
     slow_consumer: str | None, max_attempts: int, max_elapsed: float, as_json: bool,
 ) -> None:  # fmt: skip
     """Create a durable subscription: from now on events are kept for it.
 
     The provider has to exist: only with --adapter it is made.
     """
+    check_how(place, how)
     definition = SubscriptionDefinition(
         name=name,
         selector=Selector(selector),
@@ -99,7 +98,7 @@ def create(
         on_failure=OnFailure(on_failure),
         slow_consumer=SlowConsumer(slow_consumer) if slow_consumer else None,
     )
-    created = run(_create(where, how, definition))
+    created = run(_create(place, how, definition))
     if as_json:
         print_json({"name": name, "created": created})
     else:
@@ -107,34 +106,34 @@ def create(
 
 
 @command.command()
-@where_options
+@place_options
 @click.argument("name")
 @json_option
-def delete(*, where: Where, name: str, as_json: bool) -> None:
+def delete(*, place: Place, name: str, as_json: bool) -> None:
     """Delete a subscription and its progress. Its dead letters stay."""
-    run(_delete(where, name))
+    run(_delete(place, name))
     _done(as_json, name, "deleted")
 
 
 @command.command()
-@where_options
+@place_options
 @click.argument("name")
 @click.argument("start")
 @json_option
-def seek(*, where: Where, name: str, start: str, as_json: bool) -> None:
+def seek(*, place: Place, name: str, start: str, as_json: bool) -> None:
     """Go on from START, also back: earliest, latest, a token, or the time of storing (in UTC, or with its zone)."""
-    run(_seek(where, name, parse_start(start)))
+    run(_seek(place, name, parse_start(start)))
     _done(as_json, name, "moved")
 
 
 @command.command()
-@where_options
+@place_options
 @click.argument("name")
 @click.argument("stream")
 @json_option
-def resume(*, where: Where, name: str, stream: str, as_json: bool) -> None:
+def resume(*, place: Place, name: str, stream: str, as_json: bool) -> None:
     """Go on with a STREAM that was paused after a failure."""
-    run(_resume(where, name, StreamId.parse(stream)))
+    run(_resume(place, name, StreamId.parse(stream)))
     _done(as_json, name, "resumed")
 
 
@@ -149,31 +148,20 @@ def _plain(value: object) -> str:
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
-async def _list(where: Where) -> list[dict[str, Any]]:
-    async with opened(where) as provider:
-        ends = await _ends(provider)
-        definitions = await provider.store.subscriptions(provider.name)
-        return [await _summary(provider, definition, ends) for definition in definitions]
+async def _list(place: Place) -> list[dict[str, Any]]:
+    async with managed(place) as provider:
+        names = [definition.name for definition in await provider.subscriptions()]
+        return [_summary(await provider.subscription(name)) for name in names]
 
 
-async def _summary(provider: Provider, definition: SubscriptionDefinition, ends: Mapping[int, int]) -> dict[str, Any]:
-    store, name = provider.store, definition.name
-    checkpoints = await store.checkpoints(provider.name, name)
-    standings = [standing(checkpoint, ends[queue]) for queue, checkpoint in checkpoints.items()]
+def _summary(state: SubscriptionState) -> dict[str, Any]:
     return {
-        **_definition(definition),
-        "lag": sum(one["lag"] for one in standings),
-        "paused": sum(one["streams_paused"] for one in standings),
-        "dead_letters": await _count_dead_letters(provider, name),
-        "gaps": len(await store.gaps(provider.name, name)),
+        **_definition(state.definition),
+        "lag": sum(queue.lag for queue in state.progress),
+        "paused": sum(queue.streams_paused for queue in state.progress),
+        "dead_letters": state.dead_letters,
+        "gaps": state.gaps,
     }
-
-
-async def _count_dead_letters(provider: Provider, name: str) -> int:
-    count = after = 0
-    while letters := await provider.store.dead_letters(provider.name, name, limit=1000, after_id=after):
-        count, after = count + len(letters), letters[-1].id
-    return count
 
 
 def _definition(definition: SubscriptionDefinition) -> dict[str, Any]:
@@ -181,46 +169,39 @@ def _definition(definition: SubscriptionDefinition) -> dict[str, Any]:
     return content | {"selector": definition.selector.pattern}
 
 
-async def _ends(provider: Provider) -> dict[int, int]:
-    return {queue: (await provider.adapter.bounds(queue)).next for queue in range(provider.queues)}
+async def _show(place: Place, name: str) -> dict[str, Any]:
+    async with managed(place) as provider:
+        state = await provider.subscription(name)
+        return _summary(state) | {"queues": {str(queue.queue): _standing(queue) for queue in state.progress}}
 
 
-async def _show(where: Where, name: str) -> dict[str, Any]:
-    async with opened(where) as provider:
-        ends = await _ends(provider)
-        definition = await provider.store.subscription(provider.name, name)
-        checkpoints = await provider.store.checkpoints(provider.name, name)
-        summary = await _summary(provider, definition, ends)
-        return summary | {"queues": {str(q): standing(cp, ends[q]) | _paused(cp) for q, cp in checkpoints.items()}}
+def _standing(queue: QueueProgress) -> dict[str, Any]:
+    return {
+        "next_offset": queue.next_offset,
+        "watermark": queue.watermark,
+        "streams_behind": queue.streams_behind,
+        "streams_paused": queue.streams_paused,
+        "lag": queue.lag,
+        "paused": {str(stream): why for stream, why in queue.paused.items()},
+    }
 
 
-def _paused(checkpoint: Checkpoint) -> dict[str, Any]:
-    return {"paused": {str(stream): one.paused for stream, one in checkpoint.behind.items() if one.paused}}
-
-
-async def _create(where: Where, how: Mapping[str, Any], definition: SubscriptionDefinition) -> bool:
-    async with opened(where, how, create=how["adapter"] is not None) as provider:
+async def _create(place: Place, how: Mapping[str, Any], definition: SubscriptionDefinition) -> bool:
+    async with managed(place, how, create=how["adapter"] is not None) as provider:
         return await provider.create_subscription(definition)
 
 
-async def _delete(where: Where, name: str) -> None:
-    async with opened(where) as provider:
+async def _delete(place: Place, name: str) -> None:
+    async with managed(place) as provider:
         await provider.delete_subscription(name)
 
 
-async def _seek(where: Where, name: str, start: Start) -> None:
-    async with opened(where) as provider:
+async def _seek(place: Place, name: str, start: Start) -> None:
+    async with managed(place) as provider:
         await provider.seek(name, start)
 
 
-async def _resume(where: Where, name: str, stream: StreamId) -> None:
-    async with opened(where) as provider:
-        with lock_subscription(open_data_directory(where.data), provider.name, name):
-            checkpoints = await provider.store.checkpoints(provider.name, name)
-            queue = provider.queue_of(stream)
-            checkpoint = checkpoints.get(queue, Checkpoint(0))
-            behind = checkpoint.behind.get(stream)
-            if behind is None or not behind.paused:
-                raise NotFound(f"subscription {name!r}: stream {stream} is not paused")
-            going_on = Checkpoint(checkpoint.next_offset, {**checkpoint.behind, stream: Behind(behind.token)})
-            await provider.store.seek(provider.name, name, {queue: going_on}, f"stream {stream} is resumed")
+async def _resume(place: Place, name: str, stream: StreamId) -> None:
+    async with managed(place) as provider:
+        if not await provider.resume(name, stream):
+            raise NotFound(f"subscription {name!r}: stream {stream} is not paused")

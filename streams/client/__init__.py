@@ -1,10 +1,10 @@
 """The client: a provider in another process, over gRPC. Importing it loads grpc."""
 
+from ..states import ConsumerState, QueueProgress, SubscriptionState
 from .blocking import SyncClient, SyncStream
 from .client import UNKNOWN_PLACE, Client
 from .connection import Tls
 from .consuming import Consumer, Pulled, SessionState, Subscribing, Subscription
-from .management import ConsumerState, QueueProgress, SubscriptionState
 from .received import ReceivedBatch
 from .session import SessionStatistics
 

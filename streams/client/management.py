@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -11,54 +11,12 @@ from ...proto.v1 import subscriptions_pb2 as pb
 from .. import wire
 from ..errors import HeadraceError, NotFound
 from ..identity import StreamId
+from ..states import ConsumerState, QueueProgress, SubscriptionState
 from ..subscriptions import DeadLetter, GapRecord, Start, SubscriptionDefinition
 from .connection import Connection
 
 _MOST_LETTERS = 1000
 _M = TypeVar("_M", bound=Message)
-
-
-class QueueProgress(NamedTuple):
-    """How far a subscription is in a queue."""
-
-    queue: int
-    next_offset: int
-    """Everything below is done, except for `streams_behind` streams."""
-    watermark: int
-    """The lowest offset that is not done."""
-    end_offset: int
-    """Where the queue ends: the offset of what is stored next."""
-    streams_behind: int
-    streams_paused: int
-    """Those of them that wait to be resumed after a failure."""
-    paused: Mapping[StreamId, str]
-    """The first 100 of these, and why."""
-
-
-class ConsumerState(NamedTuple):
-    """A consumer of a subscription, as the silo sees it."""
-
-    id: str
-    connected: bool
-    """Whether it has a connection now; one without is waited for."""
-    credit_events: int
-    credit_bytes: int
-    in_flight_events: int
-    queues: Sequence[int]
-    """Mode bound: those that are its own."""
-
-
-class SubscriptionState(NamedTuple):
-    """A subscription, and how far it is."""
-
-    definition: SubscriptionDefinition
-    progress: Sequence[QueueProgress]
-    consumers: Sequence[ConsumerState]
-    """None where a handler in the silo is served, or nobody."""
-    dead_letters: int
-    """How many there are."""
-    gaps: int
-    """The same of gap records."""
 
 
 class Management:
@@ -155,7 +113,7 @@ class Management:
                 provider=self._provider,
                 subscription=subscription or "",
                 limit=min(limit - len(found), _MOST_LETTERS),
-                after_id=found[-1].id if found else after_id,
+                after_id=found[-1].id if found else max(after_id, 0),
             )
             more = (await self._ask("ListDeadLetters", request, pb.ListDeadLettersResponse)).dead_letters
             if not more:
@@ -166,14 +124,14 @@ class Management:
     async def redrive(self, subscription: str, ids: Sequence[int] | None = None) -> int:
         """Deliver dead letters (all, or those with `ids`) once more, out of line. Returns how many were asked for; what
         fails again stays a dead letter with its new reason."""
-        if ids is not None and not ids:
+        if ids is not None and not (ids := _possible(ids)):
             return 0
         request = pb.RedriveDeadLettersRequest(provider=self._provider, subscription=subscription, ids=ids)
         return (await self._ask("RedriveDeadLetters", request, pb.RedriveDeadLettersResponse)).count
 
     async def delete_dead_letters(self, subscription: str, ids: Sequence[int] | None = None) -> int:
         """Delete dead letters of a subscription, which may be gone itself; None deletes all. Returns how many."""
-        if ids is not None and not ids:
+        if ids is not None and not (ids := _possible(ids)):
             return 0
         request = pb.DeleteDeadLettersRequest(
             provider=self._provider, subscription=subscription, ids=ids, all=ids is None
@@ -197,6 +155,11 @@ class Management:
             f"SubscriptionService/{method}", request.SerializeToString(), timeout_s=self._timeout_s, done=done
         )
         return parsed(response, encoded)
+
+
+def _possible(ids: Sequence[int]) -> list[int]:
+    """Those that a dead letter may have. To ask for none would be to ask for all."""
+    return [number for number in ids if 0 < number < 1 << 63]
 
 
 def _progress(one: pb.QueueProgress) -> QueueProgress:
