@@ -134,6 +134,7 @@ def _delivered(element: bytes) -> Delivered:
             and element[names : names + 2] == b"\x1a\x04"
             and element[names + 16] == _PAYLOAD
             and element[tail : tail + 2] == _QUEUE
+            and element[0] == 0x0A
             and element[at] == 0x12
         ):
             size, end = element[names + 17], names + 18

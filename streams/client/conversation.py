@@ -150,7 +150,10 @@ def message_of(request: Request) -> pb.SubscribeRequest:
         message.credit.events, message.credit.bytes = request.credit_events, request.credit_bytes
     acknowledge, reject = message.acknowledgements.add, message.rejections.add
     for queue, offset, first, length, up_to in request.acknowledgements:
-        acknowledge(queue=queue, offset=offset, index=first, count=length, up_to=up_to)
+        if first or length or up_to:
+            acknowledge(queue=queue, offset=offset, index=first, count=length, up_to=up_to)
+        else:
+            acknowledge(queue=queue, offset=offset)
     for _, queue, offset, first, length, reason, delay_ms in request.rejections:
         reject(queue=queue, offset=offset, index=first, count=length, reason=reason, delay_ms=delay_ms)
     return message

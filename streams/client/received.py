@@ -23,10 +23,8 @@ QUEUED, TAKEN, OVER = 0, 1, 2
 class Holder(Protocol):
     """Who is told what the user does with a batch. `first` and `last` (exclusive) are places among its events."""
 
-    @property
-    def crowded(self) -> bool:
-        """Much waits to be sent: let the loop turn."""
-        ...
+    crowded: bool
+    """Much waits to be sent: let the loop turn."""
 
     def acknowledge(self, batch: ReceivedBatch) -> None: ...
 
@@ -64,7 +62,7 @@ class ReceivedBatch(EventBatch):
     effect. All of them raise Closed once the consumer is closed.
     """
 
-    __slots__ = ("arrival", "attempt", "carried", "holder", "left", "marks", "queue", "size", "state")
+    __slots__ = ("arrival", "attempt", "carried", "holder", "left", "marks", "plain", "queue", "size", "state")
 
     def __init__(self, holder: Holder, delivered: Delivered, arrival: int) -> None:
         batch, self.queue, self.attempt, _, _ = delivered
@@ -76,6 +74,8 @@ class ReceivedBatch(EventBatch):
         self.holder = holder
         self.arrival = arrival
         """The number of the response that brought it, the last one where several did."""
+        self.plain = True
+        """Whole, untouched, of the present connection: to acknowledge it is to say so."""
         self.carried = False
         """It was in the user's hands when a connection was lost."""
         self.state = QUEUED
@@ -165,6 +165,7 @@ class ReceivedPart(ReceivedBatch):
         self._part: EventBatch | None = delivered.batch
         self._indexes = delivered.indexes or range(delivered.batch.count)
         self._redriven = delivered.redriven
+        self.plain = False
         self.size += INDEX_BYTES * self.count
 
     @classmethod

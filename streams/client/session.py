@@ -61,14 +61,8 @@ class Rejected(NamedTuple):
     delay_ms: int | None
 
 
-class Ack(NamedTuple):
-    """As it goes to the silo. `length` 0 is to the end of the batch."""
-
-    queue: int
-    offset: int
-    first: int
-    length: int
-    up_to: bool = False
+Ack = tuple[int, int, int, int, bool]
+"""As it goes to the silo: queue, offset, first, length, up_to. Length 0 is to the end of the batch."""
 
 
 class Request(NamedTuple):
@@ -122,6 +116,8 @@ class Session:
         self.max_events = max_events
         self.max_bytes = max_bytes
         """It grows to the size of one event that is larger."""
+        self._few_events = max_events - max_events // 4
+        self._few_bytes = max_bytes - max_bytes // 4
         self.on_pending = on_pending
         self.closed = ""
         """Why the user cannot do anything any more; empty while he can."""
@@ -148,6 +144,8 @@ class Session:
         self._credit_events = self._credit_bytes = 0
         """What the silo may still send."""
         self._held_events = self._held_bytes = 0
+        self.crowded = False
+        """There is credit to grant: the loop should turn."""
         self._received_events = self._received_batches = self._acknowledged = self._rejected = 0
         self._recognised = self._refused = self._late = 0
 
@@ -182,7 +180,7 @@ class Session:
             for batch in [batch for batch in line if batch.state == QUEUED]:
                 self._over(batch)
             for batch in line:
-                batch.carried = True
+                batch.carried, batch.plain = True, False
 
     def forget(self) -> None:
         """The subscription was moved: what was acknowledged may come again, and is to be handed out then."""
@@ -298,7 +296,8 @@ class Session:
         delivered."""
         if caught_up and self._remembered:
             self._passed += self._remembered.all_passed()
-        self.max_bytes = max(self.max_bytes, needed_bytes)
+        if needed_bytes > self.max_bytes:
+            self.max_bytes, self._few_bytes = needed_bytes, needed_bytes - needed_bytes // 4
         self._starving = self._starving or not caught_up
         self._look_at_credit()
 
@@ -327,6 +326,10 @@ class Session:
 
     def take(self) -> ReceivedBatch | None:
         """The next batch, now in the user's hands; None where none waits."""
+        if self._waiting and self._waiting[0].state == QUEUED:
+            batch = self._waiting.popleft()
+            batch.state = TAKEN
+            return batch
         batch = self.next_waiting()
         if batch is not None:
             batch.state = TAKEN
@@ -359,15 +362,15 @@ class Session:
 
     # ---- from the user (`Holder`) ----------------------------------------------------------------------------------
 
-    @property
-    def crowded(self) -> bool:
-        return self._pending and self._credit_events * 2 < self.max_events
-
     def acknowledge(self, batch: ReceivedBatch) -> None:
         """All of it that is left."""
         if not self._in_hands(batch):
             return
-        if batch.marks is None and batch.whole:
+        if batch.plain:  # as nearly all are
+            self._acks.append((batch.stream, batch.queue, batch.offset, 0, 0))
+            if not self._pending:
+                self._send()
+        elif batch.marks is None and batch.whole:
             self._done(batch, [(batch.stream, batch.queue, batch.offset, 0, 0)])
         else:
             self._note(batch, _open_places(batch, 0, batch.count))
@@ -461,6 +464,7 @@ class Session:
     def _mark(self, batch: ReceivedBatch, places: Sequence[int]) -> None:
         if batch.marks is None:
             batch.marks = bytearray(batch.count)
+            batch.plain = False
         for place in places:
             batch.marks[place] = 1
         batch.left -= len(places)
@@ -472,6 +476,10 @@ class Session:
         if batch.arrival >= self._first_arrival:
             self._held_events -= batch.left
             self._held_bytes -= batch.size
+            self.crowded = (
+                self._held_events + self._credit_events < self._few_events
+                or self._held_bytes + self._credit_bytes < self._few_bytes
+            )
         batch.end()
         line = self._lines[batch.stream]
         if len(line) == 1:
@@ -485,7 +493,7 @@ class Session:
 
     def request(self) -> Request | None:
         """What there is to be sent now, which then counts as sent; None where there is nothing. Call it until then."""
-        self._pending = False
+        self._pending = self.crowded = False
         events, size = self._room()
         if events or size:
             self._starving = False
@@ -499,10 +507,10 @@ class Session:
             rejections: list[Rejected] = []
         else:
             rejections, self._rejections = _cut(self._rejections, MAX_REJECTIONS)
-        number = self._remember_until_saved([*again, *self._passed, *acks])
+        number = self._remember_until_saved(again + self._passed + acks if again or self._passed else acks)
         self._passed = []
         merged = self._merged(acks, rejections)
-        return Request(number, [Ack(*ack[1:]) for ack in again] + merged, rejections, events, size)
+        return Request(number, [(*ack[1:], False) for ack in again] + merged, rejections, events, size)
 
     def _remember_until_saved(self, acks: list[Acknowledged]) -> int:
         """The number of the request that has them."""
@@ -522,7 +530,7 @@ class Session:
             stream, queue, offset, index, length = acks[at]
             at += 1
             if at == end or acks[at][0] is not stream:
-                merged.append(Ack(queue, offset, index, length))
+                merged.append((queue, offset, index, length, False))
                 continue
             start = at - 1
             while at < end and acks[at][0] is stream:
@@ -531,9 +539,9 @@ class Session:
             last = max(run, key=_acknowledged_position)
             line = self._lines.get(stream)
             if stream in rejected or (line is not None and line[0].offset <= last[2]):
-                merged += [Ack(*ack[1:]) for ack in run]
+                merged += [(*ack[1:], False) for ack in run]
             else:
-                merged.append(Ack(*last[1:], up_to=True))
+                merged.append((*last[1:], True))
         return merged
 
     def statistics(self) -> SessionStatistics:

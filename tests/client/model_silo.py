@@ -180,9 +180,10 @@ class ModelSilo:
             self._resend()
 
     def _acknowledge(self, ack: Ack) -> bool:
-        count = self.batches[ack.offset].count
-        last = min(ack.first + ack.length, count) if ack.length else count
-        positions = [(ack.offset, index) for index in range(ack.first, last)]
+        _, offset, first, length, up_to = ack
+        count = self.batches[offset].count
+        last = min(first + length, count) if length else count
+        positions = [(offset, index) for index in range(first, last)]
         if positions[0] in self.redriven:
             assert len(positions) == 1, "a dead letter is acknowledged by itself"
             self.redriven.discard(positions[0])
@@ -191,10 +192,10 @@ class ModelSilo:
             self.acknowledged.add(positions[0])
             self.saved_done.add(positions[0])
             return True
-        stream, parcel = self._held(ack.offset)
+        stream, parcel = self._held(offset)
         if parcel is None:
             return False
-        if ack.up_to:
+        if up_to:
             positions += [p for p in parcel.held if p < positions[0]]
         found = [p for p in parcel.held if p in positions]
         self.done.update(found)
