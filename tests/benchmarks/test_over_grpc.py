@@ -1,12 +1,46 @@
 """What is measured over gRPC, on few events: it counts what it says it counts."""
 
-from headrace.benchmarks import fairness
-from headrace.benchmarks.fan_reference import fan_out
+import pytest
+
+from headrace.benchmarks import fairness, fan_reference, grpc_sections
 from headrace.benchmarks.harness import Rounds
+from headrace.benchmarks.peers import PEERS
+from headrace.benchmarks.suite import sections
+
+
+@pytest.mark.parametrize(("consumers", "remote_publisher"), [(1, False), (3, False), (1, True)])
+def test_everything_that_is_published_is_consumed_over_grpc(consumers: int, remote_publisher: bool):
+    result = grpc_sections.end_to_end(
+        events=20_000, size=100, batch=1_000, consumers=consumers, remote_publisher=remote_publisher
+    )
+    assert (result.events, result.size) == (20_000, 100)
+    assert set(result.cpu_s) == set(result.peak_rss_bytes) == {"consumer", "producer", "server"}
+
+
+def test_publishing_over_grpc_is_measured_in_the_producer_and_the_silo():
+    assert set(grpc_sections.publish_remotely(events=5_000, size=100, batch=1_000).cpu_s) == {"producer", "server"}
+
+
+@pytest.mark.parametrize("remote_publisher", [False, True])
+def test_latency_over_grpc_is_that_of_a_steady_rate(remote_publisher: bool):
+    result = grpc_sections.latency(events=500, size=64, rate=1_000, remote_publisher=remote_publisher)
+    assert result.latency is not None
+    assert 0 < result.latency.p50_ms <= result.latency.p99_ms
+
+
+def test_every_subscription_gets_the_whole_backlog():
+    result = grpc_sections.fan_out(events=5_000, size=100, batch=1_000, subscriptions=3)
+    assert set(result.cpu_s) == {"consumers", "server"}
+
+
+def test_every_section_compares_cases_that_it_has():
+    for section in sections(1.0, list(PEERS)):
+        named = {name for target in section.targets for name in (target.case, target.to) if name}
+        assert named | set(section.deliveries_each) <= set(section.cases), section.name
 
 
 def test_the_server_that_serialises_for_every_consumer_serves_them_all():
-    result = fan_out(events=2_500, size=100, batch=1_000, consumers=3)
+    result = fan_reference.fan_out(events=2_500, size=100, batch=1_000, consumers=3)
     assert (result.events, result.size) == (2_500, 100)
     assert set(result.cpu_s) == {"consumers", "server"}
 
