@@ -149,6 +149,14 @@ class Principal:
                 f"narrow the selector, or use a token made with a wider --{permission.value}"
             )
 
+    def require_somewhere(self, permission: Permission) -> None:
+        """Raises PermissionDenied where no namespace at all is granted."""
+        if self._grant(permission) == _NOTHING:
+            raise PermissionDenied(
+                f"{self} may not {permission.verb} any namespace, as this needs: use a token made with "
+                f"--{permission.value}"
+            )
+
     def require_everywhere(self, permission: Permission) -> None:
         """Raises PermissionDenied where not all namespaces are granted."""
         if not self.allows_everywhere(permission):

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from headrace.proto.v1 import events_pb2 as headrace_dot_proto_dot_v1_dot_events__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!headrace/proto/v1/publisher.proto\x12\x0bheadrace.v1\x1a\x1eheadrace/proto/v1/events.proto\"F\n\x10ProducerSequence\x12\x10\n\x08producer\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x10\n\x08previous\x18\x03 \x01(\x04\"}\n\x0ePublishRequest\x12\x10\n\x08provider\x18\x01 \x01(\t\x12/\n\x08sequence\x18\x02 \x01(\x0b\x32\x1d.headrace.v1.ProducerSequence\x12(\n\x07\x62\x61tches\x18\x03 \x03(\x0b\x32\x17.headrace.v1.EventBatch\"9\n\x0fPublishResponse\x12&\n\x08receipts\x18\x01 \x03(\x0b\x32\x14.headrace.v1.Receipt\"K\n\x07Receipt\x12\r\n\x05queue\x18\x01 \x01(\r\x12\x13\n\x06offset\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x11\n\tduplicate\x18\x03 \x01(\x08\x42\t\n\x07_offset\"\x83\x01\n\x14PublishStreamRequest\x12\x10\n\x08provider\x18\x01 \x01(\t\x12/\n\x08sequence\x18\x02 \x01(\x0b\x32\x1d.headrace.v1.ProducerSequence\x12(\n\x07\x62\x61tches\x18\x03 \x03(\x0b\x32\x17.headrace.v1.EventBatch\"i\n\x15PublishStreamResponse\x12&\n\x08receipts\x18\x01 \x03(\x0b\x32\x14.headrace.v1.Receipt\x12(\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x19.headrace.v1.PublishError\"P\n\x0cPublishError\x12\x0e\n\x06status\x18\x01 \x01(\r\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\x32\xb4\x01\n\x10PublisherService\x12\x44\n\x07Publish\x12\x1b.headrace.v1.PublishRequest\x1a\x1c.headrace.v1.PublishResponse\x12Z\n\rPublishStream\x12!.headrace.v1.PublishStreamRequest\x1a\".headrace.v1.PublishStreamResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!headrace/proto/v1/publisher.proto\x12\x0bheadrace.v1\x1a\x1eheadrace/proto/v1/events.proto\"F\n\x10ProducerSequence\x12\x10\n\x08producer\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x10\n\x08previous\x18\x03 \x01(\x04\"}\n\x0ePublishRequest\x12\x10\n\x08provider\x18\x01 \x01(\t\x12/\n\x08sequence\x18\x02 \x01(\x0b\x32\x1d.headrace.v1.ProducerSequence\x12(\n\x07\x62\x61tches\x18\x03 \x03(\x0b\x32\x17.headrace.v1.EventBatch\"9\n\x0fPublishResponse\x12&\n\x08receipts\x18\x01 \x03(\x0b\x32\x14.headrace.v1.Receipt\"K\n\x07Receipt\x12\r\n\x05queue\x18\x01 \x01(\r\x12\x13\n\x06offset\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x11\n\tduplicate\x18\x03 \x01(\x08\x42\t\n\x07_offset\"\x83\x01\n\x14PublishStreamRequest\x12\x10\n\x08provider\x18\x01 \x01(\t\x12/\n\x08sequence\x18\x02 \x01(\x0b\x32\x1d.headrace.v1.ProducerSequence\x12(\n\x07\x62\x61tches\x18\x03 \x03(\x0b\x32\x17.headrace.v1.EventBatch\"i\n\x15PublishStreamResponse\x12&\n\x08receipts\x18\x01 \x03(\x0b\x32\x14.headrace.v1.Receipt\x12(\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x19.headrace.v1.PublishError\"8\n\x12GetProducerRequest\x12\x10\n\x08provider\x18\x01 \x01(\t\x12\x10\n\x08producer\x18\x02 \x01(\t\"%\n\x13GetProducerResponse\x12\x0e\n\x06number\x18\x01 \x01(\x04\"P\n\x0cPublishError\x12\x0e\n\x06status\x18\x01 \x01(\r\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\x32\x86\x02\n\x10PublisherService\x12\x44\n\x07Publish\x12\x1b.headrace.v1.PublishRequest\x1a\x1c.headrace.v1.PublishResponse\x12Z\n\rPublishStream\x12!.headrace.v1.PublishStreamRequest\x1a\".headrace.v1.PublishStreamResponse(\x01\x30\x01\x12P\n\x0bGetProducer\x12\x1f.headrace.v1.GetProducerRequest\x1a .headrace.v1.GetProducerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,8 +44,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUBLISHSTREAMREQUEST']._serialized_end=549
   _globals['_PUBLISHSTREAMRESPONSE']._serialized_start=551
   _globals['_PUBLISHSTREAMRESPONSE']._serialized_end=656
-  _globals['_PUBLISHERROR']._serialized_start=658
-  _globals['_PUBLISHERROR']._serialized_end=738
-  _globals['_PUBLISHERSERVICE']._serialized_start=741
-  _globals['_PUBLISHERSERVICE']._serialized_end=921
+  _globals['_GETPRODUCERREQUEST']._serialized_start=658
+  _globals['_GETPRODUCERREQUEST']._serialized_end=714
+  _globals['_GETPRODUCERRESPONSE']._serialized_start=716
+  _globals['_GETPRODUCERRESPONSE']._serialized_end=753
+  _globals['_PUBLISHERROR']._serialized_start=755
+  _globals['_PUBLISHERROR']._serialized_end=835
+  _globals['_PUBLISHERSERVICE']._serialized_start=838
+  _globals['_PUBLISHERSERVICE']._serialized_end=1100
 # @@protoc_insertion_point(module_scope)

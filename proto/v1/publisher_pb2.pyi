@@ -202,6 +202,50 @@ class PublishStreamResponse(_message.Message):
 Global___PublishStreamResponse: _TypeAlias = PublishStreamResponse  # noqa: Y015
 
 @_typing.final
+class GetProducerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROVIDER_FIELD_NUMBER: _builtins.int
+    PRODUCER_FIELD_NUMBER: _builtins.int
+    provider: _builtins.str
+    """Name of the provider; empty for "default"."""
+    producer: _builtins.str
+    """The producer's id."""
+    def __init__(
+        self,
+        *,
+        provider: _builtins.str = ...,
+        producer: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["producer", b"producer", "provider", b"provider"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetProducerRequest: _TypeAlias = GetProducerRequest  # noqa: Y015
+
+@_typing.final
+class GetProducerResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Number of its request that was stored last; 0 where none is known."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetProducerResponse: _TypeAlias = GetProducerResponse  # noqa: Y015
+
+@_typing.final
 class PublishError(_message.Message):
     """Why one request of a stream failed."""
 

@@ -46,6 +46,7 @@ def methods(providers: Providers) -> list[Method]:
     return [
         Method(f"{SERVICE}/Publish", Kind.UNARY, publisher.publish),
         Method(f"{SERVICE}/PublishStream", Kind.STREAM, publisher.publish_stream),
+        Method(f"{SERVICE}/GetProducer", Kind.UNARY, publisher.producer),
     ]
 
 
@@ -77,6 +78,13 @@ class Publisher:
         if call.closing.is_set():
             raise Unavailable("the silo stops: everything answered is stored; send the rest again when it is back")
         reading.result()
+
+    async def producer(self, call: Call, message: bytes) -> bytes:
+        request = parsed(pb.GetProducerRequest, message)
+        call.principal.require_somewhere(Permission.PUBLISH)
+        provider = provider_of(self._providers, request.provider)
+        number = await provider.adapter.last_sequence(_producer(request.producer, "producer"))
+        return pb.GetProducerResponse(number=number).SerializeToString()
 
     async def _read(self, call: Call, line: _Line) -> None:
         provider: str | None = None
@@ -220,16 +228,19 @@ async def _decoded(kind: type[_R], message: bytes) -> tuple[_R, list[EventBatch]
 
 
 def _sequence(message: pb.ProducerSequence) -> ProducerSequence:
-    if not 0 < len(message.producer) <= MAX_PRODUCER:
-        raise InvalidArgument(
-            f"sequence.producer is the producer's id, of 1 to {MAX_PRODUCER} characters, not {len(message.producer)}"
-        )
+    producer = _producer(message.producer, "sequence.producer")
     if message.previous >= message.number:
         raise InvalidArgument(
             f"sequence.number is above that of the request before, which is {message.previous}: it cannot be "
             f"{message.number}"
         )
-    return ProducerSequence(message.producer, message.number, message.previous)
+    return ProducerSequence(producer, message.number, message.previous)
+
+
+def _producer(name: str, field: str) -> str:
+    if not 0 < len(name) <= MAX_PRODUCER:
+        raise InvalidArgument(f"{field} is the producer's id, of 1 to {MAX_PRODUCER} characters, not {len(name)}")
+    return name
 
 
 def _error_response(error: HeadraceError) -> bytes:

@@ -185,6 +185,9 @@ class SyncClient:
     ) -> Sequence[Receipt]:
         return self._call(self._client.publish_many, items, sequence=sequence)
 
+    def last_sequence(self, producer: str) -> int:
+        return self._call(self._client.last_sequence, producer)
+
     def flush(self) -> None:
         self._call(self._client.flush)
 

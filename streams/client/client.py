@@ -80,7 +80,7 @@ class Client(Consuming):
         """Close its consumers, wait for what is being published, as long as its callers would, and close. Idempotent;
         afterwards everything raises Closed."""
         try:
-            await self._close_consumers()  # first: handlers that end may still publish
+            await self.close_consumers()  # first: handlers that end may still publish
             await self._publishing.aclose()
         finally:
             await self._connection.aclose()
@@ -128,6 +128,12 @@ class Client(Consuming):
         deadline = await self._publishing.room() if self._publishing.crowded else None
         batches = [batch for stream, events in by_stream.items() for batch in _encoded(stream, events)]
         return await self._publishing.publish(batches, deadline)
+
+    async def last_sequence(self, producer: str) -> int:
+        """The highest number stored for a producer of `publish_many` with sequences, 0 where there is none."""
+        request = pb.GetProducerRequest(provider=self._provider, producer=producer).SerializeToString()
+        answer = await self._connection.call("PublisherService/GetProducer", request, timeout_s=self._timeout_s)
+        return parsed(pb.GetProducerResponse, answer).number
 
     async def flush(self) -> None:
         """Return when everything that was published before is stored or has failed, of which its callers are told."""

@@ -87,6 +87,7 @@ async def test_publishing_to_several_streams_answers_for_each_batch(silo: SiloPr
 async def test_what_carries_a_sequence_is_stored_once(silo: SiloProcess):
     async with Client(silo.address) as client:
         first = await client.publish_many([(S, b"0")], sequence=ProducerSequence("me", 1, 0))
+        assert (await client.last_sequence("me"), await client.last_sequence("nobody")) == (1, 0)
         again = await client.publish_many([(S, b"0")], sequence=ProducerSequence("me", 1, 0))
         assert again == [Receipt(first[0].token, duplicate=True)]
         hole = client.publish_many([(S, b"2")], sequence=ProducerSequence("me", 3, 2))

@@ -209,6 +209,9 @@ def test_a_refusal_says_who_may_not_do_what_and_what_to_do():
     assert refusal(lambda: principal.require_everywhere(MANAGE)) == (
         "client 'orders-service' may not manage all namespaces, as this needs: use a token made with --manage '*'"
     )
+    assert refusal(lambda: Principal.of("x", {}).require_somewhere(PUBLISH)) == (
+        "client 'x' may not publish to any namespace, as this needs: use a token made with --publish"
+    )
 
 
 def test_what_is_granted_is_not_refused():
@@ -216,6 +219,7 @@ def test_what_is_granted_is_not_refused():
     principal.require(PUBLISH, "orders")
     principal.require_selector(SUBSCRIBE, "or*/*")
     principal.require_everywhere(MANAGE)
+    principal.require_somewhere(PUBLISH)
     principal.require_subscription([MANAGE], "stats", "secret/*")
     principal.require_subscription([PUBLISH, SUBSCRIBE], "stats", "orders/*")
 
