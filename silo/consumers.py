@@ -57,9 +57,11 @@ class Consumers:
         does not ask for another time."""
         consumers = cls(provider, edge or Edge(), timeout_s)
         ticking = asyncio.create_task(consumers._tick(), name=f"headrace consumers {provider.name}")
+        provider.consumers = consumers
         try:
             yield consumers
         finally:
+            provider.consumers = None
             ticking.cancel()
             await asyncio.gather(ticking, return_exceptions=True)
 

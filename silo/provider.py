@@ -11,11 +11,11 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..adapters import AdapterContext, Bounds, ProducerSequence, QueueAdapter, Receipt, open_adapter
 from ..agents import CacheLimits, HandlerService, PullingManager, Service
@@ -45,6 +45,10 @@ from ..streams.subscriptions import (
 )
 from .datadir import DataDirectory, DirectoryLock, lock_subscription, open_data_directory
 from .views import ProviderStatistics, provider_statistics
+
+if TYPE_CHECKING:
+    from ..streams.client.consuming import Consumer, Consuming
+    from .consumers import Consumers
 
 log = logging.getLogger("headrace.silo")
 
@@ -109,6 +113,10 @@ class Provider:
         self._locks: dict[str, DirectoryLock] = {}
         self._closing: asyncio.Task[None] | None = None
         self.manager.on_fenced = self._release
+        self.consumers: Consumers | None = None
+        """Groups of consumers that take batches, here and elsewhere, while there may be any."""
+        self._taking: Consuming | None = None
+        self._stack = AsyncExitStack()
 
     @classmethod
     @asynccontextmanager
@@ -176,6 +184,7 @@ class Provider:
         await asyncio.shield(self._closing)
 
     async def _close(self, drain_s: float) -> None:
+        await self._stack.aclose()
         served = list(self.manager.served.values())
         try:
             await self.manager.aclose(drain_s)
@@ -321,11 +330,11 @@ class Provider:
 
     # ---- subscribing -----------------------------------------------------------------------------------------------
 
-    async def subscribe(
+    def subscribe(
         self,
         name: str,
         selector: str | StreamId,
-        handler: AnyHandler,
+        handler: AnyHandler | None = None,
         *,
         batch: bool = False,
         start: Start | str | None = None,
@@ -334,16 +343,21 @@ class Provider:
         on_failure: OnFailure = OnFailure.DEAD_LETTER,
         slow_consumer: SlowConsumer | None = None,
         concurrency: int = 100,
-    ) -> Subscription:
-        """Create the durable subscription `name` where it does not exist, and deliver it to `handler` from here on.
+        **consumer: Any,
+    ) -> Subscribing:
+        """Consume the durable subscription `name`, which is created where it does not exist.
+
+        With `handler` it is awaited, and delivers to the handler from there on: `await provider.subscribe(...,
+        handler)`. Without, it is entered, and gives batches: `async with provider.subscribe(...) as consumer: async for
+        batch in consumer`. Every event published after either is delivered.
 
         `handler` is an async function of an Event, with `batch=True` of an EventBatch, or an observer object (see
-        `headrace.streams.handlers`). `selector` is `namespace/key`, with `*` for any text. Every event published after
-        this returned is delivered. `start` may be text, as in `Start.parse`. `concurrency` bounds the handlers that run
-        at a time, per queue.
+        `headrace.streams.handlers`). `selector` is `namespace/key`, with `*` for any text. `start` may be text, as in
+        `Start.parse`. `concurrency` bounds the handlers that run at a time, per queue. `filter`, `batch` and
+        `concurrency` are for a handler; `consumer` are further options for taking batches: those of `Client.subscribe`.
 
-        Raises DefinitionConflict where `name` exists with another definition, Busy where another live process serves
-        it, NotSupported for what the adapter cannot do.
+        Raises, when awaited or entered, DefinitionConflict where `name` exists with another definition, Busy where
+        another live process serves it, NotSupported for what the adapter cannot do.
         """
         definition = SubscriptionDefinition(
             name=name,
@@ -354,7 +368,22 @@ class Provider:
             slow_consumer=slow_consumer,
             filter=None if filter is None else filter_name(filter),
         )
-        return await self.attach(Declared(self.name, definition, handler, batch, filter, concurrency))
+        if handler is None:
+            if filter is not None:
+                raise NotSupported(f"subscription {name!r}: a filter is for a handler, and there is none")
+            taken = definition, {**consumer, "retry": retry}
+            return Subscribing(self, None, taken)
+        if consumer:
+            raise InvalidArgument(f"subscription {name!r}: {', '.join(consumer)} is for a consumer without a handler")
+        return Subscribing(self, Declared(self.name, definition, handler, batch, filter, concurrency), None)
+
+    async def taking(self) -> Consuming:
+        """What takes batches in this process. Made when it is first asked for."""
+        if self._taking is None:
+            from .local import consuming  # noqa: PLC0415 (it loads gRPC's client and services)
+
+            self._taking = await self._stack.enter_async_context(consuming(self))
+        return self._taking
 
     async def attach(self, declared: Declared) -> Subscription:
         """`subscribe` with everything in one value, as the `@subscription` decorator makes it."""
@@ -516,6 +545,48 @@ class Provider:
     def statistics(self) -> ProviderStatistics:
         """A cheap snapshot of queues, caches, cursors and deliveries."""
         return provider_statistics(self.manager, self.published_events, self.published_bytes)
+
+
+class Subscribing:
+    """What `provider.subscribe` returns. Await it, with a handler; or enter it, without one. Until then nothing
+    happens."""
+
+    def __init__(
+        self,
+        provider: Provider,
+        declared: Declared | None,
+        taken: tuple[SubscriptionDefinition, Mapping[str, Any]] | None,
+    ) -> None:
+        self._provider = provider
+        self._declared = declared
+        self._taken = taken
+        self._stack = AsyncExitStack()
+
+    def __await__(self) -> Generator[Any, None, Subscription]:
+        return self._subscribe().__await__()
+
+    async def _subscribe(self) -> Subscription:
+        if self._declared is None:
+            raise InvalidArgument(
+                "there is no handler to deliver to: give one, or take batches with `async with provider.subscribe(...) "
+                "as consumer`"
+            )
+        return await self._provider.attach(self._declared)
+
+    async def __aenter__(self) -> Consumer:
+        if self._taken is None:
+            raise InvalidArgument("there is a handler: write `subscription = await provider.subscribe(...)`")
+        definition, options = self._taken
+        local = await self._provider.taking()
+        return await self._stack.enter_async_context(
+            local.subscribe(
+                definition.name, definition.selector.pattern, start=definition.start, on_failure=definition.on_failure,
+                slow_consumer=definition.slow_consumer, **options,
+            )
+        )  # fmt: skip
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
 
 
 class Subscription:

@@ -618,7 +618,8 @@ class Consuming(Management):
         )
         return len(parsed(pb.AcknowledgeResponse, answer).refused)
 
-    async def _close_consumers(self) -> None:
+    async def close_consumers(self) -> None:
+        """Close all that `subscribe` opened."""
         await asyncio.gather(*[each.aclose() for each in list(self._attached)])
 
 

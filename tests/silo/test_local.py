@@ -1,0 +1,80 @@
+"""Taking batches from a provider in this process looks and behaves as it does through a client."""
+
+from pathlib import Path
+
+import pytest
+
+from headrace.silo import Provider
+from headrace.silo.provider import ProviderOptions
+from headrace.streams import Busy, Event, EventBatch, InvalidArgument, Mode, NotSupported, StreamId
+
+STREAM = StreamId("orders", "42")
+
+
+async def test_what_is_acknowledged_does_not_come_again(tmp_path: Path):
+    async with Provider.open(tmp_path / "data") as provider:
+        async with provider.subscribe("billing", "orders/*") as consumer:
+            await provider.publish(STREAM, [b"a", b"b", b"c"])
+            async for batch in consumer:
+                assert (batch.stream, batch.payloads()) == (STREAM, [b"a", b"b", b"c"])
+                await batch.ack(batch.events()[0])
+                break
+        async with provider.subscribe("billing", "orders/*") as consumer:
+            async for batch in consumer:
+                assert batch.payloads() == [b"b", b"c"]
+                await batch.ack()
+                break
+    async with Provider.open(tmp_path / "data") as provider:
+        await provider.publish(STREAM, b"d")
+        async with provider.subscribe("billing", "orders/*") as consumer:
+            async for batch in consumer:
+                assert batch.payloads() == [b"d"]
+                break
+
+
+async def test_several_consumers_share_a_subscription(tmp_path: Path):
+    async with Provider.open(tmp_path / "data") as provider:
+        async with (
+            provider.subscribe("billing", "orders/*", mode=Mode.BOUND) as one,
+            provider.subscribe("billing", "orders/*", mode=Mode.BOUND) as other,
+        ):
+            assert one.id != other.id
+            await one.opened()
+            state = await (await provider.taking()).subscription("billing")
+            assert sorted(each.id for each in state.consumers) == sorted((one.id, other.id))
+            assert [len(each.queues) for each in state.consumers] == [4, 4]
+
+
+async def test_a_handler_and_a_consumer_exclude_each_other(tmp_path: Path):
+    async def handler(_: Event) -> None: ...
+
+    async with Provider.open(tmp_path / "data") as provider:
+        await provider.subscribe("billing", "orders/*", handler)
+        with pytest.raises(Busy, match="served by a handler in the silo"):
+            async with provider.subscribe("billing", "orders/*"):
+                pass
+        async with provider.subscribe("shipping", "orders/*"):
+            with pytest.raises(Busy, match="already served by this process"):
+                await provider.subscribe("shipping", "orders/*", handler)
+
+
+async def test_options_that_would_be_without_effect_are_refused(tmp_path: Path):
+    async def handler(_: EventBatch) -> None: ...
+
+    async with Provider.open(tmp_path / "data") as provider:
+        with pytest.raises(InvalidArgument, match="max_events is for a consumer without a handler"):
+            provider.subscribe("billing", "orders/*", handler, max_events=3)
+        with pytest.raises(NotSupported, match="a filter is for a handler"):
+            provider.subscribe("billing", "orders/*", filter=bool)
+        with pytest.raises(InvalidArgument, match="no handler to deliver to"):
+            await provider.subscribe("billing", "orders/*")
+        with pytest.raises(InvalidArgument, match="there is a handler"):
+            async with provider.subscribe("billing", "orders/*", handler, batch=True):
+                pass
+
+
+async def test_a_provider_that_closes_ends_its_consumers(tmp_path: Path):
+    provider = await Provider.start(tmp_path / "data", ProviderOptions())
+    consumer = await provider.subscribe("billing", "orders/*").__aenter__()
+    await provider.aclose()
+    assert [batch async for batch in consumer] == []
