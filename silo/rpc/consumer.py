@@ -278,8 +278,10 @@ class Session:
             self._heart.cancel()
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self._let_go()
+            try:
+                await asyncio.gather(*tasks, return_exceptions=True)
+            finally:
+                self._let_go()
         await self._opening.consumers.save()
 
     def _raise(self, *tasks: asyncio.Task[None]) -> None:
@@ -289,7 +291,8 @@ class Session:
                 ended.result()
 
     def _let_go(self) -> None:
-        self._gone.cancel()
+        if not self._gone.cancel() and not self._gone.cancelled():
+            self._gone.exception()  # else asyncio says that nobody asked
         if self._member.on_gone == self._end_with:  # else it is another session's, or nobody's
             self._group.disconnect(self._member)
             if self._closing:

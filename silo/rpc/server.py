@@ -29,6 +29,8 @@ KEEPALIVE_TIMEOUT_S = 10.0
 """It is closed when no answer came by then."""
 MIN_PING_S = 5.0
 """Clients may ask the same so often; one that asks more often is hung up on (ENHANCE_YOUR_CALM)."""
+PENDING_CALLS = 20_000
+"""Calls that wait to be begun: they are not counted for their clients yet."""
 IDLE_S = 600.0
 """A connection without a call is closed after so long."""
 HANDSHAKE_S = 10.0
@@ -82,6 +84,9 @@ def _options(limits: ClientLimits) -> list[tuple[str, Any]]:
         # Above the limit itself, so that nearly all that is too large is told so by the guard, in its words.
         ("grpc.max_receive_message_length", 2 * limits.message_bytes),
         ("grpc.max_concurrent_streams", limits.calls),
+        # Above them gRPC cancels calls, anybody's, without a word. The guard refuses the one's that are too many.
+        ("grpc.server.max_pending_requests", PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS),
         ("grpc.keepalive_time_ms", _ms(KEEPALIVE_S)),
         ("grpc.keepalive_timeout_ms", _ms(KEEPALIVE_TIMEOUT_S)),
         ("grpc.keepalive_permit_without_calls", 1),
