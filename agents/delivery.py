@@ -31,6 +31,8 @@ MAX_BEHIND = 4000
 """Streams behind that a periodic checkpoint lists; a clean stop lists all."""
 MAX_RANGES = 10_000
 """The same for what is done out of order."""
+FULL_S = 10.0
+"""After so long in which periodic checkpoints left something out, one leaves out nothing, in seconds."""
 STORE_RETRY_S = 1.0
 CANCEL_S = 1.0
 """How long what was cancelled has to end, in seconds; what does not is left behind."""
@@ -126,6 +128,7 @@ class Delivery(ABC):
         self._watchers: list[asyncio.Future[None]] = []
         self.exact = True
         """Whether the last checkpoint listed everything that is done."""
+        self._exact_at = self._loop.time()
         self._delivered_events = self._delivered_batches = self._filtered = self._retries = 0
         self._dead_lettered = self._skipped = 0
         self.gaps = 0
@@ -376,6 +379,15 @@ class Delivery(ABC):
             position = min(position, nsmallest(limit + 1, (b.token.offset for b in behind.values()))[-1])
             behind = {stream: b for stream, b in behind.items() if b.token.offset < position}
         return Checkpoint(position, behind)
+
+    def periodic_checkpoint(self) -> Checkpoint:
+        """With a limit, mostly. Consumers wait to be told what is saved, and do not go on for ever without; so now and
+        then one has everything, however much that is."""
+        now = self._loop.time()
+        checkpoint = self.checkpoint(limit=None if now - self._exact_at >= FULL_S else MAX_BEHIND)
+        if self.exact:
+            self._exact_at = now
+        return checkpoint
 
     def _listed(self, cursor: StreamCursor, room: int) -> tuple[tuple[int, int, int], ...]:
         """What a checkpoint says of what was done out of order, where it may name so many ranges."""

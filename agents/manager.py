@@ -467,7 +467,7 @@ class PullingManager:
 
 
 def _changed(served: Served) -> dict[int, Checkpoint]:
-    now = {queue: delivery.checkpoint() for queue, delivery in served.deliveries.items()}
+    now = {queue: delivery.periodic_checkpoint() for queue, delivery in served.deliveries.items()}
     return {queue: checkpoint for queue, checkpoint in now.items() if served.saved.get(queue) != checkpoint}
 
 

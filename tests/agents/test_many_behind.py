@@ -1,0 +1,26 @@
+"""More streams behind than a periodic checkpoint lists. In virtual time."""
+
+from headrace.agents.delivery import FULL_S, MAX_BEHIND
+from headrace.streams import EventBatch
+from tests.agents.line import stream
+from tests.agents.test_group_manager import connected, house, rest
+from tests.virtual_time import virtual_time
+
+
+@virtual_time
+async def test_what_is_acknowledged_is_told_to_be_saved_however_many_streams_stay_behind() -> None:
+    """Else a consumer, which remembers what is not saved, would stop when that is too much."""
+    async with house() as built:
+        group = await built.group("g")
+        consumer = connected(group)
+        keys = [str(number) for number in range(MAX_BEHIND + 10)]
+        await built.adapter.enqueue([(0, EventBatch.of(stream(key), [b"held"])) for key in keys])
+        await built.publish("done", "0")
+        await rest(2)
+        assert consumer.ack(next(each for each in consumer.take() if each.batch.stream == stream("done")))
+        consumer.member.applied = 5
+        await rest(FULL_S / 2)
+        assert consumer.member.saved == 0
+        await rest(FULL_S)
+        assert consumer.member.saved == 5
+        assert len((await built.stored("g"))[0].behind) == len(keys)
