@@ -142,8 +142,7 @@ class PullingAgent:
             checkpoint = delivery.checkpoint(limit=None)
             if self.main is not None:
                 self.main.leave(delivery)
-            for cursor in delivery.cursors.values():
-                cursor.release()
+            delivery.end()
         return checkpoint
 
     async def acknowledge(self, offset: int) -> None:
@@ -288,11 +287,14 @@ class PullingAgent:
         due = [c for c in delivery.cursors.values() if c.state is State.PARKED and c.feed is None]
         if main is None or delivery.feed is not main:
             return due
-        first = main.cache.first_offset
+        left: list[StreamCursor] = []
         for cursor in due:
-            if cursor.token.offset >= first:
+            # Looked at anew for each: what one has done already may let go of what the next one needs.
+            if cursor.token.offset >= main.cache.first_offset:
                 main.adopt(delivery, cursor)
-        return [cursor for cursor in due if cursor.token.offset < first]
+            else:
+                left.append(cursor)
+        return left
 
     def _catch_up(self, delivery: Delivery) -> None:
         due = self._due(delivery)

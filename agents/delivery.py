@@ -351,6 +351,15 @@ class Delivery(ABC):
             elif cursor.feed is feed:
                 cursor.feed = None
 
+    def end(self) -> None:
+        """Nobody brings it anything any more. What is done stays what it is, however far its feeds read on."""
+        self.base, self.feed = self.position, None
+        for cursor in self.cursors.values():
+            if cursor.state is PARKED:
+                cursor.skip_to(self._needed(cursor))
+            cursor.feed = None
+            cursor.release()
+
     # ---- progress --------------------------------------------------------------------------------------------------
 
     @property

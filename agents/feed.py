@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from time import monotonic
 from typing import Protocol
 
@@ -110,8 +111,9 @@ class Feed:
             self.cache.add(part)
             self.received_events += sum(batch.count for batch in part)
             self.received_bytes += sum(len(batch.encoded) for batch in part)
-            for delivery in self.deliveries:
-                delivery.offer(self, part, self.base(delivery))
+            with self._nothing_goes():
+                for delivery in self.deliveries:
+                    delivery.offer(self, part, self.base(delivery))
             await asyncio.sleep(0)
         self.cache.next_offset = max(self.cache.next_offset, received.next_offset)
         self._moved()
@@ -131,7 +133,7 @@ class Feed:
             delivery.progressed()
 
     def drained(self, delivery: Delivery, cursor: StreamCursor) -> None:
-        if self.cache.next_offset >= delivery.base:
+        if self.has_passed(delivery, cursor):
             delivery.forget(cursor)
 
     async def _under_pressure(self) -> None:
@@ -145,6 +147,19 @@ class Feed:
             self.owner.relieve(self)
             self._pause_s = 20 * (monotonic() - before)
         self.throttled = False
+
+    @contextmanager
+    def _nothing_goes(self) -> Generator[None]:
+        """Nothing leaves the cache meanwhile. What is offered first may turn out to be done, and unpin a bucket while
+        the rest is still to be offered."""
+        bucket = self.cache.buckets[0] if self.cache.buckets else None
+        if bucket is not None:
+            bucket.pins += 1
+        try:
+            yield
+        finally:
+            if bucket is not None:
+                bucket.unpin()
 
     def _unpinned(self) -> None:
         self.cache.purge()
@@ -166,8 +181,10 @@ class Feed:
 
     def has_passed(self, delivery: Delivery, cursor: StreamCursor) -> bool:
         """Whether the next batch of a cursor's stream, once it comes, is new to `delivery` anyway. It may not be where
-        a catch-up brought the cursor further than a main feed that had to start again."""
-        return self.cache.next_offset >= delivery.base and cursor.token <= (self.cache.next_offset, 0)
+        a catch-up brought the cursor further than a main feed that had to start again, nor where some of it is done."""
+        position = self.cache.next_offset
+        ahead = cursor.done is not None and max(cursor.done) >= position
+        return position >= delivery.base and cursor.token <= (position, 0) and not ahead
 
     def join(self, delivery: Delivery) -> None:
         """From now on `delivery` gets its new batches from this feed, whose cache reaches back to its position."""
@@ -179,10 +196,11 @@ class Feed:
         self.deliveries.append(delivery)
         # In this order: a stream that is ahead, and so has nothing here, must not be taken for a new one.
         parked = [c for c in delivery.cursors.values() if c.state is State.PARKED and c.feed is None]
-        delivery.offer(self, self.cache.batches_from(delivery.base), delivery.base)
-        for cursor in parked:
-            if cursor.token.offset >= self.cache.first_offset:
-                self.adopt(delivery, cursor)
+        with self._nothing_goes():
+            delivery.offer(self, self.cache.batches_from(delivery.base), delivery.base)
+            for cursor in parked:
+                if cursor.token.offset >= self.cache.first_offset:
+                    self.adopt(delivery, cursor)
         delivery.progressed()
 
     def leave(self, delivery: Delivery) -> None:

@@ -105,22 +105,15 @@ class GroupDelivery(Delivery):
         parcel, frames = Parcel(self, cursor, member), list[bytes]()
         batch = cursor.batch
         assert batch is not None
-        if (
-            cursor.index
-            or cursor.done is not None
-            or batch.count > member.credit_events
-            or batch.nbytes + FRAME_BYTES > member.credit_bytes
-        ):
-            try:
-                if not self._add_part(parcel, frames, batch):
-                    self._ready.appendleft(cursor)
-                    self.group.pass_over(member)
-                    return False
-            except InvalidArgument as error:
-                self._pause(cursor, described(error))
-                return True
-        else:
-            self._add(parcel, frames, batch)
+        try:
+            added = self._add_first(parcel, frames, batch)
+        except InvalidArgument as error:
+            self._pause(cursor, described(error))
+            return True
+        if not added:
+            self._ready.appendleft(cursor)
+            self.group.pass_over(member)
+            return False
         # The rest of a stream only follows whole batches: a part ends where the credit does.
         if (
             cursor.bucket is not None
@@ -132,6 +125,25 @@ class GroupDelivery(Delivery):
         self._handed(parcel, frames)
         return True
 
+    def _add_first(self, parcel: Parcel, frames: list[bytes], batch: EventBatch) -> bool:
+        """What is left of the cursor's batch, or a part of that. False where its member cannot take it now."""
+        cursor, member = parcel.cursor, parcel.member
+        if member.redriven and self._confusing(member, batch):
+            return False
+        if (
+            cursor.index
+            or cursor.done is not None
+            or batch.count > member.credit_events
+            or batch.nbytes + FRAME_BYTES > member.credit_bytes
+        ):
+            return self._add_part(parcel, frames, batch)
+        self._add(parcel, frames, batch)
+        return True
+
+    def _confusing(self, member: Member, batch: EventBatch) -> bool:
+        """Whether an acknowledgement could be taken for that of a dead letter which the member was given, too."""
+        return any(key[:2] == (self.queue, batch.offset) for key in member.redriven)
+
     def _add_following(self, parcel: Parcel, frames: list[bytes], first: EventBatch) -> None:
         """What is cached of the stream behind the first batch, up to what a parcel has and the credit allows."""
         member, batch = parcel.member, first
@@ -140,6 +152,7 @@ class GroupDelivery(Delivery):
             (batch := batch.following) is not None
             and parcel.events + batch.count <= events
             and parcel.size + batch.nbytes + FRAME_BYTES <= size
+            and not (member.redriven and self._confusing(member, batch))
         ):
             self._add(parcel, frames, batch)
 
@@ -466,6 +479,7 @@ class GroupDelivery(Delivery):
         finally:
             self._redriving.discard(outcome)
             del member.redriven[key]
+            self.group.available(member)
             self.group.tell_somebody()
 
     async def _somebody(self, key: tuple[int, int, int], size: int) -> Member:

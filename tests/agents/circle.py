@@ -153,7 +153,7 @@ class Consumer:
         self.messages = 0
         self.notices = 0
         self.gone: HeadraceError | None = None
-        self.connection = 0
+        self.connection: int = 0
         self.member: Member
         self.granted = self.sent = (0, 0)
 
@@ -204,8 +204,7 @@ class Consumer:
         loop.call_soon(begin, self.connection)
 
     def _receive(self, message: bytes) -> None:
-        delivered, rest = split(message)
-        assert not rest
+        delivered = parsed(message)
         self.messages += 1
         self.inbox += delivered
         self.everything += delivered
@@ -244,6 +243,13 @@ class Consumer:
     @property
     def waiting(self) -> list[str]:
         return payloads(self.inbox)
+
+
+def parsed(message: bytes) -> list[Delivered]:
+    """The batches of a message that has nothing else."""
+    delivered, rest = split(message)
+    assert not rest
+    return delivered
 
 
 def payloads(delivered: Sequence[Delivered]) -> list[str]:

@@ -565,3 +565,18 @@ async def test_a_slow_consumer_of_a_queue_that_cannot_rewind_sets_the_pace() -> 
         gate.set()
         await bench.caught_up()
     assert stuck.seen == other.seen == numbers(1000)
+
+
+# ---- what was done out of order ------------------------------------------------------------------------------------
+
+
+@virtual_time
+async def test_what_is_done_already_does_not_push_out_what_comes_with_it() -> None:
+    """Each batch fills a bucket: the first one is let go of while those behind it are being offered."""
+    recorder = Recorder()
+    async with Bench(max_events=20) as bench:
+        await bench.publish_numbers(1, keys=("a",))
+        await bench.publish_numbers(20, keys=("b",), start=1)
+        bench.attach("sub", recorder, Checkpoint(0, {stream("a"): Behind(SequenceToken(0), "", ((0, 0, 1),))}))
+        await bench.caught_up()
+    assert recorder.seen == numbers(20, 1)

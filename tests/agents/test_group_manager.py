@@ -291,6 +291,27 @@ async def test_agents_stop_and_start_while_parcels_are_in_flight() -> None:
 
 
 @virtual_time
+async def test_what_is_published_while_another_subscription_drains_is_not_taken_for_done() -> None:
+    """The queue is read on until all of its deliveries have ended."""
+    async with house() as built:
+        idle, busy = connected(await built.group("idle")), connected(await built.group("busy"))
+        await built.publish("a", "0")
+        await rest()
+        idle.ack_all()
+        stopping = asyncio.create_task(built.manager.stop_agents([0], 5.0))
+        await rest(2)
+        await built.publish("a", "1")
+        await rest(2)
+        assert busy.took() == ["0"]
+        assert await built.stored("idle") == {0: Checkpoint(1)}
+        await stopping
+        assert await built.stored("idle") == {0: Checkpoint(1)}
+        await built.manager.start_agents([0])
+        await rest()
+        assert idle.took() == ["1"]
+
+
+@virtual_time
 async def test_agents_that_are_started_while_they_stop_go_on() -> None:
     async with house() as built:
         consumer = connected(await built.group("g"))
