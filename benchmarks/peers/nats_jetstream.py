@@ -138,7 +138,7 @@ class _Consumer:
             messages = await self._subscription.fetch(self._batch, timeout=self._wait_s)
         except TimeoutError:
             return ()
-        self._last = messages[-1]
+        self._last = messages[-1] if messages else None  # none where the time was up between two answers
         return [message.data for message in messages]
 
     async def finish(self) -> None:
