@@ -102,6 +102,7 @@ class Group:
         """A consumer connects. Whoever had its id is superseded; what that one held is sent again, as the new credit
         allows. Raises Busy where there are too many members."""
         member = self.members.get(id)
+        resumed = member is not None
         if member is None:
             if len(self.members) >= MAX_MEMBERS:
                 raise Busy(f"subscription {self.definition.name!r} has {MAX_MEMBERS:,} consumers already: stop some")
@@ -111,6 +112,7 @@ class Group:
             self.disconnect(member)
             member.resending = bool(member.in_flight)
         member.timeout_s = timeout_s
+        member.resumed = resumed
         member.connected = member.attached = True
         member.connections += 1
         member.applied = member.saved = 0

@@ -78,6 +78,8 @@ class Member:
         """Something of its outbox is on its way."""
         self.queues: tuple[int, ...] = ()
         """Mode bound: which are dealt out to it."""
+        self.resumed = False
+        """It came back before it was given up."""
         self.connections = 0
         """How often it connected. Requests are numbered for each connection anew."""
         self.applied = 0

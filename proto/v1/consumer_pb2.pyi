@@ -317,12 +317,17 @@ class Opened(_message.Message):
     SESSION_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_MS_FIELD_NUMBER: _builtins.int
     DEFINITION_FIELD_NUMBER: _builtins.int
+    RESUMED_FIELD_NUMBER: _builtins.int
     consumer: _builtins.str
     """The consumer's id, to be used for reconnecting."""
     session_timeout_ms: _builtins.int
     """As it holds."""
     heartbeat_ms: _builtins.int
     """Send something at least this often."""
+    resumed: _builtins.bool
+    """The silo still knew the consumer: what it acknowledged on its last connection counts, as far as it arrived.
+    Otherwise (the silo was started again, or gave it up) what was not saved comes again, to whomever.
+    """
     @_builtins.property
     def definition(self) -> _subscriptions_pb2.SubscriptionDefinition:
         """As it is stored."""
@@ -334,10 +339,11 @@ class Opened(_message.Message):
         session_timeout_ms: _builtins.int = ...,
         heartbeat_ms: _builtins.int = ...,
         definition: _subscriptions_pb2.SubscriptionDefinition | None = ...,
+        resumed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["definition", b"definition"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "definition", b"definition", "heartbeat_ms", b"heartbeat_ms", "session_timeout_ms", b"session_timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "definition", b"definition", "heartbeat_ms", b"heartbeat_ms", "resumed", b"resumed", "session_timeout_ms", b"session_timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -260,6 +260,7 @@ class Session:
             session_timeout_ms=round(self._member.timeout_s * 1000),
             heartbeat_ms=round(self._heartbeat_s * 1000),
             definition=wire.definition_message(self._opening.definition),
+            resumed=self._member.resumed,
         )
         return pb.SubscribeResponse(opened=opened)
 
@@ -326,8 +327,8 @@ class Session:
             if refused:
                 self._refused = [*self._refused, *refused][:MAX_REFUSED]
                 self._something.set()
-            if self._gone.done():  # meanwhile: the member is another's
-                return
+        if self._gone.done():  # meanwhile: the member is another's
+            return
         self._member.applied = max(self._member.applied, request.number)
         if request.HasField("credit"):
             self._group.grant(self._member, request.credit.events, request.credit.bytes)
@@ -341,12 +342,12 @@ class Session:
             await self._something.wait()
             self._something.clear()
             more = True
-            while more:
+            while more and not self._gone.done():  # else what is in the outbox is another session's
                 frames, notices = member.collect(), self._notices()
                 if frames or notices:
                     self._wrote = True
                     await self._call.write(b"".join((*frames, notices)) if notices or len(frames) > 1 else frames[0])
-                more = group.sent(member) if frames else False
+                more = group.sent(member) if frames and not self._gone.done() else False
 
     def _notices(self) -> bytes:
         """Everything but batches that is to be told, encoded; empty where there is nothing."""

@@ -107,6 +107,17 @@ async def test_the_silo_names_a_consumer_that_has_no_id(caller: Caller) -> None:
         assert one.opened.consumer != other.opened.consumer
 
 
+async def test_who_comes_back_is_told_that_it_is_still_known(caller: Caller) -> None:
+    for resumed in (False, True):
+        session = await begin(caller, definition=defined("s"), consumer="c")
+        assert session.opened.resumed is resumed
+        session.cancel()
+    async with consuming(caller, "s", consumer="c") as session:
+        assert session.opened.resumed
+    async with consuming(caller, "s", consumer="c") as session:
+        assert not session.opened.resumed
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "says"),
     [
