@@ -44,7 +44,18 @@ from .limits import ClientLimits
 from .provider import CacheOptions, ProviderOptions
 
 PREFIX = "HEADRACE_"
-OTHERS = {"provider", "install_servers", "redis_server", "rabbitmq_server", "nats_server", "node", "npm"}
+OTHERS = {
+    "provider",
+    "server",
+    "token",
+    "ca",
+    "install_servers",
+    "redis_server",
+    "rabbitmq_server",
+    "nats_server",
+    "node",
+    "npm",
+}
 """Variables, without the prefix, that the other commands and the benchmarks understand."""
 GRPC_FILES = ("certificate", "key", "client_ca")
 _SECTIONS = {"http", "grpc", "providers"}

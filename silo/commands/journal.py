@@ -1,7 +1,8 @@
 """How far a file has been published, so that publishing it again goes on there.
 
-Kept in the control store under a key made of provider, real path and form, from the first line to the last; once a file
-is published, nothing of it remains, and publishing it again is publishing it again.
+Kept under a key made of provider, real path and form, from the first line to the last; once a file is published,
+nothing of it remains, and publishing it again is publishing it again. When publishing to a data directory, it is kept
+in the control store; to a silo, in a file of this user's (`XDG_STATE_HOME`).
 
 Before each call the journal notes two positions: up to where everything is stored, and up to where this call goes. Each
 is a place in the file and the digest of the file up to there. Which of the two holds after kill -9, the log knows: the
@@ -10,16 +11,103 @@ call carries the producer's id and the line number as its sequence.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import uuid
+from contextlib import AbstractContextManager
 from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from ...adapters import ProducerSequence
+from ..datadir import DataDirectory, lock, open_data_directory
 from ..provider import Provider
 from .lines import CHUNK_BYTES, Form
+
+if TYPE_CHECKING:
+    from ...streams.client import Client
+
+_LOCKS = ".publish"
+
+
+class Notes(Protocol):
+    """Where journals are kept, and who knows what is stored."""
+
+    @property
+    def provider(self) -> str:
+        """Name of the provider, part of a journal's key."""
+        ...
+
+    async def value(self, key: str) -> str | None: ...
+
+    async def set_value(self, key: str, value: str | None) -> None: ...
+
+    async def last_sequence(self, producer: str) -> int: ...
+
+    def lock(self, key: str, what: str) -> AbstractContextManager[object]:
+        """Keep other processes out, which would each think that the other's lines are theirs. Raises Busy."""
+        ...
+
+
+class NotesOnData:
+    """In the control store of a data directory."""
+
+    def __init__(self, provider: Provider) -> None:
+        self.provider = provider.name
+        self.value = provider.store.value
+        self.set_value = provider.store.set_value
+        self.last_sequence = provider.adapter.last_sequence
+        self._data = provider.data
+
+    def lock(self, key: str, what: str) -> AbstractContextManager[object]:
+        assert self._data is not None
+        return lock(open_data_directory(self._data), _LOCKS, key, what)
+
+
+class NotesOfUser:
+    """In files of this user, about a provider of a silo."""
+
+    def __init__(self, client: Client, address: str) -> None:
+        """Raises OSError where this user has no place for files."""
+        self.provider = f"{address}/{client.provider}"
+        self.last_sequence = client.last_sequence
+        self._folder = state_folder()
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    async def value(self, key: str) -> str | None:
+        try:
+            return await asyncio.to_thread(self._path(key).read_text, encoding="utf-8")
+        except FileNotFoundError:
+            return None
+
+    async def set_value(self, key: str, value: str | None) -> None:
+        if value is None:
+            await asyncio.to_thread(self._path(key).unlink, missing_ok=True)
+        else:
+            await asyncio.to_thread(_replace, self._path(key), value)
+
+    def lock(self, key: str, what: str) -> AbstractContextManager[object]:
+        return lock(DataDirectory(self._folder), _LOCKS, key, what)
+
+    def _path(self, key: str) -> Path:
+        return self._folder / f"{key.replace('/', '-')}.json"
+
+
+def state_folder() -> Path:
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "headrace"
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that after a crash it is the old one or the new one."""
+    unfinished = path.with_suffix(".new")
+    with unfinished.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -73,23 +161,23 @@ def journal_key(provider: str, path: str, form: Form) -> str:
 class Journal:
     """The journal of one file, named by its real path."""
 
-    def __init__(self, provider: Provider, path: str, form: Form) -> None:
-        self._provider = provider
+    def __init__(self, notes: Notes, path: str, form: Form) -> None:
+        self._notes = notes
         self.path = path
-        self.key = journal_key(provider.name, path, form)
+        self.key = journal_key(notes.provider, path, form)
         self._producer = ""
         self._previous = 0
         self._done = Reader().position
 
     async def stored(self) -> Position | None:
         """Up to where the file had been published; None where there is nothing to go on with."""
-        text = await self._provider.store.value(self._name)
+        text = await self._notes.value(self._name)
         if text is None:
             return None
         entry = msgspec.json.decode(text, type=Entry)
         self._producer = entry.producer
         # 0 for a producer that the log has forgotten: then `done` holds, and the sequence starts anew.
-        self._previous = await self._provider.adapter.last_sequence(entry.producer)
+        self._previous = await self._notes.last_sequence(entry.producer)
         self._done = entry.next if entry.next.lines == self._previous else entry.done
         return self._done
 
@@ -107,11 +195,15 @@ class Journal:
 
     async def forget(self) -> None:
         """The whole file is published."""
-        await self._provider.store.set_value(self._name, None)
+        await self._notes.set_value(self._name, None)
+
+    def alone(self, file: Path) -> AbstractContextManager[object]:
+        """For the length of a `with`, no other process publishes the file. Raises Busy."""
+        return self._notes.lock(self.key, f"{file} is being published already")
 
     @property
     def _name(self) -> str:
         return f"publish/{self.key}"
 
     async def _save(self, entry: Entry) -> None:
-        await self._provider.store.set_value(self._name, msgspec.json.encode(entry).decode())
+        await self._notes.set_value(self._name, msgspec.json.encode(entry).decode())

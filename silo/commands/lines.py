@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Generator
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, lru_cache
@@ -144,6 +144,12 @@ class Lines(NamedTuple):
         """The first `count` lines as they are in the file."""
         text = b"\n".join(self.lines[:count])
         return text + b"\n" if count and (count < len(self.lines) or self.ended) else text
+
+    def cut(self, most: int) -> Generator[Lines]:
+        """The same in parts of at most so many lines."""
+        for at in range(0, len(self.lines), most):
+            last = at + most >= len(self.lines)
+            yield Lines(self.first + at, self.lines[at : at + most], self.ended or not last)
 
 
 async def read_lines(descriptor: int, first: int = 1) -> AsyncGenerator[Lines]:

@@ -6,31 +6,36 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from ...streams import Event, StreamId
-from ..datadir import lock, open_data_directory
+from ...streams import Event, NotSupported, StreamId
 from ..outcome import Failed, Interrupted
-from ..provider import Provider
 from ..wording import counted
-from .journal import Journal, Reader
+from .journal import Journal, Notes, NotesOfUser, NotesOnData, Reader, state_folder
 from .lines import BadLine, Form, Lines, read_lines
-from .options import Where, creation_options, opened, where_options
+from .options import Place, Server, check_how, connected, creation_options, opened, place_options
 from .output import json_option, note, print_json
 from .progress import Advance, progress
 from .running import run
 
+if TYPE_CHECKING:
+    from ...streams.client import Client
+
 STDIN = Path("-")
+LINES_AT_ONCE = 4096
+"""Each may go to another stream, and a request to a silo has a limit of streams."""
 Item = tuple[StreamId, bytes | Event]
+PublishMany = Callable[..., Awaitable[object]]
+"""`publish_many` of a provider or of a client."""
 
 
 @click.command("publish")
-@where_options
+@place_options
 @creation_options
 @click.option("--stream", metavar="NS/KEY", help="Publish everything to this stream.")
 @click.option("--namespace", metavar="NS", help="Publish to streams of this namespace …")
@@ -44,7 +49,7 @@ Item = tuple[StreamId, bytes | Event]
 @click.option("--format", type=click.Choice(["json", "raw"]), default="json", show_default=True, help="What a line is.")
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False, allow_dash=True), default="-")
 @json_option
-def command(*, where: Where, how: Mapping[str, Any], file: Path, as_json: bool, **form: Any) -> None:
+def command(*, place: Place, how: Mapping[str, Any], file: Path, as_json: bool, **form: Any) -> None:
     """Publish each line of FILE, or of stdin, as an event.
 
     The payload is the line as it is, without its end. With --format json it has to be JSON, and blank lines are left
@@ -52,10 +57,12 @@ def command(*, where: Where, how: Mapping[str, Any], file: Path, as_json: bool, 
 
     A line that is no event ends it, with its number; those before it are published. Mend the file and run the same
     command again: it goes on after what is published, also after kill -9, as long as those lines are unchanged. Once
-    all of a file is published, running it again publishes it again. Of stdin nothing is remembered.
+    all of a file is published, running it again publishes it again. Of stdin nothing is remembered. For publishing to a
+    silo, this machine remembers it.
     """
     try:
-        result = run(_publish(where, how, file, Form(**form)))
+        check_how(place, how)
+        result = run(_publish(place, how, file, Form(**form)))
     except Interrupted:
         raise Interrupted("interrupted" if file == STDIN else "interrupted: run it again to go on") from None
     except BadLine as bad:
@@ -77,13 +84,44 @@ class Result(NamedTuple):
     seconds: float
 
 
-async def _publish(where: Where, how: Mapping[str, Any], file: Path, form: Form) -> Result:
+class Target(NamedTuple):
+    """Where lines are published to."""
+
+    publish_many: PublishMany
+    notes: Notes | None
+    """None: it cannot tell what is stored, so nothing is remembered."""
+
+
+@asynccontextmanager
+async def _target(place: Place, how: Mapping[str, Any]) -> AsyncGenerator[Target]:
+    if isinstance(place, Server):
+        async with connected(place) as client:
+            yield Target(client.publish_many, await _remote_notes(client, place.address))
+        return
+    async with opened(place, how, create=True) as provider:
+        can_tell = provider.adapter.capabilities.idempotent
+        yield Target(provider.publish_many, NotesOnData(provider) if can_tell else None)
+
+
+async def _remote_notes(client: Client, address: str) -> Notes | None:
+    try:
+        await client.last_sequence("-")
+        return NotesOfUser(client, address)
+    except NotSupported:
+        return None
+    except OSError as error:
+        why = f"{state_folder()} cannot be used: {error.strerror}"
+        note(f"{why}; so, once interrupted, this publishes a file from its start again")
+        return None
+
+
+async def _publish(place: Place, how: Mapping[str, Any], file: Path, form: Form) -> Result:
     began = time.monotonic()
-    async with opened(where, how, create=True) as provider:
+    async with _target(place, how) as target:
         with _descriptor(file) as descriptor:
-            journal = _journal(provider, file, form, descriptor)
-            with _alone(where, file, journal), progress(_size(descriptor)) as advance:
-                publishing = Publishing(provider, form, journal, advance)
+            journal = _journal(target, file, form, descriptor)
+            with journal.alone(file) if journal else nullcontext(), progress(_size(descriptor)) as advance:
+                publishing = Publishing(target.publish_many, form, journal, advance)
                 skipped = await publishing.resume(descriptor, _name(file))
                 lines = await publishing.publish(descriptor, skipped + 1)
         return Result(publishing.events, lines, skipped, time.monotonic() - began)
@@ -92,9 +130,9 @@ async def _publish(where: Where, how: Mapping[str, Any], file: Path, form: Form)
 class Publishing:
     """Publishes the lines of one file, with a journal or without."""
 
-    def __init__(self, provider: Provider, form: Form, journal: Journal | None, advance: Advance) -> None:
+    def __init__(self, publish_many: PublishMany, form: Form, journal: Journal | None, advance: Advance) -> None:
         self.events = 0
-        self._provider = provider
+        self._publish_many = publish_many
         self._form = form
         self._journal = journal
         self._advance = advance
@@ -120,13 +158,14 @@ class Publishing:
         """Publish all that follows. Returns the number of lines. Raises BadLine once those before it are published."""
         count = 0
         async with aclosing(read_lines(descriptor, first)) as source:
-            async for lines in source:
-                items, bad = self._understand(lines)
-                good = len(lines.lines) if bad is None else bad.number - lines.first
-                await self._store(items, lines.raw(good), good)
-                count += good
-                if bad is not None:
-                    raise bad
+            async for read in source:
+                for lines in read.cut(LINES_AT_ONCE):
+                    items, bad = self._understand(lines)
+                    good = len(lines.lines) if bad is None else bad.number - lines.first
+                    await self._store(items, lines.raw(good), good)
+                    count += good
+                    if bad is not None:
+                        raise bad
         if self._journal is not None:
             await self._journal.forget()
         return count
@@ -147,10 +186,10 @@ class Publishing:
         if items and self._journal is not None:
             position = self._reader.position
             sequence = await self._journal.intend(position)
-            await self._provider.publish_many(items, sequence=sequence)
+            await self._publish_many(items, sequence=sequence)
             self._journal.published(position)
         elif items:
-            await self._provider.publish_many(items)
+            await self._publish_many(items)
         self.events += len(items)
         self._advance(len(raw), len(items))
 
@@ -173,18 +212,11 @@ def _size(descriptor: int) -> int | None:
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
-def _journal(provider: Provider, file: Path, form: Form, descriptor: int) -> Journal | None:
+def _journal(target: Target, file: Path, form: Form, descriptor: int) -> Journal | None:
     """None where it would be of no use: what comes through a pipe cannot be read again."""
-    regular = stat.S_ISREG(os.fstat(descriptor).st_mode) and file != STDIN
-    keeps = regular and provider.adapter.capabilities.idempotent
-    return Journal(provider, os.path.realpath(file), form) if keeps else None
-
-
-def _alone(where: Where, file: Path, journal: Journal | None) -> AbstractContextManager[object]:
-    """Two processes that publish one file at once would each think that the other's lines are theirs."""
-    if journal is None:
-        return nullcontext()
-    return lock(open_data_directory(where.data), ".publish", journal.key, f"{file} is being published already")
+    if target.notes is None or file == STDIN or not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return None
+    return Journal(target.notes, os.path.realpath(file), form)
 
 
 def _name(file: Path) -> str:

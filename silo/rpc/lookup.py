@@ -35,7 +35,10 @@ async def subscription_of(
     only where the caller may know that.
     """
     definition = await _stored(provider, name)
-    call.principal.require_subscription(permissions, name, definition and definition.selector.pattern)
+    try:
+        call.principal.require_subscription(permissions, name, definition and definition.selector.pattern)
+    except NotFound:  # in the words of the store
+        raise NotFound(f"provider {provider.name!r} has no subscription {name!r}") from None
     assert definition is not None
     return definition
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from headrace.silo import Provider
-from headrace.silo.commands.journal import Journal, Position, Reader, journal_key
+from headrace.silo.commands.journal import Journal, NotesOnData, Position, Reader, journal_key
 from headrace.silo.commands.lines import Form
 from headrace.silo.datadir import lock, open_data_directory
 from headrace.streams import InvalidArgument, StreamId
@@ -307,7 +307,7 @@ async def test_a_call_that_was_only_noted_is_made_again(tmp_path: Path):
         journal = await begun(provider)
         await journal.intend(Position(2, 4, "later"))
 
-        assert await Journal(provider, "f", FORM).stored() == Position(1, 2, "sooner")
+        assert await Journal(NotesOnData(provider), "f", FORM).stored() == Position(1, 2, "sooner")
 
 
 async def test_a_call_that_was_stored_is_not_made_again(tmp_path: Path):
@@ -316,19 +316,19 @@ async def test_a_call_that_was_stored_is_not_made_again(tmp_path: Path):
         sequence = await journal.intend(Position(2, 4, "later"))
         await provider.publish_many([(StreamId("shop", "log"), b"2")], sequence=sequence)
 
-        again = Journal(provider, "f", FORM)
+        again = Journal(NotesOnData(provider), "f", FORM)
         assert await again.stored() == Position(2, 4, "later")
         assert (await again.intend(Position(3, 6, "third"))).previous == 2
 
 
 async def test_when_the_log_forgot_the_producer_the_sequence_starts_anew(tmp_path: Path):
     async with Provider.open(tmp_path / "d") as provider:
-        journal = Journal(provider, "f", FORM)
+        journal = Journal(NotesOnData(provider), "f", FORM)
         journal.start_anew()
         journal.published(Position(5, 10, "sooner"))
         await journal.intend(Position(6, 12, "later"))
 
-        again = Journal(provider, "f", FORM)
+        again = Journal(NotesOnData(provider), "f", FORM)
         assert await again.stored() == Position(5, 10, "sooner")
         sequence = await again.intend(Position(6, 12, "later"))
         assert (sequence.number, sequence.previous) == (6, 0)
@@ -336,7 +336,7 @@ async def test_when_the_log_forgot_the_producer_the_sequence_starts_anew(tmp_pat
 
 async def begun(provider: Provider) -> Journal:
     """A journal after one line was published."""
-    journal = Journal(provider, "f", FORM)
+    journal = Journal(NotesOnData(provider), "f", FORM)
     assert await journal.stored() is None
     journal.start_anew()
     sequence = await journal.intend(Position(1, 2, "sooner"))
