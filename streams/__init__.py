@@ -42,7 +42,7 @@ from .subscriptions import (
 )
 
 if TYPE_CHECKING:
-    from .client import Client, SyncClient, Tls
+    from .client import Client, Consumer, SyncClient, Tls
 
 __all__ = (
     "BatchObserver",
@@ -50,6 +50,7 @@ __all__ = (
     "Checkpoint",
     "Client",
     "Closed",
+    "Consumer",
     "CorruptRecord",
     "DataDirectoryError",
     "DeadLetter",
@@ -89,7 +90,7 @@ __all__ = (
     "subscription",
 )
 
-_OF_THE_CLIENT = ("Client", "SyncClient", "Tls")
+_OF_THE_CLIENT = ("Client", "Consumer", "SyncClient", "Tls")
 
 
 def __getattr__(name: str) -> Any:

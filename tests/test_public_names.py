@@ -13,6 +13,7 @@ PUBLIC = {
         "Checkpoint",
         "Client",
         "Closed",
+        "Consumer",
         "CorruptRecord",
         "DataDirectoryError",
         "DeadLetter",

@@ -2,6 +2,7 @@
 
 from ..states import ConsumerState, QueueProgress, SubscriptionState
 from .blocking import SyncClient, SyncStream
+from .blocking_consumer import SyncBatch, SyncConsumer
 from .client import UNKNOWN_PLACE, Client
 from .connection import Tls
 from .consuming import Consumer, Pulled, SessionState, Subscribing, Subscription
@@ -21,7 +22,9 @@ __all__ = (
     "Subscribing",
     "Subscription",
     "SubscriptionState",
+    "SyncBatch",
     "SyncClient",
+    "SyncConsumer",
     "SyncStream",
     "Tls",
 )

@@ -26,6 +26,7 @@ from ..events import Event
 from ..identity import SequenceToken, StreamId
 from ..publishing import ProducerSequence, Receipt
 from ..subscriptions import DeadLetter, GapRecord, Start, SubscriptionDefinition
+from .blocking_consumer import SyncConsumer
 from .client import Client
 from .management import SubscriptionState
 
@@ -192,6 +193,16 @@ class SyncClient:
         self._call(self._client.flush)
 
     # ---- subscriptions ---------------------------------------------------------------------------------------------
+
+    def subscribe(self, name: str, selector: str | StreamId | None = None, **options: Any) -> SyncConsumer:
+        """Consume the durable subscription `name`: `with client.subscribe(...) as consumer: for batch in consumer`.
+
+        `options` are those of `Client.subscribe`, except for a handler, which would be async. What is given as
+        `on_state` and `on_gap` is called in the client's thread, and is not to call the client.
+        """
+        if any(options.get(word) is not None for word in ("handler", "concurrency")) or options.get("batch"):
+            raise InvalidArgument("a SyncClient has no handlers: iterate over the consumer, or use Client")
+        return SyncConsumer(self._client.subscribe(name, selector, **options), self._call)
 
     def create_subscription(self, definition: SubscriptionDefinition) -> bool:
         return self._call(self._client.create_subscription, definition)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from multiprocessing.queues import Queue
 from typing import Any
 
@@ -58,6 +59,60 @@ def test_subscriptions_are_managed(silo: SiloProcess):
         client.delete_subscription("s")
         with pytest.raises(NotFound):
             client.subscription("s")
+
+
+def test_batches_are_taken_and_acknowledged(silo: SiloProcess):
+    with SyncClient(silo.address) as client:
+        with client.subscribe("s", "n/*") as consumer:
+            assert consumer.take(0) is None
+            client.publish(S, [b"0", b"1"])
+            client.publish(S, b"2")
+            for batch in consumer:
+                assert (batch.stream, batch.attempt, batch.redriven, batch.token.index) == (S, 1, False, 0)
+                assert [event.payload for event in batch] == batch.payloads() == [b"0", b"1"]
+                assert len(batch) == 2
+                batch.ack(batch.events()[0])
+                batch.nack("not yet", delay=timedelta(0))
+                break
+            again = consumer.take(30)
+            assert again is not None
+            assert (again.payloads(), again.attempt) == ([b"1"], 2)
+            again.ack()
+            last = next(consumer)
+            last.ack_until(last.events()[-1])
+            with pytest.raises(InvalidArgument):
+                last.ack(again.token)
+            consumer.saved()
+            consumer.caught_up()
+            assert (consumer.name, consumer.definition) == ("s", client.subscription("s").definition)
+            assert (consumer.gaps, consumer.assignment) == ([], None)
+            assert consumer.id in repr(client.subscription("s").consumers)
+        assert consumer.take(1) is None
+        assert list(consumer) == []
+        with pytest.raises(Closed):
+            last.ack()
+        assert all(queue.lag == 0 for queue in client.subscription("s").progress)
+
+
+def test_what_was_not_acknowledged_goes_to_the_next_consumer(silo: SiloProcess):
+    with SyncClient(silo.address) as client:
+        with client.subscribe("s", "n/*", start="latest") as consumer:
+            client.publish(S, b"0")
+            assert next(consumer).payloads() == [b"0"]
+        with client.subscribe("s") as consumer:
+            assert next(consumer).payloads() == [b"0"]
+            consumer.delete()
+        assert client.subscriptions() == []
+        with pytest.raises(NotFound), client.subscribe("s"):
+            pass
+
+
+def test_a_consumer_is_used_within_with_and_has_no_handler(silo: SiloProcess):
+    with SyncClient(silo.address) as client:
+        with pytest.raises(Closed, match="`with`"):
+            next(client.subscribe("s", "n/*"))
+        with pytest.raises(InvalidArgument, match="no handlers"):
+            client.subscribe("s", "n/*", handler=print)
 
 
 def test_threads_publish_at_the_same_time(silo: SiloProcess):
