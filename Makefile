@@ -23,7 +23,7 @@ DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 PYTEST_ARGS ?=
 
-.PHONY: help test lint types pytest demo bench dev format generate baseline wheel clean
+.PHONY: help test lint types pytest fuzz chaos demo bench dev format generate baseline wheel clean
 
 help: ## list the targets
 	@awk -F ': .*## ' '/^[a-z]+:.*## / {printf "  %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,12 @@ types: $(STAMPS)/test ## pyright, strict
 
 pytest: $(STAMPS)/test ## the tests alone; PYTEST_ARGS chooses
 	HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest $(PYTEST_ARGS)
+
+fuzz: $(STAMPS)/test ## attack a silo for FUZZ_SECONDS, 60 where it is not set
+	FUZZ_SECONDS=$${FUZZ_SECONDS:-60} $(BIN)/pytest -s tests/faults/test_grpc_fuzz.py
+
+chaos: $(STAMPS)/test ## kill, freeze and starve silos and consumers, CHAOS_ROUNDS times, 30 where it is not set
+	CHAOS_ROUNDS=$${CHAOS_ROUNDS:-30} $(BIN)/pytest -s tests/faults/test_grpc_kills.py
 
 demo: $(STAMPS)/demo ## 336,776 flights through an embedded silo; DEMO_ARGS are passed on
 	$(BIN)/headrace demo --data demo-data $(DEMO_ARGS)
