@@ -179,7 +179,7 @@ class Group:
     def grant(self, member: Member, events: int, size: int) -> None:
         """More may be sent to a member. One that came back gets first what it held."""
         member.grant(events, size)
-        if member.resending and member.open:
+        if member.resending and member.credited:
             member.resending = False
             for parcel in member.parcels():
                 if not parcel.delivery.resend(parcel):

@@ -14,6 +14,8 @@ from .parcel import Parcel
 OUTBOX_BYTES = 256 << 10
 """A member is given more while less than this waits to be sent to it."""
 MAX_CREDIT = 1 << 62
+MAX_IN_FLIGHT = 100_000
+"""Batches that a member holds at the most, whatever its credit: what is known of each takes memory."""
 
 
 def _ignore() -> None: ...
@@ -102,6 +104,11 @@ class Member:
     @property
     def open(self) -> bool:
         """Whether it can be given something."""
+        return len(self.in_flight) < MAX_IN_FLIGHT and self.credited
+
+    @property
+    def credited(self) -> bool:
+        """Whether it can be sent something, if only what it holds."""
         return self.connected and self.credit_events > 0 and self.credit_bytes > 0 and self.outbox_bytes < OUTBOX_BYTES
 
     def grant(self, events: int, size: int) -> None:

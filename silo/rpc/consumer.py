@@ -346,6 +346,7 @@ class Session:
                 frames, notices = member.collect(), self._notices()
                 if frames or notices:
                     self._wrote = True
+                    self._call.check_valid()  # here, too: a consumer that says nothing is sent what it has credit for
                     await self._call.write(b"".join((*frames, notices)) if notices or len(frames) > 1 else frames[0])
                 more = group.sent(member) if frames and not self._gone.done() else False
 

@@ -13,6 +13,7 @@ import pytest_asyncio
 from headrace.proto.v1 import cluster_pb2, subscriptions_pb2
 from headrace.proto.v1 import consumer_pb2 as pb
 from headrace.silo.host import Silo
+from headrace.streams import StreamId
 from headrace.streams.events import Event
 from tests.silo.rpc.calling import (
     CLUSTER,
@@ -918,6 +919,24 @@ async def test_who_may_not_consume_learns_nothing(tmp_path: Path) -> None:
                 pass
         async with connecting(address) as nobody:
             assert {status for status, *_ in await _refusals(nobody, "s")} == {"UNAUTHENTICATED"}
+
+
+async def test_a_consumer_that_says_nothing_gets_nothing_once_its_token_is_revoked(tmp_path: Path):
+    tokens = await make_tokens(tmp_path / "data", one=Allowed(subscribe=["*"]))
+    async with opened(tmp_path / "data", auth="tokens") as silo:
+        async with connecting(silo.grpc_address or "", tokens["one"]) as caller:
+            session = await begin(caller, definition=defined("s", "n/*"), session_timeout_ms=600_000)
+            await session.grant()
+            provider = silo.providers["default"]
+            await provider.store.delete_token("one")
+
+            async def take_on() -> None:
+                for number in range(8_000):  # at the most until the silo has looked for tokens again
+                    await provider.publish(StreamId("n", str(number)), b"0")
+                    await session.take(1)
+
+            with pytest.raises(Refused, match="UNAUTHENTICATED"):
+                await take_on()
 
 
 async def _refusals(caller: Caller, name: str) -> list[tuple[str, str, str]]:
