@@ -22,7 +22,7 @@ from weakref import WeakSet
 
 from ...proto.v1 import consumer_pb2 as pb
 from .. import wire
-from ..errors import Busy, HeadraceError, InvalidArgument, NotSupported, Unavailable
+from ..errors import Busy, Closed, HeadraceError, InvalidArgument, NotSupported, Unavailable
 from ..frames import split
 from ..handlers import AnyHandler, Handler
 from ..identity import StreamId
@@ -158,6 +158,7 @@ class Consumer(Attached):
         self._conversation: Conversation | None = None
         self._opened = asyncio.Event()
         self._arrived = asyncio.Event()
+        self._news = asyncio.Event()
         self._over = asyncio.Event()
         self._closing = False
         self._turn_ends = 0.0
@@ -191,6 +192,15 @@ class Consumer(Attached):
             await self._arrived.wait()
         self._turn_ends = monotonic() + TURN_S
         return batch
+
+    async def saved(self) -> None:
+        """Return when everything that was acknowledged before is saved, however long an outage takes. Raises why the
+        consumer ended, if it did."""
+        while not self._session.saved_all:
+            if self._over.is_set():
+                raise self.error or Closed(f"{self!r}: what it acknowledged last may not be saved")
+            self._news.clear()
+            await self._news.wait()
 
     def statistics(self) -> SessionStatistics:
         """A cheap snapshot of what is held, owed and was done."""
@@ -239,7 +249,7 @@ class Consumer(Attached):
     def _end(self) -> None:
         self._session.close(f"consumer {self.id or self.name} has ended")
         self._set_state(SessionState.CLOSED)
-        for event in (self._over, self._opened, self._arrived):
+        for event in (self._over, self._opened, self._arrived, self._news):
             event.set()
 
     # ---- connections -----------------------------------------------------------------------------------------------
@@ -262,17 +272,20 @@ class Consumer(Attached):
                 return
             if self.state in (SessionState.OPEN, SessionState.CAUGHT_UP):
                 failures, since = 0, self._loop.time()
-                self.reconnections += 1
-                self._set_state(SessionState.RECONNECTING)
             failures += 1
-            error = error or Unavailable(f"the silo ended the call of {self!r}")
             pause_s = self._connection.pause_s(failures)
+            error = error or Unavailable(f"the silo ended the call of {self!r}")
             if not self._worth_another(error, self._loop.time() + pause_s - since):
                 raise error
-            log.log(
-                logging.WARNING if failures == 1 else logging.DEBUG, "%r lost its silo and reconnects: %s", self, error
-            )
+            self._reconnects(error, failures)
             await asyncio.sleep(pause_s)
+
+    def _reconnects(self, error: HeadraceError, failures: int) -> None:
+        level = logging.WARNING if failures == 1 else logging.DEBUG
+        log.log(level, "%r lost its silo and reconnects: %s", self, error)
+        if self._opened.is_set() and failures == 1:
+            self.reconnections += 1
+            self._set_state(SessionState.RECONNECTING)
 
     def _worth_another(self, error: HeadraceError, lasted_s: float) -> bool:
         passing = error.retryable or (isinstance(error, Busy) and self._opened.is_set())
@@ -322,6 +335,7 @@ class Consumer(Attached):
     # ---- what the silo says ----------------------------------------------------------------------------------------
 
     def _hear(self, response: pb.SubscribeResponse) -> None:
+        self._news.set()
         if response.HasField("opened"):
             self.id = response.opened.consumer
             self.definition = wire.definition_of(response.opened.definition)

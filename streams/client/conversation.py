@@ -127,6 +127,7 @@ class Conversation:
             self._timer.cancel()
             self._beat_s = max(response.opened.heartbeat_ms, 1) / 1000 / BEATS
             self._timer = self._loop.call_later(self._beat_s, self._beat)
+            session.opened(resumed=response.opened.resumed)
         if response.refused:
             session.refused((one.queue, one.offset) for one in response.refused)
         if response.saved:
@@ -150,10 +151,10 @@ def message_of(request: Request) -> pb.SubscribeRequest:
         message.credit.events, message.credit.bytes = request.credit_events, request.credit_bytes
     acknowledge, reject = message.acknowledgements.add, message.rejections.add
     for queue, offset, first, length, up_to in request.acknowledgements:
-        if first or length or up_to:
+        if first or up_to:
             acknowledge(queue=queue, offset=offset, index=first, count=length, up_to=up_to)
         else:
-            acknowledge(queue=queue, offset=offset)
+            acknowledge(queue=queue, offset=offset, count=length)
     for _, queue, offset, first, length, reason, delay_ms in request.rejections:
         reject(queue=queue, offset=offset, index=first, count=length, reason=reason, delay_ms=delay_ms)
     return message

@@ -16,6 +16,8 @@ FRAME_BYTES = 32
 """More than what a batch has around it on the wire; in a part, each event has its index, too."""
 INDEX_BYTES = 3
 
+OPEN, MARKED, DOOMED = 0, 1, 2
+"""To be done; acknowledged or rejected; rejected once it has come again."""
 QUEUED, TAKEN, OVER = 0, 1, 2
 """Waiting to be taken; in the user's hands; done or given back. Plain numbers: each batch is asked several times."""
 
@@ -62,7 +64,7 @@ class ReceivedBatch(EventBatch):
     effect. All of them raise Closed once the consumer is closed.
     """
 
-    __slots__ = ("arrival", "attempt", "carried", "holder", "left", "marks", "plain", "queue", "size", "state")
+    __slots__ = ("arrival", "attempt", "carried", "doom", "holder", "left", "marks", "plain", "queue", "size", "state")
 
     def __init__(self, holder: Holder, delivered: Delivered, arrival: int) -> None:
         batch, self.queue, self.attempt, _, _ = delivered
@@ -80,7 +82,9 @@ class ReceivedBatch(EventBatch):
         """It was in the user's hands when a connection was lost."""
         self.state = QUEUED
         self.marks: bytearray | None = None
-        """One for each event that is acknowledged or rejected, where only some are."""
+        """Of each event, where they differ: OPEN, MARKED or DOOMED."""
+        self.doom: tuple[int | None, str, timedelta | None] | None = None
+        """To be rejected when it comes again: an event or all, why, and when it is to come."""
 
     def ack(self, event: Event | SequenceToken | None = None) -> Awaitable[None]:
         """This event is done, or all of them. Raises InvalidArgument for an event of another batch."""
@@ -105,6 +109,7 @@ class ReceivedBatch(EventBatch):
         When the retries are exhausted, the subscription's failure policy holds; a dead letter keeps `reason`. What the
         consumer holds of the stream after these events counts as given back.
         """
+        _check_rejection(reason, delay)
         self.holder.reject(self, None if event is None else self._place(event), reason, delay)
         return TURN if self.holder.crowded else DONE
 
@@ -133,7 +138,10 @@ class ReceivedBatch(EventBatch):
         """The first place that is neither acknowledged nor rejected, while the batch is in the user's hands."""
         if self.state != TAKEN:
             return None
-        return 0 if self.marks is None else self.marks.find(0)
+        if self.marks is None:
+            return 0
+        place = self.marks.find(OPEN)
+        return None if place < 0 else place
 
     def end(self) -> None:
         """Nothing of it is left to be done. Where nobody has taken it, nobody is going to: its bytes go."""
@@ -153,6 +161,16 @@ class ReceivedBatch(EventBatch):
         except ValueError:
             pass
         raise InvalidArgument(f"event {token} of {stream} is not of this batch, which is {self!r}: use its own events")
+
+
+def _check_rejection(reason: object, delay: object) -> None:
+    """`ack` takes an event first, and other systems take seconds: say what to write instead. Raises InvalidArgument."""
+    if not isinstance(reason, str):
+        raise InvalidArgument(
+            f"the reason of a rejection is text, not {type(reason).__name__}: batch.nack('why', event=event)"
+        )
+    if delay is not None and not isinstance(delay, timedelta):
+        raise InvalidArgument(f"the delay of a rejection is a timedelta, not {delay!r}: timedelta(seconds=5)")
 
 
 class ReceivedPart(ReceivedBatch):

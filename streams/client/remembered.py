@@ -7,12 +7,10 @@ from collections.abc import Iterable, Sequence
 from ..identity import StreamId
 
 Acknowledged = tuple[StreamId, int, int, int, int]
-"""Stream, queue, offset, index, count; count 0 is to the end of the batch."""
+"""Stream, queue, offset, first index, count."""
 
 MAX_REMEMBERED = 200_000
 """Beyond it the oldest are forgotten: those events may be handed out again."""
-
-_END = 1 << 62
 
 
 class Remembered:
@@ -43,10 +41,16 @@ class Remembered:
         while self._count > self._limit:
             self._remove(next(iter(self._streams)))
 
-    def ranges(self, stream: StreamId, offset: int) -> Sequence[tuple[int, int]]:
-        """What is known of one batch, as indexes first and last, exclusive."""
-        known = self._streams.get(stream, {}).get(offset, ())
-        return [(index, index + count if count else _END) for _, _, _, index, count in known]
+    def take(self, stream: StreamId, offset: int, indexes: Sequence[int]) -> set[int]:
+        """Some events of a batch came again: which of them are known. Those are taken out here."""
+        if offset not in self._streams.get(stream, ()):
+            return set()
+        acks = self._remove(stream, offset)
+        known = {index for _, _, _, first, count in acks for index in range(first, first + count)}
+        found = known.intersection(indexes)
+        if left := sorted(known - found):
+            self.add((stream, acks[0][1], offset, first, end - first) for first, end in runs(left))
+        return found
 
     def knows(self, queue: int, offset: int) -> bool:
         """Whether anything of this batch is known."""
@@ -75,3 +79,13 @@ class Remembered:
                 del self._positions[position]
         self._count -= len(removed)
         return removed
+
+
+def runs(indexes: Sequence[int]) -> list[list[int]]:
+    """Ascending indexes as runs: first, and last exclusive."""
+    found = [[indexes[0], indexes[0]]]
+    for index in indexes:
+        if index != found[-1][1]:
+            found.append([index, index])
+        found[-1][1] += 1
+    return found

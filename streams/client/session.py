@@ -27,8 +27,8 @@ from ..errors import Closed, InvalidArgument
 from ..events import EventBatch
 from ..frames import Delivered
 from ..identity import StreamId
-from .received import OVER, QUEUED, TAKEN, ReceivedBatch, ReceivedPart
-from .remembered import Acknowledged, Remembered
+from .received import DOOMED, MARKED, OPEN, OVER, QUEUED, TAKEN, ReceivedBatch, ReceivedPart
+from .remembered import Acknowledged, Remembered, runs
 
 _T = TypeVar("_T")
 
@@ -41,6 +41,8 @@ MAX_UNSAVED = 200_000
 RESENT = 10_000
 """Of the acknowledgements that may have been lost with a connection, so many of the last ones are sent again at once:
 the others arrived."""
+NOTICES = 5
+"""So often a silo says how things are, about every second, until what it has not delivered again is taken for saved."""
 MAX_ACKNOWLEDGEMENTS, MAX_REJECTIONS = 20_000, 500
 """In one request: it has to fit into what a silo takes."""
 MAX_REASON = 1000
@@ -62,7 +64,7 @@ class Rejected(NamedTuple):
 
 
 Ack = tuple[int, int, int, int, bool]
-"""As it goes to the silo: queue, offset, first, length, up_to. Length 0 is to the end of the batch."""
+"""As it goes to the silo: queue, offset, first, length, up_to."""
 
 
 class Request(NamedTuple):
@@ -134,12 +136,22 @@ class Session:
         self._again: list[Acknowledged] = []
         """Those never to be sent as one for several: of what came on earlier connections, and of dead letters."""
         self._rejections: list[Rejected] = []
+        self._doomed: list[ReceivedBatch] = []
+        """What is rejected once it comes again."""
         self._passed: list[Acknowledged] = []
         """What the silo knows to be done, without having said that it is saved."""
         self._unsaved = deque[tuple[int, list[Acknowledged]]]()
         self._unsaved_count = 0
         self._remembered = Remembered()
         """What was acknowledged on earlier connections and may come again."""
+        self._forgets = False
+        """The next request is the one with which all that is remembered is applied;"""
+        self._forgets_with = 0
+        """this one is."""
+        self._doubtful = False
+        """Something that is remembered may be unknown to a silo that knows the consumer."""
+        self._notices = 0
+        """How often the silo said how things are on the present connection."""
         self._numbers = count(1)
         self._credit_events = self._credit_bytes = 0
         """What the silo may still send."""
@@ -154,13 +166,26 @@ class Session:
     def open(self) -> Request:
         """A connection begins: what to send first."""
         self._connected = True
+        self._notices = 0
         self._credit_events, self._credit_bytes = self.max_events, self.max_bytes
         request = self.request() or Request(0, (), (), 0, 0)
         return request._replace(credit_events=self._credit_events, credit_bytes=self._credit_bytes)
 
+    def opened(self, *, resumed: bool) -> None:
+        """The silo answers, and still knows the consumer, or not. If so, with the next request it has applied all that
+        was acknowledged before: once that one is saved, nothing of it can come again."""
+        if not resumed and self._remembered:
+            self._doubtful = True
+        if not self._remembered:
+            self._doubtful = False
+        if resumed and not self._doubtful:
+            self._forgets = True
+            self._send()
+
     def lost(self) -> None:
         """The connection ended, or never came about."""
-        self._connected = False
+        self._connected = self._forgets = False
+        self._forgets_with = 0
         self._credit_events = self._credit_bytes = 0
         self._drop_waiting()
         self._first_arrival = self._arrivals + 1
@@ -193,6 +218,12 @@ class Session:
         """Nothing more can be taken or acknowledged. What was acknowledged can still be sent."""
         self.closed = self.closed or why
         self._drop_waiting()
+
+    @property
+    def saved_all(self) -> bool:
+        """Whether everything acknowledged is saved, on whatever connection it was. A silo that was started again
+        delivers at first what it did not save; what has not come some time later is not expected any more."""
+        return self.settled and (not self._remembered or self._notices >= NOTICES)
 
     @property
     def settled(self) -> bool:
@@ -233,6 +264,8 @@ class Session:
             self._held_events += sum([one.count for one in received])
             self._held_bytes += sum([one.size for one in received])
             self._starving = False
+        if self._doomed:
+            self._reject_doomed()
         if self.closed:
             self._drop_waiting()
         self._look_at_credit()
@@ -240,12 +273,12 @@ class Session:
     def _recognise(self, received: ReceivedBatch, batch: EventBatch) -> list[ReceivedBatch]:
         """What of a batch is to be handed out, if anything: neither acknowledged nor held already."""
         self._passed += self._remembered.passed(batch.stream, batch.offset)
-        known = self._remembered.ranges(batch.stream, batch.offset)
+        known = self._remembered.take(batch.stream, batch.offset, received.indexes)
         held = [one for one in self._lines.get(batch.stream, ()) if one.offset == batch.offset]
         again: list[int] = []
         wanted: list[int] = []
         for place, index in enumerate(received.indexes):
-            if any(first <= index < last for first, last in known):
+            if index in known:
                 again.append(place)
             elif not any(self._holds(one, index) for one in held):
                 wanted.append(place)
@@ -264,7 +297,7 @@ class Session:
             place = batch.place_of(index)
         except ValueError:
             return False
-        if batch.state == OVER or (batch.marks is not None and batch.marks[place]):
+        if batch.state == OVER or (batch.marks is not None and batch.marks[place] == MARKED):
             return False
         if batch.arrival < self._first_arrival:
             self._held_events += batch.left
@@ -285,6 +318,10 @@ class Session:
         unsaved = self._unsaved
         while unsaved and unsaved[0][0] <= number:
             self._unsaved_count -= len(unsaved.popleft()[1])
+        if 0 < self._forgets_with <= number:
+            self._forgets_with = 0
+            self._remembered = Remembered()
+        self._notices += 1
         self._look_at_credit()
 
     def refused(self, positions: Iterable[tuple[int, int]]) -> None:
@@ -296,9 +333,13 @@ class Session:
         delivered."""
         if caught_up and self._remembered:
             self._passed += self._remembered.all_passed()
+            for batch in self._doomed:
+                self._over(batch)
+            self._doomed.clear()
         if needed_bytes > self.max_bytes:
             self.max_bytes, self._few_bytes = needed_bytes, needed_bytes - needed_bytes // 4
         self._starving = self._starving or not caught_up
+        self._notices += 1
         self._look_at_credit()
 
     # ---- credit ----------------------------------------------------------------------------------------------------
@@ -367,11 +408,14 @@ class Session:
         if not self._in_hands(batch):
             return
         if batch.plain:  # as nearly all are
-            self._acks.append((batch.stream, batch.queue, batch.offset, 0, 0))
+            self._acks.append((batch.stream, batch.queue, batch.offset, 0, batch.count))
             if not self._pending:
                 self._send()
         elif batch.marks is None and batch.whole:
-            self._done(batch, [(batch.stream, batch.queue, batch.offset, 0, 0)])
+            self._done(batch, [(batch.stream, batch.queue, batch.offset, 0, batch.count)])
+        elif batch.doom is not None:
+            self.acknowledge_some(batch, 0, batch.count)
+            return
         else:
             self._note(batch, _open_places(batch, 0, batch.count))
         self._acknowledged += batch.left
@@ -411,17 +455,48 @@ class Session:
         if not open_places or (place is not None and open_places[0] != place):
             self._late += 1
             return
-        index, last = batch.indexes[open_places[0]], batch.indexes[-1]
+        if self._connected and batch.arrival < self._first_arrival:
+            self._doom(batch, open_places, (place, reason, delay))
+        else:
+            self._reject(batch, open_places, place, reason, delay_ms)
+
+    def _doom(
+        self, batch: ReceivedBatch, places: Sequence[int], doom: tuple[int | None, str, timedelta | None]
+    ) -> None:
+        """The silo may be sending the batch again just now, and what of that is rejected must not be handed out: it is
+        rejected when it has come."""
+        self._give_back_after(batch)
+        batch.doom, batch.plain = doom, False
+        batch.marks = batch.marks or bytearray(batch.count)
+        for place in places:
+            batch.marks[place] = DOOMED
+        self._doomed.append(batch)
+
+    def _reject_doomed(self) -> None:
+        """What came again of that is rejected now."""
+        doomed, self._doomed = self._doomed, []
+        for batch in doomed:
+            if batch.arrival < self._first_arrival:
+                self._doomed.append(batch)
+            elif batch.state == TAKEN and batch.doom is not None and batch.marks is not None:
+                doom, batch.doom = batch.doom, None
+                batch.marks = batch.marks.replace(bytes((DOOMED,)), bytes((OPEN,)))
+                self.reject(batch, *doom)
+
+    def _reject(
+        self, batch: ReceivedBatch, places: Sequence[int], place: int | None, reason: str, delay_ms: int | None
+    ) -> None:
+        index, last = batch.indexes[places[0]], batch.indexes[-1]
         length = 1 if place is not None else 0 if batch.whole else last - index + 1
         self._rejections.append(
             Rejected(batch.stream, batch.queue, batch.offset, index, length, reason[:MAX_REASON], delay_ms)
         )
         self._give_back_after(batch)
-        self._rejected += len(open_places)
-        if len(open_places) == batch.left:
+        self._rejected += len(places)
+        if len(places) == batch.left:
             self._over(batch)
         else:
-            self._mark(batch, open_places)
+            self._mark(batch, places)
         self._send()
 
     def _in_hands(self, batch: ReceivedBatch) -> bool:
@@ -447,7 +522,7 @@ class Session:
         if places:
             indexes = batch.indexes
             head = batch.stream, batch.queue, batch.offset
-            self._done(batch, [(*head, first, end - first) for first, end in _runs([indexes[at] for at in places])])
+            self._done(batch, [(*head, first, end - first) for first, end in runs([indexes[at] for at in places])])
 
     def _done(self, batch: ReceivedBatch, acks: list[Acknowledged]) -> None:
         """To be sent, and remembered."""
@@ -466,7 +541,7 @@ class Session:
             batch.marks = bytearray(batch.count)
             batch.plain = False
         for place in places:
-            batch.marks[place] = 1
+            batch.marks[place] = MARKED
         batch.left -= len(places)
         if batch.arrival >= self._first_arrival:
             self._held_events -= len(places)
@@ -499,7 +574,7 @@ class Session:
             self._starving = False
             self._credit_events += events
             self._credit_bytes += size
-        elif not (self._acks or self._again or self._rejections or self._passed):
+        elif not (self._acks or self._again or self._rejections or self._passed or self._forgets):
             return None
         again, self._again = _cut(self._again, MAX_ACKNOWLEDGEMENTS)
         acks, self._acks = _cut(self._acks, MAX_ACKNOWLEDGEMENTS)
@@ -514,9 +589,11 @@ class Session:
 
     def _remember_until_saved(self, acks: list[Acknowledged]) -> int:
         """The number of the request that has them."""
-        if not acks:
+        if not (acks or self._forgets):
             return 0
         number = next(self._numbers)
+        if self._forgets:
+            self._forgets, self._forgets_with = False, number
         self._unsaved.append((number, acks))
         self._unsaved_count += len(acks)
         return number
@@ -558,7 +635,7 @@ class Session:
             len(self._waiting),
             self._credit_events,
             self._credit_bytes,
-            self._unsaved_count,
+            self._unsaved_count + len(self._acks) + len(self._again),
         )
 
 
@@ -567,19 +644,9 @@ def _cut(items: list[_T], most: int) -> tuple[list[_T], list[_T]]:
     return (items, []) if len(items) <= most else (items[:most], items[most:])
 
 
-def _runs(indexes: Sequence[int]) -> list[list[int]]:
-    """Ascending indexes as runs: first, and last exclusive."""
-    runs = [[indexes[0], indexes[0]]]
-    for index in indexes:
-        if index != runs[-1][1]:
-            runs.append([index, index])
-        runs[-1][1] += 1
-    return runs
-
-
 def _joined(before: Acknowledged, after: Acknowledged) -> Acknowledged | None:
     """Two in one, where the second goes on where the first ends."""
-    follows = before[4] and after[4] and before[3] + before[4] == after[3] and before[:3] == after[:3]
+    follows = before[3] + before[4] == after[3] and before[:3] == after[:3]
     return (*before[:4], before[4] + after[4]) if follows else None
 
 

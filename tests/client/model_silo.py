@@ -24,6 +24,7 @@ class Response(NamedTuple):
     frames: bytes = b""
     saved: int = 0
     refused: tuple[tuple[int, int], ...] = ()
+    resumed: bool | None = None
     caught_up: bool | None = None
     needed_bytes: int = 0
 
@@ -56,7 +57,11 @@ class ModelSilo:
     waiting: set[StreamId] = field(default_factory=set[StreamId])
     redriven: set[Position] = field(default_factory=set[Position])
     connected: bool = False
+    known: bool = False
+    """The consumer was there before, and was not given up."""
     resending: bool = False
+    strict: bool = False
+    """What a consumer acknowledges before it was sent again what it held is without effect."""
     credit_events: int = 0
     credit_bytes: int = 0
     applied: int = 0
@@ -89,6 +94,8 @@ class ModelSilo:
 
     def open(self, request: Request) -> None:
         self.connected = True
+        self.outbox.append(Response(resumed=self.known))
+        self.known = True
         self.resending = any(parcel.mine for parcel in self.parcels.values())
         self.inbox.append(request)
 
@@ -101,6 +108,7 @@ class ModelSilo:
 
     def restart(self) -> None:
         self.drop_connection()
+        self.known = False
         self.done = set(self.saved_done)
         self.parcels.clear()
         self.attempts.clear()
@@ -109,6 +117,7 @@ class ModelSilo:
 
     def expire(self) -> None:
         """The consumer was away for too long."""
+        self.known = False
         for stream in [stream for stream, parcel in self.parcels.items() if parcel.mine]:
             del self.parcels[stream]
 
@@ -147,6 +156,7 @@ class ModelSilo:
         self.resending = False
         for stream in [stream for stream, parcel in self.parcels.items() if parcel.mine]:
             held = [p for p in self.parcels[stream].held if p not in self.done]
+            assert held
             if not self._send(held):
                 del self.parcels[stream]
 
@@ -220,7 +230,12 @@ class ModelSilo:
     def _held(self, offset: int) -> tuple[StreamId, Parcel | None]:
         stream = self.batches[offset].stream
         parcel = self.parcels.get(stream)
-        if parcel is None or not parcel.mine or self.resending or all(p[0] != offset for p in parcel.held):
+        if (
+            parcel is None
+            or not parcel.mine
+            or (self.resending and self.strict)
+            or all(p[0] != offset for p in parcel.held)
+        ):
             return stream, None
         return stream, parcel
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.streams import StreamId
 from headrace.streams.client.received import ReceivedBatch
-from headrace.streams.client.session import Session
+from headrace.streams.client.session import NOTICES, Session
 from headrace.streams.frames import split
 
 from .model_silo import ModelSilo, Position, Response
@@ -40,6 +40,11 @@ class ConsumerAndSilo(RuleBasedStateMachine):
         self.hands: list[Hand] = []
         self.acked: set[Position] = set()
         self.lost = False
+        self.notices = 0
+
+    @initialize(strict=st.booleans())
+    def begin(self, strict: bool) -> None:
+        self.silo.strict = strict
 
     # ---- the silo --------------------------------------------------------------------------------------------------
 
@@ -99,6 +104,7 @@ class ConsumerAndSilo(RuleBasedStateMachine):
     @rule()
     def connect(self) -> None:
         self.silo.open(self.session.open())
+        self.notices = 0
 
     @precondition(lambda self: self.silo.connected)
     @rule()
@@ -114,8 +120,11 @@ class ConsumerAndSilo(RuleBasedStateMachine):
         delivered, rest = split(response.frames)
         assert not rest
         self.session.receive(delivered, len(response.frames))
+        if response.resumed is not None:
+            self.session.opened(resumed=response.resumed)
         self.session.refused(response.refused)
         self.session.saved(response.saved)
+        self.notices += 1
         if response.caught_up is not None:
             self.session.progressed(response.needed_bytes, caught_up=response.caught_up)
 
@@ -239,6 +248,9 @@ class ConsumerAndSilo(RuleBasedStateMachine):
             assert state.held_events + state.credit_events <= self.session.max_events
             assert state.held_bytes + state.credit_bytes <= self.session.max_bytes + 36 * state.held_events
         assert self.silo.acknowledged <= self.acked
+        if self.session.saved_all and self.notices < NOTICES:
+            theirs = {p for parcel in self.silo.parcels.values() if not parcel.mine for p in parcel.held}
+            assert self.acked <= self.silo.saved_done | self.silo.dead | theirs
         if self.silo.connected:
             granted = self.silo.credit_events + sum(request.credit_events for request in self.silo.inbox)
             coming = sum(d.batch.count for response in self.silo.outbox for d in split(response.frames)[0])
@@ -258,7 +270,11 @@ class ConsumerAndSilo(RuleBasedStateMachine):
         assert not self.session.waiting
         self.save()
         self._settle()
-        assert self.session.settled
+        self.tell_progress()
+        self._settle()
+        self.save()
+        self._settle()
+        assert self.session.saved_all
         assert state.held_events == 0
         assert state.credit_events * 4 >= MAX_EVENTS * 3 - 4
 
