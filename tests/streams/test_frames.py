@@ -69,7 +69,8 @@ def test_a_dead_letter_says_that_it_is_out_of_line():
 
 def test_the_batches_of_a_request_are_split_off():
     batches = [EventBatch.of(StreamId("a", str(i)), [b"x" * i]).encoded for i in range(1, 4)]
-    request = publisher_pb2.PublishRequest(provider="p", sequence={"producer": "me", "number": 300})
+    request = publisher_pb2.PublishRequest(provider="p")
+    request.sequence.producer, request.sequence.number = "me", 300
     for batch in batches:
         request.batches.add().MergeFromString(batch)
     found, rest = elements(request.SerializeToString(), 3)
