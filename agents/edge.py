@@ -25,6 +25,10 @@ STALLED_S = 0.005
 """A message that takes longer waits for its consumer: it leaves the window."""
 QUOTA_S = 0.001
 """How long a turn may go on. Less than QMQ's 5 ms: turns here are short, and what follows a turn is not preempted."""
+LAG_S = 0.001
+"""When the loop takes longer than this to come to the next turn, others wait: for what was sent before to be read and
+acknowledged, and for their own. Then the edge leaves it as long again for them."""
+MAX_LAG_S = 0.02
 MESSAGE_S = 0.0002
 """What a message costs besides the turn: sending it, and taking its acknowledgement. Measured."""
 FRAMES_BYTES = 4 << 20
@@ -60,6 +64,9 @@ class Edge:
         self._quota_s = quota_s
         self._loop = asyncio.get_running_loop()
         self._armed = False
+        self._asked_at = 0.0
+        self._lag_s = 0.0
+        """How long the loop took to come to the last turn."""
         self._timer: asyncio.TimerHandle | None = None
         self._sending: dict[Member, float] = {}
         """Since when."""
@@ -84,7 +91,10 @@ class Edge:
             return
         if self.may_send():
             self._armed = True
-            self._loop.call_soon(self._run)
+            if self._lag_s > LAG_S:
+                self._loop.call_later(min(self._lag_s, MAX_LAG_S), self._ask)
+            else:
+                self._ask()
         elif self._timer is None:
             self._timer = self._loop.call_later(STALLED_S, self._look_again)
 
@@ -92,20 +102,23 @@ class Edge:
         self._timer = None
         self._arm()
 
+    def _ask(self) -> None:
+        self._asked_at = self._loop.time()
+        self._loop.call_soon(self._run)
+
     def _run(self) -> None:
         """One turn. The loop goes round before the next."""
         self._armed = False
+        self._lag_s = self._loop.time() - self._asked_at
         actor = self._fair.next()
         if actor is None:
             return
         began, messages = perf_counter(), self._begun
-        more = False
         try:
-            more = actor.delivery.turn(began + self._quota_s)
+            if actor.delivery.turn(began + self._quota_s):
+                self._fair.schedule(actor)
         finally:
             self._fair.done(actor, perf_counter() - began + MESSAGE_S * (self._begun - messages))
-            if more:
-                self._fair.schedule(actor)
             self._arm()
 
     # ---- messages on their way -------------------------------------------------------------------------------------

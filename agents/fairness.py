@@ -121,8 +121,8 @@ class FairQueue(Generic[A]):
         actor.virtual_s += cost_s
         actor.state = State.IDLE
         self._running -= 1
-        if not self._waiting and not self._running:
-            # A turn that nobody waited for is no debt.
+        if not self._waiting and not self._running and not actor.wanted:
+            # A turn that nobody waited for, also not for what comes after it, is no debt.
             self.virtual_s = max(self.virtual_s, actor.virtual_s)
         return self._admit(actor)
 

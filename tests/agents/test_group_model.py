@@ -39,13 +39,21 @@ class GroupMachine(RuleBasedStateMachine):
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         self.loop.run_until_complete(work)
 
-    @initialize(mode=st.sampled_from((Mode.SHARED, Mode.BOUND)), rewindable=st.booleans())
-    def begin(self, mode: Mode, rewindable: bool) -> None:
+    @initialize(
+        mode=st.sampled_from((Mode.SHARED, Mode.BOUND)),
+        rewindable=st.booleans(),
+        credit=grants,
+        counts=st.lists(st.integers(1, 8), min_size=1, max_size=4),
+    )
+    def begin(self, mode: Mode, rewindable: bool, credit: tuple[int, int], counts: list[int]) -> None:
         self.mode, self.rewindable = mode, rewindable
-        self.run(self._begin())
+        self.run(self._begin(credit, counts))
 
-    async def _begin(self) -> None:
+    async def _begin(self, credit: tuple[int, int], counts: list[int]) -> None:
         self.circle = Circle(mode=self.mode, rewindable=self.rewindable, retry=STUBBORN)
+        await self._publish("a", counts)
+        await self._connect("0", (PLENTY, PLENTY))
+        await self._connect("1", credit)
 
     # ---- what happens ----------------------------------------------------------------------------------------------
 
@@ -83,15 +91,10 @@ class GroupMachine(RuleBasedStateMachine):
         self._look()
         await self._settle()
 
-    @rule(name=names)
-    def disconnect(self, name: str) -> None:
+    @rule(name=names, leaves=st.booleans())
+    def go(self, name: str, leaves: bool) -> None:
         if self._here(name):
-            self.run(self._away(name, leaves=False))
-
-    @rule(name=names)
-    def leave(self, name: str) -> None:
-        if self._here(name):
-            self.run(self._away(name, leaves=True))
+            self.run(self._away(name, leaves=leaves))
 
     async def _away(self, name: str, *, leaves: bool) -> None:
         client = self.clients[name]
@@ -117,16 +120,30 @@ class GroupMachine(RuleBasedStateMachine):
             self._look()
         await self._settle()
 
-    @rule(name=names, pick=some, index=some, count=some, up_to=st.booleans())
-    def acknowledge(self, name: str, pick: int, index: int, count: int, up_to: bool) -> None:
-        if (key_offset := self._pick(name, pick)) is not None:
-            self.run(self._acknowledge(name, *key_offset, index, count, up_to))
+    @precondition(lambda self: any(self.held.values()))
+    @rule(pick=some, index=some, count=some, up_to=st.booleans())
+    def acknowledge(self, pick: int, index: int, count: int, up_to: bool) -> None:
+        name, key, offset = self._pick(pick)
+        self.run(self._acknowledge(name, key, offset, index, count, up_to))
+
+    @precondition(lambda self: any(self.held.values()))
+    @rule(pick=some)
+    def acknowledge_all_of_a_batch(self, pick: int) -> None:
+        name, key, offset = self._pick(pick)
+        self.run(self._acknowledge(name, key, offset, 0, 0, up_to=False))
+
+    @rule(name=names, key=keys, offset=some, index=some, count=some, up_to=st.booleans())
+    def acknowledge_anything(self, name: str, key: str, offset: int, index: int, count: int, up_to: bool) -> None:
+        if self._here(name) and offset in self.batches[key]:
+            self.run(self._acknowledge(name, key, offset, index, count, up_to))
 
     async def _acknowledge(self, name: str, key: str, offset: int, index: int, count: int, up_to: bool) -> None:
         batch, held = self.batches[key][offset], self.held[key]
         named = batch[index:][: count or None]
         mine = [n for n in named if held.get(n) == name]
         client = self.clients[name]
+        if not self._here(name):
+            return  # it holds something, and is waited for
         if up_to and mine:
             mine = [n for n, by in held.items() if by == name and n <= named[-1]]
         answer = client.group.acknowledge(client.member, Events(0, offset, index, count), up_to=up_to)
@@ -138,14 +155,17 @@ class GroupMachine(RuleBasedStateMachine):
                 del held[number]
         await self._settle()
 
-    @rule(name=names, pick=some, index=some, count=some)
-    def reject(self, name: str, pick: int, index: int, count: int) -> None:
-        if (key_offset := self._pick(name, pick)) is not None:
-            self.run(self._reject(name, *key_offset, index, count))
+    @precondition(lambda self: any(self.held.values()))
+    @rule(pick=some, index=some, count=some)
+    def reject(self, pick: int, index: int, count: int) -> None:
+        name, key, offset = self._pick(pick)
+        self.run(self._reject(name, key, offset, index, count))
 
     async def _reject(self, name: str, key: str, offset: int, index: int, count: int) -> None:
         client, batch, held = self.clients[name], self.batches[key][offset], self.held[key]
         expected = index < len(batch) and held.get(batch[index]) == name
+        if not self._here(name):
+            return
         assert client.group.reject(client.member, Events(0, offset, index, count), "no", 0) == expected
         if expected:
             for number in [n for n in held if n >= batch[index]]:
@@ -163,28 +183,25 @@ class GroupMachine(RuleBasedStateMachine):
             self.circle.delivery.detach(cursor)
         await self._settle()
 
-    @rule()
-    def save(self) -> None:
-        self.saved = self.circle.checkpoint()
-        self._matches(self.saved)
-
-    @rule()
-    def stop_and_start(self) -> None:
-        """In order: exactly what is not done comes again."""
-        self.run(self._stop_and_start())
+    @rule(how=st.sampled_from(("save", "stop", "crash")))
+    def save_or_start_again(self, how: str) -> None:
+        if how == "stop":
+            self.run(self._stop_and_start())
+        elif how == "crash":
+            self.run(self._crash())
+        else:
+            self.saved = self.circle.checkpoint()
+            self._matches(self.saved)
 
     async def _stop_and_start(self) -> None:
+        """In order: exactly what is not done comes again."""
         final = await self.circle.stop()
         self._matches(final)
         self._begin_again(final)
         await self._settle()
 
-    @rule()
-    def crash(self) -> None:
-        """What was not saved comes again, too."""
-        self.run(self._crash())
-
     async def _crash(self) -> None:
+        """What was not saved comes again, too."""
         for name in list(self.circle.group.members):
             self.clients[name].leave()
         await self.circle.stop()
@@ -245,14 +262,16 @@ class GroupMachine(RuleBasedStateMachine):
         member = self.circle.group.members.get(name)
         return member is not None and member.connected and self.clients[name].gone is None
 
-    def _pick(self, name: str, pick: int) -> tuple[str, int] | None:
-        """Some batch, of those that it holds where there are any."""
-        if not self._here(name):
-            return None
-        every = [(key, offset) for key in KEYS for offset in self.batches[key]]
-        mine = [(k, o) for k, o in every if any(self.held[k].get(n) == name for n in self.batches[k][o])]
-        choice = mine or every
-        return choice[pick % len(choice)] if choice else None
+    def _pick(self, pick: int) -> tuple[str, str, int]:
+        """Who holds some of a batch, and which."""
+        pairs = {
+            (held[number], key, offset): None
+            for key, held in self.held.items()
+            for offset, batch in self.batches[key].items()
+            for number in batch
+            if number in held
+        }
+        return list(pairs)[pick % len(pairs)]
 
     def _done_in(self, checkpoint: Checkpoint, key: str) -> Iterator[int]:
         behind = checkpoint.behind.get(stream(key))
@@ -311,4 +330,4 @@ class GroupMachine(RuleBasedStateMachine):
 
 
 TestGroup = GroupMachine.TestCase
-TestGroup.settings = settings(max_examples=60, stateful_step_count=40)
+TestGroup.settings = settings(max_examples=100, stateful_step_count=50)
