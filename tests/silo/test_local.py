@@ -32,6 +32,18 @@ async def test_what_is_acknowledged_does_not_come_again(tmp_path: Path):
                 break
 
 
+async def test_a_rejection_with_arguments_in_a_wrong_place_says_what_to_write(tmp_path: Path):
+    async with Provider.open(tmp_path / "data") as provider:
+        async with provider.subscribe("billing", "orders/*") as consumer:
+            await provider.publish(STREAM, b"a")
+            batch = await anext(consumer)
+            with pytest.raises(InvalidArgument, match=r"not Event: batch.nack\('why', event=event\)"):
+                batch.nack(batch.events()[0])  # type: ignore[arg-type]
+            with pytest.raises(InvalidArgument, match=r"is a timedelta, not 5: timedelta\(seconds=5\)"):
+                batch.nack("later", delay=5)  # type: ignore[arg-type]
+            await batch.ack()
+
+
 async def test_several_consumers_share_a_subscription(tmp_path: Path):
     async with Provider.open(tmp_path / "data") as provider:
         async with (
