@@ -160,9 +160,15 @@ class Consumers:
         while True:
             await asyncio.sleep(TICK_S)
             for name, group in list(self._groups.items()):
-                group.tick()
-                if not group.members and self._idle_s(group) > KEEP_S:
-                    await self._give_up(name, group)
+                try:
+                    await self._look_at(name, group)
+                except Exception:
+                    log.exception("looking at the consumers of %s failed, and is tried again", name)
+
+    async def _look_at(self, name: str, group: Group) -> None:
+        group.tick()
+        if not group.members and self._idle_s(group) > KEEP_S:
+            await self._give_up(name, group)
 
     def _idle_s(self, group: Group) -> float:
         return asyncio.get_running_loop().time() - group.empty_since
