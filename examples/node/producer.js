@@ -64,7 +64,7 @@ async function main(address, stream) {
   }
   if (rest) await publish([rest]);
   producer.close();
-  console.log(`${stored} events are stored`);
+  console.log(`${stored} ${stored === 1 ? "event is" : "events are"} stored`);
 }
 
 main(...process.argv.slice(2)).catch((error) => {
