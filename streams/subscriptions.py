@@ -23,6 +23,10 @@ from .errors import InvalidArgument
 from .identity import SequenceToken, StreamId, unquote
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+EPHEMERAL = "ephemeral-"
+"""How the names of subscriptions begin that are only for the time being, as those of `headrace subscribe` without
+`--name`: whoever may subscribe to them may delete them."""
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 

@@ -7,25 +7,49 @@ import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from ...streams import Busy, Event, EventBatch, NotFound, Selector, Start, SubscriptionDefinition
+from ...streams import (
+    Busy,
+    Event,
+    EventBatch,
+    NotFound,
+    PermissionDenied,
+    Selector,
+    Start,
+    SubscriptionDefinition,
+)
 from ...streams.handlers import Declared
+from ...streams.subscriptions import EPHEMERAL
 from ..outcome import DONE
 from ..provider import Provider, Subscription
-from .options import START_HELP, Where, creation_options, opened, parse_start, where_options
+from .following import print_from
+from .options import (
+    START_HELP,
+    Place,
+    Server,
+    Where,
+    check_how,
+    connected,
+    creation_options,
+    opened,
+    parse_start,
+    place_options,
+)
 from .rendering import Format, all_of, parse_filter, renderer
 from .running import run
 from .writing import Writer
 
-EPHEMERAL = "ephemeral-"
+if TYPE_CHECKING:
+    from ...streams.client import Client
+
 DRAIN_S = 2.0
 
 
 @click.command("subscribe")
-@where_options
+@place_options
 @creation_options
 @click.option("--name", help="Keep the progress under this name.  [default: none is kept]")
 @click.option("--from", "start", metavar="START", help=f"{START_HELP}  [default: latest]")
@@ -37,7 +61,7 @@ DRAIN_S = 2.0
 @click.argument("selector")
 def command(
     *,
-    where: Where,
+    place: Place,
     how: dict[str, Any],
     name: str | None,
     start: str | None,
@@ -53,11 +77,18 @@ def command(
     that name goes on after it. Without, it starts at --from and is forgotten at the end. Several filters all have to
     let an event pass.
 
-    The provider has to exist: only with --adapter it is made.
+    On a data directory, the provider has to exist: only with --adapter it is made. Of a silo, several commands with the
+    same name share the events; filters are applied here.
     """
+    check_how(place, how)
     wanted = Wanted(name, Selector(selector), None if start is None else parse_start(start), filters)
     wanted.definition(wanted.start)  # what is wrong with it is said before anything is opened
-    run(_subscribe(where, how, wanted, format_, limit, follow=follow), terminated=DONE)
+    printing = (
+        _subscribe_to_silo(place, wanted, format_, limit, follow=follow)
+        if isinstance(place, Server)
+        else _subscribe(place, how, wanted, format_, limit, follow=follow)
+    )
+    run(printing, terminated=DONE)
 
 
 class Wanted(NamedTuple):
@@ -75,6 +106,14 @@ class Wanted(NamedTuple):
             with suppress(NotFound):
                 start = (await provider.store.subscription(provider.name, self.name)).start
         return self.definition(start)
+
+    async def of(self, client: Client) -> SubscriptionDefinition:
+        """The same on a silo, which has no filter: the events are filtered here."""
+        start = self.start
+        if self.name is not None and start is None:
+            with suppress(NotFound, PermissionDenied):  # who may not know of it is told so when subscribing
+                start = (await client.subscription(self.name)).definition.start
+        return self._replace(filters=()).definition(start)
 
     def definition(self, start: Start | None) -> SubscriptionDefinition:
         return SubscriptionDefinition(
@@ -161,6 +200,15 @@ async def _subscribe(
             await _withdraw(provider, definition.name)
             if wanted.name is None:
                 await _forget(provider, definition.name)
+
+
+async def _subscribe_to_silo(
+    server: Server, wanted: Wanted, format_: Format, limit: int | None, *, follow: bool
+) -> None:
+    passes = all_of([parse_filter(text) for text in wanted.filters])
+    async with connected(server) as client:
+        definition = await wanted.of(client)
+        await print_from(client, definition, renderer(format_), passes, limit, follow=follow)
 
 
 async def _withdraw(provider: Provider, name: str) -> None:

@@ -16,6 +16,7 @@ from ...streams.identity import StreamId
 from ...streams.schema import MAX_POSITION
 from ...streams.subscriptions import (
     CONSUMER_SEPARATOR,
+    EPHEMERAL,
     Checkpoint,
     DeadLetter,
     SubscriptionDefinition,
@@ -101,7 +102,8 @@ class SubscriptionService:
     async def delete(self, call: Call, message: bytes) -> bytes:
         request = parsed(pb.DeleteSubscriptionRequest, message)
         provider = provider_of(self._providers, request.provider)
-        await subscription_of(call, provider, request.name, TO_MANAGE)
+        permissions = TO_KNOW if request.name.startswith(EPHEMERAL) else TO_MANAGE
+        await subscription_of(call, provider, request.name, permissions)
         await provider.delete_subscription(request.name)
         return pb.DeleteSubscriptionResponse().SerializeToString()
 
