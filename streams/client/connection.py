@@ -187,7 +187,13 @@ class StreamCall:
     def __init__(self, connection: Connection, index: int, call: aio.StreamStreamCall[bytes, bytes]) -> None:
         self._connection = connection
         self._index = index
+        self._channel = connection.channel(index)
         self._call = call
+
+    @property
+    def address(self) -> str:
+        """Where it goes."""
+        return str(self._connection.addresses[self._index])
 
     async def send(self, message: bytes) -> None:
         """Return when grpc has taken it, which it does while the other side reads on."""
@@ -218,6 +224,12 @@ class StreamCall:
     def leave(self) -> None:
         """The silo has said that it is going to end the call: make the next one elsewhere, if there is another."""
         self._connection.leave(self._index)
+
+    async def abandon(self) -> None:
+        """Nothing is heard of the silo, so its connection may be dead: end the call. Those that follow get another
+        connection, also elsewhere."""
+        self._call.cancel()
+        await self._connection.renew(self._index, self._channel)
 
     async def ended(self) -> None:
         """Return when the call is over."""
@@ -255,6 +267,7 @@ class Connection:
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
         self._credentials: grpc.ChannelCredentials | None = None
         self._channels: dict[int, aio.Channel] = {}
+        self._given_up: aio.Channel | None = None
         self._methods: dict[tuple[int, str], Any] = {}
         self._current = 0
         self._closed = False
@@ -288,6 +301,16 @@ class Connection:
         # They stay referenced: when its last channel is freed, grpc waits for a thread of its own to end.
         for channel in self._channels.values():
             await channel.close()
+
+    async def renew(self, index: int, channel: aio.Channel) -> None:
+        """Give up a connection to address `index`, with all calls on it. Nothing where that was done already."""
+        self.leave(index)
+        if self._channels.get(index) is not channel:
+            return
+        del self._channels[index]
+        self._methods = {key: method for key, method in self._methods.items() if key[0] != index}
+        self._given_up = channel  # see `aclose`
+        await channel.close()
 
     async def unary(self, method: str, request: bytes, *, timeout_s: float | None) -> bytes:
         """Call `Service/Method` once. Raises a HeadraceError; Unavailable where no answer came within `timeout_s`."""
@@ -366,10 +389,11 @@ class Connection:
             raise Closed("the client is closed")
         known = self._methods.get((index, method))
         if known is None:
-            known = self._methods[index, method] = getattr(self._channel(index), kind)(_SERVICE + method)
+            known = self._methods[index, method] = getattr(self.channel(index), kind)(_SERVICE + method)
         return known
 
-    def _channel(self, index: int) -> aio.Channel:
+    def channel(self, index: int) -> aio.Channel:
+        """The present connection to address `index`."""
         channel = self._channels.get(index)
         if channel is None:
             target = str(self.addresses[index])

@@ -8,6 +8,7 @@ without anybody having been told. That is counted in timers that ran, so a loop 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from ...proto.v1 import consumer_pb2 as pb
@@ -15,6 +16,8 @@ from ..frames import split
 from .connection import StreamCall
 from .management import parsed
 from .session import Request, Session
+
+log = logging.getLogger("headrace.client")
 
 METHOD = "ConsumerService/Subscribe"
 OPEN_S = 15.0
@@ -49,7 +52,8 @@ class Conversation:
         """Since the last beat."""
         self._due = False
         """To be said, if only that it is there."""
-        self._timer = self._loop.call_later(OPEN_S, call.cancel)
+        self._dead = False
+        self._timer = self._loop.call_later(OPEN_S, self._give_up)
 
     def wake(self) -> None:
         """The session has something to send."""
@@ -74,6 +78,8 @@ class Conversation:
             self._call.cancel()
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
+            if self._dead:
+                await self._call.abandon()
 
     # ---- what the consumer says ------------------------------------------------------------------------------------
 
@@ -101,13 +107,18 @@ class Conversation:
     def _beat(self) -> None:
         self._silent += 1
         if self._silent > SILENT_BEATS:
-            self._call.cancel()
+            self._give_up()
             return
         if not self._said:
             self._due = True
             self._something.set()
         self._said = False
         self._timer = self._loop.call_later(self._beat_s, self._beat)
+
+    def _give_up(self) -> None:
+        log.warning("nothing is heard of the silo at %s: the connection is given up", self._call.address)
+        self._dead = True
+        self._call.cancel()
 
     # ---- what the silo says ----------------------------------------------------------------------------------------
 
