@@ -194,9 +194,11 @@ class Group:
 
     def available(self, member: Member) -> None:
         """It may be that it can be given something now: into the line, where it does not stand there yet."""
+        if not member.open or member.resending:
+            return
         if self._wanting:
             self.tell_somebody()
-        if member.listed or not member.open or member.resending:
+        if member.listed:
             return
         member.listed = True
         if not self._bound:
@@ -226,10 +228,11 @@ class Group:
         return None if queue in self._moving else self.members.get(self._owners.get(queue, ""))
 
     def candidates(self, queue: int) -> Sequence[Member]:
-        """Everybody who might be given something of a queue out of line."""
+        """Who can be given something of a queue: the first of them is next."""
+        if not self._bound:
+            return [member for member in self._line if member.open]
         owner = self._owner(queue)
-        everybody = ([] if owner is None else [owner]) if self._bound else self.members.values()
-        return [member for member in everybody if member.open and not member.resending]
+        return [] if owner is None or not owner.open or owner.resending else [owner]
 
     def pass_over(self, member: Member) -> None:
         """Its credit is too small for what is next: it waits for more."""
