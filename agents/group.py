@@ -96,6 +96,12 @@ class Group:
             self._remove(member)
             member.on_gone(error)
 
+    def moved(self, moves: int) -> None:
+        """The subscription is going to be moved, for the time that `moves` counts: members are told."""
+        for member in self.members.values():
+            member.moves = moves
+            member.on_notice()
+
     # ---- members come and go ---------------------------------------------------------------------------------------
 
     def join(self, id: str, timeout_s: float) -> Member:  # noqa: A002 (the word of the field)

@@ -88,6 +88,8 @@ class Member:
         """Number of the last request whose acknowledgements have been applied."""
         self.saved = 0
         """Up to which of those numbers all is durable."""
+        self.moves = 0
+        """How often the subscription was moved so far, as its session is to be told."""
         self.listed = False
         """It stands in its group's line."""
         self.patient = True
@@ -95,7 +97,7 @@ class Member:
         self.on_outbox: Callable[[], None] = _ignore
         """There is something to send: later, not within this call."""
         self.on_notice: Callable[[], None] = _ignore
-        """`saved` or `queues` changed."""
+        """`saved`, `queues` or `moves` changed."""
         self.on_gap: Callable[[GapRecord], None] = lambda _: None
         """Events were gone before they were delivered."""
         self.on_gone: Callable[[HeadraceError], None] = lambda _: None

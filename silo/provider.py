@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..adapters import AdapterContext, Bounds, ProducerSequence, QueueAdapter, Receipt, open_adapter
-from ..agents import CacheLimits, HandlerService, PullingManager, Service
+from ..agents import CacheLimits, Group, HandlerService, PullingManager, Service
 from ..balancer import StreamQueueMapper
 from ..balancer.mapper import VERSION as MAPPER_VERSION
 from ..streams.errors import Busy, InvalidArgument, NotSupported
@@ -480,15 +480,33 @@ class Provider:
                 lock.release()
 
     async def seek(self, name: str, start: Start, reason: str = "asked for") -> None:
-        """Move a subscription's position, also back, in all its queues."""
+        """Move a subscription's position, also back, in all its queues; with mode broadcast that of every consumer."""
         definition = await self.store.subscription(self.name, name)
         positions = await self.positions(definition.selector, start)
+        if is_parent(definition):
+            for consumer in await self._consumers_of(name):
+                await self.seek(consumer, start, reason)
+            return
+        # Before it is moved: who is told too early only forgets something.
+        moves = await self.moves(name) + 1
+        await self.store.set_value(self._moves_key(name), str(moves))
         if name not in self.manager.served:
             async with self._unserved(name):
                 await self.store.seek(self.name, name, positions, reason)
             return
         self.manager.check_outside(name)
+        service = self.manager.serving(name).service
+        if isinstance(service, Group):
+            service.moved(moves)
         await self.manager.move(name, positions, reason, DRAIN_S if self._has_handler(name) else 0.0)
+
+    async def moves(self, name: str) -> int:
+        """How often a subscription was moved by `seek`. A consumer that remembers what it acknowledged forgets it when
+        this changes: it may be meant to come again."""
+        return int(await self.store.value(self._moves_key(name)) or 0)
+
+    def _moves_key(self, name: str) -> str:
+        return f"moves/{self.name}/{name}"
 
     async def resume(self, name: str, stream: StreamId) -> bool:
         """Go on with a paused stream, also where nobody serves the subscription now. False where it is not paused.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ from sqlalchemy import Row
 from .errors import DataDirectoryError, InvalidArgument
 from .identity import SequenceToken, StreamId
 from .schema import MAX_POSITION
-from .subscriptions import Behind, Checkpoint, DeadLetter, GapRecord, SubscriptionDefinition
+from .subscriptions import Behind, Checkpoint, DeadLetter, GapRecord, Selector, Start, SubscriptionDefinition
 
 
 class _BehindRow(msgspec.Struct, array_like=True):
@@ -134,7 +135,7 @@ def definition_of(text: str) -> SubscriptionDefinition:
 def differences(stored: SubscriptionDefinition, wanted: SubscriptionDefinition) -> str:
     """The fields in which two definitions differ, with both values, for people."""
     pairs = [(field, getattr(stored, field), getattr(wanted, field)) for field in stored.__struct_fields__]
-    return "; ".join(f"{field} is {_json(a)}, not {_json(b)}" for field, a, b in pairs if a != b)
+    return "; ".join(f"{field} is {_shown(a)}, not {_shown(b)}" for field, a, b in pairs if a != b)
 
 
 def dead_letter_row(letter: DeadLetter) -> dict[str, Any]:
@@ -229,8 +230,17 @@ def _position(value: int) -> int:
     raise InvalidArgument(f"the control store holds positions from 0 to {MAX_POSITION}, not {value}")
 
 
-def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()
+def _shown(value: object) -> str:
+    """A part of a definition, as a user writes it."""
+    match value:
+        case Selector():
+            return value.pattern
+        case Start(time_us=int(time_us)):
+            return (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=time_us)).isoformat()
+        case Start():
+            return value.token or value.kind.value
+        case _:
+            return msgspec.json.encode(value).decode()
 
 
 def _damaged(what: str, error: Exception) -> DataDirectoryError:

@@ -91,7 +91,8 @@ class Open(_message.Message):
     """Name of the subscription; empty where `definition` has it."""
     consumer: _builtins.str
     """The consumer's id: at most 100 letters, digits, dots, dashes and underscores, starting with a letter or digit.
-    Whoever comes with the same one takes over from the one before. Empty: the silo makes one and says it.
+    Whoever comes with the same one takes over from the one before. Empty: the silo makes one and says it; with mode
+    broadcast only where the client keeps positions, for else a position is stored under it.
     """
     session_timeout_ms: _builtins.int
     """How long the silo waits for a consumer it does not hear, in milliseconds, at most 600,000. 0: the silo's own."""
@@ -252,8 +253,13 @@ class SubscribeResponse(_message.Message):
     GAPS_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
     CLOSING_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
     saved: _builtins.int
     """Everything acknowledged in requests with this number or below is saved."""
+    moves: _builtins.int
+    """The subscription's position was moved, for the time that `Opened.moves` counts: what comes from now on may be what was
+    acknowledged before. 0 where it was not.
+    """
     @_builtins.property
     def batches(self) -> _containers.RepeatedCompositeFieldContainer[_events_pb2.EventBatch]:
         """Events, each batch of one stream. Several of one stream are in order. A parcel comes in one response."""
@@ -298,10 +304,11 @@ class SubscribeResponse(_message.Message):
         gaps: _abc.Iterable[_subscriptions_pb2.Gap] | None = ...,
         positions: _abc.Iterable[Global___Position] | None = ...,
         closing: Global___Closing | None = ...,
+        moves: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "closing", b"closing", "opened", b"opened", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "batches", b"batches", "closing", b"closing", "gaps", b"gaps", "opened", b"opened", "positions", b"positions", "progress", b"progress", "refused", b"refused", "saved", b"saved"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "batches", b"batches", "closing", b"closing", "gaps", b"gaps", "moves", b"moves", "opened", b"opened", "positions", b"positions", "progress", b"progress", "refused", b"refused", "saved", b"saved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -318,6 +325,7 @@ class Opened(_message.Message):
     HEARTBEAT_MS_FIELD_NUMBER: _builtins.int
     DEFINITION_FIELD_NUMBER: _builtins.int
     RESUMED_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
     consumer: _builtins.str
     """The consumer's id, to be used for reconnecting."""
     session_timeout_ms: _builtins.int
@@ -327,6 +335,10 @@ class Opened(_message.Message):
     resumed: _builtins.bool
     """The silo still knew the consumer: what it acknowledged on its last connection counts, as far as it arrived.
     Otherwise (the silo was started again, or gave it up) what was not saved comes again, to whomever.
+    """
+    moves: _builtins.int
+    """How often the subscription's position was moved (SeekSubscription). Where that changed, forget what was acknowledged
+    and not yet saved: it may be meant to come again.
     """
     @_builtins.property
     def definition(self) -> _subscriptions_pb2.SubscriptionDefinition:
@@ -340,10 +352,11 @@ class Opened(_message.Message):
         heartbeat_ms: _builtins.int = ...,
         definition: _subscriptions_pb2.SubscriptionDefinition | None = ...,
         resumed: _builtins.bool = ...,
+        moves: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["definition", b"definition"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "definition", b"definition", "heartbeat_ms", b"heartbeat_ms", "resumed", b"resumed", "session_timeout_ms", b"session_timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "definition", b"definition", "heartbeat_ms", b"heartbeat_ms", "moves", b"moves", "resumed", b"resumed", "session_timeout_ms", b"session_timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -53,6 +53,8 @@ class Opening(NamedTuple):
     place: Place
     gaps: Sequence[GapRecord]
     """That show from where the client wants to go on."""
+    moves: int
+    """How often the subscription was moved so far."""
 
 
 class ConsumerService:
@@ -84,12 +86,18 @@ class ConsumerService:
     async def _open(self, call: Call, request: pb.Open) -> Opening:
         provider = provider_of(self._providers, request.provider)
         definition = await self._definition(call, provider, request)
+        if not request.consumer and definition.mode is Mode.BROADCAST and not request.keeps_positions:
+            raise InvalidArgument(
+                f"subscription {definition.name!r} has mode broadcast, which keeps a position under each consumer's "
+                "id: name one, or let the consumer keep its positions"
+            )
         consumer = request.consumer or f"c-{uuid.uuid4().hex[:16]}"
         positions = _positions(request, provider, definition)
         gaps = [] if positions is None else await _step_back(positions, provider, definition)
         consumers = self._consumers[provider.name]
         place = await consumers.join(definition, consumer, request.session_timeout_ms / 1000, positions)
-        return Opening(provider, consumers, definition, place, gaps)
+        moves = await provider.moves(place.group.definition.name)
+        return Opening(provider, consumers, definition, place, gaps, moves)
 
     async def _definition(self, call: Call, provider: Provider, request: pb.Open) -> SubscriptionDefinition:
         if not request.HasField("definition"):
@@ -245,6 +253,7 @@ class Session:
         self._closing = False
         self._progress = False
         self._saved = 0
+        self._moves = self._member.moves = opening.moves
         self._queues: tuple[int, ...] | None = None
         self._told: pb.SubscribeResponse | None = self._opened()
         self._refused: list[pb.Refusal] = []
@@ -261,6 +270,7 @@ class Session:
             heartbeat_ms=round(self._heartbeat_s * 1000),
             definition=wire.definition_message(self._opening.definition),
             resumed=self._member.resumed,
+            moves=self._opening.moves,
         )
         return pb.SubscribeResponse(opened=opened)
 
@@ -360,6 +370,8 @@ class Session:
             self._queues = member.queues
             response.assignment.queues.extend(member.queues)
             response.assignment.SetInParent()
+        if member.moves != self._moves:
+            response.moves = self._moves = member.moves
         if self._refused:
             response.refused.extend(self._refused)
             self._refused.clear()

@@ -126,11 +126,14 @@ class Conversation:
         while (message := await self._call.receive()) is not None:
             self._silent = 0
             delivered, rest = split(message)
+            response = parsed(pb.SubscribeResponse, rest) if rest else None
+            if response is not None and response.moves:
+                self._session.forget()  # before what may be what was acknowledged
             if delivered:
                 self._session.receive(delivered, len(message) - len(rest))
                 self._on_batches()
-            if rest:
-                self._hear(parsed(pb.SubscribeResponse, rest))
+            if response is not None:
+                self._hear(response)
 
     def _hear(self, response: pb.SubscribeResponse) -> None:
         session = self._session

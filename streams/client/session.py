@@ -212,7 +212,7 @@ class Session:
         self._remembered = Remembered()
         self._unsaved.clear()
         self._unsaved_count = 0
-        self._passed = []
+        self._passed, self._again = [], []
 
     def close(self, why: str) -> None:
         """Nothing more can be taken or acknowledged. What was acknowledged can still be sent."""

@@ -6,7 +6,7 @@ import pytest
 
 from headrace.silo import Provider
 from headrace.silo.provider import ProviderOptions
-from headrace.streams import Busy, Event, EventBatch, InvalidArgument, Mode, NotSupported, StreamId
+from headrace.streams import Busy, Event, EventBatch, InvalidArgument, Mode, NotSupported, Start, StreamId
 
 STREAM = StreamId("orders", "42")
 
@@ -90,3 +90,15 @@ async def test_a_provider_that_closes_ends_its_consumers(tmp_path: Path):
     consumer = await provider.subscribe("billing", "orders/*").__aenter__()
     await provider.aclose()
     assert [batch async for batch in consumer] == []
+
+
+async def test_what_is_moved_back_comes_again_though_it_was_acknowledged_over_a_lost_connection(tmp_path: Path):
+    async with Provider.open(tmp_path / "data") as provider:
+        async with provider.subscribe("billing", "orders/*") as consumer:
+            await provider.publish(STREAM, b"a")
+            batch = await anext(consumer)
+            await batch.ack()
+            assert consumer._conversation is not None
+            consumer._conversation._call.cancel()  # as if the connection broke, before anything was saved
+            await provider.seek("billing", Start.earliest())
+            assert (await anext(consumer)).payloads() == [b"a"]
