@@ -1,5 +1,7 @@
 """Taking batches from a provider in this process looks and behaves as it does through a client."""
 
+# pyright: reportPrivateUsage=false
+
 from pathlib import Path
 
 import pytest
