@@ -146,6 +146,14 @@ class Delivery(ABC):
         """Start nothing more; let what is in flight end within `drain_s` seconds, then take it back. Where this is
         cancelled, it is taken back, too."""
 
+    def _start_nothing(self) -> None:
+        """From now on: nothing is handed out, and nothing tried again."""
+        self._stopping = True
+        self._notify()
+        for cursor in self.cursors.values():
+            if cursor.trouble is not None and cursor.trouble.timer is not None:
+                cursor.trouble.timer.cancel()
+
     def runs_here(self) -> bool:
         """Whether the current task is one that this delivery waits for when it stops."""
         return False

@@ -504,13 +504,9 @@ class GroupDelivery(Delivery):
         return all(cursor.state is State.PAUSED for cursor in self.cursors.values())
 
     async def stop(self, drain_s: float) -> None:
-        self._stopping = True
+        self._start_nothing()
         self.group.edge.forget(self._actor)
-        self._notify()
         self.group.tell_somebody()
-        for cursor in self.cursors.values():
-            if cursor.trouble is not None and cursor.trouble.timer is not None:
-                cursor.trouble.timer.cancel()
         try:
             async with asyncio.timeout(drain_s):
                 while self._giving_up or any(parcel.member.attached for parcel in self.parcels):

@@ -213,11 +213,7 @@ class HandlerDelivery(Delivery):
     async def stop(self, drain_s: float) -> None:
         """Start nothing more; let the events that are handled now end within `drain_s` seconds, then cancel their
         handlers. Where this is cancelled, they are too, and it does not wait for them."""
-        self._stopping = True
-        self._notify()
-        for cursor in self.cursors.values():
-            if cursor.trouble is not None and cursor.trouble.timer is not None:
-                cursor.trouble.timer.cancel()
+        self._start_nothing()
         late = set(self._workers)
         try:
             if late:

@@ -39,6 +39,13 @@ def quiet_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "headrace.agents")
 
 
+@pytest.fixture(autouse=True)
+def turns_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is: who gets what must not depend on it."""
+    for module in ("edge", "group_delivery"):
+        monkeypatch.setattr(f"headrace.agents.{module}.perf_counter", lambda: 0.0)
+
+
 def numbers(stop: int, start: int = 0) -> list[str]:
     return [str(number) for number in range(start, stop)]
 
