@@ -21,6 +21,9 @@ from headrace.silo.rpc.guard import Method
 from headrace.silo.rpc.server import serving
 from headrace.streams.store import ControlStore
 
+# For the whole run: else what gRPC has collected last waits for its thread to end, in the middle of another test.
+grpc.aio.init_grpc_aio()
+
 _M = TypeVar("_M", bound=Message)
 
 PUBLISH = "headrace.v1.PublisherService/Publish"

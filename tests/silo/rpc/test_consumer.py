@@ -736,6 +736,34 @@ async def test_positions_are_for_queues_that_are_there_and_one_for_each(caller: 
             await begin(caller, definition=defined("s", mode=BROADCAST), keeps_positions=True, positions=positions)
 
 
+async def test_what_retention_took_away_is_told_as_a_gap(tmp_path: Path) -> None:
+    options = {"retain_bytes": 1, "retain_unfinished": False}
+    async with opened(tmp_path / "data", provider={"options": options}) as silo:
+        async with connecting(silo.grpc_address or "") as caller:
+            await caller.create("s", "n/*")
+            await caller.publish(batch("n/k", b"0"), batch("n/k", b"1"))
+            await silo.providers["default"].manager.retain()
+            async with consuming(caller, "s", consumer="c") as session:
+                await session.until(lambda: bool(session.gaps))
+                (gap,) = session.gaps
+                assert (gap.queue, gap.low_offset, gap.high_offset, gap.high_index) == (QUEUE, 0, 2, 0)
+                await caller.publish(batch("n/k", b"2"))
+                assert [event.payload for event in await session.take(1)] == [b"2"]
+
+
+async def test_a_pull_tells_gaps_too(tmp_path: Path) -> None:
+    options = {"retain_bytes": 1, "retain_unfinished": False}
+    async with opened(tmp_path / "data", provider={"options": options}) as silo:
+        async with connecting(silo.grpc_address or "") as caller:
+            await caller.create("s", "n/*")
+            await caller.publish(batch("n/k", b"0"))
+            await silo.providers["default"].manager.retain()
+            await caller.publish(batch("n/k", b"1"))
+            answer = await pull(caller)
+            assert [event.payload for event in events_of(answer.batches)] == [b"1"]
+            assert [(gap.low_offset, gap.high_offset) for gap in answer.gaps] == [(0, 1)]
+
+
 # ---- pull and acknowledge --------------------------------------------------------------------------------------------
 
 

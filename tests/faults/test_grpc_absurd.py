@@ -1,0 +1,178 @@
+"""Absurd values in requests, each with the status that says what is wrong."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from google.protobuf.message import Message
+
+from headrace.proto.v1 import cluster_pb2, consumer_pb2, publisher_pb2
+from headrace.proto.v1 import subscriptions_pb2 as sub
+from headrace.proto.v1.events_pb2 import EventBatch, Headers
+from tests.silo.rpc.calling import CLUSTER, PUBLISH, SUBSCRIPTIONS, Caller, Refused, connecting, opened
+from tests.silo.rpc.sessions import ACKNOWLEDGE, PULL, SUBSCRIBE, Session
+
+TOP_64, TOP_32 = (1 << 64) - 1, (1 << 32) - 1
+NAN, INFINITY = float("nan"), float("inf")
+INVALID = "INVALID_ARGUMENT"
+
+
+@pytest_asyncio.fixture
+async def caller(tmp_path: Path) -> AsyncIterator[Caller]:
+    async with opened(tmp_path / "data") as silo, connecting(silo.grpc_address or "") as caller:
+        await caller.create("s", "n/*")
+        yield caller
+
+
+async def status_of(caller: Caller, method: str, request: Message | bytes) -> str:
+    try:
+        await caller.ask(method, request, sub.ListGapsResponse)
+    except Refused as refused:
+        return refused.status if refused.code and refused.details else f"{refused.status}, without a word"
+    return "OK"
+
+
+def batch(**fields: Any) -> EventBatch:
+    usual: dict[str, Any] = {"namespace": "n", "key": "k", "sizes": [1], "payload": b"x"}
+    return EventBatch(**(usual | fields))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        EventBatch(),
+        batch(namespace="x" * 100_000),
+        batch(sizes=[]),
+        batch(sizes=[2]),
+        batch(sizes=[0]),
+        batch(sizes=[TOP_32]),
+        batch(sizes=[TOP_32] * 100),
+        batch(sizes=[1] * 65_537, payload=b"x" * 65_537),
+        batch(sizes=[1 << 20, 1], payload=b"x" * ((1 << 20) + 2)),
+        batch(sizes=[(1 << 20) + 1], payload=b"x" * ((1 << 20) + 1)),
+        batch(timestamps_us=[1, 2]),
+        batch(ids=["a", "b"]),
+        batch(headers=[Headers(), Headers()]),
+        batch(offset=1),
+        batch(queue=1),
+        batch(attempt=2),
+        batch(indexes=[0]),
+        batch(redriven=True),
+    ],
+)
+async def test_what_is_no_batch_is_refused(caller: Caller, wrong: EventBatch) -> None:
+    request = publisher_pb2.PublishRequest(batches=[batch(), wrong])
+    assert await status_of(caller, PUBLISH, request) == INVALID
+
+
+@pytest.mark.parametrize(
+    ("sequence", "status"),
+    [
+        ({}, INVALID),
+        ({"producer": "p"}, INVALID),
+        ({"producer": "x" * 129, "number": 1}, INVALID),
+        ({"producer": "p", "number": TOP_64, "previous": TOP_64}, INVALID),
+        ({"producer": "p", "number": TOP_64}, INVALID),
+        ({"producer": "p", "number": 5, "previous": 4}, "FAILED_PRECONDITION"),
+        ({"producer": "\0\n", "number": (1 << 63) - 1}, "OK"),
+    ],
+)
+async def test_absurd_numbers_of_producers(caller: Caller, sequence: dict[str, Any], status: str) -> None:
+    told = publisher_pb2.ProducerSequence(**sequence)
+    assert await status_of(caller, PUBLISH, publisher_pb2.PublishRequest(sequence=told, batches=[batch()])) == status
+
+
+def definition(**fields: Any) -> sub.SubscriptionDefinition:
+    usual: dict[str, Any] = {"name": "t", "selector": "n/*"}
+    return sub.SubscriptionDefinition(**(usual | fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"name": ""},
+        {"name": "a\nb"},
+        {"name": "../../x"},
+        {"name": "t~c"},
+        {"name": "x" * 129},
+        {"name": "\0"},
+        {"selector": ""},
+        {"selector": "n"},
+        {"selector": "%zz/*"},
+        {"selector": "x/" + "*a" * 100_000},
+        {"filter": "module:function"},
+        {"mode": -1},
+        {"mode": 4},
+        {"mode": (1 << 31) - 1},
+        {"on_failure": 77},
+        {"slow_consumer": -(1 << 31)},
+        {"start": sub.Start(earliest=False)},
+        {"start": sub.Start(latest=False)},
+        {"start": sub.Start(token="")},
+        {"start": sub.Start(token="-1")},
+        {"start": sub.Start(token="1.5")},  # not of one stream
+        {"selector": "n/k", "start": sub.Start(token="x" * 100_000)},
+        {"selector": "n/k", "start": sub.Start(token="18446744073709551616")},
+        {"selector": "n/k", "start": sub.Start(token="5")},
+        {"retry": sub.RetryPolicy(max_attempts=0)},
+        {"retry": sub.RetryPolicy(max_elapsed_s=NAN)},
+        {"retry": sub.RetryPolicy(initial_delay_s=NAN)},
+        {"retry": sub.RetryPolicy(initial_delay_s=-1.0)},
+        {"retry": sub.RetryPolicy(max_delay_s=INFINITY)},
+        {"retry": sub.RetryPolicy(multiplier=-INFINITY)},
+        {"retry": sub.RetryPolicy(multiplier=NAN)},
+    ],
+)
+async def test_what_is_no_definition_is_refused(caller: Caller, fields: dict[str, Any]) -> None:
+    wrong = definition(**fields)
+    create = sub.CreateSubscriptionRequest(definition=wrong)
+    assert await status_of(caller, f"{SUBSCRIPTIONS}/CreateSubscription", create) == INVALID
+    session = Session(caller.stream(SUBSCRIBE))
+    await session.say(open=consumer_pb2.Open(definition=wrong))
+    refused = await session.end()
+    assert refused is not None
+    assert refused.status in (INVALID, "FAILED_PRECONDITION")  # a filter may be a definition, but not for consumers
+
+
+FAR = [-(1 << 63), -1, 0, (1 << 63) - 1]
+
+
+@pytest.mark.parametrize(
+    ("method", "request_", "status"),
+    [
+        *((f"{SUBSCRIPTIONS}/SeekSubscription", sub.SeekSubscriptionRequest(name="s", to=sub.Start(time_us=at)), "OK")
+          for at in FAR),
+        (f"{SUBSCRIPTIONS}/SeekSubscription", sub.SeekSubscriptionRequest(name="s", to=sub.Start(token="1")), INVALID),
+        (f"{SUBSCRIPTIONS}/ListDeadLetters", sub.ListDeadLettersRequest(subscription="s", limit=TOP_32), "OK"),
+        (f"{SUBSCRIPTIONS}/ListDeadLetters", sub.ListDeadLettersRequest(subscription="s", after_id=TOP_64), "OK"),
+        (f"{SUBSCRIPTIONS}/RedriveDeadLetters", sub.RedriveDeadLettersRequest(subscription="s", ids=[TOP_64, 0]), "OK"),
+        (f"{SUBSCRIPTIONS}/DeleteDeadLetters", sub.DeleteDeadLettersRequest(subscription="s", ids=[TOP_64]), "OK"),
+        (f"{SUBSCRIPTIONS}/DeleteDeadLetters", sub.DeleteDeadLettersRequest(subscription="s"), INVALID),
+        (f"{SUBSCRIPTIONS}/ListGaps", sub.ListGapsRequest(subscription="s", skip=TOP_64), "OK"),
+        (f"{SUBSCRIPTIONS}/ListSubscriptions", sub.ListSubscriptionsRequest(after_name="\0" * 100_000), "OK"),
+        (f"{SUBSCRIPTIONS}/GetSubscription", sub.GetSubscriptionRequest(name="x" * 1_000_000), "NOT_FOUND"),
+        (f"{SUBSCRIPTIONS}/GetSubscription", sub.GetSubscriptionRequest(name="s", provider="\n"), "NOT_FOUND"),
+        (f"{SUBSCRIPTIONS}/DeleteSubscription", sub.DeleteSubscriptionRequest(name="../../control.db"), "NOT_FOUND"),
+        (f"{SUBSCRIPTIONS}/ResumeStream", sub.ResumeStreamRequest(name="s", namespace="x" * 100_000), INVALID),
+        (f"{SUBSCRIPTIONS}/ResumeStream", sub.ResumeStreamRequest(name="s", namespace="n", key="k"), "OK"),
+        (f"{CLUSTER}/StopAgents", cluster_pb2.StopAgentsRequest(queues=[TOP_32]), INVALID),
+        (f"{CLUSTER}/StartAgents", cluster_pb2.StartAgentsRequest(queues=[2]), INVALID),
+        (f"{CLUSTER}/StartAgents", cluster_pb2.StartAgentsRequest(provider="none"), "NOT_FOUND"),
+        (PULL, consumer_pb2.PullRequest(subscription="s", consumer="c", max_events=TOP_64, max_bytes=TOP_64), "OK"),
+        (PULL, consumer_pb2.PullRequest(subscription="s", consumer="c", session_timeout_ms=TOP_32), INVALID),
+        (PULL, consumer_pb2.PullRequest(subscription="s", consumer="\0"), INVALID),
+        (ACKNOWLEDGE, consumer_pb2.AcknowledgeRequest(subscription="s", consumer="\0"), "OK"),
+        (PUBLISH, publisher_pb2.PublishRequest(), INVALID),
+        (PUBLISH, publisher_pb2.PublishRequest(provider="none", batches=[batch()]), "NOT_FOUND"),
+        (PUBLISH, b"\x1a\xff\xff\xff\xff\x0f", INVALID),
+        (PUBLISH, b"\x0b" * 100_000, INVALID),
+        (PULL, b"\x80" * 11, INVALID),
+        (PULL, b"\x0a\x02\xff\xfe", INVALID),
+    ],
+)  # fmt: skip
+async def test_absurd_requests_end_with_the_right_status(
+    caller: Caller, method: str, request_: Message | bytes, status: str
+) -> None:
+    assert await status_of(caller, method, request_) == status
