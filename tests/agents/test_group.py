@@ -1249,7 +1249,7 @@ async def test_a_dead_letter_waits_for_credit() -> None:
 @virtual_time
 async def test_a_dead_letter_waits_for_somebody() -> None:
     async with Circle(mode=Mode.BOUND, queues=2) as circle:
-        one = circle.consumer("1")
+        one = circle.consumer("1", events=1)
         circle.lanes[1].publish("a", "0")
         await circle.rest()
         other = circle.consumer("2")

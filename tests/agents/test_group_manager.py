@@ -2,6 +2,7 @@
 All in virtual time."""
 
 import asyncio
+import gc
 import logging
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
@@ -352,6 +353,23 @@ async def test_who_ends_while_agents_stop_loses_no_acknowledgement(way: str) -> 
 
 
 @virtual_time
+async def test_agents_whose_stop_was_cancelled_start_again() -> None:
+    async with house() as built:
+        consumer = connected(await built.group("g"))
+        await built.publish("a", *"012")
+        await rest()
+        stopping = asyncio.create_task(built.manager.stop_agents([0], 5.0))
+        await rest()
+        assert consumer.ack(consumer.take()[0], 0, 1)
+        stopping.cancel()
+        await asyncio.gather(stopping, return_exceptions=True)
+        await rest(2)
+        await built.manager.start_agents([0])
+        await rest()
+        assert consumer.took() in (["0", "1", "2"], ["1", "2"])
+
+
+@virtual_time
 async def test_agents_that_were_stopped_while_nothing_could_be_stored_start_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -420,6 +438,8 @@ async def test_dead_letters_that_nobody_takes_do_not_hold_up_those_of_others() -
 
 @virtual_time
 async def test_a_dead_letter_that_was_being_delivered_comes_when_its_queue_is_served_again() -> None:
+    unheard: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
     async with house() as built:
         await built.publish("a", "0")
         _, consumer = await _with_a_dead_letter(built)
@@ -429,6 +449,8 @@ async def test_a_dead_letter_that_was_being_delivered_comes_when_its_queue_is_se
         await built.manager.stop_agents([0], 0.0)
         await rest(2)
         assert not consumer.inbox
+        gc.collect()
+        assert not unheard
         await built.manager.start_agents([0])
         await rest(2)
         assert consumer.ack(consumer.take()[0])
