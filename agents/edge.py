@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Protocol
 
 from ..streams.events import EventBatch
-from ..streams.frames import frame
+from ..streams.frames import Parts, frame, part
 from .fairness import Actor, FairQueue
 from .member import Member
 
@@ -34,6 +35,10 @@ MESSAGE_S = 0.0002
 FRAMES_BYTES = 4 << 20
 FRAME_WORTH = 4096
 """Smaller frames are quicker made than found."""
+PARTS_EVENTS = 65_536
+"""Events of batches that go out in parts, at the most, of which is remembered how they are made up."""
+PARTS_WORTH = 64
+"""Batches of fewer events are quicker read again."""
 
 
 class Turning(Protocol):
@@ -74,6 +79,8 @@ class Edge:
         """Messages that were begun, also those that wait for the one before them."""
         self._frames: OrderedDict[tuple[int, int], bytes] = OrderedDict()
         self._frames_bytes = 0
+        self._parts: OrderedDict[tuple[int, int], Parts] = OrderedDict()
+        self._parts_events = 0
         self.messages = 0
 
     # ---- turns -----------------------------------------------------------------------------------------------------
@@ -167,3 +174,16 @@ class Edge:
             while self._frames_bytes > FRAMES_BYTES:
                 self._frames_bytes -= len(self._frames.popitem(last=False)[1])
         return found
+
+    def part(self, batch: EventBatch, queue: int, indexes: Sequence[int]) -> bytes:
+        """Some events of a batch, encoded as one. Raises InvalidArgument where it is damaged."""
+        if batch.count < PARTS_WORTH:
+            return part(batch, indexes)
+        key = queue, batch.offset
+        found = self._parts.get(key)
+        if found is None:
+            found = self._parts[key] = Parts(batch)
+            self._parts_events += found.count
+            while self._parts_events > PARTS_EVENTS and len(self._parts) > 1:
+                self._parts_events -= self._parts.popitem(last=False)[1].count
+        return found.encode(indexes)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..streams.errors import Closed, HeadraceError, InvalidArgument
 from ..streams.events import Event, EventBatch
-from ..streams.frames import frame, part
+from ..streams.frames import frame
 from ..streams.identity import StreamId
 from ..streams.subscriptions import Checkpoint, SubscriptionDefinition
 from .cursor import READY, RUNNING, State, StreamCursor, Trouble
@@ -196,7 +196,7 @@ class GroupDelivery(Delivery):
                 indexes = indexes[: max(count, 1)]
                 break
         while indexes:
-            encoded = part(batch, indexes)
+            encoded = self.group.edge.part(batch, self.queue, indexes)
             size = len(encoded) + FRAME_BYTES + INDEX_BYTES * len(indexes)
             if size <= member.credit_bytes:
                 return indexes, encoded
@@ -249,7 +249,8 @@ class GroupDelivery(Delivery):
         attempt = _attempt(parcel.cursor.trouble, (batch.offset, indexes[0]))
         if len(indexes) == batch.count:
             return frame(batch.encoded, self.queue, batch.offset, attempt=attempt)
-        return frame(part(batch, indexes), self.queue, batch.offset, attempt=attempt, indexes=indexes)
+        encoded = self.group.edge.part(batch, self.queue, indexes)
+        return frame(encoded, self.queue, batch.offset, attempt=attempt, indexes=indexes)
 
     # ---- parcels come to their end ---------------------------------------------------------------------------------
 

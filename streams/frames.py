@@ -9,6 +9,7 @@ and so is any other encoded message with the same fields put behind them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple, cast
 
 from . import layout
@@ -55,25 +56,39 @@ def frame(
     return b"".join((_TAG, varint(len(encoded) + len(tail)), encoded, tail))
 
 
+class Parts:
+    """A batch that goes out in parts: it is read once, however many they are.
+
+    Raises InvalidArgument where the batch is damaged.
+    """
+
+    def __init__(self, batch: EventBatch) -> None:
+        self.count = batch.count
+        self._prefix = batch.stream.prefix
+        self._columns = columns = layout.read(batch.encoded)[2]
+        self._times = batch.timestamps_us()
+        self._ends = list(accumulate(columns.sizes, initial=columns.start))
+        self._rare = layout.read_rare(batch.encoded, batch.count) if columns.rare else None
+
+    def encode(self, indexes: Sequence[int]) -> bytes:
+        """A batch of the events that have these indexes, which ascend."""
+        rare = b""
+        if self._rare is not None:
+            ids, headers = self._rare
+            rare = layout.write_rare([ids[i] or "" for i in indexes], [headers[i] for i in indexes])
+        sizes, times = [self._columns.sizes[i] for i in indexes], [self._times[i] for i in indexes]
+        return layout.write(self._prefix, sizes, times, rare, self._payloads(indexes))
+
+    def _payloads(self, indexes: Sequence[int]) -> bytes:
+        source, ends, first, last = self._columns.source, self._ends, indexes[0], indexes[-1]
+        if last - first + 1 == len(indexes):  # in one piece, as where credit cuts a batch
+            return source[ends[first] : ends[last + 1]]
+        return b"".join([source[ends[i] : ends[i + 1]] for i in indexes])
+
+
 def part(batch: EventBatch, indexes: Sequence[int]) -> bytes:
     """Encode only some events of a batch. Raises InvalidArgument where the batch is damaged."""
-    columns = layout.read(batch.encoded)[2]
-    times = batch.timestamps_us()
-    rare = b""
-    if columns.rare:
-        ids, headers = layout.read_rare(batch.encoded, batch.count)
-        rare = layout.write_rare([ids[i] or "" for i in indexes], [headers[i] for i in indexes])
-    sizes = [columns.sizes[i] for i in indexes]
-    return layout.write(batch.stream.prefix, sizes, [times[i] for i in indexes], rare, _payloads(columns, indexes))
-
-
-def _payloads(columns: layout.Columns, indexes: Sequence[int]) -> bytes:
-    first, last = indexes[0], indexes[-1]
-    if last - first + 1 == len(indexes):  # in one piece, as where credit cuts a batch
-        start = columns.start + sum(columns.sizes[:first])
-        return columns.source[start : start + sum(columns.sizes[first : last + 1])]
-    payloads = layout.slices(columns, first)
-    return b"".join([payloads[i - first] for i in indexes])
+    return Parts(batch).encode(indexes)
 
 
 def split(message: bytes) -> tuple[list[Delivered], bytes]:

@@ -9,7 +9,16 @@ import pytest
 
 from headrace.agents import Edge, Member
 from headrace.agents.cursor import State
-from headrace.agents.edge import FRAME_WORTH, FRAMES_BYTES, MESSAGE_S, QUOTA_S, STALLED_S, WINDOW, DeliveryActor
+from headrace.agents.edge import (
+    FRAME_WORTH,
+    FRAMES_BYTES,
+    MESSAGE_S,
+    PARTS_EVENTS,
+    QUOTA_S,
+    STALLED_S,
+    WINDOW,
+    DeliveryActor,
+)
 from headrace.streams import EventBatch, RetryPolicy
 from headrace.streams.frames import split
 from tests.agents.circle import PLENTY, Circle, indexes
@@ -276,3 +285,15 @@ async def test_large_frames_are_made_once_for_everybody_within_bounds() -> None:
     for batch in large:
         edge.frame(batch, 0)
     assert sum(map(len, edge._frames.values())) == edge._frames_bytes <= FRAMES_BYTES
+
+
+@virtual_time
+async def test_a_batch_that_goes_out_in_parts_is_read_once_within_bounds() -> None:
+    edge = Edge()
+    batches = [EventBatch.of(stream("a"), [b"x"] * (PARTS_EVENTS // 10)) for _ in range(30)]
+    for offset, batch in enumerate(batches):
+        batch.offset = offset
+        for indexes_ in ([0, 1], [5, 9]):
+            assert EventBatch.decode(edge.part(batch, 0, indexes_)).payloads() == [b"x", b"x"]
+    assert len(edge._parts) == 10
+    assert edge._parts_events == sum(parts.count for parts in edge._parts.values()) <= PARTS_EVENTS
