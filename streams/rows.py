@@ -236,7 +236,10 @@ def _shown(value: object) -> str:
         case Selector():
             return value.pattern
         case Start(time_us=int(time_us)):
-            return (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=time_us)).isoformat()
+            try:
+                return (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=time_us)).isoformat()
+            except OverflowError:  # no year has it
+                return f"{time_us:,} microseconds from 1970 on"
         case Start():
             return value.token or value.kind.value
         case _:

@@ -139,6 +139,13 @@ async def test_what_is_no_definition_is_refused(caller: Caller, fields: dict[str
 FAR = [-(1 << 63), -1, 0, (1 << 63) - 1]
 
 
+@pytest.mark.parametrize("at", FAR)
+async def test_a_definition_that_differs_in_a_time_far_away(caller: Caller, at: int) -> None:
+    for start, status in ((sub.Start(time_us=at), "OK"), (sub.Start(time_us=5), "ALREADY_EXISTS")):
+        request = sub.CreateSubscriptionRequest(definition=definition(start=start))
+        assert await status_of(caller, f"{SUBSCRIPTIONS}/CreateSubscription", request) == status
+
+
 @pytest.mark.parametrize(
     ("method", "request_", "status"),
     [
