@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections import defaultdict
 from pathlib import Path
+from threading import Thread
 
 from headrace.silo.provider import Provider
 from headrace.streams import EventBatch, Start, StreamId
@@ -25,6 +26,7 @@ class SiloProcess:
         self.address = "127.0.0.1:0"
         self._flags = flags
         self._process: subprocess.Popen[bytes] | None = None
+        self._reader: Thread | None = None
 
     def start(self) -> str:
         """Start it, or start it again, and return its address when it serves."""
@@ -36,6 +38,8 @@ class SiloProcess:
             lines.append(line)
             if match := READY.search(line):
                 self.address = match[1].decode()
+                self._reader = Thread(target=self._process.stderr.read, daemon=True)  # a full pipe would stop it
+                self._reader.start()
                 return self.address
         raise AssertionError(b"".join(lines).decode())
 
@@ -61,7 +65,11 @@ class SiloProcess:
         process, self._process = self._process, None
         process.send_signal(number)
         process.send_signal(signal.SIGCONT)
-        process.communicate(timeout=60)
+        process.wait(60)
+        if self._reader is not None:
+            self._reader.join(60)
+        assert process.stderr is not None
+        process.stderr.close()
 
 
 async def stored(data: Path) -> dict[StreamId, list[bytes]]:

@@ -108,7 +108,7 @@ async def test_dead_letters_are_listed_redriven_and_deleted(silo: SiloProcess):
         assert [letter.redrive for letter in await client.dead_letters("letters")] == [True] * 2 + [False] * 5
         assert await client.redrive("letters", []) == 0
         assert await client.redrive("letters", [-1, 0, 1 << 70]) == 0
-        assert await client.dead_letters("letters", after_id=-7, limit=1) == letters[:1]
+        assert len(await client.dead_letters("letters", after_id=-7)) == 7
         assert await client.redrive("letters") == 7
 
         assert await client.delete_dead_letters("letters", [letters[0].id]) == 1
