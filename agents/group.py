@@ -160,6 +160,11 @@ class Group:
             if not outcome.done():
                 outcome.set_result(Closed(f"consumer {member.id!r} is gone"))
 
+    def excuse(self, late_s: float) -> None:
+        """Nobody could be heard for so long: what members said is not read yet."""
+        for member in self.members.values():
+            member.heard_at += late_s
+
     def tick(self) -> None:
         """Give up members that were not heard, and moves that took too long; let those who wait for more credit have
         what is left of theirs."""

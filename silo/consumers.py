@@ -157,9 +157,14 @@ class Consumers:
                 self._locks.pop(name, None)
 
     async def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
+            began = loop.time()
             await asyncio.sleep(TICK_S)
+            late_s = loop.time() - began - TICK_S
             for name, group in list(self._groups.items()):
+                if late_s > TICK_S:  # it was this process that did not listen
+                    group.excuse(late_s)
                 try:
                     await self._look_at(name, group)
                 except Exception:

@@ -93,6 +93,19 @@ async def test_a_consumer_that_was_frozen_finds_its_events_with_others(scene: Sc
     check_history([[e for e in consumer.entries() if e.what != REFUSED] for consumer in scene.consumers])
 
 
+async def test_a_silo_that_was_frozen_takes_nobody_for_silent(scene: Scene) -> None:
+    holding = scene.consumer("holding", "--hold", "--timeout-ms", "500")
+    await scene.publish(2)
+    await scene.until(lambda: len(holding.entries(GOT)) == 60)
+    scene.silo.signal(signal.SIGSTOP)
+    await asyncio.sleep(1.5)
+    holding.signal(signal.SIGUSR1)
+    scene.silo.signal(signal.SIGCONT)
+    await scene.until_all_is_saved()
+    assert not holding.entries(ENDED)
+    assert {entry.attempt for entry in holding.entries(GOT)} == {1}
+
+
 async def test_a_silo_that_is_told_to_stop_lets_consumers_finish(scene: Scene) -> None:
     holding = scene.consumer("holding", "--hold", "--timeout-ms", "20000")
     await scene.publish(3)
