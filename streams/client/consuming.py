@@ -111,9 +111,9 @@ class Attached:
         await self._management.caught_up(self.name)
 
     async def seek(self, start: Start | str) -> None:
-        """Go on from another position, also an earlier one. All consumers of the subscription do."""
+        """Go on from another position, also an earlier one. All consumers of the subscription do, and what is in their
+        hands counts as given back."""
         await self._management.seek(self.name, start)
-        self._session.forget()
 
     async def resume(self, stream: StreamId) -> bool:
         """Go on with a paused stream. False where it is not paused."""
@@ -157,7 +157,6 @@ class Consumer(Attached):
         self._loop = asyncio.get_running_loop()
         self._conversation: Conversation | None = None
         self._opened = asyncio.Event()
-        self._moves: int | None = None
         self._arrived = asyncio.Event()
         self._news = asyncio.Event()
         self._over = asyncio.Event()
@@ -339,12 +338,9 @@ class Consumer(Attached):
         self._news.set()
         if response.HasField("opened"):
             self.id = response.opened.consumer
-            self._moved(response.opened.moves)
             self.definition = wire.definition_of(response.opened.definition)
             self._set_state(SessionState.OPEN)
             self._opened.set()
-        if response.moves:
-            self._moved(response.moves)
         if response.HasField("progress"):
             caught_up = response.progress.caught_up and not self._session.waiting
             self._set_state(SessionState.CAUGHT_UP if caught_up else SessionState.OPEN)
@@ -357,12 +353,6 @@ class Consumer(Attached):
         if response.HasField("closing") and self._conversation is not None:
             log.info("%r: the silo is going to end the call (%s)", self, response.closing.reason)
             self._conversation.leave()
-
-    def _moved(self, moves: int) -> None:
-        """Somebody may have moved the subscription: then what was acknowledged is meant to come again."""
-        if self._moves not in (None, moves):
-            self._session.forget()
-        self._moves = moves
 
     def _note_gap(self, gap: GapRecord) -> None:
         log.warning("%r does not get %s to %s of queue %d: %s", self, gap.low, gap.high, gap.queue, gap.reason)

@@ -126,14 +126,11 @@ class Conversation:
         while (message := await self._call.receive()) is not None:
             self._silent = 0
             delivered, rest = split(message)
-            response = parsed(pb.SubscribeResponse, rest) if rest else None
-            if response is not None and response.moves:
-                self._session.forget()  # before what may be what was acknowledged
+            if rest:
+                self._hear(parsed(pb.SubscribeResponse, rest))
             if delivered:
                 self._session.receive(delivered, len(message) - len(rest))
                 self._on_batches()
-            if response is not None:
-                self._hear(response)
 
     def _hear(self, response: pb.SubscribeResponse) -> None:
         session = self._session
@@ -141,7 +138,9 @@ class Conversation:
             self._timer.cancel()
             self._beat_s = max(response.opened.heartbeat_ms, 1) / 1000 / BEATS
             self._timer = self._loop.call_later(self._beat_s, self._beat)
-            session.opened(resumed=response.opened.resumed)
+            session.opened(resumed=response.opened.resumed, moves=response.opened.moves)
+        if response.moves:
+            session.moved(response.moves)
         if response.refused:
             session.refused((one.queue, one.offset) for one in response.refused)
         if response.saved:

@@ -150,6 +150,8 @@ class Session:
         """this one is."""
         self._doubtful = False
         """Something that is remembered may be unknown to a silo that knows the consumer."""
+        self._moves: int | None = None
+        """How often the subscription was moved, as far as is known."""
         self._notices = 0
         """How often the silo said how things are on the present connection."""
         self._numbers = count(1)
@@ -171,9 +173,13 @@ class Session:
         request = self.request() or Request(0, (), (), 0, 0)
         return request._replace(credit_events=self._credit_events, credit_bytes=self._credit_bytes)
 
-    def opened(self, *, resumed: bool) -> None:
+    def opened(self, *, resumed: bool, moves: int) -> None:
         """The silo answers, and still knows the consumer, or not. If so, with the next request it has applied all that
         was acknowledged before: once that one is saved, nothing of it can come again."""
+        if self._moves is None:
+            self._moves = moves
+        elif self._moves != moves:
+            self.moved(moves)
         if not resumed and self._remembered:
             self._doubtful = True
         if not self._remembered:
@@ -207,12 +213,18 @@ class Session:
             for batch in line:
                 batch.carried, batch.plain = True, False
 
-    def forget(self) -> None:
-        """The subscription was moved: what was acknowledged may come again, and is to be handed out then."""
+    def moved(self, moves: int) -> None:
+        """The subscription was moved, by now so often, and all that was in flight taken back, dead letters apart. What
+        was acknowledged may be meant to come again."""
+        self._moves = moves
+        self._waiting = deque(batch for batch in self._waiting if batch.redriven)
+        for batch in [batch for line in self._lines.values() for batch in line if not batch.redriven]:
+            self._over(batch)
         self._remembered = Remembered()
+        self._acks, self._again, self._rejections, self._passed, self._doomed = [], [], [], [], []
         self._unsaved.clear()
         self._unsaved_count = 0
-        self._passed, self._again = [], []
+        self._look_at_credit()
 
     def close(self, why: str) -> None:
         """Nothing more can be taken or acknowledged. What was acknowledged can still be sent."""

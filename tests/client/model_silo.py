@@ -25,6 +25,7 @@ class Response(NamedTuple):
     saved: int = 0
     refused: tuple[tuple[int, int], ...] = ()
     resumed: bool | None = None
+    moves: int = 0
     caught_up: bool | None = None
     needed_bytes: int = 0
 
@@ -50,6 +51,7 @@ class ModelSilo:
     dead: set[Position] = field(default_factory=set[Position])
     acknowledged: set[Position] = field(default_factory=set[Position])
     """What the consumer said is done."""
+    moves: int = 0
     # What a restart forgets:
     done: set[Position] = field(default_factory=set[Position])
     parcels: dict[StreamId, Parcel] = field(default_factory=dict[StreamId, Parcel])
@@ -94,7 +96,7 @@ class ModelSilo:
 
     def open(self, request: Request) -> None:
         self.connected = True
-        self.outbox.append(Response(resumed=self.known))
+        self.outbox.append(Response(resumed=self.known, moves=self.moves))
         self.known = True
         self.resending = any(parcel.mine for parcel in self.parcels.values())
         self.inbox.append(request)
@@ -120,6 +122,15 @@ class ModelSilo:
         self.known = False
         for stream in [stream for stream, parcel in self.parcels.items() if parcel.mine]:
             del self.parcels[stream]
+
+    def seek(self) -> None:
+        """Begin again with everything but dead letters."""
+        self.moves += 1
+        for forgotten in (self.parcels, self.attempts, self.waiting, self.done, self.saved_done):
+            forgotten.clear()
+        self.resending = False
+        if self.connected:
+            self.outbox.append(Response(moves=self.moves))
 
     # ---- handing out -----------------------------------------------------------------------------------------------
 

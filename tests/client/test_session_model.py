@@ -39,6 +39,8 @@ class ConsumerAndSilo(RuleBasedStateMachine):
         self.session = Session(MAX_EVENTS, MAX_BYTES)
         self.hands: list[Hand] = []
         self.acked: set[Position] = set()
+        self.ever_acked: set[Position] = set()
+        self.moves = 0
         self.lost = False
         self.notices = 0
 
@@ -98,6 +100,10 @@ class ConsumerAndSilo(RuleBasedStateMachine):
         theirs = sorted(stream for stream, parcel in self.silo.parcels.items() if not parcel.mine)
         self.silo.others_end(theirs[which % len(theirs)], done=done)
 
+    @rule()
+    def seek(self) -> None:
+        self.silo.seek()
+
     # ---- the connection --------------------------------------------------------------------------------------------
 
     @precondition(lambda self: not self.silo.connected)
@@ -119,9 +125,16 @@ class ConsumerAndSilo(RuleBasedStateMachine):
         response = self.silo.outbox.popleft()
         delivered, rest = split(response.frames)
         assert not rest
-        self.session.receive(delivered, len(response.frames))
+        if delivered:
+            self.session.receive(delivered, len(response.frames))
         if response.resumed is not None:
-            self.session.opened(resumed=response.resumed)
+            self.session.opened(resumed=response.resumed, moves=response.moves)
+        elif response.moves:
+            self.session.moved(response.moves)
+        if response.moves != self.moves and (response.moves or response.resumed is not None):
+            self.moves = response.moves
+            self.acked.clear()
+            self.hands = [hand for hand in self.hands if hand.redriven]
         self.session.refused(response.refused)
         self.session.saved(response.saved)
         self.notices += 1
@@ -182,6 +195,7 @@ class ConsumerAndSilo(RuleBasedStateMachine):
 
     def _done(self, hand: Hand, positions: Iterable[Position]) -> None:
         self.acked.update(positions)
+        self.ever_acked.update(positions)
         hand.open = [position for position in hand.open if position not in self.acked]
         if not hand.open:
             self.hands.remove(hand)
@@ -247,7 +261,7 @@ class ConsumerAndSilo(RuleBasedStateMachine):
         if not self.lost:  # else what the user holds may come again in parts, and weighs more than those
             assert state.held_events + state.credit_events <= self.session.max_events
             assert state.held_bytes + state.credit_bytes <= self.session.max_bytes + 36 * state.held_events
-        assert self.silo.acknowledged <= self.acked
+        assert self.silo.acknowledged <= self.ever_acked
         if self.session.saved_all and self.notices < NOTICES:
             theirs = {p for parcel in self.silo.parcels.values() if not parcel.mine for p in parcel.held}
             assert self.acked <= self.silo.saved_done | self.silo.dead | theirs
