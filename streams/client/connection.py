@@ -270,6 +270,7 @@ class Connection:
         self._given_up: aio.Channel | None = None
         self._methods: dict[tuple[int, str], Any] = {}
         self._current = 0
+        self._opened = False
         self._closed = False
         self._random = random.Random()  # noqa: S311 (spreads reconnections)
 
@@ -289,6 +290,7 @@ class Connection:
         """
         if self._tls is not None:
             self._credentials = await asyncio.to_thread(self._tls.credentials)
+        self._opened = True
         await self.ready(timeout_s)
 
     async def ready(self, timeout_s: float) -> None:
@@ -387,6 +389,8 @@ class Connection:
     def _method(self, index: int, kind: str, method: str) -> Callable[..., Any]:
         if self._closed:
             raise Closed("the client is closed")
+        if not self._opened:
+            raise Closed("the client is not open: use it in an `async with` block")
         known = self._methods.get((index, method))
         if known is None:
             known = self._methods[index, method] = getattr(self.channel(index), kind)(_SERVICE + method)

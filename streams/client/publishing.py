@@ -181,7 +181,10 @@ class Publishing:
 
     async def _converse(self) -> HeadraceError:
         """Publish over one call, until it fails."""
-        self._call = call = self._connection.stream(METHOD)
+        try:
+            self._call = call = self._connection.stream(METHOD)
+        except HeadraceError as error:
+            return error
         sending = asyncio.create_task(self._send(call), name="headrace publishing sender")
         try:
             await self._receive(call)

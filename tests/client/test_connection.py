@@ -197,6 +197,14 @@ async def test_mutual_tls_shows_the_client_s_certificate(silos: Silos, tmp_path:
             pass
 
 
+async def test_before_it_is_open_nothing_is_sent(silo: SiloProcess):
+    client = Client(silo.address, token="hr_x")
+    for early in (client.publish(S, b""), client.subscriptions(), client.caught_up("s")):
+        with pytest.raises(Closed, match="`async with`"):
+            await early
+    await client.aclose()
+
+
 async def test_after_closing_every_call_says_closed(silo: SiloProcess):
     async with Client(silo.address) as client:
         pass
