@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..silo import CacheOptions, Provider
-from ..silo.tuning import tune_garbage_collection
+from ..silo.tuning import tune_interpreter
 from ..streams import Event, EventBatch, SlowConsumer, Start, Stream, StreamId
 from .results import Latency
 from .worker import Gate
@@ -151,7 +151,7 @@ class Stamps:
 
 async def _publish(gate: Gate, data: str, events: int, size: int, *, batch: int, streams: int, queues: int) -> None:
     async with Provider.open(data, queues=queues) as provider:
-        tune_garbage_collection()
+        tune_interpreter()
         gate.wait()
         await publish_batches(provider, events, size, batch, streams)
         gate.done()
@@ -184,7 +184,7 @@ async def _publish_singly(gate: Gate, data: str, events: int, size: int, publish
             for _ in range(events // publishers):
                 await stream.publish(payload)
 
-        tune_garbage_collection()
+        tune_interpreter()
         gate.wait()
         await asyncio.gather(*(publisher(i) for i in range(publishers)))
         gate.done()
@@ -195,7 +195,7 @@ async def _consume(gate: Gate, data: str, events: int, *, per_event: bool) -> No
         counter = Counter(events)
         handler = counter.handler("event" if per_event else "batch")
         await provider.subscribe("bench", "bench/*", handler, batch=not per_event, start=Start.earliest())
-        tune_garbage_collection()
+        tune_interpreter()
         gate.wait()
         await counter.whole()
         gate.done()
@@ -222,7 +222,7 @@ async def _in_process(
         release = asyncio.Event()
         if stuck:
             await provider.subscribe("stuck", "bench/*", never_returning(release), batch=True, slow_consumer=policy)
-        tune_garbage_collection()
+        tune_interpreter()
         gate.wait()
         await publish_batches(provider, events, size, batch, streams=1)
         for counter in counters:
@@ -251,7 +251,7 @@ async def _drain(gate: Gate, data: str, events: int, size: int, *, batch: int, s
     async with Provider.open(data, queues=1) as provider:
         await fill(provider, events, size, batch, [StreamId("bench", str(i)) for i in range(streams)])
         counter = Counter(events)
-        tune_garbage_collection()
+        tune_interpreter()
         gate.wait()
         handler = counter.suspending if suspend else counter.on_batch
         await provider.subscribe("bench", "bench/*", handler, batch=True, start=Start.earliest())

@@ -26,7 +26,7 @@ from ..agents.edge import DeliveryActor, Edge
 from ..agents.fairness import FairQueue
 from ..proto.v1 import consumer_pb2 as pb
 from ..silo import Provider
-from ..silo.tuning import tune_garbage_collection
+from ..silo.tuning import tune_interpreter
 from ..streams import StreamId, frames
 from .cases import STAMP, WARM_UP, fill
 from .harness import Job, Latency, Result, Rounds, count, interleaved, machine, markdown, run, together
@@ -96,7 +96,7 @@ async def _serve(data: str, port: int, order: str) -> None:
         methods = ConsumerService({provider.name: provider}, {provider.name: consumers}).methods()
         config = GrpcConfig(host=LOOPBACK, port=port)
         async with serving(config, NoTokens(), lambda _: methods, drain_s=1.0):
-            tune_garbage_collection()
+            tune_interpreter()
             print("serving", flush=True)
             await asyncio.Event().wait()
 

@@ -24,6 +24,12 @@ class QueueReader:
         self._streams = streams
         self._checked = -1
 
+    def grown(self, position: int) -> bool:
+        """Whether anything is stored from `position` on. It looks at one page that is always in memory: cheap enough
+        for the loop, where a thread would have to wait for the interpreter."""
+        with self._environment.reading() as snapshot:
+            return position < snapshot.tail(self._queue).next
+
     def read(self, position: int, want: Want) -> Received:
         """What is stored from `position` on: batches, or a gap, or nothing at the end of the queue.
 
@@ -97,11 +103,13 @@ class LogReceiver(QueueReceiver):
         while not self._closed:
             # Clear, then look: whoever commits after the look rings.
             self._rung.clear()
+            if not self._reader.grown(self._position):
+                await self._rung.wait()
+                continue
             received = await self._run(lambda: self._reader.read(self._position, want))
             if received.batches or received.gap:
                 self._position = received.next_offset
                 return received
-            await self._rung.wait()
         raise Closed("this receiver is closed")
 
     async def acknowledge(self, offset: int) -> None:

@@ -14,7 +14,7 @@ import click
 
 from ..config import SiloConfig, load_config, parse_address, unknown_variables
 from ..host import Silo
-from ..tuning import tune_garbage_collection
+from ..tuning import tune_interpreter
 from .running import heed_signals
 
 log = logging.getLogger("headrace.silo")
@@ -89,5 +89,5 @@ async def _serve(config: SiloConfig) -> None:
     told = asyncio.Event()
     heed_signals(lambda _: told.set())
     async with Silo.opened(config):
-        tune_garbage_collection()
+        tune_interpreter()
         await told.wait()

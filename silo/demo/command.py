@@ -13,7 +13,7 @@ from ...streams import InvalidArgument
 from ..commands.output import json_option, note, print_json
 from ..commands.running import run
 from ..outcome import Failed, Interrupted
-from ..tuning import tune_garbage_collection
+from ..tuning import tune_interpreter
 from .flights import Flights, installed_flights, load_flights
 from .jobs import open_jobs
 from .run import DEFAULTS, Run, Settings, begin, opened
@@ -97,7 +97,7 @@ def _finish(this: Run, flights: Flights, slow: int) -> Verdict:
 
 
 async def _play(stage: Stage) -> None:
-    tune_garbage_collection()
+    tune_interpreter()
     async with stage.opened() as provider, watched(stage, provider):
         await stage.play(provider)
 

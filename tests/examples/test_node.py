@@ -154,7 +154,8 @@ def publish(start: Start, stream: str, lines: Sequence[str]) -> None:
     producer = start("producer", stream, stdin=subprocess.PIPE)
     producer.process.communicate("".join(f"{line}\n" for line in lines).encode(), timeout=TIMEOUT_S)
     assert producer.process.returncode == 0, producer.lines
-    assert producer.lines == [f"{len(lines)} events are stored"]
+    noun = "event is" if len(lines) == 1 else "events are"
+    assert producer.lines == [f"{len(lines)} {noun} stored"]
 
 
 def numbered(count: int, first: int = 0) -> list[str]:

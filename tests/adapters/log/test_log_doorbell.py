@@ -63,15 +63,19 @@ async def test_a_handle_wakes_its_own_receivers(open_log: OpenLog):
 
 async def test_a_waiting_receiver_looks_again_only_when_it_is_rung(tmp_path: Path):
     environment = await asyncio.to_thread(acquire, tmp_path / "log", LogOptions(), "tests", 1)
-    looks: asyncio.Queue[Received] = asyncio.Queue()
+    looks: asyncio.Queue[int] = asyncio.Queue()
     rung = asyncio.Event()
 
-    async def look(read: Callable[[], Received]) -> Received:
-        looks.put_nowait(read())
-        return Received((), 0)
+    class Reader(QueueReader):
+        def grown(self, position: int) -> bool:
+            looks.put_nowait(position)
+            return super().grown(position)
 
-    reader = QueueReader(environment, 0, StreamTable())
-    receiver = LogReceiver(reader, 0, rung=rung, run=look, acknowledge=print, closed=print)
+    async def read(_: Callable[[], Received]) -> Received:
+        raise AssertionError
+
+    reader = Reader(environment, 0, StreamTable())
+    receiver = LogReceiver(reader, 0, rung=rung, run=read, acknowledge=print, closed=print)
     waiting = asyncio.create_task(receiver.receive(1, 1))
     for _ in range(3):
         await looks.get()
