@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from ..silo.tuning import tune_garbage_collection
+from ..silo.tuning import tune_interpreter
 from ..streams import Client, Selector, Start, SubscriptionDefinition
 from ..streams.client.consuming import Consumer
 from .cases import Counter, Stamps, pace, publish_batches
@@ -42,7 +42,7 @@ def consume_stamped(gate: Gate, *, address: str, events: int) -> dict[str, float
 
 async def _publish(gate: Gate, address: str, events: int, size: int, batch: int) -> None:
     async with Client(address) as client:
-        tune_garbage_collection()
+        tune_interpreter()
         gate.wait()
         await publish_batches(client, events, size, batch, streams=8)
         gate.done()
@@ -62,7 +62,7 @@ async def _consume(gate: Gate, address: str, events: int, consumers: int) -> Non
             await attached.enter_async_context(client.subscribe("bench", SELECTOR, start=Start.earliest()))
             for client in clients
         ]
-        tune_garbage_collection()
+        tune_interpreter()
         gate.wait()
         tasks = [group.create_task(_take(member, counter)) for member in members]
         await counter.whole()
@@ -76,7 +76,7 @@ async def _consume_each(gate: Gate, address: str, events: int, subscriptions: in
     async with _clients(address, subscriptions) as clients:
         for number, client in enumerate(clients):
             await client.create_subscription(_definition(number))
-        tune_garbage_collection()
+        tune_interpreter()
         gate.wait()
         async with asyncio.TaskGroup() as group:
             for number, (client, counter) in enumerate(zip(clients, counters, strict=True)):
