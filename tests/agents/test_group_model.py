@@ -144,9 +144,9 @@ class GroupMachine(RuleBasedStateMachine):
         client = self.clients[name]
         if not self._here(name):
             return  # it holds something, and is waited for
-        if up_to and mine:
-            mine = [n for n, by in held.items() if by == name and n <= named[-1]]
         answer = client.group.acknowledge(client.member, Events(0, offset, index, count), up_to=up_to)
+        if up_to and answer:  # also where the named ones were done already
+            mine = [n for n, by in held.items() if by == name and n <= named[-1]]
         if not up_to or (named and held.get(named[0]) == name):
             assert answer or not mine
         if answer:
