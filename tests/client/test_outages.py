@@ -32,19 +32,19 @@ async def proxy(silo: SiloProcess) -> AsyncIterator[CuttingProxy]:
 
 
 async def consume(consumer: Consumer, seen: Seen, rng: random.Random) -> None:
-    """Take, think now and then, and acknowledge, late and out of order."""
-    held: list[ReceivedBatch] = []
-    async for batch in consumer:
-        seen.note(batch)
-        held.append(batch)
-        if rng.random() < 0.3:
-            await asyncio.sleep(rng.random() * 0.01)
-        while len(held) > rng.randrange(8):
-            await held.pop(rng.randrange(len(held))).ack()
-        if not consumer.statistics().waiting_batches:
-            for each in held:
-                await each.ack()
-            held.clear()
+    """Take, and acknowledge late and out of order. Ends with the consumer, all acknowledged."""
+
+    async def acknowledge(batch: ReceivedBatch) -> None:
+        await asyncio.sleep(rng.random() * 0.02)
+        await batch.ack()
+
+    async with asyncio.TaskGroup() as thinking:
+        async for batch in consumer:
+            seen.note(batch)
+            if rng.random() < 0.5:
+                await batch.ack()
+            else:
+                thinking.create_task(acknowledge(batch))
 
 
 async def reached(seen: Seen, count: int) -> None:
@@ -75,6 +75,72 @@ async def test_lost_connections_are_not_noticed(silo: SiloProcess, proxy: Cuttin
         await consuming
         await publisher.caught_up("s")
     check_once(seen, count)
+
+
+class Fickle:
+    """A user who acknowledges some events, rejects others, and checks what he is handed."""
+
+    def __init__(self, consumer: Consumer, rng: random.Random) -> None:
+        self.consumer = consumer
+        self.rng = rng
+        self.seen: set[tuple[str, int]] = set()
+        self.done: set[tuple[str, int]] = set()
+        self.held: Counter[tuple[str, int]] = Counter()
+        self.rejected = 0
+
+    async def consume(self) -> None:
+        async with asyncio.TaskGroup() as thinking:
+            async for batch in self.consumer:
+                events = [(batch.stream.key, number) for number in numbers([batch])]
+                self.held.update(events)
+                for event in events:
+                    assert event not in self.done, f"{event} was acknowledged"
+                    key, number = event
+                    before = [(key, n) for n in range(number) if (key, n) not in self.done and not self.held[key, n]]
+                    assert not before, f"{event} overtakes {before}"
+                self.seen.update(events)
+                thinking.create_task(self._think(batch, events))
+
+    async def _think(self, batch: ReceivedBatch, events: list[tuple[str, int]]) -> None:
+        rng = self.rng
+        try:
+            if rng.random() < 0.5:
+                await asyncio.sleep(rng.random() * 0.02)
+            for place in rng.sample(range(len(events)), len(events)):
+                if rng.random() < 0.03:
+                    self.rejected += 1
+                    await batch.nack("not now", event=batch.events()[place])
+                    break
+                before = self.consumer.statistics().acknowledged_events
+                noted = batch.ack(batch.events()[place])
+                if self.consumer.statistics().acknowledged_events > before:  # else it was given back before
+                    self.done.add(events[place])
+                await noted
+            else:
+                return
+            await batch.nack("nor this")
+        finally:
+            self.held.subtract(events)
+
+
+async def test_exactly_what_is_not_acknowledged_comes_again_and_in_order(silo: SiloProcess, proxy: CuttingProxy):
+    rng, count, each = random.Random(), 1250, 10
+    retry = RetryPolicy(max_attempts=1_000_000, initial_delay_s=0.0)
+    async with Client(silo.address) as publisher, Client(proxy.address) as client:
+        async with client.subscribe("s", ORDERS, start="earliest", retry=retry, max_events=300) as consumer:
+            user = Fickle(consumer, rng)
+            consuming = asyncio.create_task(user.consume())
+            publishing = asyncio.create_task(publish(publisher, KEYS, count, each=each))
+            while len(user.done) < 8 * count and not consuming.done():
+                await asyncio.sleep(rng.random() * 0.3)
+                proxy.cut()
+            await publishing
+            assert user.seen == {(key, number) for key in KEYS for number in range(count)}
+            await consumer.saved()
+        await consuming
+        await publisher.caught_up("s")
+        assert await publisher.dead_letters("s") == []
+    assert user.rejected > 50
 
 
 async def test_what_is_held_while_the_connection_is_lost_can_be_acknowledged(silo: SiloProcess, proxy: CuttingProxy):
