@@ -1,10 +1,12 @@
 """The delivery edge: whose events are handed to remote consumers next.
 
 Every (subscription, queue) is an actor. What its consumers cost is mostly not its own turn, in which it decides who
-gets what, but the sending afterwards; so two things keep it fair. Who has the next turn is decided by virtual time
-(`fairness.py`), in which messages are charged as well. And only a few messages are on their way at a time: with a
-hundred consumers to serve, who comes next is decided again after each few messages, not after a hundred of them. One
-that a slow connection holds up does not count for long, so that slow consumers cannot close the window.
+gets what, but the sending afterwards, and what it answers; so three things keep it fair. Who has the next turn is
+decided by virtual time (`fairness.py`), in which messages are charged as well. Only a few messages are on their way at
+a time: with a hundred consumers to serve, who comes next is decided again after each few messages, not after a hundred
+of them. One that a slow connection holds up does not count for long, so that slow consumers cannot close the window.
+And while somebody is served who takes less than its share, the others fill neither the window nor the loop: what it has
+to say finds both nearly idle. Where all want more than there is, nothing is held back.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Protocol
 
 from ..streams.events import EventBatch
@@ -22,13 +24,15 @@ from .member import Member
 
 WINDOW = 4
 """Messages on their way at a time."""
+MODEST_S = 0.25
+"""So long after a turn of somebody who takes less than its share, the others make room for it: one message of theirs is
+on its way at a time, and as long as the loop took to come to a turn, it has for itself before the next."""
 STALLED_S = 0.005
 """A message that takes longer waits for its consumer: it leaves the window."""
 QUOTA_S = 0.001
 """How long a turn may go on. Less than QMQ's 5 ms: turns here are short, and what follows a turn is not preempted."""
-LAG_S = 0.001
-"""When the loop takes longer than this to come to the next turn, others wait: for what was sent before to be read and
-acknowledged, and for their own. Then the edge leaves it as long again for them."""
+LAG_S = 0.0001
+"""When the loop took longer than this to come to the last turn, it had other work, and is given time for it."""
 MAX_LAG_S = 0.02
 MESSAGE_S = 0.0002
 """What a message costs besides the turn: sending it, and taking its acknowledgement. Measured."""
@@ -51,28 +55,41 @@ class Turning(Protocol):
 
 
 class DeliveryActor(Actor):
-    __slots__ = ("delivery",)
+    __slots__ = ("delivery", "modest_until")
 
     def __init__(self, name: str, delivery: Turning) -> None:
         super().__init__(name)
         self.delivery = delivery
+        self.modest_until = 0.0
+        """It takes less than its share: others make room for it until then."""
 
 
 class Edge:
     """One for each provider in a process. All on one loop."""
 
     def __init__(
-        self, *, fair: FairQueue[DeliveryActor] | None = None, window: int = WINDOW, quota_s: float = QUOTA_S
+        self,
+        *,
+        fair: FairQueue[DeliveryActor] | None = None,
+        window: int = WINDOW,
+        quota_s: float = QUOTA_S,
+        modest_s: float = MODEST_S,
     ) -> None:
         self._fair = fair or FairQueue[DeliveryActor]()
         self._window = window
         self._quota_s = quota_s
+        self._modest_s = modest_s
         self._loop = asyncio.get_running_loop()
         self._armed = False
         self._asked_at = 0.0
         self._lag_s = 0.0
         """How long the loop took to come to the last turn."""
+        self._pause: asyncio.TimerHandle | None = None
+        """The next turn is left to others for so long. Whoever was idle, and so is first, does not wait for that."""
         self._timer: asyncio.TimerHandle | None = None
+        self._modest_until = 0.0
+        """The last of theirs."""
+        self._turn: DeliveryActor | None = None
         self._sending: dict[Member, float] = {}
         """Since when."""
         self._begun = 0
@@ -88,6 +105,9 @@ class Edge:
     def wake(self, actor: DeliveryActor) -> None:
         """There is something for it to do."""
         self._fair.schedule(actor)
+        if self._pause is not None and actor.below_share and self._fair.first is actor:
+            self._pause.cancel()
+            self._ask()
         self._arm()
 
     def forget(self, actor: DeliveryActor) -> None:
@@ -96,20 +116,27 @@ class Edge:
     def _arm(self) -> None:
         if self._armed or not len(self._fair):
             return
-        if self.may_send():
+        first = self._fair.first
+        if self._room(first):
             self._armed = True
-            if self._lag_s > LAG_S:
-                self._loop.call_later(min(self._lag_s, MAX_LAG_S), self._ask)
+            if self._lag_s > LAG_S and self._makes_room(first):
+                self._pause = self._loop.call_later(min(self._lag_s, MAX_LAG_S), self._ask)
             else:
                 self._ask()
         elif self._timer is None:
             self._timer = self._loop.call_later(STALLED_S, self._look_again)
+
+    def _makes_room(self, actor: DeliveryActor | None) -> bool:
+        """Whether it is to leave room for somebody more modest."""
+        now = self._asked_at
+        return now < self._modest_until and actor is not None and not (actor.below_share or now < actor.modest_until)
 
     def _look_again(self) -> None:
         self._timer = None
         self._arm()
 
     def _ask(self) -> None:
+        self._pause = None
         self._asked_at = self._loop.time()
         self._loop.call_soon(self._run)
 
@@ -117,27 +144,34 @@ class Edge:
         """One turn. The loop goes round before the next."""
         self._armed = False
         self._lag_s = self._loop.time() - self._asked_at
-        actor = self._fair.next()
+        actor = self._turn = self._fair.next()
         if actor is None:
             return
-        began, messages = perf_counter(), self._begun
+        if actor.below_share:
+            actor.modest_until = self._modest_until = self._asked_at + self._modest_s
+        # Charged is what it took of the processor: that the system gave that to others is no debt.
+        began, charged, messages = perf_counter(), thread_time(), self._begun
         try:
             if actor.delivery.turn(began + self._quota_s):
                 self._fair.schedule(actor)
         finally:
-            self._fair.done(actor, perf_counter() - began + MESSAGE_S * (self._begun - messages))
+            self._fair.done(actor, thread_time() - charged + MESSAGE_S * (self._begun - messages))
             self._arm()
 
     # ---- messages on their way -------------------------------------------------------------------------------------
 
     def may_send(self) -> bool:
-        """Whether one more message may be on its way."""
+        """Whether one more message of the actor that has the turn may be on its way."""
+        return self._room(self._turn)
+
+    def _room(self, actor: DeliveryActor | None) -> bool:
         sending = self._sending
-        if len(sending) >= self._window:
+        window = 1 if self._makes_room(actor) else self._window
+        if len(sending) >= window:
             late = self._loop.time() - STALLED_S
             for member in [member for member, since in sending.items() if since <= late]:
                 del sending[member]
-        return len(sending) < self._window
+        return len(sending) < window
 
     def put(self, member: Member, frame: bytes) -> None:
         """Into the member's outbox; where nothing is on its way to it, it begins to be sent."""

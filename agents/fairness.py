@@ -35,7 +35,7 @@ class State(enum.Enum):
 class Actor:
     """Something that runs in turns, one at a time. Its fields are the queue's; subclasses add what a turn needs."""
 
-    __slots__ = ("name", "served_s", "state", "suspensions", "turn", "virtual_s", "wanted")
+    __slots__ = ("below_share", "name", "served_s", "state", "suspensions", "turn", "virtual_s", "wanted")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -49,6 +49,8 @@ class Actor:
         self.suspensions = 0
         self.wanted = False
         """Whether it was scheduled since its last turn began."""
+        self.below_share = False
+        """Whether it had been idle for a part of its share when it was scheduled last."""
 
     def __repr__(self) -> str:
         return (
@@ -83,6 +85,11 @@ class FairQueue(Generic[A]):
 
     def __len__(self) -> int:
         return self._waiting
+
+    @property
+    def first(self) -> A | None:
+        """Who is next, as far as is known without asking: None where nobody waits."""
+        return self._heap[0][2] if self._heap else None
 
     @property
     def running(self) -> int:
@@ -157,6 +164,7 @@ class FairQueue(Generic[A]):
         if not actor.wanted or actor.suspensions or actor.state is not State.IDLE:
             return False
         actor.state = State.SCHEDULED
+        actor.below_share = actor.virtual_s < self.virtual_s
         actor.virtual_s = max(actor.virtual_s, self.virtual_s)
         self._arrivals += 1
         self._waiting += 1

@@ -13,6 +13,10 @@ from .environment import LogEnvironment
 from .transactions import Snapshot
 
 RETENTION = "removed by retention"
+FRESH_BATCHES = 256
+FRESH_BYTES = 64 << 10
+"""What ends a queue and is no more than this is read on the loop: it was just written, so it is in memory, and a thread
+would have to wait for the interpreter first."""
 
 
 class QueueReader:
@@ -24,11 +28,18 @@ class QueueReader:
         self._streams = streams
         self._checked = -1
 
-    def grown(self, position: int) -> bool:
-        """Whether anything is stored from `position` on. It looks at one page that is always in memory: cheap enough
-        for the loop, where a thread would have to wait for the interpreter."""
+    def look(self, position: int, want: Want) -> Received | None:
+        """What `read` returns, where that costs so little that the loop can do it: nothing, or the few batches at the
+        queue's end. None where it is more."""
         with self._environment.reading() as snapshot:
-            return position < snapshot.tail(self._queue).next
+            end = snapshot.tail(self._queue).next
+            if position >= end:
+                return Received((), position)
+            first = snapshot.block_holding(self._queue, position) if end - position <= FRESH_BATCHES else None
+            if first is None or snapshot.size(self._queue, first) > FRESH_BYTES:
+                return None
+            batches = self._collect(snapshot, first, position, end, want._replace(nbytes=min(want.nbytes, FRESH_BYTES)))
+        return Received(batches, batches[-1].offset + 1)
 
     def read(self, position: int, want: Want) -> Received:
         """What is stored from `position` on: batches, or a gap, or nothing at the end of the queue.
@@ -103,10 +114,11 @@ class LogReceiver(QueueReceiver):
         while not self._closed:
             # Clear, then look: whoever commits after the look rings.
             self._rung.clear()
-            if not self._reader.grown(self._position):
+            received = self._reader.look(self._position, want)
+            if received is None:
+                received = await self._run(lambda: self._reader.read(self._position, want))
+            elif not received.batches:
                 await self._rung.wait()
-                continue
-            received = await self._run(lambda: self._reader.read(self._position, want))
             if received.batches or received.gap:
                 self._position = received.next_offset
                 return received

@@ -72,6 +72,10 @@ class Snapshot:
             raise DamagedBlockError("it is missing")
         return record
 
+    def size(self, queue: int, first: int) -> int:
+        """Bytes of the block that begins at `first`; 0 where it is missing."""
+        return len(self._txn.get(offset_key(first), db=self._databases.blocks[queue]) or b"")
+
     def header(self, queue: int, first: int) -> BlockHeader:
         """Raises CorruptRecord."""
         try:

@@ -13,6 +13,7 @@ from headrace.agents.edge import (
     FRAME_WORTH,
     FRAMES_BYTES,
     MESSAGE_S,
+    MODEST_S,
     PARTS_EVENTS,
     QUOTA_S,
     STALLED_S,
@@ -38,8 +39,8 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        for module in ("edge", "group_delivery"):
-            monkeypatch.setattr(f"headrace.agents.{module}.perf_counter", lambda: self.now)
+        for name in ("edge.perf_counter", "edge.thread_time", "group_delivery.perf_counter"):
+            monkeypatch.setattr(f"headrace.agents.{name}", lambda: self.now)
 
 
 @pytest.fixture
@@ -110,7 +111,29 @@ async def test_one_consumer_beside_a_crowd_gets_what_it_would_get_alone() -> Non
         one, many = Crowd(edge, clock, "one", 1, 0.001), Crowd(edge, clock, "many", 200, 0.001)
         others, beside = await _messages([many, one])
         assert beside > 0.8 * alone
-        assert others > 2 * alone, "the rest of the window is theirs"
+        assert others > 0.9 * alone
+
+
+@virtual_time
+async def test_a_crowd_makes_room_while_somebody_takes_little_and_only_then() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        clock, edge = Clock(patch), Edge()
+        many, one = Crowd(edge, clock, "many", 200, 0.001), Crowd(edge, clock, "one", 1, 0.0005)
+        one.on = False
+        many.wake()
+        sent: list[int] = []
+        for wakes in (0, 10, 0):
+            await asyncio.sleep(MODEST_S)
+            before = many.messages
+            for _ in range(wakes):
+                one.wake()
+                await asyncio.sleep(MODEST_S / 2)
+            await asyncio.sleep(0 if wakes else MODEST_S)
+            sent.append(round((many.messages - before) / (wakes / 2 or 1)))
+        alone, beside, after = sent
+        assert one.messages == 10
+        assert beside < 0.4 * alone
+        assert after == pytest.approx(alone, rel=0.01)
 
 
 @virtual_time

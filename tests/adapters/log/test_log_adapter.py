@@ -8,6 +8,7 @@ import pytest
 
 from headrace.adapters import Bounds, QueueReceiver, Receipt
 from headrace.adapters.log import MAX_BATCH_BYTES, LogAdapter
+from headrace.adapters.log import receiver as receiver_module
 from headrace.streams import Closed, EventBatch, InvalidArgument, PayloadTooLarge, SequenceToken, StreamId
 
 OpenLog = Callable[..., Awaitable[LogAdapter]]
@@ -108,7 +109,8 @@ async def test_receive_waits_for_the_next_commit(open_log: OpenLog):
     assert await waiting == "a"
 
 
-async def test_a_cancelled_receive_loses_nothing(open_log: OpenLog):
+async def test_a_cancelled_receive_loses_nothing(open_log: OpenLog, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(receiver_module, "FRESH_BYTES", 0)  # a thread reads
     adapter = await open_log()
     await publish(adapter, "abc")
     receiver = await adapter.open_receiver(0, 0)

@@ -12,7 +12,7 @@ import pytest
 
 from headrace.adapters import Received
 from headrace.adapters.log import LogAdapter, LogOptions, doorbell
-from headrace.adapters.log.blocks import StreamTable
+from headrace.adapters.log.blocks import StreamTable, Want
 from headrace.adapters.log.doorbell import Doorbell, Ringer
 from headrace.adapters.log.environment import acquire, release
 from headrace.adapters.log.receiver import LogReceiver, QueueReader
@@ -67,9 +67,9 @@ async def test_a_waiting_receiver_looks_again_only_when_it_is_rung(tmp_path: Pat
     rung = asyncio.Event()
 
     class Reader(QueueReader):
-        def grown(self, position: int) -> bool:
+        def look(self, position: int, want: Want) -> Received | None:
             looks.put_nowait(position)
-            return super().grown(position)
+            return super().look(position, want)
 
     async def read(_: Callable[[], Received]) -> Received:
         raise AssertionError
