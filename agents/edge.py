@@ -26,14 +26,12 @@ WINDOW = 4
 """Messages on their way at a time."""
 MODEST_S = 0.25
 """So long after a turn of somebody who takes less than its share, the others make room for it: one message of theirs is
-on its way at a time, and as long as the loop took to come to a turn, it has for itself before the next."""
+on its way at a time, and after each the loop is left to itself for as long as that took, or was waited for."""
 STALLED_S = 0.005
 """A message that takes longer waits for its consumer: it leaves the window."""
 QUOTA_S = 0.001
 """How long a turn may go on. Less than QMQ's 5 ms: turns here are short, and what follows a turn is not preempted."""
-LAG_S = 0.0001
-"""When the loop took longer than this to come to the last turn, it had other work, and is given time for it."""
-MAX_LAG_S = 0.02
+MAX_PAUSE_S = 0.02
 MESSAGE_S = 0.0002
 """What a message costs besides the turn: sending it, and taking its acknowledgement. Measured."""
 FRAMES_BYTES = 4 << 20
@@ -82,8 +80,8 @@ class Edge:
         self._loop = asyncio.get_running_loop()
         self._armed = False
         self._asked_at = 0.0
-        self._lag_s = 0.0
-        """How long the loop took to come to the last turn."""
+        self._burden_s = 0.0
+        """What the last turn cost, or how long the loop took to come to it, where that is more."""
         self._pause: asyncio.TimerHandle | None = None
         """The next turn is left to others for so long. Whoever was idle, and so is first, does not wait for that."""
         self._timer: asyncio.TimerHandle | None = None
@@ -119,8 +117,8 @@ class Edge:
         first = self._fair.first
         if self._room(first):
             self._armed = True
-            if self._lag_s > LAG_S and self._makes_room(first):
-                self._pause = self._loop.call_later(min(self._lag_s, MAX_LAG_S), self._ask)
+            if self._makes_room(first):
+                self._pause = self._loop.call_later(min(self._burden_s, MAX_PAUSE_S), self._ask)
             else:
                 self._ask()
         elif self._timer is None:
@@ -143,7 +141,7 @@ class Edge:
     def _run(self) -> None:
         """One turn. The loop goes round before the next."""
         self._armed = False
-        self._lag_s = self._loop.time() - self._asked_at
+        lag_s = self._loop.time() - self._asked_at
         actor = self._turn = self._fair.next()
         if actor is None:
             return
@@ -155,7 +153,9 @@ class Edge:
             if actor.delivery.turn(began + self._quota_s):
                 self._fair.schedule(actor)
         finally:
-            self._fair.done(actor, thread_time() - charged + MESSAGE_S * (self._begun - messages))
+            cost_s = thread_time() - charged + MESSAGE_S * (self._begun - messages)
+            self._burden_s = max(cost_s, lag_s)
+            self._fair.done(actor, cost_s)
             self._arm()
 
     # ---- messages on their way -------------------------------------------------------------------------------------

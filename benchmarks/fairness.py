@@ -4,9 +4,9 @@ take, alone, beside the others in fair turns, and beside them first come, first 
     python -m headrace.benchmarks.fairness --help
 
 A silo with gRPC, the single consumer, the publisher of its events and the crowd are a process each. The crowd's has
-only the processor time that nobody else wants: its consumers would be on other machines, and what is measured is the
-silo's order, not that of the kernel. All else is as everywhere: events are durable before they are delivered, and
-latency is from just before publishing.
+only the processor time that nobody else wants, and the silo's comes after the publisher's and the single consumer's:
+they all would be on other machines, and what is measured is the silo's order, not that of the kernel. All else is as
+everywhere: events are durable before they are delivered, and latency is from just before publishing.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class EdgeServer(Server):
 
 
 async def _serve(data: str, port: int, order: str) -> None:
+    os.nice(5)
     # gRPC of a silo is loaded only where it is served.
     from ..silo.access import NoTokens  # noqa: PLC0415
     from ..silo.config import GrpcConfig  # noqa: PLC0415
@@ -111,6 +112,7 @@ async def _backlog(gate: Gate, data: str, events: int) -> None:
         gate.wait()
         streams = [StreamId("crowd", str(number)) for number in range(CROWD_STREAMS)]
         await fill(provider, events, CROWD_SIZE, CROWD_BATCH, streams)
+    await asyncio.to_thread(os.sync)  # a backlog is old: the disk is not busy with it
 
 
 def single(gate: Gate, *, address: str, events: int) -> dict[str, float]:
