@@ -13,7 +13,7 @@ be; the answer depends on how it came about.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 
 from ..streams.errors import InvalidArgument
 
@@ -31,31 +31,39 @@ def average_allocation(queues: int, members: Sequence[str]) -> Mapping[str, rang
     return {name: range(starts[index], starts[index + 1]) for index, name in enumerate(names)}
 
 
-def sticky_allocation(queues: int, members: Sequence[str], owners: Mapping[int, str]) -> Mapping[str, tuple[int, ...]]:
+def sticky_allocation(queues: int, members: Sequence[str], *owners: Mapping[int, str]) -> Mapping[str, tuple[int, ...]]:
     """The queues of each member, ascending, with as many as can be left to their `owners`.
 
-    Owners who are no members lose theirs. Given its own answer as `owners` it gives the same again. Raises
-    InvalidArgument where `queues` is negative or a member is named twice.
+    Owners who are no members lose theirs. Given its own answer as `owners` it gives the same again. With several
+    `owners` the first one that names a member decides about a queue, and goes before the later ones where a member has
+    to give up some. Raises InvalidArgument where `queues` is negative or a member is named twice.
     """
     names = _names(queues, members)
     if not names:
         return {}
-    held: dict[str, list[int]] = {name: [] for name in names}
-    for queue in range(queues):
-        owner = owners.get(queue)
-        if owner in held:
-            held[owner].append(queue)
+    held = _held(queues, names, owners)
     shares = _shares(queues, held)
-    kept = {name: held[name][: shares[name]] for name in names}
+    kept = {name: [*chain(*held[name])][: shares[name]] for name in names}
     free = iter(sorted(set(range(queues)).difference(*kept.values())))
     # Whoever is short takes from the queues that nobody keeps: there are as many as are missing.
     return {name: (*sorted([*have, *islice(free, shares[name] - len(have))]),) for name, have in kept.items()}
 
 
-def _shares(queues: int, held: Mapping[str, Sequence[int]]) -> dict[str, int]:
+def _held(queues: int, names: Sequence[str], owners: Sequence[Mapping[int, str]]) -> dict[str, list[list[int]]]:
+    """What each holds, one list for each of `owners`."""
+    held: dict[str, list[list[int]]] = {name: [[] for _ in owners] for name in names}
+    for queue in range(queues):
+        claims = ((claim, said.get(queue)) for claim, said in enumerate(owners))
+        first = next(((claim, name) for claim, name in claims if name in held), None)
+        if first is not None:
+            held[first[1]][first[0]].append(queue)
+    return held
+
+
+def _shares(queues: int, held: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, int]:
     """How many queues each gets. The larger shares go to those who hold most: each of them keeps one more by it."""
     least, more = divmod(queues, len(held))
-    by_holding = sorted(held, key=lambda name: (-len(held[name]), name))
+    by_holding = sorted(held, key=lambda name: (*(-len(mine) for mine in held[name]), name))
     return {name: least + (place < more) for place, name in enumerate(by_holding)}
 
 

@@ -4,23 +4,18 @@ Requirements: the same stream gives the same queue in every process, on every ma
 (stored events are looked for where the mapper says, so a change would lose them); no queue gets much more than its
 share; a look-up costs next to nothing; the ring is small however many queues there are.
 
-The algorithm is the classic ring (Karger and others 1997; uhashring's `HashRing`). Queue i stands at 1,024 points, or
-with more than 64 queues at 65,536 divided by their number: the hashes of the texts "i-0", "i-1", …. A stream belongs to
-the first point above the hash of its name. The hash is BLAKE2b of 8 bytes, read as a big-endian integer: it spreads any
-shape of key, does not depend on the process, and exists where MD5 is forbidden. The hashed name is `StreamId.prefix`,
-in which both parts carry their length, so that the boundary between namespace and key counts.
+The algorithm is the classic ring of `hashring`, with the number of each queue as its name, at 1,024 points, or with
+more than 64 queues at 65,536 divided by their number. A stream's hashed name is `StreamId.prefix`, in which both parts
+carry their length, so that the boundary between namespace and key counts.
 """
 
 from __future__ import annotations
 
 from bisect import bisect
-from hashlib import blake2b
-from typing import cast
-
-from uhashring import HashRing  # pyright: ignore[reportMissingTypeStubs]
 
 from ..streams.errors import InvalidArgument
 from ..streams.identity import StreamId
+from .hashring import hash_bytes, ring
 
 VERSION = "ring-blake2b-1"
 """Names the algorithm. It is stored with each provider; any change of `queue_of`'s answers needs another name."""
@@ -59,7 +54,7 @@ class StreamQueueMapper:
         return len(self._remembered)
 
     def _look_up(self, stream: StreamId) -> int:
-        queue = self._at[bisect(self._positions, _hash(stream.prefix))]
+        queue = self._at[bisect(self._positions, hash_bytes(stream.prefix))]
         if len(self._remembered) >= REMEMBERED:
             self._remembered.clear()
         self._remembered[stream] = queue
@@ -69,15 +64,6 @@ class StreamQueueMapper:
 def _ring(queues: int) -> tuple[list[int], list[int]]:
     """The points of the ring in order, and whose each is; one more closes the ring."""
     each = min(_POINTS_PER_QUEUE, _POINTS // queues)
-    ring = HashRing([str(queue) for queue in range(queues)], hash_fn=_hash_text, vnodes=each)
-    points = cast(list[tuple[int, str]], ring.get_points())  # pyright: ignore[reportUnknownMemberType]
-    owners = [int(owner) for _, owner in points]
-    return [position for position, _ in points], [*owners, owners[0]]
-
-
-def _hash_text(text: str) -> int:
-    return _hash(text.encode())
-
-
-def _hash(name: bytes) -> int:
-    return int.from_bytes(blake2b(name, digest_size=8).digest(), "big")
+    positions, names = ring([str(queue) for queue in range(queues)], each)
+    owners = [int(name) for name in names]
+    return positions, [*owners, owners[0]]
