@@ -349,7 +349,9 @@ class PullingManager:
             saved = [(name, served.service.saving()) for name, served in self.served.items()]
             await self._save_gaps()  # after progress was read: who crashes in between would never know of them
             rows = [(served.definition.name, served.epoch, changed) for served, changed in progress]
-            stale = await self._store.save_checkpoints(self.provider, rows) if rows else []
+            stale: Sequence[str] = (
+                (await self._store.save_checkpoints(self.provider, rows)).subscriptions if rows else []
+            )
             for served, changed in progress:
                 if served.definition.name not in stale:
                     served.saved.update(changed)

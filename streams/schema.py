@@ -35,7 +35,8 @@ from .errors import DataDirectoryError
 MAX_POSITION = (1 << 63) - 1
 """Highest offset, index or epoch that the tables hold."""
 
-_NAME = String(255)
+_NAME = String(255).with_variant(String(255, collation="C"), "postgresql")
+"""Sorted by code points in every database: rows are locked in the order of names, so all must agree on it."""
 _ROW_ID = BigInteger().with_variant(Integer, "sqlite")  # only INTEGER counts up by itself there
 
 metadata = MetaData()
@@ -53,7 +54,8 @@ counters = Table(
     Column("name", _NAME, primary_key=True),
     Column("value", BigInteger, nullable=False),
 )
-"""`epoch` counts over all subscriptions, so that one deleted and created again never meets its old epochs."""
+"""`epoch` counts over all subscriptions, so that one deleted and created again never meets its old epochs;
+`incarnation` over all silos that ever joined."""
 
 providers = Table(
     "providers",
@@ -140,6 +142,42 @@ tokens = Table(
 )
 """`hash` is the SHA-256 of the token's text. `permissions` is JSON: {permission: [pattern of namespaces, …]}."""
 
+silos = Table(
+    "silos",
+    metadata,
+    Column("name", _NAME, primary_key=True),
+    Column("incarnation", BigInteger, nullable=False),
+    Column("address", Text, nullable=False),
+    Column("serves", Text, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("joined_at_us", BigInteger, nullable=False),
+    Column("heartbeat_at_us", BigInteger, nullable=False),
+)
+"""Times here, in `leases` and in `suspicions` are by the store's clock. `serves` is JSON: [provider, …]."""
+
+leases = Table(
+    "leases",
+    metadata,
+    Column("provider", _NAME, primary_key=True),
+    Column("queue", Integer, primary_key=True, autoincrement=False),
+    Column("owner", _NAME, nullable=False),
+    Column("incarnation", BigInteger, nullable=False),
+    Column("epoch", BigInteger, nullable=False),
+    Column("expires_at_us", BigInteger, nullable=False),
+)
+"""A row stays when its lease is over, for its epoch. `owner` is "" where nobody has it."""
+
+suspicions = Table(
+    "suspicions",
+    metadata,
+    Column("silo", _NAME, primary_key=True),
+    Column("voter", _NAME, primary_key=True),
+    Column("incarnation", BigInteger, nullable=False),
+    Column("voter_incarnation", BigInteger, nullable=False),
+    Column("expires_at_us", BigInteger, nullable=False),
+)
+"""`incarnation` is that of the silo. A vote counts until it expires."""
+
 Migration = Callable[[Connection], None]
 
 
@@ -157,7 +195,44 @@ def _add_tokens(connection: Connection) -> None:
     table.create(connection)
 
 
-MIGRATIONS: Sequence[Migration] = (_add_tokens,)
+def _add_cluster(connection: Connection) -> None:
+    """Version 3: silos, their leases of queues, their votes against one another."""
+    now = MetaData()
+    Table(
+        "silos",
+        now,
+        Column("name", _NAME, primary_key=True),
+        Column("incarnation", BigInteger, nullable=False),
+        Column("address", Text, nullable=False),
+        Column("serves", Text, nullable=False),
+        Column("state", String(16), nullable=False),
+        Column("joined_at_us", BigInteger, nullable=False),
+        Column("heartbeat_at_us", BigInteger, nullable=False),
+    )
+    Table(
+        "leases",
+        now,
+        Column("provider", _NAME, primary_key=True),
+        Column("queue", Integer, primary_key=True, autoincrement=False),
+        Column("owner", _NAME, nullable=False),
+        Column("incarnation", BigInteger, nullable=False),
+        Column("epoch", BigInteger, nullable=False),
+        Column("expires_at_us", BigInteger, nullable=False),
+    )
+    Table(
+        "suspicions",
+        now,
+        Column("silo", _NAME, primary_key=True),
+        Column("voter", _NAME, primary_key=True),
+        Column("incarnation", BigInteger, nullable=False),
+        Column("voter_incarnation", BigInteger, nullable=False),
+        Column("expires_at_us", BigInteger, nullable=False),
+    )
+    now.create_all(connection, checkfirst=False)
+    connection.execute(insert(counters).values(name="incarnation", value=0))
+
+
+MIGRATIONS: Sequence[Migration] = (_add_tokens, _add_cluster)
 """Function i brings a database of version i + 1 to version i + 2."""
 
 _LOCK = 0x68656164  # any number that only headrace uses
@@ -174,7 +249,7 @@ def migrate(connection: Connection, migrations: Sequence[Migration] = MIGRATIONS
     version = _version(connection)
     if version is None:
         metadata.create_all(connection, checkfirst=False)
-        connection.execute(insert(counters).values(name="epoch", value=0))
+        connection.execute(insert(counters), [{"name": name, "value": 0} for name in ("epoch", "incarnation")])
         connection.execute(insert(schema_version).values(id=1, version=newest))
         return
     if version > newest:

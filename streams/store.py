@@ -2,14 +2,16 @@
 
 Subscriptions with their checkpoints, dead letters, gaps, the hashes of access tokens, and what was fixed when a
 provider was made. Progress is fenced: `attach` hands out a new epoch, and whatever comes under an older one is refused,
-so at most one agent moves a subscription on. Importing this module imports SQLAlchemy; import it where a store is
+so at most one agent moves a subscription on. In a cluster, where several silos share that epoch, the lease of the queue
+fences as well (`headrace.streams.cluster_store`). Importing this module imports SQLAlchemy; import it where a store is
 opened.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ from sqlalchemy import ColumnElement, Connection, Row, Table, and_, delete, func
 from sqlalchemy.dialects import postgresql, sqlite
 
 from . import schema
+from .cluster_store import Clock, ClusterStore
 from .database import Database
 from .errors import DataDirectoryError, DefinitionConflict, Fenced, InvalidArgument, NotFound
 from .rows import (
@@ -33,7 +36,7 @@ from .rows import (
     plain,
     printable,
 )
-from .schema import checkpoints, counters, dead_letters, entries, gaps, providers, subscriptions, tokens
+from .schema import checkpoints, counters, dead_letters, entries, gaps, leases, providers, subscriptions, tokens
 from .subscriptions import Checkpoint, DeadLetter, GapRecord, SubscriptionDefinition
 
 _log = logging.getLogger(__name__)
@@ -55,6 +58,18 @@ class Attachment(NamedTuple):
 
     epoch: int
     checkpoints: Mapping[int, Checkpoint]
+
+
+class Refused(NamedTuple):
+    """What `save_checkpoints` did not write. False where it wrote everything."""
+
+    subscriptions: Sequence[str]
+    """Those whose epoch is no longer the subscription's, or that are gone."""
+    queues: frozenset[int]
+    """Those whose lease somebody else has by now, or nobody."""
+
+    def __bool__(self) -> bool:
+        return bool(self.subscriptions or self.queues)
 
 
 class TokenRecord(NamedTuple):
@@ -98,6 +113,10 @@ class ControlStore:
         """Finish the calls that were made, then close. Idempotent."""
         await self._database.aclose()
 
+    def cluster(self, clock: Clock | None = None) -> ClusterStore:
+        """The silos and leases kept in the same database. Close this store, not that one."""
+        return ClusterStore(self._database, clock)
+
     # Providers
 
     async def register_provider(self, name: str, *, adapter: str, queues: int, mapper: str) -> None:
@@ -137,21 +156,29 @@ class ControlStore:
 
     # Progress
 
-    async def attach(self, provider: str, name: str) -> Attachment:
-        """Take over a subscription: the new epoch is higher than every one before. Raises NotFound."""
-        return await self._database.write(_attach, provider, name)
+    async def attach(self, provider: str, name: str, *, exclusive: bool = True) -> Attachment:
+        """Take over a subscription: the new epoch is higher than every one before. Where it is not `exclusive`, share
+        the epoch it has with whoever is attached: leases of queues must say who writes what. Raises NotFound."""
+        if exclusive:
+            return await self._database.write(_attach, provider, name)
+        return await self._database.read(_attach_too, provider, name)
 
     async def save_checkpoints(
-        self, provider: str, progress: Sequence[tuple[str, int, Mapping[int, Checkpoint]]]
-    ) -> list[str]:
+        self,
+        provider: str,
+        progress: Sequence[tuple[str, int, Mapping[int, Checkpoint]]],
+        leases: Mapping[int, int] | None = None,
+    ) -> Refused:
         """Store the progress of several subscriptions, given as (name, epoch, checkpoint per queue).
 
-        Returns the names whose epoch is no longer the subscription's, or that are gone: nothing was written for those,
-        everything for the others. Under one epoch a queue's `next_offset` never moves backwards: such a checkpoint is
-        late and ignored.
+        Returns the subscriptions whose epoch is past: nothing was written for those; and, with `leases` (epoch of the
+        lease by queue), the queues whose lease was granted again or released since, or that have none there: nothing
+        was written for those either. A lease that is over but was not granted again still counts. Everything else was
+        written. Under one epoch a queue's `next_offset` never moves backwards: such a checkpoint is late and ignored.
         """
         copies = [(name, epoch, plain(positions)) for name, epoch, positions in progress]
-        return await self._database.write(_save_checkpoints, provider, copies)
+        held = None if leases is None else dict(leases)
+        return await self._database.write(_save_checkpoints, provider, copies, held)
 
     async def checkpoints(self, provider: str, name: str) -> Mapping[int, Checkpoint]:
         """Where a subscription stands, per queue. Raises NotFound."""
@@ -175,13 +202,17 @@ class ControlStore:
 
     # Dead letters and gaps
 
-    async def add_dead_letters(self, letters: Sequence[DeadLetter], epoch: int | None) -> list[int]:
+    async def add_dead_letters(
+        self, letters: Sequence[DeadLetter], epoch: int | None, leases: Mapping[int, int] | None = None
+    ) -> list[int]:
         """Store events given up on; returns their ids, in order.
 
         The same event of the same subscription again updates reason, attempts and time instead of doubling. With an
-        `epoch`, all letters are of one subscription; raises Fenced where it is no longer the subscription's.
+        `epoch`, all letters are of one subscription; raises Fenced where it is no longer the subscription's. With
+        `leases`, raises Fenced where one of the queues would be refused by `save_checkpoints`.
         """
-        return await self._database.write(_add_dead_letters, list(letters), epoch)
+        held = None if leases is None else dict(leases)
+        return await self._database.write(_add_dead_letters, list(letters), epoch, held)
 
     async def dead_letters(
         self, provider: str, subscription: str | None = None, *, limit: int = 100, after_id: int = 0
@@ -214,9 +245,10 @@ class ControlStore:
         """Delete dead letters of a subscription, which may be gone itself; None deletes all. Returns how many."""
         return await self._database.write(_delete_dead_letters, provider, subscription, ids)
 
-    async def add_gaps(self, records: Sequence[GapRecord]) -> None:
-        """Store gap records. The same range of the same subscription is stored once."""
-        await self._database.write(_add_gaps, list(records))
+    async def add_gaps(self, records: Sequence[GapRecord], leases: Mapping[int, int] | None = None) -> None:
+        """Store gap records. The same range of the same subscription is stored once. With `leases`, raises Fenced where
+        one of the queues would be refused by `save_checkpoints`: nothing is stored."""
+        await self._database.write(_add_gaps, list(records), None if leases is None else dict(leases))
 
     async def left_behind(self, provider: str, subscription: str) -> tuple[int, int]:
         """How many dead letters and how many gap records a subscription has."""
@@ -348,6 +380,13 @@ def _attach(connection: Connection, provider: str, name: str) -> Attachment:
     return Attachment(_new_epoch(connection, provider, name), _checkpoints(connection, provider, name))
 
 
+def _attach_too(connection: Connection, provider: str, name: str) -> Attachment:
+    epoch = connection.execute(select(subscriptions.c.epoch).where(_is(provider, name))).scalar()
+    if epoch is None:
+        raise _not_found(provider, name)
+    return Attachment(epoch, _checkpoints(connection, provider, name))
+
+
 def _new_epoch(connection: Connection, provider: str, name: str) -> int:
     count = update(counters).where(counters.c.name == "epoch").values(value=counters.c.value + 1)
     epoch: int = connection.execute(count.returning(counters.c.value)).scalar_one()
@@ -361,23 +400,48 @@ def _epochs(connection: Connection, provider: str, names: Sequence[str]) -> dict
     query = select(subscriptions.c.name, subscriptions.c.epoch).where(
         subscriptions.c.provider == provider, subscriptions.c.name.in_(names)
     )
-    rows = connection.execute(query.order_by(subscriptions.c.name).with_for_update())
+    rows = connection.execute(query.order_by(subscriptions.c.name).with_for_update(read=True))
     return {row.name: row.epoch for row in rows}
 
 
+def _refused(
+    connection: Connection, provider: str, queues: Collection[int], held: Mapping[int, int] | None
+) -> frozenset[int]:
+    """The queues whose lease is no longer the one held; the others keep theirs until this transaction ends."""
+    if held is None or not queues:
+        return frozenset()
+    query = select(leases.c.queue, leases.c.epoch).where(
+        leases.c.provider == provider, leases.c.queue.in_(sorted(queues)), leases.c.owner != ""
+    )
+    rows = connection.execute(query.order_by(leases.c.queue).with_for_update(read=True))
+    epochs = {row.queue: row.epoch for row in rows}
+    return frozenset(queue for queue in queues if queue not in held or epochs.get(queue) != held[queue])
+
+
+def _require_leases(
+    connection: Connection, of: Iterable[DeadLetter] | Iterable[GapRecord], held: Mapping[int, int] | None
+) -> None:
+    queues: defaultdict[str, set[int]] = defaultdict(set)
+    for record in of:
+        queues[record.provider].add(record.queue)
+    for provider in sorted(queues):
+        if refused := _refused(connection, provider, queues[provider], held):
+            raise Fenced(f"the lease of {provider!r} on queues {sorted(refused)} is lost: another silo may have them")
+
+
 def _save_checkpoints(
-    connection: Connection, provider: str, progress: Sequence[tuple[str, int, Mapping[int, Checkpoint]]]
-) -> list[str]:
+    connection: Connection,
+    provider: str,
+    progress: Sequence[tuple[str, int, Mapping[int, Checkpoint]]],
+    held: Mapping[int, int] | None,
+) -> Refused:
     epochs = _epochs(connection, provider, [name for name, _, _ in progress])
-    rows: list[dict[str, Any]] = []
-    stale: list[str] = []
-    for name, epoch, positions in progress:
-        if epochs.get(name) == epoch:
-            rows += _checkpoint_rows(provider, name, epoch, positions)
-        else:
-            stale.append(name)
+    stale = [name for name, epoch, _ in progress if epochs.get(name) != epoch]
+    current = [(name, epoch, positions) for name, epoch, positions in progress if epochs.get(name) == epoch]
+    refused = _refused(connection, provider, {queue for _, _, each in progress for queue in each}, held)
+    rows = [row for one in current for row in _checkpoint_rows(provider, *one) if row["queue"] not in refused]
     _write_checkpoints(connection, rows)
-    return stale
+    return Refused(stale, refused)
 
 
 def _checkpoint_rows(provider: str, name: str, epoch: int, positions: Mapping[int, Checkpoint]) -> list[dict[str, Any]]:
@@ -428,9 +492,12 @@ def _watermarks(connection: Connection, provider: str, apart_from: list[str]) ->
     return {row.queue: row.lowest for row in rows}
 
 
-def _add_dead_letters(connection: Connection, letters: Sequence[DeadLetter], epoch: int | None) -> list[int]:
+def _add_dead_letters(
+    connection: Connection, letters: Sequence[DeadLetter], epoch: int | None, held: Mapping[int, int] | None
+) -> list[int]:
     if epoch is not None and letters:
         _require_epoch(connection, {(letter.provider, letter.subscription) for letter in letters}, epoch)
+    _require_leases(connection, letters, held)
     statement = _insert(connection, dead_letters)
     statement = statement.on_conflict_do_update(
         index_elements=["provider", "subscription", "queue", "token_offset", "token_index"],
@@ -504,7 +571,8 @@ def _delete_dead_letters(connection: Connection, provider: str, name: str, ids: 
     )
 
 
-def _add_gaps(connection: Connection, records: Sequence[GapRecord]) -> None:
+def _add_gaps(connection: Connection, records: Sequence[GapRecord], held: Mapping[int, int] | None) -> None:
+    _require_leases(connection, records, held)
     if records:
         statement = _insert(connection, gaps).on_conflict_do_nothing()
         connection.execute(statement, [gap_row(record) for record in records])

@@ -87,7 +87,7 @@ async def main():
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     print(await store.checkpoints("p", "stats") == {0: Checkpoint(saved), 1: Checkpoint(saved)})
     print((await store.value("k")).split()[0] == str(valued))
-    print(await store.save_checkpoints("p", [("stats", epoch, {0: Checkpoint(5000)})]))
+    print((await store.save_checkpoints("p", [("stats", epoch, {0: Checkpoint(5000)})])).subscriptions)
     await store.aclose()
 asyncio.run(main())
 """

@@ -129,7 +129,7 @@ class TwoStores(RuleBasedStateMachine):
     def save(self, who: int, progress: list[tuple[tuple[str, int], dict[int, Checkpoint]]]) -> None:
         rows = [(name, epoch, positions) for (name, epoch), positions in progress]
         stale = [name for name, epoch, _ in rows if not self.is_current(name, epoch)]
-        assert self.run(self.stores[who].save_checkpoints("p", rows)) == stale
+        assert self.run(self.stores[who].save_checkpoints("p", rows)).subscriptions == stale
         for name, epoch, positions in rows:
             if self.is_current(name, epoch):
                 self.known[name].save(positions)
