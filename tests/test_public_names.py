@@ -69,7 +69,24 @@ PUBLIC = {
         "open_adapter",
         "read_options",
     },
-    "headrace.balancer": {"StreamQueueMapper", "average_allocation", "sticky_allocation"},
+    "headrace.balancer": {
+        "Balancer",
+        "Placement",
+        "Standing",
+        "StreamQueueMapper",
+        "average",
+        "average_allocation",
+        "balancer_names",
+        "best_fit_fixed",
+        "best_fit_live",
+        "find_balancer",
+        "homes",
+        "lease_count",
+        "ring",
+        "standing",
+        "static",
+        "sticky_allocation",
+    },
 }
 HEAVY = {"blockbuster", "click", "google.protobuf", "grpc", "lmdb", "pytest", "rich", "sqlalchemy", "sqlite3"}
 

@@ -158,6 +158,11 @@ def inverse(owners: Mapping[int, str], group: Sequence[str]) -> Allocation:
     return {member: [queue for queue, owner in owners.items() if owner == member] for member in group}
 
 
+def test_the_first_owners_go_before_the_later_ones():
+    lent = sticky_allocation(4, ["a", "b"], {0: "a", 3: "gone"}, {0: "b", 1: "a", 2: "a", 3: "b"})
+    assert lent == {"a": (0, 1), "b": (2, 3)}
+
+
 # -- misuse ----------------------------------------------------------------------------------------------------------
 
 
