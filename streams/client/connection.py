@@ -47,6 +47,9 @@ KEEPALIVE_TIMEOUT_MS = 5_000
 RECONNECT = RetryPolicy(max_attempts=1 << 30, max_elapsed_s=1e9, initial_delay_s=0.05, max_delay_s=1.0)
 """Pauses between attempts to reach a silo. It never gives up: whoever calls says for how long."""
 
+SETTLE_S = 0.5
+"""How long closing waits at the most, in seconds, for grpc to be done with calls that were cut off."""
+
 _SERVICE = "/headrace.v1."
 _OPTIONS: Sequence[tuple[str, Any]] = (
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
@@ -175,6 +178,11 @@ _KINDS: dict[int, type[HeadraceError]] = {
 }
 
 
+def _watches_a_call(task: asyncio.Task[Any]) -> bool:
+    """Whether it is grpc's own, which waits for a call's end."""
+    return getattr(task.get_coro(), "__name__", "") == "_handle_status_once_received"
+
+
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
@@ -220,6 +228,7 @@ class StreamCall:
     def cancel(self) -> None:
         """End the call at once. Idempotent; who waits in `send` or `receive` gets Unavailable, or Closed."""
         self._call.cancel()
+        self._connection.cut_off |= self._call.cancelled()  # also where grpc did so, because who waited was cancelled
 
     def leave(self) -> None:
         """The silo has said that it is going to end the call: make the next one elsewhere, if there is another."""
@@ -228,7 +237,7 @@ class StreamCall:
     async def abandon(self) -> None:
         """Nothing is heard of the silo, so its connection may be dead: end the call. Those that follow get another
         connection, also elsewhere."""
-        self._call.cancel()
+        self.cancel()
         await self._connection.renew(self._index, self._channel)
 
     async def ended(self) -> None:
@@ -262,6 +271,8 @@ class Connection:
         """Connects to nothing yet. Raises InvalidArgument; a token goes unencrypted to this machine only, unless
         `insecure`."""
         self.addresses = parse_addresses(address)
+        self.cut_off = False
+        """A call was ended here before its silo had ended it."""
         self._tls = (Tls() if tls else None) if isinstance(tls, bool) else tls
         _check_token(token, self._tls, self.addresses, insecure=insecure)
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
@@ -303,6 +314,15 @@ class Connection:
         # They stay referenced: when its last channel is freed, grpc waits for a thread of its own to end.
         for channel in self._channels.values():
             await channel.close()
+        if self.cut_off:
+            await self._settle()
+
+    async def _settle(self) -> None:
+        """Give grpc time to tell this loop of the ends of calls. Of one that it would tell later, when the loop is
+        closed, it writes a traceback into the next one. Whose call it is does not show, so this asks for all."""
+        self.cut_off = False
+        if watching := list(filter(_watches_a_call, asyncio.all_tasks())):
+            await asyncio.wait(watching, timeout=SETTLE_S)
 
     async def renew(self, index: int, channel: aio.Channel) -> None:
         """Give up a connection to address `index`, with all calls on it. Nothing where that was done already."""
@@ -322,6 +342,9 @@ class Connection:
             return await call
         except aio.AioRpcError as error:
             failure = self.failed(index, error.code(), error.details() or "", error.trailing_metadata())
+        except asyncio.CancelledError:
+            self.cut_off = True
+            raise
         raise failure
 
     async def call(

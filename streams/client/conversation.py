@@ -20,6 +20,8 @@ from .session import Request, Session
 log = logging.getLogger("headrace.client")
 
 METHOD = "ConsumerService/Subscribe"
+LAST_S = 1.0
+"""How long the end of a call waits for what is being sent, in seconds."""
 OPEN_S = 15.0
 """How long the silo may take for its first response, in seconds."""
 BEATS = 2
@@ -73,6 +75,8 @@ class Conversation:
         sending = self._loop.create_task(self._send(opening, request), name="headrace consumer sends")
         try:
             await self._receive()
+            if self._closing:
+                await asyncio.wait([sending], timeout=LAST_S)  # its last word may still be on the way
         finally:
             self._timer.cancel()
             self._call.cancel()

@@ -11,7 +11,6 @@ import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import NoReturn
 
 from google.protobuf.message import DecodeError
 
@@ -26,6 +25,8 @@ from .window import Piece, Publication, Request, Window, WindowLimits
 METHOD = "PublisherService/PublishStream"
 MAX_BYTES = 32 << 20
 """Encoded bytes that are held; who wants to publish more waits."""
+HANG_UP_S = 1.0
+"""How long closing waits for the silo to end the call, in seconds."""
 
 _BATCHES_TAG = b"\x1a"
 _COPIED = 4096
@@ -131,10 +132,19 @@ class Publishing:
             if self._timer is not None:
                 self._timer.cancel()
             if self._task is not None:
-                self._task.cancel()
-                await asyncio.gather(self._task, return_exceptions=True)
+                await self._hang_up(self._task)
             self._window.disconnected()
             self._window.fail_all(Closed("the client is closed; these events may or may not be stored"))
+
+    async def _hang_up(self, task: asyncio.Task[None]) -> None:
+        """End in order, so that grpc has nothing left to tell a loop that is gone; where that takes long, by force."""
+        try:
+            if self._call is not None and self._window.idle:
+                self._wake()
+                await asyncio.wait([task], timeout=HANG_UP_S)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -161,6 +171,8 @@ class Publishing:
         try:
             while True:
                 while self._window.idle:
+                    if self._closed:
+                        return
                     await self._until_woken()
                 failure = await self._converse()
                 failures = 1 if self._trouble is None else failures + 1
@@ -188,6 +200,8 @@ class Publishing:
         sending = asyncio.create_task(self._send(call), name="headrace publishing sender")
         try:
             await self._receive(call)
+            if self._closed:
+                await asyncio.wait([sending], timeout=HANG_UP_S)  # its last word may still be on the way
         except HeadraceError as error:
             return error
         finally:
@@ -201,15 +215,16 @@ class Publishing:
         return Unavailable(f"the silo at {self._connection.address} ended the call")
 
     async def _send(self, call: StreamCall) -> None:
-        """Send what the window says, for ever. Ends when the call has failed, of which the receiver tells."""
+        """Send what the window says, until closed. Ends when the call has failed, of which the receiver tells."""
         try:
             await self._send_on(call)
         except HeadraceError:
-            pass
-        finally:
             call.cancel()
+        except BaseException:
+            call.cancel()
+            raise
 
-    async def _send_on(self, call: StreamCall) -> NoReturn:
+    async def _send_on(self, call: StreamCall) -> None:
         window, provider, setbacks = self._window, self._provider, 0
         while True:
             if setbacks != window.setbacks:
@@ -218,6 +233,9 @@ class Publishing:
             if self._linger_s and not window.asked:
                 await asyncio.sleep(self._linger_s)
             if (request := window.take()) is None:
+                if self._closed and window.idle:
+                    await call.done_sending()
+                    return
                 await self._until_woken()
                 continue
             await call.send(self._encoded(request, provider))
