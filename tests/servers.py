@@ -4,11 +4,35 @@ what to install: see `headrace.benchmarks.servers`, whose `Server` is the base f
 Import the fixtures a test uses where it is collected, in a `conftest.py` or the test module.
 """
 
+import itertools
 from collections.abc import Iterator
 
+import psycopg
 import pytest
 
-from headrace.benchmarks.servers import RedisServer
+from headrace.benchmarks.servers import PostgresServer, RedisServer
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    """One PostgreSQL server for the whole run: use schemas of your own."""
+    with PostgresServer() as server:
+        yield server
+
+
+@pytest.fixture
+def postgres_url(postgres_server: PostgresServer) -> str:
+    return new_schema(postgres_server)
+
+
+def new_schema(server: PostgresServer) -> str:
+    """The URL of an empty schema, which is all that its users see."""
+    name = f"schema{next(_numbers)}"
+    with psycopg.connect(server.url, autocommit=True) as connection:
+        connection.execute(f"CREATE SCHEMA {name}".encode())
+    return f"{server.url}?options=-csearch_path%3D{name}"
 
 
 @pytest.fixture(scope="session")

@@ -44,9 +44,10 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest_asyncio.fixture
-async def control(tmp_path: Path) -> AsyncIterator[ControlStore]:
-    store = await ControlStore.open(tmp_path / "control.db")
+@pytest_asyncio.fixture(params=["file", "postgres"])
+async def control(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[ControlStore]:
+    where = request.getfixturevalue("postgres_url") if request.param == "postgres" else tmp_path / "control.db"
+    store = await ControlStore.open(where)
     yield store
     await store.aclose()
 

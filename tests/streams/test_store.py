@@ -31,17 +31,24 @@ from headrace.streams.subscriptions import Behind
 TAIL = StreamId("flights", "N14228")
 
 
-@pytest_asyncio.fixture(params=["memory", "file"])
+@pytest.fixture(params=["file", "postgres"])
+def lasting(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where a store may be that several processes open."""
+    return request.getfixturevalue("postgres_url") if request.param == "postgres" else str(tmp_path / "control.db")
+
+
+@pytest_asyncio.fixture(params=["memory", "file", "postgres"])
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[ControlStore]:
-    store = await ControlStore.open("memory" if request.param == "memory" else tmp_path / "control.db")
+    where = {"memory": "memory", "file": str(tmp_path / "control.db"), "postgres": ""}[request.param]
+    store = await ControlStore.open(where or request.getfixturevalue("postgres_url"))
     yield store
     await store.aclose()
 
 
 @pytest_asyncio.fixture
-async def two(tmp_path: Path) -> AsyncIterator[tuple[ControlStore, ControlStore]]:
-    """Two stores on one file, as two processes have them."""
-    first, second = [await ControlStore.open(tmp_path / "control.db") for _ in range(2)]
+async def two(lasting: str) -> AsyncIterator[tuple[ControlStore, ControlStore]]:
+    """Two stores in one place, as two processes have them."""
+    first, second = [await ControlStore.open(lasting) for _ in range(2)]
     yield first, second
     await first.aclose()
     await second.aclose()
@@ -442,8 +449,8 @@ async def test_entries_are_kept_changed_and_deleted(two: tuple[ControlStore, Con
     assert await here.value("file") is None
 
 
-async def test_closing_finishes_what_was_begun_and_refuses_the_rest(tmp_path: Path):
-    store = await ControlStore.open(tmp_path / "control.db")
+async def test_closing_finishes_what_was_begun_and_refuses_the_rest(lasting: str):
+    store = await ControlStore.open(lasting)
     begun = [asyncio.ensure_future(store.set_value(str(number), "x")) for number in range(5)]
     await asyncio.sleep(0)
     await store.aclose()
@@ -451,7 +458,7 @@ async def test_closing_finishes_what_was_begun_and_refuses_the_rest(tmp_path: Pa
     await asyncio.gather(*begun)
     with pytest.raises(Closed, match="the control store is closed"):
         await store.value("0")
-    store = await ControlStore.open(tmp_path / "control.db")
+    store = await ControlStore.open(lasting)
     assert [await store.value(str(number)) for number in range(5)] == ["x"] * 5
     await store.aclose()
 

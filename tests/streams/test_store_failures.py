@@ -6,7 +6,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from functools import partial
@@ -14,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, Engine, Table, event, text
-from sqlalchemy.dialects import postgresql
-from sqlalchemy.schema import CreateTable
+from sqlalchemy import Connection, Engine, event, text
 
 from headrace.streams import (
     Checkpoint,
@@ -31,7 +28,7 @@ from headrace.streams import (
     SubscriptionDefinition,
 )
 from headrace.streams.database import Database
-from headrace.streams.schema import MIGRATIONS, metadata, migrate
+from headrace.streams.schema import MIGRATIONS, migrate
 from headrace.streams.store import ControlStore, ProviderRecord, TokenRecord
 from headrace.streams.subscriptions import Behind
 
@@ -93,13 +90,13 @@ asyncio.run(main())
 """
 
 
-def process(script: str, path: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", PRELUDE + script, str(path)], stdout=subprocess.PIPE, text=True)
+def process(script: str, where: Path | str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", PRELUDE + script, str(where)], stdout=subprocess.PIPE, text=True)
 
 
-async def output(script: str, path: Path) -> list[str]:
+async def output(script: str, where: Path | str) -> list[str]:
     """What a process prints that ends well."""
-    with process(script, path) as running:
+    with process(script, where) as running:
         out, _ = await asyncio.to_thread(running.communicate, timeout=60)
     assert running.returncode == 0
     return out.splitlines()
@@ -114,25 +111,29 @@ async def opened(where: str | Path) -> AsyncGenerator[ControlStore]:
         await store.aclose()
 
 
-async def test_a_killed_process_leaves_whole_transactions_and_all_that_it_was_told_of(tmp_path: Path):
-    path = tmp_path / "control.db"
+@pytest.fixture(params=["file", "postgres"])
+def lasting(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where a store may be that several processes open."""
+    return request.getfixturevalue("postgres_url") if request.param == "postgres" else str(tmp_path / "control.db")
+
+
+async def test_a_killed_process_leaves_whole_transactions_and_all_that_it_was_told_of(lasting: str):
     told = 0
     for _ in range(5):
-        with process(SAVES_FOR_EVER, path) as running:
+        with process(SAVES_FOR_EVER, lasting) as running:
             assert running.stdout is not None
             for _ in range(random.randint(1, 30)):
                 told = int(await asyncio.to_thread(running.stdout.readline))
             running.send_signal(signal.SIGKILL)
             told = max([told, *map(int, running.stdout.read().split())])
-        async with opened(path) as store:
+        async with opened(lasting) as store:
             kept = await store.checkpoints("p", "stats")
         assert kept[0] == kept[1]
         assert told <= kept[0].next_offset <= told + 1
 
 
-async def test_processes_that_make_one_store_at_once_get_different_epochs(tmp_path: Path):
-    path = tmp_path / "control.db"
-    printed = await asyncio.gather(*(output(ATTACHES_20_TIMES, path) for _ in range(4)))
+async def test_processes_that_make_one_store_at_once_get_different_epochs(lasting: str):
+    printed = await asyncio.gather(*(output(ATTACHES_20_TIMES, lasting) for _ in range(4)))
     epochs = [int(epoch) for of_one in printed for epoch in of_one]
     assert sorted(epochs) == list(range(1, 81))
     for at in range(0, 80, 20):
@@ -380,9 +381,6 @@ async def test_a_store_of_the_first_version_is_brought_up_to_date_with_all_that_
     assert tables(path) == tables(tmp_path / "new.db")
 
 
-# PostgreSQL
-
-
 async def use_everything(store: ControlStore) -> None:
     """Call every method, so that every statement is run."""
     stream, token = StreamId("flights", "N14228"), SequenceToken(3)
@@ -413,36 +411,3 @@ async def use_everything(store: ControlStore) -> None:
         await store.add_token(TokenRecord(name, bytes(32), {"publish": ["*"]}, 1))
     await store.tokens()
     await store.delete_token("b")
-
-
-async def test_every_statement_is_one_that_postgresql_takes(monkeypatch: pytest.MonkeyPatch):
-    def insert(_connection: Connection, table: Table) -> postgresql.Insert:
-        return postgresql.insert(table)  # with an ON CONFLICT that SQLite happens to take as well
-
-    monkeypatch.setattr("headrace.streams.store._insert", insert)
-    dialect = postgresql.dialect()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    compiled: Counter[str] = Counter()
-
-    def compile_too(_connection: object, statement: Any, *_rest: object) -> None:
-        words = str(statement.compile(dialect=dialect)).split()
-        compiled[words[0]] += 1
-        assert ("ON CONFLICT" in " ".join(words)) == (words[0] == "INSERT")
-
-    async with opened("memory") as store:
-        event.listen(Engine, "before_execute", compile_too)
-        try:
-            await use_everything(store)
-            await store.delete_dead_letters("p", "stats", [1])
-            await store.delete_subscription("p", "stats")
-        finally:
-            event.remove(Engine, "before_execute", compile_too)
-    assert {"INSERT", "SELECT", "UPDATE", "DELETE"} == set(compiled)
-    assert compiled.total() > 30
-
-
-@pytest.mark.parametrize("table", metadata.sorted_tables, ids=lambda table: table.name)
-def test_every_table_is_one_that_postgresql_takes(table: Table):
-    dialect = postgresql.dialect()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    words = str(CreateTable(table).compile(dialect=dialect))  # pyright: ignore[reportUnknownArgumentType]
-    assert words.strip().startswith(f"CREATE TABLE {table.name}")
-    assert ("BIGSERIAL" in words) == (table.name in ("dead_letters", "gaps"))

@@ -1,7 +1,7 @@
-"""The control store against a model: two stores on one file, and a dictionary that knows what they should say."""
+"""The control store against a model: two stores in one place, and a dictionary that knows what they should say."""
 
 import asyncio
-import tempfile
+import itertools
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,8 +9,16 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
+from headrace.benchmarks.servers import PostgresServer
 from headrace.streams import (
     Checkpoint,
     DeadLetter,
@@ -24,8 +32,11 @@ from headrace.streams import (
 )
 from headrace.streams.store import ControlStore
 from headrace.streams.subscriptions import Behind
+from tests.servers import new_schema
 
 T = TypeVar("T")
+
+STEPS = settings(max_examples=30, stateful_step_count=25, deadline=None)
 
 NAMES = st.sampled_from(["a", "b", "c"])
 WHO = st.integers(0, 1)
@@ -64,12 +75,11 @@ class TwoStores(RuleBasedStateMachine):
 
     grants = Bundle[tuple[str, int]]("grants")
 
-    def __init__(self) -> None:
+    def __init__(self, where: str) -> None:
         super().__init__()
         self.runner = asyncio.Runner()
-        self.directory = tempfile.TemporaryDirectory()
-        self.path = Path(self.directory.name) / "control.db"
-        self.stores = [self.run(ControlStore.open(self.path)) for _ in range(2)]
+        self.where = where
+        self.stores = [self.run(ControlStore.open(where)) for _ in range(2)]
         self.known: dict[str, Known] = {}
         self.highest = 0
         self.letters: dict[tuple[str, int], str] = {}
@@ -81,7 +91,6 @@ class TwoStores(RuleBasedStateMachine):
         for store in self.stores:
             self.run(store.aclose())
         self.runner.close()
-        self.directory.cleanup()
 
     @rule(who=WHO, definition=DEFINITIONS, start=POSITIONS)
     def create(self, who: int, definition: SubscriptionDefinition, start: dict[int, Checkpoint]) -> None:
@@ -151,7 +160,7 @@ class TwoStores(RuleBasedStateMachine):
     @rule(who=WHO)
     def reopen(self, who: int) -> None:
         self.run(self.stores[who].aclose())
-        self.stores[who] = self.run(ControlStore.open(self.path))
+        self.stores[who] = self.run(ControlStore.open(self.where))
 
     @invariant()
     def both_stores_say_what_the_model_says(self) -> None:
@@ -173,5 +182,10 @@ class TwoStores(RuleBasedStateMachine):
         assert len(letters) == len(self.letters)
 
 
-TwoStores.TestCase.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
-test_two_stores_agree_with_the_model = TwoStores.TestCase
+def test_two_stores_on_a_file_agree_with_the_model(tmp_path: Path):
+    numbers = itertools.count()
+    run_state_machine_as_test(lambda: TwoStores(str(tmp_path / f"{next(numbers)}.db")), settings=STEPS)
+
+
+def test_two_stores_on_a_server_agree_with_the_model(postgres_server: PostgresServer):
+    run_state_machine_as_test(lambda: TwoStores(new_schema(postgres_server)), settings=STEPS)
