@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -186,7 +185,6 @@ async def opened(
 @asynccontextmanager
 async def connected(server: Server) -> AsyncGenerator[Client]:
     """The provider of a silo, for the length of an `async with`. Raises Unavailable where nobody answers."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it would write to stderr what becomes an error anyway
     from ...streams.client import Client, Tls  # noqa: PLC0415 (it loads grpc)
 
     tls = None if server.tls is None else Tls(**server.tls)

@@ -4,3 +4,5 @@
 what went wrong; behind it are the services: `publisher`, `consumer`, `subscriptions`, `cluster`. There are no generated
 stubs: messages come and go as bytes, so that batches are passed on as they are.
 """
+
+from ...streams import quiet  # noqa: F401 # pyright: ignore[reportUnusedImport] (it is to be imported before grpc)

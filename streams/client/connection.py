@@ -118,12 +118,26 @@ class Tls:
             raise InvalidArgument("a client certificate and its key go together: give both, or neither")
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Read the files. Raises OSError with the name of one that cannot be read."""
-        return grpc.ssl_channel_credentials(_pem(self.ca), _pem(self.key), _pem(self.certificate))
+        """Read the files. Raises InvalidArgument with the name of one that cannot be read, or has something else."""
+        ca, certificate = _pem("ca", self.ca, "CERTIFICATE"), _pem("certificate", self.certificate, "CERTIFICATE")
+        return grpc.ssl_channel_credentials(ca, _pem("key", self.key, "PRIVATE KEY"), certificate)
 
 
-def _pem(source: str | os.PathLike[str] | bytes | None) -> bytes | None:
-    return source if source is None or isinstance(source, bytes) else Path(source).read_bytes()
+def _pem(option: str, source: str | os.PathLike[str] | bytes | None, kind: str) -> bytes | None:
+    if source is None or isinstance(source, bytes):
+        where, content = "the bytes given", source
+    else:
+        where, content = os.fspath(source), _content(option, Path(source))
+    if content is not None and f"{kind}-----".encode() not in content:
+        raise InvalidArgument(f"tls.{option}: {where}: no {kind.lower()} in PEM is there: name the file that has it")
+    return content
+
+
+def _content(option: str, file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise InvalidArgument(f"tls.{option}: {file}: {error.strerror}: name a PEM file that can be read") from None
 
 
 def _check_token(token: str | None, tls: Tls | None, addresses: Iterable[Address], *, insecure: bool) -> None:
@@ -152,6 +166,10 @@ def status_error(status: int, details: str, where: str) -> HeadraceError:
     if status == 1:  # CANCELLED
         return Unavailable(f"the call to {where} was cancelled")
     if status == 14:  # UNAVAILABLE
+        if "CERTIFICATE_VERIFY_FAILED" in details:
+            return Unavailable(f"the certificate of the silo at {where} is not trusted: give its authority's as tls.ca")
+        if "WRONG_VERSION_NUMBER" in details:
+            return Unavailable(f"what answers at {where} does not speak TLS: leave tls out, or check the address")
         return Unavailable(
             f"no silo answers at {where} ({details}): check the address, that a silo serves gRPC there, and whether it "
             "wants TLS"
@@ -297,7 +315,8 @@ class Connection:
     async def open(self, timeout_s: float) -> None:
         """Make sure that a silo answers, and takes the token.
 
-        Raises Unavailable where none does within `timeout_s`, Unauthenticated, OSError for files that cannot be read.
+        Raises Unavailable where none does within `timeout_s`, Unauthenticated, InvalidArgument for files that cannot be
+        used.
         """
         if self._tls is not None:
             self._credentials = await asyncio.to_thread(self._tls.credentials)

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.client.silos import SiloProcess
-from tests.silo.conftest import headrace
+from tests.silo.conftest import headrace, start
 
-__all__ = ("headrace",)
+__all__ = ("headrace", "start")
 
 Silos = Callable[..., SiloProcess]
 

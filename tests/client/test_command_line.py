@@ -106,7 +106,7 @@ def test_tls_trusts_whom_it_is_told_to(headrace: Headrace, silos: Silos, tmp_pat
     listed = ("subscriptions", "list", "--json", "--server", silo.address)
     assert headrace(*listed, "--ca", trusted, "--certificate", client.certificate, "--key", client.key).json == []
     assert "whether it wants TLS" in headrace(*listed).refused(1)
-    assert "missing.pem: No such file" in headrace(*listed, "--ca", "missing.pem").refused(1)
+    assert "missing.pem: No such file" in headrace(*listed, "--ca", "missing.pem").refused(2)
 
 
 # ---- publish ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,8 @@ from headrace.streams.client.client import Client
 from headrace.streams.client.connection import Address, Connection, Tls, parse_addresses, remote_error, status_error
 from tests.certificates import Authority
 from tests.client.conftest import Silos
-from tests.client.silos import SiloProcess
-from tests.silo.commandline import Headrace
+from tests.client.silos import READY, SiloProcess
+from tests.silo.commandline import ENVIRONMENT, Headrace, Start, ended
 
 S = StreamId("n", "k")
 
@@ -175,13 +177,61 @@ async def test_tls_checks_the_silo(silos: Silos, tmp_path: Path):
         await client.publish(S, b"")
     async with Client(silo.address, tls=Tls(ca=authority.certificate.read_bytes())) as client:
         await client.publish(S, b"")
-    for wrong in (None, True, Tls(ca=other.certificate)):
-        with pytest.raises(Unavailable, match="whether it wants TLS"):
+    for wrong, says in (
+        (None, "whether it wants TLS$"),
+        (True, r"is not trusted: give its authority's as tls\.ca$"),
+        (Tls(ca=other.certificate), r"is not trusted: give its authority's as tls\.ca$"),
+    ):
+        with pytest.raises(Unavailable, match=says):
             async with Client(silo.address, tls=wrong, connect_timeout_s=0.2):
                 pass
-    with pytest.raises(FileNotFoundError, match=r"missing\.pem"):
-        async with Client(silo.address, tls=Tls(ca=tmp_path / "missing.pem")):
+
+
+def test_what_tls_cannot_use_is_named(tmp_path: Path):
+    own = Authority(tmp_path).issue("localhost")
+    for wrong, says in (
+        (Tls(ca=tmp_path / "missing.pem"), r"^tls\.ca: \S*missing\.pem: No such file or directory: name a PEM file"),
+        (Tls(ca=own.key), r"^tls\.ca: \S*localhost\.key: no certificate in PEM is there: name the file that has it$"),
+        (Tls(ca=b"x"), r"^tls\.ca: the bytes given: no certificate in PEM"),
+        (Tls(certificate=own.certificate, key=own.certificate), r"^tls\.key: \S*localhost\.pem: no private key"),
+    ):
+        with pytest.raises(InvalidArgument, match=says):
+            wrong.credentials()
+
+
+FAILS = """
+import asyncio, sys
+from headrace.streams import Client, Unavailable
+
+async def main():
+    try:
+        async with Client(sys.argv[1], tls=len(sys.argv) > 2, connect_timeout_s=0.3):
             pass
+    except Unavailable as error:
+        print(error)
+
+asyncio.run(main())
+"""
+
+
+def test_a_handshake_that_fails_writes_nothing(start: Start, tmp_path: Path):
+    """Neither to the client's stderr, nor to the silo's log."""
+    own = Authority(tmp_path).issue("localhost", "127.0.0.1")
+    plain = start("silo", "--data", "plain", "--listen", "127.0.0.1:0")
+    flags = ("--certificate", str(own.certificate), "--key", str(own.key))
+    secured = start("silo", "--data", "secured", "--listen", "127.0.0.1:0", *flags)
+    trials = ((plain, {"tls": "does not speak TLS"}), (secured, {"": "wants TLS", "tls": "is not trusted"}))
+    for silo, attempts in trials:
+        assert silo.stderr is not None
+        while (ready := READY.search(silo.stderr.readline())) is None:
+            pass
+        for tls, says in attempts.items():
+            command = [sys.executable, "-c", FAILS, ready[1].decode(), *tls.split()]
+            done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+            assert says in done.stdout
+            assert done.stderr == ""
+        silo.terminate()
+        assert "andshake" not in ended(silo).err
 
 
 async def test_mutual_tls_shows_the_client_s_certificate(silos: Silos, tmp_path: Path):
