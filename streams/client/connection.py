@@ -166,14 +166,7 @@ def status_error(status: int, details: str, where: str) -> HeadraceError:
     if status == 1:  # CANCELLED
         return Unavailable(f"the call to {where} was cancelled")
     if status == 14:  # UNAVAILABLE
-        if "CERTIFICATE_VERIFY_FAILED" in details:
-            return Unavailable(f"the certificate of the silo at {where} is not trusted: give its authority's as tls.ca")
-        if "WRONG_VERSION_NUMBER" in details:
-            return Unavailable(f"what answers at {where} does not speak TLS: leave tls out, or check the address")
-        return Unavailable(
-            f"no silo answers at {where} ({details}): check the address, that a silo serves gRPC there, and whether it "
-            "wants TLS"
-        )
+        return Unavailable(_unreached(details, where))
     if status in (2, 13):  # UNKNOWN, INTERNAL: what grpc says of a connection that breaks while it sends
         return Unavailable(f"the connection to {where} broke ({details})")
     if status == 4:  # DEADLINE_EXCEEDED
@@ -181,6 +174,17 @@ def status_error(status: int, details: str, where: str) -> HeadraceError:
     if status == 12:  # UNIMPLEMENTED
         return NotSupported(f"what serves gRPC at {where} does not know this call ({details}): is it a headrace silo?")
     return _KINDS.get(status, HeadraceError)(f"{where}: {details}")
+
+
+def _unreached(details: str, where: str) -> str:
+    if "CERTIFICATE_VERIFY_FAILED" in details:
+        return f"the certificate of the silo at {where} is not trusted: give its authority's as tls.ca"
+    if "WRONG_VERSION_NUMBER" in details:
+        return f"what answers at {where} does not speak TLS: leave tls out, or check the address"
+    return (
+        f"no silo answers at {where} ({details}): check the address, that a silo serves gRPC there, and whether it wants "
+        "TLS"
+    )
 
 
 _KINDS: dict[int, type[HeadraceError]] = {
