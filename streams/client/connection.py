@@ -182,8 +182,8 @@ def _unreached(details: str, where: str) -> str:
     if "WRONG_VERSION_NUMBER" in details:
         return f"what answers at {where} does not speak TLS: leave tls out, or check the address"
     return (
-        f"no silo answers at {where} ({details}): check the address, that a silo serves gRPC there, and whether it wants "
-        "TLS"
+        f"no silo answers at {where} ({details}): check the address, that a silo serves gRPC there, and whether it "
+        "wants TLS"
     )
 
 
