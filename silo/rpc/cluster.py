@@ -17,7 +17,7 @@ from ..provider import Provider
 from ..views import QueueView
 from . import consumer
 from .guard import Call, Guard, Kind, Method, parsed
-from .lookup import provider_of
+from .lookup import TO_MANAGE, provider_of
 
 if TYPE_CHECKING:
     from ..host import Silo
@@ -107,7 +107,7 @@ class ClusterService:
     async def stop_agents(self, call: Call, message: bytes) -> bytes:
         request = parsed(pb.StopAgentsRequest, message)
         call.principal.require_everywhere(Permission.MANAGE)
-        provider = provider_of(self._silo.providers, request.provider)
+        provider = provider_of(call, self._silo.providers, request.provider, TO_MANAGE)
         queues = _queues(provider, request.queues)
         await self._change(provider.manager.stop_agents(queues, self._drain_s(request.drain_ms)))
         return pb.StopAgentsResponse().SerializeToString()
@@ -115,7 +115,7 @@ class ClusterService:
     async def start_agents(self, call: Call, message: bytes) -> bytes:
         request = parsed(pb.StartAgentsRequest, message)
         call.principal.require_everywhere(Permission.MANAGE)
-        provider = provider_of(self._silo.providers, request.provider)
+        provider = provider_of(call, self._silo.providers, request.provider, TO_MANAGE)
         await self._change(self._start(provider, _queues(provider, request.queues)))
         return pb.StartAgentsResponse().SerializeToString()
 

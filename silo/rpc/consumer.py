@@ -84,7 +84,7 @@ class ConsumerService:
         await session.run(request)
 
     async def _open(self, call: Call, request: pb.Open) -> Opening:
-        provider = provider_of(self._providers, request.provider)
+        provider = provider_of(call, self._providers, request.provider, TO_CONSUME)
         definition = await self._definition(call, provider, request)
         if not request.consumer and definition.mode is Mode.BROADCAST and not request.keeps_positions:
             raise InvalidArgument(
@@ -96,6 +96,7 @@ class ConsumerService:
         gaps = [] if positions is None else await _step_back(positions, provider, definition)
         consumers = self._consumers[provider.name]
         place = await consumers.join(definition, consumer, request.session_timeout_ms / 1000, positions)
+        place.member.pipelined = request.pipelined
         moves = await provider.moves(place.group.definition.name)
         return Opening(provider, consumers, definition, place, gaps, moves)
 
@@ -117,7 +118,7 @@ class ConsumerService:
     async def pull(self, call: Call, encoded: bytes) -> bytes:
         request = parsed(pb.PullRequest, encoded)
         check_consumer(request.consumer)
-        provider = provider_of(self._providers, request.provider)
+        provider = provider_of(call, self._providers, request.provider, TO_CONSUME)
         definition = await subscription_of(call, provider, request.subscription, TO_CONSUME)
         consumers = self._consumers[provider.name]
         place = consumers.find(definition, request.consumer)
@@ -133,7 +134,7 @@ class ConsumerService:
 
     async def acknowledge(self, call: Call, encoded: bytes) -> bytes:
         request = parsed(pb.AcknowledgeRequest, encoded)
-        provider = provider_of(self._providers, request.provider)
+        provider = provider_of(call, self._providers, request.provider, TO_CONSUME)
         definition = await subscription_of(call, provider, request.subscription, TO_CONSUME)
         place = self._consumers[provider.name].find(definition, request.consumer)
         if place is None:
@@ -439,7 +440,7 @@ class Pulls:
         self._error: HeadraceError | None = None
         self._gaps: deque[GapRecord] = deque(maxlen=MAX_GAPS)
         self._something = asyncio.Event()
-        self._member.connected = self._member.attached = False
+        self._member.connected = self._member.attached = self._member.pipelined = False
         self._member.on_gone = self._end
         self._member.on_gap = self._gaps.append
 

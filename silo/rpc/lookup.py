@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ...streams.errors import DefinitionConflict, NotFound
 from ...streams.subscriptions import SubscriptionDefinition
@@ -13,13 +13,18 @@ from .guard import Call
 Providers = Mapping[str, Provider]
 """The silo's providers, by name."""
 
+TO_PUBLISH = (Permission.PUBLISH,)
 TO_CONSUME = (Permission.SUBSCRIBE,)
 TO_MANAGE = (Permission.MANAGE,)
 TO_KNOW = (Permission.SUBSCRIBE, Permission.MANAGE)
 
 
-def provider_of(providers: Providers, name: str) -> Provider:
-    """The provider that a request names, "" being "default". Raises NotFound."""
+def provider_of(call: Call, providers: Providers, name: str, permissions: Sequence[Permission]) -> Provider:
+    """The provider that a request names, "" being "default", for a caller with one of `permissions` somewhere.
+
+    Raises PermissionDenied where it has none, whether there is such a provider or not; NotFound.
+    """
+    call.principal.require_somewhere(*permissions)
     provider = providers.get(name or "default")
     if provider is None:
         raise NotFound(f"this silo has no provider {name or 'default'!r}: name one of its configuration")

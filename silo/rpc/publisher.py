@@ -21,7 +21,7 @@ from ..access import Permission
 from ..provider import Provider
 from .guard import Call, Kind, Method, details_of, parsed
 from .incoming import accepted
-from .lookup import Providers, provider_of
+from .lookup import TO_PUBLISH, Providers, provider_of
 
 SERVICE = "headrace.v1.PublisherService"
 MAX_PRODUCER = 128
@@ -81,8 +81,7 @@ class Publisher:
 
     async def producer(self, call: Call, message: bytes) -> bytes:
         request = parsed(pb.GetProducerRequest, message)
-        call.principal.require_somewhere(Permission.PUBLISH)
-        provider = provider_of(self._providers, request.provider)
+        provider = provider_of(call, self._providers, request.provider, TO_PUBLISH)
         number = await provider.adapter.last_sequence(_producer(request.producer, "producer"))
         return pb.GetProducerResponse(number=number).SerializeToString()
 
@@ -108,7 +107,7 @@ class Publisher:
     def _store(self, call: Call, provider: str, request: _R, batches: Sequence[EventBatch]) -> _Storing:
         for namespace in {batch.stream.namespace for batch in batches}:
             call.principal.require(Permission.PUBLISH, namespace)
-        found = provider_of(self._providers, provider)
+        found = provider_of(call, self._providers, provider, TO_PUBLISH)
         sequence = _sequence(request.sequence) if request.HasField("sequence") else None
         return _Storing(found, batches, found.publish_encoded(batches, sequence=sequence))
 

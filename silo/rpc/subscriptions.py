@@ -73,13 +73,13 @@ class SubscriptionService:
         definition = wire.definition_of(request.definition)
         if definition.filter is not None:
             raise InvalidArgument("definition.filter names a function in the silo, which sets it itself: leave it out")
-        provider = provider_of(self._providers, request.provider)
+        provider = provider_of(call, self._providers, request.provider, TO_KNOW)
         created = await create_subscription(call, provider, definition)
         return pb.CreateSubscriptionResponse(created=created).SerializeToString()
 
     async def get(self, call: Call, message: bytes) -> bytes:
         request = parsed(pb.GetSubscriptionRequest, message)
-        provider = provider_of(self._providers, request.provider)
+        provider = provider_of(call, self._providers, request.provider, TO_KNOW)
         definition = await subscription_of(call, provider, request.name, TO_KNOW)
         found = pb.Subscription(
             definition=wire.definition_message(definition),
@@ -91,7 +91,7 @@ class SubscriptionService:
 
     async def list(self, call: Call, message: bytes) -> bytes:
         request = parsed(pb.ListSubscriptionsRequest, message)
-        provider = provider_of(self._providers, request.provider)
+        provider = provider_of(call, self._providers, request.provider, TO_KNOW)
         definitions = [
             wire.definition_message(definition)
             for definition in await provider.store.subscriptions(provider.name)
@@ -101,7 +101,7 @@ class SubscriptionService:
 
     async def delete(self, call: Call, message: bytes) -> bytes:
         request = parsed(pb.DeleteSubscriptionRequest, message)
-        provider = provider_of(self._providers, request.provider)
+        provider = provider_of(call, self._providers, request.provider, TO_KNOW)
         permissions = TO_KNOW if request.name.startswith(EPHEMERAL) else TO_MANAGE
         await subscription_of(call, provider, request.name, permissions)
         await provider.delete_subscription(request.name)
@@ -112,7 +112,7 @@ class SubscriptionService:
     async def seek(self, call: Call, message: bytes) -> bytes:
         request = parsed(pb.SeekSubscriptionRequest, message)
         start = wire.start_of(request.to, "to")
-        provider = provider_of(self._providers, request.provider)
+        provider = provider_of(call, self._providers, request.provider, TO_MANAGE)
         definition = await subscription_of(call, provider, request.name, TO_MANAGE)
         for name in await _holders(provider, definition):
             await provider.seek(name, start, f"asked for by {call.principal}")
@@ -120,7 +120,7 @@ class SubscriptionService:
 
     async def await_caught_up(self, call: Call, message: bytes) -> bytes:
         request = parsed(pb.AwaitCaughtUpRequest, message)
-        provider = provider_of(self._providers, request.provider)
+        provider = provider_of(call, self._providers, request.provider, TO_KNOW)
         definition = await subscription_of(call, provider, request.name, TO_KNOW)
         ends = {queue: (await provider.adapter.bounds(queue)).next for queue in range(provider.queues)}
         for name in await _holders(provider, definition):
@@ -130,7 +130,7 @@ class SubscriptionService:
     async def resume(self, call: Call, message: bytes) -> bytes:
         request = parsed(pb.ResumeStreamRequest, message)
         stream = StreamId(request.namespace, request.key)
-        provider = provider_of(self._providers, request.provider)
+        provider = provider_of(call, self._providers, request.provider, TO_MANAGE)
         definition = await subscription_of(call, provider, request.name, TO_MANAGE)
         resumed = [await provider.resume(name, stream) for name in await _holders(provider, definition)]
         return pb.ResumeStreamResponse(resumed=any(resumed)).SerializeToString()
@@ -139,7 +139,7 @@ class SubscriptionService:
 
     async def dead_letters(self, call: Call, message: bytes) -> bytes:
         request = parsed(pb.ListDeadLettersRequest, message)
-        provider = provider_of(self._providers, request.provider)
+        provider = provider_of(call, self._providers, request.provider, TO_MANAGE)
         names = (
             await _names_of_letters(call, provider, request.subscription)
             if request.subscription
@@ -151,7 +151,7 @@ class SubscriptionService:
 
     async def redrive(self, call: Call, message: bytes) -> bytes:
         request = parsed(pb.RedriveDeadLettersRequest, message)
-        provider = provider_of(self._providers, request.provider)
+        provider = provider_of(call, self._providers, request.provider, TO_MANAGE)
         definition = await subscription_of(call, provider, request.subscription, TO_MANAGE)
         ids = _ids(request.ids) if request.ids else None
         counts = [
@@ -164,7 +164,7 @@ class SubscriptionService:
         request = parsed(pb.DeleteDeadLettersRequest, message)
         if request.all == bool(request.ids):
             raise InvalidArgument("say which dead letters to delete: ids, or all, and not both")
-        provider = provider_of(self._providers, request.provider)
+        provider = provider_of(call, self._providers, request.provider, TO_MANAGE)
         names = await _names_of_letters(call, provider, request.subscription)
         ids = None if request.all else _ids(request.ids)
         counts = [await provider.store.delete_dead_letters(provider.name, name, ids) for name in names]
@@ -172,7 +172,7 @@ class SubscriptionService:
 
     async def gaps(self, call: Call, message: bytes) -> bytes:
         request = parsed(pb.ListGapsRequest, message)
-        provider = provider_of(self._providers, request.provider)
+        provider = provider_of(call, self._providers, request.provider, TO_MANAGE)
         definition = await subscription_of(call, provider, request.subscription, TO_MANAGE)
         names = await _holders(provider, definition)
         gaps = [gap for name in names for gap in await provider.store.gaps(provider.name, name)]
