@@ -13,7 +13,7 @@ be; the answer depends on how it came about.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain, islice, pairwise
+from itertools import accumulate, chain, islice, pairwise
 
 from ..streams.errors import InvalidArgument
 
@@ -61,9 +61,13 @@ def _held(queues: int, names: Sequence[str], owners: Sequence[Mapping[int, str]]
 
 
 def _shares(queues: int, held: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, int]:
-    """How many queues each gets. The larger shares go to those who hold most: each of them keeps one more by it."""
+    """How many queues each gets. The larger shares go to those who hold too many: each of them keeps one more by it."""
     least, more = divmod(queues, len(held))
-    by_holding = sorted(held, key=lambda name: (*(-len(mine) for mine in held[name]), name))
+
+    def fits(name: str) -> list[bool]:
+        return [total <= least for total in accumulate(map(len, held[name]))]
+
+    by_holding = sorted(held, key=lambda name: (*fits(name), name))
     return {name: least + (place < more) for place, name in enumerate(by_holding)}
 
 

@@ -233,6 +233,18 @@ def test_what_lease_count_lent_stays_where_it_is_lent(placement: Placement):
     assert moved(lent, lease_count(gone)) == set()
 
 
+@few
+@given(placement=placements(with_list=False))
+def test_what_lease_count_lent_stays_lent_to_the_same_when_another_silo_goes(placement: Placement):
+    at_home = homes(lease_count, placement)
+    settled = placement._replace(owners=at_home, homes=at_home)
+    lent = lease_count(settled)
+    goer, *others = placement.members
+    fewer = settled._replace(members=others, away=[*placement.away, goer], owners=lent)
+    if others:
+        assert {lent[queue] for queue in moved(lent, lease_count(fewer))} <= {goer}
+
+
 # -- ring ------------------------------------------------------------------------------------------------------------
 
 
