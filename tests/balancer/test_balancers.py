@@ -67,7 +67,7 @@ def placements(draw: st.DrawFn, *, with_list: bool = True) -> Placement:
     silos = draw(st.permutations(NAMES))
     there, away, new = draw(st.integers(1, 6)), draw(st.integers(0, 3)), draw(st.integers(0, 2))
     queues = draw(st.lists(st.integers(0, 80), unique=True, max_size=40))
-    anybody = st.dictionaries(st.sampled_from(queues or [0]), st.sampled_from([*NAMES, "stranger"]))
+    anybody = st.dictionaries(st.sampled_from(queues or [0]), st.sampled_from([*silos[: there + away], "stranger"]))
     return Placement(
         members=silos[:there],
         queues=queues,
