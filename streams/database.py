@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import StaticPool
 
-from .errors import Closed, DataDirectoryError, HeadraceError, InvalidArgument, StorageError, StorageFull
+from .errors import Closed, DataDirectoryError, InvalidArgument, StorageError, StorageFull
 
 if TYPE_CHECKING:
     from .postgres import Deadline
@@ -145,6 +145,8 @@ class Database:
             yield
         except DataDirectoryError as error:
             raise DataDirectoryError(f"{self._where}: {error}") from None
+        except DataError as error:
+            raise InvalidArgument(f"{self._where}: the database refuses a value ({_line(error.orig)})") from error
         except DBAPIError as error:
             raise self._translate(error.orig) from error
         except sqlite3.Error as error:  # from a connect event
@@ -152,7 +154,7 @@ class Database:
         except SQLAlchemyError as error:
             raise StorageError(f"{self._where}: {error}") from error
 
-    def _translate(self, error: object) -> HeadraceError:
+    def _translate(self, error: object) -> StorageError:
         if isinstance(error, sqlite3.Error):
             return _translate_sqlite(error, self._where, self._timeout_s)
         return _translate_server(error, self._where)
@@ -240,14 +242,14 @@ _FORBIDDEN = {sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_P
 _REFUSED_WRITES = {sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_IOERR_TRUNCATE}
 
 
-def _translate_server(error: object, where: str) -> HeadraceError:
-    state: str = getattr(error, "sqlstate", None) or ""
-    reason = " ".join(str(error).split())
-    if state == "53100":
+def _translate_server(error: object, where: str) -> StorageError:
+    if getattr(error, "sqlstate", None) == "53100":
         return StorageFull(f"{where}: the database server has no space left; nothing was changed")
-    if state.startswith("22"):
-        return InvalidArgument(f"{where}: the database refuses a value ({reason})")
-    return StorageError(f"{where}: {reason}")
+    return StorageError(f"{where}: {_line(error)}")
+
+
+def _line(error: object) -> str:
+    return " ".join(str(error).split())
 
 
 def _translate_sqlite(error: sqlite3.Error, where: str, timeout_s: float) -> StorageError:

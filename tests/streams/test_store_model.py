@@ -184,8 +184,17 @@ class TwoStores(RuleBasedStateMachine):
 
 def test_two_stores_on_a_file_agree_with_the_model(tmp_path: Path):
     numbers = itertools.count()
-    run_state_machine_as_test(lambda: TwoStores(str(tmp_path / f"{next(numbers)}.db")), settings=STEPS)
+
+    class OnAFile(TwoStores):
+        def __init__(self) -> None:
+            super().__init__(str(tmp_path / f"{next(numbers)}.db"))
+
+    run_state_machine_as_test(OnAFile, settings=STEPS)
 
 
 def test_two_stores_on_a_server_agree_with_the_model(postgres_server: PostgresServer):
-    run_state_machine_as_test(lambda: TwoStores(new_schema(postgres_server)), settings=STEPS)
+    class OnAServer(TwoStores):
+        def __init__(self) -> None:
+            super().__init__(new_schema(postgres_server))
+
+    run_state_machine_as_test(OnAServer, settings=STEPS)
