@@ -149,12 +149,13 @@ class Principal:
                 f"narrow the selector, or use a token made with a wider --{permission.value}"
             )
 
-    def require_somewhere(self, permission: Permission) -> None:
-        """Raises PermissionDenied where no namespace at all is granted."""
-        if self._grant(permission) == _NOTHING:
+    def require_somewhere(self, *permissions: Permission) -> None:
+        """Raises PermissionDenied where none of `permissions` is granted on any namespace at all."""
+        if all(self._grant(one) == _NOTHING for one in permissions):
+            verbs = " or ".join(one.verb for one in permissions)
+            flags = " or ".join(f"--{one.value}" for one in permissions)
             raise PermissionDenied(
-                f"{self} may not {permission.verb} any namespace, as this needs: use a token made with "
-                f"--{permission.value}"
+                f"{self} may not {verbs} any namespace, as this needs: use a token made with {flags}"
             )
 
     def require_everywhere(self, permission: Permission) -> None:
