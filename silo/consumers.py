@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 from ..agents import Edge, Group, Member, MemberStatistics
-from ..streams.errors import Busy, Fenced, HeadraceError, InvalidArgument, NotSupported
+from ..streams.errors import Busy, Fenced, HeadraceError, InvalidArgument, LimitExceeded, NotSupported
 from ..streams.subscriptions import (
     CONSUMER_SEPARATOR,
     Checkpoint,
@@ -30,6 +30,8 @@ log = logging.getLogger("headrace.silo")
 TICK_S = 0.25
 KEEP_S = 5.0
 """How long a group without consumers is kept: one that comes back goes on from what is in the cache."""
+MAX_POSITIONS = 1000
+"""Consumers with a position of their own that a subscription with mode broadcast has, attached or not."""
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.5, 600.0
 
 
@@ -76,7 +78,7 @@ class Consumers:
         needs mode broadcast, the client keeps its position: it goes on from those, or from the subscription's start.
 
         Raises Busy where handlers or another process serve the subscription, or it has too many consumers;
-        InvalidArgument, NotSupported.
+        LimitExceeded where a consumer with mode broadcast would be one too many; InvalidArgument, NotSupported.
         """
         check_consumer(consumer)
         if definition.filter is not None:
@@ -90,6 +92,8 @@ class Consumers:
             )
         own = of_consumer(definition, consumer) if definition.mode is Mode.BROADCAST else definition
         async with self._locked(own.name):
+            if own is not definition:
+                await self._check_room(definition, own)
             group = await self._group(own, positions)
             return Place(group, group.join(consumer, self.timeout(timeout_s)))
 
@@ -111,6 +115,19 @@ class Consumers:
         await self._provider.serve(definition, group, start)
         self._groups[definition.name] = group
         return group
+
+    async def _check_room(self, definition: SubscriptionDefinition, own: SubscriptionDefinition) -> None:
+        """Every new id is another position to keep, and a group to serve: a client that makes up ids is stopped."""
+        if own.name in self._groups:
+            return
+        stored = [each.name for each in await self._provider.store.subscriptions(self._provider.name)]
+        prefix = f"{definition.name}{CONSUMER_SEPARATOR}"
+        names = {name for name in (*stored, *self._groups) if name.startswith(prefix)}
+        if own.name not in names and len(names) >= MAX_POSITIONS:
+            raise LimitExceeded(
+                f"subscription {definition.name!r} has positions of {MAX_POSITIONS:,} consumers already, which is the "
+                "limit with mode broadcast: let a consumer come back under the id that it had"
+            )
 
     async def _end(self, name: str, group: Group) -> None:
         """A consumer that keeps its position, or kept it until now, begins anew, from where it says."""
