@@ -7,10 +7,11 @@ import importlib
 import logging
 import sys
 import traceback
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,9 +20,13 @@ from ..streams.handlers import Declared, declared
 from .access import Authenticator, NoTokens, TokenBook
 from .config import SiloConfig, check
 from .http import Answer, serving
+from .limits import Usage
 from .metrics import Observed, render
 from .provider import DEFAULT_ADAPTER, Provider
 from .wording import counted
+
+if TYPE_CHECKING:  # they load gRPC
+    from .rpc.guard import Guard, Method
 
 log = logging.getLogger("headrace.silo")
 
@@ -37,6 +42,7 @@ class Silo:
         self.grpc_address: str | None = None
         """Where gRPC is served, as HOST:PORT, if anywhere."""
         self.stopping = False
+        self._usage: Callable[[], Usage] | None = None
 
     @classmethod
     @asynccontextmanager
@@ -121,8 +127,13 @@ class Silo:
             store = next(iter(self.providers.values())).store  # all providers of a data directory share one
             authenticator = await stack.enter_async_context(TokenBook.opened(store))
         methods = await stack.enter_async_context(services.opened(self))
+
+        def served(guard: Guard) -> Sequence[Method]:
+            self._usage = guard.usage
+            return methods(guard)
+
         return await stack.enter_async_context(
-            server.serving(self.config.grpc, authenticator, methods, drain_s=self.config.drain_s)
+            server.serving(self.config.grpc, authenticator, served, drain_s=self.config.drain_s)
         )
 
     # ---- what others see -------------------------------------------------------------------------------------------
@@ -136,7 +147,8 @@ class Silo:
             Observed(one.name, one.statistics(), [(await one.adapter.bounds(q)).next for q in range(one.queues)])
             for one in self.providers.values()
         ]
-        return Answer(render(observed), "text/plain; version=0.0.4; charset=utf-8")
+        usage = None if self._usage is None else self._usage()
+        return Answer(render(observed, usage), "text/plain; version=0.0.4; charset=utf-8")
 
     async def health(self) -> Answer:
         """200 while it serves and every queue can be read, else 503; the body says what is wrong."""

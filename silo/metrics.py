@@ -8,6 +8,7 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from .limits import Usage
 from .views import ProviderStatistics, QueueView, SubscriptionView
 
 _View = ProviderStatistics | QueueView | SubscriptionView
@@ -72,10 +73,18 @@ _SUBSCRIPTION: Sequence[Measure] = (
 )
 
 
-def render(observed: Sequence[Observed]) -> bytes:
-    """The text of /metrics."""
+_USAGE: Sequence[tuple[str, str]] = (
+    ("clients", "Clients that something is remembered of, idle ones included."),
+    ("connections", "Connections of clients with calls on them."),
+    ("calls", "Calls that are open; a stream is one."),
+    ("publish_bytes", "Bytes that are being published: received, and not yet stored."),
+)
+
+
+def render(observed: Sequence[Observed], usage: Usage | None = None) -> bytes:
+    """The text of /metrics. `usage` is that of gRPC, where it is served."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collector(observed))
+    registry.register(Collector(observed, usage))
     ProcessCollector(registry=registry)
     return generate_latest(registry)
 
@@ -83,8 +92,9 @@ def render(observed: Sequence[Observed]) -> bytes:
 class Collector:
     """Makes metric families of what was observed."""
 
-    def __init__(self, observed: Sequence[Observed]) -> None:
+    def __init__(self, observed: Sequence[Observed], usage: Usage | None) -> None:
         self._observed = observed
+        self._usage = usage
 
     def collect(self) -> Iterable[Metric]:
         """In the order of the tables above, then what concerns a subscription in a queue."""
@@ -101,6 +111,8 @@ class Collector:
         )
         yield self._states()
         yield self._lags()
+        if self._usage is not None:
+            yield from _used(self._usage)
 
     def _states(self) -> Metric:
         labels = ["provider", "queue", "state"]
@@ -120,6 +132,15 @@ class Collector:
                     labelled = [one.provider, cursor.subscription, str(queue.index)]
                     family.add_metric(labelled, max(tail - cursor.watermark, 0))
         return family
+
+
+def _used(usage: Usage) -> Iterable[Metric]:
+    for field, help_ in _USAGE:
+        yield GaugeMetricFamily(f"headrace_grpc_{field}", help_, value=getattr(usage, field))
+    refused = CounterMetricFamily("headrace_grpc_refused", "Refusals because of a limit.", labels=["limit"])
+    for limit, count in usage.refused.items():
+        refused.add_metric([limit], count)
+    yield refused
 
 
 def _families(

@@ -37,6 +37,7 @@ from ...streams.errors import HeadraceError, InvalidArgument, PayloadTooLarge, U
 from ..access import EVERYTHING, Authenticator, Principal
 from ..limits import Call as Usage
 from ..limits import Limits, client_of
+from ..limits import Usage as AllUsage
 
 log = logging.getLogger("headrace.silo")
 
@@ -193,6 +194,10 @@ class Guard:
     async def ended(self) -> None:
         """Return when no call is open, probes apart."""
         await self._none_open.wait()
+
+    def usage(self) -> AllUsage:
+        """What all clients use of it at present."""
+        return self._limits.usage()
 
     @property
     def open_calls(self) -> int:

@@ -10,13 +10,15 @@ from google.protobuf import empty_pb2
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
+from headrace.proto.v1 import publisher_pb2
 from headrace.silo.access import NoTokens
 from headrace.silo.config import GrpcConfig
+from headrace.silo.limits import ClientLimits
 from headrace.silo.rpc.guard import Call, Kind, Method
 from headrace.silo.rpc.server import serving
 from headrace.streams.errors import Busy, InvalidArgument
 from tests.certificates import Authority
-from tests.silo.rpc.calling import Caller, Refused, batch, connecting, offering, opened
+from tests.silo.rpc.calling import PUBLISH_STREAM, Caller, Refused, batch, connecting, offering, opened
 
 EMPTY = empty_pb2.Empty()
 HEALTH = "grpc.health.v1.Health"
@@ -289,3 +291,23 @@ async def test_a_silo_stops_while_callers_are_connected(tmp_path: Path):
         for end in (stream, watch):
             with pytest.raises(Refused, match=r"UNAVAILABLE \(unavailable\): the silo stops"):
                 await end.read(empty_pb2.Empty)
+
+
+async def test_what_clients_use_and_what_was_refused_is_measured(tmp_path: Path):
+    limits = ClientLimits(requests_per_s=0.001, burst=2)
+    async with opened(tmp_path, limits=limits) as silo, connecting(silo.grpc_address or "") as caller:
+        stream = caller.stream(PUBLISH_STREAM)
+        await stream.write(publisher_pb2.PublishStreamRequest(batches=[batch("n/k", b"x")]))
+        await stream.read(publisher_pb2.PublishStreamResponse)
+        with pytest.raises(Refused, match="RESOURCE_EXHAUSTED"):
+            await caller.publish(batch("n/k", b"x"))
+        text = (await silo.metrics()).body.decode()
+        for line in (
+            "clients 1.0",
+            "connections 1.0",
+            "calls 1.0",
+            "publish_bytes 0.0",
+            'refused_total{limit="requests_per_s"} 1.0',
+        ):
+            assert f"\nheadrace_grpc_{line}\n" in text
+        stream.cancel()
