@@ -82,6 +82,15 @@ class Mode(enum.Enum):
     BROADCAST = "broadcast"
     """Every consumer gets everything, each with a position of its own."""
 
+    @classmethod
+    def of(cls, given: Mode | str) -> Mode:
+        """A mode, or its text. Raises InvalidArgument."""
+        try:
+            return cls(given)
+        except ValueError:
+            names = ", ".join(repr(mode.value) for mode in cls)
+            raise InvalidArgument(f"{given!r} is no mode of a subscription: it is one of {names}") from None
+
 
 class OnFailure(enum.Enum):
     """What happens to an event when the retry policy is exhausted."""

@@ -508,7 +508,7 @@ class Consuming(Management):
         retry: RetryPolicy | None = None,
         on_failure: OnFailure = OnFailure.DEAD_LETTER,
         slow_consumer: SlowConsumer | None = None,
-        mode: Mode = Mode.SHARED,
+        mode: Mode | str = Mode.SHARED,
         concurrency: int = 100,
         consumer: str = "",
         max_events: int = MAX_EVENTS,
@@ -548,6 +548,7 @@ class Consuming(Management):
                 f"subscription {name!r}: a filter is a function, and runs only in the silo with its handler: let the "
                 "handler here pass over what it does not want"
             )
+        mode = Mode.of(mode)
         given = {"start": start, "retry": retry, "slow_consumer": slow_consumer}
         definition = None
         if selector is not None:
@@ -654,6 +655,9 @@ class Pulled(Sequence[ReceivedBatch]):
         self._session.open()
         self._session.receive(delivered, 0)
         self._batches = list(iter(self._session.take, None))
+
+    def __repr__(self) -> str:
+        return f"Pulled({self.name!r}, {self.consumer!r}, {self._batches!r})"
 
     def __len__(self) -> int:
         return len(self._batches)

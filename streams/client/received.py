@@ -100,6 +100,12 @@ class ReceivedBatch(EventBatch):
         self.doom: tuple[int | None, str, timedelta | None] | None = None
         """To be rejected when it comes again: an event or all, why, and when it is to come."""
 
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.stream!s}, queue={self.queue}, offset={self.offset}, count={self.count}, "
+            f"attempt={self.attempt})"
+        )
+
     def ack(self, event: Event | SequenceToken | None = None) -> Awaitable[None]:
         """This event is done, or all of them. Raises InvalidArgument for an event of another batch."""
         if event is None:

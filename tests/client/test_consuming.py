@@ -333,6 +333,25 @@ async def test_a_batch_that_is_larger_than_the_credit_comes_in_parts(client: Cli
 # ---- modes -----------------------------------------------------------------------------------------------------------
 
 
+async def test_a_mode_may_be_text(client: Client):
+    async with client.subscribe("s", "n/*", mode="bound") as consumer:
+        assert consumer.definition is not None
+        assert consumer.definition.mode is Mode.BOUND
+    with pytest.raises(
+        InvalidArgument, match=r"^'boud' is no mode of a subscription: it is one of 'shared', 'bound', "
+    ):
+        client.subscribe("t", "n/*", mode="boud")
+
+
+async def test_a_batch_says_what_it_is(client: Client):
+    async with client.subscribe("s", "n/*") as consumer:
+        await client.stream("n", "k").publish([b"1", b"2"])
+        batch = await anext(consumer)
+        queue = batch.queue
+        assert repr(batch) == f"ReceivedBatch(n/k, queue={queue}, offset={batch.offset}, count=2, attempt=1)"
+        await batch.ack()
+
+
 async def test_mode_shared_gives_each_event_to_one_consumer(client: Client):
     await publish(client, "abcdefgh", 30)
     seen: dict[str, list[tuple[str, int]]] = {"one": [], "two": []}
@@ -556,6 +575,7 @@ async def test_batches_are_pulled_and_acknowledged_in_calls_of_their_own(client:
     await pulled[0].ack()
     await pulled[1].nack("again", delay=timedelta())
     assert await client.acknowledge(pulled) == 0
+    assert repr(pulled).startswith("Pulled('s', 'me', [Received")
     again = await client.pull("s", "me", wait_s=5)
     assert numbers(again) == [1, 2, 3, 4]
     for batch in again:
