@@ -156,7 +156,7 @@ async def test_two_that_wait_for_each_other_both_get_through(server: PostgresSer
     async with connected(postgres_url) as one, connected(postgres_url) as two:
         await asyncio.gather(one.write(both, 1, 2), two.write(both, 2, 1))
         assert await one.write(add, 1) == await two.write(add, 2) == 3
-    assert len(tries) == 3
+    assert len(tries) > 2
 
 
 async def test_all_that_is_read_in_one_call_is_of_one_moment(postgres_url: str):
