@@ -148,7 +148,8 @@ class Silo:
             for one in self.providers.values()
         ]
         usage = None if self._usage is None else self._usage()
-        return Answer(render(observed, usage), "text/plain; version=0.0.4; charset=utf-8")
+        text = await asyncio.to_thread(render, observed, usage)  # it reads files of /proc
+        return Answer(text, "text/plain; version=0.0.4; charset=utf-8")
 
     async def health(self) -> Answer:
         """200 while it serves and every queue can be read, else 503; the body says what is wrong."""
