@@ -378,6 +378,7 @@ async def test_a_store_of_the_first_version_is_brought_up_to_date_with_all_that_
             await store.delete_token("a")
             me = await store.cluster().join("a", "x", ["default"])
             assert len(await store.cluster().acquire(me, [("default", 0)], 15)) == 1
+            await store.cluster().leave(me)
     async with opened(tmp_path / "new.db"):
         pass
     assert tables(path) == tables(tmp_path / "new.db")
