@@ -3,6 +3,9 @@
 It turns subscriptions into deliveries, saves their checkpoints (one transaction a second for all of them), records dead
 letters and gaps, and lets the queue technology delete what everybody has finished. Every write carries the
 subscription's epoch, so that an owner that was superseded is refused.
+
+In a cluster it serves the queues of which the silo has leases (`gain`, `lose`, `cut`: it is the `QueueOwner` of
+`headrace.balancer`), and every write carries the epochs of those, too.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from ..streams.errors import Busy, Closed, Fenced, HeadraceError, InvalidArgumen
 from ..streams.events import Event
 from ..streams.handlers import EventFilter, Handler
 from ..streams.identity import SequenceToken, StreamId
-from ..streams.store import Attachment, ControlStore
+from ..streams.store import Attachment, ControlStore, Refused
 from ..streams.subscriptions import Checkpoint, DeadLetter, GapRecord, SubscriptionDefinition
 from .agent import AgentStatistics, CacheLimits, PullingAgent
 from .delivery import Delivery, FailureSink, described
@@ -144,8 +147,13 @@ class PullingManager:
         limits: CacheLimits,
         *,
         detach_after_s: float,
+        leased: bool = False,
     ) -> None:
+        """With `leased`, a queue is read while it has a lease: from `gain` to `lose` or `cut`."""
         self.provider = provider
+        self.queues = queues
+        self.leases: dict[int, int] | None = {} if leased else None
+        """Epoch by queue; None where all queues are this process's."""
         self.served: dict[str, Served] = {}
         self._adapter = adapter
         self._store = store
@@ -162,6 +170,7 @@ class PullingManager:
         self._tasks: list[asyncio.Task[None]] = []
         self._redriving: dict[int, tuple[str, asyncio.Task[None]]] = {}
         self._telling: set[asyncio.Task[None]] = set()
+        self._cutting: set[asyncio.Task[Any]] = set()
         self._acknowledged: dict[int, int] = {}
         self.on_fenced: Callable[[str], None] = lambda _: None
         """Called with the name of a subscription that was taken over elsewhere, once nothing of it runs here."""
@@ -188,7 +197,7 @@ class PullingManager:
         failures = [
             end for end in await asyncio.gather(*ends, return_exceptions=True) if isinstance(end, BaseException)
         ]
-        await asyncio.gather(*(agent.aclose() for agent in self.agents))
+        await asyncio.gather(*(agent.aclose() for agent in self.agents), *self._cutting)
         await self._save_gaps()
         if failures:
             raise failures[0]
@@ -201,12 +210,16 @@ class PullingManager:
         """Deliver a subscription that exists in the store from its checkpoints on, or from `start` one that is not
         stored. Raises Busy where it is served here already, NotFound where it does not exist."""
         self._check_unserved(definition.name)
-        if service.stored:
-            attachment = await self._store.attach(self.provider, definition.name)
-        else:
-            attachment = Attachment(0, start or {})
-        self._check_unserved(definition.name)
-        self._deliver(definition, service, attachment)
+        async with self._changing:  # where a queue comes meanwhile, its checkpoints are read when it is here
+            if service.stored:
+                attachment = await self._attachment(definition.name)
+            else:
+                attachment = Attachment(0, start or {})
+            self._check_unserved(definition.name)
+            self._deliver(definition, service, attachment)
+
+    async def _attachment(self, name: str) -> Attachment:
+        return await self._store.attach(self.provider, name, exclusive=self.leases is None)
 
     def _check_unserved(self, name: str) -> None:
         if name in self.served:
@@ -216,8 +229,11 @@ class PullingManager:
         served = Served(definition, attachment.epoch, service, {}, dict(attachment.checkpoints))
         self.served[definition.name] = served
         for queue, checkpoint in attachment.checkpoints.items():
-            if queue not in self.stopped:
+            if self._reads(queue):
                 self._attach(served, queue, checkpoint)
+
+    def _reads(self, queue: int) -> bool:
+        return queue not in self.stopped and (self.leases is None or queue in self.leases)
 
     def _attach(self, served: Served, queue: int, checkpoint: Checkpoint) -> None:
         delivery = served.deliveries[queue] = served.service.deliver(
@@ -236,7 +252,7 @@ class PullingManager:
             if served.service.stored:
                 async with self._saving:
                     await self._store.seek(self.provider, name, positions, reason)
-                    attachment = await self._store.attach(self.provider, name)
+                    attachment = await self._attachment(name)
             else:
                 attachment = Attachment(served.epoch, {**attachment.checkpoints, **positions})
         finally:
@@ -280,7 +296,10 @@ class PullingManager:
 
     async def _save_last(self, served: Served, final: Mapping[int, Checkpoint]) -> bool:
         name = served.definition.name
-        if await self._store.save_checkpoints(self.provider, [(name, served.epoch, final)]):
+        refused = await self._store.save_checkpoints(self.provider, [(name, served.epoch, final)], self.leases)
+        if refused.queues:
+            log.warning("subscription %s: queues %s have another owner by now", name, sorted(refused.queues))
+        if refused.subscriptions:
             log.warning("subscription %s was taken over: its last checkpoint is not saved", name)
             return False
         served.saved.update(final)
@@ -323,13 +342,49 @@ class PullingManager:
         async with self._changing:
             for queue in self.stopped.intersection(queues):
                 self.stopped.discard(queue)
-                for name, served in self.served.items():
-                    if queue in served.saved and name not in self.agents[queue].deliveries:
-                        self._attach(served, queue, served.saved[queue])
+                self._attach_all(queue)
+
+    def _attach_all(self, queue: int) -> None:
+        for name, served in self.served.items():
+            if self._reads(queue) and queue in served.saved and name not in self.agents[queue].deliveries:
+                self._attach(served, queue, served.saved[queue])
 
     async def _agents_settled(self) -> None:
         async with self._changing:
             pass
+
+    # ---- leases come and go (`QueueOwner`) -------------------------------------------------------------------------
+
+    async def gain(self, queue: int, epoch: int) -> None:
+        """The lease of a queue is here: serve it from where its checkpoints are now."""
+        assert self.leases is not None
+        async with self._changing:
+            await asyncio.gather(*self._cutting, return_exceptions=True)
+            for name, served in list(self.served.items()):
+                if served.service.stored:
+                    stored = await self._store.checkpoints(self.provider, name)
+                    served.saved.update({queue: stored[queue]} if queue in stored else {})
+            self.leases[queue] = epoch
+            self._attach_all(queue)
+
+    async def lose(self, queue: int, drain_s: float) -> None:
+        """The lease is to be given back: what is in flight ends within `drain_s` seconds, and exactly what is done is
+        saved. Where that fails it raises, and may be called again."""
+        assert self.leases is not None
+        async with self._changing:
+            done = await self._stop_agent(queue, drain_s)
+            await self._save_stopped({queue: done})
+            self.leases.pop(queue, None)
+
+    def cut(self, queue: int) -> None:
+        """The lease is over: stop at once, and save nothing."""
+        assert self.leases is not None
+        self.leases.pop(queue, None)
+        for served in self.served.values():
+            served.deliveries.pop(queue, None)
+        closing = asyncio.create_task(self._stop_agent(queue, 0.0), name=f"headrace cut {self.provider}/{queue}")
+        self._cutting.add(closing)
+        closing.add_done_callback(self._cutting.discard)
 
     def _agent(self, queue: int) -> PullingAgent:
         return PullingAgent(
@@ -349,14 +404,16 @@ class PullingManager:
             saved = [(name, served.service.saving()) for name, served in self.served.items()]
             await self._save_gaps()  # after progress was read: who crashes in between would never know of them
             rows = [(served.definition.name, served.epoch, changed) for served, changed in progress]
-            stale: Sequence[str] = (
-                (await self._store.save_checkpoints(self.provider, rows)).subscriptions if rows else []
-            )
+            refused = await self._store.save_checkpoints(self.provider, rows, self.leases) if rows else Refused()
+            stale = refused.subscriptions
             for served, changed in progress:
                 if served.definition.name not in stale:
-                    served.saved.update(changed)
+                    served.saved.update({q: at for q, at in changed.items() if q not in refused.queues})
+        for queue in refused.queues.intersection(self.leases or ()):
+            log.warning("queue %d of %s has another owner by now: it is not served here any more", queue, self.provider)
+            self.cut(queue)
         for name, confirm in saved:
-            if name not in stale:
+            if name not in stale and not refused.queues:
                 confirm()
         for name in stale:
             self._tell_fenced(name)
@@ -372,10 +429,24 @@ class PullingManager:
         served = self.served.pop(name, None)
         if served is None:
             return
-        log.error("subscription %s was moved, deleted or taken over elsewhere: this process stops serving it", name)
         await self._detach(served, 0.0)
+        if self.leases is not None and await self._attached_again(served):
+            return
+        log.error("subscription %s was moved, deleted or taken over elsewhere: this process stops serving it", name)
         self.on_fenced(name)
         await served.service.fenced(Fenced(f"subscription {name!r} was moved, deleted or taken over elsewhere"))
+
+    async def _attached_again(self, served: Served) -> bool:
+        """In a cluster, another silo may have moved it: go on from there. False where it was deleted."""
+        name = served.definition.name
+        async with self._changing:
+            try:
+                attachment = await self._attachment(name)
+            except NotFound:
+                return False
+            log.info("subscription %s was moved: going on from where it is now", name)
+            self._deliver(served.definition, served.service, attachment)
+        return True
 
     async def _acknowledge(self) -> None:
         """Tell queues that cannot rewind what nobody needs any more. What is served here counts as it is now: such a
@@ -422,7 +493,7 @@ class PullingManager:
 
     async def dead_letter(self, delivery: Delivery, events: Sequence[Event], reason: str, attempts: int) -> None:
         letters = [_letter(self.provider, delivery, event, reason, attempts) for event in events]
-        await self._store.add_dead_letters(letters, delivery.epoch or None)
+        await self._store.add_dead_letters(letters, delivery.epoch or None, self.leases)
 
     async def skipped(self, delivery: Delivery, events: Sequence[Event], reason: str) -> None:
         records = [
@@ -430,7 +501,7 @@ class PullingManager:
             for e in events
             if e.token is not None
         ]
-        await self._store.add_gaps(records)
+        await self._store.add_gaps(records, self.leases)
 
     # ---- dead letters once more ------------------------------------------------------------------------------------
 

@@ -63,9 +63,9 @@ class Attachment(NamedTuple):
 class Refused(NamedTuple):
     """What `save_checkpoints` did not write. False where it wrote everything."""
 
-    subscriptions: Sequence[str]
+    subscriptions: Sequence[str] = ()
     """Those whose epoch is no longer the subscription's, or that are gone."""
-    queues: frozenset[int]
+    queues: frozenset[int] = frozenset()
     """Those whose lease somebody else has by now, or nobody."""
 
     def __bool__(self) -> bool:
