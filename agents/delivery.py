@@ -92,6 +92,13 @@ class Failure(NamedTuple):
     """When the consumer wants it again; None: as the retry policy says."""
 
 
+class Term(Protocol):
+    """How long a queue's lease lasts."""
+
+    until: float
+    """Loop time. Whoever holds the lease moves it on."""
+
+
 class Delivery(ABC):
     """The actor (subscription, queue). All methods are called on the loop; nothing here blocks."""
 
@@ -103,6 +110,7 @@ class Delivery(ABC):
         sink: FailureSink,
         *,
         epoch: int = 0,
+        term: Term | None = None,
         rewindable: bool = True,
         rng: random.Random | None = None,
     ) -> None:
@@ -122,6 +130,7 @@ class Delivery(ABC):
         }
         self._selects = definition.selector.matcher()
         self._sink = sink
+        self._term = term
         self._rewindable = rewindable
         self._rng = rng or random.Random()  # noqa: S311 (jitter)
         self._loop = asyncio.get_running_loop()
@@ -148,6 +157,11 @@ class Delivery(ABC):
     async def stop(self, drain_s: float) -> None:
         """Start nothing more; let what is in flight end within `drain_s` seconds, then take it back. Where this is
         cancelled, it is taken back, too."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing may be handed out any more: it stops, or the queue's lease is over, whoever knows of it."""
+        return self._stopping or (self._term is not None and self._loop.time() >= self._term.until)
 
     def _start_nothing(self) -> None:
         """From now on: nothing is handed out, and nothing tried again."""

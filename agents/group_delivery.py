@@ -77,6 +77,8 @@ class GroupDelivery(Delivery):
         """Hand parcels to members in turn, until nothing is ready, nobody can take more, or the time is up. Whether
         it could go on."""
         ready, group = self._ready, self.group
+        if self.over:
+            return False
         if self._growing and not self._grow_some(ends):
             return True
         share = group.share(len(ready))

@@ -88,7 +88,7 @@ class HandlerDelivery(Delivery):
         turn_ends = monotonic() + TURN_S
         if len(ready) > 1:
             self._wake()
-        while ready and not self._stopping:
+        while ready and not self.over:
             cursor = ready.popleft()
             if cursor.state is not READY:
                 continue

@@ -25,7 +25,7 @@ from ..streams.identity import SequenceToken, StreamId
 from ..streams.store import Attachment, ControlStore, Refused
 from ..streams.subscriptions import Checkpoint, DeadLetter, GapRecord, SubscriptionDefinition
 from .agent import AgentStatistics, CacheLimits, PullingAgent
-from .delivery import Delivery, FailureSink, described
+from .delivery import Delivery, FailureSink, Term, described
 from .handling import HandlerDelivery
 
 log = logging.getLogger("headrace.agents")
@@ -55,6 +55,7 @@ class Service(Protocol):
         sink: FailureSink,
         *,
         epoch: int,
+        term: Term | None,
         rewindable: bool,
     ) -> Delivery:
         """A delivery for one queue, from the checkpoint on."""
@@ -171,6 +172,8 @@ class PullingManager:
         self._redriving: dict[int, tuple[str, asyncio.Task[None]]] = {}
         self._telling: set[asyncio.Task[None]] = set()
         self._cutting: set[asyncio.Task[Any]] = set()
+        self._terms: dict[int, Term] = {}
+        """Of the leases, by queue."""
         self._acknowledged: dict[int, int] = {}
         self.on_fenced: Callable[[str], None] = lambda _: None
         """Called with the name of a subscription that was taken over elsewhere, once nothing of it runs here."""
@@ -237,8 +240,9 @@ class PullingManager:
 
     def _attach(self, served: Served, queue: int, checkpoint: Checkpoint) -> None:
         delivery = served.deliveries[queue] = served.service.deliver(
-            served.definition, queue, checkpoint, self, epoch=served.epoch, rewindable=self._rewindable
-        )
+            served.definition, queue, checkpoint, self,
+            epoch=served.epoch, term=self._terms.get(queue), rewindable=self._rewindable,
+        )  # fmt: skip
         self.agents[queue].attach(delivery)
 
     async def move(self, name: str, positions: Mapping[int, Checkpoint], reason: str, drain_s: float) -> None:
@@ -355,8 +359,8 @@ class PullingManager:
 
     # ---- leases come and go (`QueueOwner`) -------------------------------------------------------------------------
 
-    async def gain(self, queue: int, epoch: int) -> None:
-        """The lease of a queue is here: serve it from where its checkpoints are now."""
+    async def gain(self, queue: int, epoch: int, term: Term) -> None:
+        """The lease of a queue is here: serve it from where its checkpoints are now, as long as its term lasts."""
         assert self.leases is not None
         async with self._changing:
             await asyncio.gather(*self._cutting, return_exceptions=True)
@@ -364,7 +368,7 @@ class PullingManager:
                 if served.service.stored:
                     stored = await self._store.checkpoints(self.provider, name)
                     served.saved.update({queue: stored[queue]} if queue in stored else {})
-            self.leases[queue] = epoch
+            self.leases[queue], self._terms[queue] = epoch, term
             self._attach_all(queue)
 
     async def lose(self, queue: int, drain_s: float) -> None:

@@ -84,13 +84,20 @@ class LeaseStore(Protocol):
     async def suspect(self, me: SiloRecord, suspect: SiloRecord, dead_after_s: float) -> bool: ...
 
 
+class Term(Protocol):
+    """How long a lease lasts, by this process's clock."""
+
+    until: float
+    """Loop time. It moves on as the lease is renewed."""
+
+
 class QueueOwner(Protocol):
     """Who serves the queues of one provider in this process."""
 
     queues: int
 
-    async def gain(self, queue: int, epoch: int) -> None:
-        """Serve a queue from where its checkpoints are now. What it raises is tried again."""
+    async def gain(self, queue: int, epoch: int, term: Term) -> None:
+        """Serve a queue from where its checkpoints are now, while its term lasts. What it raises is tried again."""
         ...
 
     async def lose(self, queue: int, drain_s: float) -> None:
@@ -321,7 +328,7 @@ class Membership:
 
     async def _started(self, held: Held) -> None:
         lease = held.lease
-        await self._owners[lease.provider].gain(lease.queue, lease.epoch)
+        await self._owners[lease.provider].gain(lease.queue, lease.epoch, held)
         held.started = True
         log.info("silo %s serves queue %d of %s, epoch %d", self.name, lease.queue, lease.provider, lease.epoch)
 
