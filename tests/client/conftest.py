@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.client.silos import SiloProcess
-from tests.silo.conftest import headrace, start
+from tests.silo.conftest import forking, headrace, start
 
-__all__ = ("headrace", "start")
+__all__ = ("forking", "headrace", "start")
 
 Silos = Callable[..., SiloProcess]
 

@@ -7,23 +7,23 @@ from pathlib import Path
 import pytest
 
 from tests.silo.commandline import ENVIRONMENT, SCRIPT, Headrace, Ran, Start
+from tests.silo.forking import Forking
+
+
+@pytest.fixture(scope="session")
+def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forking]:
+    made = Forking(tmp_path_factory.mktemp("f"))
+    yield made
+    made.close()
 
 
 @pytest.fixture
-def headrace(tmp_path: Path) -> Headrace:
+def headrace(tmp_path: Path, forking: Forking) -> Headrace:
     """Run `headrace` in `tmp_path` to its end."""
 
     def run(*arguments: object, stdin: bytes = b"", **environment: str) -> Ran:
-        done = subprocess.run(
-            [SCRIPT, *map(str, arguments)],
-            input=stdin,
-            capture_output=True,
-            cwd=tmp_path,
-            env=ENVIRONMENT | environment,
-            timeout=100,
-            check=False,
-        )
-        return Ran(done.returncode, done.stdout.decode(), done.stderr.decode())
+        code, out, err = forking.run(list(map(str, arguments)), stdin, tmp_path, ENVIRONMENT | environment, 100)
+        return Ran(code, out.decode(), err.decode())
 
     return run
 
