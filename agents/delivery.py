@@ -163,7 +163,7 @@ class Delivery(ABC):
         """Whether nothing may be handed out any more: it stops, or the queue's lease is over, whoever knows of it."""
         return self._stopping or (self._term is not None and self._loop.time() >= self._term.until)
 
-    def _start_nothing(self) -> None:
+    def halt(self) -> None:
         """From now on: nothing is handed out, and nothing tried again."""
         self._stopping = True
         self._notify()

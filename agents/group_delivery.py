@@ -589,7 +589,7 @@ class GroupDelivery(Delivery):
         return all(cursor.state is State.PAUSED for cursor in self.cursors.values())
 
     async def stop(self, drain_s: float) -> None:
-        self._start_nothing()
+        self.halt()
         self.group.edge.forget(self._actor)
         self.group.tell_somebody()
         try:

@@ -122,7 +122,7 @@ class HandlerDelivery(Delivery):
 
     async def _raised(self, cursor: StreamCursor, batch: EventBatch, error: BaseException) -> None:
         cancelled = isinstance(error, asyncio.CancelledError)
-        if (cancelled and self._stopping) or isinstance(error, PROCESS_ENDS) or not self._loop.is_running():
+        if (cancelled and self.over) or isinstance(error, PROCESS_ENDS) or not self._loop.is_running():
             cursor.state = READY  # at its token it goes on some other time
             raise error
         end = batch.count if self._handler.on_batch else cursor.index + 1
@@ -134,9 +134,9 @@ class HandlerDelivery(Delivery):
     async def _handle_events(self, cursor: StreamCursor, batch: EventBatch) -> None:
         on_event = self._handler.on_event
         assert on_event is not None
-        start = cursor.index
+        start, leased = cursor.index, self._term is not None
         for index, event in enumerate(batch.events(start), start):
-            if self._stopping:
+            if self._stopping or (leased and self.over):
                 raise asyncio.CancelledError
             if cursor.done is not None and cursor.is_done(index):
                 continue
@@ -213,7 +213,7 @@ class HandlerDelivery(Delivery):
     async def stop(self, drain_s: float) -> None:
         """Start nothing more; let the events that are handled now end within `drain_s` seconds, then cancel their
         handlers. Where this is cancelled, they are too, and it does not wait for them."""
-        self._start_nothing()
+        self.halt()
         late = set(self._workers)
         try:
             if late:

@@ -385,7 +385,8 @@ class PullingManager:
         assert self.leases is not None
         self.leases.pop(queue, None)
         for served in self.served.values():
-            served.deliveries.pop(queue, None)
+            if (delivery := served.deliveries.pop(queue, None)) is not None:
+                delivery.halt()
         closing = asyncio.create_task(self._stop_agent(queue, 0.0), name=f"headrace cut {self.provider}/{queue}")
         self._cutting.add(closing)
         closing.add_done_callback(self._cutting.discard)
