@@ -67,6 +67,22 @@ class Consumers:
             ticking.cancel()
             await asyncio.gather(ticking, return_exceptions=True)
 
+    def check(
+        self, definition: SubscriptionDefinition, consumer: str, timeout_s: float, *, keeps_positions: bool
+    ) -> None:
+        """What `join` refuses whatever is stored. Raises InvalidArgument, NotSupported."""
+        self.timeout(timeout_s)
+        check_consumer(consumer)
+        if definition.filter is not None:
+            raise NotSupported(
+                f"subscription {definition.name!r} has a filter, which only a handler in the silo applies"
+            )
+        if keeps_positions and definition.mode is not Mode.BROADCAST:
+            raise InvalidArgument(
+                f"subscription {definition.name!r} has mode {definition.mode.value}: only with mode broadcast a "
+                "consumer can keep its position itself"
+            )
+
     async def join(
         self,
         definition: SubscriptionDefinition,
@@ -80,16 +96,7 @@ class Consumers:
         Raises Busy where handlers or another process serve the subscription, or it has too many consumers;
         LimitExceeded where a consumer with mode broadcast would be one too many; InvalidArgument, NotSupported.
         """
-        check_consumer(consumer)
-        if definition.filter is not None:
-            raise NotSupported(
-                f"subscription {definition.name!r} has a filter, which only a handler in the silo applies"
-            )
-        if positions is not None and definition.mode is not Mode.BROADCAST:
-            raise InvalidArgument(
-                f"subscription {definition.name!r} has mode {definition.mode.value}: only with mode broadcast a "
-                "consumer can keep its position itself"
-            )
+        self.check(definition, consumer, timeout_s, keeps_positions=positions is not None)
         own = of_consumer(definition, consumer) if definition.mode is Mode.BROADCAST else definition
         async with self._locked(own.name):
             if own is not definition:

@@ -84,23 +84,23 @@ class ConsumerService:
         await session.run(request)
 
     async def _open(self, call: Call, request: pb.Open) -> Opening:
+        """Whoever is refused has created nothing."""
         provider = provider_of(call, self._providers, request.provider, TO_CONSUME)
         definition = await self._definition(call, provider, request)
-        if not request.consumer and definition.mode is Mode.BROADCAST and not request.keeps_positions:
-            raise InvalidArgument(
-                f"subscription {definition.name!r} has mode broadcast, which keeps a position under each consumer's "
-                "id: name one, or let the consumer keep its positions"
-            )
-        consumer = request.consumer or f"c-{uuid.uuid4().hex[:16]}"
+        consumers, consumer = self._consumers[provider.name], _consumer(request, definition)
+        timeout_s = request.session_timeout_ms / 1000
+        consumers.check(definition, consumer, timeout_s, keeps_positions=request.keeps_positions)
         positions = _positions(request, provider, definition)
         gaps = [] if positions is None else await _step_back(positions, provider, definition)
-        consumers = self._consumers[provider.name]
-        place = await consumers.join(definition, consumer, request.session_timeout_ms / 1000, positions)
+        if request.HasField("definition"):
+            await create_subscription(call, provider, definition)
+        place = await consumers.join(definition, consumer, timeout_s, positions)
         place.member.pipelined = request.pipelined
         moves = await provider.moves(place.group.definition.name)
         return Opening(provider, consumers, definition, place, gaps, moves)
 
     async def _definition(self, call: Call, provider: Provider, request: pb.Open) -> SubscriptionDefinition:
+        """The one that the request has, which may have to be created, or that of the subscription it names."""
         if not request.HasField("definition"):
             return await subscription_of(call, provider, request.subscription, TO_CONSUME)
         definition = wire.definition_of(request.definition)
@@ -110,7 +110,6 @@ class ConsumerService:
             )
         # Both may be needed: to subscribe is needed to consume, whoever may create it.
         call.principal.require_selector(TO_CONSUME[0], definition.selector.pattern)
-        await create_subscription(call, provider, definition)
         return definition
 
     # ---- Pull and Acknowledge --------------------------------------------------------------------------------------
@@ -186,6 +185,16 @@ def _reject(place: Place, each: pb.Rejection) -> bool:
 
 def _refusal(each: pb.Acknowledgement | pb.Rejection) -> pb.Refusal:
     return pb.Refusal(queue=each.queue, offset=each.offset, index=each.index)
+
+
+def _consumer(request: pb.Open, definition: SubscriptionDefinition) -> str:
+    """The consumer's id, or one that is made for it."""
+    if not request.consumer and definition.mode is Mode.BROADCAST and not request.keeps_positions:
+        raise InvalidArgument(
+            f"subscription {definition.name!r} has mode broadcast, which keeps a position under each consumer's "
+            "id: name one, or let the consumer keep its positions"
+        )
+    return request.consumer or f"c-{uuid.uuid4().hex[:16]}"
 
 
 def _positions(

@@ -144,6 +144,25 @@ async def test_what_cannot_be_opened_is_refused(caller: Caller, fields: Any, sta
     assert says in refused.value.details
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"definition": defined("new", mode=BROADCAST)},
+        {"definition": defined("new"), "keeps_positions": True},
+        {"definition": defined("new"), "positions": [pb.Position()]},
+        {"definition": defined("new", mode=BROADCAST), "keeps_positions": True, "positions": [pb.Position(queue=9)]},
+        {"definition": defined("new"), "consumer": "a b"},
+        {"definition": defined("new"), "session_timeout_ms": 499},
+        {"definition": defined("new", filter="m:f")},
+    ],
+)
+async def test_who_is_refused_has_created_nothing(caller: Caller, fields: Any) -> None:
+    with pytest.raises(Refused):
+        await begin(caller, **fields)
+    with pytest.raises(Refused, match="NOT_FOUND"):
+        await caller.get("new")
+
+
 async def test_the_first_request_opens_and_no_other_does(caller: Caller) -> None:
     await caller.create("s", "n/*")
     without = Session(caller.stream(SUBSCRIBE))
