@@ -3,7 +3,7 @@
 from .. import quiet  # noqa: F401 # pyright: ignore[reportUnusedImport] (it is to be imported before grpc)
 from ..states import ConsumerState, QueueProgress, SubscriptionState
 from .blocking import SyncClient, SyncStream
-from .blocking_consumer import SyncBatch, SyncConsumer
+from .blocking_consumer import SyncBatch, SyncConsumer, SyncPulled
 from .client import UNKNOWN_PLACE, Client
 from .connection import Tls
 from .consuming import Consumer, Pulled, SessionState, Subscribing, Subscription
@@ -26,6 +26,7 @@ __all__ = (
     "SyncBatch",
     "SyncClient",
     "SyncConsumer",
+    "SyncPulled",
     "SyncStream",
     "Tls",
 )

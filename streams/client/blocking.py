@@ -26,7 +26,7 @@ from ..events import Event
 from ..identity import SequenceToken, StreamId
 from ..publishing import ProducerSequence, Receipt
 from ..subscriptions import DeadLetter, GapRecord, Start, SubscriptionDefinition
-from .blocking_consumer import SyncConsumer
+from .blocking_consumer import SyncConsumer, SyncPulled
 from .client import Client
 from .management import SubscriptionState
 
@@ -203,6 +203,32 @@ class SyncClient:
         if any(options.get(word) is not None for word in ("handler", "concurrency")) or options.get("batch"):
             raise InvalidArgument("a SyncClient has no handlers: iterate over the consumer, or use Client")
         return SyncConsumer(self._client.subscribe(name, selector, **options), self._call)
+
+    def pull(
+        self,
+        name: str,
+        consumer: str,
+        *,
+        max_events: int = 0,
+        max_bytes: int = 0,
+        wait_s: float = 0.0,
+        session_timeout_s: float | None = None,
+        after: SyncPulled | None = None,
+    ) -> SyncPulled:
+        pulled = self._call(
+            self._client.pull,
+            name,
+            consumer,
+            max_events=max_events,
+            max_bytes=max_bytes,
+            wait_s=wait_s,
+            session_timeout_s=session_timeout_s,
+            after=None if after is None else after.pulled,
+        )
+        return SyncPulled(pulled, self._call)
+
+    def acknowledge(self, pulled: SyncPulled) -> int:
+        return self._call(self._client.acknowledge, pulled.pulled)
 
     def create_subscription(self, definition: SubscriptionDefinition) -> bool:
         return self._call(self._client.create_subscription, definition)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import ParamSpec, Protocol, Self, TypeVar
+from typing import ParamSpec, Protocol, Self, TypeVar, overload
 
 from ..errors import Closed
 from ..events import Event
 from ..identity import SequenceToken, StreamId
 from ..subscriptions import GapRecord, Start, SubscriptionDefinition
-from .consuming import Consumer, SessionState, Subscribing
+from .consuming import Consumer, Pulled, SessionState, Subscribing
 from .received import ReceivedBatch
 from .session import SessionStatistics
 
@@ -90,6 +90,31 @@ class SyncBatch:
     ) -> None:
         """This event could not be processed, or all that are not acknowledged together. They come again."""
         self._call(self._batch.nack, reason, delay=delay, event=event)
+
+
+class SyncPulled(Sequence[SyncBatch]):
+    """What one `SyncClient.pull` returned: batches to be acknowledged or rejected. See `Pulled`."""
+
+    def __init__(self, pulled: Pulled, call: Call) -> None:
+        self.pulled = pulled
+        self.gaps = pulled.gaps
+        """What the subscription did not get."""
+        self.refused = pulled.refused
+        """How much of what was acknowledged with the call was too late."""
+        self._batches = [SyncBatch(batch, call) for batch in pulled]
+
+    def __repr__(self) -> str:
+        return f"Sync{self.pulled!r}"
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    @overload
+    def __getitem__(self, index: int) -> SyncBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[SyncBatch]: ...
+    def __getitem__(self, index: int | slice) -> SyncBatch | Sequence[SyncBatch]:
+        return self._batches[index]
 
 
 class SyncConsumer:

@@ -10,6 +10,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from inspect import signature
 from multiprocessing.queues import Queue
 from typing import Any
 
@@ -25,6 +26,7 @@ from headrace.streams import (
     SubscriptionDefinition,
     Unavailable,
 )
+from headrace.streams.client import Client
 from headrace.streams.client.blocking import LoopThread, SyncClient
 from tests.client.silos import SiloProcess, stored
 
@@ -107,6 +109,36 @@ def test_what_was_not_acknowledged_goes_to_the_next_consumer(silo: SiloProcess):
             pass
 
 
+def test_batches_are_pulled_and_acknowledged(silo: SiloProcess):
+    with SyncClient(silo.address) as client:
+        with client.subscribe("s", "n/*", start="earliest"):
+            pass
+        client.publish(S, b"0")
+        client.publish(S, b"1")
+        pulled = client.pull("s", "me", max_events=1, wait_s=30)
+        assert [batch.payloads() for batch in pulled] == [[b"0"]]
+        assert (pulled[0].attempt, len(pulled[:1]), pulled.gaps) == (1, 1, [])
+        assert repr(pulled).startswith("SyncPulled('s', 'me'")
+        pulled[0].ack()
+        assert client.acknowledge(pulled) == 0
+        again = client.pull("s", "me", wait_s=30)
+        assert [batch.payloads() for batch in again] == [[b"1"]]
+        again[0].ack()
+        assert len(rest := client.pull("s", "me", after=again)) == rest.refused == 0
+        assert all(queue.lag == 0 for queue in client.subscription("s").progress)
+
+
+def test_it_has_the_methods_of_the_client_with_their_arguments():
+    def named(kind: type) -> set[str]:
+        return {name for name in dir(kind) if not name.startswith("_")}
+
+    others = {"aclose", "close", "close_consumers", "connection", "provider"}
+    assert named(Client) - others == named(SyncClient) - others
+    for name in named(SyncClient) - others - {"subscribe"}:
+        ours, theirs = (list(signature(getattr(kind, name)).parameters) for kind in (SyncClient, Client))
+        assert ours == theirs
+
+
 def test_a_consumer_is_used_within_with_and_has_no_handler(silo: SiloProcess):
     with SyncClient(silo.address) as client:
         with pytest.raises(Closed, match="`with`"):
@@ -157,6 +189,7 @@ def test_before_and_after_it_is_open_it_says_so(silo: SiloProcess):
 INTERRUPTED = """
 import sys
 from headrace.streams import StreamId
+from headrace.streams.client import Client
 from headrace.streams.client.blocking import SyncClient
 with SyncClient(sys.argv[1]) as client:
     client.publish(StreamId("n", "k"), b"0")
