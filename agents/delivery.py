@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from heapq import nsmallest
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from ..streams.errors import Closed
 from ..streams.events import Event, EventBatch
@@ -24,9 +24,6 @@ from ..streams.identity import SequenceToken, StreamId
 from ..streams.subscriptions import Behind, Checkpoint, OnFailure, SubscriptionDefinition
 from .cache import EMPTY, QueueCache
 from .cursor import PARKED, READY, RUNNING, State, StreamCursor
-
-if TYPE_CHECKING:
-    from .parcel import Parcel
 
 log = logging.getLogger("headrace.agents")
 
@@ -193,13 +190,8 @@ class Delivery(ABC):
                     ready.append(cursor)
             elif cursor.state is PARKED and cursor.feed is feed:
                 self._unpark(cursor, feed, batch)
-            elif cursor.parcel is not None:
-                self._followed(cursor.parcel)
         if ready:
             self._wake()
-
-    def _followed(self, parcel: Parcel) -> None:
-        """More came of a stream of which a consumer holds a parcel."""
 
     def _unpark(self, cursor: StreamCursor, feed: Feed, batch: EventBatch) -> None:
         offset, index = cursor.token

@@ -92,7 +92,7 @@ class Edge:
         """Since when."""
         self._begun = 0
         """Messages that were begun, also those that wait for the one before them."""
-        self._frames: OrderedDict[tuple[int, int, bool], bytes] = OrderedDict()
+        self._frames: OrderedDict[tuple[int, int], bytes] = OrderedDict()
         self._frames_bytes = 0
         self._parts: OrderedDict[tuple[int, int], Parts] = OrderedDict()
         self._parts_events = 0
@@ -196,14 +196,14 @@ class Edge:
 
     # ---- frames ----------------------------------------------------------------------------------------------------
 
-    def frame(self, batch: EventBatch, queue: int, *, continues: bool = False) -> bytes:
+    def frame(self, batch: EventBatch, queue: int) -> bytes:
         """The batch as it goes to everybody who gets all of it for the first time."""
         if len(batch.encoded) < FRAME_WORTH:
-            return frame(batch.encoded, queue, batch.offset, continues=continues)
-        key = queue, batch.offset, continues
+            return frame(batch.encoded, queue, batch.offset)
+        key = queue, batch.offset
         found = self._frames.get(key)
         if found is None:
-            found = self._frames[key] = frame(batch.encoded, queue, batch.offset, continues=continues)
+            found = self._frames[key] = frame(batch.encoded, queue, batch.offset)
             self._frames_bytes += len(found)
             while self._frames_bytes > FRAMES_BYTES:
                 self._frames_bytes -= len(self._frames.popitem(last=False)[1])

@@ -200,10 +200,6 @@ class Group:
     def sent(self, member: Member) -> bool:
         """A message to a member went out. Whether there is more to send."""
         more = self.edge.sent(member)
-        if member.held_up and not member.outbox:
-            held_up, member.held_up = member.held_up, []
-            for parcel in held_up:
-                parcel.delivery.go_on(parcel)
         self.available(member)
         return more
 
@@ -238,10 +234,6 @@ class Group:
             line.popleft().listed = False
         self._unserved.add(queue)
         return None
-
-    def settled(self, queue: int) -> bool:
-        """Whether who holds something of a queue may be given more of it."""
-        return queue not in self._moving
 
     def _owner(self, queue: int) -> Member | None:
         return None if queue in self._moving else self.members.get(self._owners.get(queue, ""))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -57,14 +56,12 @@ class GroupDelivery(Delivery):
         self.group = group
         self.parcels: dict[Parcel, None] = {}
         """In flight, in the order in which they were handed out."""
-        self._growing: deque[Parcel] = deque()
-        """More came of their streams, and their members take that without having acknowledged what they hold."""
         self._actor = DeliveryActor(f"{definition.name}/{queue}", self)
         self._giving_up: set[asyncio.Task[None]] = set()
         self._redriving: set[asyncio.Future[HeadraceError | None]] = set()
 
     def _wake(self) -> None:
-        if (self._ready or self._growing) and not self._stopping:
+        if self._ready and not self._stopping:
             self.group.edge.wake(self._actor)
 
     def wake(self) -> None:
@@ -79,8 +76,6 @@ class GroupDelivery(Delivery):
         ready, group = self._ready, self.group
         if self.over:
             return False
-        if self._growing and not self._grow_some(ends):
-            return True
         share = group.share(len(ready))
         while ready and not self._stopping:
             member = group.next_member(self.queue)
@@ -92,67 +87,6 @@ class GroupDelivery(Delivery):
             if perf_counter() >= ends:
                 break
         return bool(ready) and not self._stopping
-
-    def _grow_some(self, ends: float) -> bool:
-        """Put what came behind parcels that can grow. False where the time is up, or no message may be sent."""
-        growing, edge = self._growing, self.group.edge
-        while growing and not self._stopping:
-            parcel = growing[0]
-            member = parcel.member
-            able = self._can_grow(parcel)
-            if able and not member.outbox and not member.busy and not edge.may_send():
-                return False
-            growing.popleft()
-            if able and member.outbox:
-                member.held_up.append(parcel)
-                continue
-            parcel.growing = False
-            if able:
-                self._grow(parcel)
-                if perf_counter() >= ends:
-                    return not growing
-        return True
-
-    def _can_grow(self, parcel: Parcel) -> bool:
-        """Whether more of its stream may be put behind it. Nothing waits for that: what does not follow it is handed
-        out when it is done."""
-        cursor, member = parcel.cursor, parcel.member
-        return (
-            cursor.parcel is parcel
-            and cursor.bucket is not None
-            and cursor.trouble is None
-            and parcel.failure is None
-            and parcel.full
-            and member.pipelined
-            and member.open
-            and not member.resending
-            and self.group.settled(self.queue)
-        )
-
-    def _grow(self, parcel: Parcel) -> None:
-        parcel.drop_done()
-        last, events, size = parcel.pieces[-1].batch, parcel.events, parcel.size
-        before, frames = len(parcel.pieces), list[bytes]()
-        self._add_following(parcel, frames, last, continues=True)
-        if not frames:
-            return
-        member = parcel.member
-        parcel.end = parcel.pieces[-1].offset, parcel.pieces[-1].stop
-        for piece in parcel.pieces[before:]:
-            member.in_flight[self.queue, piece.offset] = parcel
-        self._charge(parcel, parcel.events - events, parcel.size - size)
-        self.group.edge.put(member, frames[0] if len(frames) == 1 else b"".join(frames))
-
-    def _followed(self, parcel: Parcel) -> None:
-        if parcel.member.pipelined and not parcel.growing:
-            parcel.growing = True
-            self._growing.append(parcel)
-            self._wake()
-
-    def go_on(self, parcel: Parcel) -> None:
-        """Its member's outbox is empty: look again whether it can grow."""
-        self._growing.append(parcel)
-        self._wake()
 
     def _hand_some(self, member: Member, share: int, ends: float) -> None:
         """So many parcels for one member, where it can take them and the time is not up; then it is another's turn."""
@@ -212,35 +146,28 @@ class GroupDelivery(Delivery):
         """Whether an acknowledgement could be taken for that of a dead letter which the member was given, too."""
         return any(key[:2] == (self.queue, batch.offset) for key in member.redriven)
 
-    def _add_following(
-        self, parcel: Parcel, frames: list[bytes], batch: EventBatch, *, continues: bool = False
-    ) -> None:
-        """What is cached of the stream behind a batch, up to what a parcel has and the credit allows."""
-        member, done = parcel.member, parcel.cursor.done
-        charged_events, charged_size = (parcel.events, parcel.size) if continues else (0, 0)
-        events = min(member.credit_events + charged_events, PARCEL_EVENTS)
-        size = min(member.credit_bytes + charged_size, PARCEL_BYTES)
-        following = batch.following
+    def _add_following(self, parcel: Parcel, frames: list[bytes], first: EventBatch) -> None:
+        """What is cached of the stream behind the first batch, up to what a parcel has and the credit allows."""
+        member, batch = parcel.member, first
+        events, size = min(member.credit_events, PARCEL_EVENTS), min(member.credit_bytes, PARCEL_BYTES)
         while (
-            following is not None
-            and parcel.events + following.count <= events
-            and parcel.size + following.nbytes + FRAME_BYTES <= size
-            and not (member.redriven and self._confusing(member, following))
-            and not (done and following.offset in done)
+            (batch := batch.following) is not None
+            and parcel.events + batch.count <= events
+            and parcel.size + batch.nbytes + FRAME_BYTES <= size
+            and not (member.redriven and self._confusing(member, batch))
         ):
-            self._add(parcel, frames, following, continues=continues)
-            following = following.following
+            self._add(parcel, frames, batch)
 
-    def _add(self, parcel: Parcel, frames: list[bytes], batch: EventBatch, *, continues: bool = False) -> None:
+    def _add(self, parcel: Parcel, frames: list[bytes], batch: EventBatch) -> None:
         """A whole batch."""
         trouble = parcel.cursor.trouble
         attempt = 1 if trouble is None else _attempt(trouble, (batch.offset, 0))
         if attempt == 1:
-            encoded = self.group.edge.frame(batch, self.queue, continues=continues)
+            encoded = self.group.edge.frame(batch, self.queue)
         else:
             encoded = frame(batch.encoded, self.queue, batch.offset, attempt=attempt)
         frames.append(encoded)
-        parcel.pieces.append(Piece(batch, 0, batch.count, len(encoded)))
+        parcel.pieces.append(Piece(batch, 0, batch.count))
         parcel.events += batch.count
         parcel.size += len(encoded)
 
@@ -256,8 +183,7 @@ class GroupDelivery(Delivery):
             return False
         attempt = 1 if cursor.trouble is None else _attempt(cursor.trouble, cursor.token)
         frames.append(frame(encoded, self.queue, batch.offset, attempt=attempt, indexes=indexes))
-        stop = batch.count if whole else indexes[-1] + 1
-        parcel.pieces.append(Piece(batch, cursor.index, stop, len(frames[-1])))
+        parcel.pieces.append(Piece(batch, cursor.index, batch.count if whole else indexes[-1] + 1))
         parcel.events += len(indexes)
         parcel.size += len(frames[-1])
         member.patient = True
@@ -291,15 +217,11 @@ class GroupDelivery(Delivery):
         self.parcels[parcel] = None
         for piece in parcel.pieces:
             member.in_flight[self.queue, piece.batch.offset] = parcel
-        self._charge(parcel, parcel.events, parcel.size)
+        member.in_flight_events += parcel.events
+        member.in_flight_bytes += parcel.size
+        member.charge(parcel.events, parcel.size)
         # In one response: else the rest could still be on its way when its beginning is rejected.
         self.group.edge.put(member, frames[0] if len(frames) == 1 else b"".join(frames))
-
-    def _charge(self, parcel: Parcel, events: int, size: int) -> None:
-        member = parcel.member
-        member.in_flight_events += events
-        member.in_flight_bytes += size
-        member.charge(events, size)
 
     def resend(self, parcel: Parcel) -> bool:
         """Its member came back: send again what it had not acknowledged. False where its credit is too small, or the
@@ -307,17 +229,13 @@ class GroupDelivery(Delivery):
         member = parcel.member
         if parcel.shed or parcel.events > member.credit_events:
             return False
-        parcel.drop_done()
         self._note_return(parcel)
         try:
-            frames = [self._frame_left(parcel, at) for at in range(len(parcel.pieces))]
+            message = b"".join(self._frame_left(parcel, at) for at in range(parcel.head, len(parcel.pieces)))
         except InvalidArgument:
             return False
-        message = b"".join(frames)
         if len(message) > member.credit_bytes:
             return False
-        for piece, encoded in zip(parcel.pieces, frames, strict=True):
-            piece.size = len(encoded)
         member.in_flight_bytes += len(message) - parcel.size
         parcel.size = len(message)
         member.charge(parcel.events, len(message))

@@ -60,19 +60,17 @@ class Member:
         """It may be given something."""
         self.attached = False
         """Somebody is there who can acknowledge."""
-        self.credit_events = self.credit_bytes = 0
+        self.credit_events = 0
+        self.credit_bytes = 0
         self.needed_bytes = 0
         """Its credit is too small for the next event, which has so many bytes on the wire; 0: it is not."""
         self.in_flight: dict[tuple[int, int], Parcel] = {}
         """By queue and offset."""
-        self.in_flight_events = self.in_flight_bytes = 0
+        self.in_flight_events = 0
+        self.in_flight_bytes = 0
         """Of parcels, each until all of it is done."""
         self.redriven: dict[tuple[int, int, int], asyncio.Future[HeadraceError | None]] = {}
         """Events delivered out of line, by queue, offset and index."""
-        self.pipelined = False
-        """It may be sent more of a stream of which it holds a parcel."""
-        self.held_up: list[Parcel] = []
-        """Those of its parcels that can grow once its outbox is empty."""
         self.resending = False
         """It came back: what it held is to be sent again, once it has granted credit."""
         self.outbox: deque[bytes] = deque()
@@ -86,8 +84,10 @@ class Member:
         """It came back before it was given up."""
         self.connections = 0
         """How often it connected. Requests are numbered for each connection anew."""
-        self.applied = self.saved = 0
-        """Number of the last request whose acknowledgements have been applied, and up to which all is durable."""
+        self.applied = 0
+        """Number of the last request whose acknowledgements have been applied."""
+        self.saved = 0
+        """Up to which of those numbers all is durable."""
         self.moves = 0
         """How often the subscription was moved so far, as its session is to be told."""
         self.listed = False
@@ -150,7 +150,6 @@ class Member:
         """Its connection is gone: what it has not acknowledged stays in its hands until it is back, or given up."""
         self.connected = self.attached = False
         self.credit_events = self.credit_bytes = self.needed_bytes = 0
-        self.held_up.clear()
         self.outbox.clear()
         self.outbox_bytes = 0
         self.on_outbox = self.on_notice = _ignore

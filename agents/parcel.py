@@ -19,14 +19,12 @@ if TYPE_CHECKING:
 class Piece:
     """Events `start` to `stop`, exclusive, of one batch, less those that were done before it was handed out."""
 
-    __slots__ = ("batch", "size", "start", "stop")
+    __slots__ = ("batch", "start", "stop")
 
-    def __init__(self, batch: EventBatch, start: int, stop: int, size: int) -> None:
+    def __init__(self, batch: EventBatch, start: int, stop: int) -> None:
         self.batch = batch
         self.start = start
         self.stop = stop
-        self.size = size
-        """Bytes on the wire."""
 
     @property
     def offset(self) -> int:
@@ -35,8 +33,7 @@ class Piece:
 
 class Parcel:
     """Consecutive events of one stream, in one member's hands as a unit: until all are done, it is rejected, or taken
-    back. The cursor stands on the first event that is not done, in the piece `head`. Where its member takes that, what
-    comes of the stream meanwhile is put behind it."""
+    back. The cursor stands on the first event that is not done, in the piece `head`."""
 
     __slots__ = (
         "cursor",
@@ -45,7 +42,6 @@ class Parcel:
         "events",
         "failing",
         "failure",
-        "growing",
         "head",
         "member",
         "pieces",
@@ -69,8 +65,6 @@ class Parcel:
         """Why it fails once all its pieces are done: at the event behind them,"""
         self.failing: EventBatch | None = None
         """which is in this batch."""
-        self.growing = False
-        """More came of the stream: it is in line to be looked at."""
         self.shed = False
         """It knows only where its events are: what is sent again has to be read again."""
 
@@ -88,21 +82,6 @@ class Parcel:
     def begin(self, at: int) -> int:
         """Index of the first event of a piece that may not be done."""
         return self.cursor.index if at == self.head else self.pieces[at].start
-
-    @property
-    def full(self) -> bool:
-        """Whether all of its last batch was sent, so that the next one of the stream may follow."""
-        last = self.pieces[-1]
-        return last.stop == last.batch.count
-
-    def drop_done(self) -> None:
-        """Forget the pieces that are done, and what they took of the member's credit."""
-        if self.head:
-            size = sum(piece.size for piece in self.pieces[: self.head])
-            self.size -= size
-            self.member.in_flight_bytes -= size
-            del self.pieces[: self.head]
-            self.head = 0
 
     def shed_bytes(self) -> None:
         """Its cursor left the cache: hold nothing of what is in a consumer's hands."""

@@ -21,7 +21,7 @@ BATCHES = 1
 """The field of responses that has the batches."""
 
 _OFFSET, _QUEUE, _ATTEMPT, _INDEXES = b"\x80\x01", b"\x88\x01", b"\x90\x01", b"\x9a\x01"
-_REDRIVEN, _CONTINUES = b"\xa0\x01\x01", b"\xa8\x01\x01"
+_REDRIVEN = b"\xa0\x01\x01"
 _TAG = b"\x0a"
 _SIZES, _PAYLOAD = 0x1A, 0x7A
 _KNOWN_STREAMS = 65536
@@ -39,19 +39,10 @@ class Delivered(NamedTuple):
     """Index of each event in the batch as it was published; None for all of them."""
     redriven: bool = False
     """A dead letter, out of line."""
-    continues: bool = False
-    """It is of the same parcel as what came of its stream before."""
 
 
 def frame(
-    encoded: bytes,
-    queue: int,
-    offset: int,
-    *,
-    attempt: int = 1,
-    indexes: Sequence[int] = (),
-    redriven: bool = False,
-    continues: bool = False,
+    encoded: bytes, queue: int, offset: int, *, attempt: int = 1, indexes: Sequence[int] = (), redriven: bool = False
 ) -> bytes:
     """One element of `batches`, tag and length included."""
     tail = b"".join((_OFFSET, varint(offset), _QUEUE, varint(queue)))
@@ -62,8 +53,6 @@ def frame(
         tail += _INDEXES + varint(len(packed)) + packed
     if redriven:
         tail += _REDRIVEN
-    if continues:
-        tail += _CONTINUES
     return b"".join((_TAG, varint(len(encoded) + len(tail)), encoded, tail))
 
 
@@ -154,9 +143,6 @@ def _delivered(element: bytes) -> Delivered:
         # As nearly all that are small, and what many of them cost counts: names below 128 bytes, one event with what
         # `layout.write_one` wrote, and an offset and a queue below 128 behind it.
         tail = length - 3
-        continues = element[tail:] == _CONTINUES
-        if continues:
-            tail -= 3
         if (
             at < 0x82
             and names < at + 0x82
@@ -175,7 +161,7 @@ def _delivered(element: bytes) -> Delivered:
                 if at == tail:
                     stream = _streams.get(element[:names]) or _remember(element[:names])
                     batch = EventBatch(stream, element[:end], 1, offset)
-                    return _new(Delivered, (batch, element[tail + 2], 1, None, False, continues))
+                    return _new(Delivered, (batch, element[-1], 1, None, False))
         return _delivered_any(element)
     except IndexError:
         raise InvalidArgument("damaged message: a batch is cut short") from None
@@ -185,14 +171,14 @@ def _delivered_any(element: bytes) -> Delivered:
     names = _names_end(element)
     prefix = element[:names]
     count, end = _columns_end(element, names)
-    offset, queue, attempt, indexes, redriven, continues = _appended(element, end)
+    offset, queue, attempt, indexes, redriven = _appended(element, end)
     stream = _streams.get(prefix) or _remember(prefix)
     batch = EventBatch(stream, element[:end], count, offset)
     if indexes is not None:
         if len(indexes) != count:
             raise InvalidArgument(f"damaged message: {len(indexes)} indexes for {count} events")
         batch = SomeEvents.of_part(batch, indexes)
-    return Delivered(batch, queue, attempt, indexes, redriven, continues)
+    return Delivered(batch, queue, attempt, indexes, redriven)
 
 
 def _names_end(element: bytes) -> int:
@@ -225,15 +211,15 @@ def _columns_end(element: bytes, at: int) -> tuple[int, int]:
     return count, at
 
 
-_Appended = tuple[int, int, int, Sequence[int] | None, bool, bool]
-"""Offset, queue, attempt, indexes, redriven, continues."""
+_Appended = tuple[int, int, int, Sequence[int] | None, bool]
+"""Offset, queue, attempt, indexes, redriven."""
 
 
 def _appended(element: bytes, at: int) -> _Appended:
     if element[at : at + 2] == _OFFSET:
         offset, at = _varint(element, at + 2)
         if element[at : at + 2] == _QUEUE and len(element) == at + 3 and element[at + 2] < 0x80:
-            return offset, element[at + 2], 1, None, False, False  # as nearly all are
+            return offset, element[at + 2], 1, None, False  # as nearly all are
         return _more_appended(element, at, offset)
     return _more_appended(element, at, 0)
 
@@ -254,8 +240,7 @@ def _more_appended(element: bytes, at: int, offset: int) -> _Appended:
             at += value
         else:
             values[tag >> 3] = value
-    redriven, continues = bool(values.get(20)), bool(values.get(21))
-    return values[16], values.get(17, 0), values.get(18, 1), indexes, redriven, continues
+    return values[16], values.get(17, 0), values.get(18, 1), indexes, bool(values.get(20))
 
 
 # Past the class's own __new__, which is Python and costs twice as much.

@@ -85,7 +85,6 @@ class Open(_message.Message):
     SESSION_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     KEEPS_POSITIONS_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
-    PIPELINED_FIELD_NUMBER: _builtins.int
     provider: _builtins.str
     """Name of the provider; empty for "default"."""
     subscription: _builtins.str
@@ -100,12 +99,6 @@ class Open(_message.Message):
     keeps_positions: _builtins.bool
     """Mode broadcast: the client keeps the position, the silo stores none. `positions` are where it goes on; without any
     it starts where the subscription does.
-    """
-    pipelined: _builtins.bool
-    """The silo may send more of a stream while the consumer holds a parcel of it, instead of waiting for it to be
-    acknowledged: batches marked `continues`. Whoever sets this promises: once it has rejected events, it drops, without
-    a word, what comes of their stream and continues, until something comes of it that does not: what is dropped comes
-    again, after the rejected events.
     """
     @_builtins.property
     def definition(self) -> _subscriptions_pb2.SubscriptionDefinition:
@@ -125,11 +118,10 @@ class Open(_message.Message):
         session_timeout_ms: _builtins.int = ...,
         keeps_positions: _builtins.bool = ...,
         positions: _abc.Iterable[Global___Position] | None = ...,
-        pipelined: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["definition", b"definition"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "definition", b"definition", "keeps_positions", b"keeps_positions", "pipelined", b"pipelined", "positions", b"positions", "provider", b"provider", "session_timeout_ms", b"session_timeout_ms", "subscription", b"subscription"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "definition", b"definition", "keeps_positions", b"keeps_positions", "positions", b"positions", "provider", b"provider", "session_timeout_ms", b"session_timeout_ms", "subscription", b"subscription"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

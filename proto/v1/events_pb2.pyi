@@ -42,7 +42,6 @@ class EventBatch(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     INDEXES_FIELD_NUMBER: _builtins.int
     REDRIVEN_FIELD_NUMBER: _builtins.int
-    CONTINUES_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     """Namespace of the stream."""
     key: _builtins.str
@@ -61,10 +60,6 @@ class EventBatch(_message.Message):
     redriven: _builtins.bool
     """A dead letter, delivered once more. It is out of line: no part of a parcel, and before or behind events that are
     later or earlier in its stream.
-    """
-    continues: _builtins.bool
-    """It follows, in its stream, what this consumer was given of it before, and is of the same parcel. Only sent where
-    `Open.pipelined` was set: a consumer that has rejected events of the stream since then drops it.
     """
     @_builtins.property
     def sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -103,11 +98,10 @@ class EventBatch(_message.Message):
         attempt: _builtins.int = ...,
         indexes: _abc.Iterable[_builtins.int] | None = ...,
         redriven: _builtins.bool = ...,
-        continues: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "continues", b"continues", "headers", b"headers", "ids", b"ids", "indexes", b"indexes", "key", b"key", "namespace", b"namespace", "offset", b"offset", "payload", b"payload", "queue", b"queue", "redriven", b"redriven", "sizes", b"sizes", "timestamps_us", b"timestamps_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "headers", b"headers", "ids", b"ids", "indexes", b"indexes", "key", b"key", "namespace", b"namespace", "offset", b"offset", "payload", b"payload", "queue", b"queue", "redriven", b"redriven", "sizes", b"sizes", "timestamps_us", b"timestamps_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -95,7 +95,6 @@ class ConsumerService:
         if request.HasField("definition"):
             await create_subscription(call, provider, definition)
         place = await consumers.join(definition, consumer, timeout_s, positions)
-        place.member.pipelined = request.pipelined
         moves = await provider.moves(place.group.definition.name)
         return Opening(provider, consumers, definition, place, gaps, moves)
 
@@ -449,7 +448,7 @@ class Pulls:
         self._error: HeadraceError | None = None
         self._gaps: deque[GapRecord] = deque(maxlen=MAX_GAPS)
         self._something = asyncio.Event()
-        self._member.connected = self._member.attached = self._member.pipelined = False
+        self._member.connected = self._member.attached = False
         self._member.on_gone = self._end
         self._member.on_gap = self._gaps.append
 

@@ -311,7 +311,6 @@ class Consumer(Attached):
     def _opening(self) -> pb.Open:
         plan = self._plan
         opening = pb.Open(
-            pipelined=True,
             provider=self._management.provider,
             consumer=self.id,
             session_timeout_ms=round((plan.session_timeout_s or 0) * 1000),

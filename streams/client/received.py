@@ -64,32 +64,18 @@ class ReceivedBatch(EventBatch):
     effect. All of them raise Closed once the consumer is closed.
     """
 
-    __slots__ = (
-        "arrival",
-        "attempt",
-        "carried",
-        "doom",
-        "holder",
-        "left",
-        "marks",
-        "parcel",
-        "plain",
-        "queue",
-        "size",
-        "state",
-    )
+    __slots__ = ("arrival", "attempt", "carried", "doom", "holder", "left", "marks", "plain", "queue", "size", "state")
 
     def __init__(self, holder: Holder, delivered: Delivered, arrival: int) -> None:
-        batch, self.queue, self.attempt, _, _, _ = delivered
+        batch, self.queue, self.attempt, _, _ = delivered
         self.stream = batch.stream
         self.encoded = batch.encoded
         self.count = self.left = batch.count
         self.offset = batch.offset
         self.size = len(batch.encoded) + FRAME_BYTES
         self.holder = holder
-        self.parcel = self.arrival = arrival
-        """The number of the response that brought it, the last one where several did. That which brought the first of
-        its parcel is the parcel's."""
+        self.arrival = arrival
+        """The number of the response that brought it, the last one where several did."""
         self.plain = True
         """Whole, untouched, of the present connection: to acknowledge it is to say so."""
         self.carried = False
@@ -213,9 +199,7 @@ class ReceivedPart(ReceivedBatch):
         part = SomeEvents(batch, [events[place] for place in places])
         indexes = [received.indexes[place] for place in places]
         delivered = Delivered(part, received.queue, received.attempt, indexes, received.redriven)
-        some = cls(received.holder, delivered, received.arrival)
-        some.parcel = received.parcel
-        return some
+        return cls(received.holder, delivered, received.arrival)
 
     @property
     def token(self) -> SequenceToken:

@@ -10,8 +10,7 @@ it, hands out batches (`take`), and says what to send (`open`, `request`).
   again, because it or the connection failed before, it is acknowledged again and not handed out.
 - **What the user holds** when a connection is lost stays in his hands. When it is delivered again, it is recognised by
   its position, and not handed out twice. What waited here is dropped: the silo delivers it again.
-- **A rejection** gives back what the user holds of that parcel after the rejected events. It comes again. What the
-  silo had sent of the stream before it knew is dropped: that comes again, too.
+- **A rejection** gives back what the user holds of that parcel after the rejected events. It comes again.
 
 So, of each stream, events are handed out in order, and none while the user holds it, or after he acknowledged it.
 """
@@ -46,8 +45,6 @@ NOTICES = 5
 """So often a silo says how things are, about every second, until what it has not delivered again is taken for saved."""
 MAX_ACKNOWLEDGEMENTS, MAX_REJECTIONS = 20_000, 500
 """In one request: it has to fit into what a silo takes."""
-MAX_BROKEN = 10_000
-"""Streams of which something was rejected, and nothing new has come yet: of more, not everything is on its way."""
 MAX_REASON = 1000
 """Characters that are kept of why events were rejected."""
 MAX_DELAY = timedelta(days=7)
@@ -127,12 +124,11 @@ class Session:
         self.closed = ""
         """Why the user cannot do anything any more; empty while he can."""
         self._connected = False
-        self._pending = self._starving = False
+        self._pending = False
+        self._starving = False
         self._waiting = deque[ReceivedBatch]()
         self._lines: dict[StreamId, list[ReceivedBatch]] = {}
         """What is not over, by stream and in order of position."""
-        self._broken: dict[StreamId, None] = {}
-        """Streams of which something was rejected: what comes and continues was sent before the silo knew."""
         self._arrivals = 0
         self._first_arrival = 0
         """Of the present connection."""
@@ -200,7 +196,6 @@ class Session:
         self._drop_waiting()
         self._first_arrival = self._arrivals + 1
         self._held_events = self._held_bytes = 0
-        self._broken.clear()
         sent = [ack for _, acks in self._unsaved for ack in acks]
         self._remembered.add(self._passed)
         self._remembered.add(sent)
@@ -261,13 +256,6 @@ class Session:
             events += batch.count
             one = ReceivedBatch(self, each, arrival) if each[3] is None else ReceivedPart(self, each, arrival)
             line = lines.get(batch.stream)
-            if each[5]:
-                if batch.stream in self._broken:
-                    continue
-                if line is not None:
-                    one.parcel = line[-1].parcel
-            elif self._broken and not each[4]:
-                self._broken.pop(batch.stream, None)
             if remembered or (line is not None and line[-1].offset >= batch.offset):
                 received += self._recognise(one, batch)
                 continue
@@ -326,7 +314,7 @@ class Session:
         if batch.arrival < self._first_arrival:
             self._held_events += batch.left
             self._held_bytes += batch.size
-        batch.parcel = batch.arrival = self._arrivals
+        batch.arrival = self._arrivals
         return True
 
     def _insert(self, received: ReceivedBatch) -> None:
@@ -537,12 +525,9 @@ class Session:
             return
         line = self._lines[batch.stream]
         at = next(place for place, each in enumerate(line) if each is batch) + 1
-        for each in [each for each in line[at:] if each.parcel == batch.parcel and not each.redriven]:
+        for each in [each for each in line[at:] if each.arrival == batch.arrival and not each.redriven]:
             self._rejected += each.left
             self._over(each)
-        self._broken[batch.stream] = None
-        if len(self._broken) > MAX_BROKEN:
-            del self._broken[next(iter(self._broken))]
 
     def _note(self, batch: ReceivedBatch, places: Sequence[int]) -> None:
         """The events at these places are done."""

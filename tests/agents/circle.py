@@ -7,7 +7,7 @@ from typing import Any, Self
 from headrace.agents import Delivery, Edge, Events, Group, Member, QueueCache
 from headrace.agents.cursor import StreamCursor
 from headrace.agents.group_delivery import GroupDelivery
-from headrace.streams import Checkpoint, EventBatch, HeadraceError, OnFailure, RetryPolicy, Selector, StreamId
+from headrace.streams import Checkpoint, EventBatch, HeadraceError, OnFailure, RetryPolicy, Selector
 from headrace.streams.frames import Delivered, split
 from headrace.streams.subscriptions import Mode, SubscriptionDefinition
 from tests.agents.line import NOW, Sink, stream
@@ -145,13 +145,8 @@ class Circle:
 class Consumer:
     """A client: it counts what it was granted and sent, and does as it is told."""
 
-    def __init__(
-        self, group: Group, name: str, *, timeout_s: float = 30.0, pace_s: float = 0.0, pipelined: bool = False
-    ) -> None:
+    def __init__(self, group: Group, name: str, *, timeout_s: float = 30.0, pace_s: float = 0.0) -> None:
         self.group = group
-        self.pipelined = pipelined
-        self.broken = set[StreamId]()
-        """Streams of which it rejected something, and nothing has come since then that does not continue."""
         self.name = name
         self.timeout_s = timeout_s
         self.pace_s = pace_s
@@ -169,9 +164,7 @@ class Consumer:
         self.connection += 1
         self.granted = self.sent = (0, 0)
         self.gone = None
-        self.broken.clear()
         self.member = self.group.join(self.name, self.timeout_s)
-        self.member.pipelined = self.pipelined
         self.member.on_outbox = self._send
         self.member.on_notice = self._notice
         self.member.on_gone = self._end
@@ -216,19 +209,11 @@ class Consumer:
     def _receive(self, message: bytes) -> None:
         delivered = parsed(message)
         self.messages += 1
-        kept = [each for each in delivered if not self._stale(each)]
-        self.inbox += kept
-        self.everything += kept
+        self.inbox += delivered
+        self.everything += delivered
         self.sent = self.sent[0] + sum(each.batch.count for each in delivered), self.sent[1] + len(message)
         assert self.sent[0] <= self.granted[0], f"{self.sent[0]} events were sent, {self.granted[0]} granted"
         assert self.sent[1] <= self.granted[1], f"{self.sent[1]} bytes were sent, {self.granted[1]} granted"
-
-    def _stale(self, each: Delivered) -> bool:
-        """Whether it was sent before the silo knew of a rejection."""
-        assert self.pipelined or not each.continues
-        if not each.continues and not each.redriven:
-            self.broken.discard(each.batch.stream)
-        return each.continues and each.batch.stream in self.broken
 
     # ---- what it says ----------------------------------------------------------------------------------------------
 
@@ -241,7 +226,6 @@ class Consumer:
         self, of: Delivered, index: int | None = None, count: int = 0, *, reason: str = "no", delay_s: float | None = 0
     ) -> bool:
         events = Events(of.queue, of.batch.offset, indexes(of)[0] if index is None else index, count)
-        self.broken.add(of.batch.stream)
         return self.group.reject(self.member, events, reason, delay_s)
 
     def ack_all(self) -> None:

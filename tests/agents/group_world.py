@@ -370,7 +370,6 @@ class World:
         answer = client.group.reject(client.member, events, "no", delay_s)
         if answer != expected:
             self.problem(f"{known.name}: {client.name} rejects {stream} {first}: {answer}, not {expected}")
-        client.broken.add(stream)
         if answer:
             known.rejected += 1
             for number in [n for n, by in known.held[stream].items() if by is client and n >= first]:

@@ -27,7 +27,7 @@ from headrace.streams import (
     Unavailable,
 )
 from headrace.streams.subscriptions import Behind, Mode
-from tests.agents.circle import PLENTY, Circle, Consumer, indexes, payloads
+from tests.agents.circle import Circle, Consumer, indexes, payloads
 from tests.agents.line import Line, Recorder, stream
 from tests.virtual_time import virtual_time
 
@@ -91,116 +91,6 @@ async def test_one_parcel_of_a_stream_is_in_flight() -> None:
         await circle.rest()
         assert payloads(one.inbox + other.inbox) == ["0", "1", "2"]
         assert sorted((len(one.inbox), len(other.inbox))) in ([0, 3], [1, 2])
-
-
-@virtual_time
-async def test_who_takes_it_is_sent_what_follows_before_it_acknowledged_anything() -> None:
-    async with Circle() as circle:
-        one, other = circle.consumer("one", pipelined=True), circle.consumer("other", pipelined=True)
-        for number in range(5):
-            circle.publish("a", str(number))
-            await circle.rest()
-        holder = one if one.inbox else other
-        held = holder.take()
-        assert payloads(held) == numbers(5)
-        assert [each.continues for each in held] == [False, True, True, True, True]
-        (parcel,) = circle.delivery.parcels
-        assert (parcel.events, holder.member.in_flight_events) == (5, 5)
-        assert all(holder.ack(each) for each in reversed(held))
-        assert not circle.delivery.parcels
-        assert holder.member.in_flight_bytes == 0
-
-
-@virtual_time
-async def test_a_parcel_that_never_ends_keeps_only_what_is_not_done() -> None:
-    async with Circle() as circle:
-        consumer = circle.consumer("c", pipelined=True)
-        for number in range(100):
-            circle.publish("a", str(number))
-            await circle.rest()
-            if number >= 3:
-                assert consumer.ack(consumer.everything[number - 3])
-        (parcel,) = circle.delivery.parcels
-        assert len(parcel.pieces) <= 4
-        assert consumer.member.in_flight_bytes == parcel.size == sum(piece.size for piece in parcel.pieces)
-        assert consumer.took() == numbers(100)
-        assert circle.checkpoint().watermark == 97
-
-
-@virtual_time
-async def test_what_follows_a_rejected_event_comes_again_behind_it_also_what_was_sent_later() -> None:
-    async with Circle(retry=RESTLESS) as circle:
-        consumer = circle.consumer("c", pipelined=True)
-        for number in range(4):
-            circle.publish("a", str(number))
-            await circle.rest()
-        first, second, *_ = consumer.take()
-        assert consumer.ack(first)
-        assert consumer.reject(second)
-        circle.publish("a", "4")
-        await circle.rest()
-        again = consumer.take()
-        assert payloads(again) == numbers(5, 1)
-        assert not again[0].continues
-
-
-@virtual_time
-async def test_what_was_on_its_way_when_its_stream_was_rejected_is_dropped_and_comes_again() -> None:
-    async with Circle(retry=RESTLESS) as circle:
-        consumer = circle.consumer("c", pipelined=True, pace_s=1.0)
-        circle.publish("a", "0")
-        await circle.rest()
-        await asyncio.sleep(1.0)
-        (first,) = consumer.take()
-        circle.publish("a", "1")
-        await asyncio.sleep(0.5)
-        assert consumer.reject(first)
-        await asyncio.sleep(5.0)
-        assert consumer.took() == ["0", "1"]
-
-
-@virtual_time
-async def test_a_parcel_does_not_grow_beyond_its_bounds_nor_the_credit() -> None:
-    async with Circle() as circle:
-        rich, poor = circle.consumer("rich", pipelined=True), Circle(selector="s/b")
-        circle.publish("a", "0")
-        await circle.rest()
-        circle.lane.publish_all([("a", numbers(10)) for _ in range(PARCEL_EVENTS)])
-        await circle.rest()
-        (parcel,) = circle.delivery.parcels
-        assert PARCEL_EVENTS - 10 <= parcel.events <= PARCEL_EVENTS
-        assert len(rich.inbox) == len(parcel.pieces)
-        async with poor:
-            consumer = poor.consumer("poor", 3, PLENTY, pipelined=True)
-            for number in range(5):
-                poor.publish("b", str(number))
-                await poor.rest()
-            assert consumer.took() == numbers(3)
-            consumer.ack_all()
-            consumer.grant(events=5)
-            for each in consumer.everything[:]:
-                consumer.ack(each)
-            await poor.rest()
-            assert consumer.took() == ["3", "4"]
-
-
-@virtual_time
-async def test_bound_a_queue_that_is_to_change_hands_grows_in_nobodys() -> None:
-    async with Circle(queues=2, mode=Mode.BOUND) as circle:
-        one = circle.consumer("one", pipelined=True)
-        for lane in circle.lanes:
-            lane.publish("a", "0")
-        await circle.rest()
-        assert one.took() == ["0", "0"]
-        two = circle.consumer("two", pipelined=True)
-        for lane in circle.lanes:
-            lane.publish("a", "1")
-        await circle.rest()
-        assert one.took() == ["1"], "of the queue that it keeps"
-        for each in one.everything:
-            one.ack(each)
-        await circle.rest()
-        assert two.took() == ["1"]
 
 
 @virtual_time

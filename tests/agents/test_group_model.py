@@ -42,12 +42,11 @@ class GroupMachine(RuleBasedStateMachine):
     @initialize(
         mode=st.sampled_from((Mode.SHARED, Mode.BOUND)),
         rewindable=st.booleans(),
-        pipelined=st.booleans(),
         credit=grants,
         counts=st.lists(st.integers(1, 8), min_size=1, max_size=4),
     )
-    def begin(self, mode: Mode, rewindable: bool, pipelined: bool, credit: tuple[int, int], counts: list[int]) -> None:
-        self.mode, self.rewindable, self.pipelined = mode, rewindable, pipelined
+    def begin(self, mode: Mode, rewindable: bool, credit: tuple[int, int], counts: list[int]) -> None:
+        self.mode, self.rewindable = mode, rewindable
         self.run(self._begin(credit, counts))
 
     async def _begin(self, credit: tuple[int, int], counts: list[int]) -> None:
@@ -77,7 +76,7 @@ class GroupMachine(RuleBasedStateMachine):
         self.run(self._connect(name, credit))
 
     async def _connect(self, name: str, credit: tuple[int, int]) -> None:
-        client = self.clients.setdefault(name, Consumer(self.circle.group, name, pipelined=self.pipelined))
+        client = self.clients.setdefault(name, Consumer(self.circle.group, name))
         client.connect(*credit)
         self._look()
         await self._settle()

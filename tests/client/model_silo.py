@@ -39,8 +39,6 @@ class Parcel:
     failing: list[Position] = field(default_factory=list[Position])
     """They fail once what is before them is done."""
     number: int = 0
-    last: Position = (0, 0)
-    """The last of them that was sent."""
 
 
 @dataclass
@@ -145,31 +143,10 @@ class ModelSilo:
             del wanted[len(wanted) // 2 :]
         if wanted:
             self.handed_out += 1
-            self.parcels[stream] = Parcel(mine=True, held=wanted, number=self.handed_out, last=wanted[-1])
+            self.parcels[stream] = Parcel(mine=True, held=wanted, number=self.handed_out)
         return bool(wanted)
 
-    def growing(self) -> list[StreamId]:
-        """Streams of which the consumer holds a parcel that can have the next batch as well."""
-        if not self.connected or self.resending:
-            return []
-        return [s for s, parcel in self.parcels.items() if parcel.mine and not parcel.failing and self._next(s, parcel)]
-
-    def hand_on(self, stream: StreamId) -> None:
-        """The next batch behind a parcel, where the credit allows that."""
-        parcel = self.parcels[stream]
-        more = self._next(stream, parcel)
-        if self._send(more, continues=True):
-            parcel.held += more
-            parcel.last = more[-1]
-
-    def _next(self, stream: StreamId, parcel: Parcel) -> list[Position]:
-        """The batch behind a parcel, if nothing of it is done; empty where there is none."""
-        later = [p for p in self.streams[stream] if p > parcel.last]
-        batch = [p for p in later if p[0] == later[0][0]]
-        whole = bool(batch) and batch[0][1] == 0 and {*batch} <= {*self.left(stream)}
-        return batch if whole and not any(p in self.attempts for p in batch) else []
-
-    def _send(self, positions: list[Position], *, redriven: bool = False, continues: bool = False) -> bool:
+    def _send(self, positions: list[Position], *, redriven: bool = False) -> bool:
         frames = b""
         for offset in sorted({offset for offset, _ in positions}):
             batch = self.batches[offset]
@@ -178,7 +155,7 @@ class ModelSilo:
             attempt = 1 + self.attempts.get((offset, indexes[0]), 0)
             encoded = batch.encoded if whole else part(batch, indexes)
             more = () if whole else indexes
-            frames += frame(encoded, 0, offset, attempt=attempt, indexes=more, redriven=redriven, continues=continues)
+            frames += frame(encoded, 0, offset, attempt=attempt, indexes=more, redriven=redriven)
         if len(positions) > self.credit_events or len(frames) > self.credit_bytes:
             return False
         self.credit_events -= len(positions)

@@ -29,6 +29,7 @@ class Hand:
         assert [event.payload for event in events] == batch.payloads()
         self.open: list[Position] = [event.token for event in events if event.token is not None]
         self.redriven = batch.redriven
+        self.arrival = batch.arrival
 
 
 class ConsumerAndSilo(RuleBasedStateMachine):
@@ -60,12 +61,6 @@ class ConsumerAndSilo(RuleBasedStateMachine):
         stream = ready[which % len(ready)]
         if not self.silo.hand_out(stream, most):
             self.silo.outbox.append(Response(caught_up=False, needed_bytes=self.silo.needed_bytes(stream)))
-
-    @precondition(lambda self: self.silo.growing())
-    @rule(which=INDEX)
-    def hand_on_what_follows(self, which: int) -> None:
-        growing = self.silo.growing()
-        self.silo.hand_on(growing[which % len(growing)])
 
     @precondition(lambda self: self.silo.connected and self.silo.dead)
     @rule(which=INDEX)
@@ -156,8 +151,6 @@ class ConsumerAndSilo(RuleBasedStateMachine):
             self.silo.apply()
         for stream in self.silo.ready():
             self.silo.hand_out(stream, most)
-        for stream in self.silo.growing():
-            self.silo.hand_on(stream)
         while len(self.silo.outbox) > kept:
             self.receive()
 
@@ -251,10 +244,10 @@ class ConsumerAndSilo(RuleBasedStateMachine):
         self._given_back(hand, chosen)
 
     def _given_back(self, hand: Hand, first: Position) -> None:
-        """The batch from `first` on, and what is behind it in its parcel."""
-        parcel, stream = hand.batch.parcel, hand.batch.stream
+        """The batch from `first` on, and what came with it of its stream and is behind it."""
+        arrival, stream = hand.batch.arrival, hand.batch.stream
         for each in list(self.hands):
-            together = each.batch.stream == stream and each.batch.parcel == parcel
+            together = each.batch.stream == stream and each.batch.arrival == arrival
             if each is hand or (together and not hand.redriven and not each.redriven):
                 each.open = [position for position in each.open if position < first]
                 if not each.open:
@@ -324,41 +317,3 @@ class ConsumerAndSilo(RuleBasedStateMachine):
 
 ConsumerAndSilo.TestCase.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
 TestConsumerAndSilo = ConsumerAndSilo.TestCase
-
-
-def test_what_continues_and_was_sent_before_a_rejection_is_dropped_and_comes_again_behind_it() -> None:
-    silo, session, stream = ModelSilo(), Session(MAX_EVENTS, MAX_BYTES), STREAMS[0]
-
-    def receive() -> list[bytes]:
-        taken: list[bytes] = []
-        for response in silo.outbox:
-            delivered, _ = split(response.frames)
-            session.receive(delivered, len(response.frames))
-            while (batch := session.take()) is not None:
-                taken += batch.payloads()
-                hands.append(batch)
-        silo.outbox.clear()
-        return taken
-
-    hands: list[ReceivedBatch] = []
-    for size in (1, 2, 3):
-        silo.publish(stream, [size])
-    silo.open(session.open())
-    silo.apply()
-    assert silo.hand_out(stream, 1)
-    assert receive() == [bytes(1)]
-    silo.hand_on(stream)
-    assert receive() == [bytes(2)]
-    silo.hand_on(stream)
-    hands[0].nack("because")
-    assert not hands[1].left, "it is given back with what it followed"
-    assert receive() == [], "the silo did not know of the rejection when it sent this"
-    request = session.request()
-    assert request is not None
-    silo.inbox.append(request)
-    silo.apply()
-    silo.waiting.clear()
-    assert silo.hand_out(stream, 2)
-    silo.hand_on(stream)
-    assert receive() == [bytes(1), bytes(2), bytes(3)]
-    assert session.statistics().held_events == 3

@@ -27,33 +27,18 @@ BATCHES = st.builds(EventBatch.of, STREAMS, EVENTS)
 
 
 @given(
-    st.lists(
-        st.tuples(
-            BATCHES,
-            st.integers(0, 1 << 60),
-            st.integers(0, 1 << 20),
-            st.one_of(st.just(1), st.integers(1, 1 << 31)),
-            st.booleans(),
-        ),
-        max_size=4,
-    )
+    st.lists(st.tuples(BATCHES, st.integers(0, 1 << 60), st.integers(0, 1 << 20), st.integers(1, 1 << 31)), max_size=4)
 )
-def test_frames_are_read_back_and_are_protobuf(batches: Sequence[tuple[EventBatch, int, int, int, bool]]):
-    message = b"".join(
-        frame(b.encoded, queue, offset, attempt=attempt, continues=continues)
-        for b, offset, queue, attempt, continues in batches
-    )
+def test_frames_are_read_back_and_are_protobuf(batches: Sequence[tuple[EventBatch, int, int, int]]):
+    message = b"".join(frame(b.encoded, queue, offset, attempt=attempt) for b, offset, queue, attempt in batches)
     rest = consumer_pb2.SubscribeResponse(saved=7).SerializeToString()
     delivered, left = split(message + rest)
     assert left == rest
     parsed = consumer_pb2.SubscribeResponse.FromString(message + rest)
     assert parsed.saved == 7
-    for (batch, offset, queue, attempt, continues), got, library in zip(
-        batches, delivered, parsed.batches, strict=True
-    ):
+    for (batch, offset, queue, attempt), got, library in zip(batches, delivered, parsed.batches, strict=True):
         assert (got.batch.stream, got.batch.encoded, got.batch.count) == (batch.stream, batch.encoded, batch.count)
         assert (got.batch.offset, got.queue, got.attempt, got.indexes) == (offset, queue, attempt, None)
-        assert got.continues == library.continues == continues
         assert (library.offset, library.queue, max(library.attempt, 1)) == (offset, queue, attempt)
         assert [e.payload for e in got.batch] == [e.payload for e in batch]
 
