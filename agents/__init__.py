@@ -4,7 +4,7 @@ from .agent import AgentStatistics, CacheLimits, PullingAgent
 from .cache import EMPTY, BucketStatistics, CacheStatistics, Cursor, Empty, QueueCache
 from .delivery import Delivery, DeliveryStatistics
 from .edge import Edge
-from .group import Group
+from .group import Group, taken_over
 from .handling import HandlerDelivery
 from .manager import HandlerService, PullingManager, Service
 from .member import Events, Member, MemberStatistics
@@ -32,4 +32,5 @@ __all__ = (
     "PullingManager",
     "QueueCache",
     "Service",
+    "taken_over",
 )

@@ -114,7 +114,7 @@ class Group:
                 raise Busy(f"subscription {self.definition.name!r} has {MAX_MEMBERS:,} consumers already: stop some")
             member = self.members[id] = Member(id, timeout_s)
         else:
-            member.on_gone(Fenced(f"another connection took over consumer {id!r}: give each consumer an id of its own"))
+            member.on_gone(taken_over(id))
             self.disconnect(member)
             member.resending = bool(member.in_flight)
         member.timeout_s = timeout_s
@@ -379,6 +379,10 @@ class Group:
 
     def statistics(self) -> Sequence[MemberStatistics]:
         return [member.statistics() for member in self.members.values()]
+
+
+def taken_over(consumer: str) -> Fenced:
+    return Fenced(f"another connection took over consumer {consumer!r}: give each consumer an id of its own")
 
 
 def _not_all() -> None:

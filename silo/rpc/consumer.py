@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ...agents import Events, Group, Member, Parcel
+from ...agents import Events, Group, Member, Parcel, taken_over
 from ...proto.v1 import consumer_pb2 as pb
 from ...streams import wire
 from ...streams.errors import HeadraceError, InvalidArgument, LimitExceeded, Unavailable
@@ -95,7 +95,10 @@ class ConsumerService:
         if request.HasField("definition"):
             await create_subscription(call, provider, definition)
         place = await consumers.join(definition, consumer, timeout_s, positions)
+        connection = place.member.connections
         moves = await provider.moves(place.group.definition.name)
+        if place.member.connections != connection:  # nobody could be told: there was no session yet
+            raise taken_over(consumer)
         return Opening(provider, consumers, definition, place, gaps, moves)
 
     async def _definition(self, call: Call, provider: Provider, request: pb.Open) -> SubscriptionDefinition:

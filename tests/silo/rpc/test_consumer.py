@@ -27,6 +27,7 @@ from tests.silo.rpc.calling import (
     opened,
 )
 from tests.silo.rpc.sessions import (
+    PATIENCE_S,
     PULL,
     SUBSCRIBE,
     Got,
@@ -398,6 +399,23 @@ async def test_who_comes_with_the_same_id_takes_over_and_gets_what_was_held(call
         again = await second.take(2)
         assert [(event.payload, event.attempt) for event in again] == [(b"1", 2), (b"2", 2)]
         await second.acknowledge_saved(again)
+
+
+async def test_of_those_who_come_with_the_same_id_at_once_one_remains(caller: Caller) -> None:
+    await caller.create("s", "n/*")
+    for number in range(10):
+        coming = [begin(caller, "s", consumer=f"c{number}") for _ in range(3)]
+        told = await asyncio.gather(*coming, return_exceptions=True)
+        sessions = [session for session in told if isinstance(session, Session)]
+        assert all(isinstance(each, (Session, Refused)) for each in told)
+        ends = [asyncio.create_task(session.end()) for session in sessions]
+        for _, end in zip(ends[1:], asyncio.as_completed(ends, timeout=PATIENCE_S), strict=False):
+            await end
+        assert sum(end.done() for end in ends) == len(ends) - 1
+        for end, session in zip(ends, sessions, strict=True):
+            if not end.done():
+                session.cancel()
+        await asyncio.gather(*ends, return_exceptions=True)
 
 
 async def test_requests_are_numbered_for_each_call_anew(caller: Caller) -> None:
