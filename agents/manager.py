@@ -1,6 +1,6 @@
 """The pulling manager: the agents of one provider in this process, and the durable side of what they do.
 
-It turns subscriptions into deliveries, saves their checkpoints (one transaction a second for all of them), records dead
+It turns subscriptions into deliveries, saves their checkpoints (one transaction for all of them), records dead
 letters and gaps, and lets the queue technology delete what everybody has finished. Every write carries the
 subscription's epoch, so that an owner that was superseded is refused.
 
@@ -30,8 +30,11 @@ from .handling import HandlerDelivery
 
 log = logging.getLogger("headrace.agents")
 
-CHECKPOINT_S = 1.0
-"""At most this much finished work comes again after a crash, in seconds."""
+CHECKPOINT_S = 0.1
+"""So often what is done is saved, in seconds: what was done since comes again after a crash."""
+RARELY_S, SHARE = 1.0, 0.05
+"""Where saving takes long, it gets this share of the time; but it is done so often at least."""
+REDRIVE_S = 1.0
 RETENTION_S = 5.0
 MAX_REDRIVES = 16
 """Dead letters of a subscription that are delivered once more at a time."""
@@ -180,7 +183,8 @@ class PullingManager:
 
     def start(self) -> None:
         self._tasks = [
-            asyncio.create_task(_supervise(self._tick, CHECKPOINT_S), name=f"headrace checkpoints {self.provider}"),
+            asyncio.create_task(_supervise(self.save, CHECKPOINT_S), name=f"headrace checkpoints {self.provider}"),
+            asyncio.create_task(_supervise(self._redrive, REDRIVE_S), name=f"headrace redrives {self.provider}"),
             asyncio.create_task(_supervise(self.retain, RETENTION_S), name=f"headrace retention {self.provider}"),
         ]
         if not self._rewindable:
@@ -398,10 +402,6 @@ class PullingManager:
 
     # ---- what is durable -------------------------------------------------------------------------------------------
 
-    async def _tick(self) -> None:
-        await self.save()
-        await self._redrive()
-
     async def save(self) -> None:
         """Save the checkpoints that changed, in one transaction, which also says who was taken over."""
         async with self._saving:
@@ -569,12 +569,16 @@ def _now_us() -> int:
 
 
 async def _supervise(work: Callable[[], Awaitable[None]], period_s: float) -> None:
-    """Run `work` every `period_s` seconds; what it raises is logged, and it is run again."""
+    """Run `work` every `period_s` seconds, or less often where it takes long; what it raises is logged, and it is run
+    again."""
+    pause_s = period_s
     while True:
-        await asyncio.sleep(period_s)
+        await asyncio.sleep(pause_s)
+        began = time.monotonic()
         try:
             await work()
         except HeadraceError as error:
             log.warning("background work failed and is tried again: %s", error)
         except Exception:
             log.exception("background work failed and is tried again")
+        pause_s = max(period_s, min((time.monotonic() - began) / SHARE, RARELY_S))
