@@ -571,14 +571,14 @@ def _now_us() -> int:
 async def _supervise(work: Callable[[], Awaitable[None]], period_s: float) -> None:
     """Run `work` every `period_s` seconds, or less often where it takes long; what it raises is logged, and it is run
     again."""
-    pause_s = period_s
+    loop, pause_s = asyncio.get_running_loop(), period_s
     while True:
         await asyncio.sleep(pause_s)
-        began = time.monotonic()
+        began = loop.time()
         try:
             await work()
         except HeadraceError as error:
             log.warning("background work failed and is tried again: %s", error)
         except Exception:
             log.exception("background work failed and is tried again")
-        pause_s = max(period_s, min((time.monotonic() - began) / SHARE, RARELY_S))
+        pause_s = max(period_s, min((loop.time() - began) / SHARE, RARELY_S))

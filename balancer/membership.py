@@ -25,7 +25,7 @@ from ..streams.cluster import LIVING, ClusterView, Lease, SiloRecord
 from ..streams.errors import Fenced, HeadraceError, InvalidArgument, StorageError
 from .balancers import lease_count
 from .maturity import standing
-from .placement import Balancer, Placement
+from .placement import Balancer, Placement, homes
 
 log = logging.getLogger("headrace.balancer")
 
@@ -73,7 +73,11 @@ class LeaseStore(Protocol):
 
     async def beat(self, me: SiloRecord, lease_s: float) -> ClusterView: ...
 
-    async def acquire(self, me: SiloRecord, wanted: Sequence[Queue], lease_s: float) -> list[Lease]: ...
+    async def acquire(
+        self, me: SiloRecord, wanted: Sequence[Queue], lease_s: float, homes: Mapping[Queue, str]
+    ) -> list[Lease]: ...
+
+    async def settle(self, me: SiloRecord, homes: Mapping[Queue, str]) -> None: ...
 
     async def release(self, me: SiloRecord, held: Sequence[Lease]) -> None: ...
 
@@ -292,7 +296,7 @@ class Membership:
         again afterwards."""
         valid = [lease for lease in view.leases if lease.expires_at_us > view.now_us and lease.owner]
         taken = {(lease.provider, lease.queue): lease for lease in valid}
-        wanted = {queue for provider in self._owners for queue in self._wanted(view, provider, taken)}
+        wanted, at_home = self._wanted(view, taken)
         for queue, held in list(self.held.items()):
             if held.moving is None and queue not in wanted:
                 self._begin(held, self._moved_out(held), "gives back")
@@ -303,25 +307,42 @@ class Membership:
         if lost := [taken[queue] for queue in sorted(mine - wanted)]:
             await self._store.release(self.me, lost)
         if free := sorted((wanted - taken.keys() - self.held.keys()) | (mine & wanted)):
-            await self._acquire(free)
+            await self._acquire(free, at_home)
+        moved_home = {
+            queue: at_home[queue] for queue in self.held if queue in taken and at_home[queue] != taken[queue].home
+        }
+        if moved_home:
+            await self._store.settle(self.me, moved_home)
 
-    def _wanted(self, view: ClusterView, provider: str, taken: Mapping[Queue, Lease]) -> list[Queue]:
-        """The queues of a provider that this silo should have."""
+    def _wanted(self, view: ClusterView, taken: Mapping[Queue, Lease]) -> tuple[set[Queue], dict[Queue, str]]:
+        """The queues that this silo should have; and for every queue the silo that should have it for good, "" where
+        that is nobody."""
+        wanted, at_home = set[Queue](), dict[Queue, str]()
+        for provider, owner in self._owners.items():
+            placement = self._placement(view, provider, owner.queues, taken)
+            for queue, silo in self._options.balancer(placement).items():
+                if silo == self.name:
+                    wanted.add((provider, queue))
+            found = homes(self._options.balancer, placement)
+            at_home.update({(provider, queue): found.get(queue, "") for queue in range(owner.queues)})
+        return wanted, at_home
+
+    def _placement(self, view: ClusterView, provider: str, queues: int, taken: Mapping[Queue, Lease]) -> Placement:
         options = self._options
         owners = {queue: lease.owner for (of, queue), lease in taken.items() if of == provider}
+        at_home = {lease.queue: lease.home for lease in view.leases if lease.provider == provider and lease.home}
         there = standing(
             view.silos, provider, view.now_us,
-            known=set(owners.values()), maturity_s=options.maturity_s, silent_s=options.lease_s,
+            known={*at_home.values()}, maturity_s=options.maturity_s, silent_s=options.lease_s,
         )  # fmt: skip
-        placement = Placement(
-            there.members, range(self._owners[provider].queues), owners,
-            away=there.away, newcomers=there.newcomers, fixed=options.fixed, mapping=options.mapping,
-        )  # fmt: skip
-        return [(provider, queue) for queue, owner in options.balancer(placement).items() if owner == self.name]
+        return Placement(
+            there.members, range(queues), owners, at_home, there.away, there.newcomers, options.fixed, options.mapping
+        )
 
-    async def _acquire(self, wanted: Sequence[Queue]) -> None:
+    async def _acquire(self, wanted: Sequence[Queue], at_home: Mapping[Queue, str]) -> None:
         began = self._loop.time()
-        for lease in await self._store.acquire(self.me, wanted, self._options.lease_s):
+        theirs = {queue: at_home[queue] for queue in wanted}
+        for lease in await self._store.acquire(self.me, wanted, self._options.lease_s, theirs):
             held = self.held[lease.provider, lease.queue] = Held(lease, began + self._usable_s)
             self._begin(held, self._started(held), "starts")
         self._set_timer()

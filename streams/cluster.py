@@ -49,6 +49,8 @@ class Lease(NamedTuple):
     incarnation: int
     epoch: int
     expires_at_us: int
+    home: str = ""
+    """Who should have the queue once everybody is there, by name, as its last owner found; it may be lent."""
 
 
 class ClusterView(NamedTuple):

@@ -8,7 +8,8 @@ store's. A silo must count its leases from its own clock as it was before the ca
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
@@ -30,6 +31,7 @@ Clock = Callable[[Connection], int]
 ENOUGH_VOTES = 2
 """So many peers must have failed to reach a silo before it is declared dead, or all others where there are fewer."""
 
+_NO_HOMES: Mapping[tuple[str, int], str] = MappingProxyType({})
 _AT_ONCE = 500  # rows in one statement, below every database's limit of parameters
 _BOOT = "clock boot id"
 _LIVING = [state.value for state in LIVING]
@@ -64,14 +66,24 @@ class ClusterStore:
         await self._on_this_boot()
         return await self._database.read(_view_now, self._clock)
 
-    async def acquire(self, me: SiloRecord, wanted: Sequence[tuple[str, int]], lease_s: float) -> list[Lease]:
+    async def acquire(
+        self,
+        me: SiloRecord,
+        wanted: Sequence[tuple[str, int]],
+        lease_s: float,
+        homes: Mapping[tuple[str, int], str] = _NO_HOMES,
+    ) -> list[Lease]:
         """Take those of the wanted queues, given as (provider, queue), that nobody has or whose lease is over. Returns
-        the leases granted; none while `me` is leaving.
+        the leases granted; none while `me` is leaving. `homes` are kept with them.
 
         What `me` has already is granted anew, under a new epoch: so is one whose answer was lost. Raises Fenced as
         `beat` does.
         """
-        return await self._write(_acquire, me, sorted(set(wanted)), _us(lease_s))
+        return await self._write(_acquire, me, {queue: homes.get(queue, "") for queue in wanted}, _us(lease_s))
+
+    async def settle(self, me: SiloRecord, homes: Mapping[tuple[str, int], str]) -> None:
+        """Say who should have queues of which `me` has the leases, once everybody is there."""
+        await self._write(_settle, me, dict(homes))
 
     async def release(self, me: SiloRecord, held: Sequence[Lease]) -> None:
         """Give up leases, so that others may have them at once; those that somebody else got meanwhile stay his."""
@@ -239,25 +251,28 @@ def _require(connection: Connection, silo: SiloRecord) -> SiloState:
 
 
 def _acquire(
-    connection: Connection, clock: Clock, me: SiloRecord, wanted: Sequence[tuple[str, int]], lease_us: int
+    connection: Connection, clock: Clock, me: SiloRecord, wanted: Mapping[tuple[str, int], str], lease_us: int
 ) -> list[Lease]:
+    """`wanted` has the home of each queue."""
     if _require(connection, me) is not SiloState.ACTIVE:
         return []
     now = clock(connection)
-    granted = [_grant(connection, me, chunk, now, now + lease_us) for chunk in _chunks(wanted)]
+    granted = [_grant(connection, me, dict(chunk), now, now + lease_us) for chunk in _chunks(sorted(wanted.items()))]
     return sorted(lease for chunk in granted for lease in chunk)
 
 
 def _grant(
-    connection: Connection, me: SiloRecord, wanted: Sequence[tuple[str, int]], now: int, expires: int
+    connection: Connection, me: SiloRecord, wanted: Mapping[tuple[str, int], str], now: int, expires: int
 ) -> list[Lease]:
     owned = {"owner": me.name, "incarnation": me.incarnation, "expires_at_us": expires}
-    rows = [{"provider": provider, "queue": queue, "epoch": 1, **owned} for provider, queue in wanted]
+    rows = [
+        {"provider": provider, "queue": queue, "epoch": 1, "home": home, **owned}
+        for (provider, queue), home in wanted.items()
+    ]
     free = or_(leases.c.owner == "", leases.c.expires_at_us <= now, _held_by(me))
     statement = _insert(connection, leases).values(rows)
-    statement = statement.on_conflict_do_update(
-        index_elements=["provider", "queue"], set_={**owned, "epoch": leases.c.epoch + 1}, where=free
-    )
+    changed = {**owned, "epoch": leases.c.epoch + 1, "home": statement.excluded.home}
+    statement = statement.on_conflict_do_update(index_elements=["provider", "queue"], set_=changed, where=free)
     return [Lease(*row) for row in connection.execute(statement.returning(leases))]
 
 
@@ -272,6 +287,16 @@ def _release(connection: Connection, _clock: Clock, me: SiloRecord, held: Sequen
     for chunk in _chunks(held):
         same = tuple_(leases.c.provider, leases.c.queue, leases.c.epoch).in_(chunk)
         _change_leases(connection, and_(_held_by(me), same), **_NOBODY)
+
+
+def _settle(connection: Connection, _clock: Clock, me: SiloRecord, homes: Mapping[tuple[str, int], str]) -> None:
+    by_home: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
+    for queue in sorted(homes):
+        by_home[homes[queue]].append(queue)
+    for home, queues in sorted(by_home.items()):
+        for chunk in _chunks(queues):
+            these = tuple_(leases.c.provider, leases.c.queue).in_(chunk)
+            _change_leases(connection, and_(_held_by(me), these), home=home)
 
 
 def _leaving(connection: Connection, _clock: Clock, silo: SiloRecord) -> None:

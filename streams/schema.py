@@ -164,8 +164,10 @@ leases = Table(
     Column("incarnation", BigInteger, nullable=False),
     Column("epoch", BigInteger, nullable=False),
     Column("expires_at_us", BigInteger, nullable=False),
+    Column("home", _NAME, nullable=False),
 )
-"""A row stays when its lease is over, for its epoch. `owner` is "" where nobody has it."""
+"""A row stays when its lease is over, for its epoch. `owner` is "" where nobody has it. `home` is the silo that should
+have it once everybody is there."""
 
 suspicions = Table(
     "suspicions",
@@ -218,6 +220,7 @@ def _add_cluster(connection: Connection) -> None:
         Column("incarnation", BigInteger, nullable=False),
         Column("epoch", BigInteger, nullable=False),
         Column("expires_at_us", BigInteger, nullable=False),
+        Column("home", _NAME, nullable=False),
     )
     Table(
         "suspicions",

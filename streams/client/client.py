@@ -79,6 +79,7 @@ class Client(Consuming):
     async def aclose(self) -> None:
         """Close its consumers, wait for what is being published, as long as its callers would, and close. Idempotent;
         afterwards everything raises Closed."""
+        self._connection.check_loop()
         try:
             await self.close_consumers()  # first: handlers that end may still publish
             await self._publishing.aclose()
@@ -137,6 +138,7 @@ class Client(Consuming):
 
     async def flush(self) -> None:
         """Return when everything that was published before is stored or has failed, of which its callers are told."""
+        self._connection.check_loop()
         await self._publishing.flush()
 
     async def _publish_once(self, batches: Sequence[EventBatch], sequence: ProducerSequence) -> Sequence[Receipt]:

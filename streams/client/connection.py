@@ -303,7 +303,8 @@ class Connection:
         self._given_up: aio.Channel | None = None
         self._methods: dict[tuple[int, str], Any] = {}
         self._current = 0
-        self._opened = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Who opened it."""
         self._closed = False
         self._random = random.Random()  # noqa: S311 (spreads reconnections)
 
@@ -322,14 +323,32 @@ class Connection:
         Raises Unavailable where none does within `timeout_s`, Unauthenticated, InvalidArgument for files that cannot be
         used.
         """
+        self.check_loop()
         if self._tls is not None:
             self._credentials = await asyncio.to_thread(self._tls.credentials)
-        self._opened = True
+        self._loop = asyncio.get_running_loop()
         await self.ready(timeout_s)
 
     async def ready(self, timeout_s: float) -> None:
         """Return when a silo answers and takes the token. Raises as `open`."""
         await self.call("ClusterService/DescribeCluster", b"", timeout_s=timeout_s)
+
+    def check_loop(self) -> None:
+        """What grpc has for one event loop works in no other. Raises InvalidArgument in another than that of `open`."""
+        if self._loop is None or self._closed or asyncio.get_running_loop() is self._loop:
+            return
+        raise InvalidArgument(
+            "a client belongs to the event loop that opened it: open another one in this loop, or use SyncClient, "
+            "which may be called from anywhere"
+        )
+
+    def check_open(self) -> None:
+        """Raises Closed before `open` and after `aclose`, and as `check_loop`."""
+        if self._closed:
+            raise Closed("the client is closed")
+        if self._loop is None:
+            raise Closed("the client is not open: use it in an `async with` block")
+        self.check_loop()
 
     async def aclose(self) -> None:
         """End all calls. Idempotent; afterwards every call raises Closed."""
@@ -433,10 +452,7 @@ class Connection:
             self._current = (index + 1) % len(self.addresses)
 
     def _method(self, index: int, kind: str, method: str) -> Callable[..., Any]:
-        if self._closed:
-            raise Closed("the client is closed")
-        if not self._opened:
-            raise Closed("the client is not open: use it in an `async with` block")
+        self.check_open()
         known = self._methods.get((index, method))
         if known is None:
             known = self._methods[index, method] = getattr(self.channel(index), kind)(_SERVICE + method)

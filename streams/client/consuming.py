@@ -183,6 +183,7 @@ class Consumer(Attached):
         return batch if batch is not None else await self._wait()
 
     async def _wait(self) -> ReceivedBatch:
+        self._connection.check_loop()
         while (batch := self._session.take()) is None:
             if self._over.is_set():
                 if self.error is not None:
@@ -460,6 +461,7 @@ class Subscribing:
                 f"subscription {self._plan.name!r} has no handler: give one, or take batches with `async with "
                 "client.subscribe(...) as consumer`"
             )
+        self._management.connection.check_open()
         subscription = Subscription(self._management, self._plan, self._handler, self._concurrency)
         self._attached.add(subscription)
         return await _opened(subscription, subscription.consumer)
@@ -469,6 +471,7 @@ class Subscribing:
             raise InvalidArgument(
                 f"subscription {self._plan.name!r} has a handler: write `subscription = await client.subscribe(...)`"
             )
+        self._management.connection.check_open()
         session = Session(self._plan.max_events, self._plan.max_bytes)
         self._consumer = consumer = Consumer(self._management, self._plan, session)
         self._attached.add(consumer)

@@ -149,6 +149,7 @@ class Publishing:
     def _check_open(self) -> None:
         if self._closed:
             raise Closed("the client is closed")
+        self._connection.check_open()
 
     # ---- the task ----------------------------------------------------------------------------------------------------
 

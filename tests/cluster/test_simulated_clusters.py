@@ -28,9 +28,9 @@ def test_a_seed_always_gives_the_same_history() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bug", "kind", "seed"),
-    [("no fencing", "pauses", 1), ("release before drain", "planned", 0), ("checkpoint of the maximum", "crashes", 0)],
+    ("bug", "kind"),
+    [("no fencing", "pauses"), ("release before drain", "planned"), ("checkpoint of the maximum", "crashes")],
 )
-def test_a_planted_bug_is_found(bug: str, kind: str, seed: int) -> None:
+def test_a_planted_bug_is_found(bug: str, kind: str) -> None:
     with planted(bug):
-        assert simulate(seed, kind=kind).problems
+        assert any(simulate(seed, kind=kind).problems for seed in range(100))
