@@ -66,6 +66,7 @@ class Client(Consuming):
         self._publishing = Publishing(self._connection, provider, timeout_s=timeout_s, linger_s=linger_s)
 
     async def __aenter__(self) -> Self:
+        self._connection.check_loop()
         try:
             await self._connection.open(self._connect_timeout_s)
         except BaseException:

@@ -323,7 +323,6 @@ class Connection:
         Raises Unavailable where none does within `timeout_s`, Unauthenticated, InvalidArgument for files that cannot be
         used.
         """
-        self.check_loop()
         if self._tls is not None:
             self._credentials = await asyncio.to_thread(self._tls.credentials)
         self._loop = asyncio.get_running_loop()
