@@ -19,7 +19,7 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, Generic, ParamSpec, Self, TypeVar
+from typing import Any, Generic, ParamSpec, Self, TypeVar, cast
 
 from ..errors import Closed, InvalidArgument
 from ..events import Event
@@ -28,6 +28,7 @@ from ..publishing import ProducerSequence, Receipt
 from ..subscriptions import DeadLetter, GapRecord, Start, SubscriptionDefinition
 from .blocking_consumer import SyncConsumer, SyncPulled
 from .client import Client
+from .consuming import Pulled
 from .management import SubscriptionState
 
 _P = ParamSpec("_P")
@@ -223,12 +224,12 @@ class SyncClient:
             max_bytes=max_bytes,
             wait_s=wait_s,
             session_timeout_s=session_timeout_s,
-            after=None if after is None else after.pulled,
+            after=None if after is None else _pulled(after),
         )
         return SyncPulled(pulled, self._call)
 
     def acknowledge(self, pulled: SyncPulled) -> int:
-        return self._call(self._client.acknowledge, pulled.pulled)
+        return self._call(self._client.acknowledge, _pulled(pulled))
 
     def create_subscription(self, definition: SubscriptionDefinition) -> bool:
         return self._call(self._client.create_subscription, definition)
@@ -272,3 +273,8 @@ class SyncClient:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.release()
+
+
+def _pulled(pulled: SyncPulled) -> Pulled:
+    """What it stands on. Anything else is refused by the client."""
+    return getattr(pulled, "pulled", cast("Pulled", pulled))

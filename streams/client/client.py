@@ -11,7 +11,7 @@ async with Client("127.0.0.1:9465") as client:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Self
+from typing import NoReturn, Self
 
 from ...proto.v1 import publisher_pb2 as pb
 from ..errors import InvalidArgument, NotSupported, PayloadTooLarge
@@ -76,6 +76,11 @@ class Client(Consuming):
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+    def __enter__(self) -> NoReturn:
+        raise InvalidArgument("a Client is opened with `async with`: without asyncio, use `with SyncClient(...)`")
+
+    def __exit__(self, *_: object) -> None: ...
 
     async def aclose(self) -> None:
         """Close its consumers, wait for what is being published, as long as its callers would, and close. Idempotent;

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, MutableSet, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any, Self, TypeVar, overload
+from typing import Any, NoReturn, Self, TypeVar, overload
 from weakref import WeakSet
 
 from ...proto.v1 import consumer_pb2 as pb
@@ -57,6 +57,10 @@ CLOSE_S = 10.0
 """How long closing may take, in seconds."""
 SETTLE_S = 2.0
 """Where a connection is lost while closing, the next one has so long to be asked for what was acknowledged."""
+
+
+MAX_PULL_S = 24 * 3600
+"""How long a pull may wait, in seconds."""
 
 
 class SessionState(enum.Enum):
@@ -481,6 +485,12 @@ class Subscribing:
         if self._consumer is not None:
             await self._consumer.aclose()
 
+    def __aiter__(self) -> NoReturn:
+        raise InvalidArgument(
+            f"subscription {self._plan.name!r} is not open: write `async with client.subscribe(...) as consumer`, and "
+            "in it `async for batch in consumer`"
+        )
+
 
 async def _opened(attached: _A, consumer: Consumer) -> _A:
     try:
@@ -601,7 +611,12 @@ class Consuming(Management):
 
         What is returned is in flight until it is acknowledged, or the consumer has not called for its session timeout.
         Acknowledge or reject batches, and then give what was returned to `acknowledge`, or here as `after`.
+
+        Raises InvalidArgument, NotFound, Busy, PermissionDenied, LimitExceeded, Unavailable.
         """
+        _check_pull(max_events, max_bytes, wait_s, session_timeout_s)
+        if after is not None:
+            _check_pulled(after)
         request = pb.PullRequest(
             provider=self._provider,
             subscription=name,
@@ -623,7 +638,7 @@ class Consuming(Management):
     async def acknowledge(self, pulled: Pulled) -> int:
         """Tell the silo what became of what `pull` returned. Returns how much of that was too late: those events come
         again, or are somebody else's by now."""
-        marked = pulled.marked()
+        marked = _check_pulled(pulled).marked()
         request = pb.AcknowledgeRequest(
             provider=self._provider,
             subscription=pulled.name,
@@ -675,6 +690,21 @@ class Pulled(Sequence[ReceivedBatch]):
         """What became of the batches since the last time."""
         request = self._session.request()
         return pb.SubscribeRequest() if request is None else message_of(request)
+
+
+def _check_pull(max_events: int, max_bytes: int, wait_s: float, session_timeout_s: float | None) -> None:
+    for name, number in (("max_events", max_events), ("max_bytes", max_bytes)):
+        if type(number) is not int or not 0 <= number < 1 << 32:
+            raise InvalidArgument(f"{name} of a pull is a whole number of at least 0, not {number!r}: 0 is the default")
+    for name, seconds in (("wait_s", wait_s), ("session_timeout_s", session_timeout_s or 0)):
+        if not 0 <= seconds <= MAX_PULL_S:
+            raise InvalidArgument(f"{name} of a pull is 0 to {MAX_PULL_S:,} seconds, not {seconds!r}")
+
+
+def _check_pulled(pulled: object) -> Pulled:
+    if not isinstance(pulled, Pulled):
+        raise InvalidArgument(f"what is acknowledged is what `pull` returned, not {type(pulled).__name__}: give that")
+    return pulled
 
 
 def _start(start: Start | str | None) -> Start:

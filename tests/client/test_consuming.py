@@ -586,3 +586,36 @@ async def test_batches_are_pulled_and_acknowledged_in_calls_of_their_own(client:
     await client.caught_up("s")
     with pytest.raises(NotFound):
         await client.pull("missing", "me")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"wait_s": -1},
+        {"wait_s": 1e9},
+        {"wait_s": float("nan")},
+        {"max_events": -1},
+        {"max_events": 1 << 32},
+        {"max_bytes": -1},
+        {"max_bytes": 1.5},
+        {"session_timeout_s": -1},
+        {"session_timeout_s": 1e9},
+        {"after": [1]},
+    ],
+)
+async def test_a_pull_that_cannot_be_meant_is_refused(client: Client, options: dict[str, Any]):
+    with pytest.raises(InvalidArgument, match=f"{next(iter(options))} of a pull|what is acknowledged"):
+        await client.pull("s", "me", **options)
+
+
+async def test_what_is_acknowledged_was_pulled(client: Client):
+    with pytest.raises(InvalidArgument, match="what `pull` returned, not list"):
+        await client.acknowledge([1])  # type: ignore[arg-type]
+
+
+async def test_who_iterates_or_enters_the_wrong_way_is_told_what_to_write(client: Client):
+    with pytest.raises(InvalidArgument, match="write `async with client"):
+        aiter(client.subscribe("s", ORDERS))
+    with pytest.raises(InvalidArgument, match="with SyncClient"):
+        client.__enter__()
+    assert await client.subscriptions() == []
