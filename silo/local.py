@@ -59,6 +59,7 @@ class LocalConnection(Connection):
         self._here: Mapping[str, Method] = {method.name.partition(".v1.")[2]: method for method in methods}
         self._closing = asyncio.Event()
         self._closed = False
+        self._loop = asyncio.get_running_loop()
         self._random = random.Random()  # noqa: S311 (spreads attempts)
 
     @property
