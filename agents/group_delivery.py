@@ -515,10 +515,11 @@ class GroupDelivery(Delivery):
                 while self._giving_up or any(parcel.member.attached for parcel in self.parcels):
                     await self._progress()
         except TimeoutError:
-            log.warning(
-                "%d parcels of %s, queue %d were not acknowledged within %.1f s and come again",
-                len(self.parcels), self.name, self.queue, drain_s,
-            )  # fmt: skip
+            if drain_s > 0:  # else nobody was to be waited for
+                log.warning(
+                    "%d parcels of %s, queue %d were not acknowledged within %.1f s and come again",
+                    len(self.parcels), self.name, self.queue, drain_s,
+                )  # fmt: skip
         finally:
             for parcel in list(self.parcels):
                 self.take_back(parcel)

@@ -1331,6 +1331,21 @@ async def test_a_stop_does_not_wait_for_ever() -> None:
 
 
 @virtual_time
+@pytest.mark.parametrize(("drain_s", "lines"), [(0.0, 0), (5.0, 1)])
+async def test_a_stop_says_what_it_waited_for_in_vain(
+    drain_s: float, lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "headrace.agents")
+    async with Circle() as circle:
+        consumer = await _delivered(circle, numbers(4))
+        await circle.stop(drain_s)
+        assert not consumer.ack(consumer.inbox[0])
+    assert [record.message for record in caplog.records] == [
+        "1 parcels of sub, queue 0 were not acknowledged within 5.0 s and come again"
+    ] * lines
+
+
+@virtual_time
 async def test_a_stop_does_not_wait_for_who_is_not_there() -> None:
     async with Circle() as circle:
         one = await _delivered(circle, ["0"])
