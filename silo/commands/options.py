@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from ...streams import Start
-from ...streams.errors import DataDirectoryError, InvalidArgument, NotFound
+from ...streams.errors import DataDirectoryError, HeadraceError, InvalidArgument, NotFound, error_of
 from ..datadir import MARKER, check_provider_name
 from ..provider import Provider
 from ..wording import counted
@@ -66,6 +66,17 @@ def where_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_where
 
 
+_TYPED = {
+    "tls.ca": "--ca",
+    "tls.certificate": "--certificate",
+    "tls.key": "--key",
+    "give tls=Tls(...), or insecure=True": "give --ca FILE or --tls, or --insecure",
+    "leave tls out": "leave --tls and --ca out",
+    "a client's certificate": "a client's certificate (--certificate and --key)",
+    "TLS, or with": "TLS (--ca FILE or --tls), or with",
+    "send the metadata `authorization: Bearer hr_...`, with a token": "give --token, or HEADRACE_TOKEN, a token",
+}
+"""What a client says, and what that is in the command line."""
 _OF_THE_SERVER = ("token", "ca", "certificate", "key", "tls", "insecure")
 
 
@@ -187,10 +198,25 @@ async def connected(server: Server) -> AsyncGenerator[Client]:
     """The provider of a silo, for the length of an `async with`. Raises Unavailable where nobody answers."""
     from ...streams.client import Client, Tls  # noqa: PLC0415 (it loads grpc)
 
-    tls = None if server.tls is None else Tls(**server.tls)
-    options: dict[str, Any] = {"token": server.token, "tls": tls, "insecure": server.insecure}
-    async with Client(server.address, provider=server.provider, connect_timeout_s=CONNECT_S, **options) as client:
+    try:
+        tls = None if server.tls is None else Tls(**server.tls)
+        options: dict[str, Any] = {"token": server.token, "tls": tls, "insecure": server.insecure}
+        client = Client(server.address, provider=server.provider, connect_timeout_s=CONNECT_S, **options)
+        await client.__aenter__()
+    except HeadraceError as error:
+        raise _as_typed(error) from None
+    try:
         yield client
+    finally:
+        await client.aclose()
+
+
+def _as_typed(error: HeadraceError) -> HeadraceError:
+    """The same error, which names the options of the command line instead of those of Python."""
+    text = str(error)
+    for python, typed in _TYPED.items():
+        text = text.replace(python, typed)
+    return error_of(error.code, text) or error
 
 
 def _check_exists(where: Where) -> None:

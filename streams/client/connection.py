@@ -183,7 +183,7 @@ def _unreached(details: str, where: str) -> str:
         return f"what answers at {where} does not speak TLS: leave tls out, or check the address"
     return (
         f"no silo answers at {where} ({details}): check the address, that a silo serves gRPC there, and whether it "
-        "wants TLS"
+        "wants TLS, or with TLS a client's certificate"
     )
 
 

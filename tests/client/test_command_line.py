@@ -89,7 +89,7 @@ def test_a_token_is_needed_and_taken_from_the_variable(headrace: Headrace, silos
     made = headrace("tokens", "create", "t", "--data", "d", "--publish", "n").out.strip()
     silo = silos("--auth", "tokens")
     publish = ("publish", "--server", silo.address, "--format", "raw")
-    assert "no token" in headrace(*publish, "--stream", "n/k", stdin=b"x\n").refused(1)
+    assert "no token: give --token, or" in headrace(*publish, "--stream", "n/k", stdin=b"x\n").refused(1)
     assert headrace(*publish, "--stream", "n/k", stdin=b"0\n", HEADRACE_TOKEN=made).code == 0
     assert headrace(*publish, "--stream", "n/k", "--token", made, stdin=b"1\n").code == 0
     assert "may not publish to namespace 'other'" in headrace(
@@ -105,8 +105,16 @@ def test_tls_trusts_whom_it_is_told_to(headrace: Headrace, silos: Silos, tmp_pat
     silo = silos("--certificate", str(own.certificate), "--key", str(own.key), "--client-ca", trusted)
     listed = ("subscriptions", "list", "--json", "--server", silo.address)
     assert headrace(*listed, "--ca", trusted, "--certificate", client.certificate, "--key", client.key).json == []
-    assert "whether it wants TLS" in headrace(*listed).refused(1)
-    assert "missing.pem: No such file" in headrace(*listed, "--ca", "missing.pem").refused(2)
+    says = "whether it wants TLS (--ca FILE or --tls), or with TLS a client's certificate (--certificate and --key)"
+    assert says in headrace(*listed).refused(1)
+    assert says in headrace(*listed, "--ca", trusted).refused(1)
+    assert "is not trusted: give its authority's as --ca" in headrace(*listed, "--tls").refused(1)
+    assert (
+        headrace(*listed[:-1], "192.0.2.1:1", "--token", "hr_x")
+        .refused(2)
+        .endswith("unencrypted: give --ca FILE or --tls, or --insecure in a network you trust")
+    )
+    assert "--ca: missing.pem: No such file" in headrace(*listed, "--ca", "missing.pem").refused(2)
 
 
 # ---- publish ---------------------------------------------------------------------------------------------------------
