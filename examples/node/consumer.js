@@ -29,6 +29,7 @@ class Consumer {
           await this.session();
         } catch (error) {
           if (!retryable(error)) throw error;
+          if (!this.failures) console.error(`consumer: ${error.details || error.message}: trying again`);
         }
         if (!this.stopping) await backoff(this.failures++);
       }

@@ -8,6 +8,7 @@ const { randomUUID } = require("node:crypto");
 const { connect, metadata, batchOf, retryable, backoff } = require("./headrace");
 
 const MAX_EVENTS = 1000;
+const MAX_FAILURES = 15; // in a row: with the pauses in between, a quarter of a minute
 
 class Producer {
   constructor(address) {
@@ -26,7 +27,8 @@ class Producer {
         this.number = sequence.number;
         return response.receipts[0];
       } catch (error) {
-        if (!retryable(error)) throw error;
+        if (!retryable(error) || failures + 1 >= MAX_FAILURES) throw error;
+        if (!failures) console.error(`producer: ${error.details || error.message}: trying again`);
         await backoff(failures);
       }
     }
