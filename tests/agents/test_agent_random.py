@@ -25,6 +25,7 @@ def simulate(seed: int, *, kind: str = "rewindable", steps: int = 60) -> World:
     rng = random.Random(seed)
     latency = rng.choice((0.0, 0.0, 0.01, 0.1))
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headrace.agents.manager.CHECKPOINT_S", 1.0)  # so that crashes find more that is not saved
         # Two clocks are real ones.
         patch.setattr("headrace.agents.handling.TURN_S", rng.choice((-1.0, math.inf)))
         patch.setattr("headrace.agents.feed.monotonic", lambda: 0.0, raising=False)
@@ -156,7 +157,7 @@ def _payload(rng: random.Random, size: int) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["rewindable", "retention", "memory"])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_everybody_gets_everything_in_order_and_once(seed: int, kind: str) -> None:
     world = simulate(seed, kind=kind)
     assert not world.problems, "\n".join(world.history)

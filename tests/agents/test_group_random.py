@@ -33,6 +33,7 @@ def simulate(seed: int, *, kind: str = "rewindable", events: int = 10_000) -> Wo
     ticks = count()
     step = rng.choice((0.0, 0.0003, 1.0))
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headrace.agents.manager.CHECKPOINT_S", 1.0)  # so that crashes find more that is not saved
         # These clocks are real ones.
         for module in ("edge", "group_delivery"):
             patch.setattr(f"headrace.agents.{module}.perf_counter", lambda: next(ticks) * step)

@@ -425,9 +425,10 @@ async def _simulate(rng: random.Random, kind: str, steps: int) -> World:
 
 def simulate(seed: int, *, kind: str = "everything", steps: int = 30) -> World:
     rng = random.Random(f"{kind}/{seed}")
-    with pytest.MonkeyPatch.context() as real_clocks:
-        real_clocks.setattr("headrace.agents.handling.TURN_S", math.inf)
-        real_clocks.setattr("headrace.agents.feed.monotonic", lambda: 0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headrace.agents.manager.CHECKPOINT_S", 1.0)  # so that crashes find more that is not saved
+        patch.setattr("headrace.agents.handling.TURN_S", math.inf)  # these clocks are real ones
+        patch.setattr("headrace.agents.feed.monotonic", lambda: 0.0)
         return _run(rng, kind, steps)
 
 
