@@ -95,7 +95,8 @@ class ConsumerService:
         if request.HasField("definition"):
             await create_subscription(call, provider, definition)
         place = await consumers.join(definition, consumer, timeout_s, positions)
-        connection = place.member.connections
+        connection, gaps = place.member.connections, list(gaps)
+        place.member.on_gap = gaps.append  # until there is a session to tell
         moves = await provider.moves(place.group.definition.name)
         if place.member.connections != connection:  # nobody could be told: there was no session yet
             raise taken_over(consumer)

@@ -316,8 +316,8 @@ BY_GRPC = {"UNIMPLEMENTED", "RESOURCE_EXHAUSTED"}
 """Said by gRPC itself: there is no such method, or the message is far too large."""
 BY_CLIENT = {"Internal error from Core", "Locally cancelled by application!"}
 """Said by the attacker's own gRPC: it hung up, or wrote when the call had ended."""
-LONG = ("Pull", "AwaitCaughtUp")
-"""They may wait for longer than the attacker does."""
+LONG = ("Pull", "AwaitCaughtUp", "DescribeCluster")
+"""They may wait for longer than the attacker does: the last one comes in floods, which wait for themselves."""
 
 
 def is_suspicious(ended: Ended) -> bool:
