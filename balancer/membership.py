@@ -52,7 +52,7 @@ class ClusterOptions:
     """How long a newcomer waits before it takes queues over. Longer than the restart of a silo takes."""
     drain_s: float = 10.0
     """How long what is in flight may take to end when a queue moves."""
-    balancer: Balancer = field(default=lease_count)
+    balancer: Balancer = lease_count
     fixed: Sequence[str] = ()
     mapping: Mapping[int, str] = field(default_factory=dict[int, str])
 
@@ -273,11 +273,6 @@ class Membership:
             if held.until <= now:
                 self._cut(held, "it could not be renewed in time")
         self._set_timer()
-
-    def holds(self, provider: str, queue: int, epoch: int) -> bool:
-        """Whether the lease of a queue is this silo's at this moment, by its own clock."""
-        held = self.held.get((provider, queue))
-        return held is not None and held.lease.epoch == epoch and self._loop.time() < held.until
 
     def _cut(self, held: Held, why: str) -> None:
         queue = held.lease.provider, held.lease.queue
