@@ -15,8 +15,8 @@ from .transactions import Snapshot
 RETENTION = "removed by retention"
 FRESH_BATCHES = 256
 FRESH_BYTES = 64 << 10
-"""What ends a queue and is no more than this is read on the loop: it was just written, so it is in memory, and a thread
-would have to wait for the interpreter first."""
+"""What ends a queue, in blocks of no more than this, is read on the loop, about so much at once: it was just written,
+so it is in memory, and a thread would have to wait for the interpreter first."""
 
 
 class QueueReader:
@@ -29,17 +29,18 @@ class QueueReader:
         self._checked = -1
 
     def look(self, position: int, want: Want) -> Received | None:
-        """What `read` returns, where that costs so little that the loop can do it: nothing, or the few batches at the
-        queue's end. None where it is more."""
+        """What `read` returns, or the first part of it, where that costs so little that the loop can do it: nothing, or
+        the few batches at the queue's end. None where it is more."""
         with self._environment.reading() as snapshot:
             end = snapshot.tail(self._queue).next
             if position >= end:
                 return Received((), position)
             first = snapshot.block_holding(self._queue, position) if end - position <= FRESH_BATCHES else None
-            if first is None or snapshot.size(self._queue, first) > FRESH_BYTES:
+            if first is None:
                 return None
-            batches = self._collect(snapshot, first, position, end, want._replace(nbytes=min(want.nbytes, FRESH_BYTES)))
-        return Received(batches, batches[-1].offset + 1)
+            little = want._replace(nbytes=min(want.nbytes, FRESH_BYTES))
+            batches = self._collect(snapshot, first, position, end, little, largest=FRESH_BYTES)
+        return Received(batches, batches[-1].offset + 1) if batches else None
 
     def read(self, position: int, want: Want) -> Received:
         """What is stored from `position` on: batches, or a gap, or nothing at the end of the queue.
@@ -57,9 +58,14 @@ class QueueReader:
             batches = self._collect(snapshot, first, position, end, want)
         return Received(batches, batches[-1].offset + 1)
 
-    def _collect(self, snapshot: Snapshot, first: int, position: int, end: int, want: Want) -> list[EventBatch]:
+    def _collect(
+        self, snapshot: Snapshot, first: int, position: int, end: int, want: Want, *, largest: int | None = None
+    ) -> list[EventBatch]:
+        """Batches from `position` on, up to the first block of more than `largest` bytes."""
         batches: list[EventBatch] = []
         while position < end and want.events > 0 and want.nbytes > 0:
+            if largest is not None and snapshot.size(self._queue, first) > largest:
+                break
             try:
                 block = self._open(snapshot, first)
             except DamagedBlockError as damage:

@@ -6,12 +6,15 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from headrace.adapters import Bounds, QueueReceiver, Receipt
+from headrace.adapters import Bounds, QueueReceiver, Receipt, Received
 from headrace.adapters.log import MAX_BATCH_BYTES, LogAdapter
 from headrace.adapters.log import receiver as receiver_module
+from headrace.adapters.log.blocks import Want
+from headrace.adapters.log.receiver import QueueReader
 from headrace.streams import Closed, EventBatch, InvalidArgument, PayloadTooLarge, SequenceToken, StreamId
 
 OpenLog = Callable[..., Awaitable[LogAdapter]]
+Read = Callable[[QueueReader, int, Want], Received]
 STREAM = StreamId("tests", "log")
 
 
@@ -127,6 +130,27 @@ async def test_a_cancelled_receive_loses_nothing(open_log: OpenLog, monkeypatch:
             assert await task == "a"
     assert turns > 2
     assert await letters(receiver) == "bc"
+
+
+@pytest.mark.parametrize("small", ["", "ab"])
+async def test_a_large_block_is_read_in_a_thread_also_behind_small_ones(
+    open_log: OpenLog, monkeypatch: pytest.MonkeyPatch, small: str
+):
+    threaded: list[int] = []
+
+    def read(reader: QueueReader, position: int, want: Want, original: Read = QueueReader.read) -> Received:
+        threaded.append(position)
+        return original(reader, position, want)
+
+    monkeypatch.setattr(QueueReader, "read", read)
+    adapter = await open_log()
+    large = "x" * receiver_module.FRESH_BYTES  # and what a block says about it
+    await publish(adapter, small)
+    await adapter.enqueue([(0, batch(large))])
+    receiver = await adapter.open_receiver(0, 0)
+    for expected in filter(None, [small, large]):
+        assert await letters(receiver) == expected
+    assert threaded == [len(small)]
 
 
 async def test_what_was_published_is_there_after_a_restart(open_log: OpenLog):
