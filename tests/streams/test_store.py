@@ -226,6 +226,16 @@ async def test_progress_is_kept_with_the_streams_that_are_behind(two: tuple[Cont
     assert await there.checkpoints("p", "stats") == now
 
 
+async def test_a_queue_says_where_all_subscriptions_stand_in_it(store: ControlStore):
+    behind = Checkpoint(12, {TAIL: Behind(SequenceToken(4, 9))})
+    await created(store, "a", q0=Checkpoint(10), q1=Checkpoint(7))
+    await created(store, "b", q0=behind)
+    await store.create_subscription("other", definition("c"), {0: Checkpoint(0)})
+    assert await store.checkpoints_of_queue("p", 0) == {"a": Checkpoint(10), "b": behind}
+    assert await store.checkpoints_of_queue("p", 1) == {"a": Checkpoint(7)}
+    assert await store.checkpoints_of_queue("p", 2) == await store.checkpoints_of_queue("none", 0) == {}
+
+
 async def test_rough_text_is_kept_in_a_checkpoint(store: ControlStore):
     await created(store)
     epoch = (await store.attach("p", "stats")).epoch

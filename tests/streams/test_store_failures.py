@@ -396,6 +396,7 @@ async def use_everything(store: ControlStore) -> None:
     epoch = await store.seek("p", "stats", {1: Checkpoint(0)}, "test")
     await store.save_checkpoints("p", [("stats", epoch, {0: Checkpoint(2)})])
     epoch = (await store.attach("p", "stats")).epoch
+    await store.checkpoints_of_queue("p", 0)
     await store.watermarks("p", apart_from=["other"])
     (letter_id,) = await store.add_dead_letters([letter], epoch)
     await store.request_redrive("p", "stats", [letter_id])

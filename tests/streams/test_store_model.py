@@ -172,6 +172,9 @@ class TwoStores(RuleBasedStateMachine):
         assert await store.subscriptions("p") == definitions
         for name, known in self.known.items():
             assert await store.checkpoints("p", name) == known.positions
+        for queue in range(3):
+            stands = {name: known.positions[queue] for name, known in self.known.items() if queue in known.positions}
+            assert await store.checkpoints_of_queue("p", queue) == stands
         watermarks: dict[int, int] = {}
         for known in self.known.values():
             for queue, position in known.positions.items():

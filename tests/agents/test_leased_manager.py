@@ -1,0 +1,109 @@
+"""A manager in a cluster: what it reads, and from where, when it has the leases of some queues. In virtual time."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from headrace.agents import CacheLimits, HandlerService, PullingManager
+from headrace.streams import Checkpoint, EventBatch, Selector
+from headrace.streams.handlers import Handler
+from headrace.streams.store import ControlStore
+from headrace.streams.subscriptions import SubscriptionDefinition
+from tests.agents.line import NOW, Recorder, stream
+from tests.agents.shelf import Shelf
+from tests.virtual_time import virtual_time
+
+PROVIDER = "p"
+ALWAYS_S = 1e6
+
+
+@pytest.fixture(autouse=True)
+def quiet_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "headrace.agents")
+
+
+class Term:
+    until = float("inf")
+
+
+class Calls:
+    """A store that notes which of its methods are called."""
+
+    def __init__(self, store: ControlStore) -> None:
+        self.names: list[str] = []
+        self._store = store
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        self.names.append(name)
+        return getattr(self._store, name)
+
+
+class Tenant:
+    """A silo of a cluster with two queues, which has the leases that it is given."""
+
+    def __init__(self, store: ControlStore, shelf: Shelf) -> None:
+        self.store = store
+        self.shelf = shelf
+        self.calls = Calls(store)
+        through: Any = self.calls
+        self.manager = PullingManager(PROVIDER, 2, shelf, through, CacheLimits(), detach_after_s=0.25, leased=True)
+
+    async def gain(self, queue: int) -> None:
+        cluster = self.store.cluster()
+        me = await cluster.join(f"silo {queue}", "", [PROVIDER])
+        (lease,) = await cluster.acquire(me, [(PROVIDER, queue)], ALWAYS_S)
+        await self.manager.gain(queue, lease.epoch, Term())
+
+    async def handler(self, name: str) -> Recorder:
+        definition, recorder = SubscriptionDefinition(name=name, selector=Selector("s/*"), retry=NOW), Recorder()
+        await self.store.create_subscription(PROVIDER, definition, {0: Checkpoint(0), 1: Checkpoint(0)})
+        await self.manager.serve(definition, HandlerService(Handler.of(recorder, batch=False), None, 100))
+        return recorder
+
+    async def elsewhere(self, name: str, positions: Mapping[int, Checkpoint]) -> None:
+        """Another silo saves progress."""
+        epoch = (await self.store.attach(PROVIDER, name, exclusive=False)).epoch
+        assert not await self.store.save_checkpoints(PROVIDER, [(name, epoch, positions)])
+
+
+@asynccontextmanager
+async def tenant() -> AsyncGenerator[Tenant]:
+    store, shelf = await ControlStore.open("memory"), Shelf(2)
+    built = Tenant(store, shelf)
+    try:
+        yield built
+    finally:
+        await built.manager.aclose(0.0)
+        await shelf.aclose()
+        await store.aclose()
+
+
+@virtual_time
+async def test_a_queue_that_comes_is_read_from_where_each_subscription_stands_now() -> None:
+    async with tenant() as silo:
+        recorders = [await silo.handler(str(done)) for done in range(4)]
+        for done in range(4):
+            await silo.elsewhere(str(done), {0: Checkpoint(done)})
+        for number in range(4):
+            await silo.shelf.enqueue([(0, EventBatch.of(stream("a"), [b"%d" % number]))])
+        silo.calls.names.clear()
+        await silo.gain(0)
+        assert silo.calls.names == ["checkpoints_of_queue"], "one read, however many subscriptions"
+        await asyncio.sleep(1)
+        for done, recorder in enumerate(recorders):
+            assert recorder.seen == [str(number) for number in range(done, 4)]
+
+
+@virtual_time
+async def test_a_subscription_that_was_deleted_elsewhere_does_not_keep_a_queue_from_coming() -> None:
+    async with tenant() as silo:
+        gone, there = await silo.handler("gone"), await silo.handler("there")
+        await silo.store.delete_subscription(PROVIDER, "gone")
+        await silo.shelf.enqueue([(0, EventBatch.of(stream("a"), [b"x"]))])
+        await silo.gain(0)
+        await asyncio.sleep(1)
+        assert (gone.seen, there.seen) == ([], ["x"])
