@@ -513,7 +513,8 @@ class PullingManager:
     async def _redrive(self) -> None:
         busy = Counter(name for name, _ in self._redriving.values())
         names = [name for name in self.served if busy[name] < MAX_REDRIVES]
-        letters = await self._store.redrives(self.provider, names) if names else []
+        queues = [queue for queue in range(self.queues) if self._reads(queue)]
+        letters = await self._store.redrives(self.provider, names, queues=queues) if names and queues else []
         for letter in letters:
             if letter.id not in self._redriving and busy[letter.subscription] < MAX_REDRIVES:
                 busy[letter.subscription] += 1

@@ -237,9 +237,13 @@ class ControlStore:
         """
         return await self._database.write(_request_redrive, provider, subscription, ids)
 
-    async def redrives(self, provider: str, names: Sequence[str], *, limit: int = 100) -> list[DeadLetter]:
-        """The first `limit` dead letters of these subscriptions whose redrive was asked for, by id."""
-        return await self._database.read(_redrives, provider, list(names), limit)
+    async def redrives(
+        self, provider: str, names: Sequence[str], *, queues: Collection[int] | None = None, limit: int = 100
+    ) -> list[DeadLetter]:
+        """The first `limit` dead letters of these subscriptions whose redrive was asked for, by id; with `queues`, only
+        letters of those queues."""
+        of = None if queues is None else sorted(queues)
+        return await self._database.read(_redrives, provider, list(names), of, limit)
 
     async def finish_redrive(self, letter_id: int, *, delivered: bool, reason: str | None, attempts: int) -> None:
         """Note how a redrive ended: a delivered letter is deleted; another stays, with the new `attempts` and, where
@@ -563,10 +567,14 @@ def _request_redrive(connection: Connection, provider: str, name: str, ids: Sequ
     return sum(connection.execute(mark.where(chosen)).rowcount for chosen in _chosen(provider, name, ids))
 
 
-def _redrives(connection: Connection, provider: str, names: Sequence[str], limit: int) -> list[DeadLetter]:
+def _redrives(
+    connection: Connection, provider: str, names: Sequence[str], queues: Sequence[int] | None, limit: int
+) -> list[DeadLetter]:
     query = select(dead_letters).where(
         dead_letters.c.provider == provider, dead_letters.c.subscription.in_(names), dead_letters.c.redrive.is_(True)
     )
+    if queues is not None:
+        query = query.where(dead_letters.c.queue.in_(queues))
     return [dead_letter_of(row) for row in connection.execute(query.order_by(dead_letters.c.id).limit(limit))]
 
 

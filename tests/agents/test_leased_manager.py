@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.agents import CacheLimits, HandlerService, PullingManager
-from headrace.streams import Checkpoint, EventBatch, Selector
+from headrace.streams import Checkpoint, DeadLetter, EventBatch, Selector, SequenceToken
 from headrace.streams.handlers import Handler
 from headrace.streams.store import ControlStore
 from headrace.streams.subscriptions import SubscriptionDefinition
@@ -82,6 +82,11 @@ async def tenant() -> AsyncGenerator[Tenant]:
         await store.aclose()
 
 
+def letter(number: int, queue: int) -> DeadLetter:
+    token = SequenceToken(number)
+    return DeadLetter(0, PROVIDER, "g", queue, stream("a"), token, b"%d" % number, {}, None, 0, "boom", 1, 0)
+
+
 @virtual_time
 async def test_a_queue_that_comes_is_read_from_where_each_subscription_stands_now() -> None:
     async with tenant() as silo:
@@ -107,3 +112,22 @@ async def test_a_subscription_that_was_deleted_elsewhere_does_not_keep_a_queue_f
         await silo.gain(0)
         await asyncio.sleep(1)
         assert (gone.seen, there.seen) == ([], ["x"])
+
+
+@virtual_time
+async def test_dead_letters_of_queues_that_others_have_do_not_hold_up_those_of_one_s_own() -> None:
+    async with tenant() as silo:
+        recorder = await silo.handler("g")
+        await silo.store.add_dead_letters([letter(number, 0) for number in range(120)], None)
+        await silo.store.add_dead_letters([letter(120, 1)], None)
+        await silo.store.request_redrive(PROVIDER, "g")
+        silo.manager.start()
+        await asyncio.sleep(5)
+        assert recorder.seen == []
+        await silo.gain(1)
+        await asyncio.sleep(5)
+        assert recorder.seen == ["120"]
+        await silo.gain(0)
+        await asyncio.sleep(60)
+        assert len(recorder.seen) == 121
+        assert not await silo.store.dead_letters(PROVIDER)

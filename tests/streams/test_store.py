@@ -412,6 +412,17 @@ async def test_a_redrive_is_asked_for_and_finished(store: ControlStore):
     assert await store.request_redrive("p", "stats") == 2
 
 
+async def test_letters_of_other_queues_do_not_count_against_the_limit(store: ControlStore):
+    await created(store)
+    letters = [letter(offset)._replace(queue=offset % 3) for offset in range(6)]
+    ids = await store.add_dead_letters(letters, None)
+    await store.request_redrive("p", "stats")
+    assert [each.id for each in await store.redrives("p", ["stats"], queues={2, 1}, limit=3)] == [
+        ids[1], ids[2], ids[4],
+    ]  # fmt: skip
+    assert await store.redrives("p", ["stats"], queues=[]) == []
+
+
 async def test_a_redrive_that_was_asked_for_outlives_another_failure(store: ControlStore):
     await created(store)
     await store.add_dead_letters([letter()], None)

@@ -401,7 +401,7 @@ async def use_everything(store: ControlStore) -> None:
     (letter_id,) = await store.add_dead_letters([letter], epoch)
     await store.request_redrive("p", "stats", [letter_id])
     await store.request_redrive("p", "stats")
-    await store.redrives("p", ["stats"])
+    await store.redrives("p", ["stats"], queues=[0])
     await store.finish_redrive(letter_id, delivered=False, reason="still", attempts=9)
     await store.finish_redrive(letter_id, delivered=True, reason=None, attempts=9)
     await store.add_dead_letters([letter], None)
