@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..balancer import average_allocation
@@ -38,8 +38,13 @@ class Group:
     second, or more often.
     """
 
-    def __init__(self, definition: SubscriptionDefinition, edge: Edge, *, stored: bool = True) -> None:
+    def __init__(
+        self, definition: SubscriptionDefinition, edge: Edge, *, stored: bool = True, queues: Sequence[int] = ()
+    ) -> None:
+        """With mode bound, `queues` are all that are dealt out, also those that other silos have; none: those that are
+        delivered here."""
         self.definition = definition
+        self._queues = queues
         self.edge = edge
         self._stored = stored
         self.members: dict[str, Member] = {}
@@ -68,10 +73,28 @@ class Group:
     ) -> Delivery:
         delivery = GroupDelivery(definition, queue, checkpoint, self, sink, **options)
         self.deliveries[queue] = delivery
+        for member in self.members.values():
+            if member.relayed:
+                member.on_notice()
         if self._bound and not self._rebalancing:
             self._rebalancing = True
             self._loop.call_soon(self._rebalance)
         return delivery
+
+    def lost(self, queue: int, *, saved: bool) -> None:
+        """The queue is another silo's. Who held something of it when it was stopped has to come again, and, where
+        what was done was not `saved`, everybody: a client knows what it acknowledged."""
+        delivery = self.deliveries.pop(queue, None)
+        self._owners.pop(queue, None)
+        self._moving.pop(queue, None)
+        self._unserved.discard(queue)
+        if delivery is None:
+            return
+        for member in list(self.members.values()) if not saved else delivery.interrupted:
+            member.on_gone(Unavailable(f"queue {queue} moved to another silo: connect again"))
+        self._tell_queues()
+        for member in self.members.values():
+            member.on_notice()
 
     def gap(self, record: GapRecord) -> None:
         for member in self.members.values():
@@ -221,8 +244,8 @@ class Group:
     def next_member(self, queue: int) -> Member | None:
         """Who gets the next parcel of a queue; None where nobody can take one, and the queue's delivery is woken
         later."""
+        owner = self._owner(queue) if self._bound else None
         if self._bound:
-            owner = self._owner(queue)
             if owner is not None and owner.listed and owner.open:
                 return owner
             if owner is not None:
@@ -233,7 +256,20 @@ class Group:
                 return line[0]
             line.popleft().listed = False
         self._unserved.add(queue)
+        self._tell_waiting(self.members.values() if not self._bound else [owner] if owner is not None else [])
         return None
+
+    def _tell_waiting(self, members: Iterable[Member]) -> None:
+        for member in members:
+            if member.relayed and not member.waiting:
+                member.waiting = True
+                member.on_notice()
+
+    def relay(self, member: Member) -> None:
+        """Another silo speaks for it."""
+        member.relayed = True
+        if any(not self._bound or self._owner(queue) is member for queue in self._unserved):
+            self._tell_waiting([member])
 
     def _owner(self, queue: int) -> Member | None:
         return None if queue in self._moving else self.members.get(self._owners.get(queue, ""))
@@ -314,6 +350,12 @@ class Group:
         failure = Failure(events.end(parcel.pieces[at].stop), reason, delay_s=delay_s)
         return parcel.delivery.reject(parcel, at, events.index, failure)
 
+    def release(self, member: Member, events: Events) -> None:
+        """It gives back, undone, the parcel that these events are in; nothing has failed."""
+        parcel = member.in_flight.get((events.queue, events.offset))
+        if parcel is not None:
+            parcel.delivery.take_back(parcel)
+
     def _redriven(self, member: Member, events: Events, error: HeadraceError | None) -> bool:
         outcome = member.redriven.get(events[:3])
         if outcome is None or outcome.done():
@@ -340,8 +382,8 @@ class Group:
         self._tell_queues()
 
     def _wanted_owners(self) -> Mapping[int, str]:
-        queues = sorted(self.deliveries)
-        dealt = average_allocation(len(queues), list(self.members))
+        queues = sorted(self._queues or self.deliveries)
+        dealt = average_allocation(len(queues), sorted(self.members))
         return {queues[position]: member for member, positions in dealt.items() for position in positions}
 
     def _move(self, queue: int, owner: str | None) -> None:

@@ -56,6 +56,8 @@ class GroupDelivery(Delivery):
         self.group = group
         self.parcels: dict[Parcel, None] = {}
         """In flight, in the order in which they were handed out."""
+        self.interrupted: list[Member] = []
+        """Who held something when it stopped."""
         self._actor = DeliveryActor(f"{definition.name}/{queue}", self)
         self._giving_up: set[asyncio.Task[None]] = set()
         self._redriving: set[asyncio.Future[HeadraceError | None]] = set()
@@ -521,6 +523,7 @@ class GroupDelivery(Delivery):
                     len(self.parcels), self.name, self.queue, drain_s,
                 )  # fmt: skip
         finally:
+            self.interrupted += [parcel.member for parcel in self.parcels]
             for parcel in list(self.parcels):
                 self.take_back(parcel)
             for outcome in self._redriving:

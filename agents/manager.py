@@ -35,9 +35,13 @@ CHECKPOINT_S = 0.1
 RARELY_S, SHARE = 1.0, 0.05
 """Where saving takes long, it gets this share of the time; but it is done so often at least."""
 REDRIVE_S = 1.0
+LOOK_S = 1.0
+"""In a cluster: how often to see what was asked of whoever serves a subscription or a queue, at another silo."""
 RETENTION_S = 5.0
 MAX_REDRIVES = 16
 """Dead letters of a subscription that are delivered once more at a time."""
+STOP_S = 10.0
+"""How long what is in flight of a queue may take to end that is stopped at another silo."""
 ACKNOWLEDGE_S = 0.02
 """How often queues that cannot rewind are told what is finished: it frees their bounded capacity."""
 
@@ -66,6 +70,14 @@ class Service(Protocol):
 
     def gap(self, record: GapRecord) -> None:
         """Events were gone before they were delivered."""
+        ...
+
+    def lost(self, queue: int, *, saved: bool) -> None:
+        """The lease of a queue is given back, with all that was done `saved`, or it is over."""
+        ...
+
+    def moved(self, moves: int) -> None:
+        """The subscription's position is moved, for the time that `moves` counts."""
         ...
 
     def saving(self) -> Callable[[], None]:
@@ -99,6 +111,10 @@ class HandlerService(NamedTuple):
         )  # fmt: skip
 
     def gap(self, record: GapRecord) -> None: ...
+
+    def lost(self, queue: int, *, saved: bool) -> None: ...
+
+    def moved(self, moves: int) -> None: ...
 
     def saving(self) -> Callable[[], None]:
         return _nothing
@@ -180,6 +196,8 @@ class PullingManager:
         self._acknowledged: dict[int, int] = {}
         self.on_fenced: Callable[[str], None] = lambda _: None
         """Called with the name of a subscription that was taken over elsewhere, once nothing of it runs here."""
+        self.moves: Callable[[str], Awaitable[int]] = _never
+        """How often a subscription, by its name, was moved so far."""
 
     def start(self) -> None:
         self._tasks = [
@@ -187,6 +205,9 @@ class PullingManager:
             asyncio.create_task(_supervise(self._redrive, REDRIVE_S), name=f"headrace redrives {self.provider}"),
             asyncio.create_task(_supervise(self.retain, RETENTION_S), name=f"headrace retention {self.provider}"),
         ]
+        if self.leases is not None:
+            work = _supervise(self._look, LOOK_S)
+            self._tasks.append(asyncio.create_task(work, name=f"headrace orders {self.provider}"))
         if not self._rewindable:
             work = _supervise(self._acknowledge, ACKNOWLEDGE_S)
             self._tasks.append(asyncio.create_task(work, name=f"headrace acknowledgements {self.provider}"))
@@ -383,6 +404,11 @@ class PullingManager:
             done = await self._stop_agent(queue, drain_s)
             await self._save_stopped({queue: done})
             self.leases.pop(queue, None)
+            self._tell_lost(queue, saved=True)
+
+    def _tell_lost(self, queue: int, *, saved: bool) -> None:
+        for served in self.served.values():
+            served.service.lost(queue, saved=saved)
 
     def cut(self, queue: int) -> None:
         """The lease is over: stop at once, and save nothing."""
@@ -391,6 +417,7 @@ class PullingManager:
         for served in self.served.values():
             if (delivery := served.deliveries.pop(queue, None)) is not None:
                 delivery.halt()
+        self._tell_lost(queue, saved=False)
         closing = asyncio.create_task(self._stop_agent(queue, 0.0), name=f"headrace cut {self.provider}/{queue}")
         self._cutting.add(closing)
         closing.add_done_callback(self._cutting.discard)
@@ -441,6 +468,19 @@ class PullingManager:
         self.on_fenced(name)
         await served.service.fenced(Fenced(f"subscription {name!r} was moved, deleted or taken over elsewhere"))
 
+    async def _look(self) -> None:
+        """See what others asked for: subscriptions that were moved or deleted, agents that are to stop or start."""
+        names = [name for name, served in self.served.items() if served.service.stored]
+        orders = await self._store.orders(self.provider, names)
+        for name in names:
+            served = self.served.get(name)
+            if served is not None and orders.epochs.get(name) != served.epoch:
+                self._tell_fenced(name)
+        if new := sorted(orders.stopped - self.stopped):
+            await self.stop_agents(new, STOP_S)
+        if over := sorted(self.stopped - orders.stopped):
+            await self.start_agents(over)
+
     async def _attached_again(self, served: Served) -> bool:
         """In a cluster, another silo may have moved it: go on from there. False where it was deleted."""
         name = served.definition.name
@@ -449,6 +489,7 @@ class PullingManager:
                 attachment = await self._attachment(name)
             except NotFound:
                 return False
+            served.service.moved(await self.moves(name))  # before: who is told too early only forgets something
             log.info("subscription %s was moved: going on from where it is now", name)
             self._deliver(served.definition, served.service, attachment)
         return True
@@ -571,6 +612,10 @@ def _event(letter: DeadLetter) -> Event:
     return Event(
         letter.payload, letter.headers, letter.event_id, letter.timestamp_us, stream=letter.stream, token=letter.token
     )
+
+
+async def _never(_: str) -> int:
+    return 0
 
 
 def _now_us() -> int:

@@ -51,7 +51,7 @@ class Member:
     """A consumer. Whoever talks to it (a session) grants its credit, sends what is in its outbox, and says what it has
     acknowledged, through its group."""
 
-    def __init__(self, id: str, timeout_s: float) -> None:  # noqa: A002 (the word of the field)
+    def __init__(self, id: str, timeout_s: float) -> None:  # noqa: A002, PLR0915 (the word of the field; plain data)
         self.id = id
         self.timeout_s = timeout_s
         """It is gone when it was not heard for so long."""
@@ -90,6 +90,10 @@ class Member:
         """Up to which of those numbers all is durable."""
         self.moves = 0
         """How often the subscription was moved so far, as its session is to be told."""
+        self.relayed = False
+        """Another silo speaks for it, which divides its credit: it is told where credit is needed."""
+        self.waiting = False
+        """Events wait for which nobody has credit. It is told once, until it grants more."""
         self.listed = False
         """It stands in its group's line."""
         self.patient = True
@@ -118,6 +122,13 @@ class Member:
         self.credit_events = min(self.credit_events + events, MAX_CREDIT)
         self.credit_bytes = min(self.credit_bytes + size, MAX_CREDIT)
         self.needed_bytes = 0
+        self.waiting = False
+
+    def reclaim(self) -> tuple[int, int]:
+        """Take back what credit is left: events and bytes."""
+        left = max(self.credit_events, 0), max(self.credit_bytes, 0)
+        self.charge(*left)
+        return left
 
     def charge(self, events: int, size: int) -> None:
         self.credit_events -= events
@@ -148,7 +159,7 @@ class Member:
 
     def disconnect(self) -> None:
         """Its connection is gone: what it has not acknowledged stays in its hands until it is back, or given up."""
-        self.connected = self.attached = False
+        self.connected = self.attached = self.waiting = False
         self.credit_events = self.credit_bytes = self.needed_bytes = 0
         self.outbox.clear()
         self.outbox_bytes = 0

@@ -17,11 +17,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ..streams.cluster import LIVING, ClusterView, Lease, SiloRecord
+from ..streams.cluster import LIVING, ClusterView, Lease, SiloRecord, Superseded
 from ..streams.errors import Fenced, HeadraceError, InvalidArgument, StorageError
 from .balancers import lease_count
 from .maturity import standing
@@ -121,6 +121,14 @@ class Peers(Protocol):
         ...
 
 
+Bury = Callable[[ClusterView], Awaitable[bool]]
+"""Where the system tells which silos are gone: declares those dead, and says whether there were any."""
+
+
+async def _nobody(_: ClusterView) -> bool:
+    return False
+
+
 class Held:
     """A lease as this process counts it."""
 
@@ -148,8 +156,13 @@ class Membership:
         owners: Mapping[str, QueueOwner],
         peers: Peers,
         options: ClusterOptions,
+        bury: Bury = _nobody,
         rng: random.Random | None = None,
     ) -> None:
+        self.on_view: Callable[[ClusterView], None] = lambda _: None
+        """Called with the cluster as it was just seen."""
+        self.superseded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Its error says that another process has the silo's name, which ends this one's membership."""
         self.name = name
         self.held: dict[Queue, Held] = {}
         self.view: ClusterView | None = None
@@ -159,6 +172,7 @@ class Membership:
         self._owners = owners
         self._peers = peers
         self._options = options
+        self._bury = bury
         self._rng = rng or random.Random()  # noqa: S311 (spreads load)
         self._loop = asyncio.get_running_loop()
         self._me: SiloRecord | None = None
@@ -181,13 +195,28 @@ class Membership:
 
     async def leave(self) -> None:
         """Give all queues back in order, and go. What the store does not hear of runs out by itself."""
-        self._leaving = True
         try:
-            await self._told(self._store.leaving(self.me))
-            await asyncio.gather(*(self._give_back(held) for held in list(self.held.values())), return_exceptions=True)
+            await self.drain()
         finally:
             await self._end()
         await self._told(self._store.leave(self.me))
+
+    async def drain(self) -> None:
+        """Give all queues back in order, and get no more: it stays a member that has none."""
+        self._leaving = True
+        await self._told(self._store.leaving(self.me))
+        await asyncio.gather(*(self._give_back(held) for held in list(self.held.values())), return_exceptions=True)
+
+    async def undrain(self) -> None:
+        """Get queues again. Raises StorageError where the store cannot be reached."""
+        if self._leaving:
+            self._me = await self._store.join(self.name, self._address, sorted(self._owners))
+            self._leaving = False
+
+    @property
+    def leaving(self) -> bool:
+        """It gets no more queues."""
+        return self._leaving
 
     async def _end(self) -> None:
         tasks = [self._running, *self._probing.values(), *(held.moving for held in self.held.values())]
@@ -210,11 +239,10 @@ class Membership:
 
     async def _run(self) -> None:
         period = self._options.period_s
-        while True:
+        while not self.superseded.done():
             began = self._loop.time()
             try:
-                await self._beat()
-                pause = period
+                pause = 0.0 if await self._beat() else period
             except HeadraceError as error:
                 log.warning("silo %s goes on as long as it may without its cluster's store: %s", self.name, error)
                 pause = RETRY * period
@@ -223,22 +251,29 @@ class Membership:
                 pause = period
             await asyncio.sleep(max(0.0, began + pause * self._rng.uniform(0.9, 1.1) - self._loop.time()))
 
-    async def _beat(self) -> None:
+    async def _beat(self) -> bool:
+        """Whether to look again at once."""
         began = self._loop.time()
         try:
             view = await self._store.beat(self.me, self._options.lease_s)
         except Fenced as fenced:
             log.warning("%s", fenced)
+            if isinstance(fenced, Superseded) and not self.superseded.done():
+                self.superseded.set_exception(fenced)
             for held in list(self.held.values()):
                 self._cut(held, "the silo is no member any more")
-            if not self._leaving:
+            if not (self._leaving or self.superseded.done()):
                 self._me = await self._store.join(self.name, self._address, sorted(self._owners))
-            return
+            return False
         self.view = view
         self._renewed(view, began)
+        self.on_view(view)
+        if await self._bury(view):
+            return True
         self._suspect(view)
         if not self._leaving:
             await self._balance(view)
+        return False
 
     def _renewed(self, view: ClusterView, began: float) -> None:
         mine = {(lease.provider, lease.queue): lease for lease in view.leases if self._is_mine(lease, view)}

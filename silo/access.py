@@ -194,6 +194,10 @@ EVERYTHING = Principal.of("", dict.fromkeys(Permission, ("*",)))
 """Whoever calls a silo that asks for no token: its address, or its clients' certificates, say who may."""
 
 
+PEER = Principal.of("headrace silo", dict.fromkeys(Permission, ("*",)))
+"""Another silo of the cluster, which speaks for callers that it has let in."""
+
+
 class NewToken(NamedTuple):
     """A token that was just made: `text` is nowhere else."""
 
@@ -254,6 +258,27 @@ class NoTokens:
 
     def still_valid(self, principal: Principal) -> bool:
         return True
+
+
+class ClusterMembers:
+    """The Authenticator of a silo in a cluster: who has the cluster's secret is a silo; of others tells `others`."""
+
+    def __init__(self, secret: str, others: Authenticator) -> None:
+        self._secret = token_hash(secret)
+        self._others = others
+
+    def authenticate(self, authorization: str | bytes | None) -> Principal:
+        if authorization is not None and hmac.compare_digest(self._hash(authorization), self._secret):
+            return PEER
+        return self._others.authenticate(authorization)
+
+    @staticmethod
+    def _hash(authorization: str | bytes) -> bytes:
+        text = authorization.decode("utf-8", "replace") if isinstance(authorization, bytes) else authorization
+        return token_hash(text.partition(" ")[2])
+
+    def still_valid(self, principal: Principal) -> bool:
+        return principal is PEER or self._others.still_valid(principal)
 
 
 class TokenStore(Protocol):

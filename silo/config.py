@@ -14,6 +14,11 @@
     key = "silo.key"
     limits = { requests_per_s = 5000 }
 
+    [cluster]                            # several silos share the queues; without it, one has them all
+    name = "silo-1"
+    store = "postgresql://host/headrace" # on one machine: leave it out, and name the same data directory
+    address = "10.0.0.7:9465"            # where other silos reach this one
+
     [providers.default]
     adapter = "log"
     queues = 8
@@ -39,6 +44,8 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_o
 
 import msgspec
 
+from ..balancer import find_balancer
+from ..balancer.membership import ClusterOptions
 from ..streams.errors import InvalidArgument
 from .limits import ClientLimits
 from .provider import CacheOptions, ProviderOptions
@@ -58,8 +65,11 @@ OTHERS = {
 }
 """Variables, without the prefix, that the other commands and the benchmarks understand."""
 GRPC_FILES = ("certificate", "key", "client_ca")
-_SECTIONS = {"http", "grpc", "providers"}
+_SECTIONS = {"http", "grpc", "cluster", "providers"}
 _CACHE = CacheOptions()
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+ANY_ADDRESS = ("0.0.0.0", "::", "[::]")  # noqa: S104 (to refuse it)
 
 _T = TypeVar("_T")
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -142,6 +152,50 @@ class GrpcConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
 
 
+_TIMES = ClusterOptions()
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """This silo as one of several. All silos of a cluster have the same times and the same balancer."""
+
+    name: str | None = None
+    """None: the name of the machine, and the port of gRPC. It stays the same over a restart."""
+    store: str | None = None
+    """URL of the PostgreSQL database that has the control data. None: it is in the data directory, on one machine."""
+    address: str | None = None
+    """HOST:PORT where other silos reach this one. None: as gRPC is served."""
+    ca: str | None = None
+    """File: certificates, PEM, that vouch for those of other silos. None: `grpc.client_ca`, else the system's."""
+    balancer: str = "lease-count"
+    fixed: tuple[str, ...] = ()
+    """The names of all silos, for the best fits."""
+    mapping: dict[str, str] = {}
+    """The silo of each queue, for static."""
+    period_s: _Seconds = _TIMES.period_s
+    lease_s: _Seconds = _TIMES.lease_s
+    dead_after_s: _Seconds = _TIMES.dead_after_s
+    maturity_s: _Seconds = _TIMES.maturity_s
+
+    def options(self, drain_s: float) -> ClusterOptions:
+        """Raises InvalidArgument for what does not go together, NotFound for an unknown balancer."""
+        return ClusterOptions(
+            period_s=self.period_s,
+            lease_s=self.lease_s,
+            dead_after_s=self.dead_after_s,
+            maturity_s=self.maturity_s,
+            drain_s=drain_s,
+            balancer=find_balancer(self.balancer),
+            fixed=self.fixed,
+            mapping={_queue(queue): silo for queue, silo in self.mapping.items()},
+        )
+
+
+def _queue(text: str) -> int:
+    if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
+        raise InvalidArgument(f"cluster.mapping: {text!r} is no queue: queues are numbers, from 0")
+    return int(text)
+
+
 class SiloConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A silo."""
 
@@ -154,6 +208,8 @@ class SiloConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     http: HttpConfig = HttpConfig()
     grpc: GrpcConfig = GrpcConfig()
+    cluster: ClusterConfig | None = None
+    """None: this silo has all queues."""
     providers: dict[str, ProviderConfig] = msgspec.field(default_factory=lambda: {"default": ProviderConfig()})
 
 
@@ -194,6 +250,28 @@ def check(config: SiloConfig) -> None:
         raise InvalidArgument("grpc.client_ca is given without grpc.certificate and grpc.key: it is part of TLS")
     if grpc.port is not None:
         _check_served(grpc, config.data)
+    if config.cluster is not None:
+        _check_cluster(config, config.cluster)
+
+
+def _check_cluster(config: SiloConfig, cluster: ClusterConfig) -> None:
+    if config.grpc.port is None:
+        raise InvalidArgument("[cluster] needs gRPC, by which silos reach one another: give grpc.port (--listen)")
+    if cluster.name is not None and not NAME.fullmatch(cluster.name):
+        raise InvalidArgument(
+            f"cluster.name: {cluster.name!r} is no name of a silo: letters, digits, dot, dash and underscore, at most "
+            "100, starting with a letter or digit"
+        )
+    if cluster.address is not None:
+        parse_address(cluster.address)
+    elif config.grpc.host in ANY_ADDRESS:
+        raise InvalidArgument(
+            f"grpc.host is {config.grpc.host}, which is every address of this machine: give cluster.address, where "
+            "other silos reach it"
+        )
+    if config.data is None:
+        raise InvalidArgument("[cluster] needs a data directory: name it with --data, with HEADRACE_DATA, or as data =")
+    cluster.options(config.drain_s)
 
 
 def _check_served(grpc: GrpcConfig, data: str | None) -> None:
@@ -265,7 +343,7 @@ def unknown_variables(environ: Mapping[str, str]) -> Sequence[str]:
     accepted = ", ".join(f"{PREFIX}{name.upper()}" for name in known if name not in _SECTIONS)
     return [
         f"variable {variable} is no option and without effect: accepted are {accepted}, {PREFIX}HTTP__..., "
-        f"{PREFIX}GRPC__... and {PREFIX}PROVIDERS__..."
+        f"{PREFIX}GRPC__..., {PREFIX}CLUSTER__... and {PREFIX}PROVIDERS__..."
         for variable in environ
         if variable.startswith(PREFIX)
         and "__" not in variable
@@ -281,7 +359,10 @@ def _placed(table: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """The file's options, the paths in them relative to the file's folder."""
     folder = file.absolute().parent
     placed = _under(folder, table, ("data",))
-    return placed | {"grpc": _under(folder, table["grpc"], GRPC_FILES)} if "grpc" in table else placed
+    for section, files in (("grpc", GRPC_FILES), ("cluster", ("ca",))):
+        if section in table:
+            placed[section] = _under(folder, table[section], files)
+    return placed
 
 
 def _under(folder: Path, table: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -304,7 +385,13 @@ def read(kind: type[_T], table: Mapping[str, Any], source: str, path: str = "") 
         raise InvalidArgument(f"{source}: {f'option {path[:-1]}: ' if path else ''}{error}") from None
 
 
+def _plain(kind: Any) -> Any:
+    """The Struct of a section that may be left out."""
+    return next(filter(_is_struct, get_args(kind)), kind) if get_origin(kind) is not dict else kind
+
+
 def _value(kind: Any, value: Any, source: str, path: str) -> Any:
+    kind = _plain(kind)
     if _is_struct(kind):
         return read(kind, _table(value, source, path), source, f"{path}.")
     if get_origin(kind) is dict and _is_struct(element := get_args(kind)[1]):
@@ -355,6 +442,7 @@ def _of_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 def _kind_at(kind: Any, path: list[str], variable: str) -> Any:
     """The type of the option at `path`; Any within an adapter's own options."""
     for name in path:
+        kind = _plain(kind)
         if _is_struct(kind):
             fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
             if name not in fields:

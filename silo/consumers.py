@@ -104,6 +104,26 @@ class Consumers:
             group = await self._group(own, positions)
             return Place(group, group.join(consumer, self.timeout(timeout_s)))
 
+    async def prepare(
+        self, definition: SubscriptionDefinition, consumer: str, positions: Mapping[int, Checkpoint] | None
+    ) -> dict[int, Checkpoint] | None:
+        """What has to be there before several silos may each let a consumer join. With mode broadcast its position is
+        pinned; where the client keeps it, that of all queues is returned."""
+        if definition.mode is not Mode.BROADCAST:
+            return None
+        own = of_consumer(definition, consumer)
+        async with self._locked(own.name):
+            await self._check_room(definition, own)
+            if positions is not None:
+                return {**await self._provider.positions(definition.selector, definition.start), **positions}
+            await self._provider.ensure_subscription(own)
+        return None
+
+    async def moves(self, definition: SubscriptionDefinition, consumer: str) -> int:
+        """How often the position that a consumer goes by was moved so far."""
+        own = of_consumer(definition, consumer) if definition.mode is Mode.BROADCAST else definition
+        return await self._provider.moves(own.name)
+
     async def _group(self, definition: SubscriptionDefinition, positions: Mapping[int, Checkpoint] | None) -> Group:
         group = self._groups.get(definition.name)
         served = self._provider.manager.served.get(definition.name)
@@ -115,7 +135,8 @@ class Consumers:
             raise Busy(
                 f"subscription {definition.name!r} is served by a handler in the silo: it has no remote consumers"
             )
-        group = Group(definition, self._edge, stored=positions is None)
+        queues = self._provider.queues_of(definition.selector)
+        group = Group(definition, self._edge, stored=positions is None, queues=queues)
         start = None
         if positions is not None:
             start = {**await self._provider.positions(definition.selector, definition.start), **positions}

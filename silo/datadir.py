@@ -1,10 +1,12 @@
 """The data directory of an embedded provider, and the locks in it.
 
-    DIR/headrace.json            the marker: {"format": 1}
-    DIR/control.db               the control store (SQLite)
+    DIR/headrace.json            the marker: {"format": 1}, and "control" where the control store is a server
+    DIR/control.db               the control store (SQLite), if not
     DIR/providers/<provider>/    what the provider's adapter keeps
     DIR/locks/<provider>/<subscription>.lock
-                                 held (flock) by the process that serves the subscription; its text is that process's id
+                                 held (flock) by the process that serves the subscription, or shared by the silos of a
+                                 cluster; its text is that process's id, or one of theirs
+    DIR/locks/.silos/<name>.lock held by the silo of a cluster that has the name
     DIR/demo/                    ledgers of the demo
 
 A directory is ours when it has the marker. A missing or empty one becomes ours; anything else is refused untouched, so
@@ -21,6 +23,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Self
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -51,21 +54,23 @@ class DataDirectory(NamedTuple):
         return _make(self.path / "providers" / check_provider_name(name))
 
 
-def open_data_directory(path: str | os.PathLike[str]) -> DataDirectory:
+def open_data_directory(path: str | os.PathLike[str], control: str | None = None) -> DataDirectory:
     """Check that `path` is a data directory, or make it one where it is missing or empty.
+
+    `control` is the URL of the database that has its control data instead of `control.db`. The marker says where that
+    is, for who looks elsewhere would find no progress, and repeat or delete what is not done.
 
     Raises DataDirectoryError with one clear line: a file, foreign (not empty, and not made by headrace), damaged, of
     another format, or not writable. StorageFull where there is no space for the marker.
     """
-    directory = Path(path).absolute()
+    directory, where = Path(path).absolute(), None if control is None else _shown(control)
     _make(directory)
     try:
         marker = _read_marker(directory)
         if marker is None:
-            _claim(directory)
+            _claim(directory, where)
         else:
-            _check_marker(directory, marker)
-            _check_control_db(DataDirectory(directory))
+            _check_marker(directory, marker, where)
     except OSError as error:
         raise _refusal(directory, error) from None
     if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
@@ -107,15 +112,18 @@ class DirectoryLock:
         self.release()
 
 
-def lock_subscription(directory: DataDirectory, provider: str, subscription: str) -> DirectoryLock:
-    """Take the exclusive right to serve a subscription, at once. Raises Busy, naming the process that has it."""
+def lock_subscription(
+    directory: DataDirectory, provider: str, subscription: str, *, shared: bool = False
+) -> DirectoryLock:
+    """Take the right to serve a subscription, at once: exclusive, or shared with the other silos of a cluster. Raises
+    Busy, naming a process that has it."""
     check_stored_name(subscription)
     what = f"subscription {subscription} of provider {provider} is served"
-    return lock(directory, check_provider_name(provider), subscription, what)
+    return lock(directory, check_provider_name(provider), subscription, what, shared=shared)
 
 
-def lock(directory: DataDirectory, group: str, name: str, what: str) -> DirectoryLock:
-    """Take the lock `name` of `group`, both plain file names, at once.
+def lock(directory: DataDirectory, group: str, name: str, what: str, *, shared: bool = False) -> DirectoryLock:
+    """Take the lock `name` of `group`, both plain file names, at once: `shared`, or exclusive.
 
     Raises Busy, saying `what` is going on "by process" so and so. A group that is no provider begins with a dot.
     """
@@ -125,7 +133,7 @@ def lock(directory: DataDirectory, group: str, name: str, what: str) -> Director
     except OSError as error:
         raise _refusal(directory.path, error) from None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
     except BlockingIOError:
@@ -136,6 +144,26 @@ def lock(directory: DataDirectory, group: str, name: str, what: str) -> Director
         os.close(descriptor)
         raise _refusal(directory.path, error) from None
     return DirectoryLock(descriptor, path)
+
+
+SILOS = ".silos"
+"""Group of the locks that the silos of a cluster hold, by name."""
+
+
+def is_free(directory: DataDirectory, group: str, name: str) -> bool:
+    """Whether the process is gone that held the lock. False where that cannot be told."""
+    try:
+        descriptor = os.open(directory.path / "locks" / group / f"{name}.lock", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def _make(directory: Path) -> Path:
@@ -153,7 +181,14 @@ def _read_marker(directory: Path) -> bytes | None:
         return None
 
 
-def _check_marker(directory: Path, marker: bytes) -> None:
+def _shown(control: str) -> str:
+    """Where a database is, without who may use it."""
+    url = urlsplit(control)
+    port = f":{url.port}" if url.port else ""
+    return f"{url.scheme.partition('+')[0]}://{url.hostname or ''}{port}{url.path}"
+
+
+def _check_marker(directory: Path, marker: bytes, control: str | None) -> None:
     try:
         content = msgspec.json.decode(marker, type=dict[str, object])
     except msgspec.DecodeError:
@@ -166,6 +201,24 @@ def _check_marker(directory: Path, marker: bytes) -> None:
             f"data directory {directory}: has format {version}, this headrace reads format {FORMAT}: "
             "use the version that wrote it"
         )
+    _check_control(directory, content.get("control"), control)
+    if control is None:
+        _check_control_db(DataDirectory(directory))
+
+
+def _check_control(directory: Path, stored: object, control: str | None) -> None:
+    if stored == control:
+        return
+    if stored is None:
+        raise DataDirectoryError(
+            f"data directory {directory}: its control data is in its own control.db, not in {control}: leave out "
+            "cluster.store, or name another directory"
+        )
+    other = "is not to be opened by itself" if control is None else f"not in {control}"
+    raise DataDirectoryError(
+        f"data directory {directory}: its control data is in {stored}, it {other}: ask a silo (--server), or name that "
+        "database as cluster.store"
+    )
 
 
 def _check_control_db(directory: DataDirectory) -> None:
@@ -182,7 +235,7 @@ def _check_control_db(directory: DataDirectory) -> None:
         raise DataDirectoryError(f"data directory {directory.path}: damaged, control.db is no SQLite database")
 
 
-def _claim(directory: Path) -> None:
+def _claim(directory: Path, control: str | None) -> None:
     """Write the marker into a directory that has nothing in it."""
     foreign = [entry for entry in _entries(directory) if not entry.startswith(_UNFINISHED) and entry != "lost+found"]
     if (directory / MARKER).exists():  # another process made it between our two looks
@@ -194,7 +247,8 @@ def _claim(directory: Path) -> None:
         )
     unfinished = directory / f"{_UNFINISHED}{os.getpid()}"
     try:
-        _write_through(unfinished, msgspec.json.encode({"format": FORMAT}))
+        content = {"format": FORMAT} if control is None else {"format": FORMAT, "control": control}
+        _write_through(unfinished, msgspec.json.encode(content))
         unfinished.replace(directory / MARKER)
         _sync_directory(directory)
     finally:

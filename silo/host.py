@@ -17,7 +17,7 @@ import msgspec
 
 from ..streams.errors import InvalidArgument
 from ..streams.handlers import Declared, declared
-from .access import Authenticator, NoTokens, TokenBook
+from .access import Authenticator, ClusterMembers, NoTokens, TokenBook
 from .config import SiloConfig, check
 from .http import Answer, serving
 from .limits import Usage
@@ -26,6 +26,7 @@ from .provider import DEFAULT_ADAPTER, Provider
 from .wording import counted
 
 if TYPE_CHECKING:  # they load gRPC
+    from .clustering import Clustering
     from .rpc.guard import Guard, Method
 
 log = logging.getLogger("headrace.silo")
@@ -41,6 +42,8 @@ class Silo:
         """Where /metrics and /healthz are, if anywhere."""
         self.grpc_address: str | None = None
         """Where gRPC is served, as HOST:PORT, if anywhere."""
+        self.clustering: Clustering | None = None
+        """Where the silo is one of several."""
         self.stopping = False
         self._usage: Callable[[], Usage] | None = None
 
@@ -65,8 +68,12 @@ class Silo:
                 silo.address = await stack.enter_async_context(silo._serving(config.http.port))
             stack.push_async_callback(silo._close)
             await silo._start(subscriptions)
+            if config.cluster is not None:
+                await silo._enter_cluster(stack)
             if config.grpc.port is not None:
                 silo.grpc_address = await silo._serve_grpc(stack)
+            if silo.clustering is not None and silo.grpc_address is not None:
+                await stack.enter_async_context(silo.clustering.joined(silo.grpc_address))
             silo._tell_ready(subscriptions)
             yield silo
             silo.stopping = True
@@ -93,7 +100,13 @@ class Silo:
 
     async def _start(self, subscriptions: Sequence[Declared]) -> None:
         for name, options in self.config.providers.items():
-            self.providers[name] = await Provider.start(self.config.data, options.named(name))
+            cluster = self.config.cluster
+            self.providers[name] = await Provider.start(
+                self.config.data,
+                options.named(name),
+                control=cluster.store if cluster is not None else None,
+                leased=cluster is not None,
+            )
         for one in subscriptions:
             await self.providers[one.provider].attach(one)
 
@@ -117,6 +130,13 @@ class Silo:
         if self.stopping:
             log.info("silo has stopped: what is done is saved")
 
+    async def _enter_cluster(self, stack: AsyncExitStack) -> None:
+        from .clustering import Clustering  # noqa: PLC0415 (it loads gRPC)
+
+        self.clustering = await stack.enter_async_context(Clustering.opened(self.config, self.providers))
+        for provider in self.providers.values():
+            provider.relays = self.clustering.relays
+
     # ---- what others use -------------------------------------------------------------------------------------------
 
     async def _serve_grpc(self, stack: AsyncExitStack) -> str:
@@ -126,6 +146,8 @@ class Silo:
         if self.config.grpc.asks_for_tokens:
             store = next(iter(self.providers.values())).store  # all providers of a data directory share one
             authenticator = await stack.enter_async_context(TokenBook.opened(store))
+        if self.clustering is not None:
+            authenticator = ClusterMembers(self.clustering.secret, authenticator)
         methods = await stack.enter_async_context(services.opened(self))
 
         def served(guard: Guard) -> Sequence[Method]:

@@ -50,6 +50,12 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
 
 
+_MUCH = 1 << 50
+UNLIMITED = ClientLimits(
+    connections=_MUCH, calls=_MUCH, requests_per_s=_MUCH, burst=_MUCH, publish_bytes=_MUCH, message_bytes=_MUCH
+)
+
+
 def client_of(principal: Principal | None, peer: str) -> str:
     """Whose limits count: the principal's, or, where nobody is named, those of the peer's IP address."""
     if principal is not None and principal.name:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from ..streams.client.connection import Connection, StreamCall, remote_error
 from ..streams.client.consuming import Consuming
 from ..streams.errors import Closed, HeadraceError, Unavailable
-from .access import EVERYTHING
+from .access import EVERYTHING, Principal
 from .consumers import Consumers
 from .provider import Provider
 from .rpc.consumer import ConsumerService
@@ -42,7 +42,8 @@ async def consuming(provider: Provider) -> AsyncGenerator[Consuming]:
 @asynccontextmanager
 async def _connected(provider: Provider, consumers: Consumers) -> AsyncGenerator[Consuming]:
     providers, all_consumers = {provider.name: provider}, {provider.name: consumers}
-    services = (ConsumerService(providers, all_consumers), SubscriptionService(providers, all_consumers))
+    consuming = ConsumerService(providers, all_consumers, provider.relays)
+    services = (consuming, SubscriptionService(providers, all_consumers))
     connection = LocalConnection([method for service in services for method in service.methods()])
     local = Consuming(connection, provider.name, TIMEOUT_S)
     try:
@@ -55,7 +56,8 @@ async def _connected(provider: Provider, consumers: Consumers) -> AsyncGenerator
 class LocalConnection(Connection):
     """Calls to services in this process."""
 
-    def __init__(self, methods: list[Method]) -> None:
+    def __init__(self, methods: Sequence[Method], principal: Principal = EVERYTHING) -> None:
+        self._principal = principal
         self._here: Mapping[str, Method] = {method.name.partition(".v1.")[2]: method for method in methods}
         self._closing = asyncio.Event()
         self._closed = False
@@ -74,7 +76,9 @@ class LocalConnection(Connection):
 
     async def unary(self, method: str, request: bytes, *, timeout_s: float | None) -> bytes:
         self._check_open()
-        call = LocalCall(self._closing, None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s)
+        call = LocalCall(
+            self._principal, self._closing, None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        )
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._here[method].handler(call, request)
@@ -85,7 +89,7 @@ class LocalConnection(Connection):
         self._check_open()
         found = self._here[method]
         assert found.kind is Kind.STREAM
-        return LocalStream(found.handler, LocalCall(self._closing, None))
+        return LocalStream(found.handler, LocalCall(self._principal, self._closing, None))
 
     def leave(self, index: int) -> None: ...
 
@@ -99,8 +103,8 @@ class LocalCall(Call):
 
     __slots__ = ("_deadline", "_requests", "_responses", "requested", "responded", "taken")
 
-    def __init__(self, closing: asyncio.Event, deadline: float | None) -> None:
-        self.principal = EVERYTHING
+    def __init__(self, principal: Principal, closing: asyncio.Event, deadline: float | None) -> None:
+        self.principal = principal
         self.peer = "this process"
         self.closing = closing
         self._deadline = deadline

@@ -49,12 +49,15 @@ from .views import ProviderStatistics, provider_statistics
 if TYPE_CHECKING:
     from ..streams.client.consuming import Consumer, Consuming
     from .consumers import Consumers
+    from .relay.relay import Relays
 
 log = logging.getLogger("headrace.silo")
 
 DEFAULT_ADAPTER = "log"
 DEFAULT_QUEUES = 8
 DRAIN_S = 10.0
+LEASED_TIMEOUT_S = 5.0
+"""How long a call of the control store may take where leases depend on it, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +95,8 @@ class Provider:
         store: ControlStore,
         adapter: QueueAdapter,
         mapper: StreamQueueMapper,
+        *,
+        leased: bool = False,
     ) -> None:
         self.name = options.name
         self.queues = mapper.queues
@@ -107,7 +112,11 @@ class Provider:
             store,
             options.cache.per_queue(mapper.queues),
             detach_after_s=options.detach_after_s,
+            leased=leased,
         )
+        self.leased = leased
+        """It is one silo's of several: queues are served while they have a lease here (`headrace.balancer`)."""
+        self.manager.moves = self.moves
         self.queue_of = mapper.queue_of
         self._directory = directory
         self._locks: dict[str, DirectoryLock] = {}
@@ -115,6 +124,8 @@ class Provider:
         self.manager.on_fenced = self._release
         self.consumers: Consumers | None = None
         """Groups of consumers that take batches, here and elsewhere, while there may be any."""
+        self.relays: Relays | None = None
+        """Where this silo is one of several: consumers are served by all of them."""
         self._taking: Consuming | None = None
         self._stack = AsyncExitStack()
 
@@ -135,18 +146,32 @@ class Provider:
             await provider.aclose()
 
     @classmethod
-    async def start(cls, data: str | os.PathLike[str] | None, options: ProviderOptions) -> Provider:
-        """Open a provider; the caller closes it with `aclose`."""
-        directory = await asyncio.to_thread(open_data_directory, data) if data is not None else None
-        store = await ControlStore.open(directory.control_db if directory else "memory")
+    async def start(
+        cls,
+        data: str | os.PathLike[str] | None,
+        options: ProviderOptions,
+        *,
+        control: str | None = None,
+        leased: bool = False,
+    ) -> Provider:
+        """Open a provider; the caller closes it with `aclose`.
+
+        `control` is the URL of the database that has the control data; None: it is in the data directory. With
+        `leased`, it is one silo's of several, and serves the queues of which the silo has leases.
+        """
+        directory = await asyncio.to_thread(open_data_directory, data, control) if data is not None else None
+        where = control or (directory.control_db if directory else "memory")
+        store = await ControlStore.open(where, timeout_s=LEASED_TIMEOUT_S if leased else None)
         try:
-            return await cls._start(directory, store, options)
+            return await cls._start(directory, store, options, leased=leased)
         except BaseException:
             await store.aclose()
             raise
 
     @classmethod
-    async def _start(cls, directory: DataDirectory | None, store: ControlStore, options: ProviderOptions) -> Provider:
+    async def _start(
+        cls, directory: DataDirectory | None, store: ControlStore, options: ProviderOptions, *, leased: bool
+    ) -> Provider:
         known = {record.name: record for record in await store.providers()}.get(options.name)
         adapter_name = options.adapter or (known.adapter if known else DEFAULT_ADAPTER)
         default = known.queues if known else DEFAULT_QUEUES
@@ -164,9 +189,11 @@ class Provider:
         context = AdapterContext(provider=options.name, queues=mapper.queues, directory=own, queue_of=mapper.queue_of)
         adapter = await open_adapter(adapter_name, context, options.options)
         try:
+            if leased:
+                _check_shareable(options.name, adapter_name, adapter)
             if not known:
                 await register()  # only now: what cannot be opened is not what the provider is made with
-            provider = cls(options, directory, store, adapter, mapper)
+            provider = cls(options, directory, store, adapter, mapper, leased=leased)
             await provider._forget_lost_positions()
         except BaseException:
             await adapter.aclose()
@@ -210,7 +237,7 @@ class Provider:
         for definition in await self.store.subscriptions(self.name):
             earliest = await self.positions(definition.selector, Start.earliest())
             with suppress(Busy):  # the process that serves it is alive, and so are its queues
-                async with self._unserved(definition.name):
+                async with self._alone(definition.name):
                     await self.store.seek(
                         self.name, definition.name, earliest, "the queues did not survive the process"
                     )
@@ -238,7 +265,7 @@ class Provider:
             ]  # fmt: skip
             log.error("subscription %s was ahead of queues %s: %s", definition.name, sorted(lost), reason)
             with suppress(Busy):
-                async with self._unserved(definition.name):
+                async with self._alone(definition.name):
                     await self.store.seek(self.name, definition.name, {**stored, **back}, reason)
                     await self.store.add_gaps(gaps)
 
@@ -409,7 +436,7 @@ class Provider:
         lock = await self._lock(name)
         try:
             if service.stored:
-                await self._create_subscription(definition)
+                await self.ensure_subscription(definition)
             await self.manager.serve(definition, service, start)
         except BaseException:
             if lock is not None:
@@ -425,9 +452,10 @@ class Provider:
         that is so for each consumer, from when it first attached.
         """
         check_subscription_name(definition.name)
-        return await self._create_subscription(definition)
+        return await self.ensure_subscription(definition)
 
-    async def _create_subscription(self, definition: SubscriptionDefinition) -> bool:
+    async def ensure_subscription(self, definition: SubscriptionDefinition) -> bool:
+        """`create_subscription`, also for a consumer's own, whose name nobody may choose."""
         if definition.slow_consumer is SlowConsumer.DETACH and not self.adapter.capabilities.rewindable:
             raise NotSupported(
                 f"subscription {definition.name!r}: detach needs an adapter that can rewind; use throttle"
@@ -437,10 +465,14 @@ class Provider:
             start = {}  # its consumers have positions, it has none
         return await self.store.create_subscription(self.name, definition, start)
 
+    def queues_of(self, selector: Selector) -> Sequence[int]:
+        """The queues that have what a selector matches."""
+        return [self.queue_of(StreamId.parse(selector.pattern))] if selector.explicit else range(self.queues)
+
     async def positions(self, selector: Selector, start: Start) -> dict[int, Checkpoint]:
         """The checkpoints that `start` means. A subscription to one stream concerns one queue only."""
         stream = StreamId.parse(selector.pattern) if selector.explicit else None
-        queues = range(self.queues) if stream is None else [self.queue_of(stream)]
+        queues = self.queues_of(selector)
         if start.kind is StartKind.OFFSETS:
             if stream is None:
                 raise InvalidArgument(
@@ -546,12 +578,20 @@ class Provider:
     async def _lock(self, name: str) -> DirectoryLock | None:
         if self._directory is None:
             return None
-        return await asyncio.to_thread(lock_subscription, self._directory, self.name, name)
+        return await asyncio.to_thread(lock_subscription, self._directory, self.name, name, shared=self.leased)
 
     @asynccontextmanager
     async def _unserved(self, name: str) -> AsyncGenerator[None]:
-        """Makes sure that no other process serves the subscription meanwhile. Raises Busy."""
+        """Makes sure that no other process serves the subscription meanwhile; in a cluster, none that would not notice
+        what is done to it. Raises Busy."""
         with await self._lock(name) or nullcontext():
+            yield
+
+    @asynccontextmanager
+    async def _alone(self, name: str) -> AsyncGenerator[None]:
+        """Makes sure that no other process serves the subscription meanwhile, in a cluster neither. Raises Busy."""
+        assert self._directory is not None
+        with await asyncio.to_thread(lock_subscription, self._directory, self.name, name):
             yield
 
     async def caught_up(self, name: str) -> None:
@@ -646,3 +686,11 @@ def _start(start: Start | str | None) -> Start:
     if start is None:
         return Start.latest()
     return Start.parse(start) if isinstance(start, str) else start
+
+
+def _check_shareable(provider: str, name: str, adapter: QueueAdapter) -> None:
+    if not adapter.capabilities.durable:
+        raise NotSupported(
+            f"provider {provider!r}: the queues of the adapter {name!r} are one process's own, so a cluster cannot "
+            "share them: choose another adapter, or leave out [cluster]"
+        )

@@ -10,6 +10,12 @@ import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from .errors import Fenced
+
+
+class Superseded(Fenced):
+    """Another process joined under the silo's name."""
+
 
 class SiloState(enum.Enum):
     ACTIVE = "active"

@@ -17,7 +17,7 @@ from sqlalchemy import ColumnElement, Connection, Row, and_, case, delete, func,
 from sqlalchemy.dialects import postgresql, sqlite
 
 from . import store_clock
-from .cluster import LIVING, ClusterView, Lease, SiloRecord, SiloState
+from .cluster import LIVING, ClusterView, Lease, SiloRecord, SiloState, Superseded
 from .database import Database
 from .errors import DataDirectoryError, Fenced
 from .schema import counters, entries, leases, silos, suspicions
@@ -200,7 +200,7 @@ def _fenced(connection: Connection, silo: SiloRecord) -> Fenced:
     if row is None:
         return Fenced(f"{who} is no member of the cluster any more: join again")
     if row.incarnation != silo.incarnation:
-        return Fenced(f"{who} is superseded by incarnation {row.incarnation}: another process uses its name")
+        return Superseded(f"{who} is superseded by incarnation {row.incarnation}: another process uses its name")
     if row.state == SiloState.DEAD.value:
         return Fenced(f"{who} was declared dead by its peers: join again")
     return Fenced(f"{who} has left the cluster: join again")

@@ -72,6 +72,15 @@ class Refused(NamedTuple):
         return bool(self.subscriptions or self.queues)
 
 
+class Orders(NamedTuple):
+    """What was asked of whoever serves subscriptions and queues, by whom else has this store."""
+
+    epochs: Mapping[str, int]
+    """Of subscriptions, by name. A higher one than at `attach`: it was moved. One that is missing was deleted."""
+    stopped: frozenset[int]
+    """Queues that nobody is to read."""
+
+
 class TokenRecord(NamedTuple):
     """An access token as it is kept: who has it and what it allows, not the token itself.
 
@@ -206,6 +215,18 @@ class ControlStore:
         """
         return await self._database.read(_watermarks, provider, list(apart_from))
 
+    async def orders(self, provider: str, names: Sequence[str]) -> Orders:
+        """What is to be done about subscriptions by these names, and about queues."""
+        return await self._database.read(_orders, provider, list(names))
+
+    async def stop_queues(self, provider: str, queues: Sequence[int]) -> None:
+        """Note that nobody is to read these queues until `start_queues`."""
+        await self._database.write(_set_stopped, provider, list(queues), True)
+
+    async def start_queues(self, provider: str, queues: Sequence[int]) -> None:
+        """Note that these queues may be read again."""
+        await self._database.write(_set_stopped, provider, list(queues), False)
+
     # Dead letters and gaps
 
     async def add_dead_letters(
@@ -291,6 +312,10 @@ class ControlStore:
     async def set_value(self, key: str, value: str | None) -> None:
         """Keep a small text under a key; None deletes it."""
         await self._database.write(_set_value, key, value)
+
+    async def value_or(self, key: str, value: str) -> str:
+        """The text kept under a key; where there is none, keep `value`."""
+        return await self._database.write(_value_or, key, value)
 
 
 # What each method does within its transaction.
@@ -650,3 +675,27 @@ def _set_value(connection: Connection, key: str, value: str | None) -> None:
         return
     statement = _insert(connection, entries).values(key=key, value=value)
     connection.execute(statement.on_conflict_do_update(index_elements=["key"], set_={"value": value}))
+
+
+def _value_or(connection: Connection, key: str, value: str) -> str:
+    connection.execute(_insert(connection, entries).values(key=key, value=value).on_conflict_do_nothing())
+    return connection.execute(select(entries.c.value).where(entries.c.key == key)).scalar_one()
+
+
+def _orders(connection: Connection, provider: str, names: Sequence[str]) -> Orders:
+    epochs = dict[str, int]()
+    for some in (names[at : at + _IDS_AT_ONCE] for at in range(0, len(names), _IDS_AT_ONCE)):
+        query = select(subscriptions.c.name, subscriptions.c.epoch)
+        chosen = subscriptions.c.provider == provider, subscriptions.c.name.in_(some)
+        epochs.update({row.name: row.epoch for row in connection.execute(query.where(*chosen))})
+    stopped = select(entries.c.key).where(entries.c.key.startswith(_stopped_key(provider, ""), autoescape=True))
+    return Orders(epochs, frozenset(int(key.rpartition("/")[2]) for key in connection.execute(stopped).scalars()))
+
+
+def _set_stopped(connection: Connection, provider: str, queues: Sequence[int], stopped: bool) -> None:
+    for queue in queues:
+        _set_value(connection, _stopped_key(provider, queue), "" if stopped else None)
+
+
+def _stopped_key(provider: str, queue: int | str) -> str:
+    return f"stopped/{provider}/{queue}"

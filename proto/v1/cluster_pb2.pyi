@@ -127,14 +127,17 @@ class Silo(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     PROVIDERS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    SILENT_MS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name, unique in the cluster."""
     address: _builtins.str
     """Where it serves gRPC, as host:port."""
     state: _builtins.str
-    """"running", "draining" or "drained"."""
+    """"running", "draining", "drained", "dead" or "unreachable"."""
     version: _builtins.str
     """Version of headrace."""
+    silent_ms: _builtins.int
+    """Since when nothing was heard of it, in milliseconds, as the cluster's store has it."""
     @_builtins.property
     def providers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Provider]:
         """What it serves."""
@@ -147,10 +150,11 @@ class Silo(_message.Message):
         state: _builtins.str = ...,
         providers: _abc.Iterable[Global___Provider] | None = ...,
         version: _builtins.str = ...,
+        silent_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "name", b"name", "providers", b"providers", "state", b"state", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "name", b"name", "providers", b"providers", "silent_ms", b"silent_ms", "state", b"state", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -201,6 +205,9 @@ class Queue(_message.Message):
     END_OFFSET_FIELD_NUMBER: _builtins.int
     CACHED_EVENTS_FIELD_NUMBER: _builtins.int
     CACHED_BYTES_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    LAG_MS_FIELD_NUMBER: _builtins.int
+    CACHE_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Its number within the provider, from 0."""
     state: _builtins.str
@@ -215,6 +222,12 @@ class Queue(_message.Message):
     """What its cache holds."""
     cached_bytes: _builtins.int
     """The same in bytes, as the cache's limit counts them."""
+    epoch: _builtins.int
+    """Of the lease under which it is served; 0 where one silo serves by itself."""
+    lag_ms: _builtins.int
+    """How old the oldest event is that was not read, in milliseconds; 0 where there is none."""
+    cache_limit_bytes: _builtins.int
+    """What the cache may hold, in bytes."""
     def __init__(
         self,
         *,
@@ -225,10 +238,13 @@ class Queue(_message.Message):
         end_offset: _builtins.int = ...,
         cached_events: _builtins.int = ...,
         cached_bytes: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        lag_ms: _builtins.int = ...,
+        cache_limit_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_bytes", b"cached_bytes", "cached_events", b"cached_events", "end_offset", b"end_offset", "index", b"index", "read_offset", b"read_offset", "reason", b"reason", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_limit_bytes", b"cache_limit_bytes", "cached_bytes", b"cached_bytes", "cached_events", b"cached_events", "end_offset", b"end_offset", "epoch", b"epoch", "index", b"index", "lag_ms", b"lag_ms", "read_offset", b"read_offset", "reason", b"reason", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -247,7 +263,7 @@ class StopAgentsRequest(_message.Message):
     """How long what is in flight may take to end, in milliseconds; 0 for the silo's own limit."""
     @_builtins.property
     def queues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """None: all queues of this silo."""
+        """None: all queues. In a cluster they stay stopped wherever they go."""
 
     def __init__(
         self,
@@ -324,17 +340,21 @@ Global___StartAgentsResponse: _TypeAlias = StartAgentsResponse  # noqa: Y015
 class DrainSiloRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    SILO_FIELD_NUMBER: _builtins.int
     DRAIN_MS_FIELD_NUMBER: _builtins.int
+    silo: _builtins.str
+    """Name of the silo; empty for the one that is called."""
     drain_ms: _builtins.int
     """How long what is in flight may take to end, in milliseconds; 0 for the silo's own limit."""
     def __init__(
         self,
         *,
+        silo: _builtins.str = ...,
         drain_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_ms", b"drain_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_ms", b"drain_ms", "silo", b"silo"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

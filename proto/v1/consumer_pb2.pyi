@@ -32,12 +32,18 @@ class SubscribeRequest(_message.Message):
     REJECTIONS_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
+    RECLAIM_FIELD_NUMBER: _builtins.int
+    RELEASED_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """The client's number of this request, where it wants to know when its acknowledgements are saved: growing within
     the call, not necessarily by 1.
     """
     close: _builtins.bool
     """Nothing more is sent by the client. The silo saves, and ends the call."""
+    reclaim: _builtins.bool
+    """Give back all credit that is left: the answer has `returned`. So a silo that consumes for others moves credit from
+    one queue's silo to another's.
+    """
     @_builtins.property
     def open(self) -> Global___Open:
         """The first request has it, and no other."""
@@ -54,6 +60,10 @@ class SubscribeRequest(_message.Message):
     def rejections(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rejection]:
         """What could not be processed."""
 
+    @_builtins.property
+    def released(self) -> _containers.RepeatedCompositeFieldContainer[Global___Acknowledgement]:
+        """Given back undone: it comes again, to anybody, and nothing has failed. What the consumer does not hold is ignored."""
+
     def __init__(
         self,
         *,
@@ -63,10 +73,12 @@ class SubscribeRequest(_message.Message):
         rejections: _abc.Iterable[Global___Rejection] | None = ...,
         number: _builtins.int = ...,
         close: _builtins.bool = ...,
+        reclaim: _builtins.bool = ...,
+        released: _abc.Iterable[Global___Acknowledgement] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "open", b"open"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledgements", b"acknowledgements", "close", b"close", "credit", b"credit", "number", b"number", "open", b"open", "rejections", b"rejections"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledgements", b"acknowledgements", "close", b"close", "credit", b"credit", "number", b"number", "open", b"open", "reclaim", b"reclaim", "rejections", b"rejections", "released", b"released"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -254,6 +266,7 @@ class SubscribeResponse(_message.Message):
     POSITIONS_FIELD_NUMBER: _builtins.int
     CLOSING_FIELD_NUMBER: _builtins.int
     MOVES_FIELD_NUMBER: _builtins.int
+    RETURNED_FIELD_NUMBER: _builtins.int
     saved: _builtins.int
     """Everything acknowledged in requests with this number or below is saved."""
     moves: _builtins.int
@@ -292,6 +305,10 @@ class SubscribeResponse(_message.Message):
     def closing(self) -> Global___Closing:
         """The silo is going to end this call: reconnect, also to another silo."""
 
+    @_builtins.property
+    def returned(self) -> Global___Credit:
+        """Answers `reclaim`: credit that was left, and is not any more."""
+
     def __init__(
         self,
         *,
@@ -305,10 +322,11 @@ class SubscribeResponse(_message.Message):
         positions: _abc.Iterable[Global___Position] | None = ...,
         closing: Global___Closing | None = ...,
         moves: _builtins.int = ...,
+        returned: Global___Credit | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "closing", b"closing", "opened", b"opened", "progress", b"progress"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "closing", b"closing", "opened", b"opened", "progress", b"progress", "returned", b"returned"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "batches", b"batches", "closing", b"closing", "gaps", b"gaps", "moves", b"moves", "opened", b"opened", "positions", b"positions", "progress", b"progress", "refused", b"refused", "saved", b"saved"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "batches", b"batches", "closing", b"closing", "gaps", b"gaps", "moves", b"moves", "opened", b"opened", "positions", b"positions", "progress", b"progress", "refused", b"refused", "returned", b"returned", "saved", b"saved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -430,6 +448,8 @@ class Progress(_message.Message):
     IN_FLIGHT_BYTES_FIELD_NUMBER: _builtins.int
     CAUGHT_UP_FIELD_NUMBER: _builtins.int
     NEEDED_BYTES_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    QUEUES_FIELD_NUMBER: _builtins.int
     credit_events: _builtins.int
     """Credit that is left."""
     credit_bytes: _builtins.int
@@ -442,6 +462,12 @@ class Progress(_message.Message):
     """Nothing is left to be delivered to the subscription."""
     needed_bytes: _builtins.int
     """Events wait, and the credit is too small for the next one, which needs so many bytes. 0 where none waits for credit."""
+    waiting: _builtins.bool
+    """Events wait, and nobody has credit for them."""
+    @_builtins.property
+    def queues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of a call from another silo: the queues that this is said of."""
+
     def __init__(
         self,
         *,
@@ -451,10 +477,12 @@ class Progress(_message.Message):
         in_flight_bytes: _builtins.int = ...,
         caught_up: _builtins.bool = ...,
         needed_bytes: _builtins.int = ...,
+        waiting: _builtins.bool = ...,
+        queues: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caught_up", b"caught_up", "credit_bytes", b"credit_bytes", "credit_events", b"credit_events", "in_flight_bytes", b"in_flight_bytes", "in_flight_events", b"in_flight_events", "needed_bytes", b"needed_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caught_up", b"caught_up", "credit_bytes", b"credit_bytes", "credit_events", b"credit_events", "in_flight_bytes", b"in_flight_bytes", "in_flight_events", b"in_flight_events", "needed_bytes", b"needed_bytes", "queues", b"queues", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -493,16 +521,20 @@ class Closing(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
+    SETTLED_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """For people: why."""
+    settled: _builtins.bool
+    """Nothing is in the consumer's hands, and everything it acknowledged is saved."""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
+        settled: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "settled", b"settled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

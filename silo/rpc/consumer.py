@@ -21,14 +21,16 @@ from ...streams.errors import HeadraceError, InvalidArgument, LimitExceeded, Una
 from ...streams.identity import SequenceToken
 from ...streams.rows import checkpoint_of_token, position_token
 from ...streams.subscriptions import Checkpoint, GapRecord, Mode, SubscriptionDefinition, check_consumer
+from ..access import PEER
 from ..consumers import Consumers, Place
 from ..provider import Provider
+from ..relay.pulls import RelayPulls
+from ..relay.relay import HEARTBEATS, Relays
+from ..relay.session import RelaySession
 from .guard import Call, Kind, Method, parsed
 from .lookup import TO_CONSUME, Providers, create_subscription, provider_of, subscription_of
 
 SERVICE = "headrace.v1.ConsumerService"
-HEARTBEATS = 3
-"""How often in a session timeout either side says something."""
 MAX_DELAY_MS = 7 * 24 * 3600 * 1000
 MAX_REASON = 4096
 MAX_MARKS, AT_ONCE = 100_000, 500
@@ -57,13 +59,31 @@ class Opening(NamedTuple):
     """How often the subscription was moved so far."""
 
 
-class ConsumerService:
-    """`consumers` are the silo's, by provider."""
+class Wanted(NamedTuple):
+    """What a consumer asks for."""
 
-    def __init__(self, providers: Providers, consumers: Mapping[str, Consumers]) -> None:
+    provider: Provider
+    definition: SubscriptionDefinition
+    consumer: str
+    timeout_s: float
+    positions: dict[int, Checkpoint] | None
+    """Where the client keeps them."""
+    gaps: Sequence[GapRecord]
+
+
+class ConsumerService:
+    """`consumers` are the silo's, by provider. With `relays`, the silo is one of several: consumers are served by all
+    of them, and other silos speak for theirs here."""
+
+    def __init__(self, providers: Providers, consumers: Mapping[str, Consumers], relays: Relays | None = None) -> None:
         self._providers = providers
         self._consumers = consumers
+        self._relays = relays
         self._pulls: dict[Member, Pulls] = {}
+        self._relay_pulls: dict[tuple[str, str, str], RelayPulls] = {}
+
+    async def aclose(self) -> None:
+        await asyncio.gather(*(pulls.aclose() for pulls in list(self._relay_pulls.values())))
 
     def methods(self) -> Sequence[Method]:
         return (
@@ -79,12 +99,28 @@ class ConsumerService:
         request = parsed(pb.SubscribeRequest, message or b"")
         if not request.HasField("open"):
             raise InvalidArgument("the first request of Subscribe says what to subscribe to: set its field open")
+        if self._relays is not None and call.principal is not PEER:
+            await self._relay(call, request, self._relays)
+            return
         opening = await self._open(call, request.open)
         session = Session(call, opening, keeps=request.open.keeps_positions)
         await session.run(request)
 
     async def _open(self, call: Call, request: pb.Open) -> Opening:
         """Whoever is refused has created nothing."""
+        wanted = await self._wanted(call, request)
+        provider, definition, consumer, timeout_s, positions, found = wanted
+        consumers = self._consumers[provider.name]
+        place = await consumers.join(definition, consumer, timeout_s, positions)
+        connection, gaps = place.member.connections, list(found)
+        place.member.on_gap = gaps.append  # until there is a session to tell
+        moves = await provider.moves(place.group.definition.name)
+        if place.member.connections != connection:  # nobody could be told: there was no session yet
+            raise taken_over(consumer)
+        return Opening(provider, consumers, definition, place, gaps, moves)
+
+    async def _wanted(self, call: Call, request: pb.Open) -> Wanted:
+        """What the consumer asks for, which is allowed, and exists."""
         provider = provider_of(call, self._providers, request.provider, TO_CONSUME)
         definition = await self._definition(call, provider, request)
         consumers, consumer = self._consumers[provider.name], _consumer(request, definition)
@@ -94,13 +130,7 @@ class ConsumerService:
         gaps = [] if positions is None else await _step_back(positions, provider, definition)
         if request.HasField("definition"):
             await create_subscription(call, provider, definition)
-        place = await consumers.join(definition, consumer, timeout_s, positions)
-        connection, gaps = place.member.connections, list(gaps)
-        place.member.on_gap = gaps.append  # until there is a session to tell
-        moves = await provider.moves(place.group.definition.name)
-        if place.member.connections != connection:  # nobody could be told: there was no session yet
-            raise taken_over(consumer)
-        return Opening(provider, consumers, definition, place, gaps, moves)
+        return Wanted(provider, definition, consumer, timeout_s, positions, gaps)
 
     async def _definition(self, call: Call, provider: Provider, request: pb.Open) -> SubscriptionDefinition:
         """The one that the request has, which may have to be created, or that of the subscription it names."""
@@ -115,6 +145,24 @@ class ConsumerService:
         call.principal.require_selector(TO_CONSUME[0], definition.selector.pattern)
         return definition
 
+    async def _relay(self, call: Call, request: pb.SubscribeRequest, relays: Relays) -> None:
+        """All silos deliver to the consumer, through this one."""
+        wanted = await self._wanted(call, request.open)
+        consumers = self._consumers[wanted.provider.name]
+        positions = await consumers.prepare(wanted.definition, wanted.consumer, wanted.positions)
+        timeout_s = consumers.timeout(wanted.timeout_s)
+        opened = pb.Opened(
+            consumer=wanted.consumer,
+            session_timeout_ms=round(timeout_s * 1000),
+            heartbeat_ms=round(timeout_s / HEARTBEATS * 1000),
+            definition=wire.definition_message(wanted.definition),
+            moves=await consumers.moves(wanted.definition, wanted.consumer),
+        )
+        async with relays.opened(wanted.provider, wanted.definition, wanted.consumer, timeout_s, positions) as relay:
+            relay.gaps.extend(map(wire.gap_message, wanted.gaps))
+            bound = wanted.definition.mode is Mode.BOUND
+            await RelaySession(call, relay, opened, bound=bound).run(request)
+
     # ---- Pull and Acknowledge --------------------------------------------------------------------------------------
 
     async def pull(self, call: Call, encoded: bytes) -> bytes:
@@ -123,6 +171,8 @@ class ConsumerService:
         provider = provider_of(call, self._providers, request.provider, TO_CONSUME)
         definition = await subscription_of(call, provider, request.subscription, TO_CONSUME)
         consumers = self._consumers[provider.name]
+        if self._relays is not None:
+            return await self._relay_pull(call, request, provider, definition, self._relays)
         place = consumers.find(definition, request.consumer)
         pulls = None if place is None else self._pulls.get(place.member)
         if place is None or pulls is None:
@@ -134,10 +184,31 @@ class ConsumerService:
         notices = pb.PullResponse(refused=refused, gaps=map(wire.gap_message, pulls.take_gaps()))
         return b"".join((*frames, notices.SerializeToString()))
 
+    async def _relay_pull(
+        self,
+        call: Call,
+        request: pb.PullRequest,
+        provider: Provider,
+        definition: SubscriptionDefinition,
+        relays: Relays,
+    ) -> bytes:
+        consumers, timeout_s = self._consumers[provider.name], request.session_timeout_ms / 1000
+        key = provider.name, definition.name, request.consumer
+        pulls = self._relay_pulls.get(key)
+        if pulls is None or pulls.over:
+            consumers.check(definition, request.consumer, timeout_s, keeps_positions=False)
+            await consumers.prepare(definition, request.consumer, None)
+            opening = relays.opened(provider, definition, request.consumer, consumers.timeout(timeout_s), None)
+            pulls = self._relay_pulls[key] = RelayPulls(opening, consumers.timeout(timeout_s))
+            pulls.on_over = lambda: self._relay_pulls.pop(key, None)
+        return await pulls.pull(call, request)
+
     async def acknowledge(self, call: Call, encoded: bytes) -> bytes:
         request = parsed(pb.AcknowledgeRequest, encoded)
         provider = provider_of(call, self._providers, request.provider, TO_CONSUME)
         definition = await subscription_of(call, provider, request.subscription, TO_CONSUME)
+        if self._relays is not None and call.principal is not PEER:
+            return await self._relays.acknowledge(request)
         place = self._consumers[provider.name].find(definition, request.consumer)
         if place is None:
             everything = (*request.acknowledgements, *request.rejections)
@@ -275,6 +346,11 @@ class Session:
         self._member.on_notice = self._notice
         self._member.on_gone = self._end_with
         self._member.on_gap = self._gap
+        self._relayed = call.principal is PEER
+        self._told_queues: frozenset[int] | None = None
+        self._returned: tuple[int, int] | None = None
+        if self._relayed:
+            self._group.relay(self._member)
 
     def _opened(self) -> pb.SubscribeResponse:
         opened = pb.Opened(
@@ -352,10 +428,20 @@ class Session:
                 self._something.set()
         if self._gone.done():  # meanwhile: the member is another's
             return
+        for each in request.released:
+            self._group.release(self._member, Events(each.queue, each.offset, each.index, each.count))
         self._member.applied = max(self._member.applied, request.number)
         if request.HasField("credit"):
             self._group.grant(self._member, request.credit.events, request.credit.bytes)
+        if request.reclaim:
+            self._give_back()
         self._closing = request.close
+
+    def _give_back(self) -> None:
+        before, left = self._returned or (0, 0), self._member.reclaim()
+        self._returned = before[0] + left[0], before[1] + left[1]
+        self._progress = True
+        self._something.set()
 
     # ---- what the silo says ----------------------------------------------------------------------------------------
 
@@ -390,6 +476,10 @@ class Session:
             self._refused.clear()
         while self._gaps:
             response.gaps.append(wire.gap_message(self._gaps.popleft()))
+        if self._returned is not None:
+            response.returned.events, response.returned.bytes = self._returned
+            response.returned.SetInParent()
+            self._returned = None
         if self._progress:
             self._progress = False
             response.progress.CopyFrom(self._state())
@@ -407,12 +497,21 @@ class Session:
             in_flight_bytes=member.in_flight_bytes,
             caught_up=self._group.caught_up,
             needed_bytes=member.needed_bytes,
+            waiting=member.waiting,
+            queues=sorted(self._group.deliveries) if self._relayed else (),
         )
 
     def _notice(self) -> None:
-        if self._member.needed_bytes:
+        if self._member.needed_bytes or self._member.waiting or self._has_other_queues():
             self._progress = True
         self._something.set()
+
+    def _has_other_queues(self) -> bool:
+        """Than it had when another silo that speaks for the consumer was told so last."""
+        if not self._relayed:
+            return False
+        before, self._told_queues = self._told_queues, frozenset(self._group.deliveries)
+        return before != self._told_queues
 
     def _gap(self, record: GapRecord) -> None:
         self._gaps.append(record)
@@ -436,7 +535,18 @@ class Session:
         while self._member.in_flight:  # noqa: ASYNC110 (it ends once, and acknowledging need not tell anybody)
             await asyncio.sleep(SETTLE_S)
         await self._opening.consumers.save()
+        if self._relayed:
+            await self._tell_settled()
         raise Unavailable("the silo stops: connect again, to this one or to another")
+
+    async def _tell_settled(self) -> None:
+        """That nothing is left, before the call ends."""
+        last = pb.SubscribeResponse()
+        last.closing.settled = True
+        self._told = last
+        self._something.set()
+        while self._told is last:  # noqa: ASYNC110 (once in its life)
+            await asyncio.sleep(SETTLE_S)
 
 
 class Pulls:

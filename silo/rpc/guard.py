@@ -34,9 +34,9 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from ...streams.errors import HeadraceError, InvalidArgument, PayloadTooLarge, Unauthenticated, Unavailable
-from ..access import EVERYTHING, Authenticator, Principal
+from ..access import EVERYTHING, PEER, Authenticator, Principal
+from ..limits import UNLIMITED, Limits, client_of
 from ..limits import Call as Usage
-from ..limits import Limits, client_of
 from ..limits import Usage as AllUsage
 
 log = logging.getLogger("headrace.silo")
@@ -159,6 +159,8 @@ class Guard:
         self.change = asyncio.Event()
         """Set when a service is closed or reopened next."""
         self._limits = limits
+        self._unlimited = Limits(UNLIMITED, asyncio.get_running_loop().time)
+        """Of other silos: their own clients are limited by them."""
         self._certificates = certificates
         self._open = 0
         self._none_open = asyncio.Event()
@@ -248,7 +250,8 @@ class Guard:
             raise Unavailable("the silo stops, or is drained: try again later, or go to another one")
         principal = EVERYTHING if method.probe else self._principal(context)
         peer = context.peer()
-        usage = self._limits.begin(client_of(principal, peer), peer)
+        limits = self._unlimited if principal is PEER else self._limits
+        usage = limits.begin(client_of(principal, peer), peer)
         if not method.probe:
             self._open += 1
             self._none_open.clear()

@@ -6,7 +6,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
+from ..access import PEER
 from ..consumers import Consumers
+from ..local import LocalConnection
 from . import publisher
 from .cluster import ClusterService
 from .consumer import ConsumerService
@@ -27,13 +29,19 @@ async def opened(silo: Silo) -> AsyncGenerator[Callable[[Guard], Sequence[Method
             for name, provider in silo.providers.items()
         }
         cluster = await stack.enter_async_context(ClusterService.opened(silo))
+        clustering = silo.clustering
+        consuming = ConsumerService(silo.providers, consumers, clustering.relays if clustering is not None else None)
+        stack.push_async_callback(consuming.aclose)
 
         def methods(guard: Guard) -> Sequence[Method]:
-            return [
+            every = [
                 *publisher.methods(silo.providers),
-                *ConsumerService(silo.providers, consumers).methods(),
-                *SubscriptionService(silo.providers, consumers).methods(),
+                *consuming.methods(),
+                *SubscriptionService(silo.providers, consumers, clustering).methods(),
                 *cluster.methods(guard),
             ]
+            if clustering is not None:
+                clustering.here = LocalConnection(every, PEER)
+            return every
 
         yield methods

@@ -22,9 +22,10 @@ from ...streams.subscriptions import (
     SubscriptionDefinition,
     is_parent,
 )
-from ..access import Permission
+from ..access import PEER, Permission
 from ..consumers import Consumers
 from ..provider import Provider
+from ..relay.relay import Silos
 from .guard import Call, Kind, Method, parsed
 from .lookup import TO_KNOW, TO_MANAGE, Providers, create_subscription, provider_of, subscription_of
 
@@ -44,11 +45,12 @@ _M = TypeVar("_M", bound=Message)
 
 
 class SubscriptionService:
-    """`consumers` are the silo's, by provider."""
+    """`consumers` are the silo's, by provider. With `silos`, it is one of them."""
 
-    def __init__(self, providers: Providers, consumers: Mapping[str, Consumers]) -> None:
+    def __init__(self, providers: Providers, consumers: Mapping[str, Consumers], silos: Silos | None = None) -> None:
         self._providers = providers
         self._consumers = consumers
+        self._silos = silos
 
     def methods(self) -> list[Method]:
         handlers = {
@@ -132,6 +134,10 @@ class SubscriptionService:
         stream = StreamId(request.namespace, request.key)
         provider = provider_of(call, self._providers, request.provider, TO_MANAGE)
         definition = await subscription_of(call, provider, request.name, TO_MANAGE)
+        if self._silos is not None and call.principal is not PEER:
+            owner = self._silos.owner(provider.name, provider.queue_of(stream))
+            if owner:
+                return await self._silos.call(owner, "SubscriptionService/ResumeStream", message)
         resumed = [await provider.resume(name, stream) for name in await _holders(provider, definition)]
         return pb.ResumeStreamResponse(resumed=any(resumed)).SerializeToString()
 
@@ -230,9 +236,13 @@ async def _left_behind(provider: Provider, definition: SubscriptionDefinition) -
 
 async def _positions(provider: Provider, name: str) -> Mapping[int, Checkpoint]:
     """Where it stands: now, where it is served here, else as it was saved."""
-    if (served := provider.manager.served.get(name)) is not None:
-        return served.saved | {queue: delivery.checkpoint() for queue, delivery in served.deliveries.items()}
-    return await provider.store.checkpoints(provider.name, name)
+    served = provider.manager.served.get(name)
+    if served is None:
+        return await provider.store.checkpoints(provider.name, name)
+    now = {queue: delivery.checkpoint() for queue, delivery in served.deliveries.items()}
+    if provider.leased and served.service.stored:  # other silos serve other queues
+        return {**await provider.store.checkpoints(provider.name, name), **now}
+    return served.saved | now
 
 
 def _consumers(consumers: Consumers, definition: SubscriptionDefinition) -> list[pb.Consumer]:

@@ -323,10 +323,14 @@ class Connection:
         Raises Unavailable where none does within `timeout_s`, Unauthenticated, InvalidArgument for files that cannot be
         used.
         """
-        if self._tls is not None:
-            self._credentials = await asyncio.to_thread(self._tls.credentials)
-        self._loop = asyncio.get_running_loop()
+        credentials = None if self._tls is None else await asyncio.to_thread(self._tls.credentials)
+        self.begin(credentials)
         await self.ready(timeout_s)
+
+    def begin(self, credentials: grpc.ChannelCredentials | None) -> None:
+        """Belong to the running loop, whether a silo answers or not."""
+        self._credentials = credentials
+        self._loop = asyncio.get_running_loop()
 
     async def ready(self, timeout_s: float) -> None:
         """Return when a silo answers and takes the token. Raises as `open`."""

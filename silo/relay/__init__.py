@@ -1,0 +1,1 @@
+"""Consumers of one silo that are served by all silos of its cluster."""

@@ -1,0 +1,500 @@
+"""A consumer that is served by all silos of the cluster, through this one.
+
+It is a member of its subscription's group at each silo that may have queues for it, over one `Link` each: what they
+deliver is passed on as it is, what the consumer says goes to the silo that it concerns, and its credit is divided among
+them (`credit`). So nothing is kept here but what the consumer has credit for.
+
+A link that ends in order, with nothing in the consumer's hands, is replaced without a word. Else the consumer's call
+ends with Unavailable: a client that comes again under its id recognises what it had, and what of it was done. That is
+so for a silo that dies, for a lease that was lost, and for a queue that moved before all of it was acknowledged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from ...proto.v1 import consumer_pb2 as pb
+from ...proto.v1 import subscriptions_pb2
+from ...streams.client.connection import StreamCall
+from ...streams.cluster import SiloRecord
+from ...streams.errors import HeadraceError, Unavailable
+from ...streams.frames import Delivered
+from ...streams.rows import position_token
+from ...streams.subscriptions import Checkpoint, SubscriptionDefinition
+from .credit import Decision, Ledger
+from .link import METHOD, Link
+
+if TYPE_CHECKING:
+    from ..provider import Provider
+
+log = logging.getLogger("headrace.silo")
+
+OUTBOX_BYTES = 1 << 20
+"""Nothing more is read from silos while so much waits for the consumer to take it."""
+AGAIN_S, RARELY_S = 0.1, 1.0
+"""A silo that could not be reached is tried again after this, and after longer each time, up to that."""
+HEARTBEATS = 3
+"""How often in a session timeout a silo is told that the consumer is there."""
+CLOSE_S = 1.0
+"""How long silos may take to hear that the consumer is gone."""
+MAX_REFUSED = 1000
+MAX_GAPS = 100
+ACKNOWLEDGE = "ConsumerService/Acknowledge"
+
+MOVED = "a queue moved to another silo: connect again"
+
+
+class Silos(Protocol):
+    """The cluster, as relays need it."""
+
+    def with_queues(self, provider: str, queues: Collection[int] | None) -> Mapping[str, SiloRecord]:
+        """Who may have queues of a provider, by name: those with one of `queues`, or all."""
+        ...
+
+    def owner(self, provider: str, queue: int) -> str:
+        """Who has a queue, by name; "" where nobody has."""
+        ...
+
+    def stream(self, silo: SiloRecord, method: str) -> StreamCall:
+        """Begin a call of a silo, which may be this one."""
+        ...
+
+    async def call(self, silo: str, method: str, request: bytes) -> bytes:
+        """Call a silo, which may be this one. Raises Unavailable, and what the silo raises."""
+        ...
+
+
+class Relay:
+    """Between `start` and `aclose`. `opening` is how the consumer opens at each silo. `on_something` is called when
+    there is something to collect or to tell."""
+
+    def __init__(
+        self, silos: Silos, opening: pb.Open, queues: Sequence[int], *, explicit: bool, timeout_s: float
+    ) -> None:
+        """`queues` are those that the subscription concerns; with `explicit` only their owners are asked."""
+        self._silos = silos
+        self._opening = opening
+        self._queues = frozenset(queues)
+        self._explicit = explicit
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._links: dict[str, Link] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._failures: dict[str, int] = {}
+        self._not_before: dict[str, float] = {}
+        self._at: dict[int, Link] = {}
+        """Where what is delivered of a queue came from."""
+        self._began_at: dict[int, str] = {}
+        """Who had each queue when it began: where the consumer keeps its positions, they are those of that silo."""
+        self._ledger = Ledger()
+        self._number = 0
+        self._lends = True
+        self._closing = False
+        self._silent = False
+        self._ended = False
+        self._outbox: deque[bytes] = deque()
+        self._outbox_bytes = 0
+        self.heard_at = self._loop.time()
+        self.gone: asyncio.Future[None] = self._loop.create_future()
+        """Its error is why it is over."""
+        self.something = asyncio.Event()
+        self.refused: list[pb.Refusal] = []
+        self.gaps: deque[subscriptions_pb2.Gap] = deque(maxlen=MAX_GAPS)
+        self.positions: dict[int, bytes] = {}
+        """New ones, by queue, where the consumer keeps them."""
+        self.moves = 0
+        self.told_to_progress = False
+
+    def start(self) -> None:
+        self.look()
+
+    async def aclose(self) -> None:
+        """Let go of the silos. The consumer is waited for there, unless it was closed in order."""
+        self._ended = True
+        tasks = list(self._tasks.values())
+        if self._silent and tasks:  # it is not waited for any longer, so what it holds goes to others at once
+            for link in self._links.values():
+                link.close()
+            await asyncio.wait(tasks, timeout=CLOSE_S)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if not self.gone.cancel() and not self.gone.cancelled():
+            self.gone.exception()  # else asyncio says that nobody asked
+
+    # ---- what the consumer says ------------------------------------------------------------------------------------
+
+    def heard(self) -> None:
+        self.heard_at = self._loop.time()
+
+    def apply(self, request: pb.SubscribeRequest) -> None:
+        """Pass on what the consumer says, to whom it concerns."""
+        self.heard()
+        self._number = max(self._number, request.number)
+        concerned: dict[Link, pb.SubscribeRequest] = {}
+        for each in request.acknowledgements:
+            if (to := self._request_for(each, concerned)) is not None:
+                to.acknowledgements.append(each)
+        for each in request.rejections:
+            if (to := self._request_for(each, concerned)) is not None:
+                to.rejections.append(each)
+        for link, to in concerned.items():
+            link.number(to, request.number)
+        self.release(request.released)
+        if request.HasField("credit"):
+            self.grant(request.credit.events, request.credit.bytes)
+
+    def _request_for(
+        self, mark: pb.Acknowledgement | pb.Rejection, concerned: dict[Link, pb.SubscribeRequest]
+    ) -> pb.SubscribeRequest | None:
+        link = self._link_of(mark.queue)
+        if link is None:  # it comes again, from whoever has the queue next
+            if len(self.refused) < MAX_REFUSED:
+                self.refused.append(pb.Refusal(queue=mark.queue, offset=mark.offset, index=mark.index))
+                self.something.set()
+            return None
+        if link not in concerned:
+            concerned[link] = link.next_request()
+        return concerned[link]
+
+    def _link_of(self, queue: int) -> Link | None:
+        """Who delivered what is acknowledged of a queue: on an earlier call that may have been its present owner."""
+        return self._at.get(queue) or self._links.get(self._silos.owner(self._opening.provider, queue))
+
+    def release(self, events: Iterable[pb.Acknowledgement]) -> None:
+        """The consumer gives events back, undone."""
+        for each in events:
+            if (link := self._link_of(each.queue)) is not None:
+                link.next_request().released.append(each)
+
+    def grant(self, events: int, size: int) -> None:
+        """The consumer may be sent more."""
+        self._ledger.granted(events, size)
+        self._lend()
+
+    def reclaim(self) -> None:
+        """Ask for all credit back, and lend nothing more: each silo answers, and says how things are."""
+        self._lends = False
+        for link in self._open_links():
+            if not link.answering:
+                link.answering = True
+                link.next_request().reclaim = True
+
+    @property
+    def answered(self) -> bool:
+        """After `reclaim`: nothing is on its way from a silo any more."""
+        return not any(link.answering for link in self._open_links())
+
+    @property
+    def settled(self) -> bool:
+        """After `reclaim`: nothing is in the consumer's hands, and all that it acknowledged is saved."""
+        known = [link.progress for link in self._open_links()]
+        empty = all(progress is not None and not progress.in_flight_events for progress in known)
+        return self.answered and empty and not self._outbox and self.saved >= self._number
+
+    def lend(self, events: int, size: int) -> None:
+        """The consumer may be sent so much, whatever it was granted before."""
+        self._ledger.take_free()
+        self._lends = True
+        self.grant(events, size)
+
+    @property
+    def attached(self) -> bool:
+        """At every silo that it knows of."""
+        return all(link.opened for link in self._links.values())
+
+    @property
+    def full(self) -> bool:
+        """There is something to collect."""
+        return bool(self._outbox)
+
+    @property
+    def needed_bytes(self) -> int:
+        """More than the whole credit is needed for an event that waits."""
+        return self._ledger.needed
+
+    async def close(self) -> None:
+        """End in order: every silo saves what was acknowledged. Raises Unavailable where one could not."""
+        self._closing = True
+        waiting = list(self._tasks.values())
+        for silo, link in list(self._links.items()):
+            if link.opened:
+                link.close()
+            else:
+                self._tasks[silo].cancel()
+        if waiting:
+            await asyncio.wait(waiting)
+        if self.gone.done():
+            self.gone.result()
+
+    # ---- credit ----------------------------------------------------------------------------------------------------
+
+    def _lend(self, *, patient: bool = True) -> None:
+        if self._lends and not (self._ended or self._closing):
+            self._do(self._ledger.decide(patient=patient))
+
+    def _do(self, decision: Decision) -> None:
+        for loan in decision.loans:
+            credit = self._links[loan.silo].next_request().credit
+            credit.events += loan.events
+            credit.bytes += loan.bytes
+        for silo in decision.reclaim:
+            self._links[silo].next_request().reclaim = True
+        if self._ledger.needed:
+            self.told_to_progress = True
+            self.something.set()
+
+    # ---- silos come and go -----------------------------------------------------------------------------------------
+
+    def _open_links(self) -> Sequence[Link]:
+        return [link for link in self._links.values() if link.opened]
+
+    def look(self) -> None:
+        """See who is there, and how time goes by. To be called now and then, and when the cluster has changed."""
+        if self._ended or self._closing or self.gone.done():
+            return
+        now = self._loop.time()
+        if now - self.heard_at > self._timeout_s:
+            self._silent = True
+            self._end(Unavailable(f"consumer {self._opening.consumer!r} was not heard for {self._timeout_s:g} s"))
+            return
+        there = self._silos.with_queues(self._opening.provider, self._queues if self._explicit else None)
+        for name, silo in there.items():
+            link = self._links.get(name)
+            if link is None and now >= self._not_before.get(name, 0.0):
+                self._attach(name, silo)
+            elif link is not None and link.incarnation != silo.incarnation:
+                link.abandon()
+        self._look_at_positions()
+        self._look_at_links(now)
+        if self._ledger.is_hungry:
+            self._lend(patient=False)
+
+    def _look_at_positions(self) -> None:
+        """Where the consumer keeps its positions, a queue that moved begins at what the consumer says next."""
+        if not self._opening.keeps_positions:
+            return
+        for queue in self._queues:
+            owner = self._silos.owner(self._opening.provider, queue)
+            if owner and self._began_at.setdefault(queue, owner) != owner:
+                self._end(Unavailable(MOVED))
+
+    def _look_at_links(self, now: float) -> None:
+        for link in self._open_links():
+            if now - link.heard_at > self._timeout_s:
+                link.abandon()
+            elif now - link.said_at > self._timeout_s / HEARTBEATS / 2 and self._is_alive(now):
+                link.beat()
+
+    def _is_alive(self, now: float) -> bool:
+        return now - self.heard_at < self._timeout_s / 2
+
+    def _attach(self, name: str, silo: SiloRecord) -> None:
+        if not self._is_alive(self._loop.time()):
+            return  # it may have come back elsewhere, and would be taken over
+        call = self._silos.stream(silo, METHOD)
+        link = self._links[name] = Link(name, silo.incarnation, call, self._delivered, self._told)
+        task = self._tasks[name] = self._loop.create_task(self._keep(link), name=f"headrace link to {name}")
+        task.add_done_callback(lambda _: self._tasks.pop(name, None))
+
+    async def _keep(self, link: Link) -> None:
+        """Until it ends, for whatever reason."""
+        try:
+            await link.run(self._opening)
+            if link.closed:
+                return  # all is saved
+            error: HeadraceError = Unavailable(f"silo {link.silo} ended the call")
+        except HeadraceError as failure:
+            error = failure
+        finally:
+            self._forget(link)
+        if link.owing:
+            log.info("consumer %s connects again: %s", self._opening.consumer, error)
+            self._end(error if not error.retryable else Unavailable(f"{error}: connect again"))
+        elif not error.retryable:
+            self._end(error)
+        else:
+            failures = self._failures[link.silo] = self._failures.get(link.silo, 0) + 1
+            self._not_before[link.silo] = self._loop.time() + min(AGAIN_S * 2 ** (failures - 1), RARELY_S)
+
+    def _forget(self, link: Link) -> None:
+        if self._links.get(link.silo) is link:
+            del self._links[link.silo]
+        self._ledger.left(link.silo)
+        self._at = {queue: at for queue, at in self._at.items() if at is not link}
+        self._lend()
+
+    def _end(self, error: HeadraceError) -> None:
+        if not self.gone.done():
+            self.gone.set_exception(error)
+        self.something.set()
+
+    # ---- what silos say --------------------------------------------------------------------------------------------
+
+    def _delivered(self, link: Link, frames: bytes, delivered: Sequence[Delivered]) -> None:
+        if self.gone.done():
+            return  # it comes again, where the consumer does
+        events = 0
+        for each in delivered:
+            events += each.batch.count
+            if self._at.setdefault(each.queue, link) is not link or self._is_stale(each.queue, link):
+                self._end(Unavailable(MOVED))
+                return
+        self._ledger.used(link.silo, events, len(frames))
+        self._outbox.append(frames)
+        self._outbox_bytes += len(frames)
+        if self._outbox_bytes > OUTBOX_BYTES:
+            link.room.clear()
+        self.something.set()
+
+    def _is_stale(self, queue: int, link: Link) -> bool:
+        """The consumer keeps its position, and the silo has an older one."""
+        return self._opening.keeps_positions and self._began_at.setdefault(queue, link.silo) != link.silo
+
+    def _told(self, link: Link, response: pb.SubscribeResponse) -> None:
+        if response.HasField("opened"):
+            self._opened(link, response.opened)
+        if response.HasField("returned"):
+            link.answering = False
+            self._ledger.returned(link.silo, response.returned.events, response.returned.bytes)
+        if response.HasField("progress"):
+            self._progressed(link, response.progress)
+        if response.HasField("assignment"):
+            link.queues = frozenset(response.assignment.queues)
+        if len(self.refused) < MAX_REFUSED:
+            self.refused.extend(response.refused)
+        self.gaps.extend(response.gaps)
+        self.moves = max(self.moves, response.moves)
+        for position in response.positions:
+            self.positions[position.queue] = position.token
+        self._lend()
+        self.something.set()
+
+    def _opened(self, link: Link, opened: pb.Opened) -> None:
+        link.opened = True
+        self._failures.pop(link.silo, None)
+        self._ledger.joined(link.silo)
+        self.moves = max(self.moves, opened.moves)
+        if self._closing:
+            link.close()
+
+    def _progressed(self, link: Link, progress: pb.Progress) -> None:
+        has = set(progress.queues)
+        self._at = {queue: at for queue, at in self._at.items() if at is not link or queue in has}
+        if progress.waiting or progress.needed_bytes:
+            self._ledger.hungry(link.silo, progress.needed_bytes)
+
+    # ---- what the consumer is told ---------------------------------------------------------------------------------
+
+    def collect(self) -> bytes:
+        """Take what is next for the consumer; empty where there is nothing."""
+        if not self._outbox:
+            return b""
+        frames = self._outbox.popleft()
+        self._outbox_bytes -= len(frames)
+        if self._outbox_bytes <= OUTBOX_BYTES:
+            for link in self._links.values():
+                link.room.set()
+        return frames
+
+    @property
+    def saved(self) -> int:
+        """Up to which of the consumer's numbers everything that was acknowledged is saved."""
+        return min((link.saved_before(self._number) for link in self._links.values()), default=self._number)
+
+    @property
+    def assignment(self) -> frozenset[int]:
+        """Mode bound: the queues that are the consumer's."""
+        return frozenset[int]().union(*(link.queues for link in self._links.values()))
+
+    def progress(self) -> pb.Progress:
+        """How things are at all silos together."""
+        known = [link.progress for link in self._open_links() if link.progress is not None]
+        total = self._ledger.total
+        covered = {queue for each in known for queue in each.queues}
+        return pb.Progress(
+            credit_events=max(total.events, 0),
+            credit_bytes=max(total.bytes, 0),
+            in_flight_events=sum(each.in_flight_events for each in known),
+            in_flight_bytes=sum(each.in_flight_bytes for each in known),
+            caught_up=self._queues <= covered and all(each.caught_up for each in known) and not self._outbox,
+            needed_bytes=self._ledger.needed,
+        )
+
+
+class Relays:
+    """All consumers that are served through this silo. `look` is to be called a few times a second."""
+
+    def __init__(self, silos: Silos) -> None:
+        self._silos = silos
+        self._open: set[Relay] = set()
+
+    @asynccontextmanager
+    async def opened(
+        self,
+        provider: Provider,
+        definition: SubscriptionDefinition,
+        consumer: str,
+        timeout_s: float,
+        positions: Mapping[int, Checkpoint] | None,
+    ) -> AsyncGenerator[Relay]:
+        """A consumer that may join at every silo, for the length of an `async with`. `positions` are those of all
+        queues, where its client keeps them."""
+        opening = pb.Open(
+            provider=provider.name,
+            subscription=definition.name,
+            consumer=consumer,
+            session_timeout_ms=round(timeout_s * 1000),
+            keeps_positions=positions is not None,
+        )
+        for queue, checkpoint in (positions or {}).items():
+            opening.positions.add(queue=queue, token=position_token(checkpoint))
+        explicit, queues = definition.selector.explicit, provider.queues_of(definition.selector)
+        relay = Relay(self._silos, opening, queues, explicit=explicit, timeout_s=timeout_s)
+        relay.positions.update({each.queue: each.token for each in opening.positions})
+        self._open.add(relay)
+        try:
+            relay.start()
+            yield relay
+        finally:
+            self._open.discard(relay)
+            await relay.aclose()
+
+    def look(self) -> None:
+        for relay in list(self._open):
+            relay.look()
+
+    async def acknowledge(self, request: pb.AcknowledgeRequest) -> bytes:
+        """Each silo is told what concerns its queues. What cannot be told is refused: it comes again."""
+        parts: dict[str, pb.AcknowledgeRequest] = {}
+        for each in request.acknowledgements:
+            self._part(request, each.queue, parts).acknowledgements.append(each)
+        for each in request.rejections:
+            self._part(request, each.queue, parts).rejections.append(each)
+        answers = await asyncio.gather(*(self._acknowledged(silo, part) for silo, part in parts.items()))
+        return pb.AcknowledgeResponse(refused=[each for refused in answers for each in refused]).SerializeToString()
+
+    def _part(
+        self, whole: pb.AcknowledgeRequest, queue: int, parts: dict[str, pb.AcknowledgeRequest]
+    ) -> pb.AcknowledgeRequest:
+        silo = self._silos.owner(whole.provider or "default", queue)
+        if silo not in parts:
+            parts[silo] = pb.AcknowledgeRequest(
+                provider=whole.provider, subscription=whole.subscription, consumer=whole.consumer
+            )
+        return parts[silo]
+
+    async def _acknowledged(self, silo: str, part: pb.AcknowledgeRequest) -> Sequence[pb.Refusal]:
+        if silo:
+            try:
+                answer = await self._silos.call(silo, ACKNOWLEDGE, part.SerializeToString())
+                return pb.AcknowledgeResponse.FromString(answer).refused
+            except Unavailable as error:
+                log.info("silo %s was not told what consumer %s acknowledged: %s", silo, part.consumer, error)
+        every = (*part.acknowledgements, *part.rejections)
+        return [pb.Refusal(queue=each.queue, offset=each.offset, index=each.index) for each in every]
