@@ -176,6 +176,8 @@ class Membership:
         self._rng = rng or random.Random()  # noqa: S311 (spreads load)
         self._loop = asyncio.get_running_loop()
         self._me: SiloRecord | None = None
+        self._joining = False
+        """It asked to join, and does not know the answer: who superseded it may be itself."""
         self._running: asyncio.Task[None] | None = None
         self._probing: dict[str, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -189,9 +191,14 @@ class Membership:
 
     async def join(self) -> None:
         """Become a member; queues come by and by. Raises StorageError where the store cannot be reached."""
-        self._me = await self._store.join(self.name, self._address, sorted(self._owners))
+        await self._join()
         log.info("silo %s is member %d of its cluster", self.name, self.me.incarnation)
         self._running = self._loop.create_task(self._run(), name=f"headrace membership {self.name}")
+
+    async def _join(self) -> None:
+        self._joining = True
+        self._me = await self._store.join(self.name, self._address, sorted(self._owners))
+        self._joining = False
 
     async def leave(self) -> None:
         """Give all queues back in order, and go. What the store does not hear of runs out by itself."""
@@ -210,7 +217,7 @@ class Membership:
     async def undrain(self) -> None:
         """Get queues again. Raises StorageError where the store cannot be reached."""
         if self._leaving:
-            self._me = await self._store.join(self.name, self._address, sorted(self._owners))
+            await self._join()
             self._leaving = False
 
     @property
@@ -258,12 +265,12 @@ class Membership:
             view = await self._store.beat(self.me, self._options.lease_s)
         except Fenced as fenced:
             log.warning("%s", fenced)
-            if isinstance(fenced, Superseded) and not self.superseded.done():
+            if isinstance(fenced, Superseded) and not (self._joining or self.superseded.done()):
                 self.superseded.set_exception(fenced)
             for held in list(self.held.values()):
                 self._cut(held, "the silo is no member any more")
             if not (self._leaving or self.superseded.done()):
-                self._me = await self._store.join(self.name, self._address, sorted(self._owners))
+                await self._join()
             return False
         self.view = view
         self._renewed(view, began)
