@@ -22,12 +22,17 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class DescribeClusterRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    HERE_FIELD_NUMBER: _builtins.int
+    here: _builtins.bool
+    """Of the silo that is called alone, which answers at once: nobody else is asked."""
     def __init__(
         self,
+        *,
+        here: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["here", b"here"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -101,7 +106,7 @@ class Cluster(_message.Message):
     SILOS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def silos(self) -> _containers.RepeatedCompositeFieldContainer[Global___Silo]:
-        """All that are up."""
+        """All that are up, and those that died and did not come back, by name."""
 
     def __init__(
         self,
@@ -133,7 +138,7 @@ class Silo(_message.Message):
     address: _builtins.str
     """Where it serves gRPC, as host:port."""
     state: _builtins.str
-    """"running", "draining", "drained", "dead" or "unreachable"."""
+    """"running", "draining", "drained", "dead" or "unreachable". Of the last two is shown what the others know."""
     version: _builtins.str
     """Version of headrace."""
     silent_ms: _builtins.int
@@ -169,10 +174,13 @@ class Provider(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     QUEUES_FIELD_NUMBER: _builtins.int
+    QUEUE_COUNT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """As requests name it."""
     adapter: _builtins.str
     """Its queue technology, such as "log"."""
+    queue_count: _builtins.int
+    """How many it has, at all silos together."""
     @_builtins.property
     def queues(self) -> _containers.RepeatedCompositeFieldContainer[Global___Queue]:
         """Those whose agents this silo has, by index."""
@@ -183,10 +191,11 @@ class Provider(_message.Message):
         name: _builtins.str = ...,
         adapter: _builtins.str = ...,
         queues: _abc.Iterable[Global___Queue] | None = ...,
+        queue_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "name", b"name", "queues", b"queues"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "name", b"name", "queue_count", b"queue_count", "queues", b"queues"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -208,10 +217,13 @@ class Queue(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     LAG_MS_FIELD_NUMBER: _builtins.int
     CACHE_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    LAG_BATCHES_FIELD_NUMBER: _builtins.int
+    LAG_EVENTS_FIELD_NUMBER: _builtins.int
+    LAG_ESTIMATED_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Its number within the provider, from 0."""
     state: _builtins.str
-    """"running", "throttled", "faulted", "starting", "idle" or "stopped"."""
+    """"running", "throttled", "faulted", "starting", "idle" or "stopped"; "unknown" where its silo does not answer."""
     reason: _builtins.str
     """Why, where that is not plain."""
     read_offset: _builtins.int
@@ -225,9 +237,17 @@ class Queue(_message.Message):
     epoch: _builtins.int
     """Of the lease under which it is served; 0 where one silo serves by itself."""
     lag_ms: _builtins.int
-    """How old the oldest event is that was not read, in milliseconds; 0 where there is none."""
+    """How long ago the oldest event was stored that some subscription has not finished, in milliseconds; 0 where there is
+    none, or where the adapter does not know times.
+    """
     cache_limit_bytes: _builtins.int
     """What the cache may hold, in bytes."""
+    lag_batches: _builtins.int
+    """Batches from the first that some subscription has not finished to the queue's end."""
+    lag_events: _builtins.int
+    """The same in events; 0 where the adapter does not know."""
+    lag_estimated: _builtins.bool
+    """Only the first of these events were counted, and the others estimated from their batches."""
     def __init__(
         self,
         *,
@@ -241,10 +261,13 @@ class Queue(_message.Message):
         epoch: _builtins.int = ...,
         lag_ms: _builtins.int = ...,
         cache_limit_bytes: _builtins.int = ...,
+        lag_batches: _builtins.int = ...,
+        lag_events: _builtins.int = ...,
+        lag_estimated: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_limit_bytes", b"cache_limit_bytes", "cached_bytes", b"cached_bytes", "cached_events", b"cached_events", "end_offset", b"end_offset", "epoch", b"epoch", "index", b"index", "lag_ms", b"lag_ms", "read_offset", b"read_offset", "reason", b"reason", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_limit_bytes", b"cache_limit_bytes", "cached_bytes", b"cached_bytes", "cached_events", b"cached_events", "end_offset", b"end_offset", "epoch", b"epoch", "index", b"index", "lag_batches", b"lag_batches", "lag_estimated", b"lag_estimated", "lag_events", b"lag_events", "lag_ms", b"lag_ms", "read_offset", b"read_offset", "reason", b"reason", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -305,7 +328,7 @@ class StartAgentsRequest(_message.Message):
     """Name of the provider; empty for "default"."""
     @_builtins.property
     def queues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """None: all queues of this silo."""
+        """None: all queues."""
 
     def __init__(
         self,
@@ -374,3 +397,38 @@ class DrainSiloResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainSiloResponse: _TypeAlias = DrainSiloResponse  # noqa: Y015
+
+@_typing.final
+class UndrainSiloRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SILO_FIELD_NUMBER: _builtins.int
+    silo: _builtins.str
+    """Name of the silo; empty for the one that is called."""
+    def __init__(
+        self,
+        *,
+        silo: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["silo", b"silo"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndrainSiloRequest: _TypeAlias = UndrainSiloRequest  # noqa: Y015
+
+@_typing.final
+class UndrainSiloResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndrainSiloResponse: _TypeAlias = UndrainSiloResponse  # noqa: Y015
