@@ -4,6 +4,7 @@ from .registry import adapter_names, open_adapter, read_options
 from .seam import (
     AdapterContext,
     AdapterFactory,
+    Backlog,
     Bounds,
     Capabilities,
     Direction,
@@ -19,6 +20,7 @@ from .seam import (
 __all__ = (
     "AdapterContext",
     "AdapterFactory",
+    "Backlog",
     "Bounds",
     "Capabilities",
     "Direction",

@@ -78,6 +78,18 @@ class QueueStatistics(NamedTuple):
     bytes: int | None = None
 
 
+class Backlog(NamedTuple):
+    """What of a queue is at or above an offset."""
+
+    batches: int
+    events: int | None = None
+    """None where the adapter does not know."""
+    estimated: bool = False
+    """Only the first of the events were counted; the others are estimated from the number of batches."""
+    since_us: int | None = None
+    """When the first of the batches was stored; None where there is none, or the adapter does not know."""
+
+
 class QueueReceiver(ABC):
     """Reads one queue. Not safe for two concurrent `receive` calls; open a second receiver instead."""
 
@@ -145,6 +157,11 @@ class QueueAdapter(ABC):
         Bounds.next where there is none. Raises NotSupported where the adapter is not rewindable.
         """
         raise NotSupported("this adapter cannot find a position by time: it is not rewindable")
+
+    async def backlog(self, queue: int, offset: int) -> Backlog:
+        """What is retained from `offset` on, counted in bounded time, however much it is."""
+        bounds = await self.bounds(queue)
+        return Backlog(max(bounds.next - max(offset, bounds.first), 0))
 
     async def last_sequence(self, producer: str) -> int:
         """The highest number stored for an idempotent producer, 0 where there is none."""

@@ -13,6 +13,7 @@ from ...streams.events import EventBatch
 from ..registry import read_options
 from ..seam import (
     AdapterContext,
+    Backlog,
     Bounds,
     Capabilities,
     ProducerSequence,
@@ -21,6 +22,7 @@ from ..seam import (
     Receipt,
 )
 from .allocator import prefer_reuse
+from .backlog import backlog
 from .blocks import StreamTable
 from .committer import Committer
 from .doorbell import Doorbell, Ringer
@@ -143,6 +145,9 @@ class LogAdapter(QueueAdapter):
 
     async def offset_at(self, queue: int, time_us: int) -> int:
         return await self._look(lambda snapshot: offset_at(snapshot, queue, time_us), queue)
+
+    async def backlog(self, queue: int, offset: int) -> Backlog:
+        return await self._look(lambda snapshot: backlog(snapshot, queue, offset), queue)
 
     async def last_sequence(self, producer: str) -> int:
         row = await self._look(lambda snapshot: snapshot.producer(producer.encode()))

@@ -105,6 +105,18 @@ def read_header(record: bytes | memoryview) -> BlockHeader:
     return BlockHeader(crc, time_us, count, events)
 
 
+def events_from(record: bytes | memoryview, start: int) -> int:
+    """Events of the block's batches from index `start` on, without checking the rest. Raises DamagedBlockError."""
+    header = read_header(record)
+    counts = array("I")
+    counts.frombytes(memoryview(record)[_HEADER.size + 8 * header.batches : _HEADER.size + 12 * header.batches])
+    if len(counts) != header.batches:
+        raise DamagedBlockError("its sizes do not add up")
+    if not _LITTLE_ENDIAN:
+        counts.byteswap()
+    return sum(counts[start:])
+
+
 class Want(NamedTuple):
     """How much to read: up to the batch with which one of them is reached."""
 

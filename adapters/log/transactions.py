@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import lmdb
 
 from ...streams.errors import CorruptRecord
-from .blocks import BlockHeader, DamagedBlockError, read_header
+from .blocks import BlockHeader, DamagedBlockError, events_from, read_header
 from .rows import GapRow, ProducerRow, Tail, gap_key, gap_of, offset_key, offset_of, producer_of, queue_key, row_of
 
 Database = lmdb._Database  # noqa: SLF001 # pyright: ignore[reportPrivateUsage] (py-lmdb has no public name for it)
@@ -80,6 +80,13 @@ class Snapshot:
         """Raises CorruptRecord."""
         try:
             return read_header(self.record(queue, first))
+        except DamagedBlockError as damage:
+            raise CorruptRecord(queue, first, str(damage), self.block_after(queue, first)) from None
+
+    def events_from(self, queue: int, first: int, offset: int) -> int:
+        """Events of the block that begins at `first`, from batch `offset` on. Raises CorruptRecord."""
+        try:
+            return events_from(self.record(queue, first), offset - first)
         except DamagedBlockError as damage:
             raise CorruptRecord(queue, first, str(damage), self.block_after(queue, first)) from None
 
