@@ -187,6 +187,7 @@ class PullingManager:
         self._saving = asyncio.Lock()
         self._changing = asyncio.Lock()
         """Held while agents stop and start: who stops a subscription meanwhile waits for what they have done."""
+        self._obeying = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._redriving: dict[int, tuple[str, asyncio.Task[None]]] = {}
         self._telling: set[asyncio.Task[None]] = set()
@@ -206,7 +207,7 @@ class PullingManager:
             asyncio.create_task(_supervise(self.retain, RETENTION_S), name=f"headrace retention {self.provider}"),
         ]
         if self.leases is not None:
-            work = _supervise(self._look, LOOK_S)
+            work = _supervise(self.obey, LOOK_S)
             self._tasks.append(asyncio.create_task(work, name=f"headrace orders {self.provider}"))
         if not self._rewindable:
             work = _supervise(self._acknowledge, ACKNOWLEDGE_S)
@@ -468,8 +469,12 @@ class PullingManager:
         self.on_fenced(name)
         await served.service.fenced(Fenced(f"subscription {name!r} was moved, deleted or taken over elsewhere"))
 
-    async def _look(self) -> None:
+    async def obey(self, drain_s: float = STOP_S) -> None:
         """See what others asked for: subscriptions that were moved or deleted, agents that are to stop or start."""
+        async with self._obeying:
+            await self._obey(drain_s)
+
+    async def _obey(self, drain_s: float) -> None:
         names = [name for name, served in self.served.items() if served.service.stored]
         orders = await self._store.orders(self.provider, names)
         for name in names:
@@ -477,7 +482,7 @@ class PullingManager:
             if served is not None and orders.epochs.get(name) != served.epoch:
                 self._tell_fenced(name)
         if new := sorted(orders.stopped - self.stopped):
-            await self.stop_agents(new, STOP_S)
+            await self.stop_agents(new, drain_s)
         if over := sorted(self.stopped - orders.stopped):
             await self.start_agents(over)
 

@@ -182,6 +182,7 @@ class Membership:
         self._probing: dict[str, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._leaving = False
+        self._drain_s = options.drain_s
 
     @property
     def me(self) -> SiloRecord:
@@ -208,9 +209,13 @@ class Membership:
             await self._end()
         await self._told(self._store.leave(self.me))
 
-    async def drain(self) -> None:
-        """Give all queues back in order, and get no more: it stays a member that has none."""
+    async def drain(self, drain_s: float | None = None) -> None:
+        """Give all queues back in order, and get no more: it stays a member that has none.
+
+        `drain_s` is how long what is in flight may take to end, where not as long as with other moves.
+        """
         self._leaving = True
+        self._drain_s = self._options.drain_s if drain_s is None else drain_s
         await self._told(self._store.leaving(self.me))
         await asyncio.gather(*(self._give_back(held) for held in list(self.held.values())), return_exceptions=True)
 
@@ -218,7 +223,7 @@ class Membership:
         """Get queues again. Raises StorageError where the store cannot be reached."""
         if self._leaving:
             await self._join()
-            self._leaving = False
+            self._leaving, self._drain_s = False, self._options.drain_s
 
     @property
     def leaving(self) -> bool:
@@ -260,10 +265,12 @@ class Membership:
 
     async def _beat(self) -> bool:
         """Whether to look again at once."""
-        began = self._loop.time()
+        began, me = self._loop.time(), self.me
         try:
-            view = await self._store.beat(self.me, self._options.lease_s)
+            view = await self._store.beat(me, self._options.lease_s)
         except Fenced as fenced:
+            if me is not self.me:
+                return True  # it has joined again meanwhile
             log.warning("%s", fenced)
             if isinstance(fenced, Superseded) and not (self._joining or self.superseded.done()):
                 self.superseded.set_exception(fenced)
@@ -278,7 +285,9 @@ class Membership:
         if await self._bury(view):
             return True
         self._suspect(view)
-        if not self._leaving:
+        if self._leaving:
+            self._give_back_late()
+        else:
             await self._balance(view)
         return False
 
@@ -393,7 +402,7 @@ class Membership:
     async def _moved_out(self, held: Held) -> None:
         lease = held.lease
         held.started = False
-        await self._owners[lease.provider].lose(lease.queue, self._options.drain_s)
+        await self._owners[lease.provider].lose(lease.queue, self._drain_s)
         if self.held.pop((lease.provider, lease.queue), None) is held:
             await self._store.release(self.me, [lease])
             log.info("silo %s gave back queue %d of %s", self.name, lease.queue, lease.provider)
@@ -403,7 +412,16 @@ class Membership:
         if held.moving is not None:
             await asyncio.wait([held.moving])
         if self.held.get((held.lease.provider, held.lease.queue)) is held:
-            await self._moved_out(held)
+            if held.moving is None:
+                self._begin(held, self._moved_out(held), "gives back")
+            if held.moving is not None:
+                await asyncio.wait([held.moving])
+
+    def _give_back_late(self) -> None:
+        """What was granted while it began to leave, and what could not be given back."""
+        for held in list(self.held.values()):
+            if held.moving is None:
+                self._begin(held, self._moved_out(held), "gives back")
 
     def _begin(self, held: Held, work: Coroutine[Any, Any, None], what: str) -> None:
         lease = held.lease

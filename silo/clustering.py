@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..balancer.membership import Membership
 from ..streams.client.connection import StreamCall
-from ..streams.cluster import LIVING, ClusterView, SiloRecord
+from ..streams.cluster import LIVING, ClusterView, SiloRecord, SiloState
 from ..streams.errors import Busy, Unavailable
 from ..streams.store import ControlStore
 from .config import ClusterConfig, SiloConfig
@@ -57,6 +57,8 @@ class Clustering:
         self._membership: Membership | None = None
         self._silos: Mapping[str, SiloRecord] = {}
         self._owners: Mapping[tuple[str, int], str] = {}
+        self._serving: frozenset[tuple[str, str]] = frozenset()
+        """Providers and silos that have a queue of them."""
 
     @classmethod
     @asynccontextmanager
@@ -94,6 +96,8 @@ class Clustering:
                 bury=self._bury if self._cluster.store is None else no_burial,
             )
             membership.on_view = self._saw
+            # Queues that are to stay stopped are not read first.
+            await asyncio.gather(*(provider.manager.obey() for provider in self._providers.values()))
             await membership.join()
             stack.push_async_callback(membership.leave)
             await self._store.forget(FORGET_S)
@@ -155,14 +159,20 @@ class Clustering:
         self._silos = {silo.name: silo for silo in view.silos if silo.state in LIVING}
         valid = (lease for lease in view.leases if lease.owner and lease.expires_at_us > view.now_us)
         self._owners = {(lease.provider, lease.queue): lease.owner for lease in valid}
+        self._serving = frozenset((provider, owner) for (provider, _), owner in self._owners.items())
         if self._owners != before:
             self.relays.look()
 
     def with_queues(self, provider: str, queues: Collection[int] | None) -> Mapping[str, SiloRecord]:
         if queues is None:
-            return {name: silo for name, silo in self._silos.items() if provider in silo.serves}
+            return {name: silo for name, silo in self._silos.items() if self._may_have(silo, provider)}
         names = {self.owner(provider, queue) for queue in queues}
         return {name: self._silos[name] for name in names if name in self._silos}
+
+    def _may_have(self, silo: SiloRecord, provider: str) -> bool:
+        """A silo that was drained stays, and gets no queue."""
+        active = silo.state is SiloState.ACTIVE and provider in silo.serves
+        return active or (provider, silo.name) in self._serving
 
     def owner(self, provider: str, queue: int) -> str:
         return self._owners.get((provider, queue), "")

@@ -55,6 +55,7 @@ PUBLIC = {
     "headrace.adapters": {
         "AdapterContext",
         "AdapterFactory",
+        "Backlog",
         "Bounds",
         "Capabilities",
         "Direction",

@@ -27,7 +27,7 @@ def backlog(snapshot: Snapshot, queue: int, offset: int) -> Backlog:
 
 
 def _counted(snapshot: Snapshot, queue: int, first: int, start: int, end: int) -> tuple[int, int]:
-    """Events from batch `start` on, of the block at `first` and those that follow, and up to where they were counted."""
+    """Events from batch `start` on, which the block at `first` holds, and up to where they were counted."""
     events = snapshot.events_from(queue, first, start)
     at = snapshot.block_after(queue, first)
     for _ in range(COUNTED_BLOCKS - 1):
