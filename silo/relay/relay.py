@@ -404,7 +404,10 @@ class Relay:
 
     @property
     def saved(self) -> int:
-        """Up to which of the consumer's numbers everything that was acknowledged is saved."""
+        """Up to which of the consumer's numbers everything that was acknowledged is saved; 0 once the call is over,
+        for a link that is gone may have taken what it was told with it."""
+        if self.gone.done():
+            return 0
         return min((link.saved_before(self._number) for link in self._links.values()), default=self._number)
 
     @property
