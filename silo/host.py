@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
@@ -78,6 +78,13 @@ class Silo:
             yield silo
             silo.stopping = True
             log.info("silo is stopping: calls and running handlers have %.1f s to end", config.drain_s)
+
+    async def until_superseded(self) -> NoReturn:
+        """Wait for ever, or raise Superseded once another process has this silo's name in the cluster."""
+        if self.clustering is not None:
+            await asyncio.shield(self.clustering.membership.superseded)
+        await asyncio.Event().wait()
+        raise AssertionError
 
     def _check_data(self) -> None:
         for name, provider in self.config.providers.items():

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,19 @@ def _given(**options: Any) -> dict[str, Any]:
 async def _serve(config: SiloConfig) -> None:
     told = asyncio.Event()
     heed_signals(lambda _: told.set())
-    async with Silo.opened(config):
+    async with Silo.opened(config) as silo:
         tune_interpreter()
-        await told.wait()
+        await _first(told.wait(), silo.until_superseded())
+
+
+async def _first(*ends: Coroutine[Any, Any, object]) -> None:
+    """Return or raise as the first one does."""
+    tasks = [asyncio.create_task(end, name="headrace silo end") for end in ends]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

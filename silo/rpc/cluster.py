@@ -1,25 +1,33 @@
-"""ClusterService: what runs where, and stopping and starting it. A cluster is this silo."""
+"""ClusterService: what runs where, and stopping and starting it.
+
+A silo by itself is the whole cluster. Where it is one of several, it answers another silo for itself, and a client for
+all: it asks them, and passes on to them what is to be done.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib import metadata
 from typing import TYPE_CHECKING
 
+from google.protobuf.message import Message
+
 from ...proto.v1 import cluster_pb2 as pb
-from ...streams.errors import InvalidArgument, PermissionDenied, Unavailable
-from ..access import Permission
+from ...streams.cluster import LIVING, ClusterView, SiloRecord, SiloState
+from ...streams.errors import HeadraceError, InvalidArgument, NotFound, PermissionDenied, Unavailable
+from ..access import PEER, Permission
 from ..provider import Provider
-from ..views import QueueView
 from . import consumer
+from .describing import bare, described, differ, silent, silent_ms
 from .guard import Call, Guard, Kind, Method, parsed
 from .lookup import TO_MANAGE, provider_of
 
 if TYPE_CHECKING:
+    from ..clustering import Clustering
     from ..host import Silo
 
 log = logging.getLogger("headrace.silo")
@@ -27,6 +35,10 @@ log = logging.getLogger("headrace.silo")
 SERVICE = "headrace.v1.ClusterService"
 WATCH_S = 1.0
 """A watcher is told of changes so often, in seconds."""
+ASK_S = 2.0
+"""How long a silo may take to describe itself; one that takes longer is shown as unreachable."""
+CALL_S = 30.0
+"""How long it may take to do what it is told, besides the time that what is in flight may take to end."""
 
 
 class ClusterService:
@@ -59,15 +71,21 @@ class ClusterService:
             Method(f"{SERVICE}/StopAgents", Kind.UNARY, self.stop_agents),
             Method(f"{SERVICE}/StartAgents", Kind.UNARY, self.start_agents),
             Method(f"{SERVICE}/DrainSilo", Kind.UNARY, self.drain),
+            Method(f"{SERVICE}/UndrainSilo", Kind.UNARY, self.undrain),
         ]
+
+    def _others(self, call: Call) -> Clustering | None:
+        """The cluster, where the call is to be answered for all of it: another silo asks about this one alone."""
+        return None if call.principal is PEER else self._silo.clustering
 
     # ---- what is seen ----------------------------------------------------------------------------------------------
 
     async def describe(self, call: Call, message: bytes) -> bytes:
-        parsed(pb.DescribeClusterRequest, message)
+        request = parsed(pb.DescribeClusterRequest, message)
         _require_something(call)
-        cluster = _shown(call, await self._describe())
-        return pb.DescribeClusterResponse(cluster=cluster).SerializeToString()
+        alone = request.here or self._others(call) is None
+        cluster = pb.Cluster(silos=[await self._here()]) if alone else await self._whole()
+        return pb.DescribeClusterResponse(cluster=_shown(call, cluster)).SerializeToString()
 
     async def watch(self, call: Call, message: bytes) -> None:
         parsed(pb.WatchClusterRequest, message)
@@ -75,7 +93,7 @@ class ClusterService:
         last: pb.Cluster | None = None
         while not call.closing.is_set():
             cluster = _shown(call, await self._recently())
-            if cluster != last:
+            if differ(last, cluster):
                 await call.write(pb.WatchClusterResponse(cluster=cluster).SerializeToString())
                 last = cluster
             with suppress(TimeoutError):
@@ -89,18 +107,46 @@ class ClusterService:
         async with self._looking:
             now = asyncio.get_running_loop().time()
             if self._seen is None or now - self._seen[0] > WATCH_S / 2:
-                self._seen = now, await self._describe()
+                self._seen = now, await self._whole()
             return self._seen[1]
 
-    async def _describe(self) -> pb.Cluster:
-        silo = pb.Silo(
-            name=socket.gethostname(),
+    async def _here(self) -> pb.Silo:
+        return pb.Silo(
+            name=self._name,
             address=self._silo.grpc_address or "",
-            state=self._state,
-            providers=[await _described(provider) for provider in self._silo.providers.values()],
+            state=self._present_state(),
+            providers=[await described(provider) for provider in self._silo.providers.values()],
             version=self._version,
         )
-        return pb.Cluster(silos=[silo])
+
+    async def _whole(self) -> pb.Cluster:
+        clustering = self._silo.clustering
+        if clustering is None or (view := clustering.view) is None:
+            return pb.Cluster(silos=[await self._here()])
+        asking = [self._seen_from_here(clustering, view, silo) for silo in view.silos if silo.state != SiloState.LEFT]
+        return pb.Cluster(silos=await asyncio.gather(*asking))
+
+    async def _seen_from_here(self, clustering: Clustering, view: ClusterView, record: SiloRecord) -> pb.Silo:
+        """A silo as it says itself, or as it is known where it says nothing."""
+        providers = self._silo.providers
+        if record.state not in LIVING:
+            return silent(record, "dead", view, providers)
+        found = await self._here() if record.name == self._name else await _asked(clustering, record)
+        if found is None:
+            return silent(record, "unreachable", view, providers)
+        found.address, found.silent_ms = record.address, silent_ms(record, view)
+        return found
+
+    @property
+    def _name(self) -> str:
+        clustering = self._silo.clustering
+        return socket.gethostname() if clustering is None or clustering.view is None else clustering.name
+
+    def _present_state(self) -> str:
+        clustering = self._silo.clustering
+        if clustering is None or clustering.view is None or not clustering.membership.leaving:
+            return self._state
+        return "draining" if clustering.membership.held else "drained"
 
     # ---- what is done ----------------------------------------------------------------------------------------------
 
@@ -108,36 +154,87 @@ class ClusterService:
         request = parsed(pb.StopAgentsRequest, message)
         call.principal.require_everywhere(Permission.MANAGE)
         provider = provider_of(call, self._silo.providers, request.provider, TO_MANAGE)
-        queues = _queues(provider, request.queues)
-        await self._change(provider.manager.stop_agents(queues, self._drain_s(request.drain_ms)))
+        queues, drain_s = _queues(provider, request.queues), self._drain_s(request.drain_ms)
+        if (clustering := self._others(call)) is not None:
+            await provider.store.stop_queues(provider.name, queues)
+            await self._finish(_by_all(clustering, provider, "StopAgents", request, drain_s))
+        elif self._silo.clustering is not None:
+            await self._change(provider.manager.obey(drain_s))
+        else:
+            await self._change(provider.manager.stop_agents(queues, drain_s))
         return pb.StopAgentsResponse().SerializeToString()
 
     async def start_agents(self, call: Call, message: bytes) -> bytes:
         request = parsed(pb.StartAgentsRequest, message)
         call.principal.require_everywhere(Permission.MANAGE)
         provider = provider_of(call, self._silo.providers, request.provider, TO_MANAGE)
-        await self._change(self._start(provider, _queues(provider, request.queues)))
+        queues = _queues(provider, request.queues)
+        if (clustering := self._others(call)) is not None:
+            await provider.store.start_queues(provider.name, queues)
+            await self._finish(_by_all(clustering, provider, "StartAgents", request, 0.0))
+        elif self._silo.clustering is not None:
+            await self._change(provider.manager.obey())
+        else:
+            await self._change(self._start(provider, queues))
         return pb.StartAgentsResponse().SerializeToString()
 
     async def drain(self, call: Call, message: bytes) -> bytes:
         request = parsed(pb.DrainSiloRequest, message)
         call.principal.require_everywhere(Permission.MANAGE)
-        await self._change(self._drain(self._drain_s(request.drain_ms)))
+        drain_s = self._drain_s(request.drain_ms)
+        if (other := self._another(request.silo)) is not None:
+            await other.call(request.silo, "ClusterService/DrainSilo", message, timeout_s=drain_s + CALL_S)
+        else:
+            await self._change(self._drain(drain_s))
         return pb.DrainSiloResponse().SerializeToString()
 
+    async def undrain(self, call: Call, message: bytes) -> bytes:
+        request = parsed(pb.UndrainSiloRequest, message)
+        call.principal.require_everywhere(Permission.MANAGE)
+        if (other := self._another(request.silo)) is not None:
+            await other.call(request.silo, "ClusterService/UndrainSilo", message)
+        else:
+            await self._change(self._undrain())
+        return pb.UndrainSiloResponse().SerializeToString()
+
+    def _another(self, name: str) -> Clustering | None:
+        """The way to the silo that a request names; None where it is this one. Raises NotFound."""
+        if name in ("", self._name):
+            return None
+        clustering = self._silo.clustering
+        living = sorted(clustering.silos) if clustering is not None else [self._name]
+        if clustering is None or name not in living:
+            raise NotFound(f"there is no silo {name!r} that lives: there is {', '.join(living)}")
+        return clustering
+
     async def _start(self, provider: Provider, queues: Sequence[int]) -> None:
+        """Of a silo by itself."""
         await provider.manager.start_agents(queues)
-        if self._state != "running":
-            self._state = "running"
-            self._doors.reopen(consumer.SERVICE)
+        self._open_again()
 
     async def _drain(self, drain_s: float) -> None:
         self._state = "draining"
         self._doors.close(consumer.SERVICE)
-        providers = self._silo.providers.values()
-        stopping = (one.manager.stop_agents(range(one.queues), drain_s) for one in providers)
-        await asyncio.gather(*stopping)
+        if (clustering := self._silo.clustering) is not None:
+            await clustering.membership.drain(drain_s)
+        else:
+            providers = self._silo.providers.values()
+            stopping = (one.manager.stop_agents(range(one.queues), drain_s) for one in providers)
+            await asyncio.gather(*stopping)
         self._state = "drained"
+
+    async def _undrain(self) -> None:
+        if (clustering := self._silo.clustering) is not None:
+            await clustering.membership.undrain()
+        else:
+            for provider in self._silo.providers.values():
+                await provider.manager.start_agents(range(provider.queues))
+        self._open_again()
+
+    def _open_again(self) -> None:
+        if self._state != "running":
+            self._state = "running"
+            self._doors.reopen(consumer.SERVICE)
 
     @property
     def _doors(self) -> Guard:
@@ -154,7 +251,15 @@ class ClusterService:
             async with self._changing:
                 await work
 
-        task = asyncio.create_task(change(), name="headrace cluster change")
+        await self._finish(change())
+
+    async def _finish(self, work: Awaitable[None]) -> None:
+        """To its end, also where nobody waits for it any more."""
+
+        async def finish() -> None:
+            await work
+
+        task = asyncio.create_task(finish(), name="headrace cluster change")
         self._changes.add(task)
         task.add_done_callback(self._changed)
         await asyncio.shield(task)
@@ -165,6 +270,40 @@ class ClusterService:
             log.error("agents could not be stopped or started: %s", error)
 
 
+async def _asked(clustering: Clustering, record: SiloRecord) -> pb.Silo | None:
+    """What a silo says of itself; None where it does not answer, or another one does."""
+    try:
+        answer = await clustering.call(record.name, "ClusterService/DescribeCluster", b"", timeout_s=ASK_S)
+    except HeadraceError as error:
+        log.info("silo %s does not say how it is: %s", record.name, error)
+        return None
+    found = pb.DescribeClusterResponse.FromString(answer).cluster.silos
+    return found[0] if [silo.name for silo in found] == [record.name] else None
+
+
+async def _by_all(clustering: Clustering, provider: Provider, what: str, request: Message, drain_s: float) -> None:
+    """Have each silo that serves the provider do what is noted in the store. Raises Unavailable, naming those that did
+    not say that they have."""
+    message = request.SerializeToString()
+    silos = [silo.name for silo in clustering.silos.values() if provider.name in silo.serves]
+    calls = (clustering.call(silo, f"ClusterService/{what}", message, timeout_s=drain_s + CALL_S) for silo in silos)
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    _require_answers(what, zip(silos, answers, strict=True))
+
+
+def _require_answers(what: str, answers: Iterable[tuple[str, bytes | BaseException]]) -> None:
+    failed = {silo: answer for silo, answer in answers if isinstance(answer, BaseException)}
+    for error in failed.values():
+        if not isinstance(error, HeadraceError):
+            raise error
+    if failed:
+        silo, error = next(iter(failed.items()))
+        raise Unavailable(
+            f"{what} is noted, and silos do it within seconds; {', '.join(failed)} did not say so ({silo}: {error}): "
+            "see `headrace queues`, or ask again"
+        )
+
+
 def _require_something(call: Call) -> None:
     if not call.principal.allows_anything():
         raise PermissionDenied(f"{call.principal} may do nothing, so it may not see the cluster either")
@@ -172,35 +311,7 @@ def _require_something(call: Call) -> None:
 
 def _shown(call: Call, cluster: pb.Cluster) -> pb.Cluster:
     """How much there is of everything is only for who may manage everything."""
-    if call.principal.allows_everywhere(Permission.MANAGE):
-        return cluster
-    shown = pb.Cluster()
-    shown.CopyFrom(cluster)
-    for silo in shown.silos:
-        for provider in silo.providers:
-            bare = [pb.Queue(index=queue.index, state=queue.state) for queue in provider.queues]
-            del provider.queues[:]
-            provider.queues.extend(bare)
-    return shown
-
-
-async def _described(provider: Provider) -> pb.Provider:
-    adapters = {record.name: record.adapter for record in await provider.store.providers()}
-    queues = [await _queue(provider, view) for view in provider.statistics().queues]
-    return pb.Provider(name=provider.name, adapter=adapters[provider.name], queues=queues)
-
-
-async def _queue(provider: Provider, view: QueueView) -> pb.Queue:
-    stopped = view.index in provider.manager.stopped
-    return pb.Queue(
-        index=view.index,
-        state="stopped" if stopped else view.state,
-        reason="" if stopped else view.reason,
-        read_offset=view.next_offset,
-        end_offset=(await provider.adapter.bounds(view.index)).next,
-        cached_events=view.cache_events,
-        cached_bytes=view.cache_bytes,
-    )
+    return cluster if call.principal.allows_everywhere(Permission.MANAGE) else bare(cluster)
 
 
 def _queues(provider: Provider, wanted: Sequence[int]) -> Sequence[int]:

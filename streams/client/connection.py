@@ -208,6 +208,10 @@ def _watches_a_call(task: asyncio.Task[Any]) -> bool:
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
+_HERE = b"\x08\x01"
+"""`DescribeClusterRequest(here=True)`: whether other silos answer is not asked."""
+
+
 class StreamCall:
     """A bidirectional call. Not more than one `send` and one `receive` at a time.
 
@@ -334,7 +338,7 @@ class Connection:
 
     async def ready(self, timeout_s: float) -> None:
         """Return when a silo answers and takes the token. Raises as `open`."""
-        await self.call("ClusterService/DescribeCluster", b"", timeout_s=timeout_s)
+        await self.call("ClusterService/DescribeCluster", _HERE, timeout_s=timeout_s)
 
     def check_loop(self) -> None:
         """What grpc has for one event loop works in no other. Raises InvalidArgument in another than that of `open`."""
