@@ -22,6 +22,7 @@ SOURCES  := $(shell find $(PACKAGES) -name __pycache__ -prune -o -print) setup.p
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 PYTEST_ARGS ?=
+SIM_ARGS    ?=
 
 .PHONY: help test lint types pytest fuzz chaos sim demo bench dev format generate baseline wheel clean
 
@@ -49,8 +50,8 @@ fuzz: $(STAMPS)/test ## attack a silo for FUZZ_SECONDS, 60 where it is not set
 chaos: $(STAMPS)/test ## kill, freeze and starve silos and consumers, CHAOS_ROUNDS times, 30 where it is not set
 	CHAOS_ROUNDS=$${CHAOS_ROUNDS:-30} $(BIN)/pytest -s tests/faults/test_grpc_kills.py
 
-sim: $(STAMPS)/test ## simulate SEEDS whole clusters, 1,000 where it is not set
-	$(BIN)/python -m tests.cluster.sim --seeds $${SEEDS:-1000}
+sim: $(STAMPS)/test ## simulate SEEDS whole clusters, 1,000 where it is not set; SIM_ARGS=--bugs plants bugs
+	$(BIN)/python -m tests.cluster.sim --seeds $${SEEDS:-1000} $(SIM_ARGS)
 
 demo: $(STAMPS)/demo ## 336,776 flights through an embedded silo; DEMO_ARGS are passed on
 	$(BIN)/headrace demo --data demo-data $(DEMO_ARGS)

@@ -1,64 +1,110 @@
-"""Processes on one loop, in virtual time: what runs in a machine's context stands still while it is paused, and does
-not go on once it is killed, wherever it was. No `finally` runs then, as with SIGKILL, until `bury`."""
+"""Processes on one loop, in virtual time: what runs in a machine's context has the machine's clocks, stands still while
+it is paused, and does not go on once it is killed, wherever it was. No `finally` runs then, as with SIGKILL, until
+`bury`."""
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
-from typing import Any, NamedTuple
+from typing import Any
 
 from tests.virtual_time import VirtualTimeLoop
 
+BEGINNING = 1000.0
+"""When loops begin, by the simulation's own clock."""
+ROUNDING_S = 2e-9
+"""So much later than asked for a timer is due, so that it is never early by the clock of its machine."""
+WALL = time.time()
 
-class Step(NamedTuple):
-    handle: asyncio.Handle
-    callback: Callable[..., Any]
-    args: tuple[Any, ...]
-    context: Context
+
+class Step:
+    """What a machine is about to do."""
+
+    __slots__ = ("args", "callback", "handle", "machine")
+
+    def __init__(self, machine: "Machine", callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.machine = machine
+        self.callback = callback
+        self.args = args
+        self.handle: asyncio.Handle
+
+    def __call__(self) -> None:
+        if self.machine.proceeds(self):
+            self.callback(*self.args)
+
+    def site(self) -> tuple[str, int] | None:
+        """The `await` of the library at which the task stands that this goes on with."""
+        task: Any = getattr(self.callback, "__self__", None)
+        waits: Any = task.get_coro() if hasattr(task, "get_coro") else None
+        found: tuple[str, int] | None = None
+        while (frame := getattr(waits, "cr_frame", None)) is not None:
+            if "/headrace/" in frame.f_code.co_filename:
+                found = frame.f_code.co_filename.rpartition("/headrace/")[2], frame.f_lineno
+            waits = waits.cr_await
+        return found
 
 
 class Machine:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, rate: float = 1.0, starts_at: float = BEGINNING) -> None:
         self.name = name
+        self.rate = rate
+        """How fast its monotonic clock is."""
+        self.starts_at = starts_at
+        self.wall_s = 0.0
+        """How far its wall clock is off."""
         self.paused = False
         self.dead = False
         self.gone = False
         """It was killed: what it still does, as the world is cleared away, counts for nothing."""
-        self.tasks: list[asyncio.Task[Any]] = []
+        self.fuse = 0
+        """After so many steps it is killed; 0: it is not."""
+        self.on_fuse: Callable[[Step], None] = lambda _: None
+        self.context = copy_context()
+        self.context.run(_machine.set, self)
+        self._still = False
         self._late: list[Step] = []
 
     def run(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        context = copy_context()
-        context.run(_machine.set, self)
-        task = asyncio.get_running_loop().create_task(work, name=name, context=context)
-        self.tasks.append(task)
-        return task
+        return asyncio.get_running_loop().create_task(work, name=name, context=self.context.copy())
+
+    def time(self, now: float) -> float:
+        return self.starts_at + (now - BEGINNING) * self.rate
+
+    def now(self, at: float) -> float:
+        """When its clock shows `at`."""
+        return BEGINNING + (at - self.starts_at) / self.rate
 
     def kill(self) -> None:
-        self.dead = self.gone = True
+        self.dead = self.gone = self._still = True
 
     def pause(self) -> None:
-        self.paused = True
+        self.paused = self._still = True
 
     def resume(self) -> None:
         self.paused = False
         if self.dead:
             return
+        self._still = False
         late, self._late = self._late, []
         loop = asyncio.get_running_loop()
         for step in late:
             if not step.handle.cancelled():
-                loop.call_soon(step.callback, *step.args, context=step.context)
+                loop.call_soon(step.callback, *step.args, context=step.handle._context)  # type: ignore[attr-defined]
 
     def bury(self) -> None:
         """Let it come to its end, when nothing that it does has an effect any more."""
-        self.gone, self.dead = True, False
+        self.gone, self.dead, self.fuse = True, False, 0
         self.resume()
 
-    def take(self, step: Step) -> None:
-        if self.paused or self.dead:
+    def proceeds(self, step: Step) -> bool:
+        """Whether it takes this step now."""
+        if self.fuse:
+            self.fuse -= 1
+            if not self.fuse:
+                self.on_fuse(step)
+        if self._still:
             self._late.append(step)
-        else:
-            step.callback(*step.args)
+        return not self._still
 
 
 _machine: ContextVar[Machine | None] = ContextVar("machine", default=None)
@@ -67,28 +113,46 @@ _machine: ContextVar[Machine | None] = ContextVar("machine", default=None)
 class MachineLoop(VirtualTimeLoop):
     """Whatever a machine wants to be called goes through it."""
 
+    @property
+    def now(self) -> float:
+        """By the simulation's own clock, whoever asks."""
+        return self._now
+
+    def time(self) -> float:
+        machine = _machine.get()
+        return self._now if machine is None else machine.time(self._now)
+
+    def outside_at(self, when: float, callback: Callable[[], Any]) -> asyncio.TimerHandle:
+        """Call it in no machine, when the simulation's own clock shows `when`, whoever asks."""
+        return super().call_at(when, callback, context=OUTSIDE)
+
     def call_soon(self, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> asyncio.Handle:  # type: ignore[override]
-        soon = super().call_soon
-        return self._through(lambda step, context: soon(step, context=context), callback, args, context)
+        machine = _machine.get() if context is None else context.get(_machine)
+        if machine is None:
+            return super().call_soon(callback, *args, context=context)
+        step = Step(machine, callback, args)
+        step.handle = super().call_soon(step, context=context)
+        return step.handle
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        at = super().call_at
-        return self._through(lambda step, context: at(when, step, context=context), callback, args, context)  # type: ignore[return-value]
-
-    def _through(
-        self,
-        schedule: Callable[[Callable[[], None], Context], asyncio.Handle],
-        callback: Callable[..., Any],
-        args: tuple[Any, ...],
-        context: Context | None,
-    ) -> asyncio.Handle:
-        context = context or copy_context()
-        machine = context.get(_machine)
+        caller = _machine.get()
+        if caller is not None:
+            when = caller.now(when) + ROUNDING_S
+        machine = caller if context is None else context.get(_machine)
         if machine is None:
-            return schedule(lambda: callback(*args), context)
-        steps: list[Step] = []
-        handle = schedule(lambda: machine.take(steps[0]), context)
-        steps.append(Step(handle, callback, args, context))
+            return super().call_at(when, callback, *args, context=context)
+        step = Step(machine, callback, args)
+        handle = step.handle = super().call_at(when, step, context=context)
         return handle
+
+
+OUTSIDE = Context()
+"""Of what happens in no machine."""
+
+
+def wall_ns() -> int:
+    """`time.time_ns` in the simulation."""
+    machine = _machine.get()
+    return round((WALL + (0.0 if machine is None else machine.wall_s)) * 1e9)

@@ -1,14 +1,18 @@
 """Bugs that a cluster must not have, planted on purpose: the simulation has to find each of them."""
 # pyright: reportPrivateUsage=false
 
+import asyncio
+import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 from headrace.agents import Delivery, PullingManager
+from headrace.agents.cursor import State, StreamCursor
 from headrace.balancer.membership import Held, Membership
-from headrace.streams import Checkpoint
+from headrace.streams import Checkpoint, SequenceToken
+from headrace.streams.cluster import ClusterView
 
 
 def no_fencing(stack: ExitStack) -> None:
@@ -63,10 +67,71 @@ def checkpoint_of_the_maximum(stack: ExitStack) -> None:
     stack.enter_context(patch.object(Delivery, "checkpoint", checkpoint))
 
 
+def lease_from_the_answer(stack: ExitStack) -> None:
+    """A lease is counted from when its renewal is answered, not from before it was asked for."""
+    renewed = Membership._renewed
+
+    def renewed_late(membership: Membership, view: ClusterView, began: float) -> None:
+        renewed(membership, view, membership._loop.time())
+
+    stack.enter_context(patch.object(Membership, "_renewed", renewed_late))
+
+
+def lease_by_the_wall_clock(stack: ExitStack) -> None:
+    """A lease is counted by a clock that can be set."""
+    begin = Membership.__init__
+
+    def begin_with_wall_clock(membership: Membership, *args: Any, **options: Any) -> None:
+        begin(membership, *args, **options)
+        membership._loop = _WallClock(membership._loop)  # type: ignore[assignment]
+
+    stack.enter_context(patch.object(Membership, "__init__", begin_with_wall_clock))
+
+
+class _WallClock:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def time(self) -> float:
+        return time.time_ns() / 1e9 + self._loop.time()
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        return self._loop.call_later(max(0.0, when - self.time()), callback)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+
+def start_from_what_was_known(stack: ExitStack) -> None:
+    """A queue that comes is served from where its checkpoints were when this process last saw them."""
+
+    async def gain(manager: PullingManager, queue: int, epoch: int, term: Any) -> None:
+        assert manager.leases is not None
+        manager.leases[queue], manager._terms[queue] = epoch, term
+        manager._attach_all(queue)
+
+    stack.enter_context(patch.object(PullingManager, "gain", gain))
+
+
+def done_when_handed_out(stack: ExitStack) -> None:
+    """What is in somebody's hands counts as done."""
+    needed = Delivery._needed
+
+    def needed_behind_it(delivery: Delivery, cursor: StreamCursor) -> SequenceToken:
+        token = needed(delivery, cursor)
+        return SequenceToken(token.offset + 1) if cursor.state is State.RUNNING else token
+
+    stack.enter_context(patch.object(Delivery, "_needed", needed_behind_it))
+
+
 BUGS: Mapping[str, Callable[[ExitStack], None]] = {
     "no fencing": no_fencing,
     "release before drain": release_before_drain,
     "checkpoint of the maximum": checkpoint_of_the_maximum,
+    "lease from the answer": lease_from_the_answer,
+    "lease by the wall clock": lease_by_the_wall_clock,
+    "start from what was known": start_from_what_was_known,
+    "done when handed out": done_when_handed_out,
 }
 
 

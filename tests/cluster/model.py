@@ -1,0 +1,120 @@
+"""What must be so, whatever happens to a cluster: asked whenever something is handed out, finished, or stored."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from headrace.streams import Checkpoint, StreamId
+
+Place = tuple[object, int, object]
+"""In whose hands something is: which silo, under which epoch, which member of its group."""
+
+
+class Progress:
+    """Of one subscription in one stream, whose events have the numbers 0, 1, …"""
+
+    def __init__(self, first: int) -> None:
+        self.low = first
+        """Everything below is done, or was there before the subscription."""
+        self.done = set[int]()
+        self.hands: dict[int, Place] = {}
+
+    def finish(self, number: int) -> bool:
+        """False where it was done before."""
+        self.hands.pop(number, None)
+        if number < self.low or number in self.done:
+            return False
+        self.done.add(number)
+        while self.low in self.done:
+            self.done.discard(self.low)
+            self.low += 1
+        return True
+
+    def missing(self, number: int, place: Place) -> int | None:
+        """An event before this one that is neither done nor in the same hands."""
+        before = (n for n in range(self.low, number) if n not in self.done)
+        return next((n for n in before if self.hands.get(n) != place), None)
+
+
+class Model:
+    def __init__(self, problem: Callable[[str], None]) -> None:
+        self._problem = problem
+        self.published = Counter[StreamId]()
+        self.events: dict[tuple[int, int], tuple[StreamId, int, int]] = {}
+        """By queue and offset: the stream, the number of the first event, and how many there are."""
+        self.progress: dict[tuple[str, StreamId], Progress] = {}
+        self.first: dict[str, Mapping[StreamId, int]] = {}
+        """By subscription: how much of each stream was there before it."""
+        self.epochs: dict[int, int] = {}
+        self.stored: dict[tuple[str, int], Checkpoint] = {}
+        self.again = 0
+        """Events that were finished more than once."""
+        self.handed = 0
+        self.given_up = set[tuple[str, int, int, int]]()
+
+    def subscribed(self, name: str) -> None:
+        self.first[name] = dict(self.published)
+
+    def of(self, subscription: str, stream: StreamId) -> Progress:
+        key = subscription, stream
+        if key not in self.progress:
+            self.progress[key] = Progress(self.first[subscription].get(stream, 0))
+        return self.progress[key]
+
+    def publishes(self, queue: int, offset: int, stream: StreamId, events: int) -> None:
+        self.events[queue, offset] = stream, self.published[stream], events
+        self.published[stream] += events
+
+    def hands_out(
+        self, subscription: str, queue: int, offset: int, indexes: Iterable[int], place: Place, who: str
+    ) -> None:
+        stream, first, _ = self.events[queue, offset]
+        epoch, progress = place[1], self.of(subscription, stream)
+        where = f"{subscription}: {who} hands out {stream} at {queue}/{offset} under epoch {epoch}"
+        if epoch < self.epochs.get(queue, 0):
+            self._problem(f"{where}, which was served under epoch {self.epochs[queue]}")
+        self.epochs[queue] = max(epoch, self.epochs.get(queue, 0))
+        for index in indexes:
+            number = first + index
+            self.handed += 1
+            missing = progress.missing(number, place)
+            if missing is not None:
+                self._problem(f"{where}: number {number}, but {missing} is neither done nor in the same hands")
+            if self._is_stored(subscription, stream, queue, offset, index):
+                self._problem(f"{where}: number {number}, which is stored as done")
+            progress.hands[number] = place
+
+    def _is_stored(self, subscription: str, stream: StreamId, queue: int, offset: int, index: int) -> bool:
+        stored = self.stored.get((subscription, queue))
+        if stored is None:
+            return False
+        behind = stored.behind.get(stream)
+        if behind is None:
+            return offset < stored.next_offset
+        return (offset, index) < behind.token or any(at == offset and a <= index < b for at, a, b in behind.done)
+
+    def takes_back(self, subscription: str, stream: StreamId, place: Place) -> None:
+        """What is in these hands of a stream is in them no more, or it is not known how much."""
+        hands = self.of(subscription, stream).hands
+        for number in [number for number, whose in hands.items() if whose == place]:
+            del hands[number]
+
+    def finishes(self, subscription: str, queue: int, offset: int, indexes: Iterable[int]) -> None:
+        stream, first, _ = self.events[queue, offset]
+        progress = self.of(subscription, stream)
+        for index in indexes:
+            if not progress.finish(first + index):
+                self.again += 1
+
+    def gives_up(self, subscription: str, queue: int, offset: int, index: int) -> None:
+        self.given_up.add((subscription, queue, offset, index))
+        stream, first, _ = self.events[queue, offset]
+        self.of(subscription, stream).finish(first + index)
+
+    def stores(self, subscription: str, queue: int, checkpoint: Checkpoint) -> None:
+        """All that it says is done must be done."""
+        self.stored[subscription, queue] = checkpoint
+
+    def left(self, subscriptions: Sequence[str]) -> int:
+        return sum(
+            total - self.of(name, stream).low for name in subscriptions for stream, total in self.published.items()
+        )

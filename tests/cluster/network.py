@@ -1,0 +1,88 @@
+"""The way to the store: calls take time, get lost before or after they were carried out, come twice, or long after
+their caller gave them up."""
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from headrace.streams import StorageError
+from tests.cluster.machines import Machine
+
+
+@dataclass
+class Weather:
+    """How things are at present."""
+
+    rng: random.Random
+    latency_s: float = 0.0
+    loss: float = 0.0
+    """Share of calls of which something is lost, and the same share comes twice."""
+    slow: float = 0.0
+    """Share of calls whose answer takes long,"""
+    slow_s: float = 0.0
+    """up to so long."""
+    timeout_s: float = 1.0
+    outage: bool = False
+
+
+class Place(Protocol):
+    """Where a line begins."""
+
+    machine: Machine
+    cut_off: bool
+
+
+class Line:
+    """What a machine has instead of the store."""
+
+    def __init__(self, weather: Weather, place: Place, target: object) -> None:
+        self._weather = weather
+        self._place = place
+        self._target = target
+
+    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        method = getattr(self._target, name)
+
+        async def call(*args: Any, **options: Any) -> Any:
+            return await self._call(name, lambda: method(*args, **options))
+
+        return call
+
+    async def _call(self, name: str, carry_out: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        weather, rng = self._weather, self._weather.rng
+        await asyncio.sleep(rng.random() * weather.latency_s)
+        await self._reach()
+        lost = weather.loss and rng.random() < weather.loss
+        if lost and rng.random() < 0.5:
+            if name != "join" and rng.random() < 0.5:  # who starts again under its name waits for longer
+                self._later(carry_out)
+            raise StorageError(f"{name}: the request is lost")
+        if weather.loss and rng.random() < weather.loss:
+            with suppress(Exception):
+                await carry_out()
+        result = await carry_out()
+        await asyncio.sleep(rng.random() * (weather.slow_s if rng.random() < weather.slow else weather.latency_s))
+        await self._reach()
+        if lost:
+            raise StorageError(f"{name}: the answer is lost")
+        return result
+
+    def _later(self, carry_out: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        """It is on its way, and comes to the store although nobody waits for it any more."""
+
+        async def arrives() -> None:
+            await asyncio.sleep(self._weather.rng.random() * self._weather.slow_s)
+            with suppress(Exception):
+                await carry_out()
+
+        Machine("the network").run(arrives(), "late request")
+
+    async def _reach(self) -> None:
+        if self._place.machine.gone:
+            raise StorageError("the process is gone")
+        if self._weather.outage or self._place.cut_off:
+            await asyncio.sleep(self._weather.timeout_s * self._weather.rng.random())
+            raise StorageError("the store cannot be reached")
