@@ -24,6 +24,7 @@ COMMANDS = {
     "subscriptions": (".subscriptions", "List, inspect, create, move and delete subscriptions."),
     "deadletters": (".deadletters", "List, inspect, redrive and delete events that were given up on."),
     "queues": (".queues", "Show how full each queue is and how far its subscriptions are."),
+    "cluster": (".cluster", "Show the silos that share the queues; drain them, stop and start agents."),
     "tokens": (".tokens", "Create, list and revoke the tokens with which clients come."),
     "bench": (".bench", "Measure this machine, beside other systems."),
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..adapters import Backlog
 from ..agents import (
     AgentStatistics,
     BucketStatistics,
@@ -75,6 +77,13 @@ class ProviderStatistics(NamedTuple):
     subscriptions: Sequence[SubscriptionView]
     published_events: int
     published_bytes: int
+
+
+def age_s(backlog: Backlog) -> float | None:
+    """How long ago the oldest of it was stored, in seconds; 0 where there is none, None where that is not known."""
+    if not backlog.batches:
+        return 0.0
+    return None if backlog.since_us is None else max(time.time_ns() // 1000 - backlog.since_us, 0) / 1e6
 
 
 def provider_statistics(manager: PullingManager, published_events: int, published_bytes: int) -> ProviderStatistics:

@@ -21,6 +21,7 @@ from .output import note
 
 if TYPE_CHECKING:
     from ...streams.client import Client
+    from ...streams.client.connection import Connection
 
 CONNECT_S = 5.0
 """How long a command tries to reach a silo."""
@@ -80,22 +81,17 @@ _TYPED = {
 _OF_THE_SERVER = ("token", "ca", "certificate", "key", "tls", "insecure")
 
 
-def place_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--data` or `--server`, with what belongs to each, handed to the command as `place`."""
-    file = click.Path(path_type=Path, dir_okay=False)
-
-    @click.option(
-        "--data", type=click.Path(path_type=Path), envvar="HEADRACE_DATA", show_envvar=True, metavar="DIR",
-        help="Data directory.",
-    )  # fmt: skip
-    @click.option(
-        "--server", envvar="HEADRACE_SERVER", show_envvar=True, metavar="HOST:PORT",
-        help="Silo, instead of a data directory. Several with commas between: the next where one does not answer.",
-    )  # fmt: skip
-    @click.option(
+def provider_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
         "--provider", default="default", show_default=True, envvar="HEADRACE_PROVIDER", show_envvar=True,
         metavar="NAME", help="Provider in it.",
-    )  # fmt: skip
+    )(command)  # fmt: skip
+
+
+def _credential_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Those of `_OF_THE_SERVER`, handed to the command as they are."""
+    file = click.Path(path_type=Path, dir_okay=False)
+
     @click.option(
         "--token", envvar="HEADRACE_TOKEN", show_envvar=True, metavar="TOKEN",
         help="For the silo. Others see what is on the command line: better by the variable.",
@@ -108,6 +104,42 @@ def place_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--key", type=file, metavar="FILE", help="Its key.")
     @click.option("--tls", is_flag=True, help="Use TLS, and trust well-known authorities.")
     @click.option("--insecure", is_flag=True, help="Send the token without TLS to another machine.")
+    @functools.wraps(command)
+    def with_credentials(*args: Any, **options: Any) -> Any:
+        return command(*args, **options)
+
+    return with_credentials
+
+
+def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--server`, with what belongs to it, handed to the command as `server`."""
+
+    @click.option(
+        "--server", required=True, envvar="HEADRACE_SERVER", show_envvar=True, metavar="HOST:PORT",
+        help="Any silo. Several with commas between: the next where one does not answer.",
+    )  # fmt: skip
+    @_credential_options
+    @functools.wraps(command)
+    def with_server(*args: Any, server: str, **options: Any) -> Any:
+        rest = {name: value for name, value in options.items() if name not in _OF_THE_SERVER}
+        return command(*args, server=_server(server, rest.get("provider", "default"), options), **rest)
+
+    return with_server
+
+
+def place_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--data` or `--server`, with what belongs to each, handed to the command as `place`."""
+
+    @click.option(
+        "--data", type=click.Path(path_type=Path), envvar="HEADRACE_DATA", show_envvar=True, metavar="DIR",
+        help="Data directory.",
+    )  # fmt: skip
+    @click.option(
+        "--server", envvar="HEADRACE_SERVER", show_envvar=True, metavar="HOST:PORT",
+        help="Silo, instead of a data directory. Several with commas between: the next where one does not answer.",
+    )  # fmt: skip
+    @provider_option
+    @_credential_options
     @functools.wraps(command)
     def with_place(*args: Any, data: Path | None, server: str | None, provider: str, **options: Any) -> Any:
         rest = {name: value for name, value in options.items() if name not in _OF_THE_SERVER}
@@ -124,14 +156,18 @@ def _place(data: Path | None, server: str | None, provider: str, options: Mappin
         if (data is None) == (server is None):
             raise click.UsageError("--data and --server exclude each other: name a data directory or a silo")
     if server is not None:
-        files = {name: options[name] for name in ("ca", "certificate", "key") if options[name] is not None}
-        tls = files if files or options["tls"] else None
-        return Server(server, provider, options["token"], tls, options["insecure"])
+        return _server(server, provider, options)
     if data is None:
         raise click.UsageError("Missing option '--data' or '--server'.")
     if wrong := [f"--{name}" for name in _OF_THE_SERVER if options[name] and _typed(name)]:
         raise click.UsageError(f"{wrong[0]} is for --server, not for --data")
     return Where(data, provider)
+
+
+def _server(address: str, provider: str, options: Mapping[str, Any]) -> Server:
+    files = {name: options[name] for name in ("ca", "certificate", "key") if options[name] is not None}
+    tls = files if files or options["tls"] else None
+    return Server(address, provider, options["token"], tls, options["insecure"])
 
 
 def _typed(name: str) -> bool:
@@ -209,6 +245,26 @@ async def connected(server: Server) -> AsyncGenerator[Client]:
         yield client
     finally:
         await client.aclose()
+
+
+@asynccontextmanager
+async def calling(server: Server) -> AsyncGenerator[Connection]:
+    """Calls to a silo, for the length of an `async with`. Raises Unavailable where nobody answers."""
+    from ...streams.client import Tls  # noqa: PLC0415 (it loads grpc)
+    from ...streams.client.connection import Connection  # noqa: PLC0415
+
+    try:
+        tls = None if server.tls is None else Tls(**server.tls)
+        connection = Connection(server.address, token=server.token, tls=tls, insecure=server.insecure)
+    except HeadraceError as error:
+        raise _as_typed(error) from None
+    try:
+        await connection.open(CONNECT_S)
+        yield connection
+    except HeadraceError as error:
+        raise _as_typed(error) from None
+    finally:
+        await connection.aclose()
 
 
 def _as_typed(error: HeadraceError) -> HeadraceError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import click
@@ -19,8 +19,9 @@ def print_json(document: Any) -> None:
     click.echo(msgspec.json.encode(document))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print rows for people: numbers to the right, as wide as they are where stdout is no terminal."""
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, right: Collection[str] = ()) -> None:
+    """Print rows for people: numbers, and the columns named in `right`, to the right; as wide as they are where stdout
+    is no terminal."""
     from rich.box import SIMPLE  # noqa: PLC0415 (only where a table is printed)
     from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
@@ -28,7 +29,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
 
     table = Table(box=SIMPLE, pad_edge=False)
     for index, column in enumerate(columns):
-        numbers = all(isinstance(row[index], int | float) for row in rows)
+        numbers = column in right or all(isinstance(row[index], int | float) for row in rows)
         table.add_column(column, justify="right" if numbers else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(f"{cell:,}" if isinstance(cell, int) else str(cell)) for cell in row))

@@ -2,56 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...adapters import QueueStatistics
-from ...streams import Checkpoint
+from ...adapters import Backlog, QueueStatistics
+from ...streams import Checkpoint, NotFound
 from ..provider import Provider
-from .options import Where, opened, where_options
+from ..views import age_s
+from .options import Place, Server, Where, opened, place_options
 from .output import json_option, print_json, print_table
 from .running import run
 
+if TYPE_CHECKING:
+    from ...proto.v1 import cluster_pb2 as pb
+
 
 @click.command("queues")
-@where_options
+@place_options
 @json_option
-def command(*, where: Where, as_json: bool) -> None:
-    """Show each queue: the offsets it holds, how much that is, and how far its subscriptions are.
+def command(*, place: Place, as_json: bool) -> None:
+    """Show each queue: what it holds, or which silo serves it, and how far its subscriptions are.
 
-    A subscription's lag in a queue is the number of batches from the first that it has not finished to the queue's end.
+    Lag is what is in a queue from the first batch on that some subscription has not finished: batches, their events
+    (~ where they are estimated), and how long ago the oldest was stored. With --data, the lag of each subscription in
+    batches is shown, too.
     """
-    queues = run(_queues(where))
+    if isinstance(place, Server):
+        queues = run(_of_silos(place))
+        show = _print_served
+    else:
+        queues = run(_of_data(place))
+        show = _print_stored
     if as_json:
         print_json(queues)
-        return
+    else:
+        show(queues)
+
+
+LAG = ("lag batches", "lag events", "lag seconds")
+
+
+def _lag(queue: Mapping[str, Any]) -> tuple[object, ...]:
+    batches = queue["lag_batches"]
+    return "-" if batches is None else batches, _estimate(queue), _seconds(queue["lag_s"])
+
+
+def _estimate(queue: Mapping[str, Any]) -> str:
+    events = queue["lag_events"]
+    return "-" if events is None else f"{'~' if queue['lag_estimated'] else ''}{events:,}"
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:,.1f}"
+
+
+# ---- on a data directory ---------------------------------------------------------------------------------------------
+
+
+def _print_stored(queues: list[dict[str, Any]]) -> None:
     names = sorted({name for queue in queues for name in queue["subscriptions"]})
     print_table(
-        ("queue", "first", "next", "events", "bytes", *(f"lag of {name}" for name in names)),
+        ("queue", "first", "next", "events", "bytes", *LAG, *(f"lag of {name}" for name in names)),
         [
             [
                 *(queue[column] for column in ("queue", "first", "next", "events", "bytes")),
+                *_lag(queue),
                 *(queue["subscriptions"].get(name, {"lag": ""})["lag"] for name in names),
             ]
             for queue in queues
         ],
+        right=LAG,
     )
 
 
-async def _queues(where: Where) -> list[dict[str, Any]]:
+async def _of_data(where: Where) -> list[dict[str, Any]]:
     async with opened(where) as provider:
         checkpoints = await all_checkpoints(provider)
-        return [
-            describe(queue, await provider.adapter.statistics(queue), checkpoints) for queue in range(provider.queues)
-        ]
+        found: list[dict[str, Any]] = []
+        for queue in range(provider.queues):
+            document = describe(queue, await provider.adapter.statistics(queue), checkpoints)
+            found.append(document | await _behind(provider, queue, checkpoints))
+        return found
 
 
 async def all_checkpoints(provider: Provider) -> dict[str, Mapping[int, Checkpoint]]:
     """Of each subscription, by name."""
     definitions = await provider.store.subscriptions(provider.name)
     return {one.name: await provider.store.checkpoints(provider.name, one.name) for one in definitions}
+
+
+async def _behind(
+    provider: Provider, queue: int, checkpoints: Mapping[str, Mapping[int, Checkpoint]]
+) -> dict[str, Any]:
+    watermarks = [of[queue].watermark for of in checkpoints.values() if queue in of]
+    lag = await provider.adapter.backlog(queue, min(watermarks)) if watermarks else Backlog(0, 0)
+    return {
+        "lag_batches": lag.batches,
+        "lag_events": lag.events,
+        "lag_estimated": lag.estimated,
+        "lag_s": age_s(lag),
+    }
 
 
 def describe(
@@ -78,4 +130,80 @@ def standing(checkpoint: Checkpoint, end: int) -> dict[str, Any]:
         "streams_behind": len(checkpoint.behind),
         "streams_paused": sum(bool(one.paused) for one in checkpoint.behind.values()),
         "lag": max(end - checkpoint.watermark, 0),
+    }
+
+
+# ---- at silos --------------------------------------------------------------------------------------------------------
+
+
+def _print_served(queues: list[dict[str, Any]]) -> None:
+    print_table(
+        ("queue", "silo", "state", "epoch", "next", *LAG, "cached", "cache"),
+        [
+            (
+                *(_or_dash(queue[column]) for column in ("queue", "silo", "state", "epoch", "next")),
+                *_lag(queue),
+                _or_dash(queue["cached_events"]),
+                _filled(queue),
+            )
+            for queue in queues
+        ],
+        right=("queue", "epoch", "next", *LAG, "cached", "cache"),
+    )
+
+
+def _filled(queue: Mapping[str, Any]) -> str:
+    limit = queue["cache_limit_bytes"]
+    return f"{100 * queue['cached_bytes'] / limit:.0f}%" if limit else "-"
+
+
+def _or_dash(cell: object) -> object:
+    return "-" if cell is None else cell
+
+
+async def _of_silos(server: Server) -> list[dict[str, Any]]:
+    from ...proto.v1 import cluster_pb2 as pb  # noqa: PLC0415 (only where a silo is called)
+    from .cluster import described  # noqa: PLC0415
+
+    cluster = await described(server)
+    of = [(silo.name, each) for silo in cluster.silos for each in silo.providers]
+    mine = [(silo, provider) for silo, provider in of if provider.name == server.provider]
+    if not mine:
+        there = ", ".join(sorted({provider.name for _, provider in of})) or "none"
+        raise NotFound(f"no silo has a provider {server.provider!r}: there is {there}")
+    served = {index: ("", pb.Queue(index=index, state="unserved")) for index in range(_count(mine))}
+    for silo, provider in mine:
+        for queue in provider.queues:
+            # While one moves, or a silo does not answer: who had it last.
+            if queue.epoch >= served[queue.index][1].epoch:
+                served[queue.index] = silo, queue
+    return [_shown(*served[index]) for index in sorted(served)]
+
+
+def _count(providers: Sequence[tuple[str, pb.Provider]]) -> int:
+    indexes = (queue.index for _, provider in providers for queue in provider.queues)
+    return max(max(indexes, default=-1) + 1, *(provider.queue_count for _, provider in providers))
+
+
+def _shown(silo: str, queue: pb.Queue) -> dict[str, Any]:
+    """What is not told is None: of a queue that nobody serves, or to who may not manage all."""
+    told = queue.cache_limit_bytes > 0
+    numbers = {
+        "read": queue.read_offset,
+        "next": queue.end_offset,
+        "lag_batches": queue.lag_batches,
+        "lag_events": queue.lag_events,
+        "lag_estimated": queue.lag_estimated,
+        "lag_s": queue.lag_ms / 1000,
+        "cached_events": queue.cached_events,
+        "cached_bytes": queue.cached_bytes,
+        "cache_limit_bytes": queue.cache_limit_bytes,
+    }
+    return {
+        "queue": queue.index,
+        "silo": silo or None,
+        "state": queue.state,
+        "reason": queue.reason,
+        "epoch": queue.epoch or None,
+        **(numbers if told else dict.fromkeys(numbers)),
     }

@@ -217,6 +217,11 @@ class ClusterService:
         self._doors.close(consumer.SERVICE)
         if (clustering := self._silo.clustering) is not None:
             await clustering.membership.drain(drain_s)
+            if left := sorted(queue for _, queue in clustering.membership.held):
+                raise Unavailable(
+                    f"silo {self._name!r} could not give back queues {', '.join(map(str, left))} yet, and goes on "
+                    "trying: see its log, and `headrace queues`"
+                )
         else:
             providers = self._silo.providers.values()
             stopping = (one.manager.stop_agents(range(one.queues), drain_s) for one in providers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 
 from ...adapters import Backlog
@@ -10,7 +9,7 @@ from ...proto.v1 import cluster_pb2 as pb
 from ...streams.cluster import ClusterView, SiloRecord
 from ...streams.errors import HeadraceError
 from ..provider import Provider
-from ..views import QueueView
+from ..views import QueueView, age_s
 
 
 async def described(provider: Provider) -> pb.Provider:
@@ -53,7 +52,7 @@ async def _queue(provider: Provider, view: QueueView, unfinished: int | None) ->
         lag_batches=lag.batches,
         lag_events=lag.events or 0,
         lag_estimated=lag.estimated,
-        lag_ms=age_ms(lag),
+        lag_ms=round(1000 * (age_s(lag) or 0.0)),
     )
 
 
@@ -64,13 +63,6 @@ async def _backlog(provider: Provider, queue: int, unfinished: int | None) -> Ba
         return await provider.adapter.backlog(queue, unfinished)
     except HeadraceError:  # it is damaged there, which the queue's state says
         return Backlog(max((await provider.adapter.bounds(queue)).next - unfinished, 0))
-
-
-def age_ms(backlog: Backlog) -> int:
-    """How long ago the oldest was stored; 0 where there is none, or that is not known."""
-    if backlog.since_us is None or not backlog.batches:
-        return 0
-    return max(time.time_ns() // 1000 - backlog.since_us, 0) // 1000
 
 
 def silent(record: SiloRecord, state: str, view: ClusterView, providers: Mapping[str, Provider]) -> pb.Silo:
