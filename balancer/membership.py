@@ -175,6 +175,8 @@ class Membership:
         self._bury = bury
         self._rng = rng or random.Random()  # noqa: S311 (spreads load)
         self._loop = asyncio.get_running_loop()
+        self._balancing = asyncio.Lock()
+        """Held while it gets queues: who gives them all back waits for those that it asked for."""
         self._me: SiloRecord | None = None
         self._joining = False
         """It asked to join, and does not know the answer: who superseded it may be itself."""
@@ -217,6 +219,8 @@ class Membership:
         self._leaving = True
         self._drain_s = self._options.drain_s if drain_s is None else drain_s
         await self._told(self._store.leaving(self.me))
+        async with self._balancing:
+            pass  # what was asked for before is here by now
         await asyncio.gather(*(self._give_back(held) for held in list(self.held.values())), return_exceptions=True)
 
     async def undrain(self) -> None:
@@ -288,7 +292,8 @@ class Membership:
         if self._leaving:
             self._give_back_late()
         else:
-            await self._balance(view)
+            async with self._balancing:
+                await self._balance(view)
         return False
 
     def _renewed(self, view: ClusterView, began: float) -> None:
