@@ -443,6 +443,7 @@ class Life:
         self._names = count()
         self._numbers = count()
         self._down: list[str] = []
+        self._calm_until = 0.0
         self._under_way: list[asyncio.Task[None]] = []
 
     async def go_on(self, steps: int) -> None:
@@ -493,6 +494,8 @@ class Life:
             world.silos[name].machine.fuse = rng.randrange(1, 1000)
         elif what == "wall clock":
             world.silos[name].machine.wall_s += rng.choice((-1, 1)) * 10 ** rng.uniform(-1, 7)
+        elif what == "short outage" and world.now < self._calm_until:
+            pass  # two that follow one another are a long one
         elif what in ("vanish", "break"):
             self._consumers(what)
         else:
@@ -524,6 +527,7 @@ class Life:
         world = self.world
         seconds = self._duration(what)
         world.note(f"{what} {silo.name} for {seconds:.2f} s")
+        self._calm_until = world.now + seconds + 3 * world.options.period_s
         if what == "pause":
             silo.machine.pause()
         elif what == "cut off":
