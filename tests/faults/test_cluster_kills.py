@@ -1,0 +1,68 @@
+"""Silos of a cluster are killed and restarted, as processes, while events flow.
+
+`make chaos` does it for longer: CHAOS_SECONDS says how long. CHAOS_SEED repeats what a run did.
+"""
+
+import asyncio
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.faults.cluster_scene import loaded, playing
+from tests.faults.cluster_stores import rng, store
+from tests.servers import postgres_server, postgres_url
+
+__all__ = ("postgres_server", "postgres_url", "rng", "store")
+
+SECONDS = float(os.environ.get("CHAOS_SECONDS", "6"))
+
+pytestmark = pytest.mark.timeout(200 + SECONDS)
+
+
+async def test_queues_are_shared_by_whoever_is_there(tmp_path: Path, store: str | None, rng: random.Random) -> None:
+    async with playing(tmp_path, store, "abcd") as cluster:
+        await cluster.until_shared(2, 2, 1, 1)
+        async with loaded(cluster, rng, "a") as load:
+            await load.flowing()
+            await cluster.silos["b"].kill()
+            await cluster.until_shared(2, 2, 2)
+            await cluster.silos["c"].kill()
+            await cluster.until_shared(3, 3)
+            await load.flowing()
+            await cluster.add("e")
+            await cluster.until_shared(2, 2, 2)
+            await load.flowing()
+        load.check()
+
+
+async def test_a_rolling_restart_loses_nothing_and_delivers_nothing_twice(
+    tmp_path: Path, store: str | None, rng: random.Random
+) -> None:
+    async with playing(tmp_path, store, "abc") as cluster:
+        await cluster.until_shared(2, 2, 2)
+        async with loaded(cluster, rng, "ab") as load:
+            await load.flowing()
+            for silo in cluster.silos.values():
+                await silo.stop()
+                await silo.start()
+                await load.flowing()
+            await cluster.until_shared(2, 2, 2)
+        load.check(once=True)
+
+
+async def test_silos_that_are_killed_at_random_moments_lose_nothing(
+    tmp_path: Path, store: str | None, rng: random.Random
+) -> None:
+    async with playing(tmp_path, store, "abc") as cluster:
+        async with loaded(cluster, rng, "ab") as load:
+            await load.flowing()
+            until_s = asyncio.get_running_loop().time() + SECONDS
+            while asyncio.get_running_loop().time() < until_s:
+                silo = rng.choice(list(cluster.silos.values()))
+                await silo.kill()
+                await asyncio.sleep(rng.uniform(0, 2))
+                await silo.start()
+                await asyncio.sleep(rng.uniform(0, 3))
+        load.check()
