@@ -211,8 +211,8 @@ def _view_now(connection: Connection, clock: Clock) -> ClusterView:
 
 
 def _view(connection: Connection, now: int) -> ClusterView:
-    rows = connection.execute(select(leases).order_by(leases.c.provider, leases.c.queue))
-    return ClusterView(now, _silos(connection, now), [Lease(*row) for row in rows])
+    rows = connection.execute(select(leases).order_by(leases.c.provider, leases.c.queue)).all()
+    return ClusterView(now, _silos(connection, now), [Lease._make(row) for row in rows])
 
 
 def _silos(connection: Connection, now: int) -> list[SiloRecord]:
