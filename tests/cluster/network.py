@@ -5,6 +5,7 @@ import asyncio
 import random
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,7 +48,8 @@ class Line:
         method = getattr(self._target, name)
 
         async def call(*args: Any, **options: Any) -> Any:
-            return await self._call(name, lambda: method(*args, **options))
+            sent = [_as_it_is(each) for each in args]
+            return await self._call(name, lambda: method(*sent, **options))
 
         return call
 
@@ -86,3 +88,8 @@ class Line:
         if self._weather.outage or self._place.cut_off:
             await asyncio.sleep(self._weather.timeout_s * self._weather.rng.random())
             raise StorageError("the store cannot be reached")
+
+
+def _as_it_is(value: Any) -> Any:
+    """What is on its way does not change any more."""
+    return copy(value) if isinstance(value, dict | list) else value

@@ -629,6 +629,8 @@ def simulate(seed: int, *, kind: str = "everything", steps: int = 30, real: bool
     real = seed % REAL_STORE == 0 if real is None else real
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("headrace.agents.manager.CHECKPOINT_S", 1.0)  # so that crashes find more that is not saved
+        for name in ("REDRIVE_S", "LOOK_S"):  # nobody asks for what these look for
+            patch.setattr(f"headrace.agents.manager.{name}", 5.0)
         patch.setattr("headrace.agents.handling.TURN_S", math.inf)  # these clocks are real ones
         patch.setattr("headrace.agents.feed.monotonic", lambda: 0.0)
         for name in ("edge.perf_counter", "edge.thread_time", "group_delivery.perf_counter"):
