@@ -3,6 +3,7 @@
     data = "data"                        # data directory; relative to this file's folder
     modules = ["shop.handlers"]          # imported; what they declare with @subscription is served
     drain_s = 10.0
+    workers = 4                          # so many silos on this machine, as a cluster; left out: one by itself
 
     [http]                               # /metrics and /healthz
     host = "127.0.0.1"
@@ -205,6 +206,8 @@ class SiloConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Imported at the start; the subscriptions that they declare are served."""
     drain_s: _Seconds = 10.0
     """How long running handlers may take to end when the silo stops, in seconds."""
+    workers: _Positive | None = None
+    """So many silos, each a process of its own, which are a cluster. None: one silo, in this process."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     http: HttpConfig = HttpConfig()
     grpc: GrpcConfig = GrpcConfig()

@@ -38,8 +38,8 @@ async def _interruptible(main: Coroutine[Any, Any, _T], terminated: int) -> _T:
         raise Interrupted("interrupted" if code else "", code) from None
 
 
-def heed_signals(stop: Callable[[signal.Signals], object]) -> None:
-    """From now on the first SIGINT or SIGTERM calls `stop` on the loop, and a second one ends the process."""
+def heed_signals(stop: Callable[[signal.Signals], object], kill: Callable[[], object] = lambda: None) -> None:
+    """From now on the first SIGINT or SIGTERM calls `stop` on the loop; a second one `kill`, and ends this process."""
     loop = asyncio.get_running_loop()
     first: list[float] = []
 
@@ -48,6 +48,7 @@ def heed_signals(stop: Callable[[signal.Signals], object]) -> None:
             first.append(loop.time())
             stop(number)
         elif loop.time() > first[0] + _AGAIN_S:
+            kill()
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

@@ -14,10 +14,14 @@ import click
 
 from ..config import SiloConfig, load_config, parse_address, unknown_variables
 from ..host import Silo
+from ..outcome import DONE
+from ..supervisor import Supervisor, configurations
 from ..tuning import tune_interpreter
 from .running import heed_signals
 
 log = logging.getLogger("headrace.silo")
+
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def grpc_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,6 +58,7 @@ def grpc_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--data", metavar="DIR", help="Data directory, relative to the working directory.")
 @click.option("--module", "modules", multiple=True, metavar="MODULE", help="Module with handlers; may be repeated.")
 @click.option("--drain", "drain_s", type=float, metavar="SECONDS", help="How long handlers may take to end.")
+@click.option("--workers", type=int, metavar="N", help="So many silos, with the ports from these on, as a cluster.")
 @click.option("--host", help="Where /metrics and /healthz are served.")
 @click.option("--port", type=int, help="Their port; 0 for a free one.  [default: none]")
 @grpc_options
@@ -66,31 +71,47 @@ def command(
     port: int | None,
     grpc: Mapping[str, Any],
     **top: Any,
-) -> None:
+) -> int:
     """Run a silo: the handlers that your modules declare, and gRPC with --listen, until SIGTERM or SIGINT.
 
     CONFIG is a TOML file; data = in it is relative to its folder. HEADRACE_* variables go before it, as in
     HEADRACE_HTTP__PORT, and flags before both. When it is told to stop, it lets running handlers end, saves what is
     done, and exits with 0; told again, it stops at once.
+
+    With --workers, N processes serve the data directory, each with a name and ports of its own, consecutive from those
+    given. One that dies is started again.
     """
     flags = _given(**top, modules=list(modules) or None, http=_given(host=host, port=port) or None, grpc=grpc or None)
     loaded = load_config(config, os.environ, flags)
-    logging.basicConfig(level=loaded.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=loaded.log_level.upper(), format=FORMAT)
     for line in unknown_variables(os.environ):
         log.warning("%s", line)
-    asyncio.run(_serve(loaded))
+    if loaded.workers is None:
+        asyncio.run(serve(loaded, None))
+        return DONE
+    return asyncio.run(_supervise(configurations(loaded, loaded.workers)))
 
 
 def _given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-async def _serve(config: SiloConfig) -> None:
-    told = asyncio.Event()
+async def serve(
+    config: SiloConfig, told: asyncio.Event | None, ready: Callable[[Silo], object] = lambda _: None
+) -> None:
+    """Until a signal, or until it is `told`."""
+    told = told or asyncio.Event()
     heed_signals(lambda _: told.set())
     async with Silo.opened(config) as silo:
         tune_interpreter()
+        ready(silo)
         await _first(told.wait(), silo.until_superseded())
+
+
+async def _supervise(configs: Sequence[SiloConfig]) -> int:
+    supervisor = Supervisor(configs)
+    heed_signals(lambda _: supervisor.stop(), supervisor.kill)
+    return await supervisor.run()
 
 
 async def _first(*ends: Coroutine[Any, Any, object]) -> None:

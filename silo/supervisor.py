@@ -1,0 +1,264 @@
+"""Several silos on one machine, kept running: each is a process of its own, and they are a cluster.
+
+A worker gets its configuration as one line on its stdin, which stays open: when that ends, the supervisor is gone, and
+the worker stops in order. Over another pipe the worker says that it is ready, or why it could not start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import msgspec
+
+from ..streams.errors import InvalidArgument
+from .config import ClusterConfig, SiloConfig, check, parse_address
+from .outcome import DONE, FAILED, USAGE, Failed
+
+log = logging.getLogger("headrace.silo")
+
+PROGRAM = (sys.executable, "-P", "-m", "headrace.silo.worker")
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
+"""How long a worker that died is waited for: longer each time, up to that."""
+STEADY_S = 10.0
+"""One that was ready for so long starts again at once."""
+
+
+class Word(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a worker says, once."""
+
+    address: str = ""
+    """Where it serves gRPC, now that it is ready."""
+    error: str = ""
+    """Why it ended."""
+
+
+def configurations(config: SiloConfig, workers: int) -> Sequence[SiloConfig]:
+    """Of each worker: its name and its ports are its own, and stay so over restarts.
+
+    Raises InvalidArgument for what does not go together, OSError where the addresses cannot be used.
+    """
+    if config.grpc.port is None:
+        raise InvalidArgument("workers reach one another by gRPC: give its port (--listen HOST:PORT, or grpc.port)")
+    cluster = config.cluster or ClusterConfig()
+    name = cluster.name or socket.gethostname()
+    grpc = _ports("grpc.port", config.grpc.host, config.grpc.port, workers)
+    http = _ports("http.port", config.http.host, config.http.port, workers)
+    made = [
+        msgspec.structs.replace(
+            config,
+            workers=None,
+            grpc=msgspec.structs.replace(config.grpc, port=grpc_port),
+            http=msgspec.structs.replace(config.http, port=http_port),
+            cluster=msgspec.structs.replace(cluster, name=f"{name}-{number}", address=_at(cluster.address, grpc_port)),
+        )
+        for number, grpc_port, http_port in zip(range(1, workers + 1), grpc, http, strict=True)
+    ]
+    for one in made:
+        check(one)
+    return made
+
+
+def _ports(option: str, host: str, first: int | None, count: int) -> Sequence[int | None]:
+    """Consecutive ones; free ones where the first is 0."""
+    if first is None:
+        return [None] * count
+    if first + count - 1 > 65535:
+        raise InvalidArgument(f"{option}: {count} workers from port {first} on would need ports above 65535")
+    return list(range(first, first + count)) if first else _free_ports(host, count)
+
+
+def _free_ports(host: str, count: int) -> list[int]:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket(family, kind, protocol)) for _ in range(count)]
+        for probe in probes:
+            probe.bind(address)
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def _at(address: str | None, port: int | None) -> str | None:
+    """The host where others reach the workers, with a worker's own port."""
+    if address is None:
+        return None
+    host, _ = parse_address(address)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class Ended(NamedTuple):
+    """The end of a worker's process."""
+
+    code: int
+    error: str
+    """What it said of it."""
+    ready_s: float | None
+    """How long it was ready; None where it never was."""
+
+    @property
+    def in_order(self) -> bool:
+        """Also where it was told to stop before it had begun."""
+        return self.code == DONE or (self.ready_s is None and self.code == -signal.SIGTERM)
+
+    @property
+    def why(self) -> str:
+        if self.error:
+            return self.error
+        if self.code == DONE:
+            return "it was stopped"
+        if self.code < 0:
+            return f"killed by {signal.Signals(-self.code).name}"
+        return f"exit code {self.code}"
+
+
+class Worker:
+    """One process at a time, under one name."""
+
+    def __init__(self, config: SiloConfig) -> None:
+        assert config.cluster is not None
+        assert config.cluster.name is not None
+        self.name = config.cluster.name
+        self.ready = asyncio.Event()
+        """It is, or has been."""
+        self.address = ""
+        self._line = msgspec.json.encode(config) + b"\n"
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def run(self) -> Ended:
+        """Start it, and wait for its end."""
+        loop = asyncio.get_running_loop()
+        theirs, ours = _pipe()
+        with open(ours, "rb", buffering=0) as words:  # noqa: PTH123, ASYNC230 (a pipe)
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *PROGRAM, str(theirs), stdin=asyncio.subprocess.PIPE, pass_fds=[theirs], process_group=0
+                )
+            finally:
+                os.close(theirs)
+            log.debug("worker %s is process %d", self.name, self._process.pid)
+            assert self._process.stdin is not None
+            self._process.stdin.write(self._line)
+            reader = asyncio.StreamReader()
+            await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), words)
+            error, since = "", None
+            async for line in reader:
+                word = msgspec.json.decode(line, type=Word)
+                error = word.error
+                if word.address:
+                    self.address, since = word.address, loop.time()
+                    self.ready.set()
+            code = await self._process.wait()
+            self._process.stdin.close()
+        self._process = None
+        return Ended(code, error, None if since is None else loop.time() - since)
+
+    def signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(number)
+
+
+def _pipe() -> tuple[int, int]:
+    """Its ends: to write, and to read."""
+    reading, writing = os.pipe()
+    return writing, reading
+
+
+class Supervisor:
+    """`run` it once."""
+
+    def __init__(self, configs: Sequence[SiloConfig]) -> None:
+        self.workers = [Worker(config) for config in configs]
+        self._stopping = asyncio.Event()
+        self._failed = False
+
+    def stop(self) -> None:
+        """Let all end in order."""
+        log.info("supervisor stops its %d workers", len(self.workers))
+        self._stopping.set()
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End all at once."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for worker in self.workers:
+            worker.signal(number)
+
+    async def run(self) -> int:
+        """Keep all running until `stop`. Returns the exit code.
+
+        The first goes ahead: what keeps it from starting would keep the others, too, and is raised, as InvalidArgument
+        or Failed.
+        """
+        first, *others = self.workers
+        leading = asyncio.create_task(self._lead(first), name=f"headrace worker {first.name}")
+        await _either(leading, first.ready)
+        if leading.done():
+            return leading.result() or self._code
+        keeping = [asyncio.create_task(self._keep(each), name=f"headrace worker {each.name}") for each in others]
+        telling = asyncio.create_task(self._tell_ready(), name="headrace workers ready")
+        await asyncio.gather(leading, *keeping)
+        telling.cancel()
+        await asyncio.gather(telling, return_exceptions=True)
+        return self._code
+
+    @property
+    def _code(self) -> int:
+        return FAILED if self._failed else DONE
+
+    async def _tell_ready(self) -> None:
+        for worker in self.workers:
+            await worker.ready.wait()
+        addresses = ",".join(worker.address for worker in self.workers)
+        log.info("all %d workers are ready: gRPC on %s", len(self.workers), addresses)
+
+    async def _lead(self, worker: Worker) -> int:
+        ended = await worker.run()
+        if not worker.ready.is_set() and not self._stopping.is_set():
+            if ended.error and ended.code == USAGE:
+                raise InvalidArgument(ended.error)
+            raise Failed(ended.error or f"worker {worker.name} ended before it was ready: {ended.why}")
+        await self._go_on(worker, ended)
+        return DONE
+
+    async def _keep(self, worker: Worker) -> None:
+        if not self._stopping.is_set():
+            await self._go_on(worker, await worker.run())
+
+    async def _go_on(self, worker: Worker, ended: Ended) -> None:
+        """Start it again whenever it has ended."""
+        deaths = 0
+        while not self._stopping.is_set():
+            steady = (ended.ready_s or 0.0) >= STEADY_S or ended.code == DONE
+            deaths = 0 if steady else deaths + 1
+            pause_s = min(FIRST_PAUSE_S * 2 ** (deaths - 1), MAX_PAUSE_S) if deaths else 0.0
+            when = f"in {pause_s:g} s" if pause_s else "now"
+            log.warning("worker %s ended: %s; it starts again %s", worker.name, ended.why, when)
+            if await self._stopped_within(pause_s):
+                return
+            ended = await worker.run()
+        if not ended.in_order:
+            self._failed = True
+            log.error("worker %s did not stop in order: %s", worker.name, ended.why)
+
+    async def _stopped_within(self, pause_s: float) -> bool:
+        try:
+            async with asyncio.timeout(pause_s):
+                await self._stopping.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+async def _either(task: asyncio.Task[int], event: asyncio.Event) -> None:
+    waiting = asyncio.create_task(event.wait(), name="headrace worker ready")
+    await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
