@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ..adapters.seam import Gap, QueueAdapter
@@ -192,6 +192,8 @@ class PullingManager:
         self._redriving: dict[int, tuple[str, asyncio.Task[None]]] = {}
         self._telling: set[asyncio.Task[None]] = set()
         self._cutting: set[asyncio.Task[Any]] = set()
+        self._unsaved: dict[int, dict[tuple[str, int], Checkpoint]] = {}
+        """What was done of queues that are not read any more, by subscription and epoch, until it is saved."""
         self._terms: dict[int, Term] = {}
         """Of the leases, by queue."""
         self._acknowledged: dict[int, int] = {}
@@ -352,13 +354,7 @@ class PullingManager:
 
     async def _save_stopped(self, done: Mapping[int, Mapping[str, Checkpoint]]) -> None:
         """What subscriptions that are still served have done of queues that are not read any more."""
-        finals = [
-            (served, {queue: checkpoints[name] for queue, checkpoints in done.items() if name in checkpoints})
-            for name, served in self.served.items()
-        ]
-        for served, final in finals:
-            for queue in final:
-                served.deliveries.pop(queue, None)
+        finals = [(served, self._finals(served, done)) for served in self.served.values()]
         async with self._saving:
             await self._save_gaps()
             for served, final in finals:
@@ -366,10 +362,31 @@ class PullingManager:
                     served.saved.update(final)
                 elif final and not await self._save_last(served, final):
                     self._tell_fenced(served.definition.name)
+        for queue in done:
+            self._unsaved.pop(queue, None)
+
+    def _finals(self, served: Served, done: Mapping[int, Mapping[str, Checkpoint]]) -> dict[int, Checkpoint]:
+        """What a subscription has done of these queues, now, or before where that could not be saved. It is kept until
+        it is."""
+        key, finals = (served.definition.name, served.epoch), dict[int, Checkpoint]()
+        for queue, checkpoints in done.items():
+            unsaved = self._unsaved.setdefault(queue, {})
+            if served.definition.name in checkpoints:
+                served.deliveries.pop(queue, None)
+                unsaved[key] = checkpoints[served.definition.name]
+            if key in unsaved:
+                finals[queue] = unsaved[key]
+        return finals
+
+    async def _save_unsaved(self, queues: Iterable[int]) -> None:
+        """Before they are read on from what is stored."""
+        if unsaved := [queue for queue in queues if queue in self._unsaved]:
+            await self._save_stopped({queue: {} for queue in unsaved})
 
     async def start_agents(self, queues: Sequence[int]) -> None:
         """Read these queues again, from where they were stopped."""
         async with self._changing:
+            await self._save_unsaved(queues)
             for queue in self.stopped.intersection(queues):
                 self.stopped.discard(queue)
                 self._attach_all(queue)
@@ -390,6 +407,9 @@ class PullingManager:
         assert self.leases is not None
         async with self._changing:
             await asyncio.gather(*self._cutting, return_exceptions=True)
+            if self.leases.get(queue) == epoch:  # it was not given back after all
+                await self._save_unsaved([queue])
+            self._unsaved.pop(queue, None)
             here = [served for served in self.served.values() if served.service.stored]
             stored = await self._store.checkpoints_of_queue(self.provider, queue) if here else {}
             for served in here:
@@ -415,6 +435,7 @@ class PullingManager:
         """The lease is over: stop at once, and save nothing."""
         assert self.leases is not None
         self.leases.pop(queue, None)
+        self._unsaved.pop(queue, None)
         for served in self.served.values():
             if (delivery := served.deliveries.pop(queue, None)) is not None:
                 delivery.halt()

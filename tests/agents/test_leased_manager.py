@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.agents import CacheLimits, HandlerService, PullingManager
-from headrace.streams import Checkpoint, DeadLetter, EventBatch, Selector, SequenceToken
+from headrace.streams import Checkpoint, DeadLetter, EventBatch, Selector, SequenceToken, StorageError
 from headrace.streams.handlers import Handler
 from headrace.streams.store import ControlStore
 from headrace.streams.subscriptions import SubscriptionDefinition
@@ -35,10 +35,14 @@ class Calls:
 
     def __init__(self, store: ControlStore) -> None:
         self.names: list[str] = []
+        self.failing = ""
+        """This method fails."""
         self._store = store
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         self.names.append(name)
+        if name == self.failing:
+            raise StorageError(f"{name} fails")
         return getattr(self._store, name)
 
 
@@ -131,3 +135,56 @@ async def test_dead_letters_of_queues_that_others_have_do_not_hold_up_those_of_o
         await asyncio.sleep(60)
         assert len(recorder.seen) == 121
         assert not await silo.store.dead_letters(PROVIDER)
+
+
+@virtual_time
+async def test_what_was_done_of_a_queue_is_saved_when_it_is_given_back_once_more() -> None:
+    async with tenant() as silo:
+        recorder = await silo.handler("g")
+        await silo.gain(0)
+        await silo.shelf.enqueue([(0, EventBatch.of(stream("a"), [b"x"]))])
+        await asyncio.sleep(1)
+        silo.calls.failing = "save_checkpoints"
+        with pytest.raises(StorageError):
+            await silo.manager.lose(0, 1.0)
+        silo.calls.failing = ""
+        await silo.manager.lose(0, 1.0)
+        assert recorder.seen == ["x"]
+        assert (await silo.store.checkpoints(PROVIDER, "g"))[0] == Checkpoint(1)
+
+
+@virtual_time
+async def test_a_queue_that_is_not_given_back_after_all_goes_on_behind_what_was_done() -> None:
+    async with tenant() as silo:
+        recorder = await silo.handler("g")
+        await silo.gain(0)
+        await silo.shelf.enqueue([(0, EventBatch.of(stream("a"), [b"x"]))])
+        await asyncio.sleep(1)
+        silo.calls.failing = "save_checkpoints"
+        with pytest.raises(StorageError):
+            await silo.manager.lose(0, 1.0)
+        silo.calls.failing = ""
+        assert silo.manager.leases is not None
+        await silo.manager.gain(0, silo.manager.leases[0], Term())
+        await silo.shelf.enqueue([(0, EventBatch.of(stream("a"), [b"y"]))])
+        await asyncio.sleep(1)
+        assert recorder.seen == ["x", "y"]
+
+
+@virtual_time
+async def test_what_was_done_before_a_lease_was_over_is_not_saved_later() -> None:
+    async with tenant() as silo:
+        recorder = await silo.handler("g")
+        await silo.gain(0)
+        await silo.shelf.enqueue([(0, EventBatch.of(stream("a"), [b"x"]))])
+        await asyncio.sleep(1)
+        silo.calls.failing = "save_checkpoints"
+        with pytest.raises(StorageError):
+            await silo.manager.lose(0, 1.0)
+        silo.calls.failing = ""
+        assert silo.manager.leases is not None
+        epoch = silo.manager.leases[0]
+        silo.manager.cut(0)
+        await silo.manager.gain(0, epoch + 1, Term())
+        await asyncio.sleep(1)
+        assert recorder.seen == ["x", "x"]
