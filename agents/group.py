@@ -27,6 +27,8 @@ from .member import Events, Member, MemberStatistics
 log = logging.getLogger("headrace.agents")
 
 MAX_MEMBERS = 10_000
+RESEND_S = 2.0
+"""How long a member of another silo may take to come by credit for what it held."""
 DRAIN_S = 10.0
 """Mode bound: how long a member may keep what it holds of a queue that another is to have, in seconds."""
 
@@ -139,7 +141,8 @@ class Group:
         else:
             member.on_gone(taken_over(id))
             self.disconnect(member)
-            member.resending = bool(member.in_flight)
+            member.to_resend.extend(member.parcels())
+            member.resend_until = self._loop.time() + RESEND_S
         member.timeout_s = timeout_s
         member.resumed = resumed
         member.connected = member.attached = True
@@ -195,6 +198,9 @@ class Group:
         for member in list(self.members.values()):
             if now - member.heard_at > member.timeout_s:
                 self._time_out(member)
+            elif member.resending and member.relayed and now > member.resend_until:
+                self._resend(member, patient=False)
+                self.available(member)
             elif member.open and not (member.listed or member.resending or member.needed_bytes):
                 member.patient = False
                 self.available(member)
@@ -214,11 +220,21 @@ class Group:
         """More may be sent to a member. One that came back gets first what it held."""
         member.grant(events, size)
         if member.resending and member.credited:
-            member.resending = False
-            for parcel in member.parcels():
+            self._resend(member)
+        self.available(member)
+
+    def _resend(self, member: Member, *, patient: bool = True) -> None:
+        """What does not fit into its credit is taken back; where another silo divides it, more may come."""
+        while member.to_resend:
+            parcel = member.to_resend[0]
+            if parcel in parcel.delivery.parcels:
+                if patient and member.relayed and not parcel.delivery.may_resend(parcel):
+                    member.on_notice()
+                    return
                 if not parcel.delivery.resend(parcel):
                     parcel.delivery.take_back(parcel)
-        self.available(member)
+            member.to_resend.popleft()
+        member.needed_events = member.needed_bytes = 0
 
     def sent(self, member: Member) -> bool:
         """A message to a member went out. Whether there is more to send."""

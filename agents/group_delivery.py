@@ -181,7 +181,7 @@ class GroupDelivery(Delivery):
         wanted = len(indexes)
         indexes, encoded = self._fitting(batch, indexes, member)
         whole = whole and len(indexes) == wanted
-        if not indexes or (not whole and member.in_flight and member.patient):
+        if not indexes or (not whole and member.in_flight and member.patient and not member.relayed):
             return False
         attempt = 1 if cursor.trouble is None else _attempt(cursor.trouble, cursor.token)
         frames.append(frame(encoded, self.queue, batch.offset, attempt=attempt, indexes=indexes))
@@ -224,6 +224,14 @@ class GroupDelivery(Delivery):
         member.charge(parcel.events, parcel.size)
         # In one response: else the rest could still be on its way when its beginning is rejected.
         self.group.edge.put(member, frames[0] if len(frames) == 1 else b"".join(frames))
+
+    def may_resend(self, parcel: Parcel) -> bool:
+        """Whether its member's credit is enough for it; else that says how much is needed."""
+        member, size = parcel.member, parcel.size + FRAME_BYTES + INDEX_BYTES * parcel.events
+        if parcel.events <= member.credit_events and size <= member.credit_bytes:
+            return True
+        member.needed_events, member.needed_bytes = parcel.events, size
+        return False
 
     def resend(self, parcel: Parcel) -> bool:
         """Its member came back: send again what it had not acknowledged. False where its credit is too small, or the

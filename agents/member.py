@@ -62,6 +62,8 @@ class Member:
         """Somebody is there who can acknowledge."""
         self.credit_events = 0
         self.credit_bytes = 0
+        self.needed_events = 0
+        """The same in events, of what is to be sent again."""
         self.needed_bytes = 0
         """Its credit is too small for the next event, which has so many bytes on the wire; 0: it is not."""
         self.in_flight: dict[tuple[int, int], Parcel] = {}
@@ -71,8 +73,10 @@ class Member:
         """Of parcels, each until all of it is done."""
         self.redriven: dict[tuple[int, int, int], asyncio.Future[HeadraceError | None]] = {}
         """Events delivered out of line, by queue, offset and index."""
-        self.resending = False
+        self.to_resend: deque[Parcel] = deque()
         """It came back: what it held is to be sent again, once it has granted credit."""
+        self.resend_until = 0.0
+        """So long it is waited for enough of it, where another silo divides it."""
         self.outbox: deque[bytes] = deque()
         """Frames that wait to be sent."""
         self.outbox_bytes = 0
@@ -108,6 +112,10 @@ class Member:
         """It is a member no more: its session has to end with this error."""
 
     @property
+    def resending(self) -> bool:
+        return bool(self.to_resend)
+
+    @property
     def open(self) -> bool:
         """Whether it can be given something."""
         return len(self.in_flight) < MAX_IN_FLIGHT and self.credited
@@ -121,7 +129,7 @@ class Member:
         """Credit only ever adds, up to `MAX_CREDIT`."""
         self.credit_events = min(self.credit_events + events, MAX_CREDIT)
         self.credit_bytes = min(self.credit_bytes + size, MAX_CREDIT)
-        self.needed_bytes = 0
+        self.needed_bytes = self.needed_events = 0
         self.waiting = False
 
     def reclaim(self) -> tuple[int, int]:
@@ -160,6 +168,7 @@ class Member:
     def disconnect(self) -> None:
         """Its connection is gone: what it has not acknowledged stays in its hands until it is back, or given up."""
         self.connected = self.attached = self.waiting = False
+        self.to_resend.clear()
         self.credit_events = self.credit_bytes = self.needed_bytes = 0
         self.outbox.clear()
         self.outbox_bytes = 0

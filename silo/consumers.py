@@ -108,7 +108,8 @@ class Consumers:
         self, definition: SubscriptionDefinition, consumer: str, positions: Mapping[int, Checkpoint] | None
     ) -> dict[int, Checkpoint] | None:
         """What has to be there before several silos may each let a consumer join. With mode broadcast its position is
-        pinned; where the client keeps it, that of all queues is returned."""
+        pinned; where the client keeps it, that of all queues is returned. Raises as `join` does."""
+        self._check_no_handler(definition)
         if definition.mode is not Mode.BROADCAST:
             return None
         own = of_consumer(definition, consumer)
@@ -132,9 +133,7 @@ class Consumers:
                 return group
             await self._end(definition.name, group)
         elif served is not None:
-            raise Busy(
-                f"subscription {definition.name!r} is served by a handler in the silo: it has no remote consumers"
-            )
+            raise _handled(definition)
         queues = self._provider.queues_of(definition.selector)
         group = Group(definition, self._edge, stored=positions is None, queues=queues)
         start = None
@@ -143,6 +142,11 @@ class Consumers:
         await self._provider.serve(definition, group, start)
         self._groups[definition.name] = group
         return group
+
+    def _check_no_handler(self, definition: SubscriptionDefinition) -> None:
+        served = self._provider.manager.served.get(definition.name)
+        if served is not None and not isinstance(served.service, Group):
+            raise _handled(definition)
 
     async def _check_room(self, definition: SubscriptionDefinition, own: SubscriptionDefinition) -> None:
         """Every new id is another position to keep, and a group to serve: a client that makes up ids is stopped."""
@@ -234,3 +238,7 @@ class Consumers:
                     await self._provider.withdraw(name, 0.0)
                 except HeadraceError as error:
                     log.warning("progress of %s was not saved when its last consumer had gone: %s", name, error)
+
+
+def _handled(definition: SubscriptionDefinition) -> Busy:
+    return Busy(f"subscription {definition.name!r} is served by a handler in the silo: it has no remote consumers")

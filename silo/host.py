@@ -7,7 +7,7 @@ import importlib
 import logging
 import sys
 import traceback
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
@@ -20,7 +20,6 @@ from ..streams.handlers import Declared, declared
 from .access import Authenticator, ClusterMembers, NoTokens, TokenBook
 from .config import SiloConfig, check
 from .http import Answer, serving
-from .limits import Usage
 from .metrics import Observed, render
 from .provider import DEFAULT_ADAPTER, Provider
 from .wording import counted
@@ -30,6 +29,8 @@ if TYPE_CHECKING:  # they load gRPC
     from .rpc.guard import Guard, Method
 
 log = logging.getLogger("headrace.silo")
+
+CONSUMING = "headrace.v1.ConsumerService"
 
 
 class Silo:
@@ -45,7 +46,7 @@ class Silo:
         self.clustering: Clustering | None = None
         """Where the silo is one of several."""
         self.stopping = False
-        self._usage: Callable[[], Usage] | None = None
+        self._guard: Guard | None = None
 
     @classmethod
     @asynccontextmanager
@@ -74,6 +75,7 @@ class Silo:
                 silo.grpc_address = await silo._serve_grpc(stack)
             if silo.clustering is not None and silo.grpc_address is not None:
                 await stack.enter_async_context(silo.clustering.joined(silo.grpc_address))
+                stack.callback(silo._send_consumers_away)
             silo._tell_ready(subscriptions)
             yield silo
             silo.stopping = True
@@ -144,6 +146,11 @@ class Silo:
         for provider in self.providers.values():
             provider.relays = self.clustering.relays
 
+    def _send_consumers_away(self) -> None:
+        """Before its queues move: there are other silos."""
+        assert self._guard is not None
+        self._guard.close(CONSUMING)
+
     # ---- what others use -------------------------------------------------------------------------------------------
 
     async def _serve_grpc(self, stack: AsyncExitStack) -> str:
@@ -158,7 +165,7 @@ class Silo:
         methods = await stack.enter_async_context(services.opened(self))
 
         def served(guard: Guard) -> Sequence[Method]:
-            self._usage = guard.usage
+            self._guard = guard
             return methods(guard)
 
         return await stack.enter_async_context(
@@ -176,7 +183,7 @@ class Silo:
             Observed(one.name, one.statistics(), [(await one.adapter.bounds(q)).next for q in range(one.queues)])
             for one in self.providers.values()
         ]
-        usage = None if self._usage is None else self._usage()
+        usage = None if self._guard is None else self._guard.usage()
         text = await asyncio.to_thread(render, observed, usage)  # it reads files of /proc
         return Answer(text, "text/plain; version=0.0.4; charset=utf-8")
 

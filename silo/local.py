@@ -76,9 +76,8 @@ class LocalConnection(Connection):
 
     async def unary(self, method: str, request: bytes, *, timeout_s: float | None) -> bytes:
         self._check_open()
-        call = LocalCall(
-            self._principal, self._closing, None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-        )
+        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        call = LocalCall(self._closing, deadline, self._principal)
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._here[method].handler(call, request)
@@ -89,7 +88,7 @@ class LocalConnection(Connection):
         self._check_open()
         found = self._here[method]
         assert found.kind is Kind.STREAM
-        return LocalStream(found.handler, LocalCall(self._principal, self._closing, None))
+        return LocalStream(found.handler, LocalCall(self._closing, None, self._principal))
 
     def leave(self, index: int) -> None: ...
 
@@ -103,7 +102,7 @@ class LocalCall(Call):
 
     __slots__ = ("_deadline", "_requests", "_responses", "requested", "responded", "taken")
 
-    def __init__(self, principal: Principal, closing: asyncio.Event, deadline: float | None) -> None:
+    def __init__(self, closing: asyncio.Event, deadline: float | None, principal: Principal = EVERYTHING) -> None:
         self.principal = principal
         self.peer = "this process"
         self.closing = closing
@@ -195,6 +194,9 @@ class LocalStream(StreamCall):
         self._task.cancel()
 
     def leave(self) -> None: ...
+
+    async def abandon(self) -> None:
+        self.cancel()
 
     async def ended(self) -> None:
         await asyncio.wait([self._task])

@@ -450,6 +450,7 @@ class Progress(_message.Message):
     NEEDED_BYTES_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
     QUEUES_FIELD_NUMBER: _builtins.int
+    NEEDED_EVENTS_FIELD_NUMBER: _builtins.int
     credit_events: _builtins.int
     """Credit that is left."""
     credit_bytes: _builtins.int
@@ -464,6 +465,8 @@ class Progress(_message.Message):
     """Events wait, and the credit is too small for the next one, which needs so many bytes. 0 where none waits for credit."""
     waiting: _builtins.bool
     """Events wait, and nobody has credit for them."""
+    needed_events: _builtins.int
+    """As needed_bytes: of what the consumer held before it came back, and gets again as one."""
     @_builtins.property
     def queues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Of a call from another silo: the queues that this is said of."""
@@ -479,10 +482,11 @@ class Progress(_message.Message):
         needed_bytes: _builtins.int = ...,
         waiting: _builtins.bool = ...,
         queues: _abc.Iterable[_builtins.int] | None = ...,
+        needed_events: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caught_up", b"caught_up", "credit_bytes", b"credit_bytes", "credit_events", b"credit_events", "in_flight_bytes", b"in_flight_bytes", "in_flight_events", b"in_flight_events", "needed_bytes", b"needed_bytes", "queues", b"queues", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caught_up", b"caught_up", "credit_bytes", b"credit_bytes", "credit_events", b"credit_events", "in_flight_bytes", b"in_flight_bytes", "in_flight_events", b"in_flight_events", "needed_bytes", b"needed_bytes", "needed_events", b"needed_events", "queues", b"queues", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

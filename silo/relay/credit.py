@@ -16,6 +16,9 @@ IDLE = 0.25
 """The share of a silo that did not use its credit, where one that did has 1."""
 
 
+MOST = 1 << 62
+
+
 class Credit(NamedTuple):
     """Events, and bytes on the wire."""
 
@@ -40,7 +43,7 @@ class Decision(NamedTuple):
 class _Account:
     """One silo's."""
 
-    __slots__ = ("bytes", "events", "hungry", "needed", "reclaiming", "used", "weight")
+    __slots__ = ("bytes", "events", "hungry", "needed", "needed_events", "reclaiming", "used", "weight")
 
     def __init__(self) -> None:
         self.events = 0
@@ -51,6 +54,8 @@ class _Account:
         self.hungry = False
         self.needed = 1
         """Bytes for its next event."""
+        self.needed_events = 1
+        """More than one where they come together."""
         self.reclaiming = False
 
 
@@ -66,9 +71,10 @@ class Ledger:
     # ---- what happens ----------------------------------------------------------------------------------------------
 
     def granted(self, events: int, size: int) -> None:
-        """By the consumer."""
-        self._free_events += events
-        self._free_bytes += size
+        """By the consumer. It only ever adds, up to `MOST`."""
+        total = self.total
+        self._free_events += max(0, min(events, MOST - total.events))
+        self._free_bytes += max(0, min(size, MOST - total.bytes))
 
     def joined(self, silo: str) -> None:
         """A silo may be lent something."""
@@ -89,10 +95,11 @@ class Ledger:
         account.bytes -= size
         account.used = True
 
-    def hungry(self, silo: str, needed: int = 0) -> None:
-        """It has something to deliver and no credit for it; its next event needs so many bytes, where that is known."""
+    def hungry(self, silo: str, needed: int = 0, events: int = 0) -> None:
+        """It has something to deliver and no credit for it; what is next needs so many bytes and events, where that is
+        known."""
         account = self._accounts[silo]
-        account.needed = max(needed, 1)
+        account.needed, account.needed_events = max(needed, 1), max(events, 1)
         if not account.hungry:
             account.hungry = True
             self._hungry.append(silo)
@@ -157,10 +164,10 @@ class Ledger:
 
     def _for_hungry(self, silo: str, account: _Account, total: Credit, share: float) -> Loan | None:
         """Its share, as far as there is so much; None where that is too little for one event."""
-        events = max(1, int(total.events * share)) - account.events
+        events = max(account.needed_events, int(total.events * share)) - account.events
         size = max(account.needed, int(total.bytes * share)) - account.bytes
         events, size = max(0, min(events, self._free_events)), max(0, min(size, self._free_bytes))
-        if account.events + events < 1 or account.bytes + size < account.needed:
+        if account.events + events < account.needed_events or account.bytes + size < account.needed:
             return None
         return self._lend(silo, account, events, size)
 

@@ -29,6 +29,8 @@ class Link:
         self.opened = False
         self.closed = False
         """It is said that it is to end."""
+        self.delivered_since = 0
+        """Events, since it said how things are."""
         self.answering = False
         """It is asked how things are."""
         self.progress: pb.Progress | None = None
@@ -41,6 +43,7 @@ class Link:
         self.heard_at = asyncio.get_running_loop().time()
         self.said_at = self.heard_at
         self._touched = False
+        self._abandoned = False
         self._settled = False
         self._unsaved: deque[int] = deque()
         self._call = call
@@ -97,9 +100,12 @@ class Link:
             self._call.cancel()
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
+            if self._abandoned:
+                await self._call.abandon()
 
     def abandon(self) -> None:
-        """Nothing is heard of the silo, or it is another one by now."""
+        """Nothing is heard of the silo, or it is another one by now: the connection may be dead, too."""
+        self._abandoned = True
         self._call.cancel()
 
     async def _send(self, opening: pb.Open) -> None:
@@ -124,11 +130,11 @@ class Link:
         while (message := await self._call.receive()) is not None:
             self.heard_at = self._loop.time()
             delivered, rest = split(message)
-            if rest:
-                self._hear(pb.SubscribeResponse.FromString(rest))
-            if delivered:
+            if delivered:  # what is said with them counts them
                 self._touched, self._settled = True, False
                 self._on_batches(self, message if not rest else _only_batches(message, rest), delivered)
+            if rest:
+                self._hear(pb.SubscribeResponse.FromString(rest))
             await self.room.wait()
 
     def _hear(self, response: pb.SubscribeResponse) -> None:
@@ -136,6 +142,7 @@ class Link:
             self._unsaved.popleft()
         if response.HasField("progress"):
             self.progress = response.progress
+            self.delivered_since = 0
         if response.closing.settled:
             self._settled = True
         self._on_told(self, response)

@@ -37,7 +37,6 @@ class RelayPulls:
         self._loop = asyncio.get_running_loop()
         self._relay: asyncio.Future[Relay] = self._loop.create_future()
         self._waiting = False
-        self._began = self._loop.time()
         self._held: dict[tuple[int, int], float] = {}
         """Until when what was returned is the consumer's, by queue and offset."""
         self.over = False
@@ -64,10 +63,7 @@ class RelayPulls:
 
     async def _wait(self, call: Call, relay: Relay, request: pb.PullRequest) -> Sequence[bytes]:
         wait_s = request.wait_ms / 1000
-        # At its beginning it waits for silos to answer, whatever the caller says.
         ends = self._loop.time() + max(min(wait_s, (call.remaining_s() or wait_s) - DEADLINE_S), SHORTEST_WAIT_S)
-        while not relay.attached and (left := self._began + ANSWER_S - self._loop.time()) > 0:
-            await self._something(relay, left)
         relay.lend(request.max_events or PULL_EVENTS, request.max_bytes or PULL_BYTES)
         try:
             while not relay.full and not call.closing.is_set() and (left := ends - self._loop.time()) > 0:

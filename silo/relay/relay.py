@@ -40,6 +40,10 @@ AGAIN_S, RARELY_S = 0.1, 1.0
 """A silo that could not be reached is tried again after this, and after longer each time, up to that."""
 HEARTBEATS = 3
 """How often in a session timeout a silo is told that the consumer is there."""
+OPEN_S = 5.0
+"""How long a silo may take for its first response."""
+ATTACH_S = 1.0
+"""How long silos may take to answer a consumer that comes."""
 CLOSE_S = 1.0
 """How long silos may take to hear that the consumer is gone."""
 MAX_REFUSED = 1000
@@ -70,7 +74,7 @@ class Silos(Protocol):
 
 
 class Relay:
-    """Between `start` and `aclose`. `opening` is how the consumer opens at each silo. `on_something` is called when
+    """Between `attach` and `aclose`. `opening` is how the consumer opens at each silo. `on_something` is called when
     there is something to collect or to tell."""
 
     def __init__(
@@ -110,8 +114,19 @@ class Relay:
         self.moves = 0
         self.told_to_progress = False
 
-    def start(self) -> None:
+    async def attach(self) -> None:
+        """Return when every silo that can be reached knows the consumer. Raises why one refuses it."""
         self.look()
+        until = self._loop.time() + ATTACH_S
+        while not all(link.opened for link in self._links.values()) and not self.gone.done():
+            self.something.clear()
+            try:
+                async with asyncio.timeout_at(until):
+                    await self.something.wait()
+            except TimeoutError:
+                break  # that one is slow, or about to be found dead
+        if self.gone.done():
+            self.gone.result()
 
     async def aclose(self) -> None:
         """Let go of the silos. The consumer is waited for there, unless it was closed in order."""
@@ -204,11 +219,6 @@ class Relay:
         self.grant(events, size)
 
     @property
-    def attached(self) -> bool:
-        """At every silo that it knows of."""
-        return all(link.opened for link in self._links.values())
-
-    @property
     def full(self) -> bool:
         """There is something to collect."""
         return bool(self._outbox)
@@ -285,10 +295,10 @@ class Relay:
                 self._end(Unavailable(MOVED))
 
     def _look_at_links(self, now: float) -> None:
-        for link in self._open_links():
-            if now - link.heard_at > self._timeout_s:
+        for link in list(self._links.values()):
+            if now - link.heard_at > (self._timeout_s if link.opened else min(OPEN_S, self._timeout_s)):
                 link.abandon()
-            elif now - link.said_at > self._timeout_s / HEARTBEATS / 2 and self._is_alive(now):
+            elif link.opened and now - link.said_at > self._timeout_s / HEARTBEATS / 2 and self._is_alive(now):
                 link.beat()
 
     def _is_alive(self, now: float) -> bool:
@@ -326,6 +336,7 @@ class Relay:
         if self._links.get(link.silo) is link:
             del self._links[link.silo]
         self._ledger.left(link.silo)
+        self.something.set()
         self._at = {queue: at for queue, at in self._at.items() if at is not link}
         self._lend()
 
@@ -346,6 +357,7 @@ class Relay:
                 self._end(Unavailable(MOVED))
                 return
         self._ledger.used(link.silo, events, len(frames))
+        link.delivered_since += events
         self._outbox.append(frames)
         self._outbox_bytes += len(frames)
         if self._outbox_bytes > OUTBOX_BYTES:
@@ -387,7 +399,7 @@ class Relay:
         has = set(progress.queues)
         self._at = {queue: at for queue, at in self._at.items() if at is not link or queue in has}
         if progress.waiting or progress.needed_bytes:
-            self._ledger.hungry(link.silo, progress.needed_bytes)
+            self._ledger.hungry(link.silo, progress.needed_bytes, progress.needed_events)
 
     # ---- what the consumer is told ---------------------------------------------------------------------------------
 
@@ -418,14 +430,14 @@ class Relay:
     def progress(self) -> pb.Progress:
         """How things are at all silos together."""
         known = [link.progress for link in self._open_links() if link.progress is not None]
-        total = self._ledger.total
+        total, since = self._ledger.total, sum(link.delivered_since for link in self._open_links())
         covered = {queue for each in known for queue in each.queues}
         return pb.Progress(
             credit_events=max(total.events, 0),
             credit_bytes=max(total.bytes, 0),
-            in_flight_events=sum(each.in_flight_events for each in known),
+            in_flight_events=sum(each.in_flight_events for each in known) + since,
             in_flight_bytes=sum(each.in_flight_bytes for each in known),
-            caught_up=self._queues <= covered and all(each.caught_up for each in known) and not self._outbox,
+            caught_up=self._queues <= covered and all(each.caught_up for each in known) and not since,
             needed_bytes=self._ledger.needed,
         )
 
@@ -462,7 +474,7 @@ class Relays:
         relay.positions.update({each.queue: each.token for each in opening.positions})
         self._open.add(relay)
         try:
-            relay.start()
+            await relay.attach()
             yield relay
         finally:
             self._open.discard(relay)

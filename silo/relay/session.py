@@ -48,7 +48,8 @@ class RelaySession:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        await self._relay.close()
+        if self._closing:
+            await self._relay.close()
 
     # ---- what the consumer says ------------------------------------------------------------------------------------
 
@@ -57,7 +58,7 @@ class RelaySession:
         while not request.close:
             message = await self._call.read()
             if message is None:  # also where the connection is lost: only who says so is not waited for
-                raise Unavailable("the consumer ended its requests without close: it is waited for")
+                return
             self._relay.heard()
             if message:
                 request = parsed(pb.SubscribeRequest, message)
@@ -66,6 +67,7 @@ class RelaySession:
                         "only the first request of Subscribe has the field open: leave it out, or call again"
                     )
                 self._relay.apply(request)
+        self._closing = True
 
     # ---- what it is told -------------------------------------------------------------------------------------------
 

@@ -497,6 +497,7 @@ class Session:
             in_flight_bytes=member.in_flight_bytes,
             caught_up=self._group.caught_up,
             needed_bytes=member.needed_bytes,
+            needed_events=member.needed_events,
             waiting=member.waiting,
             queues=sorted(self._group.deliveries) if self._relayed else (),
         )
