@@ -34,6 +34,8 @@ class Place(Protocol):
 
     machine: Machine
     cut_off: bool
+    congested: bool
+    """Calls and their answers take long."""
 
 
 class Line:
@@ -55,7 +57,8 @@ class Line:
 
     async def _call(self, name: str, carry_out: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         weather, rng = self._weather, self._weather.rng
-        await asyncio.sleep(rng.random() * weather.latency_s)
+        congested = self._place.congested
+        await asyncio.sleep(rng.random() * (weather.slow_s / 3 if congested else weather.latency_s))
         await self._reach()
         lost = weather.loss and rng.random() < weather.loss
         if lost and rng.random() < 0.5:
@@ -66,7 +69,8 @@ class Line:
             with suppress(Exception):
                 await carry_out()
         result = await carry_out()
-        await asyncio.sleep(rng.random() * (weather.slow_s if rng.random() < weather.slow else weather.latency_s))
+        slow = congested or rng.random() < weather.slow
+        await asyncio.sleep(rng.random() * (weather.slow_s if slow else weather.latency_s))
         await self._reach()
         if lost:
             raise StorageError(f"{name}: the answer is lost")
@@ -92,4 +96,4 @@ class Line:
 
 def _as_it_is(value: Any) -> Any:
     """What is on its way does not change any more."""
-    return copy(value) if isinstance(value, dict | list) else value
+    return copy(value) if type(value) in (dict, list) else value

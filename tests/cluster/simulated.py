@@ -142,6 +142,7 @@ class Silo:
         self.machine = Machine(name, rate=1 + rng.uniform(-CLOCKS, CLOCKS), starts_at=rng.uniform(0, 10_000))
         self.machine.on_fuse = self._burns
         self.cut_off = False
+        self.congested = False
         self.up = False
         self.groups: dict[str, Group] = {}
         self.links: list[Link] = []
@@ -528,6 +529,10 @@ class Life:
         seconds = self._duration(what)
         world.note(f"{what} {silo.name} for {seconds:.2f} s")
         self._calm_until = world.now + seconds + 3 * world.options.period_s
+        if what == "congestion":  # and then nothing gets through
+            silo.congested = True
+            await asyncio.sleep(seconds)
+            silo.congested, what = False, "cut off"
         if what == "pause":
             silo.machine.pause()
         elif what == "cut off":
@@ -601,10 +606,10 @@ _HAPPENINGS: dict[str, Sequence[str]] = {
     "outages": ("short outage", "short outage", "wall clock"),
     "crashes": ("start", "start", "start", "leave", "kill", "fuse", "fuse", "vanish", "break"),
     "pauses": ("start", "leave", "pause", "pause", "wall clock"),
-    "network": ("start", "leave", "cut off", "outage", "break"),
+    "network": ("start", "leave", "cut off", "outage", "congestion", "congestion", "break"),
     "everything": (
         "start", "start", "start", "leave", "kill", "fuse", "pause", "cut off", "outage", "vanish", "break",
-        "wall clock",
+        "congestion", "wall clock",
     ),
 }  # fmt: skip
 
