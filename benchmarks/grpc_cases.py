@@ -64,7 +64,7 @@ async def _consume(gate: Gate, address: str, events: int, consumers: int) -> Non
         ]
         tune_interpreter()
         gate.wait()
-        tasks = [group.create_task(_take(member, counter)) for member in members]
+        tasks = [group.create_task(take(member, counter)) for member in members]
         await counter.whole()
         gate.done()
         for task in tasks:
@@ -86,7 +86,7 @@ async def _consume_each(gate: Gate, address: str, events: int, subscriptions: in
 
 async def _take_all(client: Client, number: int, counter: Counter) -> None:
     async with client.subscribe(_definition(number).name) as consumer, asyncio.TaskGroup() as group:
-        taking = group.create_task(_take(consumer, counter))
+        taking = group.create_task(take(consumer, counter))
         await counter.whole()
         taking.cancel()
 
@@ -96,14 +96,14 @@ async def _consume_stamped(gate: Gate, address: str, events: int) -> Latency:
     async with Client(address) as client, client.subscribe("bench", SELECTOR, start=Start.earliest()) as consumer:
         gate.wait()
         async with asyncio.TaskGroup() as group:
-            taking = group.create_task(_take(consumer, stamps))
+            taking = group.create_task(take(consumer, stamps))
             found = await stamps.latency()
             gate.done()
             taking.cancel()
     return found
 
 
-async def _take(consumer: Consumer, counter: Counter | Stamps) -> None:
+async def take(consumer: Consumer, counter: Counter | Stamps) -> None:
     async for batch in consumer:
         await counter.on_batch(batch)
         await batch.ack()

@@ -1,0 +1,69 @@
+"""What is measured of a cluster: one function per process of a case, see `harness`; and the handler of its silos, which
+load this module."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+
+from ..silo.tuning import tune_interpreter
+from ..streams import Checkpoint, Client, EventBatch, Start
+from ..streams.handlers import subscription
+from ..streams.store import ControlStore
+from .cases import Counter
+from .grpc_cases import SELECTOR, take
+from .worker import Gate
+
+HANDLED = "handled"
+LOOK_S = 0.02
+
+
+@subscription(HANDLED, SELECTOR, batch=True, start=Start.earliest())
+async def handle(_: EventBatch) -> None:
+    """Nothing."""
+
+
+def consume(gate: Gate, *, addresses: Sequence[str], events: int) -> None:
+    """A consumer at each address; they share a subscription."""
+    asyncio.run(_consume(gate, addresses, events))
+
+
+async def _consume(gate: Gate, addresses: Sequence[str], events: int) -> None:
+    counter = Counter(events)
+    async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
+        clients = [await stack.enter_async_context(Client(address)) for address in addresses]
+        members = [
+            await stack.enter_async_context(client.subscribe("bench", SELECTOR, start=Start.earliest()))
+            for client in clients
+        ]
+        tune_interpreter()
+        gate.wait()
+        tasks = [group.create_task(take(member, counter)) for member in members]
+        await counter.whole()
+        gate.done()
+        for task in tasks:
+            task.cancel()
+
+
+def until_handled(gate: Gate, *, control: str, batches: int) -> None:
+    """Until the silos' handlers have had so many batches, by their checkpoints."""
+    asyncio.run(_until_handled(gate, control, batches))
+
+
+async def _until_handled(gate: Gate, control: str, batches: int) -> None:
+    store = await ControlStore.open(control)
+    try:
+        gate.wait()
+        while True:
+            if _done(await store.checkpoints("default", HANDLED)) >= batches:
+                break
+            await asyncio.sleep(LOOK_S)
+        gate.done()
+    finally:
+        await store.aclose()
+
+
+def _done(checkpoints: Mapping[int, Checkpoint]) -> int:
+    """Batches, of which none is done while its stream is behind."""
+    return sum(checkpoint.watermark for checkpoint in checkpoints.values())
