@@ -34,6 +34,7 @@ from tests.faults.cluster_notes import (
     check_saved_stays_done,
     now_ns,
 )
+from tests.faults.cluster_stores import lasting_port
 from tests.faults.raw_consumer import REFUSED, SAVED, read_diary
 from tests.faults.scene import check_history
 from tests.faults.silo_process import SiloProcess
@@ -73,8 +74,15 @@ FAST = Times()
 class Cluster:
     """Made by `playing`. Silos are known by name, and keep their ports."""
 
-    def __init__(self, directory: Path, store: str | None, times: Times, addresses: Mapping[str, str]) -> None:
-        self.silos: dict[str, SiloProcess] = {}
+    def __init__(
+        self,
+        directory: Path,
+        store: str | None,
+        times: Times,
+        addresses: Mapping[str, str],
+        silos: dict[str, SiloProcess],
+    ) -> None:
+        self.silos = silos
         self._directory = directory
         self._store = store
         self._times = times
@@ -95,7 +103,9 @@ class Cluster:
         folder.mkdir()
         (self._directory / "data").mkdir(exist_ok=True)
         (folder / "data").symlink_to("../data")  # that is where a `SiloProcess` has its data
-        return SiloProcess(folder, wrapper=("env", f"PYTHONPATH={ROOT}"), config=self._config(name))
+        silo = SiloProcess(folder, wrapper=("env", f"PYTHONPATH={ROOT}"), config=self._config(name))
+        silo.address = f"127.0.0.1:{lasting_port()}"
+        return silo
 
     def _config(self, name: str) -> str:
         lines = [
@@ -330,6 +340,15 @@ class Load:
 
         await until(published, self.standing)
 
+    async def until_clients_get_more(self) -> None:
+        """Each of them."""
+        now = now_ns()
+
+        async def got() -> bool:
+            return all(client.got and client.got[-1].at_ns > now for client in self.clients)
+
+        await until(got, self.standing)
+
     async def is_publishing(self) -> bool:
         """Whether what is published now is stored within a moment."""
         try:
@@ -432,9 +451,11 @@ async def playing(
     *,
     times: Times = FAST,
     addresses: Mapping[str, str] = {},
+    silos: dict[str, SiloProcess] | None = None,
 ) -> AsyncGenerator[Cluster]:
-    """A cluster of silos, of which nothing survives the end. Where it fails, what they said is printed."""
-    cluster = Cluster(directory, store, times, addresses)
+    """A cluster of silos, of which nothing survives the end. Where it fails, what they said is printed. `addresses` are
+    where others reach a silo that has another one than its own, `silos` is where they are kept."""
+    cluster = Cluster(directory, store, times, addresses, {} if silos is None else silos)
     try:
         await cluster.add(*names)
         yield cluster

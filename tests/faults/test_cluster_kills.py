@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.cluster_scene import loaded, playing
-from tests.faults.cluster_stores import rng, store
+from tests.faults.cluster_stores import over, rng, store
 from tests.servers import postgres_server, postgres_url
 
 __all__ = ("postgres_server", "postgres_url", "rng", "store")
@@ -37,6 +37,7 @@ async def test_queues_are_shared_by_whoever_is_there(tmp_path: Path, store: str 
         load.check()
 
 
+@over("sqlite")
 async def test_a_rolling_restart_loses_nothing_and_delivers_nothing_twice(
     tmp_path: Path, store: str | None, rng: random.Random
 ) -> None:
@@ -52,6 +53,7 @@ async def test_a_rolling_restart_loses_nothing_and_delivers_nothing_twice(
         load.check(once=True)
 
 
+@over("postgres")
 async def test_silos_that_are_killed_at_random_moments_lose_nothing(
     tmp_path: Path, store: str | None, rng: random.Random
 ) -> None:

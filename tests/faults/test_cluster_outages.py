@@ -9,16 +9,18 @@ import pytest
 
 from headrace.benchmarks.servers import PostgresServer
 from tests.faults.cluster_scene import Cluster, Load, Times, loaded, playing
-from tests.faults.cluster_stores import frozen, rng, store
+from tests.faults.cluster_stores import frozen, over, own_server, rng, store
 from tests.faults.cluster_wire import wired
+from tests.faults.silo_process import SiloProcess
 from tests.servers import postgres_server, postgres_url
 
-__all__ = ("postgres_server", "postgres_url", "rng", "store")
+__all__ = ("own_server", "postgres_server", "postgres_url", "rng", "store")
 
 pytestmark = pytest.mark.timeout(200)
 LONG = Times(lease_s=10.0, dead_after_s=5.0)
 
 
+@over("sqlite")
 async def test_a_silo_that_stood_still_beyond_its_lease_comes_back_to_what_is_left(
     tmp_path: Path, store: str | None, rng: random.Random
 ) -> None:
@@ -46,62 +48,60 @@ async def freeze(cluster: Cluster, load: Load, name: str) -> None:
         await load.flowing()
 
 
-async def test_a_store_that_is_away_for_less_than_the_lease_changes_nothing(tmp_path: Path, rng: random.Random) -> None:
-    with PostgresServer() as server:
-        async with playing(tmp_path, server.url, "ab", times=LONG) as cluster:
-            await cluster.until_shared(3, 3)
-            async with loaded(cluster, rng, "a") as load:
+async def test_a_store_that_is_away_for_less_than_the_lease_changes_nothing(
+    tmp_path: Path, own_server: PostgresServer, rng: random.Random
+) -> None:
+    async with playing(tmp_path, own_server.url, "ab", times=LONG) as cluster:
+        await cluster.until_shared(3, 3)
+        async with loaded(cluster, rng, "a") as load:
+            await load.flowing()
+            before = await cluster.epochs()
+            with frozen(own_server):
                 await load.flowing()
-                before = await cluster.epochs()
-                with frozen(server):
-                    await load.flowing()
-                await load.flowing()
-                assert await cluster.epochs() == before
-            load.check(once=True)
+            await load.flowing()
+            assert await cluster.epochs() == before
+        load.check(once=True)
 
 
 async def test_a_store_that_is_away_for_longer_stops_agents_until_it_is_back(
-    tmp_path: Path, rng: random.Random
+    tmp_path: Path, own_server: PostgresServer, rng: random.Random
 ) -> None:
-    with PostgresServer() as server:
-        async with playing(tmp_path, server.url, "ab") as cluster:
+    async with playing(tmp_path, own_server.url, "ab") as cluster:
+        await cluster.until_shared(3, 3)
+        async with loaded(cluster, rng, "a") as load:
+            await load.flowing()
+            before = await cluster.epochs()
+            own_server.stop()
+            await cluster.until_said("could not be renewed in time", 6)
+            handled = len(cluster.handled())
+            await load.until_published(200)
+            assert len(cluster.handled()) == handled
+            own_server.start()
             await cluster.until_shared(3, 3)
-            async with loaded(cluster, rng, "a") as load:
-                await load.flowing()
-                before = await cluster.epochs()
-                server.stop()
-                await cluster.until_said("could not be renewed in time", 6)
-                cut = len(cluster.handled())
-                await load.until_published(200)
-                assert len(cluster.handled()) == cut
-                server.start()
-                await cluster.until_shared(3, 3)
-                await load.flowing()
-                after = await cluster.epochs()
-                assert all(after[queue] > before[queue] for queue in before)
-            load.check()
+            await load.flowing()
+            after = await cluster.epochs()
+            assert all(after[queue] > before[queue] for queue in before)
+        load.check()
 
 
+@over("postgres")
 async def test_silos_that_cannot_reach_one_another_go_on_with_what_they_have(
     tmp_path: Path, store: str | None, rng: random.Random
 ) -> None:
     async with AsyncExitStack() as stack:
-        clusters: list[Cluster] = []
-        wires = {
-            name: await stack.enter_async_context(wired(lambda name=name: clusters[0].silos[name].address))
-            for name in "ab"
-        }
+        silos: dict[str, SiloProcess] = {}
+        wires = {name: await stack.enter_async_context(wired(lambda at=name: silos[at].address)) for name in "ab"}
         addresses = {name: wire.address for name, wire in wires.items()}
-        cluster = await stack.enter_async_context(playing(tmp_path, store, "ab", addresses=addresses))
-        clusters.append(cluster)
-        await cluster.until_shared(3, 3)
-        async with loaded(cluster, rng, "ab") as load:
-            await load.flowing()
-            for wire in wires.values():
-                wire.cut()
-            await load.until_handled_by("a", "b")
-            await cluster.until_said("cannot be reached", 2)
-            for wire in wires.values():
-                wire.mend()
-            await load.flowing()
-        load.check()
+        async with playing(tmp_path, store, "ab", addresses=addresses, silos=silos) as cluster:
+            await cluster.until_shared(3, 3)
+            async with loaded(cluster, rng, "ab") as load:
+                await load.flowing()
+                for wire in wires.values():
+                    wire.cut()
+                await cluster.until_said("was not heard", 2)
+                await load.until_handled_by("a", "b")
+                await load.until_clients_get_more()
+                for wire in wires.values():
+                    wire.mend()
+                await load.flowing()
+            load.check()
