@@ -33,9 +33,9 @@ def store(request: pytest.FixtureRequest) -> str | None:
     return None if request.param == "sqlite" else request.getfixturevalue("postgres_url")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def own_server() -> Iterator[PostgresServer]:
-    """One that a test may stop and start."""
+    """One that a test may stop and start: use schemas of your own."""
     server = PostgresServer()
     server.port = lasting_port()
     with server:

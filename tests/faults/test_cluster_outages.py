@@ -12,7 +12,7 @@ from tests.faults.cluster_scene import Cluster, Load, Times, loaded, playing
 from tests.faults.cluster_stores import frozen, over, own_server, rng, store
 from tests.faults.cluster_wire import wired
 from tests.faults.silo_process import SiloProcess
-from tests.servers import postgres_server, postgres_url
+from tests.servers import new_schema, postgres_server, postgres_url
 
 __all__ = ("own_server", "postgres_server", "postgres_url", "rng", "store")
 
@@ -51,7 +51,7 @@ async def freeze(cluster: Cluster, load: Load, name: str) -> None:
 async def test_a_store_that_is_away_for_less_than_the_lease_changes_nothing(
     tmp_path: Path, own_server: PostgresServer, rng: random.Random
 ) -> None:
-    async with playing(tmp_path, own_server.url, "ab", times=LONG) as cluster:
+    async with playing(tmp_path, new_schema(own_server), "ab", times=LONG) as cluster:
         await cluster.until_shared(3, 3)
         async with loaded(cluster, rng, "a") as load:
             await load.flowing()
@@ -66,7 +66,7 @@ async def test_a_store_that_is_away_for_less_than_the_lease_changes_nothing(
 async def test_a_store_that_is_away_for_longer_stops_agents_until_it_is_back(
     tmp_path: Path, own_server: PostgresServer, rng: random.Random
 ) -> None:
-    async with playing(tmp_path, own_server.url, "ab") as cluster:
+    async with playing(tmp_path, new_schema(own_server), "ab") as cluster:
         await cluster.until_shared(3, 3)
         async with loaded(cluster, rng, "a") as load:
             await load.flowing()
