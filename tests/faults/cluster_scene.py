@@ -40,6 +40,7 @@ from tests.faults.scene import check_history
 from tests.faults.silo_process import SiloProcess
 
 ROOT = Path(__file__).parents[2]
+PATHS = (str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]))
 HANDLED, SHARED, RAW = "handled", "shared", "raw"
 QUEUES = 6
 PATIENCE_S = 60
@@ -103,7 +104,7 @@ class Cluster:
         folder.mkdir()
         (self._directory / "data").mkdir(exist_ok=True)
         (folder / "data").symlink_to("../data")  # that is where a `SiloProcess` has its data
-        silo = SiloProcess(folder, wrapper=("env", f"PYTHONPATH={ROOT}"), config=self._config(name))
+        silo = SiloProcess(folder, wrapper=("env", f"PYTHONPATH={os.pathsep.join(PATHS)}"), config=self._config(name))
         silo.address = f"127.0.0.1:{lasting_port()}"
         return silo
 
