@@ -422,6 +422,11 @@ class Load:
         self._raw_got.sort()
         return self._raw_got
 
+    def summary(self) -> str:
+        """How much there was, and how much of it more than once."""
+        again = {name: len(events) - len(set(events)) for name, events in self.events().items()}
+        return f"{sum(self.published.values()):,} events; came again: {again}"
+
     def check(self, *, once: bool = False, stood_still: bool = False) -> None:
         """Nothing lost, nothing out of order, one owner at a time; and what is acknowledged does not come again.
 

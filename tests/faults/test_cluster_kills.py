@@ -60,11 +60,14 @@ async def test_silos_that_are_killed_at_random_moments_lose_nothing(
     async with playing(tmp_path, store, "abc") as cluster:
         async with loaded(cluster, rng, "ab") as load:
             await load.flowing()
+            kills = 0
             until_s = asyncio.get_running_loop().time() + SECONDS
             while asyncio.get_running_loop().time() < until_s:
                 silo = rng.choice(list(cluster.silos.values()))
                 await silo.kill()
+                kills += 1
                 await asyncio.sleep(rng.uniform(0, 2))
                 await silo.start()
                 await asyncio.sleep(rng.uniform(0, 3))
+        print(f"{kills} kills, {load.summary()}")
         load.check()
