@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, NoReturn
 
-IMPORTED = ("publish", "subscribe", "streams", "subscriptions", "deadletters", "queues", "tokens", "silo")
+IMPORTED = ("publish", "subscribe", "streams", "subscriptions", "deadletters", "queues", "cluster", "tokens", "silo")
 MESSAGE = 1 << 20
 
 

@@ -187,7 +187,7 @@ def test_a_variable_that_is_no_option_is_told_of():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("prot = 3", "FILE: unknown option prot: accepted at the top are data, modules, drain_s, workers, log_level, http,"),
+        ("prot = 3", "FILE: unknown option prot: accepted at the top are data, modules, drain_s, workers, log_level,"),
         ("[http]\nprot = 3", "FILE: unknown option http.prot: accepted there are host, port"),
         ("[providers.a.cache]\nmax = 3",
          "FILE: unknown option providers.a.cache.max: accepted there are max_events, max_bytes"),
