@@ -350,9 +350,9 @@ class Membership:
         wanted, at_home = self._wanted(view, taken)
         for queue, held in list(self.held.items()):
             if held.moving is None and queue not in wanted:
-                self._begin(held, self._moved_out(held), "gives back")
+                self._begin(held, self._moved_out, "gives back")
             elif held.moving is None and not held.started:
-                self._begin(held, self._started(held), "starts")
+                self._begin(held, self._started, "starts")
         # Also what it got or gave back without having heard of it.
         mine = {queue for queue, lease in taken.items() if self._is_mine(lease, view) and queue not in self.held}
         if lost := [taken[queue] for queue in sorted(mine - wanted)]:
@@ -395,7 +395,7 @@ class Membership:
         theirs = {queue: at_home[queue] for queue in wanted}
         for lease in await self._store.acquire(self.me, wanted, self._options.lease_s, theirs):
             held = self.held[lease.provider, lease.queue] = Held(lease, began + self._usable_s)
-            self._begin(held, self._started(held), "starts")
+            self._begin(held, self._started, "starts")
         self._set_timer()
 
     async def _started(self, held: Held) -> None:
@@ -418,7 +418,7 @@ class Membership:
             await asyncio.wait([held.moving])
         if self.held.get((held.lease.provider, held.lease.queue)) is held:
             if held.moving is None:
-                self._begin(held, self._moved_out(held), "gives back")
+                self._begin(held, self._moved_out, "gives back")
             if held.moving is not None:
                 await asyncio.wait([held.moving])
 
@@ -426,23 +426,22 @@ class Membership:
         """What was granted while it began to leave, and what could not be given back."""
         for held in list(self.held.values()):
             if held.moving is None:
-                self._begin(held, self._moved_out(held), "gives back")
+                self._begin(held, self._moved_out, "gives back")
 
-    def _begin(self, held: Held, work: Coroutine[Any, Any, None], what: str) -> None:
+    def _begin(self, held: Held, work: Callable[[Held], Coroutine[Any, Any, None]], what: str) -> None:
         lease = held.lease
         name = f"headrace {self.name} {what} {lease.provider}/{lease.queue}"
         held.moving = self._loop.create_task(self._moving(held, work), name=name)
 
-    async def _moving(self, held: Held, work: Coroutine[Any, Any, None]) -> None:
+    async def _moving(self, held: Held, work: Callable[[Held], Coroutine[Any, Any, None]]) -> None:
         lease = held.lease
         try:
-            await work
+            await work(held)
         except HeadraceError as error:
             log.warning("queue %d of %s cannot move yet: %s", lease.queue, lease.provider, error)
         except Exception:
             log.exception("queue %d of %s cannot move yet", lease.queue, lease.provider)
         finally:
-            work.close()
             held.moving = None
 
     # ---- silos that are silent -------------------------------------------------------------------------------------
