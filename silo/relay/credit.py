@@ -43,15 +43,30 @@ class Decision(NamedTuple):
 class _Account:
     """One silo's."""
 
-    __slots__ = ("bytes", "events", "hungry", "needed", "needed_events", "reclaiming", "used", "weight")
+    __slots__ = (
+        "bytes",
+        "events",
+        "fed",
+        "filled",
+        "hungry",
+        "needed",
+        "needed_events",
+        "reclaiming",
+        "used",
+        "weight",
+    )
 
     def __init__(self) -> None:
         self.events = 0
         self.bytes = 0
+        self.filled = Credit()
+        """What it had when it was lent something last."""
         self.weight = 1.0
         self.used = False
         """Since somebody was hungry."""
         self.hungry = False
+        self.fed = False
+        """It was hungry, and has used nothing since it was given something."""
         self.needed = 1
         """Bytes for its next event."""
         self.needed_events = 1
@@ -93,7 +108,7 @@ class Ledger:
         account = self._accounts[silo]
         account.events -= events
         account.bytes -= size
-        account.used = True
+        account.used, account.fed = True, False
 
     def hungry(self, silo: str, needed: int = 0, events: int = 0) -> None:
         """It has something to deliver and no credit for it; what is next needs so many bytes and events, where that is
@@ -108,7 +123,7 @@ class Ledger:
     def returned(self, silo: str, events: int, size: int) -> None:
         """What it was asked to give back."""
         account = self._accounts[silo]
-        account.reclaiming = False
+        account.reclaiming = account.fed = False
         account.events -= events
         account.bytes -= size
         self._free_events += events
@@ -157,8 +172,9 @@ class Ledger:
             account = self._accounts[silo]
             loan = self._for_hungry(silo, account, total, account.weight / weights)
             if loan is None:
-                return Decision(loans, self._to_reclaim(total, weights, patient=patient))
+                return Decision(loans, self._to_reclaim(patient=patient))
             loans.append(loan)
+            account.fed = True
             self._sated(silo, account)
         return Decision(_merged([*loans, *self._spread(total, weights)]), ())
 
@@ -174,17 +190,20 @@ class Ledger:
     def _lend(self, silo: str, account: _Account, events: int, size: int) -> Loan:
         account.events += events
         account.bytes += size
+        account.filled = Credit(account.events, account.bytes)
         self._free_events -= events
         self._free_bytes -= size
         return Loan(silo, events, size)
 
-    def _to_reclaim(self, total: Credit, weights: float, *, patient: bool) -> Sequence[str]:
+    def _to_reclaim(self, *, patient: bool) -> Sequence[str]:
         """Who has something that another needs more."""
         asked: list[str] = []
         for silo, account in self._accounts.items():
-            share = account.weight / weights if patient and account.weight > IDLE else 0.0
-            much = account.events * 2 > total.events * share or account.bytes * 2 > total.bytes * share
-            if much and not (account.hungry or account.reclaiming):
+            if patient and account.fed:
+                continue  # it is about to use what it was given
+            busy = patient and account.weight > IDLE
+            much = account.events * 2 > account.filled.events or account.bytes * 2 > account.filled.bytes
+            if (much if busy else account.events or account.bytes) and not (account.hungry or account.reclaiming):
                 account.reclaiming = True
                 asked.append(silo)
         return asked

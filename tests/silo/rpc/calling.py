@@ -16,12 +16,13 @@ from google.protobuf.message import Message
 
 from headrace.proto.v1 import cluster_pb2, events_pb2, publisher_pb2, subscriptions_pb2
 from headrace.silo.access import Authenticator, NoTokens, Permission, new_token
-from headrace.silo.config import ClusterConfig, GrpcConfig, ProviderConfig, SiloConfig
+from headrace.silo.config import GrpcConfig, ProviderConfig, SiloConfig
 from headrace.silo.datadir import open_data_directory
 from headrace.silo.host import Silo
 from headrace.silo.rpc.guard import Method
 from headrace.silo.rpc.server import serving
 from headrace.streams.store import ControlStore
+from tests.silo.clusters import clustered
 
 # For the whole run: else what gRPC has collected last waits for its thread to end, in the middle of another test.
 grpc.aio.init_grpc_aio()
@@ -156,36 +157,13 @@ async def opened(
         async with Silo.opened(config) as silo:
             yield silo
         return
-    async with AsyncExitStack() as stack:
-        silos = [await stack.enter_async_context(Silo.opened(_of_cluster(config, n))) for n in range(SILOS)[::-1]]
-        await _until_shared(silos)
-        yield silos[-1]
+    drain_s = min(drain_s, 1.0)  # what a test leaves in a consumer's hands is waited for when a queue moves
+    async with clustered(msgspec.structs.replace(config, drain_s=drain_s), SILOS) as silos:
+        yield silos[0]
 
 
 SILOS = int(os.environ.get("HEADRACE_TEST_SILOS", "0"))
 """How many silos share the queues, of which tests call the first; 0: one by itself."""
-
-
-def _of_cluster(config: SiloConfig, number: int) -> SiloConfig:
-    times = ClusterConfig(name=f"silo-{number}", period_s=0.1, lease_s=5, dead_after_s=2, maturity_s=0.2)
-    grpc = config.grpc if not number else msgspec.structs.replace(config.grpc, port=0)
-    return msgspec.structs.replace(config, cluster=times, grpc=grpc, drain_s=min(config.drain_s, 1.0))
-
-
-async def _until_shared(silos: Sequence[Silo]) -> None:
-    """All queues are served, by all."""
-    wanted = sum(provider.queues for provider in silos[0].providers.values())
-    async with asyncio.timeout(30):
-        while True:
-            has = [sum(len(one.manager.leases or ()) for one in silo.providers.values()) for silo in silos]
-            seen = [
-                sum(silo.clustering.owner(p.name, q) != "" for p in silo.providers.values() for q in range(p.queues))
-                for silo in silos
-                if silo.clustering
-            ]
-            if sum(has) == wanted and max(has) - min(has) <= 1 and min(seen) == wanted:
-                return
-            await asyncio.sleep(0.02)
 
 
 class Offered(Caller):

@@ -109,6 +109,7 @@ async def test_the_silo_names_a_consumer_that_has_no_id(caller: Caller) -> None:
         assert one.opened.consumer != other.opened.consumer
 
 
+@pytest.mark.one_silo
 async def test_who_comes_back_is_told_that_it_is_still_known(caller: Caller) -> None:
     for resumed in (False, True):
         session = await begin(caller, definition=defined("s"), consumer="c")
@@ -203,6 +204,7 @@ async def test_events_come_as_they_were_published(caller: Caller) -> None:
         await session.acknowledge_saved(events)
 
 
+@pytest.mark.one_silo
 async def test_no_more_comes_than_credit_was_granted(caller: Caller) -> None:
     session = await begin(caller, definition=defined("s"), session_timeout_ms=2000)
     await caller.publish(*[batch(f"n/{key}", *[b"x" * 100] * 10) for key in range(10)])
@@ -525,6 +527,7 @@ async def test_half_closing_is_not_closing(caller: Caller) -> None:
 # ---- the silo stops --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_silo
 async def test_a_silo_that_stops_lets_consumers_finish_what_they_hold(tmp_path: Path) -> None:
     async with opened(tmp_path / "data") as silo, connecting(silo.grpc_address or "") as caller:
         session = await begin(caller, definition=defined("s"))
@@ -568,6 +571,7 @@ async def test_a_silo_that_stops_waits_no_longer_than_it_may(tmp_path: Path) -> 
             assert [event.payload for event in await session.take(1)] == [b"0"]
 
 
+@pytest.mark.one_silo
 async def test_while_the_silo_stops_nobody_new_comes_but_what_was_pulled_is_acknowledged(tmp_path: Path) -> None:
     async with opened(tmp_path / "data") as silo, connecting(silo.grpc_address or "") as caller:
         await caller.create("s", "n/*")
@@ -614,6 +618,7 @@ async def test_what_is_held_when_agents_stop_for_good_is_taken_back_and_comes_ag
         assert [event.payload for event in await session.take(1)] == [b"0"]
 
 
+@pytest.mark.one_silo
 async def test_a_seek_takes_back_what_is_held_and_goes_on_from_there(caller: Caller) -> None:
     async with consuming(caller, definition=defined("s")) as session:
         await caller.publish(*[batch("n/k", b"%d" % n) for n in range(3)])

@@ -1,0 +1,391 @@
+"""Consumers that are attached to one silo, and served by all."""
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from headrace.proto.v1 import consumer_pb2 as pb
+from headrace.silo.config import GrpcConfig, ProviderConfig, SiloConfig
+from headrace.silo.host import Silo
+from headrace.streams import Client, Event, Mode, OnFailure, RetryPolicy, StreamId
+from headrace.streams.client.consuming import Consumer
+from headrace.streams.errors import Fenced, HeadraceError
+from tests.silo.clusters import Silos, clustered, queues
+from tests.silo.rpc.calling import batch, connecting
+from tests.silo.rpc.sessions import begin, defined
+
+QUEUES, STREAMS = 8, 40
+PATIENCE_S = 30
+
+
+@asynccontextmanager
+async def cluster(tmp_path: Path, count: int = 2) -> AsyncGenerator[Silos]:
+    config = SiloConfig(
+        data=str(tmp_path / "data"),
+        drain_s=5.0,
+        grpc=GrpcConfig(port=0),
+        providers={"default": ProviderConfig(queues=QUEUES)},
+    )
+    async with clustered(config, count) as silos:
+        yield silos
+
+
+@pytest.fixture
+async def silos(tmp_path: Path) -> AsyncGenerator[Silos]:
+    async with cluster(tmp_path) as silos:
+        yield silos
+
+
+@asynccontextmanager
+async def client_of(*silos: Silo) -> AsyncGenerator[Client]:
+    async with Client(",".join(silo.grpc_address or "" for silo in silos)) as client:
+        yield client
+
+
+def streams(count: int = STREAMS) -> list[StreamId]:
+    return [StreamId("n", str(number)) for number in range(count)]
+
+
+class Taker:
+    """What a consumer got, by stream."""
+
+    def __init__(self, consumer: Consumer) -> None:
+        self.consumer = consumer
+        self.got: defaultdict[StreamId, list[bytes]] = defaultdict(list)
+        self.queues: Counter[int] = Counter()
+        self._something = asyncio.Event()
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.got.values()))
+
+    async def run(self) -> None:
+        async for taken in self.consumer:
+            for event in taken:
+                self.got[taken.stream].append(event.payload)
+            self.queues[taken.queue] += taken.count
+            await taken.ack()
+            self._something.set()
+
+    async def has(self, count: int) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while self.count < count:
+                self._something.clear()
+                await self._something.wait()
+
+
+@asynccontextmanager
+async def taking(*consumers: Consumer) -> AsyncGenerator[list[Taker]]:
+    takers = [Taker(consumer) for consumer in consumers]
+    tasks = [asyncio.create_task(taker.run()) for taker in takers]
+    try:
+        yield takers
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def eventually(condition: Callable[[], Awaitable[bool] | bool]) -> None:
+    """Return once it holds."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            holds = condition()
+            if holds if isinstance(holds, bool) else await holds:
+                return
+            await asyncio.sleep(0.02)
+
+
+async def publish(client: Client, numbers: Iterable[int], to: Iterable[StreamId] | None = None) -> None:
+    for number in numbers:
+        for stream in streams() if to is None else to:
+            await client.publish(stream, b"%d" % number)
+
+
+async def there_are(count: Callable[[], Awaitable[int]], wanted: int) -> bool:
+    return await count() == wanted
+
+
+def counted(numbers: Iterable[int]) -> list[bytes]:
+    return [b"%d" % number for number in numbers]
+
+
+async def test_a_consumer_gets_the_events_of_all_silos_in_order(silos: Silos):
+    async with client_of(silos[0]) as client, client.subscribe("s", "n/*") as consumer, taking(consumer) as (taker,):
+        await publish(client, range(5))
+        await taker.has(5 * STREAMS)
+        assert dict(taker.got) == dict.fromkeys(streams(), counted(range(5)))
+        assert set(taker.queues) >= {queues(silos[0])[0], queues(silos[1])[0]}
+        await consumer.saved()
+    async with client_of(silos[1]) as client, client.subscribe("s", "n/*") as consumer, taking(consumer) as (taker,):
+        await publish(client, [5])
+        await taker.has(STREAMS)
+        assert dict(taker.got) == dict.fromkeys(streams(), counted([5]))
+
+
+async def test_a_queue_that_moves_in_order_is_not_noticed(tmp_path: Path):
+    async with cluster(tmp_path, 3) as silos, client_of(silos[1]) as client:
+        async with client.subscribe("s", "n/*") as consumer, taking(consumer) as (taker,):
+            await publish(client, range(3))
+            publishing = asyncio.create_task(publish(client, range(3, 10)))
+            await silos.stop(2)
+            await publishing
+            await silos.shared([0, 1])
+            await publish(client, range(10, 12))
+            await taker.has(12 * STREAMS)
+            assert dict(taker.got) == dict.fromkeys(streams(), counted(range(12)))
+            assert consumer.reconnections == 0
+        await silos.start(2)
+
+
+async def test_a_consumer_of_a_silo_that_stops_goes_on_at_another(tmp_path: Path):
+    async with cluster(tmp_path, 2) as silos, client_of(silos[1], silos[0]) as client:
+        async with client.subscribe("s", "n/*") as consumer, taking(consumer) as (taker,):
+            await publish(client, range(3))
+            publishing = asyncio.create_task(publish(client, range(3, 10)))
+            await silos.stop(1)
+            await publishing
+            await taker.has(10 * STREAMS)
+            assert dict(taker.got) == dict.fromkeys(streams(), counted(range(10)))
+        await silos.start(1)
+
+
+async def test_the_smallest_credit_gets_everything(silos: Silos):
+    async with client_of(silos[0]) as client, client.subscribe("s", "n/*", max_events=1) as consumer:
+        async with taking(consumer) as (taker,):
+            await publish(client, range(3))
+            await taker.has(3 * STREAMS)
+            assert dict(taker.got) == dict.fromkeys(streams(), counted(range(3)))
+
+
+async def test_an_event_larger_than_a_share_of_the_credit_comes(silos: Silos):
+    large = bytes(700_000)
+    async with client_of(silos[0]) as client, client.subscribe("s", "n/*", max_bytes=1_000_000) as consumer:
+        async with taking(consumer) as (taker,):
+            for stream in streams(6):
+                await client.publish(stream, large)
+            await taker.has(6)
+            assert set(taker.got) == set(streams(6))
+
+
+async def test_an_event_larger_than_all_credit_comes(silos: Silos):
+    async with client_of(silos[0]) as client, client.subscribe("s", "n/*", max_bytes=1000) as consumer:
+        async with taking(consumer) as (taker,):
+            await publish(client, [1])
+            await client.publish(StreamId("n", "large"), bytes(5000))
+            await taker.has(STREAMS + 1)
+
+
+async def test_a_small_batch_behind_what_is_in_hands_elsewhere_comes(silos: Silos):
+    """Credit goes to the silo where something waits, though another could use all of it."""
+    here = [stream for stream in streams() if silos[0].providers["default"].queue_of(stream) in queues(silos[0])]
+    there = [stream for stream in streams() if stream not in here]
+    async with client_of(silos[0]) as client, client.subscribe("s", "n/*", max_events=10) as consumer:
+        await publish(client, range(9), here[:1])
+        held = await anext(consumer)
+        await publish(client, [1], there[:1])
+        async with asyncio.timeout(PATIENCE_S):
+            while (await anext(consumer)).stream != there[0]:
+                pass
+        assert held
+
+
+async def test_members_of_all_silos_share(silos: Silos):
+    async with client_of(silos[0]) as one, client_of(silos[1]) as two:
+        async with one.subscribe("s", "n/*") as first, two.subscribe("s", "n/*") as second:
+            async with taking(first, second) as takers:
+                await publish(one, range(10))
+                await eventually(lambda: sum(taker.count for taker in takers) == 10 * STREAMS)
+                assert all(taker.count for taker in takers)
+
+
+async def test_bound_queues_are_divided_over_the_members_of_all_silos(silos: Silos):
+    async with client_of(silos[0]) as one, client_of(silos[1]) as two:
+        async with (
+            one.subscribe("s", "n/*", mode=Mode.BOUND, consumer="a") as first,
+            two.subscribe("s", "n/*", mode=Mode.BOUND, consumer="b") as second,
+            taking(first, second) as (a, b),
+        ):
+            await eventually(lambda: (first.assignment, second.assignment) == ({0, 1, 2, 3}, {4, 5, 6, 7}))
+            await publish(one, range(3))
+            await eventually(lambda: a.count + b.count == 3 * STREAMS)
+            assert set(a.queues) <= {0, 1, 2, 3}
+            assert set(b.queues) <= {4, 5, 6, 7}
+
+
+async def test_broadcast_gives_everybody_everything_and_keeps_positions(silos: Silos):
+    async with client_of(silos[0]) as one, client_of(silos[1]) as two:
+        async with (
+            one.subscribe("s", "n/*", mode=Mode.BROADCAST, consumer="a") as first,
+            two.subscribe("s", "n/*", mode=Mode.BROADCAST, consumer="b") as second,
+            taking(first, second) as takers,
+        ):
+            await publish(one, range(3))
+            for taker in takers:
+                await taker.has(3 * STREAMS)
+                assert dict(taker.got) == dict.fromkeys(streams(), counted(range(3)))
+                await taker.consumer.saved()
+        await publish(one, [3])
+        async with two.subscribe("s", "n/*", mode=Mode.BROADCAST, consumer="a") as again, taking(again) as (taker,):
+            await taker.has(STREAMS)
+            assert dict(taker.got) == dict.fromkeys(streams(), counted([3]))
+
+
+async def test_who_keeps_its_positions_goes_on_from_them_though_queues_move(tmp_path: Path):
+    async with cluster(tmp_path, 3) as silos, client_of(silos[0]) as client:
+        async with client.subscribe("s", "n/*", mode=Mode.BROADCAST, keeps_positions=True) as consumer:
+            async with taking(consumer) as (taker,):
+                await publish(client, range(3))
+                await taker.has(3 * STREAMS)
+                await consumer.saved()
+                await silos.stop(2)
+                await publish(client, range(3, 5))
+                await taker.has(5 * STREAMS)
+                assert dict(taker.got) == dict.fromkeys(streams(), counted(range(5)))
+        await silos.start(2)
+
+
+async def test_a_subscription_that_is_moved_at_one_silo_goes_on_there_at_all(silos: Silos):
+    async with client_of(silos[0]) as client, client_of(silos[1]) as other:
+        async with client.subscribe("s", "n/*") as consumer, taking(consumer) as (taker,):
+            await publish(client, range(2))
+            await taker.has(2 * STREAMS)
+            await other.seek("s", "earliest")
+            await taker.has(4 * STREAMS)
+            assert dict(taker.got) == dict.fromkeys(streams(), counted(range(2)) * 2)
+
+
+async def test_a_subscription_that_is_deleted_at_one_silo_ends_at_all(silos: Silos):
+    async with client_of(silos[0]) as client, client_of(silos[1]) as other:
+        async with client.subscribe("s", "n/*") as consumer:
+            await other.delete_subscription("s")
+            with pytest.raises(HeadraceError, match="deleted"):
+                async with asyncio.timeout(PATIENCE_S):
+                    await anext(consumer)
+
+
+async def test_who_takes_over_a_consumer_at_another_silo_ends_it(silos: Silos):
+    async with client_of(silos[0]) as client, client_of(silos[1]) as other:
+        async with client.subscribe("s", "n/*", consumer="c") as consumer:
+            async with other.subscribe("s", "n/*", consumer="c") as second, taking(second) as (taker,):
+                with pytest.raises(Fenced, match="another connection took over"):
+                    async with asyncio.timeout(PATIENCE_S):
+                        await anext(consumer)
+                await publish(client, [1])
+                await taker.has(STREAMS)
+
+
+async def test_a_paused_stream_is_resumed_through_any_silo(silos: Silos):
+    failing = True
+
+    async def handle(_: Event) -> None:
+        if failing:
+            raise ValueError("not yet")
+
+    async with client_of(silos[0]) as client, client_of(silos[1]) as other:
+        subscription = await client.subscribe(
+            "s", "n/*", handle, on_failure=OnFailure.PAUSE, retry=RetryPolicy(max_attempts=1)
+        )
+        await publish(client, [1], streams(8))
+
+        async def all_are_paused() -> bool:
+            return sum(len(queue.paused) for queue in (await client.subscription("s")).progress) == 8
+
+        await eventually(all_are_paused)
+        failing = False
+        assert all(
+            [await each.resume("s", stream) for each, stream in zip([client, other] * 4, streams(8), strict=True)]
+        )
+        await subscription.caught_up()
+
+
+async def test_dead_letters_are_redriven_by_whoever_has_their_queue(silos: Silos):
+    failing, got = True, list[StreamId]()
+
+    async def handle(event: Event) -> None:
+        if failing:
+            raise ValueError("not yet")
+        assert event.stream is not None
+        got.append(event.stream)
+
+    async with client_of(silos[0]) as client:
+        await client.subscribe("s", "n/*", handle, retry=RetryPolicy(max_attempts=1))
+        await publish(client, [1], streams(8))
+
+        async def letters() -> int:
+            return len(await client.dead_letters("s"))
+
+        await eventually(lambda: there_are(letters, 8))
+        failing = False
+        assert await client.redrive("s") == 8
+        await eventually(lambda: there_are(letters, 0))
+        assert sorted(got) == sorted(streams(8))
+
+
+async def test_caught_up_waits_for_all_silos(silos: Silos):
+    async with client_of(silos[0]) as client, client.subscribe("s", "n/*") as consumer:
+        await publish(client, [1])
+        waiting = asyncio.create_task(client.caught_up("s"))
+        async with taking(consumer) as (taker,):
+            await waiting
+            assert taker.count == STREAMS
+
+
+async def test_a_pull_returns_what_any_silo_has(silos: Silos):
+    async with connecting(silos[0].grpc_address or "") as caller, connecting(silos[1].grpc_address or "") as other:
+        await caller.create("s", "n/*")
+        for stream in streams(8):
+            await caller.publish(batch(str(stream), b"0", b"1"))
+        got: list[tuple[int, int, int]] = []
+        async with asyncio.timeout(PATIENCE_S):
+            while len(got) < 16:
+                request = pb.PullRequest(subscription="s", consumer="p", max_events=3, wait_ms=2000)
+                answer = await caller.ask("headrace.v1.ConsumerService/Pull", request, pb.PullResponse)
+                pulled = [(one.queue, one.offset, len(one.sizes)) for one in answer.batches]
+                assert sum(count for *_, count in pulled) <= 3
+                got += [(queue, offset, index) for queue, offset, count in pulled for index in range(count)]
+                marks = [pb.Acknowledgement(queue=queue, offset=offset) for queue, offset, _ in pulled]
+                acknowledged = pb.AcknowledgeRequest(subscription="s", consumer="p", acknowledgements=marks)
+                through = other if len(got) % 2 else caller
+                told = await through.ask(
+                    "headrace.v1.ConsumerService/Acknowledge", acknowledged, pb.AcknowledgeResponse
+                )
+                assert not told.refused
+        state = await caller.get("s")
+        assert state.progress
+
+
+async def test_what_was_pulled_and_not_acknowledged_comes_again(silos: Silos):
+    async with connecting(silos[0].grpc_address or "") as caller:
+        await caller.create("s", "n/*")
+        for stream in streams(4):
+            await caller.publish(batch(str(stream), b"0"))
+
+        async def pull() -> list[tuple[int, int]]:
+            request = pb.PullRequest(subscription="s", consumer="p", wait_ms=100, session_timeout_ms=1000)
+            answer = await caller.ask("headrace.v1.ConsumerService/Pull", request, pb.PullResponse)
+            return [(one.queue, one.offset) for one in answer.batches]
+
+        first, again = list[tuple[int, int]](), list[tuple[int, int]]()
+        async with asyncio.timeout(PATIENCE_S):
+            while len(first) < 4:
+                first += await pull()
+            while len(again) < 4:
+                again += await pull()
+        assert sorted(again) == sorted(first)
+
+
+async def test_a_consumer_that_is_silent_is_given_up_at_all_silos(silos: Silos):
+    async with connecting(silos[0].grpc_address or "") as caller, client_of(silos[1]) as client:
+        silent = await begin(caller, definition=defined("s"), session_timeout_ms=1000)
+        await silent.grant(100, 1 << 20)
+        for stream in streams(8):
+            await caller.publish(batch(str(stream), b"0"))
+        await silent.take(8)
+        async with client.subscribe("s") as consumer, taking(consumer) as (taker,):
+            await taker.has(8)
+        assert (await silent.end()) is not None
