@@ -1,6 +1,7 @@
 """The data directory of an embedded provider, and the locks in it.
 
-    DIR/headrace.json            the marker: {"format": 1}, and "control" where the control store is a server
+    DIR/headrace.json            the marker: {"format": 1}; where the control store is a server also "control", which
+                                 says where, and "id"
     DIR/control.db               the control store (SQLite), if not
     DIR/providers/<provider>/    what the provider's adapter keeps
     DIR/locks/<provider>/<subscription>.lock
@@ -20,6 +21,7 @@ import errno
 import fcntl
 import os
 import re
+import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -44,6 +46,8 @@ class DataDirectory(NamedTuple):
     """A directory that was checked and is ours."""
 
     path: Path
+    id: str = ""
+    """What tells it from every other, where its control data is elsewhere."""
 
     @property
     def control_db(self) -> Path:
@@ -75,7 +79,7 @@ def open_data_directory(path: str | os.PathLike[str], control: str | None = None
         raise _refusal(directory, error) from None
     if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
         raise DataDirectoryError(f"data directory {directory}: not writable by this user")
-    return DataDirectory(directory)
+    return DataDirectory(directory, _id(directory) if control is not None else "")
 
 
 def check_provider_name(name: str) -> str:
@@ -221,6 +225,11 @@ def _check_control(directory: Path, stored: object, control: str | None) -> None
     )
 
 
+def _id(directory: Path) -> str:
+    content = msgspec.json.decode(_read_marker(directory) or b"{}", type=dict[str, object])
+    return str(content.get("id", ""))
+
+
 def _check_control_db(directory: DataDirectory) -> None:
     try:
         with directory.control_db.open("rb") as file:
@@ -247,9 +256,12 @@ def _claim(directory: Path, control: str | None) -> None:
         )
     unfinished = directory / f"{_UNFINISHED}{os.getpid()}"
     try:
-        content = {"format": FORMAT} if control is None else {"format": FORMAT, "control": control}
+        content = {"format": FORMAT}
+        if control is not None:
+            content |= {"control": control, "id": uuid.uuid4().hex}
         _write_through(unfinished, msgspec.json.encode(content))
-        unfinished.replace(directory / MARKER)
+        with suppress(FileExistsError):  # another process's, made meanwhile, stays as it is
+            (directory / MARKER).hardlink_to(unfinished)
         _sync_directory(directory)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -15,13 +15,14 @@ from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequen
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..adapters import AdapterContext, Bounds, ProducerSequence, QueueAdapter, Receipt, open_adapter
 from ..agents import CacheLimits, Group, HandlerService, PullingManager, Service
 from ..balancer import StreamQueueMapper
 from ..balancer.mapper import VERSION as MAPPER_VERSION
-from ..streams.errors import Busy, InvalidArgument, NotSupported
+from ..streams.errors import Busy, DataDirectoryError, InvalidArgument, NotSupported
 from ..streams.events import Event, EventBatch
 from ..streams.handlers import AnyHandler, Declared, EventFilter, Handler, filter_name
 from ..streams.identity import SequenceToken, StreamId
@@ -191,6 +192,8 @@ class Provider:
         try:
             if leased:
                 _check_shareable(options.name, adapter_name, adapter)
+            if directory is not None and directory.id and own is not None:
+                await _check_same_queues(store, options.name, directory, own)
             if not known:
                 await register()  # only now: what cannot be opened is not what the provider is made with
             provider = cls(options, directory, store, adapter, mapper, leased=leased)
@@ -693,4 +696,18 @@ def _check_shareable(provider: str, name: str, adapter: QueueAdapter) -> None:
         raise NotSupported(
             f"provider {provider!r}: the queues of the adapter {name!r} are one process's own, so a cluster cannot "
             "share them: choose another adapter, or leave out [cluster]"
+        )
+
+
+async def _check_same_queues(store: ControlStore, provider: str, directory: DataDirectory, own: Path) -> None:
+    """Queues that are kept in the data directory are this machine's. Others under the same store would be taken for
+    them, and positions in the ones for positions in the others."""
+    if not await asyncio.to_thread(lambda: any(own.iterdir())):
+        return
+    known = await store.value_or(f"directory/{provider}", directory.id)
+    if known != directory.id:
+        raise DataDirectoryError(
+            f"provider {provider!r}: its queues are in the data directory of another machine, not in {directory.path}, "
+            "and its control data belongs to those: silos on several machines need an adapter whose queues all of them "
+            "reach"
         )
