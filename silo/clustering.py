@@ -102,9 +102,18 @@ class Clustering:
             stack.push_async_callback(membership.leave)
             await self._store.forget(FORGET_S)
             self._saw(await self._store.view())
+            await self._check_reachable(membership.me)
             looking = asyncio.create_task(self._look(), name="headrace relays")
             stack.push_async_callback(ended, looking)
             yield
+
+    async def _check_reachable(self, me: SiloRecord) -> None:
+        """Of itself, at the address that others are told and with the certificates that they are shown."""
+        if not await self._peers.reach(me):
+            log.warning(
+                "silo %s does not reach itself at %s, so other silos may not either, and consumers there miss what its "
+                "queues have: check cluster.address and cluster.ca", me.name, me.address,
+            )  # fmt: skip
 
     async def _named(self, name: str) -> DirectoryLock:
         """The silo's name is this process's, on this machine. Who ends just now may have it for a moment."""

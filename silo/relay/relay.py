@@ -42,6 +42,8 @@ HEARTBEATS = 3
 """How often in a session timeout a silo is told that the consumer is there."""
 OPEN_S = 5.0
 """How long a silo may take for its first response."""
+TOLD_AT = 4
+"""After so many failures in a row: a silo that ends, or was killed, is soon not there any more."""
 ATTACH_S = 1.0
 """How long silos may take to answer a consumer that comes."""
 CLOSE_S = 1.0
@@ -330,6 +332,8 @@ class Relay:
             self._end(error)
         else:
             failures = self._failures[link.silo] = self._failures.get(link.silo, 0) + 1
+            if failures == TOLD_AT:
+                log.warning("consumer %s gets nothing of silo %s: %s", self._opening.consumer, link.silo, error)
             self._not_before[link.silo] = self._loop.time() + min(AGAIN_S * 2 ** (failures - 1), RARELY_S)
 
     def _forget(self, link: Link) -> None:
