@@ -136,6 +136,40 @@ async def test_a_drained_silo_has_no_consumers_until_it_is_started(tmp_path: Pat
         last.cancel()
 
 
+async def test_a_silo_by_itself_is_undrained_by_its_name_or_none(tmp_path: Path):
+    async with opened(tmp_path) as silo, connecting(silo.grpc_address or "") as caller:
+        name = (await caller.describe()).name
+        for named in (name, ""):
+            await ask(caller, "DrainSilo", pb.DrainSiloRequest(silo=named, drain_ms=1000))
+            assert set(states(await caller.describe())) == {"stopped"}
+            await ask(caller, "UndrainSilo", pb.UndrainSiloRequest(silo=named))
+            told = await caller.describe()
+            assert (told.state, set(states(told))) == ("running", {"idle"})
+        for kind, method in ((pb.DrainSiloRequest, "DrainSilo"), (pb.UndrainSiloRequest, "UndrainSilo")):
+            with pytest.raises(Refused, match=f"NOT_FOUND .*: there is no silo 'other' that lives: there is {name}"):
+                await ask(caller, method, kind(silo="other"))
+        assert (await caller.describe()).state == "running"
+
+
+async def test_a_queue_tells_how_far_the_slowest_subscription_is_behind(tmp_path: Path):
+    async with opened(tmp_path, provider={"queues": 1}) as silo, connecting(silo.grpc_address or "") as caller:
+        await caller.publish(batch("shop/1", b"a", b"b"))
+        (queue,) = (await caller.describe()).providers[0].queues
+        assert (queue.lag_batches, queue.lag_events, queue.lag_ms) == (0, 0, 0)
+        await caller.create("slow", "shop/*")
+        await caller.publish(batch("shop/1", b"c", b"d", b"e"))
+        await caller.publish(batch("shop/2", b"f"))
+        (queue,) = (await caller.describe()).providers[0].queues
+        assert (queue.lag_batches, queue.lag_events, queue.lag_estimated) == (2, 4, False)
+        subscription = await silo.providers["default"].subscribe("fast", "shop/*", note_nothing)
+        await subscription.caught_up()
+        (queue,) = (await caller.describe()).providers[0].queues
+        assert (queue.lag_batches, queue.lag_events) == (2, 4)
+
+
+async def note_nothing(event: Event) -> None: ...
+
+
 async def to_the_end(session: Stream) -> None:
     while await session.read(consumer_pb2.SubscribeResponse) is not None:
         pass
