@@ -18,8 +18,12 @@ import click
 from ..streams import Client, StreamId
 from ..streams.store import ControlStore
 from .cluster_silos import QUEUES, Silos, owners
-from .harness import Job, Result, Spread, interleaved, machine, table, together
+from .harness import Job, Result, Spread, interleaved, machine, run, table, together
 from .servers import PostgresServer
+from .worker import Gate
+
+HERE = __spec__.name
+"""Also where this module is the main one."""
 
 DEFAULTS: Mapping[str, object] = {}
 FAST: Mapping[str, object] = {"period_s": 0.2, "lease_s": 2.0, "dead_after_s": 1.0, "maturity_s": 1.0}
@@ -33,12 +37,13 @@ PATIENCE_S = 60.0
 # ---- until all queues are served again -------------------------------------------------------------------------------
 
 
-def recovery(*, postgres: bool, times: Mapping[str, object]) -> float:
-    """Seconds from kill -9 of one of three silos until a consumer has, of each queue, something published since."""
+def recovery(gate: Gate, *, postgres: bool, times: Mapping[str, object]) -> Mapping[str, float]:
+    """From kill -9 of one of three silos until a consumer has, of each queue, something published since."""
     with PostgresServer() if postgres else nullcontext() as server:
         store = {"store": server.url} if server else {}
         with Silos(3, cluster={**times, **store}) as silos:
-            return asyncio.run(_recovery(silos))
+            gate.wait()
+            return {"served_again_s": asyncio.run(_recovery(silos))}
 
 
 async def _recovery(silos: Silos) -> float:
@@ -152,7 +157,8 @@ def _recoveries(rounds: int) -> str:
         for name, times in (("defaults", DEFAULTS), ("fast", FAST)):
             found: list[float] = []
             for _ in range(rounds):
-                found.append(recovery(postgres=store == "PostgreSQL", times=times))
+                case = run(f"{HERE}:recovery", {"postgres": store == "PostgreSQL", "times": dict(times)})
+                found.append(case["served_again_s"])
                 click.echo(f"  {store}, {name}: {found[-1]:.2f} s", err=True)
             spread = Spread.of(found)
             lines.append(f"| {store} | {name} | {spread.median:.2f} ({spread.low:.2f}–{spread.high:.2f}) |")
