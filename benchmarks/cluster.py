@@ -18,7 +18,8 @@ import click
 from ..streams import Client, StreamId
 from ..streams.store import ControlStore
 from .cluster_silos import QUEUES, Silos, owners
-from .harness import Job, Result, Spread, interleaved, machine, run, table, together
+from .harness import Job, Metric, Result, Rounds, Spread, interleaved, machine, run, table, together
+from .section import cpu
 from .servers import PostgresServer
 from .worker import Gate
 
@@ -167,9 +168,21 @@ def _recoveries(rounds: int) -> str:
 
 def _compared(title: str, cases: Cases, rounds: int) -> str:
     found = interleaved(cases, rounds, on_result=_progress)
-    ratios = [(name, found.ratio(name, "1 silo", lambda result: result.events_per_s)) for name in cases]
-    lines = [f"- {name}: {ratio.median:.2f} ({ratio.low:.2f}–{ratio.high:.2f})" for name, ratio in ratios]
+    lines = [
+        f"- {name}: {_ratio(found, name, events_per_s)} of the events/s, {_ratio(found, name, cpu)} of the CPU time"
+        for name in cases
+        if name != "1 silo"
+    ]
     return "\n".join([f"## {title}", "", table(found), "", "To 1 silo, within a round:", "", *lines])
+
+
+def _ratio(found: Rounds, name: str, metric: Metric) -> str:
+    ratio = found.ratio(name, "1 silo", metric)
+    return f"{ratio.median:.2f} ({ratio.low:.2f}–{ratio.high:.2f})"
+
+
+def events_per_s(result: Result) -> float:
+    return result.events_per_s
 
 
 def _progress(name: str, result: Result) -> None:
