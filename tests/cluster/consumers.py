@@ -111,7 +111,7 @@ class Link:
         assert self.member is not None
         left = self._left(events)
         if self.group.acknowledge(self.member, events) and not self.silo.machine.gone:
-            self.world.model.finishes(self.group.definition.name, events.queue, events.offset, left)
+            self.world.model.finishes(self.group.definition.name, events.queue, events.offset, left, self.silo)
 
     def _left(self, events: Events) -> list[int]:
         """Indexes of those that it holds."""

@@ -15,6 +15,9 @@ BEGINNING = 1000.0
 ROUNDING_S = 2e-9
 """So much later than asked for a timer is due, so that it is never early by the clock of its machine."""
 WALL = time.time()
+LIBRARY = "/headrace/"
+Site = tuple[str, int]
+"""File and line of an `await` of the library."""
 
 
 class Step:
@@ -32,16 +35,16 @@ class Step:
         if self.machine.proceeds(self):
             self.callback(*self.args)
 
-    def site(self) -> tuple[str, int] | None:
-        """The `await` of the library at which the task stands that this goes on with."""
+    def path(self) -> tuple[Site, ...]:
+        """The `await`s of the library at which the task stands that this goes on with, the innermost one last."""
         task: Any = getattr(self.callback, "__self__", None)
         waits: Any = task.get_coro() if hasattr(task, "get_coro") else None
-        found: tuple[str, int] | None = None
+        found: list[Site] = []
         while (frame := getattr(waits, "cr_frame", None)) is not None:
-            if "/headrace/" in frame.f_code.co_filename:
-                found = frame.f_code.co_filename.rpartition("/headrace/")[2], frame.f_lineno
+            if LIBRARY in frame.f_code.co_filename:
+                found.append((frame.f_code.co_filename.rpartition(LIBRARY)[2], frame.f_lineno))
             waits = waits.cr_await
-        return found
+        return tuple(found)
 
 
 class Machine:
@@ -59,6 +62,8 @@ class Machine:
         self.fuse = 0
         """After so many steps it is killed; 0: it is not."""
         self.on_fuse: Callable[[Step], None] = lambda _: None
+        self.watch: Callable[[Step], None] | None = None
+        """Told of each step before it is taken."""
         self.context = copy_context()
         self.context.run(_machine.set, self)
         self._still = False
@@ -98,6 +103,8 @@ class Machine:
 
     def proceeds(self, step: Step) -> bool:
         """Whether it takes this step now."""
+        if self.watch is not None:
+            self.watch(step)
         if self.fuse:
             self.fuse -= 1
             if not self.fuse:

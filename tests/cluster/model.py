@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from headrace.streams import Checkpoint, StreamId
 
@@ -9,18 +10,27 @@ Place = tuple[object, int, object]
 """In whose hands something is: which silo, under which epoch, which member of its group."""
 
 
+class Did(NamedTuple):
+    """Who finished an event last, and when."""
+
+    who: Any
+    at: float
+
+
 class Progress:
     """Of one subscription in one stream, whose events have the numbers 0, 1, …"""
 
     def __init__(self, first: int) -> None:
+        self.last_done: dict[int, Did] = {}
         self.low = first
         """Everything below is done, or was there before the subscription."""
         self.done = set[int]()
         self.hands: dict[int, Place] = {}
 
-    def finish(self, number: int) -> bool:
+    def finish(self, number: int, did: Did) -> bool:
         """False where it was done before."""
         self.hands.pop(number, None)
+        self.last_done[number] = did
         if number < self.low or number in self.done:
             return False
         self.done.add(number)
@@ -35,9 +45,15 @@ class Progress:
         return next((n for n in before if self.hands.get(n) != place), None)
 
 
+Again = Callable[[str, Did], None]
+"""What comes although it is done, and who did it."""
+
+
 class Model:
-    def __init__(self, problem: Callable[[str], None]) -> None:
+    def __init__(self, problem: Callable[[str], None], now: Callable[[], float], again: Again) -> None:
         self._problem = problem
+        self._now = now
+        self._again = again
         self.published = Counter[StreamId]()
         self.events: dict[tuple[int, int], tuple[StreamId, int, int]] = {}
         """By queue and offset: the stream, the number of the first event, and how many there are."""
@@ -81,6 +97,8 @@ class Model:
                 self._problem(f"{where}: number {number}, but {missing} is neither done nor in the same hands")
             if self._is_stored(subscription, stream, queue, offset, index):
                 self._problem(f"{where}: number {number}, which is stored as done")
+            if (did := progress.last_done.get(number)) is not None:
+                self._again(f"{where}: number {number}", did)
             progress.hands[number] = place
 
     def _is_stored(self, subscription: str, stream: StreamId, queue: int, offset: int, index: int) -> bool:
@@ -98,17 +116,17 @@ class Model:
         for number in [number for number, whose in hands.items() if whose == place]:
             del hands[number]
 
-    def finishes(self, subscription: str, queue: int, offset: int, indexes: Iterable[int]) -> None:
+    def finishes(self, subscription: str, queue: int, offset: int, indexes: Iterable[int], who: object) -> None:
         stream, first, _ = self.events[queue, offset]
-        progress = self.of(subscription, stream)
+        progress, did = self.of(subscription, stream), Did(who, self._now())
         for index in indexes:
-            if not progress.finish(first + index):
+            if not progress.finish(first + index, did):
                 self.again += 1
 
-    def gives_up(self, subscription: str, queue: int, offset: int, index: int) -> None:
+    def gives_up(self, subscription: str, queue: int, offset: int, index: int, who: object) -> None:
         self.given_up.add((subscription, queue, offset, index))
         stream, first, _ = self.events[queue, offset]
-        self.of(subscription, stream).finish(first + index)
+        self.of(subscription, stream).finish(first + index, Did(who, self._now()))
 
     def stores(self, subscription: str, queue: int, checkpoint: Checkpoint) -> None:
         """All that it says is done must be done."""

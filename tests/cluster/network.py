@@ -36,6 +36,8 @@ class Place(Protocol):
     cut_off: bool
     congested: bool
     """Calls and their answers take long."""
+    answers_after_s: float
+    """So late the next renewal is answered, and then nothing gets through; 0: as always."""
 
 
 class Line:
@@ -71,6 +73,10 @@ class Line:
         result = await carry_out()
         slow = congested or rng.random() < weather.slow
         await asyncio.sleep(rng.random() * (weather.slow_s if slow else weather.latency_s))
+        if name == "beat" and self._place.answers_after_s:
+            await asyncio.sleep(self._place.answers_after_s)
+            self._place.answers_after_s, self._place.cut_off = 0.0, True
+            return result
         await self._reach()
         if lost:
             raise StorageError(f"{name}: the answer is lost")

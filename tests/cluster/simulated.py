@@ -15,6 +15,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -49,17 +50,19 @@ from tests.agents.shelf import Shelf
 from tests.cluster.consumers import Consumer, Link, WatchedEdge
 from tests.cluster.machines import Machine, MachineLoop, Step, wall_ns
 from tests.cluster.memory_store import MemoryStore
-from tests.cluster.model import Model
+from tests.cluster.model import Did, Model
 from tests.cluster.network import Line, Weather
 
 PROVIDER = "simulated"
 PATIENT = RetryPolicy(max_attempts=1_000_000, max_elapsed_s=1e9, initial_delay_s=0.05, max_delay_s=0.5)
 HASTY = RetryPolicy(max_attempts=2, max_elapsed_s=1e9, initial_delay_s=0.05, max_delay_s=0.5)
 LIMITS = CacheLimits(max_events=1000, max_bytes=1 << 20)
-KINDS = ("planned", "outages", "crashes", "pauses", "network", "everything")
+KINDS = ("planned", "outages", "crashes", "pauses", "network", "answers", "everything")
 REAL_STORE = 50
 """Of so many seeds one runs on the real control store."""
 TICK_S = 1.0
+CHECKPOINT_S = 1.0
+"""Ten times as long as by default, so that crashes find more that is not saved."""
 CLOCKS = 0.01
 """How much the monotonic clocks of silos may be wrong."""
 
@@ -104,7 +107,7 @@ class SeededManager(PullingManager):
         if not self.silo.machine.gone:
             for event in events:
                 assert event.token is not None
-                self.silo.world.model.gives_up(delivery.name, delivery.queue, *event.token)
+                self.silo.world.model.gives_up(delivery.name, delivery.queue, *event.token, self.silo)
 
 
 class WatchedStore:
@@ -141,8 +144,13 @@ class Silo:
         rng = world.rng
         self.machine = Machine(name, rate=1 + rng.uniform(-CLOCKS, CLOCKS), starts_at=rng.uniform(0, 10_000))
         self.machine.on_fuse = self._burns
+        if world.eye is not None:
+            self.machine.watch = partial(world.eye, self)
+        self.number = len(world.ever)
+        self.killed_at: float | None = None
         self.cut_off = False
         self.congested = False
+        self.answers_after_s = 0.0
         self.up = False
         self.groups: dict[str, Group] = {}
         self.links: list[Link] = []
@@ -233,8 +241,7 @@ class Silo:
             self.world.problem(f"{self.name} failed: {error!r}")
 
     def _burns(self, step: Step) -> None:
-        if (site := step.site()) is not None:
-            self.world.crashed_at.add(site)
+        self.world.crashed_at.update(step.path())
         self.world.kill(self)
 
     async def _until_done(self, call: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -268,7 +275,7 @@ class Silo:
             if rng.random() < 0.02:
                 raise FailedOnPurposeError
             if not self.machine.gone:
-                world.model.finishes(subscription, queue, token.offset, (token.index,))
+                world.model.finishes(subscription, queue, token.offset, (token.index,), self)
 
         return handle
 
@@ -281,9 +288,15 @@ class Silo:
         self.world.model.hands_out(name, queue, offset, indexes, place, self.name)
 
 
+Eye = Callable[[Silo, Step], None]
+"""Sees every step of every silo, before it is taken."""
+
+
 class World:
-    def __init__(self, rng: random.Random, kind: str, *, real: bool) -> None:
+    def __init__(self, rng: random.Random, kind: str, *, real: bool, eye: "Eye | None" = None) -> None:
         self.rng = rng
+        self.eye = eye
+        self.settling = False
         self.kind = kind
         self.real = real
         loop = asyncio.get_running_loop()
@@ -299,14 +312,16 @@ class World:
         """Subscriptions whose events remote consumers get."""
         self.crashed_at = set[tuple[str, int]]()
         self.cuts = 0
-        self.model = Model(self.problem)
+        self.unsaved_s = 0.0
+        """The longest time between an event being done and the death of its silo, of those that came again."""
+        self.model = Model(self.problem, lambda: self.now, self._comes_again)
 
     async def open(self) -> None:
         rng, kind = self.rng, self.kind
         self.queues = rng.choice((1, 3, 6))
         period = rng.choice((0.5, 1.0))
         balancer: Balancer = rng.choice((lease_count, ring, average))
-        leases = (6, 15) if kind == "outages" else (3, 6, 15)
+        leases = (6, 15) if kind in ("outages", "answers") else (3, 6, 15)
         self.options = ClusterOptions(
             period_s=period, lease_s=rng.choice(leases) * period, dead_after_s=rng.choice((2, 5)) * period,
             maturity_s=rng.choice((0.0, 3.0, 30.0)), drain_s=5.0, balancer=balancer,
@@ -363,6 +378,23 @@ class World:
         self.note(f"PROBLEM {text}")
         self.problems.append(text)
 
+    def _comes_again(self, what: str, did: Did) -> None:
+        """Where silos were only killed, it was done by one that is dead, and too short before to be saved."""
+        if self.kind not in ("planned", "crashes"):
+            return
+        if (killed_at := did.who.killed_at) is None:
+            self.problem(f"{what} comes again, and {did.who.name} did it, which lives")
+            return
+        self.unsaved_s = max(self.unsaved_s, killed_at - did.at)
+        if killed_at - did.at > self.save_within_s:
+            self.problem(f"{what} comes again, and was done {killed_at - did.at:.3f} s before {did.who.name} died")
+
+    @property
+    def save_within_s(self) -> float:
+        """What was done longer ago than this is saved: it waits for a checkpoint, which may wait for another one to be
+        written, and is written itself."""
+        return CHECKPOINT_S * (1 + CLOCKS) + 2 * 2 * self.weather.latency_s + 0.001
+
     def queue_of(self, stream: StreamId) -> int:
         return sum(stream.key.encode()) % self.queues
 
@@ -407,6 +439,7 @@ class World:
     def kill(self, silo: Silo) -> None:
         self.note(f"kill {silo.name}")
         silo.machine.kill()
+        silo.killed_at = self.now
         if self.silos.get(silo.name) is silo:
             del self.silos[silo.name]
         for consumer in self.consumers:
@@ -449,7 +482,7 @@ class Life:
 
     async def go_on(self, steps: int) -> None:
         world, rng = self.world, self.rng
-        for _ in range(rng.choice((1, 2, 4))):
+        for _ in range(rng.choice((2, 4) if world.kind == "answers" else (1, 2, 4))):
             world.start(f"silo-{next(self._names)}")
         if world.kind == "outages":
             await self._all_served()
@@ -529,6 +562,9 @@ class Life:
         seconds = self._duration(what)
         world.note(f"{what} {silo.name} for {seconds:.2f} s")
         self._calm_until = world.now + seconds + 3 * world.options.period_s
+        if what == "late answer":
+            silo.answers_after_s, what = self._late_s(), "cut off"
+            await self._answered(silo)
         if what == "congestion":  # and then nothing gets through
             silo.congested = True
             await asyncio.sleep(seconds)
@@ -550,15 +586,29 @@ class Life:
 
     def _duration(self, what: str) -> float:
         options, weather = self.world.options, self.world.weather
+        if what == "late answer":
+            return self.rng.uniform(0.5, 1.5) * options.lease_s
         if what != "short outage":
             return self.rng.choice((0.5, 1.2, 3.0)) * self.rng.random() * options.lease_s
         # The last renewal is a period old, the next one is tried within a quarter, and every call takes its time.
         late_s = 1.6 * options.period_s + weather.timeout_s + 4 * weather.latency_s
         return (0.88 * options.lease_s - late_s) * self.rng.random()
 
+    async def _answered(self, silo: Silo) -> None:
+        """Until a renewal was answered late, and the silo cut off, or it is gone."""
+        while silo.answers_after_s and self.world.silos.get(silo.name) is silo:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+    def _late_s(self) -> float:
+        """As late as an answer may be to a silo that still counts on its lease, or a bit less."""
+        options, weather = self.world.options, self.world.weather
+        late_s = 0.88 * options.lease_s - 1.4 * options.period_s - 3 * weather.latency_s
+        return max(0.0, late_s * self.rng.uniform(0.5, 1.0))
+
     async def settle(self) -> None:
         """Left in peace, everything is done, and every queue has one owner."""
         world = self.world
+        world.settling = True
         if self._under_way:
             await asyncio.wait(self._under_way)
         for silo in list(world.silos.values()):
@@ -573,9 +623,10 @@ class Life:
         await self._wait_for_rest(2 * world.options.maturity_s + 3 * world.options.lease_s)
         if not world.problems and (what := world.unsettled()):
             world.problem(f"at rest {what}")
-        if world.kind == "planned" and world.model.again:
+        unharmed = all(silo.killed_at is None for silo in world.ever)
+        if unharmed and world.kind == "planned" and world.model.again:
             world.problem(f"{world.model.again} events came twice, and all moves were planned")
-        if world.kind in ("planned", "outages") and world.cuts:
+        if unharmed and world.kind in ("planned", "outages") and world.cuts:
             world.problem(f"{world.cuts} queues were lost for no reason")
         await self._look_at_dead_letters()
 
@@ -607,15 +658,16 @@ _HAPPENINGS: dict[str, Sequence[str]] = {
     "crashes": ("start", "start", "start", "leave", "kill", "fuse", "fuse", "vanish", "break"),
     "pauses": ("start", "leave", "pause", "pause", "wall clock"),
     "network": ("start", "leave", "cut off", "outage", "congestion", "congestion", "break"),
+    "answers": ("start", "late answer", "late answer"),
     "everything": (
         "start", "start", "start", "leave", "kill", "fuse", "pause", "cut off", "outage", "vanish", "break",
-        "congestion", "wall clock",
+        "congestion", "late answer", "wall clock",
     ),
 }  # fmt: skip
 
 
-async def _simulate(rng: random.Random, kind: str, steps: int, real: bool) -> World:
-    world = World(rng, kind, real=real)
+async def _simulate(rng: random.Random, kind: str, steps: int, real: bool, eye: Eye | None) -> World:
+    world = World(rng, kind, real=real, eye=eye)
     await world.open()
     life = Life(world)
     try:
@@ -629,11 +681,13 @@ async def _simulate(rng: random.Random, kind: str, steps: int, real: bool) -> Wo
     return world
 
 
-def simulate(seed: int, *, kind: str = "everything", steps: int = 30, real: bool | None = None) -> World:
+def simulate(
+    seed: int, *, kind: str = "everything", steps: int = 30, real: bool | None = None, eye: Eye | None = None
+) -> World:
     rng = random.Random(f"{kind}/{seed}")
     real = seed % REAL_STORE == 0 if real is None else real
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headrace.agents.manager.CHECKPOINT_S", 1.0)  # so that crashes find more that is not saved
+        patch.setattr("headrace.agents.manager.CHECKPOINT_S", CHECKPOINT_S)
         for name in ("REDRIVE_S", "LOOK_S"):  # nobody asks for what these look for
             patch.setattr(f"headrace.agents.manager.{name}", 5.0)
         patch.setattr("headrace.agents.handling.TURN_S", math.inf)  # these clocks are real ones
@@ -641,15 +695,15 @@ def simulate(seed: int, *, kind: str = "everything", steps: int = 30, real: bool
         for name in ("edge.perf_counter", "edge.thread_time", "group_delivery.perf_counter"):
             patch.setattr(f"headrace.agents.{name}", lambda: 0.0)
         patch.setattr("time.time_ns", wall_ns)
-        return _run(rng, kind, steps, real)
+        return _run(rng, kind, steps, real, eye)
 
 
-def _run(rng: random.Random, kind: str, steps: int, real: bool) -> World:
+def _run(rng: random.Random, kind: str, steps: int, real: bool, eye: Eye | None) -> World:
     collects = gc.isenabled()
     gc.disable()
     try:
         with asyncio.Runner(loop_factory=MachineLoop) as runner:
-            return runner.run(_simulate(rng, kind, steps, real))
+            return runner.run(_simulate(rng, kind, steps, real, eye))
     finally:
         if collects:
             gc.enable()
