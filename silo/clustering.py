@@ -142,9 +142,12 @@ class Clustering:
         return bool(gone)
 
     async def _look(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
+            began = loop.time()
             await asyncio.sleep(LOOK_S)
-            self.relays.look()
+            late_s = loop.time() - began - LOOK_S
+            self.relays.look(late_s if late_s > LOOK_S else 0.0)  # it was this process that did not listen
 
     # ---- what is known of the cluster ------------------------------------------------------------------------------
 

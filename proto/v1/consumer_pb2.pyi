@@ -41,7 +41,7 @@ class SubscribeRequest(_message.Message):
     close: _builtins.bool
     """Nothing more is sent by the client. The silo saves, and ends the call."""
     reclaim: _builtins.bool
-    """Give back all credit that is left: the answer has `returned`. So a silo that consumes for others moves credit from
+    """Take back all credit that is left: the answer has `returned`. So a silo that consumes for others moves credit from
     one queue's silo to another's.
     """
     @_builtins.property

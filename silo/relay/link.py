@@ -12,8 +12,8 @@ from ...streams.errors import InvalidArgument
 from ...streams.frames import Delivered, split
 
 METHOD = "ConsumerService/Subscribe"
-MERGED = 20_000
-"""Acknowledgements that are put into one request where several wait to be sent."""
+MERGED, REJECTED = 20_000, 400
+"""Acknowledgements and rejections that are put into one request where several wait to be sent."""
 
 Listener = Callable[["Link", bytes, Sequence[Delivered]], None]
 Told = Callable[["Link", pb.SubscribeResponse], None]
@@ -67,11 +67,26 @@ class Link:
     def next_request(self) -> pb.SubscribeRequest:
         """To be filled at once: it is sent at the loop's next turn, or when the silo takes it."""
         waiting = self._requests[-1] if self._requests else None
-        if waiting is None or waiting.rejections or len(waiting.acknowledgements) > MERGED:
-            waiting = pb.SubscribeRequest()
-            self._requests.append(waiting)
+        if waiting is None or len(waiting.acknowledgements) > MERGED or len(waiting.rejections) > REJECTED:
+            return self._another_request()
         self._something.set()
         return waiting
+
+    def _another_request(self) -> pb.SubscribeRequest:
+        request = pb.SubscribeRequest()
+        self._requests.append(request)
+        self._something.set()
+        return request
+
+    def mark(self, mark: pb.Acknowledgement | pb.Rejection) -> None:
+        """Events are done, or failed."""
+        request = self.next_request()
+        if isinstance(mark, pb.Rejection):
+            request.rejections.append(mark)
+            return
+        if request.rejections:  # they were before it
+            request = self._another_request()
+        request.acknowledgements.append(mark)
 
     def number(self, request: pb.SubscribeRequest, number: int) -> None:
         """The request has acknowledgements of the consumer's request with this number."""

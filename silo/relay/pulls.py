@@ -24,8 +24,6 @@ SHORTEST_WAIT_S, LOOK_S = 0.005, 0.25
 """A pull waits no shorter; and looks so often whether the silo stops."""
 DEADLINE_S = 0.05
 """A pull answers so long before its caller's deadline."""
-ANSWER_S = 1.0
-"""How long silos may take to give credit back."""
 
 
 class RelayPulls:
@@ -52,7 +50,7 @@ class RelayPulls:
             relay = await asyncio.shield(self._relay)
             relay.heard()
             marks = pb.SubscribeRequest(acknowledgements=request.acknowledgements, rejections=request.rejections)
-            relay.apply(marks)
+            await relay.apply(marks)
             frames = await self._wait(call, relay, request)
         finally:
             self._waiting = False
@@ -64,7 +62,7 @@ class RelayPulls:
     async def _wait(self, call: Call, relay: Relay, request: pb.PullRequest) -> Sequence[bytes]:
         wait_s = request.wait_ms / 1000
         ends = self._loop.time() + max(min(wait_s, (call.remaining_s() or wait_s) - DEADLINE_S), SHORTEST_WAIT_S)
-        relay.lend(request.max_events or PULL_EVENTS, request.max_bytes or PULL_BYTES)
+        relay.grant(request.max_events or PULL_EVENTS, request.max_bytes or PULL_BYTES)
         try:
             while not relay.full and not call.closing.is_set() and (left := ends - self._loop.time()) > 0:
                 relay.heard()
@@ -73,7 +71,7 @@ class RelayPulls:
                 if relay.needed_bytes:
                     relay.grant(0, relay.needed_bytes)
         finally:
-            await self._take_back(relay)
+            await relay.take_back()
         frames = list(iter(relay.collect, b""))
         self._note(frames)
         return frames
@@ -88,18 +86,6 @@ class RelayPulls:
         relay.something.clear()
         if relay.gone.done():
             relay.gone.result()
-
-    @staticmethod
-    async def _take_back(relay: Relay) -> None:
-        """Nothing is on its way afterwards, but where a silo does not answer."""
-        relay.reclaim()
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                while not relay.answered and not relay.gone.done():
-                    relay.something.clear()
-                    await relay.something.wait()
-        except TimeoutError:
-            log.info("a silo is slow to say what it has sent to a consumer that pulls")
 
     def _note(self, frames: Sequence[bytes]) -> None:
         until = self._loop.time() + self._timeout_s

@@ -22,11 +22,11 @@ from ...proto.v1 import consumer_pb2 as pb
 from ...proto.v1 import subscriptions_pb2
 from ...streams.client.connection import StreamCall
 from ...streams.cluster import SiloRecord
-from ...streams.errors import HeadraceError, Unavailable
+from ...streams.errors import HeadraceError, InvalidArgument, Unavailable
 from ...streams.frames import Delivered
 from ...streams.rows import position_token
 from ...streams.subscriptions import Checkpoint, SubscriptionDefinition
-from .credit import Decision, Ledger
+from .credit import Credit, Decision, Ledger
 from .link import METHOD, Link
 
 if TYPE_CHECKING:
@@ -46,13 +46,29 @@ TOLD_AT = 4
 """After so many failures in a row: a silo that ends, or was killed, is soon not there any more."""
 ATTACH_S = 1.0
 """How long silos may take to answer a consumer that comes."""
+ANSWER_S = 1.0
+"""How long silos may take to give credit back."""
 CLOSE_S = 1.0
 """How long silos may take to hear that the consumer is gone."""
 MAX_REFUSED = 1000
 MAX_GAPS = 100
+AT_ONCE = 500
+"""Acknowledgements that are passed on before others have their turn."""
 ACKNOWLEDGE = "ConsumerService/Acknowledge"
 
+MAX_MARKS = 100_000
+"""What is acknowledged, rejected and given back in one request."""
+
 MOVED = "a queue moved to another silo: connect again"
+
+
+def check_marks(count: int) -> None:
+    """Raises InvalidArgument."""
+    if count > MAX_MARKS:
+        raise InvalidArgument(
+            f"a request has at most {MAX_MARKS:,} acknowledgements and rejections, not {count:,}: send them in "
+            "several, or acknowledge ranges (count, up_to)"
+        )
 
 
 class Silos(Protocol):
@@ -109,6 +125,8 @@ class Relay:
         self.gone: asyncio.Future[None] = self._loop.create_future()
         """Its error is why it is over."""
         self.something = asyncio.Event()
+        self.changed = asyncio.Event()
+        """A silo has said something."""
         self.refused: list[pb.Refusal] = []
         self.gaps: deque[subscriptions_pb2.Gap] = deque(maxlen=MAX_GAPS)
         self.positions: dict[int, bytes] = {}
@@ -149,35 +167,31 @@ class Relay:
     def heard(self) -> None:
         self.heard_at = self._loop.time()
 
-    def apply(self, request: pb.SubscribeRequest) -> None:
-        """Pass on what the consumer says, to whom it concerns."""
+    async def apply(self, request: pb.SubscribeRequest) -> None:
+        """Pass on what the consumer says, to whom it concerns. Others have their turn in between. Raises
+        InvalidArgument."""
         self.heard()
+        check_marks(len(request.acknowledgements) + len(request.rejections) + len(request.released))
+        concerned: set[Link] = set()
+        for number, each in enumerate((*request.acknowledgements, *request.rejections), 1):
+            self._pass_on(each, concerned)
+            if number % AT_ONCE == 0:
+                await asyncio.sleep(0)
+        for link in concerned:  # with the last of them, or behind it
+            link.number(link.next_request(), request.number)
         self._number = max(self._number, request.number)
-        concerned: dict[Link, pb.SubscribeRequest] = {}
-        for each in request.acknowledgements:
-            if (to := self._request_for(each, concerned)) is not None:
-                to.acknowledgements.append(each)
-        for each in request.rejections:
-            if (to := self._request_for(each, concerned)) is not None:
-                to.rejections.append(each)
-        for link, to in concerned.items():
-            link.number(to, request.number)
         self.release(request.released)
         if request.HasField("credit"):
             self.grant(request.credit.events, request.credit.bytes)
 
-    def _request_for(
-        self, mark: pb.Acknowledgement | pb.Rejection, concerned: dict[Link, pb.SubscribeRequest]
-    ) -> pb.SubscribeRequest | None:
+    def _pass_on(self, mark: pb.Acknowledgement | pb.Rejection, concerned: set[Link]) -> None:
         link = self._link_of(mark.queue)
-        if link is None:  # it comes again, from whoever has the queue next
-            if len(self.refused) < MAX_REFUSED:
-                self.refused.append(pb.Refusal(queue=mark.queue, offset=mark.offset, index=mark.index))
-                self.something.set()
-            return None
-        if link not in concerned:
-            concerned[link] = link.next_request()
-        return concerned[link]
+        if link is not None:
+            concerned.add(link)
+            link.mark(mark)
+        elif len(self.refused) < MAX_REFUSED:  # it comes again, from whoever has the queue next
+            self.refused.append(pb.Refusal(queue=mark.queue, offset=mark.offset, index=mark.index))
+            self.something.set()
 
     def _link_of(self, queue: int) -> Link | None:
         """Who delivered what is acknowledged of a queue: on an earlier call that may have been its present owner."""
@@ -202,6 +216,19 @@ class Relay:
                 link.answering = True
                 link.next_request().reclaim = True
 
+    async def take_back(self) -> Credit:
+        """The consumer takes back the credit that is left. Returns how much that is."""
+        self.reclaim()
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                while not self.answered and not self.gone.done():
+                    self.changed.clear()
+                    await self.changed.wait()
+        except TimeoutError:
+            log.info("a silo is slow to give back the credit of consumer %s", self._opening.consumer)
+        self._lends = True
+        return self._ledger.take_free()
+
     @property
     def answered(self) -> bool:
         """After `reclaim`: nothing is on its way from a silo any more."""
@@ -213,12 +240,6 @@ class Relay:
         known = [link.progress for link in self._open_links()]
         empty = all(progress is not None and not progress.in_flight_events for progress in known)
         return self.answered and empty and not self._outbox and self.saved >= self._number
-
-    def lend(self, events: int, size: int) -> None:
-        """The consumer may be sent so much, whatever it was granted before."""
-        self._ledger.take_free()
-        self._lends = True
-        self.grant(events, size)
 
     @property
     def full(self) -> bool:
@@ -240,7 +261,9 @@ class Relay:
             else:
                 self._tasks[silo].cancel()
         if waiting:
-            await asyncio.wait(waiting)
+            _, late = await asyncio.wait(waiting, timeout=self._timeout_s)
+            if late:
+                raise Unavailable("a silo does not say that it has saved what was acknowledged: connect again")
         if self.gone.done():
             self.gone.result()
 
@@ -341,6 +364,7 @@ class Relay:
             del self._links[link.silo]
         self._ledger.left(link.silo)
         self.something.set()
+        self.changed.set()
         self._at = {queue: at for queue, at in self._at.items() if at is not link}
         self._lend()
 
@@ -348,6 +372,7 @@ class Relay:
         if not self.gone.done():
             self.gone.set_exception(error)
         self.something.set()
+        self.changed.set()
 
     # ---- what silos say --------------------------------------------------------------------------------------------
 
@@ -390,6 +415,7 @@ class Relay:
             self.positions[position.queue] = position.token
         self._lend()
         self.something.set()
+        self.changed.set()
 
     def _opened(self, link: Link, opened: pb.Opened) -> None:
         link.opened = True
@@ -484,8 +510,10 @@ class Relays:
             self._open.discard(relay)
             await relay.aclose()
 
-    def look(self) -> None:
+    def look(self, late_s: float = 0.0) -> None:
+        """`late_s`: nobody could be heard for so long."""
         for relay in list(self._open):
+            relay.heard_at += late_s
             relay.look()
 
     async def acknowledge(self, request: pb.AcknowledgeRequest) -> bytes:

@@ -54,7 +54,7 @@ class RelaySession:
     # ---- what the consumer says ------------------------------------------------------------------------------------
 
     async def _read(self, request: pb.SubscribeRequest) -> None:
-        self._relay.apply(request)
+        await self._apply(request)
         while not request.close:
             message = await self._call.read()
             if message is None:  # also where the connection is lost: only who says so is not waited for
@@ -66,8 +66,15 @@ class RelaySession:
                     raise InvalidArgument(
                         "only the first request of Subscribe has the field open: leave it out, or call again"
                     )
-                self._relay.apply(request)
+                await self._apply(request)
         self._closing = True
+
+    async def _apply(self, request: pb.SubscribeRequest) -> None:
+        await self._relay.apply(request)
+        if request.reclaim:
+            left = await self._relay.take_back()
+            self._told.returned.CopyFrom(pb.Credit(events=left.events, bytes=left.bytes))
+            self._relay.something.set()
 
     # ---- what it is told -------------------------------------------------------------------------------------------
 

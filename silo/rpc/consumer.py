@@ -25,7 +25,7 @@ from ..access import PEER
 from ..consumers import Consumers, Place
 from ..provider import Provider
 from ..relay.pulls import RelayPulls
-from ..relay.relay import HEARTBEATS, Relays
+from ..relay.relay import AT_ONCE, HEARTBEATS, Relays, check_marks
 from ..relay.session import RelaySession
 from .guard import Call, Kind, Method, parsed
 from .lookup import TO_CONSUME, Providers, create_subscription, provider_of, subscription_of
@@ -33,8 +33,6 @@ from .lookup import TO_CONSUME, Providers, create_subscription, provider_of, sub
 SERVICE = "headrace.v1.ConsumerService"
 MAX_DELAY_MS = 7 * 24 * 3600 * 1000
 MAX_REASON = 4096
-MAX_MARKS, AT_ONCE = 100_000, 500
-"""Acknowledgements and rejections in a request, and so many of them before others have their turn."""
 MAX_REFUSED = 1000
 """Refusals that wait to be told; more are dropped."""
 MAX_GAPS = 100
@@ -225,11 +223,7 @@ async def apply(
 
     Raises InvalidArgument for what cannot be meant; what is before it counts.
     """
-    if len(acknowledgements) + len(rejections) > MAX_MARKS:
-        raise InvalidArgument(
-            f"a request has at most {MAX_MARKS:,} acknowledgements and rejections, not "
-            f"{len(acknowledgements) + len(rejections):,}: send them in several, or acknowledge ranges (count, up_to)"
-        )
+    check_marks(len(acknowledgements) + len(rejections))
     refused: list[pb.Refusal] = []
     for first in range(0, len(acknowledgements), AT_ONCE):
         some = acknowledgements[first : first + AT_ONCE]

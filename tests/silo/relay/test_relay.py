@@ -389,3 +389,18 @@ async def test_a_consumer_that_is_silent_is_given_up_at_all_silos(silos: Silos):
         async with client.subscribe("s") as consumer, taking(consumer) as (taker,):
             await taker.has(8)
         assert (await silent.end()) is not None
+
+
+async def test_credit_is_taken_back_from_all_silos(silos: Silos):
+    async with connecting(silos[0].grpc_address or "") as caller:
+        session = await begin(caller, definition=defined("s"))
+        await session.grant(100, 10_000)
+        await caller.publish(batch("n/1", b"0"))
+        await session.take(1)
+        await session.say(reclaim=True)
+        while not (response := await session.read()) or not response.HasField("returned"):
+            pass
+        assert response.returned.events == 99
+        await caller.publish(batch("n/2", b"0"))
+        await session.grant(1, 1000)
+        await session.take(1)
