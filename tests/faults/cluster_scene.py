@@ -273,6 +273,7 @@ class Load:
         self._raw_got: list[tuple[int, str, int]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._enough = asyncio.Event()
+        self._others = asyncio.all_tasks()
         self._publishing: list[asyncio.Task[None]] = []
 
     async def start(self, attached: Iterable[str]) -> None:
@@ -388,7 +389,7 @@ class Load:
         return {"missing": self.missing(), "view": await self.cluster.view()}
 
     async def aclose(self) -> None:
-        tasks = [*self._publishing, *self._tasks]
+        tasks, others = [*self._publishing, *self._tasks], self._others
         for client in self.clients:
             client.end()
         for task in tasks:
@@ -397,7 +398,10 @@ class Load:
         await asyncio.wait([*tasks], timeout=15)
         for task in tasks:
             task.cancel()
-        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        if left := asyncio.all_tasks() - others - {asyncio.current_task()}:  # gRPC's, of calls that were cut off
+            await asyncio.wait(left, timeout=5)
+        for ended in ends:
             if isinstance(ended, Exception):
                 raise ended
 
