@@ -317,18 +317,21 @@ class PullingManager:
         served = self.served.pop(name, None)
         if served is None:
             raise NotFound(f"subscription {name!r} is not served by this process")
+        leases = self._leases_now()
         final = await self._detach(served, drain_s)
         saved = served.service.saving()
         async with self._saving:
             await self._save_gaps()
-            if served.service.stored and not await self._save_last(served, final):
+            if served.service.stored and not await self._save_last(served, final, leases):
                 return served
         saved()
         return served
 
-    async def _save_last(self, served: Served, final: Mapping[int, Checkpoint]) -> bool:
+    async def _save_last(
+        self, served: Served, final: Mapping[int, Checkpoint], leases: Mapping[int, int] | None
+    ) -> bool:
         name = served.definition.name
-        refused = await self._store.save_checkpoints(self.provider, [(name, served.epoch, final)], self.leases)
+        refused = await self._store.save_checkpoints(self.provider, [(name, served.epoch, final)], leases)
         if refused.queues:
             log.warning("subscription %s: queues %s have another owner by now", name, sorted(refused.queues))
         if refused.subscriptions:
@@ -360,7 +363,7 @@ class PullingManager:
             for served, final in finals:
                 if not served.service.stored:
                     served.saved.update(final)
-                elif final and not await self._save_last(served, final):
+                elif final and not await self._save_last(served, final, self.leases):
                     self._tell_fenced(served.definition.name)
         for queue in done:
             self._unsaved.pop(queue, None)
@@ -454,16 +457,17 @@ class PullingManager:
     async def save(self) -> None:
         """Save the checkpoints that changed, in one transaction, which also says who was taken over."""
         async with self._saving:
+            leases = self._leases_now()
             progress = [(served, _changed(served)) for served in self.served.values() if served.service.stored]
             saved = [(name, served.service.saving()) for name, served in self.served.items()]
             await self._save_gaps()  # after progress was read: who crashes in between would never know of them
             rows = [(served.definition.name, served.epoch, changed) for served, changed in progress]
-            refused = await self._store.save_checkpoints(self.provider, rows, self.leases) if rows else Refused()
+            refused = await self._store.save_checkpoints(self.provider, rows, leases) if rows else Refused()
             stale = refused.subscriptions
             for served, changed in progress:
                 if served.definition.name not in stale:
                     served.saved.update({q: at for q, at in changed.items() if q not in refused.queues})
-        for queue in refused.queues.intersection(self.leases or ()):
+        for queue in self._no_longer_held(refused.queues, leases):
             log.warning("queue %d of %s has another owner by now: it is not served here any more", queue, self.provider)
             self.cut(queue)
         for name, confirm in saved:
@@ -471,6 +475,15 @@ class PullingManager:
                 confirm()
         for name in stale:
             self._tell_fenced(name)
+
+    def _leases_now(self) -> dict[int, int] | None:
+        """Those under which progress is read: what is saved later must not be saved under newer ones."""
+        return None if self.leases is None else dict(self.leases)
+
+    def _no_longer_held(self, refused: Iterable[int], leases: Mapping[int, int] | None) -> list[int]:
+        """Refused queues that are still served under the lease that was refused, not under one that came meanwhile."""
+        now = self.leases or {}
+        return [queue for queue in refused if queue in now and now[queue] == (leases or {}).get(queue)]
 
     def _tell_fenced(self, name: str) -> None:
         """In a task of its own: the checkpoints of the others do not wait for it."""

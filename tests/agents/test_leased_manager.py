@@ -11,7 +11,7 @@ import pytest
 from headrace.agents import CacheLimits, HandlerService, PullingManager
 from headrace.streams import Checkpoint, DeadLetter, EventBatch, Selector, SequenceToken, StorageError
 from headrace.streams.handlers import Handler
-from headrace.streams.store import ControlStore
+from headrace.streams.store import ControlStore, Refused
 from headrace.streams.subscriptions import SubscriptionDefinition
 from tests.agents.line import NOW, Recorder, stream
 from tests.agents.shelf import Shelf
@@ -37,6 +37,9 @@ class Calls:
         self.names: list[str] = []
         self.failing = ""
         """This method fails."""
+        self.holding: asyncio.Event | None = None
+        """Checkpoints are on their way until then."""
+        self.held = asyncio.Event()
         self._store = store
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -44,6 +47,13 @@ class Calls:
         if name == self.failing:
             raise StorageError(f"{name} fails")
         return getattr(self._store, name)
+
+    async def save_checkpoints(self, provider: str, progress: Any, leases: Mapping[int, int] | None = None) -> Refused:
+        leases = leases and dict(leases)
+        if self.holding is not None:
+            self.held.set()
+            await self.holding.wait()
+        return await self.__getattr__("save_checkpoints")(provider, progress, leases)
 
 
 class Tenant:
@@ -188,3 +198,26 @@ async def test_what_was_done_before_a_lease_was_over_is_not_saved_later() -> Non
         await silo.manager.gain(0, epoch + 1, Term())
         await asyncio.sleep(1)
         assert recorder.seen == ["x", "x"]
+
+
+@virtual_time
+async def test_progress_that_is_refused_under_an_older_lease_does_not_end_the_one_that_came_meanwhile() -> None:
+    async with tenant() as silo:
+        recorder, cluster = await silo.handler("g"), silo.store.cluster()
+        me = await cluster.join("me", "", [PROVIDER])
+        (lease,) = await cluster.acquire(me, [(PROVIDER, 0)], ALWAYS_S)
+        await silo.manager.gain(0, lease.epoch, Term())
+        await silo.shelf.enqueue([(0, EventBatch.of(stream("a"), [b"x"]))])
+        await asyncio.sleep(1)
+        silo.calls.holding = asyncio.Event()
+        saving = asyncio.create_task(silo.manager.save())
+        await silo.calls.held.wait()
+        silo.manager.cut(0)
+        (lease,) = await cluster.acquire(me, [(PROVIDER, 0)], ALWAYS_S)
+        await silo.manager.gain(0, lease.epoch, Term())
+        silo.calls.holding.set()
+        await saving
+        await silo.shelf.enqueue([(0, EventBatch.of(stream("a"), [b"y"]))])
+        await asyncio.sleep(1)
+        assert silo.manager.leases == {0: lease.epoch}
+        assert recorder.seen == ["x", "x", "y"]
