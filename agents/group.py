@@ -301,6 +301,7 @@ class Group:
         """Its credit is too small for what is next: it waits for more."""
         if member.needed_bytes:
             member.on_notice()
+        self._tell_waiting([member])
         self._unlist(member)
 
     def needs(self, member: Member, size: int) -> None:

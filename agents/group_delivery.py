@@ -181,7 +181,7 @@ class GroupDelivery(Delivery):
         wanted = len(indexes)
         indexes, encoded = self._fitting(batch, indexes, member)
         whole = whole and len(indexes) == wanted
-        if not indexes or (not whole and member.in_flight and member.patient and not member.relayed):
+        if not indexes or (not whole and member.in_flight and member.patient):
             return False
         attempt = 1 if cursor.trouble is None else _attempt(cursor.trouble, cursor.token)
         frames.append(frame(encoded, self.queue, batch.offset, attempt=attempt, indexes=indexes))
