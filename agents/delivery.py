@@ -128,6 +128,7 @@ class Delivery(ABC):
         self._selects = definition.selector.matcher()
         self._sink = sink
         self._term = term
+        self._lost = False
         self._rewindable = rewindable
         self._rng = rng or random.Random()  # noqa: S311 (jitter)
         self._loop = asyncio.get_running_loop()
@@ -158,7 +159,17 @@ class Delivery(ABC):
     @property
     def over(self) -> bool:
         """Whether nothing may be handed out any more: it stops, or the queue's lease is over, whoever knows of it."""
-        return self._stopping or (self._term is not None and self._loop.time() >= self._term.until)
+        return self._stopping or self.lost
+
+    @property
+    def lost(self) -> bool:
+        """Whether the queue's lease is over: what is in somebody's hands is not to be had here any more, either."""
+        return self._lost or (self._term is not None and self._loop.time() >= self._term.until)
+
+    def cut(self) -> None:
+        """The queue's lease is over."""
+        self._lost = True
+        self.halt()
 
     def halt(self) -> None:
         """From now on: nothing is handed out, and nothing tried again."""

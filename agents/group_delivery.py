@@ -234,10 +234,10 @@ class GroupDelivery(Delivery):
         return False
 
     def resend(self, parcel: Parcel) -> bool:
-        """Its member came back: send again what it had not acknowledged. False where its credit is too small, or the
-        events have to be read again."""
+        """Its member came back: send again what it had not acknowledged. False where its credit is too small, the
+        events have to be read again, or the queue's lease is over."""
         member = parcel.member
-        if parcel.shed or parcel.events > member.credit_events:
+        if self.lost or parcel.shed or parcel.events > member.credit_events:
             return False
         self._note_return(parcel)
         try:

@@ -441,7 +441,7 @@ class PullingManager:
         self._unsaved.pop(queue, None)
         for served in self.served.values():
             if (delivery := served.deliveries.pop(queue, None)) is not None:
-                delivery.halt()
+                delivery.cut()
         self._tell_lost(queue, saved=False)
         closing = asyncio.create_task(self._stop_agent(queue, 0.0), name=f"headrace cut {self.provider}/{queue}")
         self._cutting.add(closing)

@@ -755,6 +755,19 @@ async def test_who_reconnects_gets_again_exactly_what_it_had_not_acknowledged() 
 
 
 @virtual_time
+async def test_who_reconnects_when_the_lease_is_over_gets_nothing_again() -> None:
+    async with Circle() as circle:
+        one = await _delivered(circle, ["0"], ["1"])
+        one.disconnect()
+        one.take()
+        (delivery,) = circle.group.deliveries.values()
+        delivery.cut()
+        one.connect()
+        await circle.rest()
+        assert not one.inbox
+
+
+@virtual_time
 async def test_every_delivery_after_the_first_says_so() -> None:
     async with Circle() as circle:
         one = await _delivered(circle, ["0"], ["1"], ["2"])
