@@ -42,6 +42,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin
+from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
@@ -67,6 +68,7 @@ OTHERS = {
 """Variables, without the prefix, that the other commands and the benchmarks understand."""
 GRPC_FILES = ("certificate", "key", "client_ca")
 _SECTIONS = {"http", "grpc", "cluster", "providers"}
+_POSTGRES = ("postgresql", "postgresql+psycopg")
 _CACHE = CacheOptions()
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -274,7 +276,29 @@ def _check_cluster(config: SiloConfig, cluster: ClusterConfig) -> None:
         )
     if config.data is None:
         raise InvalidArgument("[cluster] needs a data directory: name it with --data, with HEADRACE_DATA, or as data =")
+    if cluster.store is not None:
+        _check_store(cluster.store)
     cluster.options(config.drain_s)
+
+
+def _check_store(store: str) -> None:
+    """Says nothing of what it is: any part may be the password, where it is not written as it should be."""
+    if not _is_postgres(store):
+        raise InvalidArgument(
+            "cluster.store is no URL of a PostgreSQL database: write postgresql://USER:PASSWORD@HOST/DATABASE, and in "
+            "a user or a password %2F for /, %40 for @, %3A for :, %3F for ?, %23 for #"
+        )
+
+
+def _is_postgres(store: str) -> bool:
+    try:
+        url = urlsplit(store)
+        host = url.hostname or parse_qs(url.query).get("host")
+        return (
+            url.scheme in _POSTGRES and bool(host) and url.port != 0 and url.netloc.count("@") <= 1 and not url.fragment
+        )
+    except ValueError:  # of the port, or an address in brackets
+        return False
 
 
 def _check_served(grpc: GrpcConfig, data: str | None) -> None:

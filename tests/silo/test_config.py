@@ -175,6 +175,49 @@ def test_variables_of_other_programs_are_left_alone(tmp_path: Path):
     assert load(tmp_path, "", {"HEADRACE_INSTALL_SERVERS": "1", "HOME": "/", "HTTP__PORT": "3"}) == SiloConfig()
 
 
+CLUSTER = "data = 'd'\n[grpc]\nport = 1\n[cluster]\nstore = '{}'\n"
+
+
+@pytest.mark.parametrize(
+    "store",
+    [
+        "headrace:s3cret@127.0.0.1",
+        "postgresql://u:s3cret/x@h/db",
+        "postgresql://u:s3cret@x@h/db",
+        "postgresql://u:s3cret#x@h/db",
+        "postgresql://u:s3cret?x@h/db",
+        "postgresql://u:s3cret@h:port/db",
+        "postgresql://u:s3cret@[::1/db",
+        "postgresql://u:s3cret@/db",
+        "postgresql:///db",
+        "sqlite:///s3cret.db",
+        "mysql://u:s3cret@h/db",
+        "s3cret",
+        "",
+    ],
+)
+def test_a_store_that_is_no_url_of_postgres_is_refused_and_not_shown(tmp_path: Path, store: str):
+    refused = refusal(tmp_path, CLUSTER.format(store))
+    assert refused.startswith("cluster.store is no URL of a PostgreSQL database: write postgresql://USER:PASSWORD@HOST")
+    assert "s3cret" not in refused
+
+
+@pytest.mark.parametrize(
+    "store",
+    [
+        "postgresql://h/db",
+        "postgresql+psycopg://u:a%2Fb%40c@h:5433/db?sslmode=require",
+        "postgresql://u@[::1]:5432/db",
+        "postgresql:///db?host=/run/postgresql",
+        "postgresql://u:p@/db?host=h1,h2",
+    ],
+)
+def test_a_store_is_any_url_of_postgres_with_a_host(tmp_path: Path, store: str):
+    cluster = load(tmp_path, CLUSTER.format(store)).cluster
+    assert cluster is not None
+    assert cluster.store == store
+
+
 def test_a_variable_that_is_no_option_is_told_of():
     (line,) = unknown_variables({
         "HEADRACE_DTA": "d", "HEADRACE_DATA": "d", "HEADRACE_HTTP__PORT": "1", "HEADRACE_PROVIDER": "a",
