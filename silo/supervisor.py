@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 import msgspec
@@ -27,6 +27,8 @@ log = logging.getLogger("headrace.silo")
 PROGRAM = (sys.executable, "-P", "-m", "headrace.silo.worker")
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 """How long a worker that died is waited for: longer each time, up to that."""
+LAST_WORDS_S = 0.5
+"""How long the words of a worker that ended are waited for: a process that it forked may keep their pipe open."""
 STEADY_S = 10.0
 """One that was ready for so long starts again at once."""
 
@@ -128,39 +130,76 @@ class Worker:
         """It is, or has been."""
         self.address = ""
         self._line = msgspec.json.encode(config) + b"\n"
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: asyncio.SubprocessTransport | None = None
+        self._error = ""
+        self._ready_at: float | None = None
 
     async def run(self) -> Ended:
         """Start it, and wait for its end."""
         loop = asyncio.get_running_loop()
+        self._error, self._ready_at = "", None
         theirs, ours = _pipe()
         with open(ours, "rb", buffering=0) as words:  # noqa: PTH123, ASYNC230 (a pipe)
             try:
-                self._process = await asyncio.create_subprocess_exec(
-                    *PROGRAM, str(theirs), stdin=asyncio.subprocess.PIPE, pass_fds=[theirs], process_group=0
-                )
+                self._process, ending = await _started(theirs, self._line)
             finally:
                 os.close(theirs)
-            log.debug("worker %s is process %d", self.name, self._process.pid)
-            assert self._process.stdin is not None
-            self._process.stdin.write(self._line)
+            log.debug("worker %s is process %d", self.name, self._process.get_pid())
             reader = asyncio.StreamReader()
-            await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), words)
-            error, since = "", None
-            async for line in reader:
-                word = msgspec.json.decode(line, type=Word)
-                error = word.error
-                if word.address:
-                    self.address, since = word.address, loop.time()
-                    self.ready.set()
-            code = await self._process.wait()
-            self._process.stdin.close()
+            reading, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), words)
+            listening = asyncio.create_task(self._listen(reader), name=f"headrace words of {self.name}")
+            try:
+                code = await ending.ended
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(listening, LAST_WORDS_S)
+            finally:
+                listening.cancel()
+                reading.close()
+            self._process.close()
         self._process = None
-        return Ended(code, error, None if since is None else loop.time() - since)
+        return Ended(code, self._error, None if self._ready_at is None else loop.time() - self._ready_at)
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        async for line in reader:
+            word = msgspec.json.decode(line, type=Word)
+            self._error = word.error
+            if word.address:
+                self.address, self._ready_at = word.address, asyncio.get_running_loop().time()
+                self.ready.set()
 
     def signal(self, number: signal.Signals) -> None:
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None and self._process.get_returncode() is None:
             self._process.send_signal(number)
+
+
+class _Ending(asyncio.SubprocessProtocol):
+    """Of a process itself: `asyncio.subprocess.Process.wait` also waits for its pipes, which its children may have."""
+
+    def __init__(self) -> None:
+        self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._process: asyncio.SubprocessTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.SubprocessTransport)
+        self._process = transport
+
+    def process_exited(self) -> None:
+        assert self._process is not None
+        code = self._process.get_returncode()
+        assert code is not None
+        if not self.ended.done():
+            self.ended.set_result(code)
+
+
+async def _started(words: int, line: bytes) -> tuple[asyncio.SubprocessTransport, _Ending]:
+    """A worker's process, which is told `line` and says its words to the descriptor `words`."""
+    process, ending = await asyncio.get_running_loop().subprocess_exec(
+        _Ending, *PROGRAM, str(words), stdout=None, stderr=None, pass_fds=[words], process_group=0
+    )
+    stdin = process.get_pipe_transport(0)
+    assert isinstance(stdin, asyncio.WriteTransport)
+    stdin.write(line)
+    return process, ending
 
 
 def _pipe() -> tuple[int, int]:

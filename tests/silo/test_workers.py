@@ -15,7 +15,7 @@ from headrace.silo.config import ClusterConfig, GrpcConfig, HttpConfig, SiloConf
 from headrace.silo.supervisor import Ended, configurations
 from headrace.streams import InvalidArgument
 from tests.silo.commandline import Headrace
-from tests.silo.talking import Talking, gone, shares, wait_until
+from tests.silo.talking import PATIENCE_S, Talking, gone, shares, wait_until
 
 SILO = ["silo", "--data", "data", "--listen", "127.0.0.1:0", "--workers", 2]
 MODULE = """
@@ -85,6 +85,35 @@ def test_without_their_supervisor_they_stop_in_order(supervisor: Talking):
     supervisor.ended()
     assert supervisor.said.count("the supervisor is gone: this silo stops") == 2
     assert supervisor.said.count("silo has stopped: what is done is saved") == 2
+
+
+FORKING = """
+import os, time
+
+if not (child := os.fork()):
+    time.sleep(1e6)
+with open("children", "a") as file:
+    file.write(f"{child} ")
+"""
+
+
+def test_a_worker_that_died_comes_back_while_a_process_that_it_forked_lives_on(tmp_path: Path):
+    (tmp_path / "handlers.py").write_text(FORKING)
+    (tmp_path / "silo.toml").write_text('[cluster]\nname = "w"\nmaturity_s = 0.2\nperiod_s = 0.1\n')
+    supervisor = Talking(tmp_path, *SILO, "silo.toml", "--module", "handlers")
+    try:
+        supervisor.until_said("all 2 workers are ready")
+        said = len(supervisor.said)
+        os.kill(pids(supervisor)["w-2"], signal.SIGKILL)
+        supervisor.until_said("worker w-2 ended: killed by SIGKILL; it starts again", said)
+        supervisor.until_said("w-2 headrace.silo: silo is ready", said)
+        supervisor.process.send_signal(signal.SIGTERM)
+        assert supervisor.process.wait(PATIENCE_S) == 0
+    finally:
+        supervisor.process.kill()
+        for child in (tmp_path / "children").read_text().split():
+            os.kill(int(child), signal.SIGKILL)
+        supervisor.clean_up()
 
 
 def test_a_second_signal_ends_all_at_once(tmp_path: Path, headrace: Headrace):
