@@ -218,10 +218,14 @@ def _check_control(directory: Path, stored: object, control: str | None) -> None
             f"data directory {directory}: its control data is in its own control.db, not in {control}: leave out "
             "cluster.store, or name another directory"
         )
-    other = "is not to be opened by itself" if control is None else f"not in {control}"
+    if control is None:
+        raise DataDirectoryError(
+            f"data directory {directory}: its control data is in {stored}, so it is not to be opened by itself: ask a "
+            "silo (--server), or name that database as cluster.store"
+        )
     raise DataDirectoryError(
-        f"data directory {directory}: its control data is in {stored}, it {other}: ask a silo (--server), or name that "
-        "database as cluster.store"
+        f"data directory {directory}: its control data is in {stored}, not in {control}: name that database as "
+        f'cluster.store, or, where it moved, change "control" in {directory / MARKER} to the new one'
     )
 
 

@@ -160,14 +160,20 @@ class Provider:
         `control` is the URL of the database that has the control data; None: it is in the data directory. With
         `leased`, it is one silo's of several, and serves the queues of which the silo has leases.
         """
-        directory = await asyncio.to_thread(open_data_directory, data, control) if data is not None else None
-        where = control or (directory.control_db if directory else "memory")
-        store = await ControlStore.open(where, timeout_s=LEASED_TIMEOUT_S if leased else None)
-        try:
-            return await cls._start(directory, store, options, leased=leased)
-        except BaseException:
-            await store.aclose()
-            raise
+        timeout_s = LEASED_TIMEOUT_S if leased else None
+        async with AsyncExitStack() as stack:
+            store = directory = None
+            if control is not None:  # before a directory is claimed for it: its URL may be mistyped
+                store = await ControlStore.open(control, timeout_s=timeout_s)
+                stack.push_async_callback(store.aclose)
+            if data is not None:
+                directory = await asyncio.to_thread(open_data_directory, data, control)
+            if store is None:
+                store = await ControlStore.open(directory.control_db if directory else "memory", timeout_s=timeout_s)
+                stack.push_async_callback(store.aclose)
+            provider = await cls._start(directory, store, options, leased=leased)
+            stack.pop_all()
+            return provider
 
     @classmethod
     async def _start(
