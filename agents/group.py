@@ -109,7 +109,7 @@ class Group:
         marks = [(member, member.connections, member.applied) for member in members if member.applied > member.saved]
         return lambda: _saved(marks)
 
-    async def fenced(self, error: Fenced) -> None:
+    async def fenced(self, error: HeadraceError) -> None:
         self.dissolve(error)
 
     async def completed(self, limit_s: float) -> None:
@@ -129,9 +129,10 @@ class Group:
 
     # ---- members come and go ---------------------------------------------------------------------------------------
 
-    def join(self, id: str, timeout_s: float) -> Member:  # noqa: A002 (the word of the field)
+    def join(self, id: str, timeout_s: float, *, pulls: bool = False) -> Member:  # noqa: A002 (the word of the field)
         """A consumer connects. Whoever had its id is superseded; what that one held is sent again, as the new credit
-        allows. Raises Busy where there are too many members."""
+        allows; or, where it `pulls` through another silo, when it has had it for its timeout. Raises Busy where there
+        are too many members."""
         member = self.members.get(id)
         resumed = member is not None
         if member is None:
@@ -141,9 +142,9 @@ class Group:
         else:
             member.on_gone(taken_over(id))
             self.disconnect(member)
-            member.to_resend.extend(member.parcels())
+            member.to_resend.extend([] if pulls else member.parcels())
             member.resend_until = self._loop.time() + RESEND_S
-        member.timeout_s = timeout_s
+        member.timeout_s, member.pulls = timeout_s, pulls
         member.resumed = resumed
         member.connected = member.attached = True
         member.connections += 1
@@ -204,8 +205,17 @@ class Group:
             elif member.open and not (member.listed or member.resending or member.needed_bytes):
                 member.patient = False
                 self.available(member)
+            if member.pulls:
+                self._take_back_late(member, now)
         for queue in [queue for queue, until in self._moving.items() if now >= until]:
             for parcel in list(self.deliveries[queue].parcels):
+                parcel.delivery.take_back(parcel)
+
+    @staticmethod
+    def _take_back_late(member: Member, now: float) -> None:
+        """What a consumer that pulls has had for its timeout."""
+        for parcel in member.parcels():
+            if now - parcel.handed_at > member.timeout_s:
                 parcel.delivery.take_back(parcel)
 
     def _time_out(self, member: Member) -> None:

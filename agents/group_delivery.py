@@ -222,6 +222,8 @@ class GroupDelivery(Delivery):
         member.in_flight_events += parcel.events
         member.in_flight_bytes += parcel.size
         member.charge(parcel.events, parcel.size)
+        if member.pulls:
+            parcel.handed_at = self._loop.time()
         # In one response: else the rest could still be on its way when its beginning is rejected.
         self.group.edge.put(member, frames[0] if len(frames) == 1 else b"".join(frames))
 

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ..adapters.seam import Gap, QueueAdapter
-from ..streams.errors import Busy, Closed, Fenced, HeadraceError, InvalidArgument, NotFound
+from ..streams.errors import Busy, Closed, Fenced, HeadraceError, InvalidArgument, NotFound, Unavailable
 from ..streams.events import Event
 from ..streams.handlers import EventFilter, Handler
 from ..streams.identity import SequenceToken, StreamId
@@ -84,7 +84,7 @@ class Service(Protocol):
         """Progress was read just now and is about to be saved; what is returned is called once that is durable."""
         ...
 
-    async def fenced(self, error: Fenced) -> None:
+    async def fenced(self, error: HeadraceError) -> None:
         """The subscription was taken over elsewhere; nothing of it runs here any more."""
         ...
 
@@ -119,7 +119,7 @@ class HandlerService(NamedTuple):
     def saving(self) -> Callable[[], None]:
         return _nothing
 
-    async def fenced(self, error: Fenced) -> None:
+    async def fenced(self, error: HeadraceError) -> None:
         if self.handler.on_error is not None:
             try:
                 await self.handler.on_error(error)
@@ -192,6 +192,9 @@ class PullingManager:
         self._redriving: dict[int, tuple[str, asyncio.Task[None]]] = {}
         self._telling: set[asyncio.Task[None]] = set()
         self._cutting: set[asyncio.Task[Any]] = set()
+        self._giving: set[asyncio.Task[None]] = set()
+        self._losing: dict[int, tuple[float, asyncio.Future[None]]] = {}
+        """Queues that are to be given back, how long they may drain, and who waits for that."""
         self._unsaved: dict[int, dict[tuple[str, int], Checkpoint]] = {}
         """What was done of queues that are not read any more, by subscription and epoch, until it is saved."""
         self._terms: dict[int, Term] = {}
@@ -228,7 +231,7 @@ class PullingManager:
         failures = [
             end for end in await asyncio.gather(*ends, return_exceptions=True) if isinstance(end, BaseException)
         ]
-        await asyncio.gather(*(agent.aclose() for agent in self.agents), *self._cutting)
+        await asyncio.gather(*(agent.aclose() for agent in self.agents), *self._cutting, *self._giving)
         await self._save_gaps()
         if failures:
             raise failures[0]
@@ -422,11 +425,34 @@ class PullingManager:
 
     async def lose(self, queue: int, drain_s: float) -> None:
         """The lease is to be given back: what is in flight ends within `drain_s` seconds, and exactly what is done is
-        saved. Where that fails it raises, and may be called again."""
-        assert self.leases is not None
+        saved. Where that fails it raises, and may be called again. Those that are to be given back at one time drain
+        together."""
+        if not self._losing:
+            task = asyncio.create_task(self._lose_all(), name=f"headrace gives back queues of {self.provider}")
+            self._giving.add(task)
+            task.add_done_callback(self._giving.discard)
+        _, lost = self._losing.setdefault(queue, (drain_s, asyncio.get_running_loop().create_future()))
+        await asyncio.shield(lost)
+
+    async def _lose_all(self) -> None:
         async with self._changing:
-            done = await self._stop_agent(queue, drain_s)
-            await self._save_stopped({queue: done})
+            losing, self._losing = self._losing, {}
+            try:
+                await self._lose_some({queue: drain_s for queue, (drain_s, _) in losing.items()})
+            except Exception as error:  # noqa: BLE001 (it is whoever waits for them that is told)
+                for _, lost in losing.values():
+                    lost.set_exception(error)
+                    lost.exception()  # also where nobody waits any more
+            else:
+                for _, lost in losing.values():
+                    lost.set_result(None)
+
+    async def _lose_some(self, losing: Mapping[int, float]) -> None:
+        assert self.leases is not None
+        stopping = [self._stop_agent(queue, drain_s) for queue, drain_s in losing.items()]
+        done = dict(zip(losing, await asyncio.gather(*stopping), strict=True))
+        await self._save_stopped(done)
+        for queue in losing:
             self.leases.pop(queue, None)
             self._tell_lost(queue, saved=True)
 
@@ -497,9 +523,12 @@ class PullingManager:
         if served is None:
             return
         await self._detach(served, 0.0)
-        if self.leases is not None and await self._attached_again(served):
+        if self.leases is None:
+            log.error("subscription %s was moved, deleted or taken over elsewhere: this process stops serving it", name)
+        elif await self._attached_again(served):
             return
-        log.error("subscription %s was moved, deleted or taken over elsewhere: this process stops serving it", name)
+        else:
+            log.info("subscription %s was deleted: it is not served any more", name)
         self.on_fenced(name)
         await served.service.fenced(Fenced(f"subscription {name!r} was moved, deleted or taken over elsewhere"))
 
@@ -521,9 +550,22 @@ class PullingManager:
             await self.start_agents(over)
 
     async def _attached_again(self, served: Served) -> bool:
-        """In a cluster, another silo may have moved it: go on from there. False where it was deleted."""
+        """In a cluster, another silo may have moved it: go on from there. False where it was deleted. While the store
+        cannot say, it is asked again."""
+        name = served.definition.name
+        while True:
+            try:
+                return await self._attach_again(served)
+            except HeadraceError as error:
+                log.warning("subscription %s was moved, and waits for the control store: %s", name, error)
+            await asyncio.sleep(LOOK_S)
+
+    async def _attach_again(self, served: Served) -> bool:
         name = served.definition.name
         async with self._changing:
+            if name in self.served:  # by who came meanwhile
+                await served.service.fenced(Unavailable(f"subscription {name!r} was moved: connect again"))
+                return True
             try:
                 attachment = await self._attachment(name)
             except NotFound:

@@ -94,6 +94,8 @@ class Member:
         """Up to which of those numbers all is durable."""
         self.moves = 0
         """How often the subscription was moved so far, as its session is to be told."""
+        self.pulls = False
+        """Another silo speaks for it while it pulls: what it holds comes again only when its time is up."""
         self.relayed = False
         """Another silo speaks for it, which divides its credit: it is told where credit is needed."""
         self.waiting = False

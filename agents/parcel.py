@@ -42,6 +42,7 @@ class Parcel:
         "events",
         "failing",
         "failure",
+        "handed_at",
         "head",
         "member",
         "pieces",
@@ -65,6 +66,8 @@ class Parcel:
         """Why it fails once all its pieces are done: at the event behind them,"""
         self.failing: EventBatch | None = None
         """which is in this batch."""
+        self.handed_at = 0.0
+        """By the loop's clock, where its member pulls."""
         self.shed = False
         """It knows only where its events are: what is sent again has to be read again."""
 

@@ -125,7 +125,7 @@ Bury = Callable[[ClusterView], Awaitable[bool]]
 """Where the system tells which silos are gone: declares those dead, and says whether there were any."""
 
 
-async def _nobody(_: ClusterView) -> bool:
+async def nobody(_: ClusterView) -> bool:
     return False
 
 
@@ -156,7 +156,7 @@ class Membership:
         owners: Mapping[str, QueueOwner],
         peers: Peers,
         options: ClusterOptions,
-        bury: Bury = _nobody,
+        bury: Bury = nobody,
         rng: random.Random | None = None,
     ) -> None:
         self.on_view: Callable[[ClusterView], None] = lambda _: None

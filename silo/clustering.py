@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from ..balancer.membership import Membership
+from ..balancer.membership import Membership, nobody
 from ..streams.client.connection import StreamCall
 from ..streams.cluster import LIVING, ClusterView, SiloRecord, SiloState
 from ..streams.errors import Busy, Unavailable
@@ -56,6 +56,7 @@ class Clustering:
         self._peers = PeerConnections(secret, tls_of(config))
         self._membership: Membership | None = None
         self._silos: Mapping[str, SiloRecord] = {}
+        self._not_dead: Mapping[str, int] = {}
         self._owners: Mapping[tuple[str, int], str] = {}
         self._serving: frozenset[tuple[str, str]] = frozenset()
         """Providers and silos that have a queue of them."""
@@ -93,7 +94,7 @@ class Clustering:
                 owners={provider.name: provider.manager for provider in self._providers.values()},
                 peers=self._peers,
                 options=self._cluster.options(self._config.drain_s),
-                bury=self._bury if self._cluster.store is None else no_burial,
+                bury=self._bury if self._cluster.store is None else nobody,
             )
             membership.on_view = self._saw
             # Queues that are to stay stopped are not read first.
@@ -167,13 +168,16 @@ class Clustering:
         return self._silos
 
     def _saw(self, view: ClusterView) -> None:
-        before, self.view = self._owners, view
+        before, self.view = (self._owners, self._silos.keys()), view
         self._silos = {silo.name: silo for silo in view.silos if silo.state in LIVING}
         valid = (lease for lease in view.leases if lease.owner and lease.expires_at_us > view.now_us)
         self._owners = {(lease.provider, lease.queue): lease.owner for lease in valid}
         self._serving = frozenset((provider, owner) for (provider, _), owner in self._owners.items())
-        if self._owners != before:
-            self.relays.look()
+        # One that left in order still ends what it had begun.
+        self._not_dead = {silo.name: silo.incarnation for silo in view.silos if silo.state is not SiloState.DEAD}
+        self._peers.keep(self._not_dead)
+        if (self._owners, self._silos.keys()) != before:
+            self.relays.changed()
 
     def with_queues(self, provider: str, queues: Collection[int] | None) -> Mapping[str, SiloRecord]:
         if queues is None:
@@ -188,6 +192,13 @@ class Clustering:
 
     def owner(self, provider: str, queue: int) -> str:
         return self._owners.get((provider, queue), "")
+
+    def lives(self, silo: str, incarnation: int) -> bool:
+        return self._not_dead.get(silo) == incarnation
+
+    def doubt(self, silo: str) -> None:
+        if silo in self._silos and silo != self.name:
+            self._peers.doubt(self._silos[silo])
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
@@ -212,11 +223,6 @@ class Clustering:
 
 def _directory(data: str) -> DataDirectory:
     return DataDirectory(Path(data).absolute())
-
-
-async def no_burial(_: ClusterView) -> bool:
-    """Silos are on several machines."""
-    return False
 
 
 async def ended(task: asyncio.Task[None]) -> None:

@@ -89,9 +89,12 @@ class Consumers:
         consumer: str,
         timeout_s: float,
         positions: Mapping[int, Checkpoint] | None = None,
+        *,
+        pulls: bool = False,
     ) -> Place:
         """A consumer attaches to a subscription that exists. `timeout_s` 0 is the silo's own. With `positions`, which
         needs mode broadcast, the client keeps its position: it goes on from those, or from the subscription's start.
+        `pulls` is as in `Group.join`.
 
         Raises Busy where handlers or another process serve the subscription, or it has too many consumers;
         LimitExceeded where a consumer with mode broadcast would be one too many; InvalidArgument, NotSupported.
@@ -102,7 +105,7 @@ class Consumers:
             if own is not definition:
                 await self._check_room(definition, own)
             group = await self._group(own, positions)
-            return Place(group, group.join(consumer, self.timeout(timeout_s)))
+            return Place(group, group.join(consumer, self.timeout(timeout_s), pulls=pulls))
 
     async def prepare(
         self, definition: SubscriptionDefinition, consumer: str, positions: Mapping[int, Checkpoint] | None

@@ -195,8 +195,5 @@ class LocalStream(StreamCall):
 
     def leave(self) -> None: ...
 
-    async def abandon(self) -> None:
-        self.cancel()
-
     async def ended(self) -> None:
         await asyncio.wait([self._task])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 
 from ..proto.v1 import cluster_pb2 as pb
 from ..streams.client.connection import Connection, StreamCall, Tls
@@ -27,12 +28,39 @@ class PeerConnections:
         self._tls = tls
         self._credentials = None if tls is None else tls.credentials()
         self._connections: dict[str, tuple[SiloRecord, Connection]] = {}
+        self._doubted: dict[str, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     async def aclose(self) -> None:
+        for task in list(self._doubted.values()):
+            task.cancel()
+        await asyncio.gather(*self._doubted.values(), return_exceptions=True)
         for _, connection in self._connections.values():
             await connection.aclose()
         await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def keep(self, silos: Collection[str]) -> None:
+        """Forget the way to all others."""
+        for name in self._connections.keys() - set(silos):
+            self._close(name)
+
+    def doubt(self, silo: SiloRecord) -> None:
+        """Nothing is heard on a connection: where the silo does not answer on it either, the next call makes another.
+        Calls that are open there end."""
+        if silo.name in self._connections and silo.name not in self._doubted:
+            task = asyncio.create_task(self._check(silo), name=f"headrace looks for {silo.name}")
+            self._doubted[silo.name] = task
+            task.add_done_callback(lambda _: self._doubted.pop(silo.name, None))
+
+    async def _check(self, silo: SiloRecord) -> None:
+        if not await self.reach(silo):
+            self._close(silo.name)
+
+    def _close(self, name: str) -> None:
+        if (known := self._connections.pop(name, None)) is not None:
+            closing = asyncio.create_task(known[1].aclose(), name=f"headrace closes the way to {name}")
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
     async def reach(self, silo: SiloRecord) -> bool:
         """Whether it answers, and is the one that is looked for."""
@@ -56,10 +84,7 @@ class PeerConnections:
         known = self._connections.get(silo.name)
         if known is not None and known[0].incarnation == silo.incarnation and known[0].address == silo.address:
             return known[1]
-        if known is not None:
-            closing = asyncio.create_task(known[1].aclose(), name=f"headrace closes the way to {silo.name}")
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+        self._close(silo.name)
         # As insecure as this silo itself was told to be.
         connection = Connection(silo.address, token=self._secret, tls=self._tls, insecure=True)
         connection.begin(self._credentials)

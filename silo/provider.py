@@ -587,7 +587,16 @@ class Provider:
     async def _lock(self, name: str) -> DirectoryLock | None:
         if self._directory is None:
             return None
-        return await asyncio.to_thread(lock_subscription, self._directory, self.name, name, shared=self.leased)
+        taking = asyncio.ensure_future(
+            asyncio.to_thread(lock_subscription, self._directory, self.name, name, shared=self.leased)
+        )
+        try:
+            return await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            await asyncio.wait([taking])  # else whoever comes next may find it taken
+            if taking.exception() is None:
+                taking.result().release()
+            raise
 
     @asynccontextmanager
     async def _unserved(self, name: str) -> AsyncGenerator[None]:

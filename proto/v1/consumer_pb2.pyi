@@ -97,6 +97,7 @@ class Open(_message.Message):
     SESSION_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     KEEPS_POSITIONS_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
+    PULLS_FIELD_NUMBER: _builtins.int
     provider: _builtins.str
     """Name of the provider; empty for "default"."""
     subscription: _builtins.str
@@ -111,6 +112,10 @@ class Open(_message.Message):
     keeps_positions: _builtins.bool
     """Mode broadcast: the client keeps the position, the silo stores none. `positions` are where it goes on; without any
     it starts where the subscription does.
+    """
+    pulls: _builtins.bool
+    """Of a call from another silo: the consumer pulls there. What it holds is not sent again because it comes back, but
+    when the session timeout has passed since it was sent.
     """
     @_builtins.property
     def definition(self) -> _subscriptions_pb2.SubscriptionDefinition:
@@ -130,10 +135,11 @@ class Open(_message.Message):
         session_timeout_ms: _builtins.int = ...,
         keeps_positions: _builtins.bool = ...,
         positions: _abc.Iterable[Global___Position] | None = ...,
+        pulls: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["definition", b"definition"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "definition", b"definition", "keeps_positions", b"keeps_positions", "positions", b"positions", "provider", b"provider", "session_timeout_ms", b"session_timeout_ms", "subscription", b"subscription"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "definition", b"definition", "keeps_positions", b"keeps_positions", "positions", b"positions", "provider", b"provider", "pulls", b"pulls", "session_timeout_ms", b"session_timeout_ms", "subscription", b"subscription"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

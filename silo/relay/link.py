@@ -15,6 +15,9 @@ METHOD = "ConsumerService/Subscribe"
 MERGED, REJECTED = 20_000, 400
 """Acknowledgements and rejections that are put into one request where several wait to be sent."""
 
+WAITING = 4
+"""With more requests that the silo did not take yet, the consumer is not listened to."""
+
 Listener = Callable[["Link", bytes, Sequence[Delivered]], None]
 Told = Callable[["Link", pb.SubscribeResponse], None]
 
@@ -42,8 +45,11 @@ class Link:
         self.room.set()
         self.heard_at = asyncio.get_running_loop().time()
         self.said_at = self.heard_at
+        self.abandoned = False
+        self.empty = asyncio.Event()
+        """Cleared while the silo does not take what the consumer says."""
+        self.empty.set()
         self._touched = False
-        self._abandoned = False
         self._settled = False
         self._unsaved: deque[int] = deque()
         self._call = call
@@ -76,6 +82,8 @@ class Link:
         request = pb.SubscribeRequest()
         self._requests.append(request)
         self._something.set()
+        if len(self._requests) > WAITING:
+            self.empty.clear()
         return request
 
     def mark(self, mark: pb.Acknowledgement | pb.Rejection) -> None:
@@ -115,13 +123,12 @@ class Link:
             self._call.cancel()
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
-            if self._abandoned:
-                await self._call.abandon()
 
     def abandon(self) -> None:
-        """Nothing is heard of the silo, or it is another one by now: the connection may be dead, too."""
-        self._abandoned = True
+        """Nothing is heard of the silo, or it is not there any more. Idempotent."""
+        self.abandoned = True
         self._call.cancel()
+        self.room.set()
 
     async def _send(self, opening: pb.Open) -> None:
         first = self._requests.popleft() if self._requests else pb.SubscribeRequest()
@@ -130,6 +137,7 @@ class Link:
         while True:
             while self._requests:
                 await self._say(self._requests.popleft())
+            self.empty.set()
             if self.closed:
                 await self._say(pb.SubscribeRequest(close=True))
                 await self._call.done_sending()

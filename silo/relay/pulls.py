@@ -1,7 +1,7 @@
 """A consumer that pulls, of a silo that is one of several: it has credit only while a call waits.
 
 What is left of the credit is asked back before a call is answered, so all that is on its way is in the answer. What a
-call returned and nobody acknowledged is given back when the session timeout has passed since.
+call returned and nobody acknowledged is taken back by the silos when the session timeout has passed since.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from contextlib import AbstractAsyncContextManager
 
 from ...proto.v1 import consumer_pb2 as pb
 from ...streams.errors import HeadraceError, LimitExceeded
-from ...streams.frames import split
 from ..rpc.guard import Call
 from .relay import Relay
 
@@ -22,6 +21,8 @@ log = logging.getLogger("headrace.silo")
 PULL_EVENTS, PULL_BYTES = 1000, 1 << 20
 SHORTEST_WAIT_S, LOOK_S = 0.005, 0.25
 """A pull waits no shorter; and looks so often whether the silo stops."""
+NO_LIMIT = 1 << 62
+"""What waits to be collected is bounded by the credit of one call."""
 DEADLINE_S = 0.05
 """A pull answers so long before its caller's deadline."""
 
@@ -35,8 +36,6 @@ class RelayPulls:
         self._loop = asyncio.get_running_loop()
         self._relay: asyncio.Future[Relay] = self._loop.create_future()
         self._waiting = False
-        self._held: dict[tuple[int, int], float] = {}
-        """Until when what was returned is the consumer's, by queue and offset."""
         self.over = False
         self.on_over: Callable[[], object] = lambda: None
         self._task = self._loop.create_task(self._keep(), name="headrace pulls")
@@ -72,9 +71,7 @@ class RelayPulls:
                     relay.grant(0, relay.needed_bytes)
         finally:
             await relay.take_back()
-        frames = list(iter(relay.collect, b""))
-        self._note(frames)
-        return frames
+        return list(iter(relay.collect, b""))
 
     @staticmethod
     async def _something(relay: Relay, limit_s: float) -> None:
@@ -87,35 +84,26 @@ class RelayPulls:
         if relay.gone.done():
             relay.gone.result()
 
-    def _note(self, frames: Sequence[bytes]) -> None:
-        until = self._loop.time() + self._timeout_s
-        for message in frames:
-            for each in split(message)[0]:
-                self._held[each.queue, each.batch.offset] = until
-
     async def _keep(self) -> None:
         """Until the consumer has not been heard for its timeout."""
         try:
             async with self._opening as relay:
+                relay.outbox_limit = NO_LIMIT
                 self._relay.set_result(relay)
                 while not relay.gone.done():
                     await asyncio.wait([relay.gone], timeout=LOOK_S)
-                    self._give_back(relay)
                     if self._waiting:
                         relay.heard()
+                relay.gone.result()
         except HeadraceError as error:
+            if not self._relay.done():
+                self._relay.set_exception(error)
             log.info("a consumer that pulls begins anew: %s", error)
         finally:
             self.over = True
-            self._relay.cancel()
+            if not self._relay.cancel() and not self._relay.cancelled():
+                self._relay.exception()  # else asyncio says that nobody asked
             self.on_over()
-
-    def _give_back(self, relay: Relay) -> None:
-        now = self._loop.time()
-        late = [position for position, until in self._held.items() if until <= now]
-        for position in late:
-            del self._held[position]
-        relay.release(pb.Acknowledgement(queue=queue, offset=offset) for queue, offset in late)
 
     async def aclose(self) -> None:
         self._task.cancel()

@@ -2,7 +2,7 @@
 
 It is a member of its subscription's group at each silo that may have queues for it, over one `Link` each: what they
 deliver is passed on as it is, what the consumer says goes to the silo that it concerns, and its credit is divided among
-them (`credit`). So nothing is kept here but what the consumer has credit for.
+them (`credit`). So nothing is kept here but what the consumer has credit for, and a few of its requests.
 
 A link that ends in order, with nothing in the consumer's hands, is replaced without a word. Else the consumer's call
 ends with Unavailable: a client that comes again under its id recognises what it had, and what of it was done. That is
@@ -42,8 +42,10 @@ HEARTBEATS = 3
 """How often in a session timeout a silo is told that the consumer is there."""
 OPEN_S = 5.0
 """How long a silo may take for its first response."""
-TOLD_AT = 4
+TOLD_AT = 6
 """After so many failures in a row: a silo that ends, or was killed, is soon not there any more."""
+SELDOM = 5
+"""Consumers with which all is well are looked at each so many times."""
 ATTACH_S = 1.0
 """How long silos may take to answer a consumer that comes."""
 ANSWER_S = 1.0
@@ -86,14 +88,21 @@ class Silos(Protocol):
         """Begin a call of a silo, which may be this one."""
         ...
 
+    def lives(self, silo: str, incarnation: int) -> bool:
+        """Whether it is there, as far as is known."""
+        ...
+
+    def doubt(self, silo: str) -> None:
+        """Nothing is heard of it: the connection to it may be dead."""
+        ...
+
     async def call(self, silo: str, method: str, request: bytes) -> bytes:
         """Call a silo, which may be this one. Raises Unavailable, and what the silo raises."""
         ...
 
 
 class Relay:
-    """Between `attach` and `aclose`. `opening` is how the consumer opens at each silo. `on_something` is called when
-    there is something to collect or to tell."""
+    """Between `attach` and `aclose`. `opening` is how the consumer opens at each silo."""
 
     def __init__(
         self, silos: Silos, opening: pb.Open, queues: Sequence[int], *, explicit: bool, timeout_s: float
@@ -121,10 +130,12 @@ class Relay:
         self._ended = False
         self._outbox: deque[bytes] = deque()
         self._outbox_bytes = 0
+        self.outbox_limit = OUTBOX_BYTES
         self.heard_at = self._loop.time()
         self.gone: asyncio.Future[None] = self._loop.create_future()
         """Its error is why it is over."""
         self.something = asyncio.Event()
+        """There is something to collect, or to tell."""
         self.changed = asyncio.Event()
         """A silo has said something."""
         self.refused: list[pb.Refusal] = []
@@ -183,6 +194,11 @@ class Relay:
         self.release(request.released)
         if request.HasField("credit"):
             self.grant(request.credit.events, request.credit.bytes)
+
+    async def taken(self) -> None:
+        """Return when silos have taken what the consumer said, but for little."""
+        for link in list(self._links.values()):
+            await link.empty.wait()
 
     def _pass_on(self, mark: pb.Acknowledgement | pb.Rejection, concerned: set[Link]) -> None:
         link = self._link_of(mark.queue)
@@ -291,24 +307,40 @@ class Relay:
 
     def look(self) -> None:
         """See who is there, and how time goes by. To be called now and then, and when the cluster has changed."""
-        if self._ended or self._closing or self.gone.done():
+        if self._ended or self.gone.done():
             return
         now = self._loop.time()
+        self._look_at_links(now)
+        if not self._closing:
+            self._look_at_silos(now)
+        if self._ledger.is_hungry:
+            self._lend(patient=False)
+
+    def _look_at_silos(self, now: float) -> None:
         if now - self.heard_at > self._timeout_s:
             self._silent = True
             self._end(Unavailable(f"consumer {self._opening.consumer!r} was not heard for {self._timeout_s:g} s"))
             return
         there = self._silos.with_queues(self._opening.provider, self._queues if self._explicit else None)
         for name, silo in there.items():
-            link = self._links.get(name)
-            if link is None and now >= self._not_before.get(name, 0.0):
+            if name not in self._links and now >= self._not_before.get(name, 0.0):
                 self._attach(name, silo)
-            elif link is not None and link.incarnation != silo.incarnation:
-                link.abandon()
+        if self._explicit and there:  # one that had the queue before keeps no credit
+            for name, link in self._links.items():
+                if name not in there and link.opened and not link.owing:
+                    link.close()
         self._look_at_positions()
-        self._look_at_links(now)
-        if self._ledger.is_hungry:
-            self._lend(patient=False)
+
+    def excuse(self, late_s: float) -> None:
+        """It was this process that did not listen."""
+        self.heard_at += late_s
+        for link in self._links.values():
+            link.heard_at += late_s
+
+    @property
+    def impatient(self) -> bool:
+        """It is not to wait for the next time at which all are looked at."""
+        return self._ledger.is_hungry or bool(self._not_before)
 
     def _look_at_positions(self) -> None:
         """Where the consumer keeps its positions, a queue that moved begins at what the consumer says next."""
@@ -321,8 +353,14 @@ class Relay:
 
     def _look_at_links(self, now: float) -> None:
         for link in list(self._links.values()):
-            if now - link.heard_at > (self._timeout_s if link.opened else min(OPEN_S, self._timeout_s)):
+            limit_s = self._timeout_s if link.opened else OPEN_S
+            if link.abandoned:
+                continue
+            if not self._silos.lives(link.silo, link.incarnation):
                 link.abandon()
+            elif now - link.heard_at > limit_s and link.room.is_set():
+                link.abandon()
+                self._silos.doubt(link.silo)
             elif link.opened and now - link.said_at > self._timeout_s / HEARTBEATS / 2 and self._is_alive(now):
                 link.beat()
 
@@ -346,11 +384,15 @@ class Relay:
             error: HeadraceError = Unavailable(f"silo {link.silo} ended the call")
         except HeadraceError as failure:
             error = failure
+        except Exception as failure:
+            log.exception("a consumer's link to silo %s failed", link.silo)
+            error = Unavailable(f"silo {link.silo} cannot be understood: {failure}")
         finally:
             self._forget(link)
         if link.owing:
             log.info("consumer %s connects again: %s", self._opening.consumer, error)
-            self._end(error if not error.retryable else Unavailable(f"{error}: connect again"))
+            again = "" if "connect again" in str(error) else ": connect again"
+            self._end(error if not error.retryable else Unavailable(f"{error}{again}"))
         elif not error.retryable:
             self._end(error)
         else:
@@ -362,6 +404,7 @@ class Relay:
     def _forget(self, link: Link) -> None:
         if self._links.get(link.silo) is link:
             del self._links[link.silo]
+        link.empty.set()
         self._ledger.left(link.silo)
         self.something.set()
         self.changed.set()
@@ -389,7 +432,7 @@ class Relay:
         link.delivered_since += events
         self._outbox.append(frames)
         self._outbox_bytes += len(frames)
-        if self._outbox_bytes > OUTBOX_BYTES:
+        if self._outbox_bytes > self.outbox_limit:
             link.room.clear()
         self.something.set()
 
@@ -419,6 +462,7 @@ class Relay:
 
     def _opened(self, link: Link, opened: pb.Opened) -> None:
         link.opened = True
+        self._not_before.pop(link.silo, None)
         self._failures.pop(link.silo, None)
         self._ledger.joined(link.silo)
         self.moves = max(self.moves, opened.moves)
@@ -478,6 +522,7 @@ class Relays:
     def __init__(self, silos: Silos) -> None:
         self._silos = silos
         self._open: set[Relay] = set()
+        self._looks = 0
 
     @asynccontextmanager
     async def opened(
@@ -487,15 +532,18 @@ class Relays:
         consumer: str,
         timeout_s: float,
         positions: Mapping[int, Checkpoint] | None,
+        *,
+        pulls: bool = False,
     ) -> AsyncGenerator[Relay]:
         """A consumer that may join at every silo, for the length of an `async with`. `positions` are those of all
-        queues, where its client keeps them."""
+        queues, where its client keeps them; `pulls` says that it does."""
         opening = pb.Open(
             provider=provider.name,
             subscription=definition.name,
             consumer=consumer,
             session_timeout_ms=round(timeout_s * 1000),
             keeps_positions=positions is not None,
+            pulls=pulls,
         )
         for queue, checkpoint in (positions or {}).items():
             opening.positions.add(queue=queue, token=position_token(checkpoint))
@@ -512,19 +560,40 @@ class Relays:
 
     def look(self, late_s: float = 0.0) -> None:
         """`late_s`: nobody could be heard for so long."""
+        self._looks += 1
         for relay in list(self._open):
-            relay.heard_at += late_s
+            if late_s:
+                relay.excuse(late_s)
+            if relay.impatient or not self._looks % SELDOM:
+                relay.look()
+
+    def changed(self) -> None:
+        """The cluster has."""
+        for relay in list(self._open):
             relay.look()
 
     async def acknowledge(self, request: pb.AcknowledgeRequest) -> bytes:
-        """Each silo is told what concerns its queues. What cannot be told is refused: it comes again."""
+        """Each silo is told what concerns its queues; what it refuses, the others: a queue may have moved just now, and
+        who had it has not saved yet. What nobody takes is refused: it comes again."""
+        check_marks(len(request.acknowledgements) + len(request.rejections))
         parts: dict[str, pb.AcknowledgeRequest] = {}
         for each in request.acknowledgements:
             self._part(request, each.queue, parts).acknowledgements.append(each)
         for each in request.rejections:
             self._part(request, each.queue, parts).rejections.append(each)
         answers = await asyncio.gather(*(self._acknowledged(silo, part) for silo, part in parts.items()))
-        return pb.AcknowledgeResponse(refused=[each for refused in answers for each in refused]).SerializeToString()
+        refused = [each for some in answers for each in some]
+        return pb.AcknowledgeResponse(refused=refused).SerializeToString()
+
+    async def _acknowledged(self, owner: str, part: pb.AcknowledgeRequest) -> Sequence[pb.Refusal]:
+        """What nobody took."""
+        others = [name for name in self._silos.with_queues(part.provider or "default", None) if name != owner]
+        for silo in filter(None, (owner, *others)):
+            refused = await self._told(silo, part)
+            part = _of_positions(part, {(each.queue, each.offset, each.index) for each in refused})
+            if not (part.acknowledgements or part.rejections):
+                break
+        return _refusals(part)
 
     def _part(
         self, whole: pb.AcknowledgeRequest, queue: int, parts: dict[str, pb.AcknowledgeRequest]
@@ -536,12 +605,31 @@ class Relays:
             )
         return parts[silo]
 
-    async def _acknowledged(self, silo: str, part: pb.AcknowledgeRequest) -> Sequence[pb.Refusal]:
-        if silo:
-            try:
-                answer = await self._silos.call(silo, ACKNOWLEDGE, part.SerializeToString())
-                return pb.AcknowledgeResponse.FromString(answer).refused
-            except Unavailable as error:
-                log.info("silo %s was not told what consumer %s acknowledged: %s", silo, part.consumer, error)
-        every = (*part.acknowledgements, *part.rejections)
-        return [pb.Refusal(queue=each.queue, offset=each.offset, index=each.index) for each in every]
+    async def _told(self, silo: str, part: pb.AcknowledgeRequest) -> Sequence[pb.Refusal]:
+        """What it refused."""
+        try:
+            answer = await self._silos.call(silo, ACKNOWLEDGE, part.SerializeToString())
+            return pb.AcknowledgeResponse.FromString(answer).refused
+        except HeadraceError as error:
+            log.info("silo %s was not told what consumer %s acknowledged: %s", silo, part.consumer, error)
+        return _refusals(part)
+
+
+def _refusals(request: pb.AcknowledgeRequest) -> Sequence[pb.Refusal]:
+    every = (*request.acknowledgements, *request.rejections)
+    return [pb.Refusal(queue=each.queue, offset=each.offset, index=each.index) for each in every]
+
+
+def _of_positions(request: pb.AcknowledgeRequest, positions: Collection[tuple[int, int, int]]) -> pb.AcknowledgeRequest:
+    """Only what a request says of these events."""
+    return pb.AcknowledgeRequest(
+        provider=request.provider,
+        subscription=request.subscription,
+        consumer=request.consumer,
+        acknowledgements=[each for each in request.acknowledgements if _position(each) in positions],
+        rejections=[each for each in request.rejections if _position(each) in positions],
+    )
+
+
+def _position(mark: pb.Acknowledgement | pb.Rejection) -> tuple[int, int, int]:
+    return mark.queue, mark.offset, mark.index

@@ -71,6 +71,7 @@ class RelaySession:
 
     async def _apply(self, request: pb.SubscribeRequest) -> None:
         await self._relay.apply(request)
+        await self._relay.taken()
         if request.reclaim:
             left = await self._relay.take_back()
             self._told.returned.CopyFrom(pb.Credit(events=left.events, bytes=left.bytes))

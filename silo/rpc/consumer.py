@@ -11,7 +11,9 @@ import asyncio
 import time
 import uuid
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import NamedTuple
 
 from ...agents import Events, Group, Member, Parcel, taken_over
@@ -25,7 +27,7 @@ from ..access import PEER
 from ..consumers import Consumers, Place
 from ..provider import Provider
 from ..relay.pulls import RelayPulls
-from ..relay.relay import AT_ONCE, HEARTBEATS, Relays, check_marks
+from ..relay.relay import AT_ONCE, HEARTBEATS, Relay, Relays, check_marks
 from ..relay.session import RelaySession
 from .guard import Call, Kind, Method, parsed
 from .lookup import TO_CONSUME, Providers, create_subscription, provider_of, subscription_of
@@ -109,7 +111,7 @@ class ConsumerService:
         wanted = await self._wanted(call, request)
         provider, definition, consumer, timeout_s, positions, found = wanted
         consumers = self._consumers[provider.name]
-        place = await consumers.join(definition, consumer, timeout_s, positions)
+        place = await consumers.join(definition, consumer, timeout_s, positions, pulls=request.pulls)
         connection, gaps = place.member.connections, list(found)
         place.member.on_gap = gaps.append  # until there is a session to tell
         moves = await provider.moves(place.group.definition.name)
@@ -195,11 +197,21 @@ class ConsumerService:
         pulls = self._relay_pulls.get(key)
         if pulls is None or pulls.over:
             consumers.check(definition, request.consumer, timeout_s, keeps_positions=False)
-            await consumers.prepare(definition, request.consumer, None)
-            opening = relays.opened(provider, definition, request.consumer, consumers.timeout(timeout_s), None)
-            pulls = self._relay_pulls[key] = RelayPulls(opening, consumers.timeout(timeout_s))
-            pulls.on_over = lambda: self._relay_pulls.pop(key, None)
+            timeout_s = consumers.timeout(timeout_s)
+
+            @asynccontextmanager
+            async def opening() -> AsyncGenerator[Relay]:
+                await consumers.prepare(definition, request.consumer, None)
+                async with relays.opened(provider, definition, request.consumer, timeout_s, None, pulls=True) as relay:
+                    yield relay
+
+            pulls = self._relay_pulls[key] = RelayPulls(opening(), timeout_s)
+            pulls.on_over = partial(self._forget_pulls, key, pulls)
         return await pulls.pull(call, request)
+
+    def _forget_pulls(self, key: tuple[str, str, str], pulls: RelayPulls) -> None:
+        if self._relay_pulls.get(key) is pulls:
+            del self._relay_pulls[key]
 
     async def acknowledge(self, call: Call, encoded: bytes) -> bytes:
         request = parsed(pb.AcknowledgeRequest, encoded)
@@ -422,8 +434,11 @@ class Session:
                 self._something.set()
         if self._gone.done():  # meanwhile: the member is another's
             return
-        for each in request.released:
+        check_marks(len(request.released))
+        for number, each in enumerate(request.released, 1):
             self._group.release(self._member, Events(each.queue, each.offset, each.index, each.count))
+            if number % AT_ONCE == 0:
+                await asyncio.sleep(0)
         self._member.applied = max(self._member.applied, request.number)
         if request.HasField("credit"):
             self._group.grant(self._member, request.credit.events, request.credit.bytes)

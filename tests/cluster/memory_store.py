@@ -203,6 +203,7 @@ class MemoryStore:
             self._letters[known] = self._letters[known]._replace(
                 reason=reason, attempts=letter.attempts, failed_at_us=letter.failed_at_us
             )
+            self._last_id += 1  # SQLite uses a number up all the same
             return known
         self._last_id += 1
         self._ids[key] = self._last_id
