@@ -277,15 +277,15 @@ def _check_cluster(config: SiloConfig, cluster: ClusterConfig) -> None:
     if config.data is None:
         raise InvalidArgument("[cluster] needs a data directory: name it with --data, with HEADRACE_DATA, or as data =")
     if cluster.store is not None:
-        _check_store(cluster.store)
+        check_store(cluster.store, "cluster.store")
     cluster.options(config.drain_s)
 
 
-def _check_store(store: str) -> None:
-    """Says nothing of what it is: any part may be the password, where it is not written as it should be."""
+def check_store(store: str, option: str) -> None:
+    """Raises InvalidArgument that does not show it: any part may be the password, where it is badly written."""
     if not _is_postgres(store):
         raise InvalidArgument(
-            "cluster.store is no URL of a PostgreSQL database: write postgresql://USER:PASSWORD@HOST/DATABASE, and in "
+            f"{option} is no URL of a PostgreSQL database: write postgresql://USER:PASSWORD@HOST/DATABASE, and in "
             "a user or a password %2F for /, %40 for @, %3A for :, %3F for ?, %23 for #"
         )
 

@@ -49,11 +49,27 @@ class Server(NamedTuple):
 Place = Where | Server
 
 
+class DataPath(click.Path):
+    """A data directory. A URL is refused, without repeating it: it may hold a password."""
+
+    def __init__(self, hint: str) -> None:
+        super().__init__(path_type=Path)
+        self._hint = hint
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if "://" in str(value):
+            raise click.UsageError(f"--data takes a directory, not a URL: {self._hint}", ctx)
+        return super().convert(value, param, ctx)
+
+
+DATA_PATH = DataPath("where the control data is in a database, ask a silo")
+
+
 def where_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """`--data` and `--provider`, handed to the command as `where`."""
 
     @click.option(
-        "--data", required=True, type=click.Path(path_type=Path), envvar="HEADRACE_DATA", show_envvar=True,
+        "--data", required=True, type=DATA_PATH, envvar="HEADRACE_DATA", show_envvar=True,
         metavar="DIR", help="Data directory.",
     )  # fmt: skip
     @click.option(
@@ -131,7 +147,7 @@ def place_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """`--data` or `--server`, with what belongs to each, handed to the command as `place`."""
 
     @click.option(
-        "--data", type=click.Path(path_type=Path), envvar="HEADRACE_DATA", show_envvar=True, metavar="DIR",
+        "--data", type=DATA_PATH, envvar="HEADRACE_DATA", show_envvar=True, metavar="DIR",
         help="Data directory.",
     )  # fmt: skip
     @click.option(
@@ -152,14 +168,14 @@ def place_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def _place(data: Path | None, server: str | None, provider: str, options: Mapping[str, Any]) -> Place:
     """Exactly one of the two; one on the command line goes before one in a variable."""
     if data is not None and server is not None:
-        data, server = (data if _typed("data") else None), (server if _typed("server") else None)
+        data, server = (data if typed("data") else None), (server if typed("server") else None)
         if (data is None) == (server is None):
             raise click.UsageError("--data and --server exclude each other: name a data directory or a silo")
     if server is not None:
         return _server(server, provider, options)
     if data is None:
         raise click.UsageError("Missing option '--data' or '--server'.")
-    if wrong := [f"--{name}" for name in _OF_THE_SERVER if options[name] and _typed(name)]:
+    if wrong := [f"--{name}" for name in _OF_THE_SERVER if options[name] and typed(name)]:
         raise click.UsageError(f"{wrong[0]} is for --server, not for --data")
     return Where(data, provider)
 
@@ -170,7 +186,7 @@ def _server(address: str, provider: str, options: Mapping[str, Any]) -> Server:
     return Server(address, provider, options["token"], tls, options["insecure"])
 
 
-def _typed(name: str) -> bool:
+def typed(name: str) -> bool:
     """Whether an option comes from the command line."""
     return click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 

@@ -87,13 +87,13 @@ class SiloOfCluster(NamedTuple):
 
 
 @contextmanager
-def silos(directory: Path, names: Iterable[str], *, store: str = "") -> Generator[list[SiloOfCluster]]:
+def silos(directory: Path, names: Iterable[str], *, store: str = "", grpc: str = "") -> Generator[list[SiloOfCluster]]:
     """They serve, for the length of a `with`; whatever is left of them is killed."""
     with ExitStack() as stack:
         started: list[tuple[str, Talking]] = []
         for name in names:
             cluster = f'[cluster]\nname = "{name}"\n{TIMES}' + (f'store = "{store}"\n' if store else "")
-            (directory / f"{name}.toml").write_text(f'data = "data"\n[grpc]\nport = 0\n{cluster}')
+            (directory / f"{name}.toml").write_text(f'data = "data"\n[grpc]\nport = 0\n{grpc}\n{cluster}')
             started.append((name, Talking(directory, "silo", f"{name}.toml")))
             stack.callback(started[-1][1].clean_up)
         yield [SiloOfCluster(name, address_of(silo), silo) for name, silo in started]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.silo.commandline import Headrace, Ran, Start, ended
+from tests.silo.talking import silos
 
 TOKEN = re.compile(r"hr_[A-Za-z0-9_-]{43}\n")
 
@@ -126,6 +127,71 @@ def test_tokens_come_and_go_while_a_silo_runs(tokens: Headrace, start: Start):
     assert tokens("revoke", "orders").code == 0
     process.terminate()
     assert ended(process).code == 0
+
+
+# In the database of a cluster
+
+
+def test_a_token_made_in_the_store_of_a_cluster_is_known_to_its_silos(
+    headrace: Headrace, tmp_path: Path, postgres_url: str
+):
+    at = ("--store", postgres_url)
+    token = headrace("tokens", "create", "orders", "--publish", "n", *at).out.strip()
+    assert [one["name"] for one in headrace("tokens", "list", "--json", HEADRACE_CLUSTER__STORE=postgres_url).json] == [
+        "orders"
+    ]
+    with silos(tmp_path, "a", store=postgres_url, grpc='auth = "tokens"') as (silo,):
+        publish = ("publish", "--server", silo.address, "--stream", "n/k", "--format", "raw")
+        assert headrace(*publish, stdin=b"0\n").code == 1
+        assert headrace(*publish, stdin=b"0\n", HEADRACE_TOKEN=token).code == 0
+    assert headrace("tokens", "revoke", "orders", *at).code == 0
+    assert headrace("tokens", "list", "--json", *at).json == []
+
+
+def test_a_store_in_a_variable_gives_way_to_a_directory_that_is_typed(headrace: Headrace, tmp_path: Path):
+    create = ("tokens", "create", "orders", "--publish", "*", "--data", "d")
+    assert headrace(*create, HEADRACE_CLUSTER__STORE="postgresql://127.0.0.1:1/x").code == 0
+    assert [name for name, _, _ in stored(tmp_path)] == ["orders"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ([], "Missing option '--data' or '--store'."),
+        (
+            ["--data", "d", "--store", "postgresql://me:secret@db/x"],
+            "--data and --store exclude each other: name a data directory or a database",
+        ),
+        (
+            ["--data", "postgresql://me:secret@db/x"],
+            "--data takes a directory, not a URL: give the URL of cluster.store as --store",
+        ),
+    ],
+)
+def test_tokens_are_in_a_directory_or_in_a_database(headrace: Headrace, tmp_path: Path, arguments: list[str], why: str):
+    assert headrace("tokens", "list", *arguments).refused(2).removesuffix(" (see headrace tokens list --help)") == why
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("store", ["d", "memory", "sqlite:///secret.db", "mysql://me:secret@db/x"])
+def test_a_store_that_is_no_url_of_postgres_is_refused_and_not_shown(headrace: Headrace, tmp_path: Path, store: str):
+    why = headrace("tokens", "list", "--store", store).refused(2)
+    assert why.startswith("--store is no URL of a PostgreSQL database: write postgresql://USER:PASSWORD@HOST/DATABASE")
+    assert "secret" not in why
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_store_that_does_not_answer_is_named_without_its_password(headrace: Headrace):
+    why = headrace("tokens", "list", "--store", "postgresql://me:secret@127.0.0.1:1/x").refused(1)
+    assert why.startswith("postgresql://me:***@127.0.0.1:1/x: ")
+    assert "secret" not in why
+
+
+def test_commands_on_a_data_directory_do_not_make_one_of_a_url(headrace: Headrace, tmp_path: Path):
+    for command in (["streams", "list"], ["publish", "--stream", "n/k"], ["queues"]):
+        why = headrace(*command, "--data", "postgresql://me:secret@db/x").refused(2)
+        assert why.startswith("--data takes a directory, not a URL: where the control data is in a database, ask")
+    assert not list(tmp_path.iterdir())
 
 
 # Flags
