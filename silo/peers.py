@@ -17,6 +17,8 @@ log = logging.getLogger("headrace.silo")
 REACH_S = 2.0
 """How long a silo may take to say that it is there."""
 CALL_S = 30.0
+WHO = pb.DescribeClusterRequest(here=True).SerializeToString()
+"""Asks a silo only for itself, where counting may take long."""
 
 
 class PeerConnections:
@@ -65,7 +67,7 @@ class PeerConnections:
     async def reach(self, silo: SiloRecord) -> bool:
         """Whether it answers, and is the one that is looked for."""
         try:
-            answer = await self.unary(silo, "ClusterService/DescribeCluster", b"", timeout_s=REACH_S)
+            answer = await self.unary(silo, "ClusterService/DescribeCluster", WHO, timeout_s=REACH_S)
         except HeadraceError as error:
             log.info("silo %s cannot be reached at %s: %s", silo.name, silo.address, error)
             return False

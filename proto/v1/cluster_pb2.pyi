@@ -24,7 +24,7 @@ class DescribeClusterRequest(_message.Message):
 
     HERE_FIELD_NUMBER: _builtins.int
     here: _builtins.bool
-    """Of the silo that is called alone, which answers at once: nobody else is asked."""
+    """Of the silo that is called alone, which answers at once: nobody else is asked, and no lag is counted (it is 0)."""
     def __init__(
         self,
         *,

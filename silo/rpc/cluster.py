@@ -52,7 +52,8 @@ class ClusterService:
         self._changing = asyncio.Lock()
         self._changes: set[asyncio.Task[None]] = set()
         self._looking = asyncio.Lock()
-        self._seen: tuple[float, pb.Cluster] | None = None
+        self._seen: dict[bool, tuple[float, pb.Cluster]] = {}
+        """When, and what, by whether lag is counted."""
 
     @classmethod
     @asynccontextmanager
@@ -84,7 +85,8 @@ class ClusterService:
         request = parsed(pb.DescribeClusterRequest, message)
         _require_something(call)
         alone = request.here or self._others(call) is None
-        cluster = pb.Cluster(silos=[await self._here()]) if alone else await self._whole()
+        counted = _may_see_all(call) and not request.here  # which is how silos and clients look who is there
+        cluster = pb.Cluster(silos=[await self._here(counted)]) if alone else await self._whole(counted)
         return pb.DescribeClusterResponse(cluster=_shown(call, cluster)).SerializeToString()
 
     async def watch(self, call: Call, message: bytes) -> None:
@@ -92,7 +94,7 @@ class ClusterService:
         _require_something(call)
         last: pb.Cluster | None = None
         while not call.closing.is_set():
-            cluster = _shown(call, await self._recently())
+            cluster = _shown(call, await self._recently(_may_see_all(call)))
             if differ(last, cluster):
                 await call.write(pb.WatchClusterResponse(cluster=cluster).SerializeToString())
                 last = cluster
@@ -102,36 +104,40 @@ class ClusterService:
             call.check_valid()
         raise Unavailable("the silo stops: watch again when it is back, or another one")
 
-    async def _recently(self) -> pb.Cluster:
+    async def _recently(self, counted: bool) -> pb.Cluster:
         """As it was within the last half of `WATCH_S`: many may watch, and looking costs something."""
         async with self._looking:
             now = asyncio.get_running_loop().time()
-            if self._seen is None or now - self._seen[0] > WATCH_S / 2:
-                self._seen = now, await self._whole()
-            return self._seen[1]
+            if counted not in self._seen or now - self._seen[counted][0] > WATCH_S / 2:
+                self._seen[counted] = now, await self._whole(counted)
+            return self._seen[counted][1]
 
-    async def _here(self) -> pb.Silo:
+    async def _here(self, counted: bool) -> pb.Silo:
         return pb.Silo(
             name=self._name,
             address=self._silo.grpc_address or "",
             state=self._present_state(),
-            providers=[await described(provider) for provider in self._silo.providers.values()],
+            providers=[await described(provider, counted=counted) for provider in self._silo.providers.values()],
             version=self._version,
         )
 
-    async def _whole(self) -> pb.Cluster:
+    async def _whole(self, counted: bool) -> pb.Cluster:
         clustering = self._silo.clustering
         if clustering is None or (view := clustering.view) is None:
-            return pb.Cluster(silos=[await self._here()])
-        asking = [self._seen_from_here(clustering, view, silo) for silo in view.silos if silo.state != SiloState.LEFT]
+            return pb.Cluster(silos=[await self._here(counted)])
+        silos = [silo for silo in view.silos if silo.state != SiloState.LEFT]
+        asking = [self._seen_from_here(clustering, view, silo, counted) for silo in silos]
         return pb.Cluster(silos=await asyncio.gather(*asking))
 
-    async def _seen_from_here(self, clustering: Clustering, view: ClusterView, record: SiloRecord) -> pb.Silo:
+    async def _seen_from_here(
+        self, clustering: Clustering, view: ClusterView, record: SiloRecord, counted: bool
+    ) -> pb.Silo:
         """A silo as it says itself, or as it is known where it says nothing."""
         providers = self._silo.providers
         if record.state not in LIVING:
             return silent(record, "dead", view, providers)
-        found = await self._here() if record.name == self._name else await _asked(clustering, record)
+        here = record.name == self._name
+        found = await self._here(counted) if here else await _asked(clustering, record, counted)
         if found is None:
             return silent(record, "unreachable", view, providers)
         found.address, found.silent_ms = record.address, silent_ms(record, view)
@@ -275,10 +281,11 @@ class ClusterService:
             log.error("agents could not be stopped or started: %s", error)
 
 
-async def _asked(clustering: Clustering, record: SiloRecord) -> pb.Silo | None:
+async def _asked(clustering: Clustering, record: SiloRecord, counted: bool) -> pb.Silo | None:
     """What a silo says of itself; None where it does not answer, or another one does."""
+    request = pb.DescribeClusterRequest(here=not counted).SerializeToString()
     try:
-        answer = await clustering.call(record.name, "ClusterService/DescribeCluster", b"", timeout_s=ASK_S)
+        answer = await clustering.call(record.name, "ClusterService/DescribeCluster", request, timeout_s=ASK_S)
     except HeadraceError as error:
         log.info("silo %s does not say how it is: %s", record.name, error)
         return None
@@ -314,9 +321,13 @@ def _require_something(call: Call) -> None:
         raise PermissionDenied(f"{call.principal} may do nothing, so it may not see the cluster either")
 
 
-def _shown(call: Call, cluster: pb.Cluster) -> pb.Cluster:
+def _may_see_all(call: Call) -> bool:
     """How much there is of everything is only for who may manage everything."""
-    return cluster if call.principal.allows_everywhere(Permission.MANAGE) else bare(cluster)
+    return call.principal.allows_everywhere(Permission.MANAGE)
+
+
+def _shown(call: Call, cluster: pb.Cluster) -> pb.Cluster:
+    return cluster if _may_see_all(call) else bare(cluster)
 
 
 def _queues(provider: Provider, wanted: Sequence[int]) -> Sequence[int]:

@@ -12,11 +12,11 @@ from ..provider import Provider
 from ..views import QueueView, age_s
 
 
-async def described(provider: Provider) -> pb.Provider:
-    """A provider with the queues that are read here."""
+async def described(provider: Provider, *, counted: bool) -> pb.Provider:
+    """A provider with the queues that are read here, and where it is `counted`, which reads, how far they lag."""
     adapters = {record.name: record.adapter for record in await provider.store.providers()}
     leases = provider.manager.leases
-    unfinished = await _unfinished(provider)
+    unfinished = await _unfinished(provider) if counted else {}
     views = [view for view in provider.statistics().queues if leases is None or view.index in leases]
     queues = [await _queue(provider, view, unfinished.get(view.index)) for view in views]
     return pb.Provider(name=provider.name, adapter=adapters[provider.name], queues=queues, queue_count=provider.queues)

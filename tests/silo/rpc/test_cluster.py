@@ -10,9 +10,15 @@ import pytest
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
+from headrace.adapters import Backlog
 from headrace.proto.v1 import cluster_pb2 as pb
 from headrace.proto.v1 import consumer_pb2, subscriptions_pb2
+from headrace.silo.clustering import SECRET
+from headrace.silo.config import GrpcConfig, ProviderConfig, SiloConfig
+from headrace.silo.host import Silo
+from headrace.silo.peers import PeerConnections
 from headrace.streams import Event
+from tests.silo.clusters import clustered, queues
 from tests.silo.rpc.calling import CLUSTER, Allowed, Caller, Refused, Stream, batch, connecting, make_tokens, opened
 
 SUBSCRIBE = "headrace.v1.ConsumerService/Subscribe"
@@ -200,6 +206,55 @@ async def test_what_was_begun_is_done_though_the_caller_does_not_wait(tmp_path: 
         while (told := await caller.describe()).state != "drained":
             pass
         assert set(states(told)) == {"stopped"}
+
+
+def note_counting(silo: Silo, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The queues whose lag is counted there from now on, in the order of counting."""
+    counted: list[int] = []
+    adapter = silo.providers["default"].adapter
+    backlog = adapter.backlog
+
+    async def noted(queue: int, offset: int) -> Backlog:
+        counted.append(queue)
+        return await backlog(queue, offset)
+
+    monkeypatch.setattr(adapter, "backlog", noted)
+    return counted
+
+
+async def test_lag_is_counted_only_for_who_is_shown_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tokens = await make_tokens(tmp_path, admin=Allowed(manage=["*"]), producer=Allowed(publish=["*"]))
+    async with opened(tmp_path, auth="tokens") as silo, connecting(silo.grpc_address or "") as channel:
+        admin, producer = (Caller(channel.channel, tokens[name]) for name in ("admin", "producer"))
+        await admin.create("printer", "shop/*")
+        counted = note_counting(silo, monkeypatch)
+        await producer.describe()
+        await producer.responses(f"{CLUSTER}/WatchCluster", b"").read(pb.WatchClusterResponse)
+        await ask(admin, "DescribeCluster", pb.DescribeClusterRequest(here=True))
+        assert counted == []
+        await admin.describe()
+        assert counted == [0, 1]
+        watched = await admin.responses(f"{CLUSTER}/WatchCluster", b"").read(pb.WatchClusterResponse)
+        assert watched is not None
+        assert counted == [0, 1, 0, 1]
+
+
+async def test_silos_that_look_for_one_another_count_no_lag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = SiloConfig(data=str(tmp_path), grpc=GrpcConfig(port=0), providers={"default": ProviderConfig(queues=2)})
+    async with clustered(config, 2) as (asking, asked), connecting(asking.grpc_address or "") as caller:
+        await caller.create("printer", "shop/*")
+        assert asking.clustering is not None
+        record = asking.clustering.silos["silo-1"]
+        secret = await asking.providers["default"].store.value_or(SECRET, "")
+        counted = note_counting(asked, monkeypatch)
+        peers = PeerConnections(secret, None)
+        try:
+            assert await peers.reach(record)
+        finally:
+            await peers.aclose()
+        assert counted == []
+        await ask(caller, "DescribeCluster", pb.DescribeClusterRequest())
+        assert counted == queues(asked)
 
 
 async def test_only_who_may_manage_everything_stops_and_starts_or_sees_how_much_there_is(tmp_path: Path):
