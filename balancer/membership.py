@@ -255,13 +255,18 @@ class Membership:
 
     async def _run(self) -> None:
         period = self._options.period_s
+        failing = False
         while not self.superseded.done():
             began = self._loop.time()
             try:
                 pause = 0.0 if await self._beat() else period
+                if failing:
+                    log.info("silo %s reaches its cluster's store again", self.name)
+                failing = False
             except HeadraceError as error:
-                log.warning("silo %s goes on as long as it may without its cluster's store: %s", self.name, error)
-                pause = RETRY * period
+                level = logging.DEBUG if failing else logging.WARNING
+                log.log(level, "silo %s serves as long as its leases last: its cluster's store: %s", self.name, error)
+                pause, failing = RETRY * period, True
             except Exception:
                 log.exception("silo %s: the membership failed, and goes on", self.name)
                 pause = period

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..balancer.membership import Membership, nobody
 from ..streams.client.connection import StreamCall
 from ..streams.cluster import LIVING, ClusterView, SiloRecord, SiloState
-from ..streams.errors import Busy, Unavailable
+from ..streams.errors import Busy, InvalidArgument, Unavailable
 from ..streams.store import ControlStore
 from .config import ClusterConfig, SiloConfig
 from .datadir import SILOS, DataDirectory, DirectoryLock, is_free, lock
@@ -109,11 +109,15 @@ class Clustering:
             yield
 
     async def _check_reachable(self, me: SiloRecord) -> None:
-        """Of itself, at the address that others are told and with the certificates that they are shown."""
-        if not await self._peers.reach(me):
+        """Of itself, at the address that others are told and with the certificates that they are shown. Raises
+        InvalidArgument where nobody could trust it."""
+        why = await self._peers.missed(me)
+        if "certificate" in why:
+            raise InvalidArgument(f"other silos could not call silo {me.name} at {me.address}: {why}")
+        if why:
             log.warning(
                 "silo %s does not reach itself at %s, so other silos may not either, and consumers there miss what its "
-                "queues have: check cluster.address and cluster.ca", me.name, me.address,
+                "queues have: %s", me.name, me.address, why,
             )  # fmt: skip
 
     async def _named(self, name: str) -> DirectoryLock:

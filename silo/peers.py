@@ -66,13 +66,19 @@ class PeerConnections:
 
     async def reach(self, silo: SiloRecord) -> bool:
         """Whether it answers, and is the one that is looked for."""
+        why = await self.missed(silo)
+        if why:
+            log.info("silo %s cannot be reached at %s: %s", silo.name, silo.address, why)
+        return not why
+
+    async def missed(self, silo: SiloRecord) -> str:
+        """Why a silo cannot be reached; empty where it can."""
         try:
             answer = await self.unary(silo, "ClusterService/DescribeCluster", WHO, timeout_s=REACH_S)
         except HeadraceError as error:
-            log.info("silo %s cannot be reached at %s: %s", silo.name, silo.address, error)
-            return False
-        cluster = pb.DescribeClusterResponse.FromString(answer).cluster
-        return [each.name for each in cluster.silos] == [silo.name]
+            return str(error).replace("tls.ca", "cluster.ca")
+        names = [each.name for each in pb.DescribeClusterResponse.FromString(answer).cluster.silos]
+        return "" if names == [silo.name] else f"silo {', '.join(names)} answers there"
 
     async def unary(self, silo: SiloRecord, method: str, request: bytes, *, timeout_s: float = CALL_S) -> bytes:
         """Call a silo. Raises Unavailable, and what the silo raises."""

@@ -15,8 +15,8 @@ from headrace.streams import Client, Event, Mode, OnFailure, RetryPolicy, Stream
 from headrace.streams.client.consuming import Consumer
 from headrace.streams.errors import Fenced, HeadraceError
 from tests.silo.clusters import Silos, clustered, queues
-from tests.silo.rpc.calling import batch, connecting
-from tests.silo.rpc.sessions import begin, defined
+from tests.silo.rpc.calling import Refused, batch, connecting
+from tests.silo.rpc.sessions import acknowledgement, begin, defined, events_of
 
 QUEUES, STREAMS = 8, 40
 PATIENCE_S = 30
@@ -191,7 +191,7 @@ async def test_a_small_batch_behind_what_is_in_hands_elsewhere_comes(silos: Silo
         async with asyncio.timeout(PATIENCE_S):
             while (await anext(consumer)).stream != there[0]:
                 pass
-        assert held
+        await held.ack()
 
 
 async def test_members_of_all_silos_share(silos: Silos):
@@ -201,6 +201,10 @@ async def test_members_of_all_silos_share(silos: Silos):
                 await publish(one, range(10))
                 await eventually(lambda: sum(taker.count for taker in takers) == 10 * STREAMS)
                 assert all(taker.count for taker in takers)
+                for stream in streams():
+                    each = [taker.got[stream] for taker in takers]
+                    assert sorted(payload for some in each for payload in some) == counted(range(10))
+                    assert all(sorted(some) == some for some in each)
 
 
 async def test_bound_queues_are_divided_over_the_members_of_all_silos(silos: Silos):
@@ -345,18 +349,19 @@ async def test_a_pull_returns_what_any_silo_has(silos: Silos):
             while len(got) < 16:
                 request = pb.PullRequest(subscription="s", consumer="p", max_events=3, wait_ms=2000)
                 answer = await caller.ask("headrace.v1.ConsumerService/Pull", request, pb.PullResponse)
-                pulled = [(one.queue, one.offset, len(one.sizes)) for one in answer.batches]
-                assert sum(count for *_, count in pulled) <= 3
-                got += [(queue, offset, index) for queue, offset, count in pulled for index in range(count)]
-                marks = [pb.Acknowledgement(queue=queue, offset=offset) for queue, offset, _ in pulled]
+                pulled = events_of(answer.batches)
+                assert len(pulled) <= 3
+                got += [(each.queue, each.offset, each.index) for each in pulled]
+                marks = list(map(acknowledgement, pulled))
                 acknowledged = pb.AcknowledgeRequest(subscription="s", consumer="p", acknowledgements=marks)
                 through = other if len(got) % 2 else caller
                 told = await through.ask(
                     "headrace.v1.ConsumerService/Acknowledge", acknowledged, pb.AcknowledgeResponse
                 )
                 assert not told.refused
-        state = await caller.get("s")
-        assert state.progress
+        assert sorted(got) == sorted(set(got))
+        for queue in (await caller.get("s")).progress:
+            assert (queue.next_offset, queue.streams_behind) == (queue.end_offset, 0)
 
 
 async def test_what_was_pulled_and_not_acknowledged_comes_again(silos: Silos):
@@ -404,3 +409,83 @@ async def test_credit_is_taken_back_from_all_silos(silos: Silos):
         await caller.publish(batch("n/2", b"0"))
         await session.grant(1, 1000)
         await session.take(1)
+
+
+async def test_pulls_of_what_a_handler_serves_are_refused(silos: Silos):
+    async def handle(_: Event) -> None: ...
+
+    await silos[1].providers["default"].subscribe("s", "n/*", handle)
+    async with connecting(silos[0].grpc_address or "") as caller:
+        request = pb.PullRequest(subscription="s", consumer="p", wait_ms=1000)
+        pull = caller.ask("headrace.v1.ConsumerService/Pull", request, pb.PullResponse, timeout=PATIENCE_S)
+        with pytest.raises(Refused, match=r"FAILED_PRECONDITION.*handler in the silo"):
+            await pull
+
+
+async def test_one_of_several_first_pulls_waits_and_the_others_are_told(silos: Silos):
+    async with connecting(silos[0].grpc_address or "") as caller:
+        await caller.create("s", "n/*")
+        request = pb.PullRequest(subscription="s", consumer="p", wait_ms=500)
+        pulls = [caller.ask("headrace.v1.ConsumerService/Pull", request, pb.PullResponse) for _ in range(4)]
+        async with asyncio.timeout(PATIENCE_S):
+            answers = await asyncio.gather(*pulls, return_exceptions=True)
+        refused = [str(answer) for answer in answers if isinstance(answer, Refused)]
+        assert len(refused) == 3
+        assert all("waits in another call" in text for text in refused)
+
+
+async def test_too_many_acknowledgements_are_refused_at_once(silos: Silos):
+    async with connecting(silos[0].grpc_address or "") as caller:
+        for field in ("acknowledgements", "released"):
+            session = await begin(caller, definition=defined("s"))
+            await session.say(**{field: [pb.Acknowledgement()] * 100_001})
+            refused = await session.end()
+            assert refused is not None
+            assert "at most 100,000" in refused.details
+
+
+async def test_many_acknowledgements_in_many_requests_are_passed_on(silos: Silos):
+    async with connecting(silos[0].grpc_address or "") as caller:
+        session = await begin(caller, definition=defined("s"))
+        await session.grant(10, 10_000)
+        await caller.publish(batch("n/1", b"0"))
+        events = await session.take(1)
+        for _ in range(5):
+            await session.say(acknowledgements=[pb.Acknowledgement(queue=events[0].queue, offset=1 << 40)] * 40_000)
+        await session.acknowledge_saved(events)
+
+
+async def test_a_consumer_that_does_not_read_disturbs_no_other(silos: Silos):
+    async with connecting(silos[0].grpc_address or "") as caller, client_of(silos[0]) as client:
+        idle = await begin(caller, definition=defined("idle"), session_timeout_ms=500)
+        await idle.grant(1 << 20, 1 << 40)
+        async with client.subscribe("s", "n/*") as consumer, taking(consumer) as (taker,):
+            for _ in range(3):
+                for stream in streams(8):
+                    await client.publish(stream, bytes(800_000))
+                await idle.say()
+            await taker.has(24)
+            assert consumer.reconnections == 0
+
+
+async def test_queues_whose_consumers_hold_on_drain_together(tmp_path: Path):
+    """A stop takes as long as one of them may, not as long as all."""
+    async with cluster(tmp_path, 1) as silos, client_of(silos[0]) as client:
+        started, go_on = Counter[StreamId](), asyncio.Event()
+
+        async def hold(event: Event) -> None:
+            assert event.stream is not None
+            started[event.stream] += 1
+            await go_on.wait()
+
+        provider, clustering = silos[0].providers["default"], silos[0].clustering
+        assert clustering is not None
+        await provider.subscribe("slow", "n/*", hold)
+        await publish(client, [1])
+        await eventually(lambda: len(started) == STREAMS)
+        reading = list(provider.manager.agents)
+        draining = asyncio.create_task(clustering.membership.drain(PATIENCE_S))
+        await eventually(lambda: not set(reading) & set(provider.manager.agents))
+        go_on.set()
+        await draining
+        assert queues(silos[0]) == []
