@@ -2,7 +2,9 @@
 
 Kept under a key made of provider, real path and form, from the first line to the last; once a file is published,
 nothing of it remains, and publishing it again is publishing it again. When publishing to a data directory, it is kept
-in the control store; to a silo, in a file of this user's (`XDG_STATE_HOME`).
+in the control store; to a silo, in a file of this user's (`XDG_STATE_HOME`), one for each cluster that it is being
+published to. Which of them is this cluster's, the log knows: it has the producer. So it does not matter by which
+addresses the silos are named; they count only where the log knows none of the producers.
 
 Before each call the journal notes two positions: up to where everything is stored, and up to where this call goes. Each
 is a place in the file and the digest of the file up to there. Which of the two holds after kill -9, the log knows: the
@@ -15,10 +17,11 @@ import asyncio
 import hashlib
 import os
 import uuid
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
@@ -41,7 +44,18 @@ class Notes(Protocol):
         """Name of the provider, part of a journal's key."""
         ...
 
-    async def value(self, key: str) -> str | None: ...
+    @property
+    def addresses(self) -> Collection[str]:
+        """Of the silos. Empty: there is one place, so whatever is kept is of this one."""
+        ...
+
+    async def entries(self, key: str) -> Mapping[str, str]:
+        """What is kept under a key, by the keys to change it with."""
+        ...
+
+    def new_name(self, key: str) -> str:
+        """For one more entry under a key."""
+        ...
 
     async def set_value(self, key: str, value: str | None) -> None: ...
 
@@ -57,10 +71,18 @@ class NotesOnData:
 
     def __init__(self, provider: Provider) -> None:
         self.provider = provider.name
-        self.value = provider.store.value
+        self.addresses: Collection[str] = ()
+        self._value = provider.store.value
         self.set_value = provider.store.set_value
         self.last_sequence = provider.adapter.last_sequence
         self._data = provider.data
+
+    async def entries(self, key: str) -> Mapping[str, str]:
+        value = await self._value(key)
+        return {} if value is None else {key: value}
+
+    def new_name(self, key: str) -> str:
+        return key
 
     def lock(self, key: str, what: str) -> AbstractContextManager[object]:
         assert self._data is not None
@@ -68,32 +90,39 @@ class NotesOnData:
 
 
 class NotesOfUser:
-    """In files of this user, about a provider of a silo."""
+    """In files of this user, about a provider of silos at these addresses."""
 
-    def __init__(self, client: Client, address: str) -> None:
+    def __init__(self, client: Client, addresses: Collection[str]) -> None:
         """Raises OSError where this user has no place for files."""
-        self.provider = f"{address}/{client.provider}"
+        self.provider = client.provider
+        self.addresses = addresses
         self.last_sequence = client.last_sequence
         self._folder = state_folder()
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    async def value(self, key: str) -> str | None:
-        try:
-            return await asyncio.to_thread(self._path(key).read_text, encoding="utf-8")
-        except FileNotFoundError:
-            return None
+    async def entries(self, key: str) -> Mapping[str, str]:
+        return await asyncio.to_thread(self._read, _plain(key))
+
+    def new_name(self, key: str) -> str:
+        return f"{key}/{uuid.uuid4().hex[:16]}"
 
     async def set_value(self, key: str, value: str | None) -> None:
+        path = self._folder / f"{_plain(key)}.json"
         if value is None:
-            await asyncio.to_thread(self._path(key).unlink, missing_ok=True)
+            await asyncio.to_thread(path.unlink, missing_ok=True)
         else:
-            await asyncio.to_thread(_replace, self._path(key), value)
+            await asyncio.to_thread(_replace, path, value)
 
     def lock(self, key: str, what: str) -> AbstractContextManager[object]:
         return lock(DataDirectory(self._folder), _LOCKS, key, what)
 
-    def _path(self, key: str) -> Path:
-        return self._folder / f"{key.replace('/', '-')}.json"
+    def _read(self, key: str) -> dict[str, str]:
+        return {path.stem: path.read_text(encoding="utf-8") for path in sorted(self._folder.glob(f"{key}-*.json"))}
+
+
+def _plain(name: str) -> str:
+    """As the name of a file."""
+    return name.replace("/", "-")
 
 
 def state_folder() -> Path:
@@ -125,6 +154,17 @@ class Entry(msgspec.Struct, frozen=True):
     producer: str
     done: Position
     next: Position
+    addresses: Sequence[str] = ()
+    """By which the silos have been named."""
+
+
+class Found(NamedTuple):
+    """An entry of the place that is published to."""
+
+    name: str
+    entry: Entry
+    last: int
+    """The highest number that is stored; 0 where the log has forgotten the producer."""
 
 
 class Reader:
@@ -165,21 +205,35 @@ class Journal:
         self._notes = notes
         self.path = path
         self.key = journal_key(notes.provider, path, form)
+        self._key = f"publish/{self.key}"
+        self._name = notes.new_name(self._key)
+        self._addresses = set(notes.addresses)
         self._producer = ""
         self._previous = 0
         self._done = Reader().position
 
     async def stored(self) -> Position | None:
         """Up to where the file had been published; None where there is nothing to go on with."""
-        text = await self._notes.value(self._name)
-        if text is None:
+        found = await self._found()
+        if found is None:
             return None
-        entry = msgspec.json.decode(text, type=Entry)
+        self._name, entry, self._previous = found
         self._producer = entry.producer
+        self._addresses.update(entry.addresses)
         # 0 for a producer that the log has forgotten: then `done` holds, and the sequence starts anew.
-        self._previous = await self._notes.last_sequence(entry.producer)
         self._done = entry.next if entry.next.lines == self._previous else entry.done
         return self._done
+
+    async def _found(self) -> Found | None:
+        forgotten: Found | None = None
+        for name, text in (await self._notes.entries(self._key)).items():
+            entry = msgspec.json.decode(text, type=Entry)
+            found = Found(name, entry, await self._notes.last_sequence(entry.producer))
+            if found.last:
+                return found
+            if not self._notes.addresses or self._addresses.intersection(entry.addresses):
+                forgotten = found
+        return forgotten
 
     def start_anew(self) -> None:
         self._producer, self._previous = uuid.uuid4().hex, 0
@@ -187,7 +241,7 @@ class Journal:
 
     async def intend(self, next_position: Position) -> ProducerSequence:
         """Note that all lines up to `next_position` are about to be published; the call carries what this returns."""
-        await self._save(Entry(self.path, self._producer, self._done, next_position))
+        await self._save(Entry(self.path, self._producer, self._done, next_position, sorted(self._addresses)))
         return ProducerSequence(self._producer, next_position.lines, self._previous)
 
     def published(self, position: Position) -> None:
@@ -200,10 +254,6 @@ class Journal:
     def alone(self, file: Path) -> AbstractContextManager[object]:
         """For the length of a `with`, no other process publishes the file. Raises Busy."""
         return self._notes.lock(self.key, f"{file} is being published already")
-
-    @property
-    def _name(self) -> str:
-        return f"publish/{self.key}"
 
     async def _save(self, entry: Entry) -> None:
         await self._notes.set_value(self._name, msgspec.json.encode(entry).decode())

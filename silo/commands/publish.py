@@ -106,7 +106,7 @@ async def _target(place: Place, how: Mapping[str, Any]) -> AsyncGenerator[Target
 async def _remote_notes(client: Client, address: str) -> Notes | None:
     try:
         await client.last_sequence("-")
-        return NotesOfUser(client, address)
+        return NotesOfUser(client, [one.strip() for one in address.split(",")])
     except NotSupported:
         return None
     except OSError as error:

@@ -7,6 +7,7 @@ import fcntl
 import json
 import random
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.client.silos import SiloProcess, stored
 from tests.silo.commandline import ENVIRONMENT, Headrace, Ran, ended
 from tests.silo.commandline import Start as StartProcess
 from tests.silo.conftest import start
+from tests.silo.talking import silos as cluster_of
 
 __all__ = ("start",)
 
@@ -171,6 +173,57 @@ def test_a_killed_publisher_and_a_killed_silo_publish_every_line_once(
         ended(publisher)
     assert headrace(*publish).code == 0
     assert events_of(silo) == [b"%d" % number for number in range(60_000)]
+
+
+def test_by_other_addresses_of_the_same_cluster_it_goes_on(headrace: Headrace, tmp_path: Path, state: Path):
+    file = tmp_path / "f"
+    with cluster_of(tmp_path, "ab") as (a, b):
+
+        def publish(addresses: str, good: int) -> Ran:
+            """The file, in which all lines but so many are still wrong."""
+            file.write_bytes(b"".join(b"%d\n" % number if number < good else b"no\n" for number in range(4)))
+            return headrace("publish", "--server", addresses, "--stream", "n/k", "f")
+
+        assert publish(f"{a.address},{b.address}", 1).code == 1
+        assert "the first 1 lines are published already" in publish(f"{b.address},{a.address}", 2).err
+        assert "the first 2 lines are published already" in publish(b.address, 3).err
+        assert "the first 3 lines are published already" in publish(a.address.replace("127.0.0.1", "localhost"), 4).err
+        assert not [*state.glob("*.json")]
+        for silo in (a, b):
+            silo.signal(signal.SIGTERM)
+            assert silo.talking.ended() == 0
+    assert asyncio.run(stored(tmp_path / "data"))[S] == [b"0", b"1", b"2", b"3"]
+
+
+def test_another_cluster_gets_the_whole_file(headrace: Headrace, silos: Silos, tmp_path: Path, state: Path):
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+    file, one, other = tmp_path / "f", silos(folder="one"), silos(folder="other")
+
+    def publish(silo: SiloProcess, text: bytes) -> Ran:
+        file.write_bytes(text)
+        return headrace("publish", "--server", silo.address, "--stream", "n/k", "f")
+
+    assert publish(one, b"1\n2\nno\n").code == 1
+    assert "already" not in publish(other, b"1\nno\n").err
+    assert "the first 2 lines are published already" in publish(one, b"1\n2\n3\n").err
+    assert "the first 1 lines are published already" in publish(other, b"1\n2\n3\n").err
+    assert not [*state.glob("*.json")]
+    assert events_of(one) == events_of(other) == [b"1", b"2", b"3"]
+
+
+def test_what_the_log_of_a_silo_has_forgotten_is_known_by_its_addresses(
+    headrace: Headrace, silo: SiloProcess, tmp_path: Path, state: Path
+):
+    (tmp_path / "f").write_bytes(b"1\n2\nno\n")
+    publish = ("publish", "--stream", "n/k", "f", "--server")
+    assert headrace(*publish, silo.address).code == 1
+    (path,) = state.glob("*.json")
+    noted = json.loads(path.read_text())
+    path.write_text(json.dumps(noted | {"producer": "forgotten", "done": noted["next"]}))
+    (tmp_path / "f").write_bytes(b"1\n2\n3\n")
+    assert "the first 2 lines are published already" in headrace(*publish, f"{silo.address},127.0.0.1:1").err
+    assert events_of(silo) == [b"1", b"2", b"3"]
 
 
 def journaled(state: Path) -> int:
