@@ -46,9 +46,9 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
-from ..balancer import find_balancer
+from ..balancer import Balancer, find_balancer
 from ..balancer.membership import ClusterOptions
-from ..streams.errors import InvalidArgument
+from ..streams.errors import InvalidArgument, NotFound
 from .limits import ClientLimits
 from .provider import CacheOptions, ProviderOptions
 
@@ -180,17 +180,24 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     maturity_s: _Seconds = _TIMES.maturity_s
 
     def options(self, drain_s: float) -> ClusterOptions:
-        """Raises InvalidArgument for what does not go together, NotFound for an unknown balancer."""
+        """Raises InvalidArgument, also for an unknown balancer."""
         return ClusterOptions(
             period_s=self.period_s,
             lease_s=self.lease_s,
             dead_after_s=self.dead_after_s,
             maturity_s=self.maturity_s,
             drain_s=drain_s,
-            balancer=find_balancer(self.balancer),
+            balancer=_balancer(self.balancer),
             fixed=self.fixed,
             mapping={_queue(queue): silo for queue, silo in self.mapping.items()},
         )
+
+
+def _balancer(name: str) -> Balancer:
+    try:
+        return find_balancer(name)
+    except NotFound as error:
+        raise InvalidArgument(f"cluster.balancer: {error}") from None
 
 
 def _queue(text: str) -> int:
@@ -279,6 +286,44 @@ def _check_cluster(config: SiloConfig, cluster: ClusterConfig) -> None:
     if cluster.store is not None:
         check_store(cluster.store, "cluster.store")
     cluster.options(config.drain_s)
+    _check_balancer(cluster)
+    _check_mapping(cluster, config.providers)
+
+
+_READS: Mapping[str, str | None] = {
+    "best-fit-fixed": "fixed",
+    "best-fit-live": "fixed",
+    "static": "mapping",
+    **dict.fromkeys(("average", "lease-count", "ring")),
+}
+"""The option that a balancer needs, for those that are built in: they ignore the other one."""
+
+
+def _check_balancer(cluster: ClusterConfig) -> None:
+    if cluster.balancer not in _READS:
+        return
+    needed = _READS[cluster.balancer]
+    for option, given in (("fixed", cluster.fixed), ("mapping", cluster.mapping)):
+        if option == needed and not given:
+            raise InvalidArgument(
+                f"cluster.balancer is {cluster.balancer!r}, which goes by cluster.{option}, and that is not given"
+            )
+        if option != needed and given:
+            raise InvalidArgument(
+                f"cluster.{option} is given, and cluster.balancer is {cluster.balancer!r}, which takes no notice of "
+                "it: leave it out, or name another balancer"
+            )
+
+
+def _check_mapping(cluster: ClusterConfig, providers: Mapping[str, ProviderConfig]) -> None:
+    """A provider whose `queues` are left out may have any."""
+    counts = [provider.queues or 0 for provider in providers.values()]
+    queues = max(counts, default=0)
+    beyond = [queue for queue in cluster.mapping if int(queue) >= queues]
+    if beyond and all(counts):
+        raise InvalidArgument(
+            f"cluster.mapping: no provider has a queue {beyond[0]}: the most queues of one are {queues}, from 0"
+        )
 
 
 def check_store(store: str, option: str) -> None:

@@ -218,6 +218,52 @@ def test_a_store_is_any_url_of_postgres_with_a_host(tmp_path: Path, store: str):
     assert cluster.store == store
 
 
+def balanced(text: str, providers: str = "") -> str:
+    return f"data = 'd'\n[grpc]\nport = 0\n[cluster]\n{text}\n{providers}"
+
+
+@pytest.mark.parametrize(
+    ("text", "providers", "message"),
+    [
+        ("balancer = 'best-fit-fixed'", "",
+         "cluster.balancer is 'best-fit-fixed', which goes by cluster.fixed, and that is not given"),
+        ("balancer = 'best-fit-live'", "",
+         "cluster.balancer is 'best-fit-live', which goes by cluster.fixed, and that is not given"),
+        ("balancer = 'static'", "", "cluster.balancer is 'static', which goes by cluster.mapping, and that"),
+        ("fixed = ['a']", "", "cluster.fixed is given, and cluster.balancer is 'lease-count', which takes no"),
+        ("balancer = 'average'\nfixed = ['a']", "", "cluster.fixed is given, and cluster.balancer is 'average', which"),
+        ("balancer = 'ring'\nmapping = { 0 = 'a' }", "", "cluster.mapping is given, and cluster.balancer is 'ring', "),
+        ("balancer = 'static'\nmapping = { 0 = 'a' }\nfixed = ['a']", "",
+         "cluster.fixed is given, and cluster.balancer is 'static', which takes no notice of it"),
+        ("balancer = 'best-fit-live'\nmapping = { 0 = 'a' }\nfixed = ['a']", "",
+         "cluster.mapping is given, and cluster.balancer is 'best-fit-live', which takes no notice of it"),
+        ("balancer = 'static'\nmapping = { 0 = 'a', 4 = 'b' }", "[providers]\na.queues = 2\nb.queues = 4",
+         "cluster.mapping: no provider has a queue 4: the most queues of one are 4, from 0"),
+        ("balancer = 'static'\nmapping = { x = 'a' }", "", "cluster.mapping: 'x' is no queue: queues are numbers"),
+        ("balancer = 'rign'", "", "cluster.balancer: there is no balancer 'rign'; installed are: average, best-fit-"),
+    ],
+)  # fmt: skip
+def test_a_balancer_by_which_queues_would_have_nobody_is_refused(
+    tmp_path: Path, text: str, providers: str, message: str
+):
+    assert refusal(tmp_path, balanced(text, providers)).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "providers"),
+    [
+        ("", ""),
+        ("balancer = 'best-fit-live'\nfixed = ['who', 'may', 'come']", ""),
+        ("balancer = 'best-fit-fixed'\nfixed = ['a']", ""),
+        ("balancer = 'static'\nmapping = { 3 = 'a' }", "[providers]\na.queues = 2\nb.queues = 4"),
+        ("balancer = 'static'\nmapping = { 9 = 'a' }", "[providers]\na.queues = 2\nb.adapter = 'log'"),
+        ("balancer = 'static'\nmapping = { 9 = 'a' }", ""),
+    ],
+)
+def test_a_balancer_with_what_it_goes_by_is_accepted(tmp_path: Path, text: str, providers: str):
+    assert load(tmp_path, balanced(text, providers)).cluster is not None
+
+
 def test_a_variable_that_is_no_option_is_told_of():
     (line,) = unknown_variables({
         "HEADRACE_DTA": "d", "HEADRACE_DATA": "d", "HEADRACE_HTTP__PORT": "1", "HEADRACE_PROVIDER": "a",
