@@ -44,8 +44,8 @@ OPEN_S = 5.0
 """How long a silo may take for its first response."""
 TOLD_AT = 6
 """After so many failures in a row: a silo that ends, or was killed, is soon not there any more."""
-SELDOM = 5
-"""Consumers with which all is well are looked at each so many times."""
+SELDOM_S = 1.0
+"""A consumer with which all is well is looked at so often, or at each of its heartbeats."""
 ATTACH_S = 1.0
 """How long silos may take to answer a consumer that comes."""
 ANSWER_S = 1.0
@@ -131,7 +131,7 @@ class Relay:
         self._outbox: deque[bytes] = deque()
         self._outbox_bytes = 0
         self.outbox_limit = OUTBOX_BYTES
-        self.heard_at = self._loop.time()
+        self.heard_at = self.due_at = self._loop.time()
         self.gone: asyncio.Future[None] = self._loop.create_future()
         """Its error is why it is over."""
         self.something = asyncio.Event()
@@ -310,6 +310,7 @@ class Relay:
         if self._ended or self.gone.done():
             return
         now = self._loop.time()
+        self.due_at = now + min(SELDOM_S, self._timeout_s / HEARTBEATS / 2)
         self._look_at_links(now)
         if not self._closing:
             self._look_at_silos(now)
@@ -522,7 +523,6 @@ class Relays:
     def __init__(self, silos: Silos) -> None:
         self._silos = silos
         self._open: set[Relay] = set()
-        self._looks = 0
 
     @asynccontextmanager
     async def opened(
@@ -560,11 +560,11 @@ class Relays:
 
     def look(self, late_s: float = 0.0) -> None:
         """`late_s`: nobody could be heard for so long."""
-        self._looks += 1
+        now = asyncio.get_running_loop().time()
         for relay in list(self._open):
             if late_s:
                 relay.excuse(late_s)
-            if relay.impatient or not self._looks % SELDOM:
+            if relay.impatient or now >= relay.due_at:
                 relay.look()
 
     def changed(self) -> None:

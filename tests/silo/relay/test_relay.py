@@ -16,7 +16,7 @@ from headrace.streams.client.consuming import Consumer
 from headrace.streams.errors import Fenced, HeadraceError
 from tests.silo.clusters import Silos, clustered, queues
 from tests.silo.rpc.calling import Refused, batch, connecting
-from tests.silo.rpc.sessions import acknowledgement, begin, defined, events_of
+from tests.silo.rpc.sessions import begin, defined, events_of, one_by_one
 
 QUEUES, STREAMS = 8, 40
 PATIENCE_S = 30
@@ -352,7 +352,7 @@ async def test_a_pull_returns_what_any_silo_has(silos: Silos):
                 pulled = events_of(answer.batches)
                 assert len(pulled) <= 3
                 got += [(each.queue, each.offset, each.index) for each in pulled]
-                marks = list(map(acknowledgement, pulled))
+                marks = one_by_one(pulled)
                 acknowledged = pb.AcknowledgeRequest(subscription="s", consumer="p", acknowledgements=marks)
                 through = other if len(got) % 2 else caller
                 told = await through.ask(

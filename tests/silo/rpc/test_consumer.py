@@ -334,6 +334,7 @@ async def test_a_retry_is_not_overtaken_by_what_was_published_meanwhile(caller: 
         assert [event.payload for event in again] == [b"0", b"1", b"2"]
 
 
+@pytest.mark.one_silo
 async def test_a_request_has_so_many_acknowledgements_at_the_most(caller: Caller) -> None:
     session = await begin(caller, definition=defined("s"))
     many = [pb.Acknowledgement()] * 100_000
