@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from ...streams.errors import HeadraceError
 from .options import Server, calling, provider_option, server_options
 from .output import json_option, note, print_json, print_table
 from .running import run
@@ -66,10 +67,12 @@ def show(*, server: Server, as_json: bool) -> None:
 def drain(*, server: Server, silo: str, drain_s: float | None, as_json: bool) -> None:
     """Give all queues of SILO to others, and send its consumers there; it stays up, without any.
 
-    Until it is undrained, or started again.
+    Until it is undrained, or started again. Where it was the last one that runs, that is said, and nobody serves.
     """
-    run(_tell(server, "DrainSilo", silo=silo, drain_ms=_ms(drain_s)))
+    unserved = run(_drain(server, silo, drain_s))
     _done(as_json, f"silo {silo} is drained", silo=silo, drained=True)
+    for provider in unserved:
+        note(f"no silo is left to serve the queues of provider {provider}: undrain one, or start another")
 
 
 @command.command()
@@ -131,6 +134,23 @@ async def _tell(server: Server, method: str, **fields: Any) -> None:
     request: Message = getattr(pb, f"{method}Request")(**fields)
     async with calling(server) as connection:
         await connection.unary(f"ClusterService/{method}", request.SerializeToString(), timeout_s=None)
+
+
+async def _drain(server: Server, silo: str, drain_s: float | None) -> Sequence[str]:
+    """Returns the providers that no silo is left to serve."""
+    await _tell(server, "DrainSilo", silo=silo, drain_ms=_ms(drain_s))
+    try:
+        return _without_silo((await described(server)).silos, silo)
+    except HeadraceError as error:
+        note(f"whether another silo is left to serve the queues is not known: {error}")
+        return []
+
+
+def _without_silo(silos: Sequence[pb.Silo], drained: str) -> list[str]:
+    """The providers of the one that is `drained`, whatever was last heard of it, that no running silo serves."""
+    running = [silo for silo in silos if silo.state == "running" and silo.name != drained]
+    served = {provider.name for silo in running for provider in silo.providers}
+    return sorted({provider.name for silo in silos if silo.name == drained for provider in silo.providers} - served)
 
 
 async def described(server: Server) -> pb.Cluster:

@@ -93,6 +93,22 @@ def test_a_drained_silo_gives_its_queues_away_until_it_is_undrained(pair: list[S
     evenly(pair[0])
 
 
+def test_when_the_last_silo_is_drained_it_says_that_nobody_serves(pair: list[SiloOfCluster], headrace: Headrace):
+    evenly(pair[0])
+    says = "headrace: no silo is left to serve the queues of provider default: undrain one, or start another\n"
+    for first, last in (("a", "b"), ("b", "a")):
+        for asked in pair:
+            at = ["--server", asked.address]
+            assert headrace("cluster", "drain", first, *at).err == f"headrace: silo {first} is drained\n"
+            ran = headrace("cluster", "drain", last, *at)
+            assert (ran.code, ran.err) == (0, f"headrace: silo {last} is drained\n{says}")
+            again = headrace("cluster", "drain", last, *at, "--json")
+            assert (again.json, again.err) == ({"silo": last, "drained": True}, says)
+            for silo in "ab":
+                assert headrace("cluster", "undrain", silo, *at).code == 0
+            evenly(asked)
+
+
 def test_stopped_agents_are_stopped_wherever_the_queue_is(pair: list[SiloOfCluster], headrace: Headrace):
     evenly(pair[0])
     at = ["--server", pair[1].address]
