@@ -360,8 +360,12 @@ async def test_a_pull_returns_what_any_silo_has(silos: Silos):
                 )
                 assert not told.refused
         assert sorted(got) == sorted(set(got))
-        for queue in (await caller.get("s")).progress:
-            assert (queue.next_offset, queue.streams_behind) == (queue.end_offset, 0)
+
+        async def everything_is_done() -> bool:
+            progress = (await caller.get("s")).progress
+            return all(one.next_offset == one.end_offset and not one.streams_behind for one in progress)
+
+        await eventually(everything_is_done)
 
 
 async def test_what_was_pulled_and_not_acknowledged_comes_again(silos: Silos):
