@@ -144,7 +144,7 @@ class Worker:
                 self._process, ending = await _started(theirs, self._line)
             finally:
                 os.close(theirs)
-            log.debug("worker %s is process %d", self.name, self._process.get_pid())
+            log.info("worker %s is process %d", self.name, self._process.get_pid())
             reader = asyncio.StreamReader()
             reading, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), words)
             listening = asyncio.create_task(self._listen(reader), name=f"headrace words of {self.name}")
