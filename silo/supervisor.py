@@ -144,7 +144,6 @@ class Worker:
                 self._process, ending = await _started(theirs, self._line)
             finally:
                 os.close(theirs)
-            log.info("worker %s is process %d", self.name, self._process.get_pid())
             reader = asyncio.StreamReader()
             reading, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), words)
             listening = asyncio.create_task(self._listen(reader), name=f"headrace words of {self.name}")
@@ -166,6 +165,8 @@ class Worker:
             if word.address:
                 self.address, self._ready_at = word.address, asyncio.get_running_loop().time()
                 self.ready.set()
+                if self._process is not None:
+                    log.info("worker %s is process %d", self.name, self._process.get_pid())
 
     def signal(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.get_returncode() is None:
