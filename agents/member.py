@@ -132,12 +132,14 @@ class Member:
         self.credit_events = min(self.credit_events + events, MAX_CREDIT)
         self.credit_bytes = min(self.credit_bytes + size, MAX_CREDIT)
         self.needed_bytes = self.needed_events = 0
-        self.waiting = False
+        if self.credit_events > 0 and self.credit_bytes > 0:
+            self.waiting = False
 
     def reclaim(self) -> tuple[int, int]:
         """Take back what credit is left: events and bytes."""
         left = max(self.credit_events, 0), max(self.credit_bytes, 0)
         self.charge(*left)
+        self.waiting = False
         return left
 
     def charge(self, events: int, size: int) -> None:

@@ -170,6 +170,8 @@ class Ledger:
         loans: list[Loan] = []
         for silo in list(self._hungry):
             account = self._accounts[silo]
+            if account.reclaiming:
+                continue  # what it seems to have is on its way back
             loan = self._for_hungry(silo, account, total, account.weight / weights)
             if loan is None:
                 return Decision(loans, self._to_reclaim(patient=patient))

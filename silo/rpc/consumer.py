@@ -449,6 +449,8 @@ class Session:
     def _give_back(self) -> None:
         before, left = self._returned or (0, 0), self._member.reclaim()
         self._returned = before[0] + left[0], before[1] + left[1]
+        if self._relayed:
+            self._group.relay(self._member)  # what waits, waits again
         self._progress = True
         self._something.set()
 

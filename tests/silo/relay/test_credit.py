@@ -131,6 +131,23 @@ def test_credit_has_an_end():
     assert credit.total == (MOST, MOST)
 
 
+def test_who_is_hungry_while_it_gives_back_is_fed_afterwards():
+    """What it seems to have is on its way back: it said that it has nothing."""
+    credit = ledger("a", "b")
+    credit.granted(2, 1000)
+    credit.decide()
+    credit.used("a", 1, 10)
+    credit.hungry("a")
+    assert credit.decide(patient=False).reclaim == ["b"]
+    credit.hungry("b")
+    credit.decide()
+    credit.returned("b", 1, 500)
+    assert lent(credit.decide())["a"][0] == 1
+    assert credit.is_hungry
+    credit.granted(1, 10)
+    assert lent(credit.decide())["b"][0] == 1
+
+
 class Lending(RuleBasedStateMachine):
     """Silos that use what they have, are hungry, and answer when it suits them."""
 
