@@ -34,11 +34,18 @@ class NotAvailable(Exception):
 
 
 class Account(TypedDict, total=False):
-    """As whom a process runs, in the words of `subprocess`."""
+    """As whom a process runs."""
 
     user: int
     group: int
-    extra_groups: Sequence[int]
+
+
+def _as(account: Account) -> Sequence[str]:
+    """What runs the command behind it under an account. `subprocess` itself would fork for that, not vfork, and the
+    child of a process with gRPC's threads may crash before it is the server."""
+    if not account:
+        return ()
+    return ("setpriv", f"--reuid={account.get('user')}", f"--regid={account.get('group')}", "--clear-groups")
 
 
 class Server(ABC):
@@ -73,7 +80,7 @@ class Server(ABC):
         """Write configuration, for `port` and `directory`. Runs before each start."""
 
     def account(self) -> Account:
-        """Arguments of `subprocess` that say as whom it runs; none for this process's own account."""
+        """As whom it runs; empty for this process's own account."""
         return {}
 
     @property
@@ -160,13 +167,12 @@ class Server(ABC):
 
     def _spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            (*_dies_with_us(), *self.command()),
+            (*_as(self.account()), *_dies_with_us(), *self.command()),
             cwd=self.directory,
             env={**os.environ, **self.environment()},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            **self.account(),
             start_new_session=True,  # an interrupt at the terminal is for us, who then stop it
         )
 
@@ -225,7 +231,7 @@ class PostgresServer(Server):
         if os.geteuid() != 0:
             return {}
         nobody = pwd.getpwnam("nobody")
-        return {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": ()}
+        return {"user": nobody.pw_uid, "group": nobody.pw_gid}
 
     def prepare(self) -> None:
         data = self.directory / "data"
@@ -238,8 +244,7 @@ class PostgresServer(Server):
         who = ("--username", self.user, "--pwfile", str(self.directory / "password"), "--auth", "scram-sha-256")
         how = ("--encoding", "UTF8", "--no-locale", "--no-sync")
         made = subprocess.run(
-            (str(Path(self._program()).with_name("initdb")), "--pgdata", str(data), *who, *how),
-            **account,
+            (*_as(account), str(Path(self._program()).with_name("initdb")), "--pgdata", str(data), *who, *how),
             cwd=self.directory,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
