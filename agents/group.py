@@ -377,12 +377,6 @@ class Group:
         failure = Failure(events.end(parcel.pieces[at].stop), reason, delay_s=delay_s)
         return parcel.delivery.reject(parcel, at, events.index, failure)
 
-    def release(self, member: Member, events: Events) -> None:
-        """It gives back, undone, the parcel that these events are in; nothing has failed."""
-        parcel = member.in_flight.get((events.queue, events.offset))
-        if parcel is not None:
-            parcel.delivery.take_back(parcel)
-
     def _redriven(self, member: Member, events: Events, error: HeadraceError | None) -> bool:
         outcome = member.redriven.get(events[:3])
         if outcome is None or outcome.done():

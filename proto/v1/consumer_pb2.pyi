@@ -33,7 +33,6 @@ class SubscribeRequest(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
     RECLAIM_FIELD_NUMBER: _builtins.int
-    RELEASED_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """The client's number of this request, where it wants to know when its acknowledgements are saved: growing within
     the call, not necessarily by 1.
@@ -60,10 +59,6 @@ class SubscribeRequest(_message.Message):
     def rejections(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rejection]:
         """What could not be processed."""
 
-    @_builtins.property
-    def released(self) -> _containers.RepeatedCompositeFieldContainer[Global___Acknowledgement]:
-        """Given back undone: it comes again, to anybody, and nothing has failed. What the consumer does not hold is ignored."""
-
     def __init__(
         self,
         *,
@@ -74,11 +69,10 @@ class SubscribeRequest(_message.Message):
         number: _builtins.int = ...,
         close: _builtins.bool = ...,
         reclaim: _builtins.bool = ...,
-        released: _abc.Iterable[Global___Acknowledgement] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "open", b"open"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledgements", b"acknowledgements", "close", b"close", "credit", b"credit", "number", b"number", "open", b"open", "reclaim", b"reclaim", "rejections", b"rejections", "released", b"released"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledgements", b"acknowledgements", "close", b"close", "credit", b"credit", "number", b"number", "open", b"open", "reclaim", b"reclaim", "rejections", b"rejections"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

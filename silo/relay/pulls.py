@@ -20,7 +20,7 @@ log = logging.getLogger("headrace.silo")
 
 PULL_EVENTS, PULL_BYTES = 1000, 1 << 20
 SHORTEST_WAIT_S, LOOK_S = 0.005, 0.25
-"""A pull waits no shorter; and looks so often whether the silo stops."""
+"""A pull waits no shorter, for what is cached is handed out in turns; and looks so often whether the silo stops."""
 NO_LIMIT = 1 << 62
 """What waits to be collected is bounded by the credit of one call."""
 DEADLINE_S = 0.05

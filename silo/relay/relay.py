@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -59,7 +59,7 @@ AT_ONCE = 500
 ACKNOWLEDGE = "ConsumerService/Acknowledge"
 
 MAX_MARKS = 100_000
-"""What is acknowledged, rejected and given back in one request."""
+"""What is acknowledged and rejected in one request."""
 
 MOVED = "a queue moved to another silo: connect again"
 
@@ -182,7 +182,7 @@ class Relay:
         """Pass on what the consumer says, to whom it concerns. Others have their turn in between. Raises
         InvalidArgument."""
         self.heard()
-        check_marks(len(request.acknowledgements) + len(request.rejections) + len(request.released))
+        check_marks(len(request.acknowledgements) + len(request.rejections))
         concerned: set[Link] = set()
         for number, each in enumerate((*request.acknowledgements, *request.rejections), 1):
             self._pass_on(each, concerned)
@@ -191,7 +191,6 @@ class Relay:
         for link in concerned:  # with the last of them, or behind it
             link.number(link.next_request(), request.number)
         self._number = max(self._number, request.number)
-        self.release(request.released)
         if request.HasField("credit"):
             self.grant(request.credit.events, request.credit.bytes)
 
@@ -212,12 +211,6 @@ class Relay:
     def _link_of(self, queue: int) -> Link | None:
         """Who delivered what is acknowledged of a queue: on an earlier call that may have been its present owner."""
         return self._at.get(queue) or self._links.get(self._silos.owner(self._opening.provider, queue))
-
-    def release(self, events: Iterable[pb.Acknowledgement]) -> None:
-        """The consumer gives events back, undone."""
-        for each in events:
-            if (link := self._link_of(each.queue)) is not None:
-                link.next_request().released.append(each)
 
     def grant(self, events: int, size: int) -> None:
         """The consumer may be sent more."""
@@ -323,6 +316,7 @@ class Relay:
             self._end(Unavailable(f"consumer {self._opening.consumer!r} was not heard for {self._timeout_s:g} s"))
             return
         there = self._silos.with_queues(self._opening.provider, self._queues if self._explicit else None)
+        self._not_before = {name: at for name, at in self._not_before.items() if name in there}
         for name, silo in there.items():
             if name not in self._links and now >= self._not_before.get(name, 0.0):
                 self._attach(name, silo)
@@ -484,7 +478,7 @@ class Relay:
             return b""
         frames = self._outbox.popleft()
         self._outbox_bytes -= len(frames)
-        if self._outbox_bytes <= OUTBOX_BYTES:
+        if self._outbox_bytes <= self.outbox_limit:
             for link in self._links.values():
                 link.room.set()
         return frames

@@ -26,9 +26,9 @@ from ...streams.subscriptions import Checkpoint, GapRecord, Mode, SubscriptionDe
 from ..access import PEER
 from ..consumers import Consumers, Place
 from ..provider import Provider
-from ..relay.pulls import RelayPulls
+from ..relay.pulls import DEADLINE_S, LOOK_S, PULL_BYTES, PULL_EVENTS, SHORTEST_WAIT_S, RelayPulls
 from ..relay.relay import AT_ONCE, HEARTBEATS, Relay, Relays, check_marks
-from ..relay.session import RelaySession
+from ..relay.session import SETTLE_S, STOPS, RelaySession
 from .guard import Call, Kind, Method, parsed
 from .lookup import TO_CONSUME, Providers, create_subscription, provider_of, subscription_of
 
@@ -39,13 +39,6 @@ MAX_REFUSED = 1000
 """Refusals that wait to be told; more are dropped."""
 MAX_GAPS = 100
 LOST_END = "the position is past the end of its queue, which has lost it or is another one"
-PULL_EVENTS, PULL_BYTES = 1000, 1 << 20
-SHORTEST_WAIT_S, LOOK_S = 0.005, 0.25
-"""A pull waits no shorter, for what is cached is handed out in turns; and looks so often whether the silo stops."""
-DEADLINE_S = 0.05
-"""A pull answers so long before its caller's deadline."""
-SETTLE_S = 0.05
-"""How often a session that is to end looks whether everything in flight is acknowledged."""
 
 
 class Opening(NamedTuple):
@@ -434,11 +427,6 @@ class Session:
                 self._something.set()
         if self._gone.done():  # meanwhile: the member is another's
             return
-        check_marks(len(request.released))
-        for number, each in enumerate(request.released, 1):
-            self._group.release(self._member, Events(each.queue, each.offset, each.index, each.count))
-            if number % AT_ONCE == 0:
-                await asyncio.sleep(0)
         self._member.applied = max(self._member.applied, request.number)
         if request.HasField("credit"):
             self._group.grant(self._member, request.credit.events, request.credit.bytes)
@@ -542,14 +530,14 @@ class Session:
         await self._call.closing.wait()
         self._member.connected = False
         self._told = self._told or pb.SubscribeResponse()
-        self._told.closing.reason = "the silo stops: connect again, to this one or to another"
+        self._told.closing.reason = STOPS
         self._something.set()
         while self._member.in_flight:  # noqa: ASYNC110 (it ends once, and acknowledging need not tell anybody)
             await asyncio.sleep(SETTLE_S)
         await self._opening.consumers.save()
         if self._relayed:
             await self._tell_settled()
-        raise Unavailable("the silo stops: connect again, to this one or to another")
+        raise Unavailable(STOPS)
 
     async def _tell_settled(self) -> None:
         """That nothing is left, before the call ends."""
