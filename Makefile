@@ -15,7 +15,7 @@ STAMPS := $(VENV)/stamps
 DIST   := $(VENV)/dist
 TREE   := $(VENV)/tree
 
-PACKAGES := streams adapters agents balancer benchmarks proto silo
+PACKAGES := streams adapters agents balancer benchmarks pipeline proto silo
 # Folders are listed too: their time changes when a file is added or removed.
 SOURCES  := $(shell find $(PACKAGES) -name __pycache__ -prune -o -print) setup.py pyproject.toml MANIFEST.in README.md LICENSE
 

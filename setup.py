@@ -5,7 +5,7 @@ Everything else about the package is in pyproject.toml, which has no way to say 
 
 from setuptools import find_packages, setup
 
-FOLDERS = ("streams", "adapters", "agents", "balancer", "benchmarks", "proto", "silo")
+FOLDERS = ("streams", "adapters", "agents", "balancer", "benchmarks", "pipeline", "proto", "silo")
 
 
 def packages(folder: str) -> list[str]:

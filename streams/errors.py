@@ -145,6 +145,20 @@ class CorruptRecord(StorageError):
         self.next_offset = next_offset
 
 
+class OffsetsGone(HeadraceError):
+    """What is to be read of `queue` from `start` on was deleted up to `first`, the first offset that is left."""
+
+    code = "offsets_gone"
+    status = 11  # OUT_OF_RANGE
+
+    def __init__(self, queue: int, start: int, first: int) -> None:
+        super().__init__(f"queue {queue}: offsets {start} to {first - 1} are gone, removed by retention")
+        self.queue: int | None = queue
+        """None, as `start` and `first`, where a silo told of it: the message says them."""
+        self.start: int | None = start
+        self.first: int | None = first
+
+
 class DataDirectoryError(StorageError):
     code = "data_directory"
     status = 9  # FAILED_PRECONDITION
@@ -166,6 +180,7 @@ def error_of(code: str, message: str) -> HeadraceError | None:
 _UNKNOWN: dict[type[HeadraceError], tuple[str, ...]] = {
     PayloadTooLarge: ("size", "limit"),
     CorruptRecord: ("queue", "offset", "next_offset"),
+    OffsetsGone: ("queue", "start", "first"),
 }
 
 
