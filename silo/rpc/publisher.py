@@ -143,7 +143,8 @@ class _Answer:
         try:
             if isinstance(self._outcome, HeadraceError):
                 return _error_response(self._outcome)
-            receipts = self._outcome.receipts(await self._outcome.answer)
+            # Shielded: else who gives up this wait takes back the first alone, and those behind it might be stored.
+            receipts = self._outcome.receipts(await asyncio.shield(self._outcome.answer))
         except HeadraceError as error:
             return _error_response(error)
         return pb.PublishStreamResponse(receipts=receipts).SerializeToString()
