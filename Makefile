@@ -17,7 +17,7 @@ TREE   := $(VENV)/tree
 
 PACKAGES := streams adapters agents balancer benchmarks pipeline proto silo
 # Folders are listed too: their time changes when a file is added or removed.
-SOURCES  := $(shell find $(PACKAGES) -name __pycache__ -prune -o -print) setup.py pyproject.toml MANIFEST.in README.md LICENSE
+SOURCES  := $(shell find $(PACKAGES) -name __pycache__ -prune -o -print) pyspark_headrace.py setup.py pyproject.toml MANIFEST.in README.md LICENSE
 
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
@@ -88,6 +88,7 @@ clean: ## remove what the other targets made, except demo-data
 $(TREE): Makefile
 	mkdir -p $(TREE)/headrace
 	for package in $(PACKAGES); do ln -sfn ../../../$$package $(TREE)/headrace/$$package; done
+	ln -sfn ../../pyspark_headrace.py $(TREE)/pyspark_headrace.py
 	touch $(TREE)
 
 $(STAMPS)/venv:

@@ -9,7 +9,7 @@ import pytest_asyncio
 from blockbuster import blockbuster_ctx
 from hypothesis import HealthCheck, settings
 
-LIBRARY = [f"headrace.{package}" for package in ("streams", "adapters", "agents", "balancer", "silo")]
+LIBRARY = [f"headrace.{package}" for package in ("streams", "adapters", "agents", "balancer", "silo", "pipeline")]
 
 # Examples are random in both profiles: what they find is kept in .hypothesis and tried first the next time.
 settings.register_profile("dev", deadline=None, derandomize=False)

@@ -1,8 +1,10 @@
-"""What the repository builds and installs: all of its packages, and nothing beside the namespace `headrace`."""
+"""What the repository builds and installs: all of its packages, and beside the namespace `headrace` one module."""
 
 import importlib
 import importlib.metadata
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,10 +40,17 @@ def test_every_package_can_be_imported_and_declares_its_types(folder: str):
     assert (Path(package.__path__[0]) / "py.typed").is_file()
 
 
-def test_installing_adds_nothing_beside_the_namespace():
+def test_installing_adds_one_module_beside_the_namespace():
     installed = importlib.metadata.files("headrace") or []
     beside = {path.parts[0] for path in installed} - {"headrace", ".."}
-    assert {name for name in beside if not name.startswith(("headrace-", "__editable__", "__pycache__"))} == set()
+    own = {name for name in beside if not name.startswith(("headrace-", "__editable__", "__pycache__"))}
+    assert own <= {"pyspark_headrace.py"}
+
+
+def test_the_module_by_which_spark_finds_the_format_is_where_spark_looks_for_it():
+    script = "import pkgutil; print(*(module.name for module in pkgutil.iter_modules()))"
+    found = subprocess.run([sys.executable, "-Pc", script], capture_output=True, text=True, check=True).stdout.split()
+    assert "pyspark_headrace" in found
 
 
 def test_only_the_command_is_installed_outside_of_site_packages():
