@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from ..adapters.log import LogScan
+from ..adapters.log.blocks import HEADER_BYTES
+from ..adapters.log.scan import StoredBlock, StoredBlocks
+from ..silo.datadir import check_provider_name, find_data_directory
 from ..streams.subscriptions import Selector
 
 
@@ -37,8 +42,8 @@ class Chunk(NamedTuple):
     counts: npt.NDArray[np.int64]
     """Events of each."""
     offsets: npt.NDArray[np.int64]
-    stored_us: int | None = None
-    """When all of them were stored, in microseconds since 1970 UTC; None where the adapter does not know."""
+    stored_us: npt.NDArray[np.int64] | None = None
+    """When each was stored, in microseconds since 1970 UTC; None where the adapter does not know."""
 
 
 class QueueAccess(ABC):
@@ -72,3 +77,48 @@ class QueueAccess(ABC):
     @abstractmethod
     def close(self) -> None:
         """Idempotent."""
+
+
+class LogAccess(QueueAccess):
+    """The log of a data directory, read in this process."""
+
+    def __init__(self, data: str | Path, provider: str) -> None:
+        """Raises DataDirectoryError for a directory that is none, or of another version, NotFound where the provider
+        has no log there."""
+        directory = find_data_directory(data)
+        self._scan = LogScan(directory.path / "providers" / check_provider_name(provider))
+        self.queues = self._scan.queues
+
+    def states(self) -> Sequence[QueueState]:
+        return [QueueState(first, tail.next, tail.events, tail.nbytes) for first, tail in self._scan.tails()]
+
+    def offsets_at(self, time_us: int) -> Sequence[int]:
+        return self._scan.offsets_at(time_us)
+
+    def reach(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
+        return self._scan.reach(queue, start, end, max_events, max_bytes)
+
+    def read(self, queue: int, start: int, end: int, selector: Selector) -> Iterator[Chunk]:
+        for blocks in self._scan.blocks(queue, start, end):
+            yield _chunk(blocks, start, end)
+
+    def close(self) -> None:
+        self._scan.close()
+
+
+def _chunk(blocks: StoredBlocks, start: int, end: int) -> Chunk:
+    """All batches of the blocks that are in the range."""
+    parts = [_block_columns(blocks.records, block) for block in blocks.blocks]
+    starts, ends, prefixes, counts, offsets, stored = (np.concatenate(column) for column in zip(*parts, strict=True))
+    part = slice(max(start - int(offsets[0]), 0), min(end - int(offsets[0]), len(offsets)))
+    return Chunk(blocks.records, starts[part], ends[part], prefixes[part], counts[part], offsets[part], stored[part])
+
+
+def _block_columns(records: bytes, block: StoredBlock) -> tuple[npt.NDArray[np.int64], ...]:
+    """The columns of a chunk, for the batches of one block."""
+    batches = block.header.batches
+    columns = np.frombuffer(records, "<u4", 3 * batches, block.at + HEADER_BYTES).astype(np.int64)
+    sizes, prefixes, counts = columns.reshape(3, batches)
+    ends = np.cumsum(sizes) + (block.at + HEADER_BYTES + 12 * batches)
+    offsets = np.arange(block.first, block.first + batches)
+    return ends - sizes, ends, prefixes, counts, offsets, np.full(batches, block.header.time_us, np.int64)

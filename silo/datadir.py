@@ -22,6 +22,7 @@ import fcntl
 import os
 import re
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -80,6 +81,23 @@ def open_data_directory(path: str | os.PathLike[str], control: str | None = None
     if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
         raise DataDirectoryError(f"data directory {directory}: not writable by this user")
     return DataDirectory(directory, _id(directory) if control is not None else "")
+
+
+def find_data_directory(path: str | os.PathLike[str]) -> DataDirectory:
+    """The data directory at `path`, for who only reads its queues: nothing is made, and its control data may be
+    anywhere.
+
+    Raises DataDirectoryError where it is missing, foreign, damaged, or of another format.
+    """
+    directory = Path(path).absolute()
+    try:
+        marker = _read_marker(directory)
+    except OSError as error:
+        raise _refusal(directory, error) from None
+    if marker is None:
+        raise DataDirectoryError(f"data directory {directory}: there is none: it has no {MARKER}")
+    _check_format(directory, marker)
+    return DataDirectory(directory)
 
 
 def check_provider_name(name: str) -> str:
@@ -193,6 +211,14 @@ def _shown(control: str) -> str:
 
 
 def _check_marker(directory: Path, marker: bytes, control: str | None) -> None:
+    content = _check_format(directory, marker)
+    _check_control(directory, content.get("control"), control)
+    if control is None:
+        _check_control_db(DataDirectory(directory))
+
+
+def _check_format(directory: Path, marker: bytes) -> Mapping[str, object]:
+    """What the marker says."""
     try:
         content = msgspec.json.decode(marker, type=dict[str, object])
     except msgspec.DecodeError:
@@ -205,9 +231,7 @@ def _check_marker(directory: Path, marker: bytes, control: str | None) -> None:
             f"data directory {directory}: has format {version}, this headrace reads format {FORMAT}: "
             "use the version that wrote it"
         )
-    _check_control(directory, content.get("control"), control)
-    if control is None:
-        _check_control_db(DataDirectory(directory))
+    return content
 
 
 def _check_control(directory: Path, stored: object, control: str | None) -> None:

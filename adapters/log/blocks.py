@@ -33,6 +33,9 @@ from ...streams.identity import StreamId
 BLOCK_TARGET_BYTES = 256 << 10
 """Small batches of one commit share a block up to this size; a larger batch is a block of its own."""
 
+HEADER_BYTES = 24
+"""What comes before the columns."""
+
 _MAGIC = b"HRB1"
 _HEADER = Struct("<4sIQII")
 _CRC = Struct("<I")
@@ -107,14 +110,19 @@ def read_header(record: bytes | memoryview) -> BlockHeader:
 
 def events_from(record: bytes | memoryview, start: int) -> int:
     """Events of the block's batches from index `start` on, without checking the rest. Raises DamagedBlockError."""
-    header = read_header(record)
-    counts = array("I")
-    counts.frombytes(memoryview(record)[_HEADER.size + 8 * header.batches : _HEADER.size + 12 * header.batches])
-    if len(counts) != header.batches:
+    return sum(columns(record)[1][start:])
+
+
+def columns(record: bytes | memoryview) -> tuple[array[int], array[int]]:
+    """Encoded size and number of events of each batch, without checking the rest. Raises DamagedBlockError."""
+    batches = read_header(record).batches
+    values = array("I")
+    values.frombytes(memoryview(record)[_HEADER.size : _HEADER.size + 12 * batches])
+    if len(values) != 3 * batches:
         raise DamagedBlockError("its sizes do not add up")
     if not _LITTLE_ENDIAN:
-        counts.byteswap()
-    return sum(counts[start:])
+        values.byteswap()
+    return values[:batches], values[2 * batches :]
 
 
 class Want(NamedTuple):

@@ -43,14 +43,15 @@ class LogEnvironment:
     All methods block, and may be called from any thread.
     """
 
-    def __init__(self, path: Path, options: LogOptions, provider: str, queues: int) -> None:
-        """Open the directory, which exists; make a log of it where it is empty.
+    def __init__(self, path: Path, options: LogOptions, provider: str, queues: int | None) -> None:
+        """Open the directory, which exists; make a log of it where it is empty, unless `queues` is None: as many as it
+        has.
 
         Raises DataDirectoryError where it holds something else, InvalidArgument where it has another number of queues.
         """
         self.path = path
         self.options = options
-        self.queues = queues
+        self.queues = queues or 0
         self.provider = provider
         self.inherited = False
         self.handles = 0
@@ -154,6 +155,8 @@ class LogEnvironment:
 
     def _open_databases(self, environment: lmdb.Environment, txn: Transaction) -> Databases:
         is_new = txn.stat()["entries"] == 0
+        if is_new and not self.queues:
+            raise DataDirectoryError(f"{self.path} is no log: it is empty")
         meta = environment.open_db(b"meta", txn=txn, create=is_new)
         if is_new:
             made = Meta(format=FORMAT, queues=self.queues, provider=self.provider, created_us=time.time_ns() // 1000)
@@ -170,6 +173,7 @@ class LogEnvironment:
             raise DataDirectoryError(f"{self.path} is not a log: it is an LMDB database of something else") from None
         if meta.format != FORMAT:
             raise DataDirectoryError(f"{self.path} has format {meta.format}, this version reads format {FORMAT}")
+        self.queues = self.queues or meta.queues
         if meta.queues != self.queues:
             raise InvalidArgument(
                 f"{self.path} was made with {meta.queues} queues, not {self.queues}: the number of queues is fixed, "
@@ -207,8 +211,9 @@ _environments: dict[tuple[int, int], LogEnvironment] = {}
 _registry = threading.Lock()
 
 
-def acquire(path: Path, options: LogOptions, provider: str, queues: int) -> LogEnvironment:
-    """The environment of a log directory, opened or shared; made where there is none. Each is given back by `release`.
+def acquire(path: Path, options: LogOptions, provider: str, queues: int | None) -> LogEnvironment:
+    """The environment of a log directory, opened or shared; made where there is none, unless `queues` is None: as many
+    as it has. Each is given back by `release`.
 
     Raises DataDirectoryError (foreign, damaged, not accessible), InvalidArgument (opened with other options), and
     NotSupported in the child of a fork whose parent has it open.
@@ -250,8 +255,10 @@ def _mark_inherited() -> None:
 os.register_at_fork(after_in_child=_mark_inherited)
 
 
-def _check_shared(environment: LogEnvironment, options: LogOptions, queues: int) -> None:
+def _check_shared(environment: LogEnvironment, options: LogOptions, queues: int | None) -> None:
     check_process(environment)
+    if queues is None:
+        return
     if environment.queues != queues:
         raise InvalidArgument(f"{environment.path} is open in this process with {environment.queues} queues")
     if (options.durability, options.map_bytes) != (environment.options.durability, environment.options.map_bytes):
