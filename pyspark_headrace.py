@@ -44,5 +44,8 @@ def _unusable(data_source: type[Any], error: Exception) -> type[Any]:
     def refuse(*_: Any, **__: Any) -> Any:
         raise ImportError(reason)
 
-    members = {"__module__": __name__, "name": classmethod(lambda _: "headrace"), **dict.fromkeys(_USES, refuse)}
+    def name(_: type[Any]) -> str:
+        return "headrace"
+
+    members: dict[str, Any] = {"__module__": __name__, "name": classmethod(name), **dict.fromkeys(_USES, refuse)}
     return type("DefaultSource", (data_source,), members)

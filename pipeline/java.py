@@ -1,0 +1,78 @@
+"""Finds the Java that Spark runs on."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+from ..streams.errors import NotFound
+
+LEAST = 17
+"""The oldest Java that Spark runs on."""
+
+_ADVICE = (
+    f"install Java {LEAST} or newer (Debian: apt-get install openjdk-17-jre-headless), or set JAVA_HOME to where it is"
+)
+_INSTALLED = Path("/usr/lib/jvm")
+_ANSWERS_WITHIN_S = 60
+
+
+class Java(NamedTuple):
+    home: Path
+    version: int
+    """17 of 17.0.15; 8 of 1.8.0_412."""
+
+
+def use_java() -> Java:
+    """Find a Java, and set JAVA_HOME to it, where what starts Spark looks first. Raises NotFound."""
+    found = find_java()
+    os.environ["JAVA_HOME"] = str(found.home)
+    return found
+
+
+def find_java() -> Java:
+    """The Java of JAVA_HOME; where that is not set, that of PATH, or else the oldest of /usr/lib/jvm that is new enough.
+
+    Raises NotFound, with one line that says what to install.
+    """
+    if chosen := os.environ.get("JAVA_HOME"):
+        return _checked(chosen)
+    on_path = shutil.which("java")
+    first = ask(Path(on_path)) if on_path else None
+    if first and first.version >= LEAST:
+        return first
+    if others := [java for java in map(ask, _INSTALLED.glob("*/bin/java")) if java and java.version >= LEAST]:
+        return min(others, key=lambda java: java.version)
+    if first:
+        raise NotFound(f"Spark needs Java {LEAST}, and {first.home} is Java {first.version}: {_ADVICE}")
+    raise NotFound(f"Spark needs Java, and there is none on PATH or in {_INSTALLED}: {_ADVICE}")
+
+
+def ask(program: Path) -> Java | None:
+    """What the program `java` says of itself: on PATH it may be a link or a script of another folder than its home.
+
+    None where it cannot be run, or is no Java.
+    """
+    command = (str(program), "-XshowSettings:properties", "-version")
+    try:
+        answer = subprocess.run(  # noqa: S603 (a program of PATH, of JAVA_HOME or of the system)
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True, timeout=_ANSWERS_WITHIN_S
+        ).stderr
+    except (OSError, subprocess.SubprocessError):
+        return None
+    home = re.search(r"^ *java\.home = (.+)$", answer, re.MULTILINE)
+    version = re.search(r"^ *java\.specification\.version = (?:1\.)?(\d+)", answer, re.MULTILINE)
+    return Java(Path(home[1]), int(version[1])) if home and version else None
+
+
+def _checked(home: str) -> Java:
+    java = ask(Path(home, "bin", "java"))
+    if java is None:
+        raise NotFound(f"JAVA_HOME={home} has no bin/java that runs: {_ADVICE}")
+    if java.version < LEAST:
+        raise NotFound(f"JAVA_HOME={home} is Java {java.version}, and Spark needs {LEAST}: {_ADVICE}")
+    return java._replace(home=Path(home))  # as the user named it, and not where a Java 8 has its runtime

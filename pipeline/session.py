@@ -1,0 +1,80 @@
+"""Spark sessions for jobs, examples and the command line."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from .java import use_java
+
+if TYPE_CHECKING:
+    from pyspark import SparkConf
+    from pyspark.sql import SparkSession
+
+_SETTINGS = {
+    # Over TCP every task of a Python source waits 40 ms for an acknowledgement that comes late.
+    "spark.python.unix.domain.socket.enabled": "true",
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.execution.arrow.pyspark.enabled": "true",
+}
+_LOCAL_SETTINGS = {
+    "spark.ui.enabled": "false",
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+}
+_AT_START = {"spark.ui.showConsoleProgress": "false"}
+"""What has to be said before the JVM starts: Spark's launcher sets it otherwise."""
+
+
+def session(name: str, master: str | None = None) -> SparkSession:
+    """The Spark session of this process; where there is none, a new one, with settings that suit streams.
+
+    What was set for Spark elsewhere stays: by `spark-submit`, in spark-defaults.conf, by PYSPARK_SUBMIT_ARGS,
+    PYSPARK_PYTHON or SPARK_REMOTE. `master` is Spark's word for where it runs: by default what it was told elsewhere,
+    else all cores of this machine. Raises NotFound where there is no Java to run it.
+    """
+    from pyspark.sql import SparkSession  # noqa: PLC0415 (of the extra `spark`)
+
+    if active := SparkSession.getActiveSession():
+        return active
+    if "SPARK_REMOTE" in os.environ:  # the server there has Java, and settings of its own
+        return SparkSession.builder.appName(name).getOrCreate()
+    known = _start_java()
+    where = master or known.get("spark.master", "local[*]") or ""
+    local = where.startswith("local")
+    builder = SparkSession.builder.appName(name).master(where)
+    for key, value in _missing({**_SETTINGS, **(_LOCAL_SETTINGS if local else {})}, known).items():
+        builder = builder.config(key, value)
+    made = builder.getOrCreate()
+    if local and not known.contains("spark.sql.shuffle.partitions"):
+        # Spark's 200 make a micro-batch of few events take seconds.
+        made.conf.set("spark.sql.shuffle.partitions", str(made.sparkContext.defaultParallelism))
+    return made
+
+
+def _start_java() -> SparkConf:
+    """Start the JVM where `spark-submit` has not, and return what Spark has been told so far."""
+    from pyspark import SparkConf, SparkContext  # noqa: PLC0415
+
+    _prepare_environment()
+    if "PYSPARK_GATEWAY_PORT" not in os.environ:  # `spark-submit` runs this program, in a JVM of its own
+        use_java()
+    start = SparkConf(loadDefaults=False).setAll(list(_AT_START.items()))
+    SparkContext._ensure_initialized(conf=start)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+    return SparkConf()
+
+
+def _prepare_environment() -> None:
+    """What the JVM must find when it starts."""
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # else Spark takes the first `python3` of PATH
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError:  # the JVM would end for want of an address
+        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+
+
+def _missing(wanted: Mapping[str, str], known: SparkConf) -> Mapping[str, str]:
+    return {key: value for key, value in wanted.items() if not known.contains(key)}
