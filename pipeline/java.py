@@ -35,7 +35,7 @@ def use_java() -> Java:
 
 
 def find_java() -> Java:
-    """The Java of JAVA_HOME; where that is not set, that of PATH, or else the oldest of /usr/lib/jvm that is new enough.
+    """The Java of JAVA_HOME; where that is not set, that of PATH, else the oldest of /usr/lib/jvm that is new enough.
 
     Raises NotFound, with one line that says what to install.
     """

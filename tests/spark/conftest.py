@@ -1,0 +1,116 @@
+"""One Spark session for all tests that need Spark, in a JVM that ends with them."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyspark.java_gateway
+import pytest
+from pyspark import SparkContext
+from pyspark.sql import SparkSession
+
+from headrace.benchmarks.servers import java_home
+
+HERE = Path(__file__).parent
+LIMIT_S = 400
+"""For one test: the first one starts a JVM too, and a slow machine takes a minute for that."""
+SETTINGS = {
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.sql.shuffle.partitions": "2",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.driver.host": "127.0.0.1",
+    "spark.sql.session.timeZone": "UTC",
+    "spark.python.unix.domain.socket.enabled": "true",
+    "spark.python.unix.domain.socket.dir": "/tmp",  # a socket's path has at most 107 bytes
+    "spark.sql.streaming.stopTimeout": "60s",
+    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+    f" -Dlog4j2.configurationFile=file:{HERE}/log4j2.properties",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.spark)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(LIMIT_S))
+
+
+@pytest.fixture(scope="session")
+def spark_environment() -> Iterator[None]:
+    """What Spark must find in the environment before its JVM starts, here and in processes that a test starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAVA_HOME", str(java_home()))
+        patch.setenv("PYSPARK_PYTHON", sys.executable)
+        patch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
+        for variable in ("PYSPARK_SUBMIT_ARGS", "SPARK_REMOTE", "SPARK_HOME", "SPARK_CONF_DIR"):
+            patch.delenv(variable, raising=False)
+        yield
+
+
+@pytest.fixture(scope="session")
+def spark(spark_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    """The session of all tests, with two cores: use views, checkpoints and directories of your own, stop your queries."""
+    folder = tmp_path_factory.mktemp("spark")
+    builder = SparkSession.builder.master("local[2]").appName("tests")
+    for key, value in {**SETTINGS, "spark.sql.warehouse.dir": str(folder), "spark.local.dir": str(folder)}.items():
+        builder = builder.config(key, value)
+    with pytest.MonkeyPatch.context() as patch:
+        started = _start_without_fork(patch)
+        session = builder.getOrCreate()
+    yield session
+    session.stop()
+    _end(started[0])
+
+
+@pytest.fixture(autouse=True)
+def no_query_left_running(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A streaming query that outlives its test fails it: it would take the cores of all others."""
+    yield
+    if "spark" in request.fixturenames:
+        session: SparkSession = request.getfixturevalue("spark")
+        left = session.streams.active
+        for query in left:
+            query.stop()
+        assert not left, f"queries left running: {[query.name or query.id for query in left]}"
+
+
+def _start_without_fork(patch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """Have PySpark start the JVM without a function to run in the child, for which `subprocess` has to fork: the child
+    of a process that has gRPC's threads may crash. In a session of its own the JVM gets no interrupt either."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(command: list[str], *, preexec_fn: object, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(command, start_new_session=True, **options))
+        return started[0]
+
+    patch.setattr(pyspark.java_gateway, "Popen", start)
+    return started
+
+
+def _end(java: subprocess.Popen[bytes]) -> None:
+    """End the JVM, which has the Python workers with it, and let a later session start another."""
+    gateway = SparkContext._gateway  # pyright: ignore[reportPrivateUsage]
+    assert gateway is not None
+    gateway.shutdown()
+    SparkContext._gateway = SparkContext._jvm = None  # pyright: ignore[reportPrivateUsage]
+    assert java.stdin is not None
+    java.stdin.close()  # its sign to end
+    java.wait(60)
+    assert _session_members(java.pid) == [], "Spark left processes behind"
+
+
+def _session_members(session: int) -> list[int]:
+    found: list[int] = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
