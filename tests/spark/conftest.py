@@ -1,11 +1,9 @@
 """One Spark session for all tests that need Spark, in a JVM that ends with them."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pyspark.java_gateway
 import pytest
@@ -54,7 +52,7 @@ def spark_environment() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def spark(spark_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    """The session of all tests, with two cores: use views, checkpoints and directories of your own, stop your queries."""
+    """The session of all tests, with two cores: use views, checkpoints and directories of your own, and stop queries."""
     folder = tmp_path_factory.mktemp("spark")
     builder = SparkSession.builder.master("local[2]").appName("tests")
     for key, value in {**SETTINGS, "spark.sql.warehouse.dir": str(folder), "spark.local.dir": str(folder)}.items():
@@ -84,8 +82,8 @@ def _start_without_fork(patch: pytest.MonkeyPatch) -> list[subprocess.Popen[byte
     of a process that has gRPC's threads may crash. In a session of its own the JVM gets no interrupt either."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(command: list[str], *, preexec_fn: object, **options: Any) -> subprocess.Popen[bytes]:
-        started.append(subprocess.Popen(command, start_new_session=True, **options))
+    def start(command: list[str], *, preexec_fn: object, stdin: int, env: dict[str, str]) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(command, stdin=stdin, env=env, start_new_session=True))
         return started[0]
 
     patch.setattr(pyspark.java_gateway, "Popen", start)
