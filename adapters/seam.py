@@ -21,6 +21,7 @@ from ..streams.errors import NotSupported
 from ..streams.events import EventBatch
 from ..streams.identity import StreamId
 from ..streams.publishing import ProducerSequence, Receipt
+from .reaching import Limits, Span, reach_by_reading
 
 
 class Direction(enum.Enum):
@@ -157,6 +158,15 @@ class QueueAdapter(ABC):
         Bounds.next where there is none. Raises NotSupported where the adapter is not rewindable.
         """
         raise NotSupported("this adapter cannot find a position by time: it is not rewindable")
+
+    async def reach(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
+        """How far one may read from `start` on, at most to `end`: one behind the last of the batches that together have
+        no more events and encoded bytes than that (None: no limit), or behind the first, where that alone has more.
+
+        `start` where there is nothing. It may end before a damaged batch. Raises NotSupported where the adapter is not
+        rewindable, OffsetsGone where `start` is not retained, CorruptRecord.
+        """
+        return await reach_by_reading(self, Span(queue, start, end), Limits(max_events, max_bytes))
 
     async def backlog(self, queue: int, offset: int) -> Backlog:
         """What is retained from `offset` on, counted in bounded time, however much it is."""

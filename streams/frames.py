@@ -56,6 +56,14 @@ def frame(
     return b"".join((_TAG, varint(len(encoded) + len(tail)), encoded, tail))
 
 
+def head_bytes(frame: bytes) -> int:
+    """How many bytes of a frame come before the batch: its tag and length."""
+    at = 1
+    while frame[at] & 0x80:
+        at += 1
+    return at + 1
+
+
 class Parts:
     """A batch that goes out in parts: it is read once, however many they are.
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from ...streams.errors import Closed, DataDirectoryError, InvalidArgument, PayloadTooLarge
 from ...streams.events import EventBatch
+from ..reaching import Limits
 from ..registry import read_options
 from ..seam import (
     AdapterContext,
@@ -29,6 +30,7 @@ from .doorbell import Doorbell, Ringer
 from .environment import MAX_QUEUES, LogEnvironment, acquire, check_process, release
 from .group import Call
 from .options import LogOptions
+from .reach import reach
 from .receiver import LogReceiver, QueueReader
 from .retention import expire_producers, trim
 from .timesearch import offset_at
@@ -145,6 +147,10 @@ class LogAdapter(QueueAdapter):
 
     async def offset_at(self, queue: int, time_us: int) -> int:
         return await self._look(lambda snapshot: offset_at(snapshot, queue, time_us), queue)
+
+    async def reach(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
+        limits = Limits(max_events, max_bytes)
+        return await self._look(lambda snapshot: reach(snapshot, queue, start, end, limits), queue)
 
     async def backlog(self, queue: int, offset: int) -> Backlog:
         return await self._look(lambda snapshot: backlog(snapshot, queue, offset), queue)

@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from typing import NamedTuple
 
 from ...streams.errors import CorruptRecord, OffsetsGone
+from ..reaching import Limits
 from .blocks import DamagedBlockError, columns
 from .transactions import Snapshot
-
-
-class Limits(NamedTuple):
-    """How much more may be read. None: without limit."""
-
-    events: int | None
-    nbytes: int | None
-
-    def allow(self, events: int, nbytes: int) -> bool:
-        return (self.events is None or events <= self.events) and (self.nbytes is None or nbytes <= self.nbytes)
-
-    def less(self, events: int, nbytes: int) -> Limits:
-        left_events = None if self.events is None else self.events - events
-        return Limits(left_events, None if self.nbytes is None else self.nbytes - nbytes)
 
 
 def reach(snapshot: Snapshot, queue: int, start: int, end: int, limits: Limits) -> int:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from ...streams.errors import CorruptRecord, NotFound, OffsetsGone
+from ..reaching import Limits
 from .blocks import Block, BlockHeader, DamagedBlockError
 from .environment import acquire, release
 from .options import LogOptions
-from .reach import Limits, reach
+from .reach import reach
 from .rows import Tail
 from .timesearch import offset_at
 from .transactions import Snapshot

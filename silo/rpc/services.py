@@ -13,6 +13,7 @@ from . import publisher
 from .cluster import ClusterService
 from .consumer import ConsumerService
 from .guard import Guard, Method
+from .reader import ReaderService
 from .subscriptions import SubscriptionService
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ async def opened(silo: Silo) -> AsyncGenerator[Callable[[Guard], Sequence[Method
                 *publisher.methods(silo.providers),
                 *consuming.methods(),
                 *SubscriptionService(silo.providers, consumers, clustering).methods(),
+                *ReaderService(silo.providers).methods(),
                 *cluster.methods(guard),
             ]
             if clustering is not None:

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import grpc
 from grpc import aio
@@ -212,13 +212,13 @@ _HERE = b"\x08\x01"
 """`DescribeClusterRequest(here=True)`: whether other silos answer is not asked."""
 
 
-class StreamCall:
-    """A bidirectional call. Not more than one `send` and one `receive` at a time.
+class ResponseCall:
+    """A call with many responses. Not more than one `receive` at a time.
 
-    Both raise the HeadraceError that ended the call. Whoever is cancelled in one of them has cancelled the call.
+    It raises the HeadraceError that ended the call. Whoever is cancelled in it has cancelled the call.
     """
 
-    def __init__(self, connection: Connection, index: int, call: aio.StreamStreamCall[bytes, bytes]) -> None:
+    def __init__(self, connection: Connection, index: int, call: aio.UnaryStreamCall[bytes, bytes] | _BothWays) -> None:
         self._connection = connection
         self._index = index
         self._channel = connection.channel(index)
@@ -229,13 +229,6 @@ class StreamCall:
         """Where it goes."""
         return str(self._connection.addresses[self._index])
 
-    async def send(self, message: bytes) -> None:
-        """Return when grpc has taken it, which it does while the other side reads on."""
-        try:
-            await self._call.write(message)
-        except _ENDED as error:
-            raise await self._failure(error) from None
-
     async def receive(self) -> bytes | None:
         """The next message; None where the other side has ended the call in order."""
         try:
@@ -244,15 +237,8 @@ class StreamCall:
             raise await self._failure(error) from None
         return None if message is aio.EOF else cast(bytes, message)
 
-    async def done_sending(self) -> None:
-        """Tell the other side that nothing more comes."""
-        try:
-            await self._call.done_writing()
-        except _ENDED as error:
-            raise await self._failure(error) from None
-
     def cancel(self) -> None:
-        """End the call at once. Idempotent; who waits in `send` or `receive` gets Unavailable, or Closed."""
+        """End the call at once. Idempotent; who waits for it gets Unavailable, or Closed."""
         self._call.cancel()
         self._connection.cut_off |= self._call.cancelled()  # also where grpc did so, because who waited was cancelled
 
@@ -280,6 +266,32 @@ class StreamCall:
         return self._connection.failed(self._index, code, await self._call.details() or "", metadata)
 
 
+class StreamCall(ResponseCall):
+    """A bidirectional call. Not more than one `send` and one `receive` at a time, which both raise the HeadraceError
+    that ended the call. Whoever is cancelled in one of them has cancelled the call.
+    """
+
+    _call: _BothWays
+
+    def __init__(self, connection: Connection, index: int, call: _BothWays) -> None:
+        super().__init__(connection, index, call)
+
+    async def send(self, message: bytes) -> None:
+        """Return when grpc has taken it, which it does while the other side reads on."""
+        try:
+            await self._call.write(message)
+        except _ENDED as error:
+            raise await self._failure(error) from None
+
+    async def done_sending(self) -> None:
+        """Tell the other side that nothing more comes."""
+        try:
+            await self._call.done_writing()
+        except _ENDED as error:
+            raise await self._failure(error) from None
+
+
+_BothWays: TypeAlias = "aio.StreamStreamCall[bytes, bytes]"
 _ENDED = (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError)
 
 
@@ -429,6 +441,12 @@ class Connection:
             await asyncio.sleep(self.pause_s(attempt))
             await self.ready(outage_s)
         raise AssertionError
+
+    def responses(self, method: str, request: bytes) -> ResponseCall:
+        """Begin a call of `Service/Method` with many responses. It fails, where it does, at the first `receive`."""
+        index = self._current
+        call = self._method(index, "unary_stream", method)
+        return ResponseCall(self, index, call(request, metadata=self._metadata))
 
     def stream(self, method: str) -> StreamCall:
         """Begin a bidirectional call of `Service/Method`. It fails, where it does, at the first `receive`."""

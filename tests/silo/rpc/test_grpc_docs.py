@@ -24,11 +24,13 @@ async def call(caller: Caller, service: str, method: str, json: str) -> Any:
     request = message_factory.GetMessageClass(described.input_type)()
     response = message_factory.GetMessageClass(described.output_type)
     json_format.Parse(json or "{}", request)
+    if described.server_streaming:
+        return await caller.responses(f"{service}/{method}", request).read(response)
     return await caller.ask(f"{service}/{method}", request, response)
 
 
 async def test_the_calls_that_are_shown_do_what_is_said(tmp_path: Path):
-    assert len(CALLS) == TEXT.count("\nask ") == 6
+    assert len(CALLS) == TEXT.count("\nask ") == 7
     token = await make_tokens(tmp_path, everything=Allowing(["*"], ["*"], ["*"]))
     answers: dict[str, Any] = {}
     async with opened(tmp_path, provider={"queues": 8}, auth="tokens") as silo:
@@ -41,6 +43,7 @@ async def test_the_calls_that_are_shown_do_what_is_said(tmp_path: Path):
     assert not answers["Acknowledge"].refused
     assert (batch.queue, batch.offset) == (5, 0)  # as the example acknowledges
     assert [each.id for each in answers["GetSubscription"].subscription.consumers] == ["c1"]
+    assert [batch.payload for batch in answers["Read"].batches] == [b"paidsent"]
     assert answers["DescribeCluster"].cluster.silos[0].state == "running"
 
 

@@ -135,7 +135,7 @@ async def test_with_client_certificates_the_caller_goes_by_its_name(authority: A
 
 async def test_health_is_told_by_service_and_to_everybody(tmp_path: Path):
     async with opened(tmp_path, auth="tokens") as silo, connecting(silo.grpc_address or "") as caller:
-        services = ["PublisherService", "ConsumerService", "SubscriptionService", "ClusterService"]
+        services = ["PublisherService", "ConsumerService", "SubscriptionService", "ReaderService", "ClusterService"]
         for service in ("", HEALTH, *(f"headrace.v1.{name}" for name in services)):
             assert await health(caller, service) == STATUS.SERVING, service
         with pytest.raises(Refused, match="NOT_FOUND"):
