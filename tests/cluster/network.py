@@ -38,6 +38,8 @@ class Place(Protocol):
     """Calls and their answers take long."""
     answers_after_s: float
     """So late the next renewal is answered, and then nothing gets through; 0: as always."""
+    answered_late: int
+    """How many were answered so."""
 
 
 class Line:
@@ -76,6 +78,7 @@ class Line:
         if name == "beat" and self._place.answers_after_s:
             await asyncio.sleep(self._place.answers_after_s)
             self._place.answers_after_s, self._place.cut_off = 0.0, True
+            self._place.answered_late += 1
             return result
         await self._reach()
         if lost:

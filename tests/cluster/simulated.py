@@ -63,6 +63,8 @@ REAL_STORE = 50
 TICK_S = 1.0
 CHECKPOINT_S = 1.0
 """Ten times as long as by default, so that crashes find more that is not saved."""
+LONGEST_S = 10_000.0
+"""No cluster is simulated for so long, unless it is stuck."""
 CLOCKS = 0.01
 """How much the monotonic clocks of silos may be wrong."""
 
@@ -151,6 +153,7 @@ class Silo:
         self.cut_off = False
         self.congested = False
         self.answers_after_s = 0.0
+        self.answered_late = 0
         self.up = False
         self.groups: dict[str, Group] = {}
         self.links: list[Link] = []
@@ -533,7 +536,7 @@ class Life:
         elif what in ("vanish", "break"):
             self._consumers(what)
         else:
-            self._under_way.append(asyncio.create_task(self._passes(what, world.silos[name])))
+            self._under_way.append(asyncio.create_task(self._passes(what, world.silos[name]), name=f"{what} {name}"))
 
     def _start(self) -> None:
         down = [name for name in self._down if name not in self.world.silos]
@@ -596,14 +599,20 @@ class Life:
 
     async def _answered(self, silo: Silo) -> None:
         """Until a renewal was answered late, and the silo cut off, or it is gone."""
-        while silo.answers_after_s and self.world.silos.get(silo.name) is silo:  # noqa: ASYNC110
+        before = silo.answered_late  # not `answers_after_s`, which the next one may have set by the time one looks
+        while silo.answered_late == before and self.world.silos.get(silo.name) is silo:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
     def _late_s(self) -> float:
         """As late as an answer may be to a silo that still counts on its lease, or a bit less."""
         options, weather = self.world.options, self.world.weather
         late_s = 0.88 * options.lease_s - 1.4 * options.period_s - 3 * weather.latency_s
-        return max(0.0, late_s * self.rng.uniform(0.5, 1.0))
+        return max(0.001, late_s * self.rng.uniform(0.5, 1.0))
+
+    @property
+    def under_way(self) -> list[str]:
+        """What has not passed yet."""
+        return [task.get_name() for task in self._under_way if not task.done()]
 
     async def settle(self) -> None:
         """Left in peace, everything is done, and every queue has one owner."""
@@ -671,11 +680,11 @@ async def _simulate(rng: random.Random, kind: str, steps: int, real: bool, eye: 
     await world.open()
     life = Life(world)
     try:
-        async with asyncio.timeout(100_000):
+        async with asyncio.timeout(LONGEST_S):
             await life.go_on(steps)
             await life.settle()
     except TimeoutError:
-        world.problem("stuck")
+        world.problem(f"stuck; what has not passed: {life.under_way or 'nothing'}")
     finally:
         await world.clear()
     return world

@@ -6,6 +6,7 @@ A failure says its kind and seed: `simulate(seed, kind=kind)` repeats it exactly
 
 import asyncio
 import logging
+import random
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from headrace.agents import PullingManager
 from headrace.balancer.membership import ClusterOptions, Membership
 from headrace.streams import StorageError
 from headrace.streams.cluster import SiloRecord
+from tests.cluster.machines import MachineLoop
 from tests.cluster.memory_store import MemoryStore
 from tests.cluster.planted import BUGS, planted
-from tests.cluster.simulated import KINDS, simulate
+from tests.cluster.simulated import KINDS, LONGEST_S, Life, World, simulate
 from tests.cluster.sweep import chosen, crashed, hit, recorded
 from tests.virtual_time import virtual_time
 
@@ -51,6 +53,26 @@ def test_it_is_the_same_on_the_real_store(kind: str) -> None:
 
 def test_a_seed_always_gives_the_same_history() -> None:
     assert simulate(7).history == simulate(7).history
+
+
+def test_a_silo_gets_through_again_whatever_comes_upon_a_late_answer() -> None:
+    """The next late answer may begin just when the one before has come."""
+
+    async def comes_upon_one() -> bool:
+        world = World(random.Random(1), "answers", real=False)
+        await world.open()
+        world.start("a")
+        life, silo = Life(world), world.silos["a"]
+        first = asyncio.create_task(life._passes("late answer", silo))
+        while not silo.cut_off:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        second = asyncio.create_task(life._passes("late answer", silo))
+        _, stuck = await asyncio.wait((first, second), timeout=LONGEST_S)
+        await world.clear()
+        return not stuck and not silo.cut_off
+
+    with asyncio.Runner(loop_factory=MachineLoop) as runner:
+        assert runner.run(comes_upon_one())
 
 
 @pytest.mark.parametrize("bug", FOUND_BY)
