@@ -228,6 +228,37 @@ class ReadResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     BATCHES_FIELD_NUMBER: _builtins.int
+    HEAD_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def batches(self) -> _containers.RepeatedCompositeFieldContainer[_events_pb2.EventBatch]:
+        """Batches with offset and queue, ascending."""
+
+    @_builtins.property
+    def head(self) -> Global___ReadHead:
+        """What is said of them. In the encoded message it comes first, and the batches follow with nothing in between."""
+
+    def __init__(
+        self,
+        *,
+        batches: _abc.Iterable[_events_pb2.EventBatch] | None = ...,
+        head: Global___ReadHead | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "head", b"head"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadResponse: _TypeAlias = ReadResponse  # noqa: Y015
+
+@_typing.final
+class ReadHead(_message.Message):
+    """How far a response goes, and where its batches are: for readers that take them from the encoded message as they are,
+    without decoding one. The columns have a value for each batch.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
     NEXT_OFFSET_FIELD_NUMBER: _builtins.int
     STARTS_FIELD_NUMBER: _builtins.int
     SIZES_FIELD_NUMBER: _builtins.int
@@ -239,16 +270,8 @@ class ReadResponse(_message.Message):
     `end_offset`.
     """
     @_builtins.property
-    def batches(self) -> _containers.RepeatedCompositeFieldContainer[_events_pb2.EventBatch]:
-        """Batches with offset and queue, ascending. In the encoded message they come before all other fields."""
-
-    @_builtins.property
     def starts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The columns from here on have a value for each batch. They are for readers that take batches from the encoded
-        message as they are, without decoding one.
-
-        Where the batch begins, in bytes from the beginning of the encoded message.
-        """
+        """Where the batch begins, in bytes from the end of this head in the encoded response."""
 
     @_builtins.property
     def sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -269,7 +292,6 @@ class ReadResponse(_message.Message):
     def __init__(
         self,
         *,
-        batches: _abc.Iterable[_events_pb2.EventBatch] | None = ...,
         next_offset: _builtins.int = ...,
         starts: _abc.Iterable[_builtins.int] | None = ...,
         sizes: _abc.Iterable[_builtins.int] | None = ...,
@@ -279,8 +301,8 @@ class ReadResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "counts", b"counts", "next_offset", b"next_offset", "offsets", b"offsets", "prefixes", b"prefixes", "sizes", b"sizes", "starts", b"starts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "next_offset", b"next_offset", "offsets", b"offsets", "prefixes", b"prefixes", "sizes", b"sizes", "starts", b"starts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReadResponse: _TypeAlias = ReadResponse  # noqa: Y015
+Global___ReadHead: _TypeAlias = ReadHead  # noqa: Y015

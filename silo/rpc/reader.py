@@ -1,12 +1,13 @@
 """ReaderService: reading queues by ranges of offsets, for programs that keep their own positions.
 
 Batches go from the queue to the wire as they were published, each in a frame; see `streams.frames`. What makes them
-cheap to read on the other side, too, is told behind them: where each begins and ends, and what it has.
+cheap to read on the other side, too, is told in front of them: where each begins and ends, and what it has.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from array import array
 from collections.abc import Sequence
 
@@ -16,7 +17,7 @@ from ...proto.v1 import reader_pb2 as pb
 from ...streams.errors import HeadraceError, InvalidArgument, NotSupported, OffsetsGone, Unavailable
 from ...streams.events import EventBatch
 from ...streams.frames import frame, head_bytes
-from ...streams.identity import StreamId
+from ...streams.identity import StreamId, varint
 from ...streams.subscriptions import Selector
 from ..access import Permission, Principal
 from ..provider import Provider
@@ -177,7 +178,7 @@ class Reading:
 
 
 class Response:
-    """Batches of one response."""
+    """Batches of one response, and what is said of them."""
 
     def __init__(self, queue: int) -> None:
         self._queue = queue
@@ -201,12 +202,15 @@ class Response:
         self._nbytes += len(framed)
 
     def encoded(self, next_offset: int) -> bytes:
-        rest = pb.ReadResponse(
-            next_offset=next_offset,
-            starts=self._starts,
-            sizes=self._sizes,
-            prefixes=self._prefixes,
-            counts=self._counts,
-            offsets=self._offsets,
-        )
-        return b"".join((*self._frames, rest.SerializeToString()))
+        columns = (self._starts, self._sizes, self._prefixes, self._counts, self._offsets)
+        head = b"".join((b"\x08", varint(next_offset), *(_packed(*column) for column in enumerate(columns, 2))))
+        return b"".join((b"\x12", varint(len(head)), head, *self._frames))
+
+
+def _packed(field: int, values: array[int]) -> bytes:
+    """A field of ReadHead that has fixed-width numbers. The library would take each by itself."""
+    if sys.byteorder == "big":
+        values = values[:]
+        values.byteswap()
+    content = values.tobytes()
+    return b"".join((varint(field << 3 | 2), varint(len(content)), content))
