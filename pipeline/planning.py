@@ -1,0 +1,67 @@
+"""How what is to be read becomes Spark's partitions. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from .access import QueueState
+
+_FEWEST, _MOST = 50_000, 500_000
+"""A Spark task costs tens of milliseconds, so that fewer events than the first of them share one. More than the second
+are no gain, and an attempt that fails loses more."""
+_PARTITIONS = 8
+"""Between these two, there are about as many: enough for a few cores."""
+_UNKNOWN_EVENTS = 1
+"""Events that a batch is taken for, where the adapter does not know how many there are."""
+
+
+class Range(NamedTuple):
+    """Batches of a queue from `start` up to `end` (exclusive)."""
+
+    queue: int
+    start: int
+    end: int
+
+
+def ranges(starts: Sequence[int], ends: Sequence[int]) -> list[Range]:
+    """What is to be read of each queue that has something."""
+    both = zip(starts, ends, strict=True)
+    return [Range(queue, start, end) for queue, (start, end) in enumerate(both) if start < end]
+
+
+def estimated_events(wanted: Range, state: QueueState) -> int:
+    """How many events a range has, if all its batches are as those of its queue on average."""
+    batches = state.next - state.first
+    each = state.events / batches if state.events is not None and batches else _UNKNOWN_EVENTS
+    return max(round((wanted.end - wanted.start) * each), 1)
+
+
+def plan(wanted: Sequence[tuple[Range, int]], per_partition: int | None = None) -> list[list[Range]]:
+    """Cut large ranges and put small ones together, so that each partition has about `per_partition` events.
+
+    `wanted` has each range with its events. Within a partition a queue's events stay in order.
+    """
+    per_partition = per_partition or min(max(sum(events for _, events in wanted) // _PARTITIONS, _FEWEST), _MOST)
+    partitions: list[list[Range]] = []
+    small: list[Range] = []
+    room = per_partition
+    for whole, events in wanted:
+        if events >= per_partition:
+            partitions += [[piece] for piece in _cut(whole, -(-events // per_partition))]
+            continue
+        if events > room and small:
+            partitions.append(small)
+            small, room = [], per_partition
+        small.append(whole)
+        room -= events
+    return [*partitions, small] if small else partitions
+
+
+def _cut(whole: Range, pieces: int) -> list[Range]:
+    """At most so many pieces with as many batches each, or one more."""
+    batches = whole.end - whole.start
+    pieces = min(pieces, batches)
+    edges = [whole.start + batches * piece // pieces for piece in range(pieces + 1)]
+    return [Range(whole.queue, start, end) for start, end in pairwise(edges)]

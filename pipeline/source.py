@@ -1,0 +1,278 @@
+"""Streams as a PySpark data source: `spark.read.format("headrace")`, `spark.readStream.format("headrace")`.
+
+Spark makes a `HeadraceSource` where it plans, asks it for a reader, and sends that reader, pickled, to the executors.
+So readers hold options only, and open what they read where they are (`Place.open`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceArrowWriter,
+    DataSourceReader,
+    DataSourceStreamArrowWriter,
+    DataSourceStreamReader,
+    InputPartition,
+)
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxBytes,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
+from pyspark.sql.types import StructType
+
+from ..streams.errors import InvalidArgument, NotFound, OffsetsGone
+from ..streams.subscriptions import Selector
+from .access import QueueAccess, QueueState
+from .columns import TYPES as COLUMN_TYPES
+from .columns import ColumnReader
+from .decoding import Decoder, Decoding, decoder_of, value_ddl
+from .options import VALUE, Decode, SourceOptions, source_options
+from .place import Place
+from .planning import Range, estimated_events, plan, ranges
+from .positions import Offset, from_spark, resolve, shares, spark_offset
+
+_DDL = {
+    "namespace": "STRING",
+    "key": "STRING",
+    "payload": "BINARY",
+    "headers": "MAP<STRING, STRING>",
+    "id": "STRING",
+    "timestamp": "TIMESTAMP",
+    "queue": "INT",
+    "offset": "BIGINT",
+    "index": "INT",
+    "stored": "TIMESTAMP",
+}
+_SOUGHT_EVENTS = 1_000_000
+"""Among the first so many events a namespace is looked for."""
+
+
+class HeadraceSource(DataSource):
+    """The format `headrace`. See docs/spark.md for its options."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "headrace"
+
+    def schema(self) -> str:
+        options = source_options(self.options)
+        types = _DDL if options.decode is None else {**_DDL, VALUE: value_ddl(options.decode)}
+        return ", ".join(f"`{name}` {types[name]}" for name in options.columns)
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        return BatchReader(_Reading(self.options, schema))
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
+        return StreamReader(_Reading(self.options, schema))
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
+        from .sink import batch_writer  # noqa: PLC0415 (who reads needs nothing of it)
+
+        return batch_writer(self.options, schema, overwrite)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:  # noqa: N802
+        from .sink import stream_writer  # noqa: PLC0415
+
+        return stream_writer(self.options, schema, overwrite)
+
+
+class Part(InputPartition):
+    """Ranges of queues that one task reads, one after the other."""
+
+    def __init__(self, parts: Sequence[Range]) -> None:
+        self.ranges = parts
+
+
+class _Reading:
+    """What both readers do."""
+
+    def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
+        self.place = Place.of(options)
+        self.options = source_options(options)
+        arrow = to_arrow_schema(schema, "UTC")
+        _check_schema(arrow, self.options.columns)
+        decode = self.options.decode
+        self.decoding = decode and Decoding(_decoder(decode, arrow), self.options.columns, fail=decode.fail)
+
+    def check_retained(self, queue: int, start: int, first: int) -> int:
+        """Where reading starts. Raises OffsetsGone where that is lost, unless one is to go on without it."""
+        if start >= first:
+            return start
+        if self.options.fail_on_data_loss:
+            raise _gone(OffsetsGone(queue, start, first))
+        return first
+
+    def parts(self, starts: Sequence[int], ends: Sequence[int], states: Sequence[QueueState]) -> list[Part]:
+        firsts = [state.first for state in states]
+        kept = [
+            self.check_retained(queue, start, first) if start < end else start
+            for queue, (start, end, first) in enumerate(zip(starts, ends, firsts, strict=True))
+        ]
+        wanted = [(one, estimated_events(one, states[one.queue])) for one in ranges(kept, ends)]
+        return [Part(parts) for parts in plan(wanted, self.options.events_per_partition)]
+
+    def batches(self, part: Part) -> Iterator[pa.RecordBatch]:
+        access, options = self.place.open(), self.options
+        decoding = self.decoding
+        columns = ColumnReader(decoding.reads if decoding else options.columns, options.selector)
+        for one in part.ranges:
+            batches = self._batches(access, columns, one)
+            yield from map(decoding.with_value, batches) if decoding else batches
+
+    def _batches(self, access: QueueAccess, columns: ColumnReader, one: Range) -> Iterator[pa.RecordBatch]:
+        try:
+            yield from columns.batches(one.queue, access.read(one.queue, one.start, one.end, self.options.selector))
+        except OffsetsGone as gone:  # it was there when the query was planned
+            if self.options.fail_on_data_loss:
+                raise _gone(gone) from None
+            first = access.states()[one.queue].first
+            if one.start < first < one.end:
+                yield from self._batches(access, columns, one._replace(start=first))
+
+
+def _gone(error: OffsetsGone) -> OffsetsGone:
+    error.args = (f"{error}; set the option 'failOnDataLoss' to false to go on without them",)
+    return error
+
+
+def _check_schema(given: pa.Schema, names: Sequence[str]) -> None:
+    """Raise InvalidArgument where the user has given another schema."""
+    wrong = [field.name for field in given if field.type != COLUMN_TYPES.get(field.name, field.type)]
+    if wrong or list(given.names) != list(names):
+        raise InvalidArgument(
+            f"the columns are {', '.join(names)}, of types of their own: leave out schema(...), and choose some with the "
+            "option 'columns'"
+        )
+
+
+def _decoder(decode: Decode, schema: pa.Schema) -> Decoder:
+    value = schema.field(VALUE).type if VALUE in schema.names else pa.struct([])
+    return decoder_of(decode, value)
+
+
+class BatchReader(DataSourceReader):
+    """Reads from one position to another, both fixed when the query is planned."""
+
+    def __init__(self, reading: _Reading) -> None:
+        self._reading = reading
+
+    def partitions(self) -> Sequence[Part]:
+        access, options = self._reading.place.open(), self._reading.options
+        states = access.states()
+        ends = resolve("end", options.end, options.selector, access)
+        starts = resolve("start", options.start, options.selector, access)
+        _check_namespace(access, options, ranges([state.first for state in states], ends))
+        return self._reading.parts(starts, ends, states)
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        assert isinstance(partition, Part)
+        return self._reading.batches(partition)
+
+
+def _check_namespace(access: QueueAccess, options: SourceOptions, whole: Sequence[Range]) -> None:
+    """Raise NotFound for a namespace that nothing was ever published to: it may be mistyped.
+
+    One that is not among the first events is taken to be among the others: looking further would cost too much.
+    """
+    namespace = options.selector.pattern.partition("/")[0]
+    if any(wildcard in namespace for wildcard in "*?"):
+        return
+    selector, left = Selector(f"{namespace}/*"), _SOUGHT_EVENTS
+    columns, others = ColumnReader(("namespace",), selector), ColumnReader(("namespace",), Selector("*/*"))
+    found: set[str] = set()
+    for queue, start, end in whole:
+        reached = access.reach(queue, start, end, left, None)
+        for _ in columns.batches(queue, access.read(queue, start, reached, selector)):
+            return
+        for batch in others.batches(queue, access.read(queue, start, reached, Selector("*/*"))):
+            left -= batch.num_rows
+            found |= set(batch.column(0).unique().to_pylist())
+        if left <= 0 or reached < end:
+            return
+    there = ", ".join(sorted(found)[:10]) or "none"
+    raise NotFound(f"option 'namespace': no event was ever published to {namespace!r}; there are: {there}")
+
+
+class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Reads on and on. Spark keeps the progress, in the query's checkpoint."""
+
+    def __init__(self, reading: _Reading) -> None:
+        self._reading = reading
+        if self._reading.options.end != "latest":
+            raise InvalidArgument("option 'end' is for spark.read: a streaming query reads until it is stopped")
+        self._until: list[int] | None = None
+
+    def initialOffset(self) -> Offset:  # noqa: N802
+        options = self._reading.options
+        return spark_offset(resolve("start", options.start, options.selector, self._access))
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+        options = self._reading.options
+        if options.max_events is not None:
+            return ReadMaxRows(options.max_events)
+        return ReadAllAvailable() if options.max_bytes is None else ReadMaxBytes(options.max_bytes)
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        self._until = [state.next for state in self._access.states()]
+
+    def latestOffset(self, start: Mapping[str, int], limit: ReadLimit) -> Offset:  # noqa: N802
+        states = self._access.states()
+        starts = from_spark(start, len(states))
+        ends = self._until or [state.next for state in states]
+        ends = [max(end, start) for start, end in zip(starts, ends, strict=True)]
+        if isinstance(limit, ReadAllAvailable):
+            return spark_offset(ends)
+        return spark_offset(self._limited(starts, ends, states))
+
+    def reportLatestOffset(self) -> Offset:  # noqa: N802
+        return spark_offset([state.next for state in self._access.states()])
+
+    def partitions(self, start: Mapping[str, int], end: Mapping[str, int]) -> Sequence[Part]:
+        states = self._access.states()
+        return self._reading.parts(from_spark(start, len(states)), from_spark(end, len(states)), states)
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        assert isinstance(partition, Part)
+        return self._reading.batches(partition)
+
+    def commit(self, end: Mapping[str, int]) -> None:
+        """Nothing: Spark's checkpoint is what counts, and retention is the provider's matter."""
+
+    @property
+    def _access(self) -> QueueAccess:
+        return self._reading.place.open()
+
+    def _limited(self, starts: Sequence[int], ends: Sequence[int], states: Sequence[QueueState]) -> list[int]:
+        """As far as the options allow, each queue in proportion to what waits in it."""
+        options, wanted = self._reading.options, ranges(starts, ends)
+        backlogs = [estimated_events(one, states[one.queue]) for one in wanted]
+        events = _dealt(backlogs, options.max_events)
+        nbytes = _dealt([_estimated_bytes(one, states[one.queue]) for one in wanted], options.max_bytes)
+        reached = list(starts)
+        for one, most_events, most_bytes in zip(wanted, events, nbytes, strict=True):
+            start = max(one.start, states[one.queue].first)
+            reached[one.queue] = self._access.reach(one.queue, start, one.end, most_events, most_bytes)
+        return reached
+
+
+def _dealt(backlogs: Sequence[int], limit: int | None) -> Sequence[int | None]:
+    return [None] * len(backlogs) if limit is None else shares(backlogs, limit)
+
+
+def _estimated_bytes(wanted: Range, state: QueueState) -> int:
+    batches = state.next - state.first
+    each = state.nbytes / batches if state.nbytes is not None and batches else 1
+    return max(round((wanted.end - wanted.start) * each), 1)
+
+
+def register(session: Any) -> None:
+    """Make the format known to a Spark session that has not found it by itself."""
+    session.dataSource.register(HeadraceSource)

@@ -1,0 +1,84 @@
+"""Where a query starts and ends, and how a limit is dealt out."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.balancer import StreamQueueMapper
+from headrace.pipeline.access import Chunk, QueueAccess, QueueState
+from headrace.pipeline.options import At, Offsets, Token
+from headrace.pipeline.positions import from_spark, resolve, shares, spark_offset
+from headrace.streams import Selector, StreamId
+from headrace.streams.errors import InvalidArgument
+
+ALL = Selector("*/*")
+
+
+class Queues(QueueAccess):
+    """Queues of which only the states are known."""
+
+    def __init__(self, *states: QueueState) -> None:
+        self.queues = len(states)
+        self._states = states
+
+    def states(self) -> Sequence[QueueState]:
+        return self._states
+
+    def offsets_at(self, time_us: int) -> Sequence[int]:
+        return [min(time_us, state.next) for state in self._states]
+
+    def reach(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
+        raise NotImplementedError
+
+    def read(self, queue: int, start: int, end: int, selector: Selector) -> Iterator[Chunk]:
+        raise NotImplementedError
+
+    def close(self) -> None: ...
+
+
+TWO = Queues(QueueState(5, 10), QueueState(0, 20))
+
+
+def test_positions_of_each_kind():
+    assert resolve("start", "earliest", ALL, TWO) == [5, 0]
+    assert resolve("start", "latest", ALL, TWO) == [10, 20]
+    assert resolve("start", At(7), ALL, TWO) == [7, 7]
+    assert resolve("start", Offsets({1: 3}), ALL, TWO) == [5, 3]
+    assert resolve("end", Offsets({1: 3}), ALL, TWO) == [10, 3]
+
+
+def test_a_token_is_of_the_streams_queue():
+    queue = StreamQueueMapper(2).queue_of(StreamId("n", "k"))
+    resolved = resolve("start", Token(7), Selector("n/k"), TWO)
+    assert resolved[queue] == 7
+    assert resolved[1 - queue] == [5, 0][1 - queue]
+
+
+def test_positions_that_are_not_there_are_named():
+    with pytest.raises(InvalidArgument, match="option 'start' names queue 2: there are queues 0 to 1"):
+        resolve("start", Offsets({2: 0}), ALL, TWO)
+    with pytest.raises(InvalidArgument, match="option 'end' names offset 21 of queue 1, which ends at 20"):
+        resolve("end", Offsets({1: 21}), ALL, TWO)
+
+
+def test_progress_is_always_the_same_text():
+    offset = spark_offset(range(12))
+    assert list(offset) == [str(queue) for queue in range(12)]
+    assert from_spark(dict(reversed(offset.items())), 12) == list(range(12))
+
+
+def test_progress_of_another_provider_is_refused():
+    with pytest.raises(InvalidArgument, match="queues 0, 1, and the provider has 3"):
+        from_spark({"0": 1, "1": 1}, 3)
+
+
+@given(st.lists(st.integers(0, 10**6), max_size=40), st.integers(1, 10**6))
+def test_a_limit_is_dealt_out_to_all_that_wait(backlogs: list[int], limit: int):
+    dealt = shares(backlogs, limit)
+    assert all(0 <= share <= backlog for share, backlog in zip(dealt, backlogs, strict=True))
+    assert all(share or not backlog for share, backlog in zip(dealt, backlogs, strict=True))
+    waiting = sum(1 for backlog in backlogs if backlog)
+    assert sum(dealt) <= max(limit, waiting)
+    assert sum(dealt) >= min(sum(backlogs), limit - len(backlogs))
