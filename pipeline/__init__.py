@@ -2,3 +2,19 @@
 
 The public names are imported when they are first used: they need the extra `headrace[spark]`.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .sink import publish_batch, publisher
+
+__all__ = ["publish_batch", "publisher"]
+
+_WHERE = {"publish_batch": "sink", "publisher": "sink"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_WHERE[name]}", __name__), name)

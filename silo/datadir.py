@@ -9,6 +9,7 @@
                                  cluster; its text is that process's id, or one of theirs
     DIR/locks/.silos/<name>.lock held by the silo of a cluster that has the name
     DIR/demo/                    ledgers of the demo
+    DIR/staging/<provider>/      what Spark's sink has written and not published yet (headrace.pipeline.staging)
 
 A directory is ours when it has the marker. A missing or empty one becomes ours; anything else is refused untouched, so
 that a mistyped path never mixes event logs with somebody's files. The marker appears complete or not at all, and two

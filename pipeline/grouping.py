@@ -1,0 +1,366 @@
+"""Rows of a DataFrame as encoded batches: grouped by stream, in the order of the rows within each.
+
+Whole columns are brought in the order of the streams at once; then a batch is a few slices of them. The format is that
+of `streams/layout.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..streams import layout
+from ..streams.errors import InvalidArgument, PayloadTooLarge
+from ..streams.events import BATCH_TARGET_BYTES, MAX_BATCH_EVENTS, MAX_EVENT_BYTES
+from ..streams.identity import StreamId
+from ..streams.publishing import MAX_BATCH_BYTES
+
+ELEMENT = b"\x1a"
+"""Tag of the field `batches` of a `PublishRequest`: what is staged goes into requests as it is."""
+MAX_ROW_BYTES = MAX_BATCH_BYTES - BATCH_TARGET_BYTES
+"""Limit of an event with its id and headers, in bytes: so that any fits into a batch."""
+
+_ROW_BYTES, _HEADER_BYTES = 16, 16
+"""What an event and each of its headers cost besides their text, at the most."""
+_RADIX = 1 << 16
+_KNOWN = 1 << 17
+
+Integers = npt.NDArray[np.int64]
+Array = Any
+"""A pyarrow.Array."""
+
+
+class Grouped(NamedTuple):
+    """Encoded batches. `pieces` joined are elements of the field `batches` of a `PublishRequest`."""
+
+    pieces: list[bytes | memoryview]
+    lengths: list[int]
+    """Bytes of each element, with its tag and size."""
+    counts: list[int]
+    """Events of each batch."""
+    prefixes: list[int]
+    """How many bytes of each batch name its stream (`StreamId.prefix`)."""
+
+
+class Grouping:
+    """Turns rows into batches. Where they have no column `namespace`, it is `namespace` for all of them."""
+
+    def __init__(self, namespace: str | None = None) -> None:
+        self._namespace = namespace
+        self._known: dict[tuple[str, str], bytes] = {}
+
+    def of(self, rows: pa.RecordBatch) -> Grouped:
+        """The batches of one row or more. A row without a timestamp gets the present time.
+
+        Raises InvalidArgument, and PayloadTooLarge, that name the column and, where it is known, the row's stream.
+        """
+        names = _Names(rows, self._namespace)
+        order, starts, ends = _sorted(names.codes)
+        columns = _Columns(rows, order, names)
+        starts, ends = _cut(starts, ends, columns.weights)
+        streams = [self._prefix(*names.of_code(code)) for code in names.codes[order[starts]].tolist()]
+        return _encoded(columns, starts, ends, streams)
+
+    def _prefix(self, namespace: str, key: str) -> bytes:
+        known = self._known.get((namespace, key))
+        if known is None:
+            if len(self._known) >= _KNOWN:
+                self._known.clear()
+            known = self._known[namespace, key] = StreamId(namespace, key).prefix
+        return known
+
+
+def batch_starts(lengths: npt.NDArray[np.uint32]) -> Integers:
+    """Where in its element each batch begins, from the bytes of the elements: behind tag and size."""
+    sizes = lengths.astype(np.int64)
+    return 2 + (sizes - 2 >= 1 << 7) + (sizes - 3 >= 1 << 14) + (sizes - 4 >= 1 << 21).astype(np.int64)
+
+
+class _Names:
+    """The streams of the rows: `codes` has a number for each row, `of_code` is what it stands for."""
+
+    def __init__(self, rows: pa.RecordBatch, namespace: str | None) -> None:
+        self._keys, codes = _dictionary(rows, "key")
+        if namespace is None:
+            self._namespaces, of_namespace = _dictionary(rows, "namespace")
+            codes = of_namespace * len(self._keys) + codes
+        else:
+            self._namespaces = [namespace]
+        self.codes: Integers = codes
+
+    def of_code(self, code: int) -> tuple[str, str]:
+        namespace, key = divmod(code, len(self._keys))
+        return self._namespaces[namespace], self._keys[key]
+
+    def of_row(self, row: int) -> StreamId:
+        return StreamId(*self.of_code(int(self.codes[row])))
+
+
+def _dictionary(rows: pa.RecordBatch, name: str) -> tuple[list[str], Integers]:
+    """The distinct texts of a column, and which of them each row has."""
+    column = rows.column(name)
+    if column.null_count:
+        row = _first(column.is_null())
+        raise InvalidArgument(
+            f"column {name!r}: null in the row {_shown(rows, row)}: every event belongs to a stream, so fill it in, or "
+            "filter such rows out"
+        )
+    coded = column.dictionary_encode()
+    try:
+        return coded.dictionary.to_pylist(), coded.indices.to_numpy().astype(np.int64)
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(
+            f"column {name!r}: {error.object!r} is not UTF-8: encode it, in hex for example"
+        ) from None
+
+
+def _shown(rows: pa.RecordBatch, row: int) -> str:
+    """A row as far as it says where it comes from."""
+    known = {name: rows.column(name)[row].as_py() for name in ("namespace", "key") if name in rows.schema.names}
+    return ", ".join(f"{name}={value!r}" for name, value in known.items())
+
+
+class _Columns:
+    """The columns in the order of the streams. Checks what they hold."""
+
+    def __init__(self, rows: pa.RecordBatch, order: Integers, names: _Names) -> None:
+        def refuse(at: int, text: str) -> NoReturn:
+            raise InvalidArgument(f"{text} in a row of the stream {names.of_row(int(order[at]))}")
+
+        def taken(name: str) -> Array | None:
+            return rows.column(name).take(pa.array(order)) if name in rows.schema.names else None
+
+        payload = taken("payload")
+        assert payload is not None
+        if payload.null_count:
+            refuse(_first(payload.is_null()), "column 'payload': null (filter such rows out, or give an empty payload)")
+        self.offsets, self.data = _text_buffers(payload)
+        self.sizes = np.diff(self.offsets).astype("<u4")
+        self.times = _times(taken("timestamp"), len(order))
+        self.ids = _some(taken("id"))
+        self.headers = _some(taken("headers"))
+        self.weights = self._weights(refuse)
+        """Bytes up to each row and its end, in this order."""
+        self._check_sizes(order, names)
+
+    def _weights(self, refuse: Any) -> Integers:
+        extra = np.zeros(len(self.sizes) + 1, np.int64)
+        if self.ids is not None:
+            extra[1:] += _lengths(self.ids)
+        if self.headers is not None:
+            at, entries = self.headers.offsets.to_numpy(), self.headers.items
+            if entries.null_count:
+                row = int(np.searchsorted(at, _first(entries.is_null()), "right")) - 1
+                refuse(row, "column 'headers': a null value (leave that header out)")
+            each = _lengths(self.headers.keys) + _lengths(entries) + _HEADER_BYTES
+            extra[1:] += np.diff(np.concatenate([[0], np.cumsum(each)])[at])
+        return self.offsets if not extra.any() else self.offsets + np.cumsum(extra)
+
+    def _check_sizes(self, order: Integers, names: _Names) -> None:
+        def check(sizes: npt.NDArray[Any], limit: int, what: str) -> None:
+            if int(sizes.max()) > limit:
+                at = int(sizes.argmax())
+                raise PayloadTooLarge(
+                    f"{what} of a row of the stream {names.of_row(int(order[at]))}", int(sizes[at]), limit
+                )
+
+        check(self.sizes, MAX_EVENT_BYTES, "column 'payload': that")
+        if self.weights is not self.offsets:
+            check(np.diff(self.weights), MAX_ROW_BYTES, "columns 'payload', 'id' and 'headers': those")
+
+
+def _text_buffers(column: Array) -> tuple[Integers, memoryview]:
+    """Where each value of a column of text or bytes begins, and their bytes. The first one begins at 0."""
+    width = np.int64 if pa.types.is_large_binary(column.type) or pa.types.is_large_string(column.type) else np.int32
+    _, offsets, data = column.buffers()
+    where = np.frombuffer(offsets, width)[column.offset : column.offset + len(column) + 1].astype(np.int64)
+    body = memoryview(b"") if data is None else memoryview(data)
+    return where - where[0], body[int(where[0]) :]
+
+
+def _times(column: Array | None, count: int) -> npt.NDArray[np.int64]:
+    """In microseconds since 1970 UTC: one for each row, or one for all."""
+    now = time.time_ns() // 1000
+    if column is None or column.null_count == count:
+        return np.array([now], "<i8")
+    return column.cast(pa.int64()).fill_null(now).to_numpy().astype("<i8", copy=False)
+
+
+def _some(column: Array | None) -> Array | None:
+    """None for a column that has nothing but nulls."""
+    return None if column is None or column.null_count == len(column) else column
+
+
+def _lengths(column: Array) -> Integers:
+    """Bytes of each text."""
+    return pc.call_function("binary_length", [column]).fill_null(0).to_numpy().astype(np.int64)
+
+
+def _first(mask: Array) -> int:
+    """Where the first True is."""
+    return mask.index(True).as_py()
+
+
+def _sorted(codes: Integers) -> tuple[Integers, Integers, Integers]:
+    """The rows stream by stream, each in its order, and where each stream starts and ends in that."""
+    small = int(codes.max()) < _RADIX
+    order = np.argsort(codes.astype(np.uint16) if small else codes, kind="stable")
+    inner = np.flatnonzero(np.diff(codes[order])) + 1
+    return order, np.concatenate([[0], inner]), np.concatenate([inner, [len(codes)]])
+
+
+def _cut(starts: Integers, ends: Integers, weights: Integers) -> tuple[Integers, Integers]:
+    """The same, with what is too much for one batch in several."""
+    large = (weights[ends] - weights[starts] > BATCH_TARGET_BYTES) | (ends - starts > MAX_BATCH_EVENTS)
+    if not large.any():
+        return starts, ends
+    cuts = [at for which in np.flatnonzero(large).tolist() for at in _inside(starts[which], ends[which], weights)]
+    return np.sort(np.concatenate([starts, cuts])), np.sort(np.concatenate([ends, cuts]))
+
+
+def _inside(start: int, end: int, weights: Integers) -> Iterator[int]:
+    """Where to cut between `start` and `end`. Every part has at least one row."""
+    while True:
+        fits = int(np.searchsorted(weights, weights[start] + BATCH_TARGET_BYTES, "right")) - 1
+        start = min(max(fits, start + 1), start + MAX_BATCH_EVENTS)
+        if start >= end:
+            return
+        yield start
+
+
+class _Batches(NamedTuple):
+    """The batches, one value for each."""
+
+    starts: Integers
+    """Its first row."""
+    counts: Integers
+    prefixes: Integers
+    """Bytes that name its stream."""
+    rare: Integers
+    """Bytes of ids and headers."""
+    bodies: Integers
+    """Bytes of payloads."""
+
+
+class _Heads(NamedTuple):
+    """All of the batches but ids, headers and payloads. The arrays have one value for each."""
+
+    buffer: memoryview
+    starts: Integers
+    middles: Integers
+    """Where ids and headers go between."""
+    ends: Integers
+    lengths: Integers
+    """Bytes of the whole batch, with the tag and size of the element."""
+
+
+def _encoded(columns: _Columns, starts: Integers, ends: Integers, streams: Sequence[bytes]) -> Grouped:
+    begins, stops, counts = columns.offsets[starts], columns.offsets[ends], ends - starts
+    rare = _rare(columns, starts, counts)
+    batches = _Batches(starts, counts, _sizes(streams), _sizes(rare), stops - begins)
+    heads = _heads(columns, batches, b"".join(streams))
+    buffer, payload = heads.buffer, columns.data
+    pieces: list[bytes | memoryview] = []
+    for start, middle, end, more, begin, stop in zip(
+        heads.starts.tolist(), heads.middles.tolist(), heads.ends.tolist(), rare, begins.tolist(), stops.tolist(),
+        strict=True,
+    ):  # fmt: skip
+        if more:
+            pieces += (buffer[start:middle], more, buffer[middle:end], payload[begin:stop])
+        else:
+            pieces += (buffer[start:end], payload[begin:stop])
+    return Grouped(pieces, heads.lengths.tolist(), counts.tolist(), batches.prefixes.tolist())
+
+
+def _sizes(texts: Sequence[bytes]) -> Integers:
+    return np.fromiter(map(len, texts), np.int64, len(texts))
+
+
+def _heads(columns: _Columns, batches: _Batches, streams: bytes) -> _Heads:
+    starts, counts, prefixes, rare, bodies = batches
+    times, many = _times_of(columns.times, starts, counts)
+    widths, instants = 4 * counts, np.where(many, 8 * counts, 8)
+    sizes = prefixes + _field_bytes(widths) + widths + _field_bytes(instants) + instants
+    sizes += rare + _field_bytes(bodies) + bodies
+    lengths = _field_bytes(sizes) + sizes
+    ends = np.cumsum(lengths - rare - bodies)
+    begins = np.concatenate([[0], ends[:-1]])
+    buffer = np.empty(int(ends[-1]), np.uint8)
+    at = _put_head(buffer, begins, ELEMENT, sizes)
+    buffer[_runs(at, prefixes)] = np.frombuffer(streams, np.uint8)
+    at = _put_head(buffer, at + prefixes, b"\x1a", widths)
+    _at_any_byte(buffer, "<u4")[np.repeat(at, counts) + 4 * _indexes(counts)] = columns.sizes
+    at = _put_head(buffer, at + widths, b"\x22", instants)
+    each = instants // 8
+    _at_any_byte(buffer, "<i8")[np.repeat(at, each) + 8 * _indexes(each)] = times
+    middles = at + instants
+    _put_head(buffer, middles, b"\x7a", bodies)
+    return _Heads(memoryview(buffer.data), begins, middles, ends, lengths)
+
+
+def _times_of(times: Integers, starts: Integers, counts: Integers) -> tuple[Integers, npt.NDArray[np.bool_]]:
+    """The times to write, and which batches have one for each event, not one for all."""
+    if len(times) == 1:
+        return np.broadcast_to(times, len(starts)), np.zeros(len(starts), np.bool_)
+    many = np.minimum.reduceat(times, starts) != np.maximum.reduceat(times, starts)
+    written = np.repeat(many, counts)
+    written[starts] = True
+    return times[written], many
+
+
+def _rare(columns: _Columns, starts: Integers, counts: Integers) -> list[bytes]:
+    """The columns of ids and headers of each batch, empty where none of its events has any."""
+    ids, headers = columns.ids, columns.headers
+    if ids is None and headers is None:
+        return [b""] * len(starts)
+    texts = [""] * len(columns.sizes) if ids is None else [text or "" for text in ids.to_pylist()]
+    maps = [{}] * len(texts) if headers is None else [dict(each or ()) for each in headers.to_pylist()]
+    return [
+        layout.write_rare(texts[start : start + count], maps[start : start + count])
+        for start, count in zip(starts.tolist(), counts.tolist(), strict=True)
+    ]
+
+
+# ---- writing at many places at once ----------------------------------------------------------------------------------
+
+
+def _indexes(counts: Integers) -> Integers:
+    """0, 1, … for each of the counts, one after the other."""
+    ends = np.cumsum(counts)
+    return np.arange(int(ends[-1])) - np.repeat(ends - counts, counts)
+
+
+def _runs(starts: Integers, lengths: Integers) -> Integers:
+    """The places of every byte of these runs."""
+    return np.repeat(starts, lengths) + _indexes(lengths)
+
+
+def _at_any_byte(buffer: npt.NDArray[np.uint8], kind: str) -> npt.NDArray[Any]:
+    """The number of this kind that begins at each byte."""
+    width = np.dtype(kind).itemsize
+    return np.ndarray((len(buffer) - width + 1,), kind, buffer, strides=(1,))
+
+
+def _field_bytes(sizes: Integers) -> Integers:
+    """Bytes of a field's tag and size."""
+    return 2 + (sizes >= 1 << 7) + (sizes >= 1 << 14) + (sizes >= 1 << 21)
+
+
+def _put_head(buffer: npt.NDArray[np.uint8], at: Integers, tag: bytes, sizes: Integers) -> Integers:
+    """Write a field's tag and size at each place. Returns where its content goes. No size has more than 28 bits."""
+    buffer[at] = tag[0]
+    at = at + 1
+    left = sizes
+    places = at
+    while True:
+        buffer[places] = left & 0x7F | (left >= 0x80) << 7
+        more = left >= 0x80
+        if not more.any():
+            return at + _field_bytes(sizes) - 1
+        places, left = places[more] + 1, left[more] >> 7
