@@ -52,7 +52,7 @@ def spark_environment() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def spark(spark_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    """The session of all tests, with two cores: use views, checkpoints and directories of your own, and stop queries."""
+    """The session of all tests, with two cores: use views, checkpoints and directories of your own."""
     folder = tmp_path_factory.mktemp("spark")
     builder = SparkSession.builder.master("local[2]").appName("tests")
     for key, value in {**SETTINGS, "spark.sql.warehouse.dir": str(folder), "spark.local.dir": str(folder)}.items():
