@@ -64,6 +64,11 @@ def head_bytes(frame: bytes) -> int:
     return at + 1
 
 
+def number_at(message: bytes, at: int) -> tuple[int, int]:
+    """The varint at a place of a message, and where it ends. Raises IndexError where there is none."""
+    return _varint(message, at)
+
+
 class Parts:
     """A batch that goes out in parts: it is read once, however many they are.
 

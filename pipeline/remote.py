@@ -1,0 +1,221 @@
+"""The queues of a provider, read over gRPC from any of its silos: where its data directory is out of reach."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import Message
+
+from ..proto.v1 import reader_pb2 as pb
+from ..streams.client.blocking import LoopThread
+from ..streams.client.connection import Connection, ResponseCall
+from ..streams.errors import Closed, HeadraceError, InvalidArgument, OffsetsGone, Unavailable
+from ..streams.frames import number_at
+from ..streams.subscriptions import Selector
+from .access import Chunk, QueueAccess, QueueState
+
+OUTAGE_S = 60.0
+"""How long a call, and reading, tries again while no silo answers."""
+
+_M = TypeVar("_M", bound=Message)
+_T = TypeVar("_T")
+_HEAD_TAG = 0x12
+_COLUMNS = ("<u4", "<u4", "<u4", "<u4", "<u8")
+
+
+class RemoteAccess(QueueAccess):
+    """A provider of silos. It does not survive a fork: open it in the process that uses it."""
+
+    def __init__(
+        self, connection: Connection, provider: str, *, connect_s: float = OUTAGE_S, outage_s: float = OUTAGE_S
+    ) -> None:
+        """Opens `connection`, which is not open yet, and closes it with itself.
+
+        Raises Unavailable where no silo answers, Unauthenticated, PermissionDenied, NotFound for the provider,
+        NotSupported where its adapter cannot be read by ranges.
+        """
+        self._connection = connection
+        self._provider = provider
+        self._outage_s = outage_s
+        self._closed = False
+        self._thread = LoopThread.acquire()
+        try:
+            self._thread.call(connection.open, connect_s)
+            self.queues = len(self.states())
+        except BaseException:
+            self.close()
+            raise
+
+    def states(self) -> Sequence[QueueState]:
+        return [_state(each) for each in self._get_queues(pb.GetQueuesRequest(provider=self._provider))]
+
+    def offsets_at(self, time_us: int) -> Sequence[int]:
+        request = pb.GetQueuesRequest(provider=self._provider, time_us=time_us)
+        return [each.time_offset for each in self._get_queues(request)]
+
+    def reach(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
+        request = pb.ReachRequest(
+            provider=self._provider,
+            queue=queue,
+            start_offset=start,
+            end_offset=end,
+            max_events=max_events,
+            max_bytes=max_bytes,
+        )
+        return self._telling(lambda: self._ask("Reach", request, pb.ReachResponse), queue, start).end_offset
+
+    def read(self, queue: int, start: int, end: int, selector: Selector) -> Iterator[Chunk]:
+        """See QueueAccess. Only what is selected comes. Where a silo goes away it goes on at the next, and raises what
+        it last met only when nothing has come for `outage_s`."""
+        position, outage = start, _Outage(self._outage_s)
+        while position < end:
+            request = pb.ReadRequest(
+                provider=self._provider,
+                queue=queue,
+                start_offset=position,
+                end_offset=end,
+                selector=selector.pattern,
+            )
+            call = self._begin(request)
+            try:
+                while position < end:
+                    message = self._telling(lambda call=call: self._next(call), queue, position)
+                    chunk, position = chunk_of(message)
+                    outage.over()
+                    if len(chunk.offsets):
+                        yield chunk
+            except HeadraceError as error:
+                outage.note(error)
+                time.sleep(self._connection.pause_s(outage.failures))
+            finally:
+                self._end(call)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            try:
+                self._thread.call(self._connection.aclose)
+            finally:
+                self._thread.release()
+
+    # ---- calls -----------------------------------------------------------------------------------------------------
+
+    def _get_queues(self, request: pb.GetQueuesRequest) -> Sequence[pb.QueueRange]:
+        return self._ask("GetQueues", request, pb.GetQueuesResponse).queues
+
+    def _ask(self, method: str, request: Message, kind: type[_M]) -> _M:
+        self._check_open()
+        encoded, name = request.SerializeToString(), f"ReaderService/{method}"
+        return kind.FromString(self._thread.call(self._connection.call, name, encoded, timeout_s=self._outage_s))
+
+    def _begin(self, request: pb.ReadRequest) -> ResponseCall:
+        self._check_open()
+        encoded = request.SerializeToString()
+
+        async def begin() -> ResponseCall:
+            return self._connection.responses("ReaderService/Read", encoded)
+
+        return self._thread.call(begin)
+
+    def _next(self, call: ResponseCall) -> bytes:
+        self._check_open()
+        message = self._thread.call(call.receive)
+        if message is None:
+            raise Unavailable(f"the silo at {call.address} ended the call before everything was read")
+        return message
+
+    def _end(self, call: ResponseCall) -> None:
+        async def end() -> None:
+            call.cancel()
+
+        if not self._closed:
+            self._thread.call(end)
+
+    def _telling(self, call: Callable[[], _T], queue: int, position: int) -> _T:
+        """What the call returns. Its OffsetsGone says what it is about, which a silo says in words alone."""
+        try:
+            return call()
+        except OffsetsGone:
+            raise OffsetsGone(queue, position, self.states()[queue].first) from None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("the access to the silos is closed")
+
+
+class _Outage:
+    """Counts failures since the last success, and how long ago the first of them was."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.failures = 0
+        self._limit_s = limit_s
+        self._began = 0.0
+
+    def over(self) -> None:
+        self.failures = 0
+
+    def note(self, error: HeadraceError) -> None:
+        """Raises the error where trying again has no sense, or had none for too long."""
+        now = time.monotonic()
+        if not self.failures:
+            self._began = now
+        self.failures += 1
+        if not error.retryable or now - self._began > self._limit_s:
+            raise error
+
+
+def _state(queue: pb.QueueRange) -> QueueState:
+    return QueueState(
+        queue.first_offset,
+        queue.next_offset,
+        queue.events if queue.HasField("events") else None,
+        queue.bytes if queue.HasField("bytes") else None,
+    )
+
+
+def chunk_of(message: bytes) -> tuple[Chunk, int]:
+    """The batches of an encoded ReadResponse, where they lie in it, and the offset at which to go on.
+
+    Raises InvalidArgument where the bytes are no such message.
+    """
+    try:
+        next_offset, columns, body = _head(message)
+    except (IndexError, ValueError):
+        raise _damaged(message) from None
+    starts, sizes, prefixes, counts, offsets = columns
+    starts += body
+    ends = starts + sizes
+    if len({len(column) for column in columns}) > 1 or (len(ends) and int(ends.max()) > len(message)):
+        raise _damaged(message)
+    return Chunk(message, starts, ends, prefixes, counts, offsets), next_offset
+
+
+def _head(message: bytes) -> tuple[int, Sequence[npt.NDArray[np.int64]], int]:
+    """What ReadHead says, which is written as the first field, each column in one piece; and where it ends."""
+    if message[0] != _HEAD_TAG:
+        raise ValueError
+    length, at = number_at(message, 1)
+    body = at + length
+    next_offset = 0
+    columns = [np.zeros(0, np.int64) for _ in _COLUMNS]
+    while at < body:
+        tag, at = number_at(message, at)
+        value, at = number_at(message, at)
+        if tag & 7 == 2:
+            if 2 <= (field := tag >> 3) < 2 + len(_COLUMNS):
+                kind = np.dtype(_COLUMNS[field - 2])
+                if value % kind.itemsize or at + value > body:
+                    raise ValueError
+                columns[field - 2] = np.frombuffer(message, kind, value // kind.itemsize, at).astype(np.int64)
+            at += value
+        elif tag >> 3 == 1:
+            next_offset = value
+    return next_offset, columns, body
+
+
+def _damaged(message: bytes) -> InvalidArgument:
+    return InvalidArgument(f"damaged message: {len(message)} bytes that are no headrace.v1.ReadResponse")
