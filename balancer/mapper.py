@@ -12,6 +12,8 @@ carry their length, so that the boundary between namespace and key counts.
 from __future__ import annotations
 
 from bisect import bisect
+from collections.abc import Sequence
+from functools import lru_cache
 
 from ..streams.errors import InvalidArgument
 from ..streams.identity import StreamId
@@ -61,7 +63,8 @@ class StreamQueueMapper:
         return queue
 
 
-def _ring(queues: int) -> tuple[list[int], list[int]]:
+@lru_cache(4)  # who opens a provider again and again has the same one each time
+def _ring(queues: int) -> tuple[Sequence[int], Sequence[int]]:
     """The points of the ring in order, and whose each is; one more closes the ring."""
     each = min(_POINTS_PER_QUEUE, _POINTS // queues)
     positions, names = ring([str(queue) for queue in range(queues)], each)
