@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from ...streams.errors import InvalidArgument
-from .harness import BATCHES, AdapterConformance, batch_of, receiving, soon, take, turns
+from ...streams.events import EventBatch
+from .harness import ANY, BATCHES, AdapterConformance, batch_of, receiving, soon, take, turns
 
 _LONG_AGO_US = 0
 _FAR_AHEAD_US = 1 << 60
@@ -59,6 +61,31 @@ class RewindingTests(AdapterConformance):
             assert await adapter.offset_at(0, _LONG_AGO_US) == (await adapter.bounds(0)).first
             assert await adapter.offset_at(0, _FAR_AHEAD_US) == (await adapter.bounds(0)).next
 
+    async def test_limits_reach_as_far_as_their_events_and_bytes(self, tmp_path: Path) -> None:
+        async with self.filled(tmp_path) as adapter:
+            everything = await take(await adapter.open_receiver(0), BATCHES)
+            events = sum(batch.count for batch in everything)
+            nbytes = sum(batch.nbytes for batch in everything)
+            limits = [(0, None), (None, 0), (events, nbytes), (None, None)]
+            limits += [(number, None) for number in range(1, events, max(events // 20, 1))]
+            limits += [(None, number) for number in range(1, nbytes, max(nbytes // 20, 1))]
+            for index in (0, 1, BATCHES - 1):
+                batches = everything[index:]
+                start, end = batches[0].offset, batches[-1].offset + 1
+                for max_events, max_bytes in limits:
+                    reached = await soon(adapter.reach(0, start, end, max_events, max_bytes))
+                    assert reached == _reached(batches, max_events, max_bytes)
+
+    async def test_limits_reach_to_the_end_that_is_given_and_to_that_of_the_queue(self, tmp_path: Path) -> None:
+        async with self.filled(tmp_path) as adapter:
+            everything = await take(await adapter.open_receiver(0), BATCHES)
+            first, middle, end = everything[0].offset, everything[BATCHES // 2].offset, (await adapter.bounds(0)).next
+            for max_events in (ANY, None):
+                assert await soon(adapter.reach(0, first, middle, max_events, None)) == middle
+                assert await soon(adapter.reach(0, first, end + 1, max_events, None)) == end
+                assert await soon(adapter.reach(0, end, end + 1, max_events, None)) == end
+                assert await soon(adapter.reach(0, first, first, max_events, None)) == first
+
 
 class ConformsToRewindableReadOnly(RewindingTests):
     """For rewindable adapters of direction read-only."""
@@ -100,6 +127,17 @@ class ConformsToRewindable(RewindingTests):
             await soon(adapter.enqueue([(0, batch_of("s", "x"))]))
             for received in waiting:
                 assert [batch.payloads() for batch in (await soon(received)).batches] == [[b"x"]]
+
+
+def _reached(batches: Sequence[EventBatch], max_events: int | None, max_bytes: int | None) -> int:
+    """One behind the last of the batches that are within the limits, counted one after the other."""
+    events = nbytes = 0
+    for index, batch in enumerate(batches):
+        events, nbytes = events + batch.count, nbytes + batch.nbytes
+        over = (max_events is not None and events > max_events) or (max_bytes is not None and nbytes > max_bytes)
+        if over and index:
+            return batch.offset
+    return batches[-1].offset + 1
 
 
 async def _a_moment_of_its_own() -> int:

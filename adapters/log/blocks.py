@@ -35,6 +35,8 @@ BLOCK_TARGET_BYTES = 256 << 10
 
 HEADER_BYTES = 24
 """What comes before the columns."""
+COLUMNS_BYTES = 12
+"""What each batch has in the columns."""
 
 _MAGIC = b"HRB1"
 _HEADER = Struct("<4sIQII")

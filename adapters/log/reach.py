@@ -6,7 +6,7 @@ from array import array
 
 from ...streams.errors import CorruptRecord, OffsetsGone
 from ..reaching import Limits
-from .blocks import DamagedBlockError, columns
+from .blocks import COLUMNS_BYTES, HEADER_BYTES, DamagedBlockError, columns
 from .transactions import Snapshot
 
 
@@ -21,19 +21,29 @@ def reach(snapshot: Snapshot, queue: int, start: int, end: int, limits: Limits) 
     first = snapshot.block_holding(queue, start)
     if first is None:
         raise OffsetsGone(queue, start, snapshot.first(queue) or end)
-    at = start
-    while at < end:
-        header, nbytes = snapshot.header(queue, first), snapshot.size(queue, first)
-        after = first + header.batches
-        if at == first and after <= end and limits.allow(header.events, nbytes):
-            limits = limits.less(header.events, nbytes)
-            at = first = after
-        else:
-            at, limits = _reach_within(snapshot, queue, first, range(at, min(after, end)), limits)
-            if at < after:
+    at, after = start, first
+    while at == max(after, start) and at < end:
+        try:
+            at, after, limits = _reach_in_block(snapshot, queue, after, range(at, end), limits)
+        except CorruptRecord:
+            if at > start:  # whoever reads on from there is told
                 break
-            first = after
+            raise
     return max(at, start + 1)
+
+
+def _reach_in_block(
+    snapshot: Snapshot, queue: int, first: int, wanted: range, limits: Limits
+) -> tuple[int, int, Limits]:
+    """The first batch that the limits do not allow, or is not of the block, or not wanted; where the block ends; and
+    what the limits are then."""
+    header = snapshot.header(queue, first)
+    nbytes = snapshot.size(queue, first) - HEADER_BYTES - COLUMNS_BYTES * header.batches
+    after = first + header.batches
+    if wanted.start == first and after <= wanted.stop and limits.allow(header.events, nbytes):
+        return after, after, limits.less(header.events, nbytes)
+    at, limits = _reach_within(snapshot, queue, first, range(wanted.start, min(after, wanted.stop)), limits)
+    return at, after, limits
 
 
 def _reach_within(snapshot: Snapshot, queue: int, first: int, batches: range, limits: Limits) -> tuple[int, Limits]:

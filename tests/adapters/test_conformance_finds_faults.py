@@ -274,6 +274,16 @@ class FindsTimesOneTooLate(Adapter):
         return min(await super().offset_at(queue, time_us) + 1, (await self.bounds(queue)).next)
 
 
+class ReachesOneTooFar(Adapter):
+    async def reach(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
+        return min(await super().reach(queue, start, end, max_events, max_bytes) + 1, end)
+
+
+class ReachesPastTheEnd(Adapter):
+    async def reach(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
+        return end if max_events is None else await super().reach(queue, start, end, max_events, max_bytes)
+
+
 class DeclaresNothing(Adapter):
     def __init__(self, inner: QueueAdapter) -> None:
         super().__init__(inner)
@@ -322,6 +332,8 @@ FINDS: list[tuple[type[Adapter], str]] = [
     (StartsAboveTheEnd, "test_a_start_above_the_next_offset_is_refused"),
     (FindsTimesOneTooLate, "test_a_receiver_can_start_at_a_time"),
     (FindsTimesOneTooLate, "test_the_offsets_of_times_before_and_after_everything_are_the_bounds"),
+    (ReachesOneTooFar, "test_limits_reach_as_far_as_their_events_and_bytes"),
+    (ReachesPastTheEnd, "test_limits_reach_to_the_end_that_is_given_and_to_that_of_the_queue"),
     (with_receiver(NeverAcknowledges), "test_only_what_was_not_acknowledged_comes_again_after_a_restart"),
     (with_receiver(NeverAcknowledges), "test_what_one_handle_acknowledges_is_finished_for_the_other"),
     (DeclaresNothing, "test_the_inherited_classes_are_those_that_the_capabilities_ask_for"),
