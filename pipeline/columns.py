@@ -133,8 +133,9 @@ def _joined(source: bytes, starts: Integers, ends: Integers) -> pa.Buffer:
 
 
 def _only(chunk: Chunk, selected: npt.NDArray[np.bool_]) -> Chunk:
-    starts, ends, prefixes, counts, offsets = (array[selected] for array in chunk[1:6])
-    return Chunk(chunk.source, starts, ends, prefixes, counts, offsets, chunk.stored_us)
+    source, starts, ends, prefixes, counts, offsets, stored_us = chunk
+    kept = (values[selected] for values in (starts, ends, prefixes, counts, offsets))
+    return Chunk(source, *kept, stored_us=None if stored_us is None else stored_us[selected])
 
 
 def _encoded(chunk: Chunk) -> Iterator[bytes]:

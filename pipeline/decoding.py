@@ -176,9 +176,7 @@ def _check_json_type(path: str, kind: pa.DataType) -> None:
         pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
         or pa.types.is_decimal(kind) or pa.types.is_string(kind) or pa.types.is_timestamp(kind)
     ):  # fmt: skip
-        raise InvalidArgument(
-            f"option 'payloadSchema': {path} is of a type that JSON has no form of: use STRING for it"
-        )
+        raise InvalidArgument(f"option 'payloadSchema': {path} has a type that JSON has no form of: use STRING")
 
 
 # ---- protobuf --------------------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ class _Reading:
     def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
         self.place = Place.of(options)
         self.options = source_options(options)
-        arrow = to_arrow_schema(schema, "UTC")
+        arrow = to_arrow_schema(schema, timezone="UTC")
         _check_schema(arrow, self.options.columns)
         decode = self.options.decode
         self.decoding = decode and Decoding(_decoder(decode, arrow), self.options.columns, fail=decode.fail)
@@ -119,7 +119,9 @@ class _Reading:
         wanted = [(one, estimated_events(one, states[one.queue])) for one in ranges(kept, ends)]
         return [Part(parts) for parts in plan(wanted, self.options.events_per_partition)]
 
-    def batches(self, part: Part) -> Iterator[pa.RecordBatch]:
+    def batches(self, part: InputPartition) -> Iterator[pa.RecordBatch]:
+        if not isinstance(part, Part):  # Spark's own, where there is nothing to read
+            return
         access, options = self.place.open(), self.options
         decoding = self.decoding
         columns = ColumnReader(decoding.reads if decoding else options.columns, options.selector)
@@ -148,7 +150,7 @@ def _check_schema(given: pa.Schema, names: Sequence[str]) -> None:
     wrong = [field.name for field in given if field.type != COLUMN_TYPES.get(field.name, field.type)]
     if wrong or list(given.names) != list(names):
         raise InvalidArgument(
-            f"the columns are {', '.join(names)}, of types of their own: leave out schema(...), and choose some with the "
+            f"the columns are {', '.join(names)}, each of its own type: leave out schema(...), and choose some by the "
             "option 'columns'"
         )
 
@@ -173,7 +175,6 @@ class BatchReader(DataSourceReader):
         return self._reading.parts(starts, ends, states)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        assert isinstance(partition, Part)
         return self._reading.batches(partition)
 
 
@@ -240,7 +241,6 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._reading.parts(from_spark(start, len(states)), from_spark(end, len(states)), states)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        assert isinstance(partition, Part)
         return self._reading.batches(partition)
 
     def commit(self, end: Mapping[str, int]) -> None:

@@ -14,7 +14,17 @@ def test_without_options_everything_is_read_from_the_earliest_on():
     found = options()
     assert found.selector.pattern == "*/*"
     assert (found.start, found.end) == ("earliest", "latest")
-    assert found.columns == ("namespace", "key", "payload", "headers", "id", "timestamp", "queue", "offset", "index")
+    assert tuple(found.columns) == (
+        "namespace",
+        "key",
+        "payload",
+        "headers",
+        "id",
+        "timestamp",
+        "queue",
+        "offset",
+        "index",
+    )
     assert found.fail_on_data_loss
     assert (found.max_events, found.max_bytes, found.events_per_partition) == (None, None, None)
 
