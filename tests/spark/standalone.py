@@ -20,8 +20,9 @@ from headrace.benchmarks.servers import LOOPBACK, Server, free_port, java_home
 
 SPARK_HOME = Path(pyspark.__file__).parent
 SUBMIT_WITHIN_S = 240
-_JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-_LOG = f"-Dlog4j2.configurationFile=file:{Path(__file__).parent}/log4j2.properties"
+START_SOON = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
+JAVA_OPTIONS = " ".join((*START_SOON, f"-Dlog4j2.configurationFile=file:{Path(__file__).parent}/log4j2.properties"))
+"""Of a JVM that starts soon, and says little."""
 _WORKER = "org.apache.spark.deploy.worker.Worker"
 _MASTER = "org.apache.spark.deploy.master.Master"
 
@@ -43,7 +44,7 @@ class Daemon(Server):
         }
 
     def java(self, *arguments: str) -> Sequence[str]:
-        return (str(java_home() / "bin" / "java"), *_JAVA_OPTIONS.split(), "-cp", f"{SPARK_HOME}/jars/*", *arguments)
+        return (str(java_home() / "bin" / "java"), *START_SOON, "-cp", f"{SPARK_HOME}/jars/*", *arguments)
 
 
 class Master(Daemon):
@@ -65,9 +66,10 @@ class Master(Daemon):
         return self.workers() >= 0
 
     def workers(self) -> int:
-        """How many are there."""
+        """How many are there; -1 while it cannot tell."""
         with urllib.request.urlopen(f"http://{LOOPBACK}:{self._web_port}/json/", timeout=5) as answer:
-            return int(json.load(answer)["aliveworkers"])
+            text = answer.read()
+        return int(json.loads(text)["aliveworkers"]) if text.startswith(b"{") else -1  # its web pages come first
 
 
 class Worker(Daemon):
@@ -96,8 +98,8 @@ def submit(script: Path, master: str, *options: str, **environment: str) -> subp
         "spark.driver.bindAddress": LOOPBACK,
         "spark.ui.enabled": "false",
         "spark.executor.memory": "512m",
-        "spark.driver.extraJavaOptions": f"{_JAVA_OPTIONS} {_LOG}",
-        "spark.executor.extraJavaOptions": f"{_JAVA_OPTIONS} {_LOG}",
+        "spark.driver.extraJavaOptions": JAVA_OPTIONS,
+        "spark.executor.extraJavaOptions": JAVA_OPTIONS,
         # Both executors, before the first task.
         "spark.scheduler.minRegisteredResourcesRatio": "1.0",
         "spark.scheduler.maxRegisteredResourcesWaitingTime": "120s",

@@ -1,0 +1,113 @@
+"""A plain PySpark program, submitted to a standalone cluster of two workers."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from headrace.silo import Provider
+from headrace.streams import StreamId
+from tests.spark.standalone import Master, Worker, pack, submit
+
+pytestmark = pytest.mark.timeout(900)
+KEYS = 20
+EACH = 5
+PROGRAM = """
+import json
+import sys
+
+from pyspark.sql import SparkSession
+
+spark = SparkSession.builder.appName("plain").getOrCreate()
+
+
+def imported(_):
+    import headrace.streams
+    import grpc
+
+    yield headrace.streams.__file__, grpc.__file__
+
+
+def read(name):
+    return spark.read.format("headrace").option("data", name).option("columns", "key,payload,queue").load()
+
+
+read("{data}").select("key", "payload").write.format("headrace").mode("append").options(
+    data="{data}", namespace="copies", staging="{staging}", txnAppId="copy", txnVersion="1"
+).save()
+print(json.dumps({{
+    "executors": len(spark.sparkContext._jsc.sc().statusTracker().getExecutorInfos()) - 1,
+    "imported": spark.sparkContext.parallelize(range(2), 2).mapPartitions(imported).collect(),
+    "events": sorted([row.key, row.payload.decode()] for row in read("{data}").collect()),
+    "timezone": spark.conf.get("spark.sql.session.timeZone"),
+}}))
+"""
+
+
+@pytest.fixture(scope="module")
+def master(spark_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("cluster")
+    with Master(folder / "m") as master, Worker(folder / "w1", master, 0), Worker(folder / "w2", master, 2):
+        yield master.url
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    """Copies what is published, in another namespace, and tells what it saw."""
+
+    async def publish() -> None:
+        async with Provider.open(tmp_path / "data", queues=2) as provider:
+            await provider.publish_many(
+                (StreamId("orders", f"k{key}"), str(number).encode()) for key in range(KEYS) for number in range(EACH)
+            )
+
+    asyncio.run(publish())
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM.format(data=tmp_path / "data", staging=tmp_path / "staging"))
+    return script
+
+
+TWICE = sorted([f"k{key}", str(number)] for key in range(KEYS) for number in range(EACH) for _ in range(2))
+
+
+def test_executors_that_have_the_package_read_and_write(master: str, program: Path):
+    ran = submit(program, master)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    told = json.loads(ran.stdout)
+    assert told["executors"] == 2
+    assert told["events"] == TWICE
+
+
+def test_executors_get_the_package_in_an_archive(master: str, program: Path, tmp_path: Path):
+    pack(tmp_path / "packages.zip")
+    ran = submit(
+        program,
+        master,
+        *("--archives", f"{tmp_path}/packages.zip#packages"),
+        *("--conf", f"spark.executorEnv.PYTHONPATH=packages:{cluster_packages(tmp_path / 'cluster')}"),
+        PYSPARK_DRIVER_PYTHON=sys.executable,
+        PYSPARK_PYTHON=str(Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")),
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    told = json.loads(ran.stdout)
+    assert {path.rpartition("/packages/")[2] for paths in told["imported"] for path in paths} == {
+        "headrace/streams/__init__.py",
+        "grpc/__init__.py",
+    }
+    assert told["events"] == TWICE
+
+
+def cluster_packages(folder: Path) -> Path:
+    """What the Python of a cluster has for Spark: pyarrow and numpy, and not headrace."""
+    folder.mkdir()
+    for module in (np, pa):
+        package = Path(str(module.__file__)).parent
+        for found in (package, package.with_name(f"{package.name}.libs")):
+            if found.exists():
+                (folder / found.name).symlink_to(found)
+    return folder
