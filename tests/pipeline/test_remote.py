@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyspark.sql.types import StringType, StructField, StructType
 
 from headrace.pipeline.access import Chunk, LogAccess, QueueAccess
+from headrace.pipeline.place import Place
 from headrace.pipeline.remote import RemoteAccess, chunk_of
+from headrace.pipeline.source import HeadraceSource
 from headrace.silo.provider import Provider
 from headrace.streams import (
     Closed,
@@ -243,12 +246,27 @@ def _read_to_the_error(address: str, end: int) -> tuple[Sequence[int], HeadraceE
 
 
 async def test_a_token_opens_what_it_allows_and_no_more(tmp_path: Path):
-    tokens = await make_tokens(tmp_path, all=Allowed(["*"], ["*"]), shop=Allowed(subscribe=["shop"]))
+    tokens = await make_tokens(tmp_path, all=Allowed(["*"], ["*"]), shop=Allowed(subscribe=["shop", "new"]))
     async with opened(tmp_path, provider=ONE_QUEUE, auth="tokens") as silo:
         address = silo.grpc_address or ""
         async with connecting(address, tokens["all"]) as caller:
             await caller.publish(*(batch(f"{space}/a", b"x") for space in ("shop", "bank", "shop")))
+        await asyncio.to_thread(_plans, {"server": address, "token": tokens["shop"]})
         await asyncio.to_thread(_reads_its_own, address, tokens["shop"])
+
+
+def _plans(options: dict[str, str]) -> None:
+    """Also for a namespace that is empty: what others there are it may not know."""
+    for namespace in ("shop", "new"):
+        assert len(_parts({**options, "namespace": namespace})) == 1
+    with pytest.raises(PermissionDenied):
+        _parts({**options, "namespace": "bank"})
+    Place.of(options).open().close()
+
+
+def _parts(options: dict[str, str]) -> Sequence[object]:
+    schema = StructType([StructField("namespace", StringType())])
+    return HeadraceSource({**options, "columns": "namespace"}).reader(schema).partitions()
 
 
 def _reads_its_own(address: str, token: str) -> None:
