@@ -65,8 +65,8 @@ def fill(data: Path, *batches: EventBatch, queues: int = 1) -> None:
 
     async def publish() -> None:
         async with Provider.open(data / "d", queues=queues) as provider:
-            for first in range(0, len(batches), 100):
-                some = enumerate(batches[first : first + 100], first)
+            for first in range(0, len(batches), 1000):
+                some = enumerate(batches[first : first + 1000], first)
                 await provider.adapter.enqueue([(number % queues, each) for number, each in some])
 
     asyncio.run(publish())

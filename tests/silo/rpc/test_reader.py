@@ -344,7 +344,8 @@ async def test_counting_for_who_sees_little_ends_after_so_much(tmp_path: Path, m
             steps = [0]
             while steps[-1] < 20:
                 steps.append(await reach(caller, steps[-1], 20, max_events=1))
-            assert steps == [0, 6, 12, 18, 20] or len(steps) > 3
+            assert len(steps) > 3
+            assert steps == sorted(set(steps))
 
 
 # Silos that come and go
