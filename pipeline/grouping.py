@@ -72,7 +72,12 @@ class Grouping:
         if known is None:
             if len(self._known) >= _KNOWN:
                 self._known.clear()
-            known = self._known[namespace, key] = StreamId(namespace, key).prefix
+            try:
+                known = self._known[namespace, key] = StreamId(namespace, key).prefix
+            except InvalidArgument as error:
+                raise InvalidArgument(
+                    f"columns 'namespace' and 'key': {error}: shorten it, or use a hash of it"
+                ) from None
         return known
 
 

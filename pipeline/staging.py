@@ -52,7 +52,8 @@ ORPHAN_AGE_S = 3 * 24 * 3600
 _MAGIC = b"HRS1"
 _HEADER = struct.Struct("<4sIIQ")
 _TABLE = np.dtype("<u4")
-_URL = re.compile(r"(?:([A-Za-z][A-Za-z0-9+.-]*):(?://(?:localhost)?(?=/))?)?(.*)", re.DOTALL)
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
+_LOCAL = re.compile(r"file:(?://(?:localhost)?(?=/))?", re.IGNORECASE)
 _NAME_CHARACTERS = 128
 _NO_SPACE = (28, 122)  # ENOSPC, EDQUOT
 _STAGED, _MANIFEST, _DONE, _UNFINISHED = ".staged", ".manifest", ".done", ".unfinished"
@@ -159,11 +160,14 @@ Chunk = Sequence[Span]
 def read_segments(path: Path) -> Iterator[Segment]:
     """The segments of a staged file. Raises FileNotFoundError, StorageError where it is damaged."""
     with path.open("rb") as file:
+        end = os.fstat(file.fileno()).st_size
         while head := file.read(_HEADER.size):
             try:
                 magic, crc, count, size = _HEADER.unpack(head)
             except struct.error:
                 raise _damaged(path) from None
+            if 3 * 4 * count + size > end - file.tell():
+                raise _damaged(path)
             table, elements = file.read(3 * 4 * count), file.read(size)
             read = zlib.crc32(elements, zlib.crc32(table, zlib.crc32(head[8:])))
             if magic != _MAGIC or crc != read:
@@ -324,9 +328,10 @@ def _folder_name(app: str) -> str:
 
 def staging_directory(option: str, text: str) -> Path:
     """The directory that an option names, also as a URL with `file:`. Raises InvalidArgument for other URLs."""
-    found = _URL.fullmatch(text)
-    scheme, path = found.groups() if found else ("", "")
-    if not path or scheme not in (None, "file"):
+    path = text
+    if scheme := _SCHEME.match(text):
+        path = _LOCAL.sub("", text) if scheme[1].lower() == "file" else ""
+    if not path or path.startswith("//"):
         raise InvalidArgument(
             f"{option} {text!r} is on no file system: name a directory that the driver and all executors share, "
             "for example on NFS, in option 'staging'"
