@@ -26,6 +26,7 @@ COMMANDS = {
     "queues": (".queues", "Show how full each queue is and how far its subscriptions are."),
     "cluster": (".cluster", "Show the silos that share the queues; drain them, stop and start agents."),
     "tokens": (".tokens", "Create, list and revoke the tokens with which clients come."),
+    "pipeline": (".pipeline", "Jobs on Spark: archive, replay, rollup, audit."),
     "bench": (".bench", "Measure this machine, beside other systems."),
 }
 """Each command's module (it has it as `command`) and what it does."""

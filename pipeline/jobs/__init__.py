@@ -1,0 +1,1 @@
+"""What people run on their streams: each job is a function for programs, and a command for `headrace pipeline`."""
