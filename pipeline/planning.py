@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from .access import QueueState
 
-_FEWEST, _MOST = 50_000, 500_000
+_FEWEST, _MOST = 100_000, 500_000
 """A Spark task costs tens of milliseconds, so that fewer events than the first of them share one. More than the second
 are no gain, and an attempt that fails loses more."""
-_PARTITIONS = 8
+_PARTITIONS = 4
 """Between these two, there are about as many: enough for a few cores."""
 _UNKNOWN_EVENTS = 1
 """Events that a batch is taken for, where the adapter does not know how many there are."""

@@ -35,7 +35,7 @@ def test_no_partition_has_more_than_it_should_unless_a_batch_is_that_large(
 def test_small_queues_share_a_partition_and_large_ones_have_several():
     small = [(Range(queue, 0, 3), 3) for queue in range(8)]
     assert len(plan(small)) == 1
-    assert len(plan([(Range(0, 0, 1000), 1_000_000)])) == 8
+    assert len(plan([(Range(0, 0, 1000), 1_000_000)])) == 4
     assert len(plan([(Range(0, 0, 1000), 1_000_000)], 100_000)) == 10
     assert plan([]) == []
 
