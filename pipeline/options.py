@@ -24,7 +24,7 @@ _SOURCE_OPTIONS = (
     "decode",
     *(_OF_DECODE := ("payloadSchema", "descriptor", "message", "decodeErrors")),
 )
-_SPARK_OPTIONS = ("path", "checkpointlocation")
+_SPARK_OPTIONS = ("path", "checkpointlocation", "queryname")
 """Spark passes these on as well."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
