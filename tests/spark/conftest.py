@@ -11,6 +11,7 @@ from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
 from headrace.benchmarks.servers import java_home
+from tests.spark.processes import JAVA_OPTIONS, session_members
 
 HERE = Path(__file__).parent
 LIMIT_S = 400
@@ -25,8 +26,7 @@ SETTINGS = {
     "spark.python.unix.domain.socket.enabled": "true",
     "spark.python.unix.domain.socket.dir": "/tmp",  # a socket's path has at most 107 bytes
     "spark.sql.streaming.stopTimeout": "60s",
-    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-    f" -Dlog4j2.configurationFile=file:{HERE}/log4j2.properties",
+    "spark.driver.extraJavaOptions": JAVA_OPTIONS,
 }
 
 
@@ -99,16 +99,4 @@ def _end(java: subprocess.Popen[bytes]) -> None:
     assert java.stdin is not None
     java.stdin.close()  # its sign to end
     java.wait(60)
-    assert _session_members(java.pid) == [], "Spark left processes behind"
-
-
-def _session_members(session: int) -> list[int]:
-    found: list[int] = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            found.append(int(stat.parent.name))
-    return found
+    assert session_members(java.pid) == [], "Spark left processes behind"

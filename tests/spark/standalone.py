@@ -17,12 +17,10 @@ from packaging.requirements import Requirement
 import headrace.streams
 import pyspark_headrace
 from headrace.benchmarks.servers import LOOPBACK, Server, free_port, java_home
+from tests.spark.processes import JAVA_OPTIONS, START_SOON
 
 SPARK_HOME = Path(pyspark.__file__).parent
 SUBMIT_WITHIN_S = 240
-START_SOON = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
-JAVA_OPTIONS = " ".join((*START_SOON, f"-Dlog4j2.configurationFile=file:{Path(__file__).parent}/log4j2.properties"))
-"""Of a JVM that starts soon, and says little."""
 _WORKER = "org.apache.spark.deploy.worker.Worker"
 _MASTER = "org.apache.spark.deploy.master.Master"
 
