@@ -23,7 +23,7 @@ from tests.faults.spark_scene import PATIENCE_S, SparkQueries, check_once
 
 __all__ = ("rng",)
 
-KILLS = int(os.environ.get("CHAOS_ROUNDS", "6")) // 3
+KILLS = int(os.environ.get("CHAOS_ROUNDS", "3")) // 3
 KEYS = [f"k{number}" for number in range(12)]
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout((KILLS + 3) * PATIENCE_S)]
@@ -90,7 +90,7 @@ async def test_a_query_that_is_killed_at_random_moments_ends_with_each_event_onc
         async with publishing.meanwhile():
             for number in range(KILLS):
                 await running.started()
-                if number % 3:  # else it may be before it has done anything
+                if number % 3 != 1:  # else it may be before it has done anything
                     await running.advanced(by=1)
                 await asyncio.sleep(rng.uniform(0, 2))
                 running.kill()
