@@ -15,15 +15,21 @@ from headrace.streams import StreamId
 from tests.spark.standalone import Master, Worker, pack, submit
 
 pytestmark = pytest.mark.timeout(900)
+SETTINGS = (
+    "spark.sql.session.timeZone",
+    "spark.python.unix.domain.socket.enabled",
+    "spark.sql.shuffle.partitions",
+    "spark.app.name",
+)
 KEYS = 20
 EACH = 5
+PLAIN = 'from pyspark.sql import SparkSession; spark = SparkSession.builder.appName("plain").getOrCreate()'
+OURS = 'from headrace.pipeline.session import session; spark = session("ours")'
 PROGRAM = """
 import json
 import sys
 
-from pyspark.sql import SparkSession
-
-spark = SparkSession.builder.appName("plain").getOrCreate()
+{session}
 
 
 def imported(_):
@@ -44,7 +50,7 @@ print(json.dumps({{
     "executors": len(spark.sparkContext._jsc.sc().statusTracker().getExecutorInfos()) - 1,
     "imported": spark.sparkContext.parallelize(range(2), 2).mapPartitions(imported).collect(),
     "events": sorted([row.key, row.payload.decode()] for row in read("{data}").collect()),
-    "timezone": spark.conf.get("spark.sql.session.timeZone"),
+    "settings": [spark.conf.get(name) for name in {settings}],
 }}))
 """
 
@@ -57,8 +63,8 @@ def master(spark_environment: None, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture
-def program(tmp_path: Path) -> Path:
-    """Copies what is published, in another namespace, and tells what it saw."""
+def program(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Begins with the test's parameter. Copies what is published, in another namespace, and tells what it saw."""
 
     async def publish() -> None:
         async with Provider.open(tmp_path / "data", queues=2) as provider:
@@ -68,13 +74,15 @@ def program(tmp_path: Path) -> Path:
 
     asyncio.run(publish())
     script = tmp_path / "program.py"
-    script.write_text(PROGRAM.format(data=tmp_path / "data", staging=tmp_path / "staging"))
+    names = {"data": tmp_path / "data", "staging": tmp_path / "staging", "settings": SETTINGS}
+    script.write_text(PROGRAM.format(session=request.param, **names))
     return script
 
 
 TWICE = sorted([f"k{key}", str(number)] for key in range(KEYS) for number in range(EACH) for _ in range(2))
 
 
+@pytest.mark.parametrize("program", [PLAIN], indirect=True, ids=[""])
 def test_executors_that_have_the_package_read_and_write(master: str, program: Path):
     ran = submit(program, master)
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -83,12 +91,14 @@ def test_executors_that_have_the_package_read_and_write(master: str, program: Pa
     assert told["events"] == TWICE
 
 
+@pytest.mark.parametrize("program", [OURS], indirect=True, ids=[""])
 def test_executors_get_the_package_in_an_archive(master: str, program: Path, tmp_path: Path):
     pack(tmp_path / "packages.zip")
     ran = submit(
         program,
         master,
         *("--archives", f"{tmp_path}/packages.zip#packages"),
+        *("--conf", "spark.sql.session.timeZone=Europe/Berlin"),
         *("--conf", f"spark.executorEnv.PYTHONPATH=packages:{cluster_packages(tmp_path / 'cluster')}"),
         PYSPARK_DRIVER_PYTHON=sys.executable,
         PYSPARK_PYTHON=str(Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")),
@@ -100,6 +110,7 @@ def test_executors_get_the_package_in_an_archive(master: str, program: Path, tmp
         "grpc/__init__.py",
     }
     assert told["events"] == TWICE
+    assert told["settings"] == ["Europe/Berlin", "true", "200", "ours"]  # what is set stays, the rest is ours
 
 
 def cluster_packages(folder: Path) -> Path:
