@@ -37,6 +37,10 @@ def test_options_are_read_in_any_case():
     assert found.columns == ["key", "id"]
 
 
+def test_what_spark_itself_passes_on_is_no_option():
+    assert options(queryName="q", checkpointLocation="c", path="p") == options()
+
+
 def test_positions():
     assert options(start="1970-01-01T00:00:01+00:00").start == At(1_000_000)
     assert options(start='{"1": 12}').start == Offsets({1: 12})
