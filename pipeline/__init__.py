@@ -7,11 +7,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .jobs.archive import Archived, archive, read_archive
     from .sink import publish_batch, publisher
 
-__all__ = ["publish_batch", "publisher"]
+__all__ = ["Archived", "archive", "publish_batch", "publisher", "read_archive"]
 
-_WHERE = {"publish_batch": "sink", "publisher": "sink"}
+_WHERE = {
+    "Archived": "jobs.archive",
+    "archive": "jobs.archive",
+    "publish_batch": "sink",
+    "publisher": "sink",
+    "read_archive": "jobs.archive",
+}
 
 
 def __getattr__(name: str) -> object:

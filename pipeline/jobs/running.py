@@ -19,6 +19,7 @@ from pyspark.errors import PySparkException
 from ...silo.commands.options import Place, Server
 from ...silo.outcome import Failed, Interrupted
 from ...streams.errors import HeadraceError, error_of
+from ...streams.subscriptions import Selector
 from ..session import session
 
 if TYPE_CHECKING:
@@ -45,16 +46,26 @@ def spark_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_spark
 
 
-def options_of(place: Place) -> dict[str, str]:
+def options_of(place: Place) -> dict[str, Any]:
     """What the command line was told of a place, as options of the format `headrace`."""
     if not isinstance(place, Server):
         return {"data": str(place.data), "provider": place.provider}
-    options = {"server": place.address, "provider": place.provider, "insecure": str(place.insecure).lower()}
+    options: dict[str, Any] = {
+        "server": place.address,
+        "provider": place.provider,
+        "insecure": str(place.insecure).lower(),
+    }
     if place.token is not None:
         options["token"] = place.token
     if place.tls is not None:
         options |= {"tls": "true"} | {f"tls{name.capitalize()}": str(file) for name, file in place.tls.items()}
     return options
+
+
+def selecting(pattern: str) -> dict[str, Any]:
+    """A selector's text, `namespace/key`, as options of the source. Raises InvalidArgument."""
+    namespace, _, key = Selector(pattern).pattern.partition("/")
+    return {"namespace": namespace, "key": key}
 
 
 @contextmanager

@@ -35,3 +35,20 @@ def progress(total_bytes: int | None) -> Generator[Advance]:
             bar.update(task, advance=more_bytes, events=published)
 
         yield advance
+
+
+@contextmanager
+def events_progress(doing: str) -> Generator[Callable[[int, int], None]]:
+    """Show how many events of about how many are done, for the length of a `with`. Both numbers may grow."""
+    if not sys.stderr.isatty():
+        yield lambda _done, _total: None
+        return
+    from rich.console import Console  # noqa: PLC0415 (only where there is somebody to look)
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+
+    counts = TextColumn("{task.completed:,.0f} of about {task.fields[events]:,} events")
+    with Progress(
+        TextColumn(doing), BarColumn(), counts, TimeElapsedColumn(), console=Console(stderr=True), transient=True
+    ) as bar:
+        task = bar.add_task("", total=None, events=0)
+        yield lambda done, total: bar.update(task, completed=done, total=total, events=total)
