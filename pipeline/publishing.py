@@ -21,11 +21,19 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 from ..adapters.log.blocks import StreamTable
+from ..adapters.log.retention import PRODUCER_AGE_S
 from ..proto.v1 import publisher_pb2 as pb
 from ..silo.provider import Provider, ProviderOptions
 from ..streams.client.connection import RECONNECT, Connection, Tls
 from ..streams.client.management import parsed
-from ..streams.errors import HeadraceError, InvalidArgument, NotFound, NotSupported, SequenceConflict, StorageError
+from ..streams.errors import (
+    DataDirectoryError,
+    HeadraceError,
+    InvalidArgument,
+    NotFound,
+    NotSupported,
+    SequenceConflict,
+)
 from ..streams.events import EventBatch
 from ..streams.publishing import MAX_BATCH_BYTES, MAX_REQUEST_BATCHES, ProducerSequence
 from .grouping import batch_starts
@@ -41,6 +49,7 @@ MAX_BATCH_NUMBER = (1 << 42) - 1
 """Limit of the number of a batch: the numbers of its calls have to fit 63 bits."""
 
 _CALLS_BITS = 20
+_MARGIN_S = 3600
 _LAST_CALL = (1 << _CALLS_BITS) - 1
 _PRODUCER_BYTES = 128
 
@@ -200,7 +209,7 @@ class Publishing:
         stored = await self._last()
         begun = first_number(batch) <= stored < last_number(batch)
         if begun and self._folder.manifest(batch) is None and self._folder.done() < batch:
-            raise StorageError(
+            raise DataDirectoryError(
                 f"batch {batch} of txnAppId {self._app!r} is half published, and {self._folder.path} has no manifest "
                 "of it any more: bring that directory back; or use another txnAppId, and have some events twice"
             )
@@ -222,6 +231,7 @@ class Publishing:
                 if not begun:
                     return
                 patience.moved_to(stored)
+                self._check_known(begun[0].batch, stored)
                 if stored < last_number(begun[0].batch):
                     await self._publish(begun[0], stored)
                 self._folder.finish(begun[0].batch)
@@ -230,6 +240,14 @@ class Publishing:
             except FileNotFoundError as error:
                 if self._folder.done() < batch:  # else another process was faster, and has tidied up
                     raise NotFound(f"{error.filename}, which was staged, is gone: it cannot be published") from None
+
+    def _check_known(self, batch: int, stored: int) -> None:
+        """A provider forgets a producer that is silent for long: then nobody knows how far the batch came."""
+        if not stored and self._folder.age_s(batch) > PRODUCER_AGE_S - _MARGIN_S:
+            raise DataDirectoryError(
+                f"batch {batch} of txnAppId {self._app!r} was left {PRODUCER_AGE_S // 86400} days ago, half published "
+                f"or not at all, and nobody knows which: remove {self._folder.path}/{batch}.manifest to publish it all"
+            )
 
     async def _last(self) -> int:
         return await self._destination.last_sequence(self._producer)

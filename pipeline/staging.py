@@ -43,7 +43,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..streams.errors import InvalidArgument, StorageError, StorageFull
+from ..streams.errors import DataDirectoryError, InvalidArgument, StorageError, StorageFull
 from .grouping import Grouped
 
 ORPHAN_AGE_S = 3 * 24 * 3600
@@ -158,7 +158,7 @@ Chunk = Sequence[Span]
 
 
 def read_segments(path: Path) -> Iterator[Segment]:
-    """The segments of a staged file. Raises FileNotFoundError, StorageError where it is damaged."""
+    """The segments of a staged file. Raises FileNotFoundError, DataDirectoryError where it is damaged."""
     with path.open("rb") as file:
         end = os.fstat(file.fileno()).st_size
         while head := file.read(_HEADER.size):
@@ -176,8 +176,8 @@ def read_segments(path: Path) -> Iterator[Segment]:
             yield Segment(elements, *columns)
 
 
-def _damaged(path: Path) -> StorageError:
-    return StorageError(f"{path} is damaged: it is not what was staged")
+def _damaged(path: Path) -> DataDirectoryError:
+    return DataDirectoryError(f"{path} is damaged: it is not what was staged")
 
 
 def chunks(segments: Iterable[Segment], cutting: Cutting) -> Iterator[Chunk]:
@@ -240,6 +240,13 @@ class StagingFolder:
             return None
         except msgspec.DecodeError:
             raise _damaged(path) from None
+
+    def age_s(self, batch: int) -> float:
+        """How long ago a batch was claimed, in seconds; 0 where it is done."""
+        try:
+            return time.time() - self._manifest(batch).stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
 
     def pending(self, up_to: int) -> list[Manifest]:
         """What is begun and not known to be published, of batches up to `up_to`, in order."""

@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+import os
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -389,6 +391,31 @@ def test_half_a_batch_without_its_manifest_is_not_gone_on_with(place: Place, tmp
     for _ in range(2):
         with pytest.raises(StorageError, match=r"batch 5 of txnAppId 'app' is half published, and .* has no manifest"):
             commit(place, folder, "app", 5, stage(folder, "n", "b"))
+
+
+def test_a_batch_that_was_left_until_its_producer_was_forgotten_is_not_gone_on_with(
+    place: Place, tmp_path: Path
+) -> None:
+    class Forgetful(InData):
+        def __init__(self, provider: Provider) -> None:
+            super().__init__(provider)
+            self.last_sequence = self.forgotten
+
+        async def forgotten(self, producer: str) -> int:
+            return 0 * len(producer)
+
+    async def main() -> None:
+        async with Provider.open(place.data) as provider:
+            await Publishing(Forgetful(provider), folder, "app").commit(5, stage(folder, "n", "b"))
+
+    folder = folder_of(tmp_path, "app")
+    begin(place, folder, 5, stage(folder, "n", "a"), 1)
+    old = time.time() - 7 * 24 * 3600
+    os.utime(folder.path / "5.manifest", (old, old))
+    with pytest.raises(
+        StorageError, match=r"batch 5 of txnAppId 'app' was left 7 days ago, .*/5\.manifest to publish it"
+    ):
+        asyncio.run(main())
 
 
 def test_staged_files_that_are_not_here_are_named(place: Place, tmp_path: Path) -> None:
