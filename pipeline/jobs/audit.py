@@ -211,7 +211,7 @@ class _Published(NamedTuple):
             return logged
         _check_streams(self.archive, selector)
         archived = read_archive(self.spark, self.archive).where(F.col("offset") < _of_queue(self.firsts))
-        matches = F.udf(_Matches(selector.pattern), "boolean")("namespace", "key")
+        matches = F.udf(_Matches(selector.pattern), "boolean", useArrow=False)("namespace", "key")
         return archived.where(matches).select(*columns).unionByName(logged)
 
     def _logged(self, selector: Selector, columns: Sequence[str]) -> DataFrame:
@@ -320,8 +320,8 @@ def _published_twice(events: DataFrame, limit: int) -> tuple[int, list[Finding]]
     row = twice.agg(F.sum(F.col("n") - 1).alias("more")).first()
     findings = [
         Finding(
-            PUBLISHED_TWICE, one.namespace, one.key, one.low.queue, SequenceToken(one.low.offset, one.low.index),
-            SequenceToken(one.high.offset, one.high.index), one.n, f"{one.n} events have the id {one.id!r}",
+            PUBLISHED_TWICE, one.namespace, one.key, one.low.queue, SequenceToken(one.low.offset, one.low["index"]),
+            SequenceToken(one.high.offset, one.high["index"]), one.n, f"{one.n} events have the id {one.id!r}",
         )
         for one in twice.orderBy("low").limit(limit).collect()
     ]  # fmt: skip
@@ -409,7 +409,7 @@ class _Audit:
             return [SequenceToken.parse(start.token) for _ in queues]  # there are events of one stream only
         if start.kind is StartKind.LATEST and ledger is not None:
             rows = ledger.groupBy("queue").agg(F.min(F.struct("offset", "index")).alias("low")).collect()
-            lowest = {row.queue: SequenceToken(row.low.offset, row.low.index) for row in rows}
+            lowest = {row.queue: SequenceToken(row.low.offset, row.low["index"]) for row in rows}
             return [lowest.get(queue, self._standing.done_to(queue)) for queue in queues]
         return [SequenceToken(0) for _ in queues]
 
@@ -510,8 +510,8 @@ class _Audit:
         rows = by_stream.where(F.col("kind").isin(*_TOLD)).orderBy(worst, "queue", "low", "key").limit(self._limit)
         return [
             Finding(
-                row.kind, row.namespace, row.key, row.queue, SequenceToken(row.low.offset, row.low.index),
-                SequenceToken(row.high.offset, row.high.index), row.events, row.reason,
+                row.kind, row.namespace, row.key, row.queue, SequenceToken(row.low.offset, row.low["index"]),
+                SequenceToken(row.high.offset, row.high["index"]), row.events, row.reason,
             )
             for row in rows.collect()
         ]  # fmt: skip

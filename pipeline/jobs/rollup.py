@@ -313,7 +313,7 @@ def _ms_between(later: Column, earlier: Column) -> Column:
 
 def _as_events(frame: DataFrame) -> DataFrame:
     """One event for each row: its stream's key is what the row is about, in the text form of streams."""
-    text = F.udf(_stream_text, "string")("namespace", "key")
+    text = F.udf(_stream_text, "string", useArrow=False)("namespace", "key")
     return frame.select(
         text.alias("key"), F.to_json(F.struct(*COLUMNS)).alias("payload"), F.col("window_end").alias("timestamp")
     )
