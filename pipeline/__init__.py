@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .jobs.archive import Archived, archive, read_archive
+    from .jobs.replay import Replayed, replay
     from .sink import publish_batch, publisher
 
-__all__ = ["Archived", "archive", "publish_batch", "publisher", "read_archive"]
+__all__ = ["Archived", "Replayed", "archive", "publish_batch", "publisher", "read_archive", "replay"]
 
 _WHERE = {
     "Archived": "jobs.archive",
+    "Replayed": "jobs.replay",
     "archive": "jobs.archive",
     "publish_batch": "sink",
     "publisher": "sink",
     "read_archive": "jobs.archive",
+    "replay": "jobs.replay",
 }
 
 

@@ -101,7 +101,7 @@ def archive(
     with Archive.open(path, on_step) as opened:
         access = source.place.open()
         before = _started(opened, source, access)
-        run = _Run(_own_session(spark), source, opened, fail_on_data_loss)
+        run = _Run(own_session(spark), source, opened, fail_on_data_loss)
         _check_positions(before, access.states(), path)
         files = sum(run.steps(access, events_per_step, progress))
         compacted = run.compact(small_files) if compact else 0
@@ -110,14 +110,16 @@ def archive(
         return Archived(after.events - before.events, files, compacted, gaps, after.events)
 
 
-def read_archive(spark: SparkSession, path: str | Path) -> DataFrame:
+def read_archive(spark: SparkSession, path: str | Path, *, locked: bool = False) -> DataFrame:
     """The events of an archive, with the columns of the source and `date`: all of the changes that are complete.
 
-    Raises NotFound where there is none.
+    A compaction may take its files away: who reads for long holds `lock_for_reading`, and says `locked`. Raises
+    NotFound where there is no archive.
     """
     where = Path(path).absolute()
     check_path(where)
-    lock_for_reading(where).release()
+    if not locked:
+        lock_for_reading(where).release()
     state = read_state(where)
     if state is None or not any(where.glob("namespace=*/date=*/*.parquet")):
         return spark.createDataFrame([], _SCHEMA).select(*DEFAULT, "date")
@@ -237,7 +239,7 @@ class _Run:
 
     def _read(self, starts: Sequence[int], ends: Sequence[int]) -> DataFrame:
         reader = self._spark.read.format("headrace").options(**self._source.options)
-        return reader.options(start=_by_queue(starts), end=_by_queue(ends)).load()
+        return reader.options(start=by_queue(starts), end=by_queue(ends)).load()
 
     def _write(self, frame: DataFrame, folder: Path, *order: str) -> int:
         """Write events by namespace and date, and in order within each file. Returns how many."""
@@ -277,7 +279,7 @@ class _Run:
         return len(chosen)
 
 
-def _own_session(spark: SparkSession) -> SparkSession:
+def own_session(spark: SparkSession) -> SparkSession:
     """With settings of its own: what the user has set for other queries must not change the files."""
     own = spark.newSession()
     own.conf.set("spark.sql.session.timeZone", "UTC")
@@ -306,7 +308,7 @@ def _gone(queue: int, start: int, first: int) -> OffsetsGone:
     return error
 
 
-def _by_queue(offsets: Sequence[int]) -> str:
+def by_queue(offsets: Sequence[int]) -> str:
     return json.dumps({str(queue): offset for queue, offset in enumerate(offsets)})
 
 
