@@ -16,7 +16,8 @@ import pytest
 from pyspark.sql import SparkSession
 
 from headrace.pipeline.jobs.archive import archive
-from headrace.pipeline.jobs.audit import CLASSES, UNKNOWN, Audited, SubscriptionAudit, audit
+from headrace.pipeline.jobs.audit import audit
+from headrace.pipeline.jobs.findings import CLASSES, UNKNOWN, Audited, SubscriptionAudit
 from headrace.silo import Provider
 from headrace.streams import (
     Checkpoint,
@@ -63,7 +64,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
     async def handle(event: Event) -> None:
         assert event.stream is not None
         assert event.token is not None
-        token = (queue_of(event.stream), *event.token)
+        token = (queue_of(event.stream), event.token.offset, event.token.index)
         streams[token] = str(event.stream)
         if event.payload == b"%d" % BAD:
             dead.append(token)
