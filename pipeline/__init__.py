@@ -8,19 +8,36 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .jobs.archive import Archived, archive, read_archive
+    from .jobs.audit import audit
+    from .jobs.findings import Audited
     from .jobs.replay import Replayed, replay
+    from .jobs.rollup import rollup
     from .sink import publish_batch, publisher
 
-__all__ = ["Archived", "Replayed", "archive", "publish_batch", "publisher", "read_archive", "replay"]
+__all__ = [
+    "Archived",
+    "Audited",
+    "Replayed",
+    "archive",
+    "audit",
+    "publish_batch",
+    "publisher",
+    "read_archive",
+    "replay",
+    "rollup",
+]
 
 _WHERE = {
     "Archived": "jobs.archive",
+    "Audited": "jobs.findings",
     "Replayed": "jobs.replay",
     "archive": "jobs.archive",
+    "audit": "jobs.audit",
     "publish_batch": "sink",
     "publisher": "sink",
     "read_archive": "jobs.archive",
     "replay": "jobs.replay",
+    "rollup": "jobs.rollup",
 }
 
 
