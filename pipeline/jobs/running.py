@@ -71,7 +71,7 @@ def selecting(pattern: str) -> dict[str, Any]:
 @contextmanager
 def spark_session(name: str, master: str | None, spark_log: Path | None) -> Generator[SparkSession]:
     """A Spark session, for the length of a `with`. What Spark prints goes to `spark_log` alone; an error of headrace
-    in one of its processes is raised as that error. SIGTERM raises Interrupted."""
+    in one of its processes is raised as that error. SIGINT and SIGTERM raise Interrupted."""
     terminated = signal.signal(signal.SIGTERM, _terminated)
     try:
         with _diverted(spark_log):
@@ -81,6 +81,8 @@ def spark_session(name: str, master: str | None, spark_log: Path | None) -> Gene
                 spark.stop()
             except PySparkException as error:
                 raise told(error) or _unexpected(error, spark_log) from None
+            except KeyboardInterrupt:
+                raise Interrupted("interrupted") from None  # click would print an empty line for the other
     finally:
         signal.signal(signal.SIGTERM, terminated)
 
@@ -110,9 +112,8 @@ def _terminated(_number: int, _frame: object) -> NoReturn:
 
 @contextmanager
 def _diverted(log: Path | None) -> Generator[None]:
-    """What this process's children print, which inherit the descriptors, goes to a file; what Python code here writes
-    to `sys.stderr` still goes where it went."""
-    logging.getLogger("py4j").setLevel(logging.CRITICAL + 1)  # it tells of every interrupt
+    """What this process's children print, which inherit the descriptors, and what is logged goes to a file; what Python
+    code here writes to `sys.stderr` still goes where it went."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept_out, kept_err, stderr = os.dup(1), os.dup(2), sys.stderr
@@ -121,9 +122,13 @@ def _diverted(log: Path | None) -> Generator[None]:
         for descriptor in (1, 2):
             os.dup2(target, descriptor)
         sys.stderr = shown
+        logged = logging.StreamHandler(os.fdopen(os.dup(target), "w", encoding="utf-8"))
+        logging.getLogger().addHandler(logged)  # PySpark logs each interrupt, with a traceback
         try:
             yield
         finally:
+            logging.getLogger().removeHandler(logged)
+            logged.stream.close()
             sys.stderr = stderr
             for kept, descriptor in ((kept_out, 1), (kept_err, 2)):
                 os.dup2(kept, descriptor)
