@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 from ...silo.datadir import open_data_directory
 from ...streams.client.management import Management
+from ...streams.errors import NotFound
 from ...streams.identity import SequenceToken, StreamId
 from ...streams.states import QueueProgress
 from ...streams.store import ControlStore
@@ -83,15 +84,22 @@ class _Subscriptions(Protocol):
 async def _read(there: _Subscriptions, names: Sequence[str]) -> list[Standing]:
     every = await there.definitions()
     wanted = every if not names else [await there.definition(name) for name in dict.fromkeys(names)]
-    of_consumers = {
-        one.name: one for parent in wanted if is_parent(parent) for one in every if _is_of(one.name, parent.name)
-    }
-    chosen = {one.name: one for one in wanted if not is_parent(one)} | of_consumers
+    chosen: dict[str, SubscriptionDefinition] = {}
+    for one in wanted:
+        of_one = _of_consumers(one, every) if is_parent(one) else [one]
+        if names and not of_one:
+            raise NotFound(
+                f"subscription {one.name!r}: no position of a consumer is known here; where they are kept for them, "
+                "the data directory has them, and a silo does not tell"
+            )
+        chosen |= {each.name: each for each in of_one}
     return [await _standing(there, one) for one in chosen.values()]
 
 
-def _is_of(name: str, parent: str) -> bool:
-    return name.startswith(f"{parent}{CONSUMER_SEPARATOR}")
+def _of_consumers(
+    parent: SubscriptionDefinition, every: Sequence[SubscriptionDefinition]
+) -> list[SubscriptionDefinition]:
+    return [one for one in every if one.name.startswith(f"{parent.name}{CONSUMER_SEPARATOR}")]
 
 
 async def _standing(there: _Subscriptions, definition: SubscriptionDefinition) -> Standing:

@@ -63,6 +63,8 @@ def test_a_silo_tells_what_the_control_store_has(tmp_path: Path):
         assert asyncio.run(read_standings(place, ["s"])) == stored[1:]
         with pytest.raises(NotFound, match="no subscription 'other'"):
             asyncio.run(read_standings(place, ["other"]))
+        with pytest.raises(NotFound, match="'all': no position of a consumer is known here"):
+            asyncio.run(read_standings(place, ["all"]))
     finally:
         silo.kill()
 
