@@ -39,8 +39,8 @@ class Decoder(ABC):
     kind: pa.StructType
 
     @abstractmethod
-    def decoded(self, payloads: pa.BinaryArray) -> pa.StructArray:
-        """One struct for each payload. Raises PayloadError."""
+    def decoded(self, payloads: pa.BinaryArray, *, fail: bool = True) -> pa.StructArray:
+        """One struct for each payload. Raises PayloadError; unless it is to `fail`, what cannot be decoded is null."""
 
 
 class Decoding:
@@ -70,32 +70,10 @@ class Decoding:
     def _values(self, batch: pa.RecordBatch) -> pa.Array:
         payloads = batch.column("payload")
         try:
-            return self._decoder.decoded(payloads)
+            return self._decoder.decoded(payloads, fail=self._fail)
         except PayloadError as error:
-            if not self._fail:
-                return self._good_values(payloads, error)
             queue, offset, index = (batch.column(name)[error.row].as_py() for name in _PLACES)
             raise _undecodable(queue, offset, index, error) from None
-
-    def _good_values(self, payloads: pa.BinaryArray, error: PayloadError | None) -> pa.Array:
-        """Null where a payload cannot be decoded."""
-        kind, pieces, at = self._decoder.kind, list[pa.Array](), 0
-        while error is not None:
-            if error.row:
-                pieces.append(self._decoder.decoded(payloads.slice(at, error.row)))
-            pieces.append(pa.nulls(1, kind))
-            at += error.row + 1
-            error = self._trouble(payloads.slice(at))
-        if at < len(payloads):
-            pieces.append(self._decoder.decoded(payloads.slice(at)))
-        return pa.concat_arrays(pieces)
-
-    def _trouble(self, payloads: pa.BinaryArray) -> PayloadError | None:
-        try:
-            self._decoder.decoded(payloads)
-        except PayloadError as error:
-            return error
-        return None
 
 
 def _undecodable(queue: int, offset: int, index: int, error: PayloadError) -> CorruptRecord:
@@ -120,22 +98,24 @@ class JsonDecoder(Decoder):
             _check_json_type(field.name, field.type)
         self.kind = kind
 
-    def decoded(self, payloads: pa.BinaryArray) -> pa.StructArray:
+    def decoded(self, payloads: pa.BinaryArray, *, fail: bool = True) -> pa.StructArray:
         if not len(payloads):
             return pa.array([], self.kind)
         try:
             return self._read(payloads)
-        except (pa.ArrowException, msgspec.DecodeError) as error:
-            if len(payloads) == 1:
+        except (pa.ArrowException, msgspec.DecodeError, RecursionError) as error:
+            if len(payloads) > 1:
+                return self._by_halves(payloads, fail=fail)
+            if fail:
                 raise PayloadError(0, _one_line(str(error))) from None
-        return self._by_halves(payloads)
+            return pa.nulls(1, self.kind)
 
-    def _by_halves(self, payloads: pa.BinaryArray) -> pa.StructArray:
-        """Find the one that fails, or the number of payloads that is read at once."""
+    def _by_halves(self, payloads: pa.BinaryArray, *, fail: bool) -> pa.StructArray:
+        """Find what fails, or the number of payloads that is read at once."""
         middle = len(payloads) // 2
-        first = self.decoded(payloads.slice(0, middle))
+        first = self.decoded(payloads.slice(0, middle), fail=fail)
         try:
-            second = self.decoded(payloads.slice(middle))
+            second = self.decoded(payloads.slice(middle), fail=fail)
         except PayloadError as error:
             error.row += middle
             raise
@@ -144,7 +124,7 @@ class JsonDecoder(Decoder):
     def _read(self, payloads: pa.BinaryArray) -> pa.StructArray:
         lines: list[bytes] = payloads.to_pylist()
         joined = b"\n".join(lines)
-        if joined.count(b"\n") != len(lines) - 1 or not all(line[:1] == b"{" for line in lines):
+        if joined.count(b"\n") != len(lines) - 1 or not all(map(_is_like_an_object, lines)):
             lines = [_one_object(line) for line in lines]
             joined = b"\n".join(lines)
         table = arrow_json.read_json(
@@ -152,14 +132,23 @@ class JsonDecoder(Decoder):
             arrow_json.ReadOptions(use_threads=False, block_size=len(joined) + 1),
             arrow_json.ParseOptions(explicit_schema=pa.schema(list(self.kind)), unexpected_field_behavior="ignore"),
         )
-        # Each line begins with an object, so another number of rows means that one line has several.
+        # No object goes on in the next line, since each line begins and ends as one does, and between } and { there is
+        # nothing in JSON. So another number of rows means that one line has several.
         if table.num_rows != len(lines):
             raise pa.ArrowInvalid("it has more than one JSON object")
-        return pa.concat_arrays(table.to_struct_array().chunks).cast(self.kind)
+        values = pa.concat_arrays(table.to_struct_array().chunks).cast(self.kind)
+        values.validate(full=True)  # the reader takes any bytes for text
+        return values
+
+
+def _is_like_an_object(line: bytes) -> bool:
+    return line[:1] == b"{" and line[-1:] == b"}"
 
 
 def _one_object(payload: bytes) -> bytes:
-    """On one line. Raises DecodeError."""
+    """On one line. Raises DecodeError, RecursionError."""
+    if _is_like_an_object(payload) and b"\n" not in payload:
+        return payload
     line = msgspec.json.format(payload, indent=-1)
     if line[:1] != b"{":
         raise msgspec.DecodeError("it is no JSON object")
@@ -212,14 +201,16 @@ class ProtobufDecoder(Decoder):
                 f"option 'message': the descriptor set has no message {self._message!r}: name it with its package"
             ) from None
 
-    def decoded(self, payloads: pa.BinaryArray) -> pa.StructArray:
+    def decoded(self, payloads: pa.BinaryArray, *, fail: bool = True) -> pa.StructArray:
         parse, value_of = self._type.FromString, _message_value(self._type.DESCRIPTOR)
         values: list[Any] = []
         for row, payload in enumerate(payloads.to_pylist()):
             try:
                 values.append(value_of(parse(payload)))
-            except DecodeError:
-                raise PayloadError(row, f"it is no {self._message}") from None
+            except (DecodeError, ValueError) as error:
+                if fail:
+                    raise PayloadError(row, f"it is no {self._message}: {_one_line(str(error))}") from None
+                values.append(None)
         return pa.array(values, self.kind)
 
 
@@ -287,12 +278,28 @@ def _field_value(field: Any) -> _Getter:
 def _one_value(field: Any) -> _Getter:
     if field.message_type is not None:
         if field.message_type.full_name == _TIME:
-            return lambda found: found.seconds * 1_000_000 + found.nanos // 1000
+            return _microseconds
         return _message_value(field.message_type)
     if field.enum_type is not None:
         names: Mapping[int, str] = {number: value.name for number, value in field.enum_type.values_by_number.items()}
         return lambda found: names.get(found, str(found))
+    if field.cpp_type == FieldDescriptor.CPPTYPE_STRING and field.type != FieldDescriptor.TYPE_BYTES:
+        return _text
     return lambda found: found
+
+
+def _microseconds(found: Any) -> int:
+    time_us = found.seconds * 1_000_000 + found.nanos // 1000
+    if not -(1 << 63) <= time_us < 1 << 63:
+        raise ValueError(f"a timestamp of {found.seconds} seconds is none that Spark has")
+    return time_us
+
+
+def _text(found: Any) -> str:
+    """In messages of proto2 what is no UTF-8 comes as bytes."""
+    if not isinstance(found, str):
+        raise ValueError("a string is not UTF-8")  # noqa: TRY004 (of a value, not of a program)
+    return found
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
