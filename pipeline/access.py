@@ -51,6 +51,10 @@ class QueueAccess(ABC):
 
     queues: int
 
+    def is_current(self) -> bool:
+        """False where another provider is in the place of the one that was opened: open that."""
+        return True
+
     @abstractmethod
     def states(self) -> Sequence[QueueState]:
         """What each queue retains. One cheap call for all."""
@@ -88,6 +92,9 @@ class LogAccess(QueueAccess):
         directory = find_data_directory(data)
         self._scan = LogScan(directory.path / "providers" / check_provider_name(provider))
         self.queues = self._scan.queues
+
+    def is_current(self) -> bool:
+        return self._scan.is_current()
 
     def states(self) -> Sequence[QueueState]:
         return [QueueState(first, tail.next, tail.events, tail.nbytes) for first, tail in self._scan.tails()]

@@ -93,10 +93,12 @@ class Place(NamedTuple):
             return Connection(self.server, token=self.token, tls=tls, insecure=self.insecure)
 
     def open(self) -> QueueAccess:
-        """What reads it: opened once in a process, and left open as long as that lives. Whoever uses it does not close
-        it. Raises what opening raises: see LogAccess and RemoteAccess."""
+        """What reads it: opened once in a process, and left open as long as that lives, unless the provider is deleted.
+        Whoever uses it does not close it. Raises what opening raises: see LogAccess and RemoteAccess."""
         with _opening:
             key = (os.getpid(), self)  # what a parent process has opened is not the child's
+            if key in _opened and not _opened[key].is_current():
+                _opened.pop(key).close()
             if key not in _opened:
                 _opened[key] = self._open()
             return _opened[key]

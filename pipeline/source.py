@@ -7,6 +7,7 @@ So readers hold options only, and open what they read where they are (`Place.ope
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
@@ -28,7 +29,7 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from ..streams.errors import InvalidArgument, NotFound, OffsetsGone, PermissionDenied
+from ..streams.errors import CorruptRecord, InvalidArgument, NotFound, OffsetsGone, PermissionDenied
 from ..streams.subscriptions import Selector
 from .access import QueueAccess, QueueState
 from .columns import TYPES as COLUMN_TYPES
@@ -110,6 +111,15 @@ class _Reading:
             raise _gone(OffsetsGone(queue, start, first))
         return first
 
+    def check_length(self, queue: int, offset: int, end: int) -> None:
+        """Raise InvalidArgument, unless one is to go on, where a checkpoint is beyond the end of a queue."""
+        if offset > end and self.options.fail_on_data_loss:
+            raise InvalidArgument(
+                f"the query's checkpoint is at offset {offset} of queue {queue}, which ends at {end}: the provider was "
+                "made anew, or is an older copy; use another checkpointLocation, or set the option 'failOnDataLoss' to "
+                "false to go on with what is there"
+            )
+
     def parts(self, starts: Sequence[int], ends: Sequence[int], states: Sequence[QueueState]) -> list[Part]:
         firsts = [state.first for state in states]
         kept = [
@@ -171,7 +181,8 @@ class BatchReader(DataSourceReader):
         states = access.states()
         ends = resolve("end", options.end, options.selector, access)
         starts = resolve("start", options.start, options.selector, access)
-        _check_namespace(access, options, ranges([state.first for state in states], ends))
+        with suppress(CorruptRecord, OffsetsGone):  # reading tells of them, where it comes there
+            _check_namespace(access, options, ranges([state.first for state in states], ends))
         return self._reading.parts(starts, ends, states)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -229,7 +240,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def latestOffset(self, start: Mapping[str, int], limit: ReadLimit) -> Offset:  # noqa: N802
         states = self._access.states()
-        starts = from_spark(start, len(states))
+        starts = self._starts(from_spark(start, len(states)), states)
         ends = self._until or [state.next for state in states]
         ends = [max(end, start) for start, end in zip(starts, ends, strict=True)]
         if isinstance(limit, ReadAllAvailable):
@@ -241,7 +252,14 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def partitions(self, start: Mapping[str, int], end: Mapping[str, int]) -> Sequence[Part]:
         states = self._access.states()
-        return self._reading.parts(from_spark(start, len(states)), from_spark(end, len(states)), states)
+        starts, ends = from_spark(start, len(states)), from_spark(end, len(states))
+        for queue, state in enumerate(states):
+            if starts[queue] > ends[queue]:  # see `_starts`
+                starts[queue] = state.first
+            if ends[queue] > state.next:
+                self._reading.check_length(queue, ends[queue], state.next)
+                starts[queue] = ends[queue]
+        return self._reading.parts(starts, ends, states)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return self._reading.batches(partition)
@@ -252,6 +270,16 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     @property
     def _access(self) -> QueueAccess:
         return self._reading.place.open()
+
+    def _starts(self, offsets: Sequence[int], states: Sequence[QueueState]) -> list[int]:
+        """Where to go on. In a queue that is shorter than what was read of it, from its first batch on: unless that is
+        an error, it is another log, and its offsets begin anew."""
+        starts = list(offsets)
+        for queue, state in enumerate(states):
+            if starts[queue] > state.next:
+                self._reading.check_length(queue, starts[queue], state.next)
+                starts[queue] = state.first
+        return starts
 
     def _limited(self, starts: Sequence[int], ends: Sequence[int], states: Sequence[QueueState]) -> list[int]:
         """As far as the options allow, each queue in proportion to what waits in it."""

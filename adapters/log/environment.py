@@ -73,13 +73,16 @@ class LogEnvironment:
         with self._begun(write=True) as txn:
             yield Changes(txn, self._databases)
 
+    def is_current(self) -> bool:
+        """False where somebody deleted the log, or put another one in its place."""
+        try:
+            return _file(self.path) == self._data_file
+        except FileNotFoundError:
+            return False
+
     def _check_there(self) -> None:
         """Raise DataDirectoryError where somebody deleted the log: what is written there is gone at once."""
-        try:
-            there = _file(self.path) == self._data_file
-        except FileNotFoundError:
-            there = False
-        if not there:
+        if not self.is_current():
             raise DataDirectoryError(
                 f"{self.path} was deleted or replaced while it was open, and nothing more is stored there: close it, "
                 "and open it again"

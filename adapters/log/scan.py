@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from ...streams.errors import CorruptRecord, NotFound, OffsetsGone
+from ...streams.errors import CorruptRecord, InvalidArgument, NotFound, OffsetsGone
 from ..reaching import Limits
 from .blocks import Block, BlockHeader, DamagedBlockError
 from .environment import acquire, release
@@ -63,6 +63,10 @@ class LogScan:
         self.queues = self._environment.queues
         self._open = True
 
+    def is_current(self) -> bool:
+        """False where the log was deleted or replaced: this one still reads what was there."""
+        return self._environment.is_current()
+
     def tails(self) -> Sequence[QueueTail]:
         """What each queue retains."""
         with self._environment.reading() as snapshot:
@@ -81,7 +85,8 @@ class LogScan:
     def blocks(self, queue: int, start: int, end: int) -> Iterator[StoredBlocks]:
         """The blocks that hold the batches from `start` up to `end` (exclusive), whole, though they hold others too.
 
-        About a MiB at once. Raises OffsetsGone where the first of them is not retained, CorruptRecord.
+        About a MiB at once. Raises OffsetsGone where the first of them is not retained, InvalidArgument where the last
+        is not there yet, CorruptRecord.
         """
         while start < end:
             read = self._read(queue, start, end)
@@ -91,6 +96,8 @@ class LogScan:
     def _read(self, queue: int, start: int, end: int) -> StoredBlocks:
         """Some blocks, and at least one."""
         with self._environment.reading() as snapshot:
+            if end > (there := snapshot.tail(queue).next):
+                raise InvalidArgument(f"queue {queue} ends at offset {there}: it cannot be read to {end}")
             first = snapshot.block_holding(queue, start)
             if first is None:
                 raise OffsetsGone(queue, start, _tail(snapshot, queue).first)
