@@ -31,7 +31,11 @@ def all_commands() -> dict[str, click.Command]:
     for name in COMMANDS:
         command = command_of(name)
         if isinstance(command, click.Group):
-            found |= {f"{name} {each}": command.commands[each] for each in command.commands}
+            context = click.Context(command)
+            for each in command.list_commands(context):
+                inner = command.get_command(context, each)
+                assert inner is not None
+                found[f"{name} {each}"] = inner
         else:
             found[name] = command
     return found
