@@ -2,7 +2,7 @@
 
     headrace demo --data demo-data
     python examples/spark_late_flights.py demo-data late-checkpoint
-    headrace subscribe 'late-flights/*' --data demo-data --start earliest
+    headrace subscribe 'late-flights/*' --data demo-data --from earliest
 
 It ends when what is there is done; with a third argument, `follow`, it waits for more. Whatever ends it, it goes on
 from its checkpoint, and each late flight is published once.
