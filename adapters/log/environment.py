@@ -53,6 +53,8 @@ class LogEnvironment:
         self.options = options
         self.queues = queues or 0
         self.provider = provider
+        self.only_read = queues is None
+        """Nobody has opened it with options of its own."""
         self.inherited = False
         self.handles = 0
         self.acknowledgements = Acknowledgements()
@@ -110,6 +112,14 @@ class LogEnvironment:
         with self._gate.alone(), _translated(self):
             self._lmdb.close()
             self._lmdb, self._databases = self._open()
+
+    def take(self, options: LogOptions) -> None:
+        """These from now on. Who only reads, and was here first, needs none."""
+        self.only_read = False
+        as_opened = (self.options.durability, self.options.map_bytes)
+        self.options = options
+        if as_opened != (options.durability, options.map_bytes):
+            self.reopen()
 
     def close(self) -> None:
         with self._gate.alone():
@@ -226,6 +236,9 @@ def acquire(path: Path, options: LogOptions, provider: str, queues: int | None) 
         environment = _environments.get(key)
         if environment is None:
             environment = _environments[key] = LogEnvironment(path, options, provider, queues)
+        if environment.only_read and queues is not None:
+            check_process(environment)
+            environment.take(options)
         _check_shared(environment, options, queues)
         environment.handles += 1
         return environment
