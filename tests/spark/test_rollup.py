@@ -1,7 +1,6 @@
 """`headrace pipeline rollup`: each window once, with what its events say, whatever is late, repeated or killed."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pyspark.sql import Row, SparkSession
 from headrace.pipeline.jobs import rollup as job
 from headrace.pipeline.jobs.rollup import COLUMNS, follow, rollup
 from headrace.streams import Event, InvalidArgument
+from tests.silo.commandline import SCRIPT
 from tests.spark.test_source import publish
 
 MINUTE_US = 60_000_000
@@ -149,7 +149,7 @@ job.follow(job.rollup(spark, to=to, to_namespace="sums", every=None, **options),
 """
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_rollup_that_is_killed_and_restarted_gives_each_window_once(spark: SparkSession, tmp_path: Path):
     data, to = tmp_path / "data", tmp_path / "to"
     publish(data, [at(n / 20, f"a/{n % 3}") for n in range(600)], queues=1)
@@ -170,10 +170,10 @@ def test_a_rollup_that_is_killed_and_restarted_gives_each_window_once(spark: Spa
 def test_the_command_ends_with_what_it_did(tmp_path: Path, spark_environment: None):
     data, to = tmp_path / "data", tmp_path / "to"
     publish(data, [at(0), at(9)])
-    program = [sys.executable, "-m", "headrace.silo.cli", "pipeline", "rollup"]
+    program = [SCRIPT, "pipeline", "rollup"]
     arguments = ["--data", str(data), "--to", str(to), "--streams", "a/*", "--window", "30s", "--once", "--json"]
     command = [*program, *arguments, "--master", "local[2]"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False, env={**os.environ})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout) == {"events": 2, "late": 0}
     (file,) = to.glob("batch=*/*.parquet")
