@@ -314,9 +314,9 @@ def by_queue(offsets: Sequence[int]) -> str:
 
 def _date() -> Column:
     """The day of the timestamp, in UTC: rounded down, also before 1970."""
-    micros = F.unix_micros("timestamp")
-    days = F.floor((micros - F.pmod(micros, F.lit(_DAY_US))) / F.lit(_DAY_US))
-    return F.date_from_unix_date(days.cast("int"))
+    day = F.expr(f"unix_micros(timestamp) div {_DAY_US}")  # rounded towards 0; nothing overflows, whatever the time is
+    begun = (F.unix_micros("timestamp") % F.lit(_DAY_US) < 0).cast("int")
+    return F.date_from_unix_date((day - begun).cast("int"))
 
 
 def _in_hex(name: str) -> Column:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Callable, Mapping
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -54,6 +54,8 @@ _PERCENTILES = (0.5, 0.95, 0.99)
 _ACCURACY = 1000
 """A percentile is off by a rank of one in so many at the most."""
 _MS = 1000.0
+_EPOCH = datetime(1970, 1, 1)  # noqa: DTZ001 (as all of these, in UTC)
+_FIRST, _LAST = datetime.min - _EPOCH, datetime.max - _EPOCH  # noqa: DTZ901
 _UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -270,9 +272,9 @@ def _others(events: DataFrame, target: str | None) -> DataFrame:
 def _rolled(events: DataFrame, by: str, window: timedelta, watermark: timedelta) -> DataFrame:
     now = F.current_timestamp()  # the same for all of a micro-batch, also when that is repeated
     measured = events.select(
-        "namespace", "key", "timestamp",
+        "namespace", "key", _calendar("timestamp").alias("timestamp"),
         F.octet_length("payload").cast("long").alias("size"),
-        _ms_between(F.coalesce("stored", now), F.col("timestamp")).alias("latency"),
+        _ms_between(F.coalesce("stored", now), _calendar("timestamp")).alias("latency"),
         now.alias("processed"),
     )  # fmt: skip
     late = measured.withWatermark("timestamp", f"{_milliseconds(watermark)} milliseconds")
@@ -285,6 +287,12 @@ def _rolled(events: DataFrame, by: str, window: timedelta, watermark: timedelta)
         F.percentile_approx("latency", list(_PERCENTILES), _ACCURACY).alias("latencies"),
     )
     return counted_.select(*_columns(window.total_seconds()))
+
+
+def _calendar(timestamp: str) -> Column:
+    """A time outside of the years 1 to 9999 as the nearest in them: windows beyond would overflow and end the query."""
+    first, last = (F.lit(time // timedelta(microseconds=1)) for time in (_FIRST, _LAST))
+    return F.timestamp_micros(F.greatest(first, F.least(last, F.unix_micros(timestamp))))
 
 
 def _groups(by: str) -> Column:
@@ -308,7 +316,8 @@ def _columns(seconds: float) -> list[Column]:
 
 
 def _ms_between(later: Column, earlier: Column) -> Column:
-    return (F.unix_micros(later) - F.unix_micros(earlier)) / F.lit(_MS)
+    """As a fraction: the difference of far times does not fit a whole number, which would end the query."""
+    return (F.unix_micros(later).cast("double") - F.unix_micros(earlier).cast("double")) / F.lit(_MS)
 
 
 def _as_events(frame: DataFrame) -> DataFrame:

@@ -115,6 +115,22 @@ def test_an_archive_has_every_event_once_and_all_columns(spark: SparkSession, da
     assert days == {date(2025, 11, day) for day in (21, 22, 23)}
 
 
+def test_an_event_may_have_any_timestamp(spark: SparkSession, data: Path, kept: Path):
+    times = [-(1 << 63), -1, 0, 253_402_300_800_000_000, (1 << 63) - 1]
+
+    async def run() -> None:
+        async with Provider.open(data) as provider:
+            await provider.publish(StreamId("n", "k"), [Event(b"", timestamp_us=time_us) for time_us in times])
+
+    asyncio.run(run())
+    archive(spark, kept, data=str(data))
+    found = (
+        read_archive(spark, kept).selectExpr("unix_micros(timestamp) AS us", "CAST(date AS STRING) AS date").collect()
+    )
+    assert sorted(row.us for row in found) == times
+    assert {row.us: row.date for row in found if -2 < row.us < 1} == {-1: "1969-12-31", 0: "1970-01-01"}
+
+
 def test_any_reader_of_parquet_reads_an_archive(spark: SparkSession, data: Path, kept: Path):
     publish(data, 0, 300, ["flights", "a/b c=%", "Zürich 日本"])
     archive(spark, kept, data=data)
