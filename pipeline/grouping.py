@@ -324,8 +324,13 @@ def _rare(columns: _Columns, starts: Integers, counts: Integers) -> list[bytes]:
     ids, headers = columns.ids, columns.headers
     if ids is None and headers is None:
         return [b""] * len(starts)
-    texts = [""] * len(columns.sizes) if ids is None else [text or "" for text in ids.to_pylist()]
-    maps = [{}] * len(texts) if headers is None else [dict(each or ()) for each in headers.to_pylist()]
+    try:
+        texts = [""] * len(columns.sizes) if ids is None else [text or "" for text in ids.to_pylist()]
+        maps = [{}] * len(texts) if headers is None else [dict(each or ()) for each in headers.to_pylist()]
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(
+            f"columns 'id' and 'headers': {error.object!r} is not UTF-8: encode it, in hex for example"
+        ) from None
     return [
         layout.write_rare(texts[start : start + count], maps[start : start + count])
         for start, count in zip(starts.tolist(), counts.tolist(), strict=True)

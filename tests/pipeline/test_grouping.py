@@ -160,3 +160,9 @@ def test_a_name_that_is_no_text_is_refused() -> None:
     rows = pa.RecordBatch.from_arrays([key, pa.array([b"1"])], ["key", "payload"])
     with pytest.raises(InvalidArgument, match=r"column 'key': b'\\xff' is not UTF-8"):
         Grouping("n").of(rows)
+
+
+def test_an_id_that_is_no_text_is_refused() -> None:
+    columns = {"key": pa.array(["k"]), "payload": pa.array([b"1"]), "id": pa.array([b"\xff"]).view(pa.string())}
+    with pytest.raises(InvalidArgument, match=r"columns 'id' and 'headers': b'\\xff' is not UTF-8"):
+        Grouping("n").of(pa.RecordBatch.from_pydict(columns))

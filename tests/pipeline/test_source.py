@@ -16,7 +16,7 @@ from headrace.pipeline.place import Place
 from headrace.pipeline.source import BatchReader, HeadraceSource, StreamReader
 from headrace.silo import Provider
 from headrace.streams import Selector, StreamId
-from headrace.streams.errors import CorruptRecord, DataDirectoryError, InvalidArgument
+from headrace.streams.errors import CorruptRecord, DataDirectoryError, InvalidArgument, OffsetsGone
 
 SCHEMA = StructType(
     [StructField("key", StringType()), StructField("payload", BinaryType()), StructField("offset", LongType())]
@@ -111,6 +111,27 @@ def test_a_micro_batch_that_is_repeated_reads_nothing_of_another_log(data: Path)
     made_anew(data)
     reader = streaming(data, failOnDataLoss="false")
     assert payloads(reader, reader.partitions({"0": 1}, {"0": 5})) == []
+
+
+async def _delete_below(data: Path, offset: int) -> None:
+    """What retention does, at once."""
+    async with Provider.open(data, options={"retain_bytes": 1}) as provider:
+        await provider.adapter.apply_retention({0: offset})
+
+
+def test_what_retention_removes_while_it_is_read_is_left_out_and_nothing_comes_twice(tmp_path: Path):
+    sizes = [700_000 + number for number in range(8)]
+    publish(tmp_path, *map(bytes, sizes))
+    reader = streaming(tmp_path, failOnDataLoss="false")
+    (part,) = reader.partitions({"0": 0}, {"0": 8})
+    reading = reader.read(part)
+    found = [len(payload) for payload in next(reading).column("payload").to_pylist()]
+    assert found == sizes[:2]
+    asyncio.run(_delete_below(tmp_path, 5))
+    found += [len(payload) for each in reading for payload in each.column("payload").to_pylist()]
+    assert found == sizes[:2] + sizes[5:]
+    with pytest.raises(OffsetsGone, match="queue 0: offsets 0 to 4 are gone.*'failOnDataLoss' to false"):
+        list(streaming(tmp_path).read(part))
 
 
 def test_a_start_after_the_end_is_nothing(data: Path):
