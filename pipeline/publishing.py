@@ -24,7 +24,7 @@ from ..adapters.log.blocks import StreamTable
 from ..adapters.log.retention import PRODUCER_AGE_S
 from ..proto.v1 import publisher_pb2 as pb
 from ..silo.provider import Provider, ProviderOptions
-from ..streams.client.connection import RECONNECT, Connection, Tls
+from ..streams.client.connection import RECONNECT, Connection
 from ..streams.client.management import parsed
 from ..streams.errors import (
     DataDirectoryError,
@@ -139,12 +139,6 @@ class OnSilo:
         return self._connection.unary("PublisherService/Publish", request, timeout_s=PATIENCE_S)
 
 
-def _connection(place: Place) -> Connection:
-    assert place.server is not None  # a place is one or the other
-    tls = None if place.tls is None else Tls(ca=place.tls[0], certificate=place.tls[1], key=place.tls[2])
-    return Connection(place.server, token=place.token, tls=tls, insecure=place.insecure)
-
-
 @asynccontextmanager
 async def open_destination(place: Place) -> AsyncGenerator[Destination]:
     """What a place names, for the length of an `async with`. Raises HeadraceError with one clear line."""
@@ -161,7 +155,7 @@ async def open_destination(place: Place) -> AsyncGenerator[Destination]:
         finally:
             await provider.aclose()
     else:
-        connection = _connection(place)
+        connection = place.connection()
         await connection.open(CONNECT_S)
         try:
             yield OnSilo(connection, place.provider)

@@ -130,7 +130,7 @@ def test_what_retention_removes_while_it_is_read_is_left_out_and_nothing_comes_t
     asyncio.run(_delete_below(tmp_path, 5))
     found += [len(payload) for each in reading for payload in each.column("payload").to_pylist()]
     assert found == sizes[:2] + sizes[5:]
-    with pytest.raises(OffsetsGone, match="queue 0: offsets 0 to 4 are gone.*'failOnDataLoss' to false"):
+    with pytest.raises(OffsetsGone, match=r"queue 0: offsets 0 to 4 are gone.*'failOnDataLoss' to false"):
         list(streaming(tmp_path).read(part))
 
 
