@@ -26,6 +26,7 @@ All numbers are little-endian.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -55,7 +56,7 @@ _TABLE = np.dtype("<u4")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
 _LOCAL = re.compile(r"file:(?://(?:localhost)?(?=/))?", re.IGNORECASE)
 _NAME_CHARACTERS = 128
-_NO_SPACE = (28, 122)  # ENOSPC, EDQUOT
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _STAGED, _MANIFEST, _DONE, _UNFINISHED = ".staged", ".manifest", ".done", ".unfinished"
 
 

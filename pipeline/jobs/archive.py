@@ -210,11 +210,10 @@ class _Run:
         """Add some events. Where retention removes some meanwhile, what it left is looked at again."""
         for attempt in range(_MOST_TRIES):
             state = self._retained(access.states())
-            reached = _reached(access, state.positions, ends, events)
             try:
-                return self._add(state, reached)
-            except PySparkException as error:
-                cause = told(error)
+                return self._add(state, _reached(access, state.positions, ends, events))
+            except (PySparkException, OffsetsGone) as error:
+                cause = told(error) if isinstance(error, PySparkException) else error
                 if not isinstance(cause, OffsetsGone) or attempt == _MOST_TRIES - 1:
                     raise cause or error from None
         raise AssertionError

@@ -41,7 +41,7 @@ _NO_NAMESPACE = "__HIVE_DEFAULT_PARTITION__"
 """What Hive's layout has for an empty name."""
 _SPECIAL = re.compile(r"[^A-Za-z0-9._~@+ -]", re.ASCII)
 _GLOB = re.compile(r"[*?\[\]{}\\]")
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _Document = TypeVar("_Document", bound=msgspec.Struct)
 
 
