@@ -41,6 +41,9 @@ class Capabilities:
     priority: bool = False
     idempotent: bool = False
     """`enqueue` honours `sequence`."""
+    ordered: bool = True
+    """Batches of a queue are received in the order in which they were stored, at the offsets of their receipts. Where
+    not, a batch gets its offset when it is first received, and its receipt has one that is below."""
     direction: Direction = Direction.READ_WRITE
 
 

@@ -26,7 +26,7 @@ from ..streams.errors import Busy, DataDirectoryError, InvalidArgument, NotSuppo
 from ..streams.events import Event, EventBatch
 from ..streams.handlers import AnyHandler, Declared, EventFilter, Handler, filter_name
 from ..streams.identity import SequenceToken, StreamId
-from ..streams.publishing import check_stream, grouped, listed, parts
+from ..streams.publishing import check_schedules, check_stream, encoded, grouped, listed
 from ..streams.store import ControlStore
 from ..streams.stream import Stream
 from ..streams.subscriptions import (
@@ -330,6 +330,7 @@ class Provider:
 
         Called in order means stored in order, also without awaiting in between; else as `publish_many`.
         """
+        self._check_schedules(batches)
         placed = [(self.queue_of(batch.stream), batch) for batch in batches]
         answer = asyncio.ensure_future(self.adapter.enqueue(placed, sequence=sequence))
         answer.add_done_callback(partial(self._note_stored, placed))
@@ -342,22 +343,14 @@ class Provider:
             self._count(placed)
 
     def _encode(self, stream: StreamId, events: list[bytes | Event]) -> list[EventBatch]:
-        self._check_capabilities(events)
-        if len(events) == 1:
-            return [EventBatch.of(stream, events)]
-        return [EventBatch.of(stream, part) for part in parts(events)]
+        batches = encoded(stream, events)
+        self._check_schedules(batches)
+        return batches
 
-    def _check_capabilities(self, events: list[bytes | Event]) -> None:
+    def _check_schedules(self, batches: Sequence[EventBatch]) -> None:
         can = self.adapter.capabilities
-        if can.delay and can.priority:
-            return
-        for event in events:
-            if not isinstance(event, Event):
-                continue
-            if event.delay is not None and not can.delay:
-                raise NotSupported(f"provider {self.name!r} cannot delay events: its adapter does not declare it")
-            if event.priority is not None and not can.priority:
-                raise NotSupported(f"provider {self.name!r} has no priorities: its adapter does not declare them")
+        if not (can.delay and can.priority):
+            check_schedules(batches, self.name, delay=can.delay, priority=can.priority)
 
     def _count(self, batches: Sequence[tuple[int, EventBatch]]) -> None:
         for _, batch in batches:

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn, Self
 
 from ...proto.v1 import publisher_pb2 as pb
-from ..errors import InvalidArgument, NotSupported, PayloadTooLarge
+from ..errors import InvalidArgument, PayloadTooLarge
 from ..events import Event, EventBatch
 from ..identity import SequenceToken, StreamId
-from ..publishing import MAX_REQUEST_BATCHES, ProducerSequence, Receipt, check_stream, grouped, listed, parts
+from ..publishing import MAX_REQUEST_BATCHES, ProducerSequence, Receipt, check_stream, encoded, grouped, listed
 from ..stream import Stream
 from .connection import Connection, Tls
 from .consuming import Consuming
@@ -114,7 +114,7 @@ class Client(Consuming):
         check_stream(stream)
         publishing = self._publishing
         deadline = await publishing.room() if publishing.crowded else None
-        batches = [EventBatch.of(stream, [events])] if type(events) is bytes else _encoded(stream, listed(events))
+        batches = [EventBatch.of(stream, [events])] if type(events) is bytes else encoded(stream, listed(events))
         receipts = await publishing.publish(batches, deadline)
         return receipts[0].token or UNKNOWN_PLACE
 
@@ -128,12 +128,12 @@ class Client(Consuming):
         """
         by_stream = grouped(items)
         if sequence is not None:
-            batches = [batch for stream, events in by_stream.items() for batch in _encoded(stream, events)]
+            batches = [batch for stream, events in by_stream.items() for batch in encoded(stream, events)]
             return await self._publish_once(batches, sequence)
         if not by_stream:
             return []
         deadline = await self._publishing.room() if self._publishing.crowded else None
-        batches = [batch for stream, events in by_stream.items() for batch in _encoded(stream, events)]
+        batches = [batch for stream, events in by_stream.items() for batch in encoded(stream, events)]
         return await self._publishing.publish(batches, deadline)
 
     async def last_sequence(self, producer: str) -> int:
@@ -158,10 +158,3 @@ class Client(Consuming):
             )
         answer = await self._connection.call("PublisherService/Publish", request, timeout_s=self._timeout_s)
         return receipts_of(parsed(pb.PublishResponse, answer))
-
-
-def _encoded(stream: StreamId, events: list[bytes | Event]) -> list[EventBatch]:
-    for event in events:
-        if isinstance(event, Event) and (event.delay is not None or event.priority is not None):
-            raise NotSupported("a client cannot publish events with a delay or a priority: leave them out")
-    return [EventBatch.of(stream, part) for part in parts(events)]
