@@ -27,7 +27,17 @@ import pytest
 pytest.register_assert_rewrite(
     *(
         f"{__name__}.{module}"
-        for module in ("durable", "harness", "idempotent", "queue", "read_only", "reading", "rewindable", "schedule", "steps")
+        for module in (
+            "durable",
+            "harness",
+            "idempotent",
+            "queue",
+            "read_only",
+            "reading",
+            "rewindable",
+            "schedule",
+            "steps",
+        )
     )
 )
 

@@ -44,9 +44,7 @@ async def idle(bells: Sequence[Bell], seconds: float) -> None:
     for bell in bells:
         bell.waiting += 1
     try:
-        await asyncio.wait(
-            [bell.ringing() for bell in bells], timeout=seconds, return_when=asyncio.FIRST_COMPLETED
-        )
+        await asyncio.wait([bell.ringing() for bell in bells], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for bell in bells:
             bell.waiting -= 1

@@ -12,8 +12,8 @@ A shard of a queue is six keys and a bell, all in one hash slot, so that one scr
 | `meta` | hash | counters: `counter`, `token`, `reader`, `done` |
 | `bell` | list | one element where something was pushed: who waits blocks on it |
 
-A score is `band * 2^46 + due`: the band is 99 minus the priority, `due` is in ms since 1970. So a band is one range, and
-in it the due ones come first. 2^46 ms are 2,200 years, and 99 bands of it fit the 53 bits of a double exactly.
+A score is `band * 2^46 + due`: the band is 99 minus the priority, `due` is in ms since 1970. So a band is one range,
+and in it the due ones come first. 2^46 ms are 2,200 years, and 99 bands of it fit the 53 bits of a double exactly.
 """
 
 from __future__ import annotations

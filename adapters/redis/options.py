@@ -53,7 +53,9 @@ class RedisOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.url is not None:
             return (ShardOptions(name="0", url=self.url, cluster=self.cluster),)
         if self.cluster:
-            raise InvalidArgument("options of adapter 'redis': cluster is about url; with shards it is each shard's own")
+            raise InvalidArgument(
+                "options of adapter 'redis': cluster is about url; with shards it is each shard's own"
+            )
         names = [check_name("the name of a shard,", shard.name) for shard in self.shards]
         if len(set(names)) < len(names):
             raise InvalidArgument(f"options of adapter 'redis': two shards have one name: {', '.join(names)}")

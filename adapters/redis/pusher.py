@@ -59,7 +59,7 @@ class Pusher:
         nbytes = sum(len(event.body) for event in events)
         if self._pending and self._pending + nbytes > MAX_PENDING_BYTES:
             raise QueueFull(
-                f"{self._pending:,} bytes wait to be stored in Redis at {self.shard.server.address}: publish again later"
+                f"{self._pending:,} bytes wait to be stored in Redis at {self.shard.server.address}: publish later"
             )
         deadline = asyncio.get_running_loop().time() + (self._timeout_s if self._wait else 0.0)
         self._line.append(_Waiting(events, tell, deadline, nbytes))

@@ -52,9 +52,7 @@ class RedisQueue:
 
     @classmethod
     @asynccontextmanager
-    async def open(
-        cls, name: str, options: RedisOptions, *, scripts: Scripts = SCRIPTS
-    ) -> AsyncGenerator[RedisQueue]:
+    async def open(cls, name: str, options: RedisOptions, *, scripts: Scripts = SCRIPTS) -> AsyncGenerator[RedisQueue]:
         """The queue `name`, for the length of an `async with`."""
         chosen = options.servers()
         order = sorted(chosen, key=lambda shard: shard.zone != options.zone)
@@ -116,9 +114,7 @@ class RedisQueue:
 
     async def _push_to(self, index: int, events: Sequence[Pushed], *, keep: bool = False) -> Sequence[int | None]:
         async with self._locks[index]:  # a shard takes the numbers of a pusher only in order
-            return await self.shards[index].push(
-                events, pusher=self._pusher, number=next(self._numbers), keep=keep
-            )
+            return await self.shards[index].push(events, pusher=self._pusher, number=next(self._numbers), keep=keep)
 
     def _home(self, id: str) -> int:  # noqa: A002
         return zlib.crc32(id.encode()) % len(self.shards)
@@ -195,4 +191,3 @@ class RedisQueue:
         """Remove everything. Claims are over."""
         for shard in self.shards:
             await shard.clear()
-

@@ -1,8 +1,8 @@
 """Reads one queue for its agent: holds what is due, under offsets that only grow, until it is acknowledged.
 
-What an agent has is not claimed for a time: it is held for the queue's reader, and the lease of the queue says who that
-is. A new reader supersedes the one before, and begins with what that one has left, under the same offsets: so a position
-in the queue means the same to both.
+What an agent has is not claimed for a time: it is held for the queue's reader, and the lease of the queue says who
+that is. A new reader supersedes the one before, and begins with what that one has left, under the same offsets: so a
+position in the queue means the same to both.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class RedisReceiver(QueueReceiver):
                 self._fetching = asyncio.create_task(fetching, name=f"headrace redis queue {self._queue}")
             # Not cancelled with who waits for it: what it takes is held, and is for the next who asks.
             await asyncio.wait([self._fetching, self._closed], return_when=asyncio.FIRST_COMPLETED)
+            self._check_open()
             if self._fetching.done():
                 fetched, self._fetching = self._fetching, None
                 fetched.result()

@@ -113,7 +113,8 @@ local function each_due(limit, visit)
     if due > now then
       next_due = math.min(next_due or due, due)
     else
-      local found = redis.call('ZRANGEBYSCORE', waiting, string.format('%%.0f', base), string.format('%%.0f', base + now),
+      local until_now = string.format('%%.0f', base + now)
+      local found = redis.call('ZRANGEBYSCORE', waiting, string.format('%%.0f', base), until_now,
                                'WITHSCORES', 'LIMIT', 0, limit - count)
       for i = 1, #found, 2 do
         if count >= limit then return false end
@@ -121,7 +122,7 @@ local function each_due(limit, visit)
         if visit(found[i], tonumber(found[i + 1])) then return false end
       end
       if count >= limit then return false end
-      local later = redis.call('ZRANGEBYSCORE', waiting, string.format('(%%.0f', base + now),
+      local later = redis.call('ZRANGEBYSCORE', waiting, '(' .. until_now,
                                string.format('(%%.0f', base + BAND), 'WITHSCORES', 'LIMIT', 0, 1)
       if later[1] then
         local at = tonumber(later[2]) - base
@@ -132,8 +133,8 @@ local function each_due(limit, visit)
   end
 end
 
--- Takes what is due into the sorted set `into`, at least one, until a limit is reached. `answer` returns how many events
--- one is.
+-- Takes what is due into the sorted set `into`, at least one, until a limit is reached. `answer` returns how many
+-- events one is.
 local function take(into, limit, max_bytes, answer, score_in)
   local removed, added, leases, size, events = {}, {}, {}, 0, 0
   local token = string.format('%%.0f', redis.call('HINCRBY', meta, 'token', 1))
@@ -232,12 +233,14 @@ _POP = """
 may_take_memory()
 return_due()
 local answer, ends = {0}, now + tonumber(ARGV[3])
-local taken, ended, next_due = take(claimed, tonumber(ARGV[1]), tonumber(ARGV[2]), function(id, bytes, _, token, attempts, score)
+local function add(id, bytes, _, token, attempts, score)
   local n = #answer
   answer[n + 1], answer[n + 2], answer[n + 3], answer[n + 4] = id, bytes, tonumber(token), attempts
   answer[n + 5] = 99 - math.floor(score / BAND)
   return 1
-end, function() return ends end)
+end
+local limit, max_bytes = tonumber(ARGV[1]), tonumber(ARGV[2])
+local taken, ended, next_due = take(claimed, limit, max_bytes, add, function() return ends end)
 if not ended then ring() end
 if taken == 0 then answer[1] = idle_for(next_due) end
 return answer
@@ -316,7 +319,8 @@ while true do
   ready = ready + redis.call('ZCOUNT', waiting, string.format('%.0f', base), string.format('%.0f', base + now))
   from = base + BAND
 end
-return {ready, redis.call('ZCARD', waiting) - ready, redis.call('ZCARD', claimed), redis.call('ZCOUNT', held, ARGV[1], '+inf')}
+local delayed = redis.call('ZCARD', waiting) - ready
+return {ready, delayed, redis.call('ZCARD', claimed), redis.call('ZCOUNT', held, ARGV[1], '+inf')}
 """
 
 # ARGV: limit. Answers with id, bytes, score of each that the next pop would take.
@@ -339,8 +343,8 @@ _RING = "ring()"
 # A new reader. Answers with its number.
 _OPEN = "return redis.call('HINCRBY', meta, 'reader', 1)"
 
-# ARGV: what no later position may be below. Answers with the offset below which everything is done, and that of the next
-# position at the least.
+# ARGV: what no later position may be below. Answers with the offset below which everything is done, and that of the
+# next position at the least.
 _BOUNDS = """
 local following = tonumber(redis.call('HGET', meta, 'counter') or '-1') + 1
 if following < tonumber(ARGV[1]) then
@@ -365,9 +369,9 @@ end
 return answer
 """
 
-# ARGV: reader, from, floor, limit, max bytes. What is held at or above `from` was taken by a call whose answer was lost:
-# it goes back first. Then takes what is due, at offsets of at least `floor`. Answers with ms until it is worth to look
-# again, then offset and bytes of each.
+# ARGV: reader, from, floor, limit, max bytes. What is held at or above `from` was taken by a call whose answer was
+# lost: it goes back first. Then takes what is due, at offsets of at least `floor`. Answers with ms until it is worth to
+# look again, then offset and bytes of each.
 _HOLD = """
 if superseded(ARGV[1]) then return false end
 may_take_memory()

@@ -105,6 +105,7 @@ def _client(url: str, timeout_s: float, *, cluster: bool) -> Redis | RedisCluste
             socket_connect_timeout=COMMAND_S,
             retry=Retry(NoBackoff(), 0),
             protocol=2,
+            driver_info=None,  # else each connection looks up the client's own version, in files
         )
     except ValueError as error:
         raise InvalidArgument(f"the url of a Redis is redis://[user:password@]host[:port][/number]: {error}") from None
@@ -112,4 +113,4 @@ def _client(url: str, timeout_s: float, *, cluster: bool) -> Redis | RedisCluste
 
 def _one(info: dict[str, Any]) -> dict[str, Any]:
     """Of a cluster, that of one node."""
-    return info if "redis_version" in info else next(iter(info.values()), {})
+    return info if "redis_version" in info else next(iter(info.values()))

@@ -1,6 +1,5 @@
 """The conformance suite over a real Redis."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,8 @@ __all__ = ("redis_server",)
 
 class TestRedis(ConformsToQueueAdapter, ConformsToDurable, ConformsToDelay, ConformsToPriority):
     @pytest.fixture(autouse=True)
-    def server(self, redis_server: RedisServer) -> Iterator[None]:
+    def server(self, redis_server: RedisServer) -> None:
         self.url = f"redis://{redis_server.address}"
-        yield
 
     async def open_adapter(self, queues: int, directory: Path) -> QueueAdapter:
         context = AdapterContext(provider="tests", queues=queues, directory=directory)
