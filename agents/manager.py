@@ -718,16 +718,19 @@ def _now_us() -> int:
 
 
 async def _supervise(work: Callable[[], Awaitable[None]], period_s: float) -> None:
-    """Run `work` every `period_s` seconds, or less often where it takes long; what it raises is logged, and it is run
-    again."""
+    """Run `work` every `period_s` seconds, or less often where it takes long or fails; what it raises is logged, and it
+    is run again."""
     loop, pause_s = asyncio.get_running_loop(), period_s
     while True:
         await asyncio.sleep(pause_s)
         began = loop.time()
+        least_s = period_s
         try:
             await work()
         except HeadraceError as error:
             log.warning("background work failed and is tried again: %s", error)
+            least_s = max(period_s, min(2 * pause_s, RARELY_S))
         except Exception:
             log.exception("background work failed and is tried again")
-        pause_s = max(period_s, min((loop.time() - began) / SHARE, RARELY_S))
+            least_s = max(period_s, min(2 * pause_s, RARELY_S))
+        pause_s = max(least_s, min((loop.time() - began) / SHARE, RARELY_S))
