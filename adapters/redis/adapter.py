@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from ..seam import (
 )
 from .keys import ShardKeys, check_name
 from .options import RedisOptions
+from .producers import Producers, persistently, short
 from .pusher import Pusher
 from .receiver import RedisReceiver, body_of
 from .server import Server, ServerAway
@@ -36,7 +38,7 @@ class RedisAdapter(QueueAdapter):
     below it.
     """
 
-    capabilities = Capabilities(durable=True, delay=True, priority=True, ordered=False)
+    capabilities = Capabilities(durable=True, delay=True, priority=True, idempotent=True, ordered=False)
 
     def __init__(self, context: AdapterContext, options: RedisOptions) -> None:
         self._provider = check_name("provider", context.provider)
@@ -59,6 +61,8 @@ class RedisAdapter(QueueAdapter):
             )
             for queue in range(context.queues)
         ]
+        self._producers = Producers(self._servers, options.prefix, self._provider)
+        self._storing: set[asyncio.Task[Sequence[Receipt]]] = set()
         self._receivers: set[RedisReceiver] = set()
         self._closed = False
 
@@ -79,7 +83,7 @@ class RedisAdapter(QueueAdapter):
         """
         self._check_open()
         if sequence is not None:
-            raise self._no_sequences()
+            return self._enqueue_once(batches, sequence)
         by_queue: dict[int, list[int]] = {}
         for index, (queue, _) in enumerate(batches):
             self._queue(queue)
@@ -89,6 +93,35 @@ class RedisAdapter(QueueAdapter):
             events = [pushed(batches[index][1]) for index in indexes]
             self._queues[queue].push(events, call, indexes)
         return call.answer
+
+    def _enqueue_once(
+        self, batches: Sequence[tuple[int, EventBatch]], sequence: ProducerSequence
+    ) -> Awaitable[Sequence[Receipt]]:
+        placed = [(self._queue(queue), pushed(batch)) for queue, batch in batches]
+        storing = self._producers.once(sequence, len(placed), lambda: self._store_once(sequence, placed))
+        task = asyncio.create_task(storing, name=f"headrace push of {sequence.producer}")
+        self._storing.add(task)
+        task.add_done_callback(self._storing.discard)
+        return asyncio.shield(task)  # what has begun is not left half done
+
+    async def _store_once(
+        self, sequence: ProducerSequence, placed: Sequence[tuple[_Queue, Pushed]]
+    ) -> Sequence[int | None]:
+        by_queue: dict[_Queue, list[int]] = {}
+        for index, (queue, _) in enumerate(placed):
+            by_queue.setdefault(queue, []).append(index)
+        positions: list[int | None] = [None] * len(placed)
+
+        async def store(queue: _Queue, indexes: Sequence[int]) -> None:
+            stored = await queue.push_once([placed[index][1] for index in indexes], sequence)
+            for index, position in zip(indexes, stored, strict=False):  # none where a later call is stored already
+                positions[index] = position
+
+        outcomes = await asyncio.gather(*(store(*each) for each in by_queue.items()), return_exceptions=True)
+        for error in outcomes:
+            if error is not None:
+                raise error
+        return positions
 
     async def open_receiver(self, queue: int, start: int | None = None) -> QueueReceiver:
         """Become the reader of a queue, in place of the one before: that one raises StorageError from then on."""
@@ -117,10 +150,12 @@ class RedisAdapter(QueueAdapter):
         raise self._not_rewindable()
 
     async def last_sequence(self, producer: str) -> int:
-        raise self._no_sequences()
+        self._check_open()
+        return await self._producers.last(producer)
 
     async def aclose(self) -> None:
         self._closed = True
+        await asyncio.gather(*self._storing, return_exceptions=True)
         await asyncio.gather(*(receiver.aclose() for receiver in self._receivers))
         await asyncio.gather(*(queue.aclose() for queue in self._queues))
         await asyncio.gather(*(server.aclose() for server in self._servers))
@@ -143,9 +178,6 @@ class RedisAdapter(QueueAdapter):
             "log adapter to start at a position or a time"
         )
 
-    def _no_sequences(self) -> NotSupported:
-        return NotSupported(f"provider {self._provider!r}: the redis adapter has no idempotent producers")
-
 
 class _Queue:
     """One queue, over its shards."""
@@ -154,9 +186,22 @@ class _Queue:
         self.shards = shards
         self._pushers = [Pusher(shard, wait=wait, timeout_s=timeout_s) for shard in shards]
         self._turn = 0
+        self._wait = wait
+        self._timeout_s = timeout_s
 
     def push(self, events: Sequence[Pushed], call: _Call, indexes: Sequence[int]) -> None:
         self._pusher().push(events, lambda outcome: call.settle(indexes, outcome))
+
+    async def push_once(self, events: Sequence[Pushed], sequence: ProducerSequence) -> Sequence[int | None]:
+        """Into the shard that the producer's call has, however often it is made."""
+        names = sorted(shard.name for shard in self.shards)
+        chosen = names[zlib.crc32(f"{sequence.producer} {sequence.number}".encode()) % len(names)]
+        shard = next(shard for shard in self.shards if shard.name == chosen)
+        return await persistently(
+            lambda: shard.push(events, pusher=short(sequence.producer), number=sequence.number),
+            wait=self._wait,
+            timeout_s=self._timeout_s,
+        )
 
     def _pusher(self) -> Pusher:
         """The next one in turn whose server is not away."""

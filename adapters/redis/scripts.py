@@ -24,6 +24,11 @@ local MAX_RETURNS = %(returns)d
 %(clock)s
 local now = math.floor(now_us / 1000)
 
+-- When `ms` from now are over: not a moment earlier, so a part of a millisecond counts as a whole one.
+local function after(ms)
+  return ms == 0 and now or math.ceil(now_us / 1000) + ms
+end
+
 -- A position: above all that were given out, and at least the time in microseconds, so that it goes on after a loss.
 -- `positions_given` writes down the last one.
 local counter
@@ -212,7 +217,7 @@ for i = 4, #ARGV, 4 do
     if id == '' then id = string.format('%016.0f', at) else forget(id) end
     seen[id] = true
     bodies[#bodies + 1], bodies[#bodies + 2] = id, ARGV[i + 3]
-    scores[#scores + 1], scores[#scores + 2] = string.format('%.0f', (99 - priority) * BAND + now + delay), id
+    scores[#scores + 1], scores[#scores + 2] = string.format('%.0f', (99 - priority) * BAND + after(delay)), id
   end
   answer[#answer + 1] = at
   texts[#texts + 1] = string.format('%.0f', at)
@@ -232,7 +237,7 @@ return answer
 _POP = """
 may_take_memory()
 return_due()
-local answer, ends = {0}, now + tonumber(ARGV[3])
+local answer, ends = {0}, after(tonumber(ARGV[3]))
 local function add(id, bytes, _, token, attempts, score)
   local n = #answer
   answer[n + 1], answer[n + 2], answer[n + 3], answer[n + 4] = id, bytes, tonumber(token), attempts
@@ -267,7 +272,7 @@ _RELEASE = """
 local score = claim_of(ARGV[1], ARGV[2])
 if not score then return 0 end
 local delay = tonumber(ARGV[3])
-if delay > 0 then score = math.floor(score / BAND) * BAND + now + delay end
+if delay > 0 then score = math.floor(score / BAND) * BAND + after(delay) end
 redis.call('ZREM', claimed, ARGV[1])
 redis.call('ZADD', waiting, string.format('%.0f', score), ARGV[1])
 ring()
@@ -277,7 +282,7 @@ return 1
 # ARGV: id, token, ms from now. Answers with 1 where the claim was this one.
 _EXTEND = """
 if not claim_of(ARGV[1], ARGV[2]) then return 0 end
-redis.call('ZADD', claimed, string.format('%.0f', now + tonumber(ARGV[3])), ARGV[1])
+redis.call('ZADD', claimed, string.format('%.0f', after(tonumber(ARGV[3]))), ARGV[1])
 return 1
 """
 
@@ -285,7 +290,7 @@ return 1
 _CHANGE_DELAY = """
 local score = tonumber(redis.call('ZSCORE', waiting, ARGV[1]) or 'nan')
 if score ~= score then return 0 end
-local due = now + tonumber(ARGV[2])
+local due = after(tonumber(ARGV[2]))
 redis.call('ZADD', waiting, string.format('%.0f', math.floor(score / BAND) * BAND + due), ARGV[1])
 ring()
 return 1
@@ -403,6 +408,18 @@ return left
 """
 
 
+# KEYS[1]: the ledger of a producer. Answers with number and positions of its last call.
+_LEDGER = "return redis.call('HMGET', KEYS[1], 'number', 'positions')"
+
+# ARGV: number, positions, how long it is kept in s.
+_RECORD = """
+if tonumber(ARGV[1]) > tonumber(redis.call('HGET', KEYS[1], 'number') or '0') then
+  redis.call('HSET', KEYS[1], 'number', ARGV[1], 'positions', ARGV[2])
+end
+redis.call('EXPIRE', KEYS[1], ARGV[3])
+"""
+
+
 class Script(NamedTuple):
     text: str
     sha: str
@@ -431,12 +448,14 @@ class Scripts(NamedTuple):
     held: Script
     hold: Script
     finish: Script
+    ledger: Script
+    record: Script
 
     @classmethod
     def with_clock(cls, clock: str = SERVER_CLOCK) -> Scripts:
         bodies = (
             _PUSH, _POP, _ACKNOWLEDGE, _RELEASE, _EXTEND, _CHANGE_DELAY, _GET, _REMOVE, _SIZE, _PEEK, _CLEAR, _RING,
-            _OPEN, _BOUNDS, _HELD, _HOLD, _FINISH,
+            _OPEN, _BOUNDS, _HELD, _HOLD, _FINISH, _LEDGER, _RECORD,
         )  # fmt: skip
         return cls(*(Script.of(body, clock) for body in bodies))
 

@@ -8,6 +8,7 @@ from headrace.adapters import AdapterContext, QueueAdapter, open_adapter
 from headrace.adapters.conformance import (
     ConformsToDelay,
     ConformsToDurable,
+    ConformsToIdempotent,
     ConformsToPriority,
     ConformsToQueueAdapter,
 )
@@ -17,7 +18,7 @@ from tests.servers import redis_server
 __all__ = ("redis_server",)
 
 
-class TestRedis(ConformsToQueueAdapter, ConformsToDurable, ConformsToDelay, ConformsToPriority):
+class TestRedis(ConformsToQueueAdapter, ConformsToDurable, ConformsToIdempotent, ConformsToDelay, ConformsToPriority):
     @pytest.fixture(autouse=True)
     def server(self, redis_server: RedisServer) -> None:
         self.url = f"redis://{redis_server.address}"

@@ -41,4 +41,4 @@ def check_agreement(direct: Redis, keys: ShardKeys) -> dict[str, set[str]]:
     assert sum(map(len, places.values())) == len(set.union(*places.values())), "an event in two places"
     assert set.union(*places.values()) == bodies
     assert places["claimed"] | places["held"] <= leases <= bodies
-    return {name: {id.decode() for id in ids} for name, ids in places.items()}
+    return {name: {each.decode() for each in ids} for name, ids in places.items()}

@@ -7,6 +7,7 @@ import os
 import random
 import sys
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,7 +65,7 @@ async def test_consumers_killed_at_random_lose_nothing_and_repeat_nothing_early(
     assert not any(check_agreement(direct, queue.shards[0].keys).values())
     for claims in got.values():
         claims.sort(key=lambda claim: claim.attempts)
-        for earlier, later in zip(claims, claims[1:], strict=False):
+        for earlier, later in pairwise(claims):
             assert later.attempts > earlier.attempts, "two consumers had one claim"
             assert later.after - earlier.before >= TIMEOUT_S * (later.attempts - earlier.attempts), "it came early"
     assert killed

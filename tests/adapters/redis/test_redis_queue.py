@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any, cast
 
 import pytest
 from redis import Redis
@@ -243,10 +244,10 @@ async def test_an_event_is_shown_wherever_it_is(timed: RedisQueue, clock: Clock)
 async def test_what_is_removed_leaves_nothing_wherever_it_was(timed: RedisQueue, clock: Clock, direct: Redis) -> None:
     await timed.push_many([Pushed(b"x", "ready"), Pushed(b"x", "delayed", 10.0), Pushed(b"x", "claimed", 0.0, 9)])
     await one(timed)
-    for id in ("ready", "delayed", "claimed"):
-        assert await timed.remove(id)
-        assert not await timed.remove(id)
-        assert await timed.get(id) is None
+    for name in ("ready", "delayed", "claimed"):
+        assert await timed.remove(name)
+        assert not await timed.remove(name)
+        assert await timed.get(name) is None
     assert not any(check_agreement(direct, timed.shards[0].keys).values())
 
 
@@ -309,13 +310,14 @@ async def test_several_who_wait_get_one_event_each(queue: RedisQueue) -> None:
 
 
 async def test_waiting_asks_the_server_nothing(queue: RedisQueue, direct: Redis) -> None:
+    stats = cast(Any, direct).info
     popping = asyncio.create_task(queue.pop(1, wait_s=60))
     async with asyncio.timeout(10):
-        while not direct.info("clients")["blocked_clients"]:  # type: ignore[index]
+        while not stats("clients")["blocked_clients"]:  # noqa: ASYNC110 (it is another process that sees it)
             await asyncio.sleep(0.01)
-    before = direct.info("commandstats")["cmdstat_evalsha"]["calls"]  # type: ignore[index]
+    before = stats("commandstats")["cmdstat_evalsha"]["calls"]
     await asyncio.sleep(0.5)
-    assert direct.info("commandstats")["cmdstat_evalsha"]["calls"] == before  # type: ignore[index]
+    assert stats("commandstats")["cmdstat_evalsha"]["calls"] == before
     await queue.push(b"x")
     await popping
 

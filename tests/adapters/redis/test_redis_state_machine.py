@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -37,8 +37,8 @@ class Known:
     claim: Taken | None = None
     ends_ms: int = 0
 
-    def place(self, id: str) -> tuple[int, int, str]:
-        return -self.priority, self.due_ms, id
+    def place(self, key: str) -> tuple[int, int, str]:
+        return -self.priority, self.due_ms, key
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -87,11 +87,11 @@ class QueueMachine(RuleBasedStateMachine):
         for event in pushed:
             self.events[event.id] = self.known(event.body, event.priority, event.delay_s)
 
-    @rule(id=IDS, delay_s=SECONDS, priority=PRIORITIES)
-    def ensure(self, id: str, delay_s: float, priority: int) -> None:
+    @rule(key=IDS, delay_s=SECONDS, priority=PRIORITIES)
+    def ensure(self, key: str, delay_s: float, priority: int) -> None:
         body = self.body()
-        assert self.run(self.queue.ensure(body, id=id, delay_s=delay_s, priority=priority)) == (id not in self.events)
-        self.events.setdefault(id, self.known(body, priority, delay_s))
+        assert self.run(self.queue.ensure(body, id=key, delay_s=delay_s, priority=priority)) == (key not in self.events)
+        self.events.setdefault(key, self.known(body, priority, delay_s))
 
     @rule(limit=st.integers(1, 4), timeout_s=SECONDS)
     def pop(self, limit: int, timeout_s: float) -> None:
@@ -111,8 +111,8 @@ class QueueMachine(RuleBasedStateMachine):
                 known.claim = None
 
     def due(self) -> list[str]:
-        ready = [(known.place(id), id) for id, known in self.events.items() if known.claim is None]
-        return [id for place, id in sorted(ready) if place[1] <= self.now_ms]
+        ready = [(known.place(key), key) for key, known in self.events.items() if known.claim is None]
+        return [key for place, key in sorted(ready) if place[1] <= self.now_ms]
 
     @rule(data=st.data())
     def acknowledge(self, data: st.DataObject) -> None:
@@ -127,7 +127,8 @@ class QueueMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject, delay_s: float) -> None:
         if self.claims:
             taken = data.draw(st.sampled_from(self.claims))
-            assert self.run(self.queue.release(taken, delay_s)) == (held := self.holds(taken))
+            held = self.holds(taken)
+            assert self.run(self.queue.release(taken, delay_s)) == held
             if held:
                 known = self.events[taken.id]
                 known.claim = None
@@ -137,25 +138,26 @@ class QueueMachine(RuleBasedStateMachine):
     def extend(self, data: st.DataObject, timeout_s: float) -> None:
         if self.claims:
             taken = data.draw(st.sampled_from(self.claims))
-            assert self.run(self.queue.extend(taken, timeout_s)) == (held := self.holds(taken))
+            held = self.holds(taken)
+            assert self.run(self.queue.extend(taken, timeout_s)) == held
             if held:
                 self.events[taken.id].ends_ms = self.now_ms + round(timeout_s * 1000)
 
-    @rule(id=IDS, delay_s=SECONDS)
-    def change_delay(self, id: str, delay_s: float) -> None:
-        known = self.events.get(id)
+    @rule(key=IDS, delay_s=SECONDS)
+    def change_delay(self, key: str, delay_s: float) -> None:
+        known = self.events.get(key)
         waits = known is not None and known.claim is None
-        assert self.run(self.queue.change_delay(id, delay_s)) == waits
+        assert self.run(self.queue.change_delay(key, delay_s)) == waits
         if known is not None and waits:
             known.due_ms = self.now_ms + round(delay_s * 1000)
 
-    @rule(id=IDS)
-    def remove(self, id: str) -> None:
-        assert self.run(self.queue.remove(id)) == (self.events.pop(id, None) is not None)
+    @rule(key=IDS)
+    def remove(self, key: str) -> None:
+        assert self.run(self.queue.remove(key)) == (self.events.pop(key, None) is not None)
 
-    @rule(id=IDS)
-    def get(self, id: str) -> None:
-        found, known = self.run(self.queue.get(id)), self.events.get(id)
+    @rule(key=IDS)
+    def get(self, key: str) -> None:
+        found, known = self.run(self.queue.get(key)), self.events.get(key)
         assert (found is None) == (known is None)
         if found is not None and known is not None:
             state = "waiting" if known.claim is None else "claimed"
@@ -180,13 +182,13 @@ class QueueMachine(RuleBasedStateMachine):
     def everything_has_one_place(self) -> None:
         places = check_agreement(self.direct, self.queue.shards[0].keys)
         assert places["waiting"] | places["claimed"] == set(self.events)
-        assert places["claimed"] == {id for id, known in self.events.items() if known.claim is not None}
+        assert places["claimed"] == {key for key, known in self.events.items() if known.claim is not None}
 
 
 @pytest.fixture
-def machine(redis_server: RedisServer) -> Iterator[type[QueueMachine]]:
+def machine(redis_server: RedisServer) -> type[QueueMachine]:
     QueueMachine.port = redis_server.port
-    yield QueueMachine
+    return QueueMachine
 
 
 def test_random_steps_do_what_the_model_does(machine: type[QueueMachine]) -> None:
