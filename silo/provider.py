@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from ..streams.errors import Busy, DataDirectoryError, InvalidArgument, NotSuppo
 from ..streams.events import Event, EventBatch
 from ..streams.handlers import AnyHandler, Declared, EventFilter, Handler, filter_name
 from ..streams.identity import SequenceToken, StreamId
-from ..streams.publishing import check_schedules, check_stream, encoded, grouped, listed
+from ..streams.publishing import check_schedules, check_stream, encoded, grouped, listed, scheduled
 from ..streams.store import ControlStore
 from ..streams.stream import Stream
 from ..streams.subscriptions import (
@@ -288,17 +289,24 @@ class Provider:
             raise InvalidArgument("a stream has a namespace and a key: provider.stream('orders', '42')")
         return Stream(StreamId(namespace, key), self)
 
-    async def publish(self, stream: StreamId, events: bytes | Event | Iterable[bytes | Event]) -> SequenceToken:
+    async def publish(
+        self,
+        stream: StreamId,
+        events: bytes | Event | Iterable[bytes | Event],
+        *,
+        delay: timedelta | None = None,
+        priority: int | None = None,
+    ) -> SequenceToken:
         """Publish to one stream: see `Stream.publish`."""
         check_stream(stream)
-        if type(events) is bytes:  # the shortest way for what is published most
+        if type(events) is bytes and delay is None and priority is None:  # the shortest way for what is published most
             batch = EventBatch.of(stream, [events])
             receipts = await self.adapter.enqueue(((self.queue_of(stream), batch),))
             self.published_events += 1
             self.published_bytes += len(batch.encoded)
         else:
             queue = self.queue_of(stream)
-            batches = [(queue, batch) for batch in self._encode(stream, listed(events))]
+            batches = [(queue, batch) for batch in self._encode(stream, scheduled(listed(events), delay, priority))]
             receipts = await self.adapter.enqueue(batches)
             self._count(batches)
         token = receipts[0].token

@@ -8,6 +8,8 @@ from datetime import timedelta
 from itertools import groupby
 from typing import NamedTuple, cast
 
+from msgspec.structs import replace
+
 from .errors import InvalidArgument, NotSupported
 from .events import BATCH_TARGET_BYTES, MAX_BATCH_EVENTS, Event, EventBatch, ScheduledBatch
 from .identity import SequenceToken, StreamId
@@ -65,6 +67,22 @@ def listed(events: object) -> list[bytes | Event]:
         kind = cast("object", events).__class__.__name__
         raise InvalidArgument(f"publish bytes or Event, or several of them, not {kind}: encode it first")
     return list(cast("Iterable[bytes | Event]", events))
+
+
+def scheduled(events: list[bytes | Event], delay: timedelta | None, priority: int | None) -> list[bytes | Event]:
+    """Events with this delay and priority, where they have none of their own."""
+    if delay is None and priority is None:
+        return events
+    return [_with_schedule(event, delay, priority) for event in events]
+
+
+def _with_schedule(event: bytes | Event, delay: timedelta | None, priority: int | None) -> Event:
+    given = event if isinstance(event, Event) else Event(event)
+    return replace(
+        given,
+        delay=delay if given.delay is None else given.delay,
+        priority=priority if given.priority is None else given.priority,
+    )
 
 
 def encoded(stream: StreamId, events: list[bytes | Event]) -> list[EventBatch]:

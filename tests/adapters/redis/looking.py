@@ -36,9 +36,12 @@ class Clock:
 def check_agreement(direct: Redis, keys: ShardKeys) -> dict[str, set[str]]:
     """Every event has its bytes and one place, and nothing else is left of any. Returns the ids by place."""
     server = cast("Any", direct)
-    places = {name: set(server.zrange(getattr(keys, name), 0, -1)) for name in ("waiting", "claimed", "held")}
+    places: dict[str, set[bytes]] = {
+        name: set(server.zrange(getattr(keys, name), 0, -1)) for name in ("waiting", "claimed", "held")
+    }
     bodies, leases = set(server.hkeys(keys.body)), set(server.hkeys(keys.lease))
-    assert sum(map(len, places.values())) == len(set.union(*places.values())), "an event in two places"
-    assert set.union(*places.values()) == bodies
+    anywhere = {each for ids in places.values() for each in ids}
+    assert sum(map(len, places.values())) == len(anywhere), "an event in two places"
+    assert anywhere == bodies
     assert places["claimed"] | places["held"] <= leases <= bodies
     return {name: {each.decode() for each in ids} for name, ids in places.items()}
