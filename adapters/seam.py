@@ -91,6 +91,8 @@ class Backlog(NamedTuple):
     """Only the first of the events were counted; the others are estimated from the number of batches."""
     since_us: int | None = None
     """When the first of the batches was stored; None where there is none, or the adapter does not know."""
+    later: int = 0
+    """Of the batches, those that are not due yet."""
 
 
 class QueueReceiver(ABC):

@@ -58,6 +58,8 @@ log = logging.getLogger("headrace.silo")
 DEFAULT_ADAPTER = "log"
 DEFAULT_QUEUES = 8
 DRAIN_S = 10.0
+UNREAD_S = 0.05
+"""How often to see whether anything is still to be read from a queue that keeps no order, in seconds."""
 LEASED_TIMEOUT_S = 5.0
 """How long a call of the control store may take where leases depend on it, in seconds."""
 
@@ -614,10 +616,24 @@ class Provider:
             yield
 
     async def caught_up(self, name: str) -> None:
-        """Return when everything stored before the call is done for subscription `name` (paused streams apart)."""
+        """Return when everything stored before the call is done for subscription `name` (paused streams apart).
+
+        Where the adapter keeps no order: when nothing is left that is due.
+        """
         served = self.manager.serving(name)
         for queue, delivery in served.deliveries.items():
-            await delivery.wait_until((await self.adapter.bounds(queue)).next)
+            ordered = self.adapter.capabilities.ordered
+            end = (await self.adapter.bounds(queue)).next if ordered else await self._read_to(queue)
+            await delivery.wait_until(end)
+
+    async def _read_to(self, queue: int) -> int:
+        """The offset below which everything is that is due, once it is read here. Before that, nothing tells it."""
+        while True:
+            position = self.manager.agents[queue].statistics().next_offset
+            backlog = await self.adapter.backlog(queue, position)
+            if backlog.batches <= backlog.later:
+                return position
+            await asyncio.sleep(UNREAD_S)
 
     def statistics(self) -> ProviderStatistics:
         """A cheap snapshot of queues, caches, cursors and deliveries."""

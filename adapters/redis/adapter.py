@@ -143,8 +143,7 @@ class RedisAdapter(QueueAdapter):
         return QueueStatistics(await self.bounds(queue))
 
     async def backlog(self, queue: int, offset: int) -> Backlog:
-        """Also what is not due yet."""
-        return Backlog(await self._queue(queue).backlog(offset))
+        return await self._queue(queue).backlog(offset)
 
     async def offset_at(self, queue: int, time_us: int) -> int:
         raise self._not_rewindable()
@@ -219,9 +218,10 @@ class _Queue:
             answers += await self._answers([shard.bounds(following) for shard in self.shards])
         return Bounds(max(done for done, _ in answers), max(following for _, following in answers))
 
-    async def backlog(self, offset: int) -> int:
+    async def backlog(self, offset: int) -> Backlog:
         sizes = await self._answers([shard.size(offset) for shard in self.shards])
-        return sum(size.waiting + size.claimed + size.held for size in sizes)
+        there = sum(size.waiting + size.claimed + size.held for size in sizes)
+        return Backlog(there, later=sum(size.delayed for size in sizes))
 
     async def _answers(self, asked: Sequence[Awaitable[Any]]) -> list[Any]:
         """Of the servers that are not away, at least one. Raises StorageError."""
