@@ -184,6 +184,8 @@ class _Queue:
     def __init__(self, shards: Sequence[RedisShard], *, wait: bool, timeout_s: float) -> None:
         self.shards = shards
         self._pushers = [Pusher(shard, wait=wait, timeout_s=timeout_s) for shard in shards]
+        for pusher in self._pushers:
+            pusher.others = [other for other in self._pushers if other is not pusher]
         self._turn = 0
         self._wait = wait
         self._timeout_s = timeout_s

@@ -33,10 +33,12 @@ class _Waiting(NamedTuple):
 
 
 class Pusher:
-    """On one loop. `aclose` when done."""
+    """On one loop. `aclose` when done. `others` are those of the queue's other shards: they take over while the server
+    is away, at the price that what it stored without an answer is stored twice."""
 
     def __init__(self, shard: RedisShard, *, wait: bool, timeout_s: float) -> None:
         self.shard = shard
+        self.others: Sequence[Pusher] = ()
         self._id = uuid.uuid4().hex
         self._number = 0
         self._wait = wait
@@ -62,8 +64,11 @@ class Pusher:
                 f"{self._pending:,} bytes wait to be stored in Redis at {self.shard.server.address}: publish later"
             )
         deadline = asyncio.get_running_loop().time() + (self._timeout_s if self._wait else 0.0)
-        self._line.append(_Waiting(events, tell, deadline, nbytes))
-        self._pending += nbytes
+        self._enter(_Waiting(events, tell, deadline, nbytes))
+
+    def _enter(self, one: _Waiting) -> None:
+        self._line.append(one)
+        self._pending += one.nbytes
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name=f"headrace push {self.shard.name}")
 
@@ -94,11 +99,12 @@ class Pusher:
             try:
                 positions = await self.shard.push(events, pusher=self._id, number=self._number)
             except ServerAway as error:
-                left = self._expire(left, error)
+                self._away_until = asyncio.get_running_loop().time() + 2 * pause_s
+                left = self._expire([one for one in left if not self._hand_over(one)], error)
+                self._line = deque(one for one in self._line if not self._hand_over(one))
                 self._expire_line(error)
                 if not left:
                     return
-                self._away_until = asyncio.get_running_loop().time() + 2 * pause_s
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
             except HeadraceError as error:
@@ -108,6 +114,15 @@ class Pusher:
                 self._away_until = 0.0
                 self._answer(chunk, left, positions)
                 return
+
+    def _hand_over(self, one: _Waiting) -> bool:
+        """Let another shard store it, where its server is not away, too."""
+        for other in self.others:
+            if not other.away:
+                self._pending -= one.nbytes
+                other._enter(one)  # noqa: SLF001 (of its own kind)
+                return True
+        return False
 
     def _answer(self, chunk: Sequence[_Waiting], left: Sequence[_Waiting], positions: Sequence[int | None]) -> None:
         at = 0

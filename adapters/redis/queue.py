@@ -44,6 +44,7 @@ class RedisQueue:
 
     def __init__(self, shards: Sequence[RedisShard]) -> None:
         self.shards = list(shards)
+        self._homes = sorted(range(len(self.shards)), key=lambda index: self.shards[index].name)
         self._turn = itertools.count()
         self._pusher = uuid.uuid4().hex
         self._numbers = itertools.count(1)
@@ -117,7 +118,8 @@ class RedisQueue:
             return await self.shards[index].push(events, pusher=self._pusher, number=next(self._numbers), keep=keep)
 
     def _home(self, id: str) -> int:  # noqa: A002
-        return zlib.crc32(id.encode()) % len(self.shards)
+        """The same for everybody, whatever the order of the shards is for them."""
+        return self._homes[zlib.crc32(id.encode()) % len(self.shards)]
 
     # ---- out of the queue ------------------------------------------------------------------------------------------
 

@@ -6,11 +6,11 @@ import asyncio
 import random
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from redis import Redis
@@ -33,12 +33,12 @@ STREAM = StreamId("orders", "1")
 @pytest.fixture
 def url(redis_server: RedisServer) -> str:
     with Redis(port=redis_server.port) as direct:
-        direct.flushall()
+        cast("Any", direct).flushall()
     return f"redis://{redis_server.address}"
 
 
 @asynccontextmanager
-async def opened(data: Path, url: str, **options: Any) -> AsyncIterator[Provider]:
+async def opened(data: Path, url: str, **options: Any) -> AsyncGenerator[Provider]:
     async with Provider.open(data, adapter="redis", queues=2, options={"url": url, **options}) as provider:
         yield provider
 
@@ -108,9 +108,9 @@ async def test_schedules_come_through_grpc_and_the_command_line(tmp_path: Path, 
                         break
             assert sorted(got) == [b"last", b"later", b"now"]
         async with Client(address, provider="plain") as client:
-            for schedule in ({"delay": timedelta(seconds=1)}, {"priority": 1}):
+            for event in (Event(b"x", delay=timedelta(seconds=1)), Event(b"x", priority=1)):
                 with pytest.raises(NotSupported, match="such as redis"):
-                    await client.publish(STREAM, b"x", **schedule)
+                    await client.publish(STREAM, event)
         ran = await asyncio.to_thread(headrace, *publish, "--provider", "plain", "--priority", "3", stdin=b"last\n")
         assert (ran.code, "such as redis" in ran.err) == (2, True)
     finally:
