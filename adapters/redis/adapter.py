@@ -136,6 +136,10 @@ class RedisAdapter(QueueAdapter):
         self._receivers = {each for each in self._receivers if not each.closed} | {receiver}
         return receiver
 
+    def shards(self, queue: int) -> Sequence[RedisShard]:
+        """Where a queue lies, the shard of the own zone first: to look into, or to change single events."""
+        return self._queue(queue).shards
+
     async def bounds(self, queue: int) -> Bounds:
         return await self._queue(queue).bounds()
 

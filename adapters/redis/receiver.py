@@ -50,7 +50,7 @@ class RedisReceiver(QueueReceiver):
 
     def __init__(self, queue: int, shards: Sequence[RedisShard]) -> None:
         self._queue = queue
-        self._seats = [Seat(shard) for shard in shards]
+        self.seats = [Seat(shard) for shard in shards]
         self._next = 0
         """No offset from now on is below."""
         self._given = 0
@@ -64,9 +64,9 @@ class RedisReceiver(QueueReceiver):
 
     async def open(self) -> None:
         """Become the queue's reader. Raises StorageError where no server answers."""
-        outcomes = await asyncio.gather(*(self._sit(seat) for seat in self._seats), return_exceptions=True)
+        outcomes = await asyncio.gather(*(self._sit(seat) for seat in self.seats), return_exceptions=True)
         errors = [error for error in outcomes if isinstance(error, BaseException)]
-        if len(errors) == len(self._seats) or any(not isinstance(error, ServerAway) for error in errors):
+        if len(errors) == len(self.seats) or any(not isinstance(error, ServerAway) for error in errors):
             raise errors[0]
         for error in errors:
             log.warning("queue %d is read without one of its shards: %s", self._queue, error)
@@ -92,7 +92,7 @@ class RedisReceiver(QueueReceiver):
         return Received(taken, self._given)
 
     async def acknowledge(self, offset: int) -> None:
-        for seat in self._seats:
+        for seat in self.seats:
             if seat.reader is not None and not await seat.shard.finish(seat.reader, min(offset, seat.next), offset):
                 self._supersede()
 
@@ -104,7 +104,7 @@ class RedisReceiver(QueueReceiver):
             await asyncio.gather(self._fetching, return_exceptions=True)
         if self._left is not None:
             await self._left.aclose()
-        await asyncio.gather(*(seat.bell.aclose() for seat in self._seats))
+        await asyncio.gather(*(seat.bell.aclose() for seat in self.seats))
 
     @property
     def closed(self) -> bool:
@@ -132,7 +132,7 @@ class RedisReceiver(QueueReceiver):
 
     async def _merged(self, start: int) -> AsyncGenerator[tuple[int, bytes]]:
         """What is held at `start` and above, in the order of the offsets."""
-        sources = [self._held(seat, start) for seat in self._seats if seat.reader is not None]
+        sources = [self._held(seat, start) for seat in self.seats if seat.reader is not None]
         heads: list[tuple[int, bytes, int]] = []
         for index, source in enumerate(sources):
             async for offset, body in source:
@@ -151,7 +151,7 @@ class RedisReceiver(QueueReceiver):
             try:
                 held = await seat.shard.held(seat.reader, start, MAX_POP, MAX_POP_BYTES)
             except ServerAway:
-                if len(self._seats) == 1:
+                if len(self.seats) == 1:
                     raise
                 seat.reader = None  # the others go on; what is left there comes later, under new offsets
                 return
@@ -173,7 +173,7 @@ class RedisReceiver(QueueReceiver):
                 continue
             idle_s = await self._fetch_due(max_events, max_bytes)
             if idle_s and not self._ready:
-                await idle([seat.bell for seat in self._seats], idle_s)
+                await idle([seat.bell for seat in self.seats], idle_s)
 
     async def _fetch_left(self, left: AsyncGenerator[tuple[int, bytes]], max_events: int, max_bytes: int) -> None:
         start = 0
@@ -203,7 +203,7 @@ class RedisReceiver(QueueReceiver):
                 self._pass_over(seat)
                 return 0.0
             idle_s = min(idle_s, seat_idle_s)
-        if len(errors) == len(self._seats):
+        if len(errors) == len(self.seats):
             raise StorageError(str(errors[0]))
         return idle_s
 
@@ -222,10 +222,10 @@ class RedisReceiver(QueueReceiver):
 
     def _order(self) -> Iterable[Seat]:
         """The shards as they were given, but for one that was passed over too often."""
-        return sorted(self._seats, key=lambda seat: seat.passed_over < TURNS)
+        return sorted(self.seats, key=lambda seat: seat.passed_over < TURNS)
 
     def _pass_over(self, chosen: Seat) -> None:
-        for seat in self._seats:
+        for seat in self.seats:
             seat.passed_over = 0 if seat is chosen else seat.passed_over + 1
 
 

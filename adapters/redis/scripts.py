@@ -269,6 +269,7 @@ return answer
 
 # ARGV: id, token, delay in ms. Answers with 1 where the claim was this one.
 _RELEASE = """
+may_take_memory()
 local score = claim_of(ARGV[1], ARGV[2])
 if not score then return 0 end
 local delay = tonumber(ARGV[3])
@@ -281,6 +282,7 @@ return 1
 
 # ARGV: id, token, ms from now. Answers with 1 where the claim was this one.
 _EXTEND = """
+may_take_memory()
 if not claim_of(ARGV[1], ARGV[2]) then return 0 end
 redis.call('ZADD', claimed, string.format('%.0f', after(tonumber(ARGV[3]))), ARGV[1])
 return 1
@@ -288,6 +290,7 @@ return 1
 
 # ARGV: id, delay in ms from now. Answers with 1 where it waited.
 _CHANGE_DELAY = """
+may_take_memory()
 local score = tonumber(redis.call('ZSCORE', waiting, ARGV[1]) or 'nan')
 if score ~= score then return 0 end
 local due = after(tonumber(ARGV[2]))
@@ -346,11 +349,12 @@ _CLEAR = "return redis.call('UNLINK', waiting, body, claimed, held, lease, bell)
 _RING = "ring()"
 
 # A new reader. Answers with its number.
-_OPEN = "return redis.call('HINCRBY', meta, 'reader', 1)"
+_OPEN = "may_take_memory() return redis.call('HINCRBY', meta, 'reader', 1)"
 
 # ARGV: what no later position may be below. Answers with the offset below which everything is done, and that of the
 # next position at the least.
 _BOUNDS = """
+may_take_memory()
 local following = tonumber(redis.call('HGET', meta, 'counter') or '-1') + 1
 if following < tonumber(ARGV[1]) then
   following = tonumber(ARGV[1])
@@ -398,6 +402,7 @@ return answer
 # ARGV: reader, below, how far everything is done, limit. Answers with how many are left to be removed.
 _FINISH = """
 if superseded(ARGV[1]) then return false end
+may_take_memory()
 local below = '(' .. ARGV[2]
 forget_all(held, redis.call('ZRANGEBYSCORE', held, '-inf', below, 'LIMIT', 0, tonumber(ARGV[4])))
 local left = redis.call('ZCOUNT', held, '-inf', below)
