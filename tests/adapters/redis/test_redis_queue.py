@@ -80,6 +80,19 @@ async def test_an_event_comes_when_it_is_due_and_not_a_millisecond_earlier(timed
     assert await bodies(timed) == ["x"]
 
 
+async def test_a_part_of_a_millisecond_brings_nothing_early(timed: RedisQueue, clock: Clock) -> None:
+    clock.advance(0.0007)
+    await timed.push(b"x", delay_s=1)
+    clock.advance(0.9995)
+    assert await bodies(timed) == []
+    clock.advance(0.001)
+    await one(timed, timeout_s=1)
+    clock.advance(0.9999)
+    assert await bodies(timed) == []
+    clock.advance(0.001)
+    assert await bodies(timed) == ["x"]
+
+
 async def test_what_is_not_acknowledged_comes_again_after_its_timeout(timed: RedisQueue, clock: Clock) -> None:
     """Without anybody watching: whoever pops next takes it back."""
     await timed.push_many([Pushed(b"%d" % number) for number in range(10)])
