@@ -615,6 +615,14 @@ class Provider:
         with await asyncio.to_thread(lock_subscription, self._directory, self.name, name):
             yield
 
+    async def ends(self, queue: int, positions: Iterable[int]) -> Mapping[int, int]:
+        """Where a queue ends, seen from each of some positions: what is in between are batches, in number.
+
+        For an adapter that keeps no order that is not its end, for its offsets do not count."""
+        if self.adapter.capabilities.ordered:
+            return dict.fromkeys(positions, (await self.adapter.bounds(queue)).next)
+        return {position: position + (await self.adapter.backlog(queue, position)).batches for position in positions}
+
     async def caught_up(self, name: str) -> None:
         """Return when everything stored before the call is done for subscription `name` (paused streams apart).
 

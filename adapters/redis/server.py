@@ -44,7 +44,8 @@ class Server:
     """One Redis, or one cluster. Nothing is sent twice by itself: the scripts know what may be repeated."""
 
     def __init__(self, url: str, *, cluster: bool = False) -> None:
-        self.address = urlsplit(url).netloc.rpartition("@")[2]
+        parts = urlsplit(url)
+        self.address = parts.netloc.rpartition("@")[2] or parts.path
         """Without user and password."""
         self._client = _client(url, COMMAND_S, cluster=cluster)
         self._blocking = _client(url, BLOCK_S + COMMAND_S, cluster=cluster)

@@ -221,6 +221,20 @@ async def test_caught_up_means_that_nothing_is_left(tmp_path: Path, url: str) ->
         assert len(got) == 300
 
 
+async def test_lag_counts_batches_though_offsets_are_times(tmp_path: Path, url: str) -> None:
+    async with opened(tmp_path, url) as provider:
+        stream = provider.stream(STREAM)
+        subscription = await provider.subscribe("s", "orders/*", _nothing)
+        await stream.publish([b"now", Event(b"later", delay=timedelta(hours=1))])
+        await subscription.caught_up()
+        await provider.manager.save()
+        (delivery,) = [one for one in provider.manager.served["s"].deliveries.values() if one.watermark]
+        assert await provider.ends(delivery.queue, [delivery.watermark]) == {delivery.watermark: delivery.watermark + 1}
+
+
+async def _nothing(_: Event) -> None: ...
+
+
 # ---- the server goes away --------------------------------------------------------------------------------------------
 
 
