@@ -586,8 +586,8 @@ class PullingManager:
         stored = await self._store.watermarks(self.provider, apart_from=list(self.served))
         for queue, watermark in moved.items():
             finished = min(watermark, stored.get(queue, watermark))
-            await self.agents[queue].acknowledge(finished)
-            self._acknowledged[queue] = finished
+            if await self.agents[queue].acknowledge(finished):
+                self._acknowledged[queue] = finished
 
     def _done(self, queue: int) -> int | None:
         """How far what is served here is done. A durable queue survives this process, so it is told of nothing that a

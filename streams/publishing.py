@@ -87,7 +87,7 @@ def _with_schedule(event: bytes | Event, delay: timedelta | None, priority: int 
 
 def encoded(stream: StreamId, events: list[bytes | Event]) -> list[EventBatch]:
     """The batches in which events of one stream are published: in order, each of one delay and priority."""
-    if len(events) == 1 and type(events[0]) is bytes:
+    if len(events) == 1 and _schedule(events[0]) is None:
         return [EventBatch.of(stream, events)]
     if not any(map(_schedule, events)):
         return [EventBatch.of(stream, part) for part in parts(events)]

@@ -92,9 +92,15 @@ class RedisReceiver(QueueReceiver):
         return Received(taken, self._given)
 
     async def acknowledge(self, offset: int) -> None:
-        for seat in self.seats:
-            if seat.reader is not None and not await seat.shard.finish(seat.reader, min(offset, seat.next), offset):
-                self._supersede()
+        """As the seam says. Raises StorageError where one of the servers is away: then call it again."""
+        outcomes = await asyncio.gather(*(self._finish(seat, offset) for seat in self.seats), return_exceptions=True)
+        for error in outcomes:
+            if error is not None:
+                raise error
+
+    async def _finish(self, seat: Seat, offset: int) -> None:
+        if seat.reader is not None and not await seat.shard.finish(seat.reader, min(offset, seat.next), offset):
+            self._supersede()
 
     async def aclose(self) -> None:
         if not self._closed.done():

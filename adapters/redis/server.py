@@ -78,6 +78,8 @@ class Server:
         """Raises ServerAway, or InvalidArgument where it is too old or would throw queues away."""
         try:
             info = _one(await cast("Any", self._client).info())
+        except exceptions.NoPermissionError:  # it is not for this user to know
+            return
         except (*_AWAY, exceptions.RedisError) as error:
             raise self._away(error) from None
         version = str(info.get("redis_version", "0.0"))
