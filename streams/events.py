@@ -25,6 +25,7 @@ MAX_DELAY = timedelta(days=36_500)
 MAX_PRIORITY = 99
 """The most urgent; 0 is that of an event that says nothing."""
 
+_MICROSECOND = timedelta(microseconds=1)
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -221,6 +222,8 @@ class ScheduledBatch(EventBatch):
     def __init__(self, stream: StreamId, encoded: bytes, count: int, *, delay_us: int, priority: int) -> None:
         """`encoded` has the schedule already. Raises InvalidArgument for one that is none."""
         super().__init__(stream, encoded, count)
+        if not 0 <= delay_us <= MAX_DELAY // _MICROSECOND:
+            raise InvalidArgument(f"a delay is 0 to {MAX_DELAY.days:,} days, not {delay_us:,} microseconds")
         self.delay_us = delay_us
         self.priority = _checked_priority(priority)
 
@@ -238,7 +241,7 @@ class ScheduledBatch(EventBatch):
 def _delay_us(delay: Any) -> int:
     if not isinstance(delay, timedelta) or not timedelta() <= delay <= MAX_DELAY:
         raise InvalidArgument(f"a delay is a timedelta from 0 to {MAX_DELAY.days:,} days, not {delay!r}")
-    return delay // timedelta(microseconds=1)
+    return delay // _MICROSECOND
 
 
 def _checked_priority(priority: Any) -> int:

@@ -114,7 +114,7 @@ async def test_a_wrong_request_stores_nothing_and_says_which_batch_it_is(tmp_pat
             (PublishRequest(), "batches: a request has 1 to 10,000 of them, not 0"),
             (PublishRequest(batches=[good] * 10_001), "batches: a request has 1 to 10,000 of them, not 10,001"),
             (PublishRequest(batches=[good, batch("shop/1")]), "batches[1]: damaged batch: it has no events"),
-            (PublishRequest(batches=[good, batch("shop/1", b"a", offset=1)]), "batches[1]: a batch has fields from 16 to 20"),
+            (PublishRequest(batches=[good, batch("shop/1", b"a", offset=1)]), "batches[1]: a batch has fields from 16"),
             (b"\x1a\x05\x0a", "damaged message"),
             (b"\x0a\xff", "damaged message"),
             (b"\x08\x01", "batches: a request has 1 to"),
