@@ -216,7 +216,7 @@ class PullingManager:
             work = _supervise(self.obey, LOOK_S)
             self._tasks.append(asyncio.create_task(work, name=f"headrace orders {self.provider}"))
         if not self._rewindable:
-            work = _supervise(self._acknowledge, ACKNOWLEDGE_S)
+            work = _supervise(self.acknowledge, ACKNOWLEDGE_S)
             self._tasks.append(asyncio.create_task(work, name=f"headrace acknowledgements {self.provider}"))
 
     async def aclose(self, drain_s: float) -> None:
@@ -576,7 +576,7 @@ class PullingManager:
             self._deliver(served.definition, served.service, attachment)
         return True
 
-    async def _acknowledge(self) -> None:
+    async def acknowledge(self) -> None:
         """Tell queues that cannot rewind what nobody needs any more. What is not served here holds its events by its
         stored checkpoint."""
         done = {agent.queue: self._done(agent.queue) for agent in self.agents}

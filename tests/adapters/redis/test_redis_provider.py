@@ -16,6 +16,7 @@ import pytest
 from redis import Redis
 
 from headrace.adapters.redis.keys import ShardKeys
+from headrace.agents import manager
 from headrace.benchmarks.servers import RedisServer
 from headrace.silo import Provider
 from headrace.streams import Event, NotSupported, Start, StorageError, StreamId
@@ -153,6 +154,28 @@ async def test_a_process_killed_again_and_again_loses_nothing(tmp_path: Path, ur
     process.terminate()
     await process.wait()
     assert set(seen(b"done")) == {b"%d" % number for number in range(events)}
+
+
+async def test_nothing_is_removed_before_the_checkpoint_that_says_it_is_done_is_stored(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a crash in between leaves a subscription that waits for what is gone, which is a gap."""
+    monkeypatch.setattr(manager, "CHECKPOINT_S", 3600.0)
+    got: list[bytes] = []
+
+    async def handle(event: Event) -> None:
+        got.append(event.payload)
+
+    async with opened(tmp_path, url) as provider:
+        await provider.subscribe("s", "orders/*", handle)
+        await provider.stream(STREAM).publish([b"a", b"b"])
+        await until(lambda: len(got) == 2)
+        queue = provider.queue_of(STREAM)
+        await provider.manager.acknowledge()
+        assert (await provider.adapter.backlog(queue, 0)).batches == 1
+        await provider.manager.save()
+        await provider.manager.acknowledge()
+        assert (await provider.adapter.backlog(queue, 0)).batches == 0
 
 
 async def test_what_was_done_before_a_stop_does_not_come_again(tmp_path: Path, url: str) -> None:
