@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -275,6 +277,13 @@ async def test_a_server_that_would_evict_queues_is_refused() -> None:
         with pytest.raises(InvalidArgument, match="noeviction"):
             async with adapter(f"redis://{redis.address}"):
                 pass
+
+
+def test_without_its_client_the_adapter_says_what_to_install() -> None:
+    code = "import sys; sys.modules['redis'] = None; from headrace.adapters.registry import _find; _find('redis')"
+    ran = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert "needs the package 'redis'" in ran.stderr
+    assert "pip install 'headrace[redis]'" in ran.stderr
 
 
 def test_a_delivered_event_is_what_was_published() -> None:
