@@ -34,7 +34,7 @@ def _find(name: str) -> AdapterFactory:
             return cast(AdapterFactory, entry.load())
         except ModuleNotFoundError as error:
             raise NotFound(
-                f"the adapter {name!r} needs the package {error.name!r}, which is not installed; what headrace itself has "
+                f"the adapter {name!r} needs the package {error.name!r}, which is not installed; one of headrace's own "
                 f"comes with pip install 'headrace[{name}]'"
             ) from None
     raise NotFound(f"there is no adapter {name!r}; installed are: {', '.join(adapter_names())}")
