@@ -33,8 +33,8 @@ class Event(msgspec.Struct, gc=False):  # no cycle leads through it, and every b
     """What is published and delivered.
 
     `timestamp_us` is microseconds since 1970 UTC; the time of publishing where it is not given. An empty `id` is none.
-    `delay` and `priority` need an adapter that declares them, and are not told on delivery. `stream` and `token` are set on delivery and ignored on
-    publishing.
+    `delay` and `priority` need an adapter that declares them, and are not told on delivery. `stream` and `token` are
+    set on delivery and ignored on publishing.
     """
 
     payload: bytes
