@@ -19,7 +19,7 @@ from headrace.adapters.redis.keys import ShardKeys
 from headrace.agents import manager
 from headrace.benchmarks.servers import RedisServer
 from headrace.silo import Provider
-from headrace.streams import Event, NotSupported, Start, StorageError, StreamId
+from headrace.streams import Event, NotSupported, Selector, Start, StorageError, StreamId, SubscriptionDefinition
 from headrace.streams.client import Client
 from tests.adapters.redis.looking import check_agreement
 from tests.client.silos import SiloProcess
@@ -65,8 +65,7 @@ async def test_events_come_by_priority_and_when_they_are_due(tmp_path: Path, url
 
     async with opened(tmp_path, url) as provider:
         stream = provider.stream(STREAM)
-        await provider.subscribe("s", "orders/*", handle)
-        await provider.withdraw("s")
+        await provider.create_subscription(SubscriptionDefinition(name="s", selector=Selector("orders/*")))
         await stream.publish([b"plain", Event(b"later", delay=timedelta(seconds=0.3)), Event(b"urgent", priority=9)])
         await stream.publish(b"most urgent", priority=99)
         await stream.publish([Event(b"own priority", priority=10), b"of the call"], priority=5)
