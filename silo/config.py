@@ -26,6 +26,7 @@
     options = { durability = "commit" }
     cache = { max_events = 1_000_000, max_bytes = 67_108_864 }
     detach_after_s = 0.25
+    delays = "store"                     # for an adapter that cannot delay events itself
 
 A variable names an option in capitals, with two underscores for each dot: `HEADRACE_DATA`, `HEADRACE_HTTP__PORT`,
 `HEADRACE_PROVIDERS__DEFAULT__CACHE__MAX_BYTES`. An unknown option is an error, for otherwise a misspelt one would be
@@ -96,6 +97,8 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The adapter's own options."""
     cache: CacheConfig = CacheConfig()
     detach_after_s: _Seconds = 0.25
+    delays: Literal["store"] | None = None
+    """Where delayed events wait that the adapter cannot delay: in the control store. None: it refuses them."""
 
     def named(self, name: str) -> ProviderOptions:
         return ProviderOptions(
@@ -105,6 +108,7 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             options=self.options,
             cache=CacheOptions(max_events=self.cache.max_events, max_bytes=self.cache.max_bytes),
             detach_after_s=self.detach_after_s,
+            delays=self.delays,
         )
 
 

@@ -46,6 +46,7 @@ from ..streams.subscriptions import (
     is_parent,
 )
 from .datadir import DataDirectory, DirectoryLock, lock_subscription, open_data_directory
+from .parking import Parking, check_delays, check_parkable
 from .views import ProviderStatistics, provider_statistics
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ class ProviderOptions:
     cache: CacheOptions = field(default_factory=CacheOptions)
     detach_after_s: float = 0.25
     """How long a cursor may stand still in the oldest bucket of a full cache before it is detached, in seconds."""
+    delays: str | None = None
+    """Where delayed events wait that the adapter itself cannot delay: "store" for the control store. None: nowhere."""
 
 
 class Provider:
@@ -101,6 +104,7 @@ class Provider:
         mapper: StreamQueueMapper,
         *,
         leased: bool = False,
+        parking: Parking | None = None,
     ) -> None:
         self.name = options.name
         self.queues = mapper.queues
@@ -122,6 +126,10 @@ class Provider:
         """It is one silo's of several: queues are served while they have a lease here (`headrace.balancer`)."""
         self.manager.moves = self.moves
         self.queue_of = mapper.queue_of
+        self.parking = parking
+        """What publishes delayed events when they are due, where the adapter does not."""
+        self._delays = adapter.capabilities.delay or options.delays is not None
+        self._enqueue = parking.enqueue if self._delays and parking is not None else adapter.enqueue
         self._directory = directory
         self._locks: dict[str, DirectoryLock] = {}
         self._closing: asyncio.Task[None] | None = None
@@ -186,6 +194,7 @@ class Provider:
         adapter_name = options.adapter or (known.adapter if known else DEFAULT_ADAPTER)
         default = known.queues if known else DEFAULT_QUEUES
         mapper = StreamQueueMapper(default if options.queues is None else options.queues)
+        check_delays(options.delays)
         options.cache.per_queue(mapper.queues)
 
         async def register() -> None:
@@ -201,16 +210,21 @@ class Provider:
         try:
             if leased:
                 _check_shareable(options.name, adapter_name, adapter)
+            if options.delays is not None:
+                check_parkable(options.name, adapter_name, adapter, private=store.private)
             if directory is not None and directory.id and own is not None:
                 await _check_same_queues(store, options.name, directory, own)
             if not known:
                 await register()  # only now: what cannot be opened is not what the provider is made with
-            provider = cls(options, directory, store, adapter, mapper, leased=leased)
+            parking = await _parking(options, adapter, store)
+            provider = cls(options, directory, store, adapter, mapper, leased=leased, parking=parking)
             await provider._forget_lost_positions()
         except BaseException:
             await adapter.aclose()
             raise
         provider.manager.start()
+        if parking is not None:
+            parking.start()
         return provider
 
     async def aclose(self, drain_s: float = DRAIN_S) -> None:
@@ -232,6 +246,8 @@ class Provider:
         finally:
             for lock in self._locks.values():
                 lock.release()
+            if self.parking is not None:
+                await self.parking.aclose(drain_s)
             await self.adapter.aclose()
             await self.store.aclose()
 
@@ -309,7 +325,7 @@ class Provider:
         else:
             queue = self.queue_of(stream)
             batches = [(queue, batch) for batch in self._encode(stream, scheduled(listed(events), delay, priority))]
-            receipts = await self.adapter.enqueue(batches)
+            receipts = await self._enqueue(batches)
             self._count(batches)
         token = receipts[0].token
         assert token is not None  # only duplicates of an idempotent producer have none
@@ -328,7 +344,7 @@ class Provider:
             for stream, events in by_stream.items()
             for batch in self._encode(stream, events)
         ]
-        receipts = await self.adapter.enqueue(batches, sequence=sequence)
+        receipts = await self._enqueue(batches, sequence=sequence)
         if not (receipts and receipts[0].duplicate):
             self._count(batches)
         return receipts
@@ -342,7 +358,7 @@ class Provider:
         """
         self._check_schedules(batches)
         placed = [(self.queue_of(batch.stream), batch) for batch in batches]
-        answer = asyncio.ensure_future(self.adapter.enqueue(placed, sequence=sequence))
+        answer = asyncio.ensure_future(self._enqueue(placed, sequence=sequence))
         answer.add_done_callback(partial(self._note_stored, placed))
         return answer
 
@@ -358,9 +374,9 @@ class Provider:
         return batches
 
     def _check_schedules(self, batches: Sequence[EventBatch]) -> None:
-        can = self.adapter.capabilities
-        if not (can.delay and can.priority):
-            check_schedules(batches, self.name, delay=can.delay, priority=can.priority)
+        priorities = self.adapter.capabilities.priority
+        if not (self._delays and priorities):
+            check_schedules(batches, self.name, delay=self._delays, priority=priorities)
 
     def _count(self, batches: Sequence[tuple[int, EventBatch]]) -> None:
         for _, batch in batches:
@@ -729,6 +745,15 @@ def _start(start: Start | str | None) -> Start:
     if start is None:
         return Start.latest()
     return Start.parse(start) if isinstance(start, str) else start
+
+
+async def _parking(options: ProviderOptions, adapter: QueueAdapter, store: ControlStore) -> Parking | None:
+    """Also where the option was taken away since: what is parked is published all the same."""
+    if options.delays is None:
+        if not (adapter.capabilities.idempotent and await store.parking().due_in_s(options.name, "") is not None):
+            return None
+        log.warning("provider %s: events are parked, and delays are not configured any more", options.name)
+    return Parking(options.name, adapter, store.parking())
 
 
 def _check_shareable(provider: str, name: str, adapter: QueueAdapter) -> None:

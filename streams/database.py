@@ -87,6 +87,11 @@ class Database:
         """Run `work`, which only reads, beside whoever writes: all of it sees one state."""
         return await self._in_thread(self._transact, True, work, *args, **kwargs)
 
+    @property
+    def private(self) -> bool:
+        """It is in memory: nobody else has it, and it is gone on `aclose`."""
+        return _is_sqlite(self._url) and not self._url.database
+
     async def aclose(self) -> None:
         """Finish what was begun, disconnect. Idempotent."""
         if self._closed:

@@ -237,6 +237,14 @@ class ScheduledBatch(EventBatch):
         encoded = plain.encoded + layout.write_schedule(delay_us, priority)
         return cls(stream, encoded, plain.count, delay_us=delay_us, priority=priority)
 
+    def undelayed(self) -> EventBatch:
+        """The same events, with the priority alone."""
+        encoded = self.encoded.removesuffix(layout.write_schedule(self.delay_us, self.priority))
+        if not self.priority:
+            return EventBatch(self.stream, encoded, self.count)
+        encoded += layout.write_schedule(0, self.priority)
+        return ScheduledBatch(self.stream, encoded, self.count, delay_us=0, priority=self.priority)
+
 
 def _delay_us(delay: Any) -> int:
     if not isinstance(delay, timedelta) or not timedelta() <= delay <= MAX_DELAY:

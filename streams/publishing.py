@@ -105,8 +105,8 @@ def check_schedules(batches: Iterable[EventBatch], provider: str, *, delay: bool
         if type(batch) is ScheduledBatch:
             if batch.delay_us and not delay:
                 raise NotSupported(
-                    f"provider {provider!r} cannot delay events: its adapter does not declare it; use one that does, "
-                    "such as redis, or leave the delay out"
+                    f"provider {provider!r} cannot delay events: its adapter does not declare it; open it with "
+                    'delays = "store", use an adapter that does, such as redis, or leave the delay out'
                 )
             if batch.priority and not priority:
                 raise NotSupported(

@@ -16,6 +16,7 @@ from sqlalchemy import (
     Boolean,
     Column,
     Connection,
+    Index,
     Integer,
     LargeBinary,
     MetaData,
@@ -27,6 +28,7 @@ from sqlalchemy import (
     insert,
     inspect,
     select,
+    text,
     update,
 )
 
@@ -180,6 +182,51 @@ suspicions = Table(
 )
 """`incarnation` is that of the silo. A vote counts until it expires."""
 
+_IS_TAKEN = text("claim > 0")
+
+parked = Table(
+    "parked",
+    metadata,
+    Column("id", _ROW_ID, primary_key=True),
+    Column("provider", _NAME, nullable=False),
+    Column("queue", Integer, nullable=False),
+    Column("due_at_us", BigInteger, nullable=False),
+    Column("claim", BigInteger, nullable=False),
+    Column("producer", String(64), nullable=False),
+    Column("number", BigInteger, nullable=False),
+    Column("stream", Text, nullable=False),
+    Column("events", Integer, nullable=False),
+    Column("priority", Integer, nullable=False),
+    Column("batch", LargeBinary, nullable=False),
+    Index("parked_due", "provider", "due_at_us", "id"),
+    Index("parked_taken", "provider", "queue", "claim", sqlite_where=_IS_TAKEN, postgresql_where=_IS_TAKEN),
+    sqlite_autoincrement=True,
+)
+"""Batches that are published into their queue later (`headrace.streams.parking`). `claim` is the number of the release
+that has the row, 0 while none has; `producer` and `number` are the call that parked it, "" and 0 where it has none."""
+
+parked_calls = Table(
+    "parked_calls",
+    metadata,
+    Column("provider", _NAME, primary_key=True),
+    Column("producer", String(64), primary_key=True),
+    Column("number", BigInteger, nullable=False),
+    Column("at_us", BigInteger, nullable=False),
+)
+"""The last call of each idempotent producer that parked something. `producer` is the SHA-256 of its name."""
+
+releases = Table(
+    "releases",
+    metadata,
+    Column("provider", _NAME, primary_key=True),
+    Column("queue", Integer, primary_key=True, autoincrement=False),
+    Column("producer", String(64), nullable=False),
+    Column("claim", BigInteger, nullable=False),
+    Column("holder", String(64), nullable=False),
+    Column("until_us", BigInteger, nullable=False),
+)
+"""The last release of parked batches into a queue: its number, and until when its holder has it; 0 once it is done."""
+
 Migration = Callable[[Connection], None]
 
 
@@ -235,7 +282,50 @@ def _add_cluster(connection: Connection) -> None:
     connection.execute(insert(counters).values(name="incarnation", value=0))
 
 
-MIGRATIONS: Sequence[Migration] = (_add_tokens, _add_cluster)
+def _add_parking(connection: Connection) -> None:
+    """Version 4: batches that wait until they are due."""
+    now = MetaData()
+    taken = text("claim > 0")
+    Table(
+        "parked",
+        now,
+        Column("id", _ROW_ID, primary_key=True),
+        Column("provider", _NAME, nullable=False),
+        Column("queue", Integer, nullable=False),
+        Column("due_at_us", BigInteger, nullable=False),
+        Column("claim", BigInteger, nullable=False),
+        Column("producer", String(64), nullable=False),
+        Column("number", BigInteger, nullable=False),
+        Column("stream", Text, nullable=False),
+        Column("events", Integer, nullable=False),
+        Column("priority", Integer, nullable=False),
+        Column("batch", LargeBinary, nullable=False),
+        Index("parked_due", "provider", "due_at_us", "id"),
+        Index("parked_taken", "provider", "queue", "claim", sqlite_where=taken, postgresql_where=taken),
+        sqlite_autoincrement=True,
+    )
+    Table(
+        "parked_calls",
+        now,
+        Column("provider", _NAME, primary_key=True),
+        Column("producer", String(64), primary_key=True),
+        Column("number", BigInteger, nullable=False),
+        Column("at_us", BigInteger, nullable=False),
+    )
+    Table(
+        "releases",
+        now,
+        Column("provider", _NAME, primary_key=True),
+        Column("queue", Integer, primary_key=True, autoincrement=False),
+        Column("producer", String(64), nullable=False),
+        Column("claim", BigInteger, nullable=False),
+        Column("holder", String(64), nullable=False),
+        Column("until_us", BigInteger, nullable=False),
+    )
+    now.create_all(connection, checkfirst=False)
+
+
+MIGRATIONS: Sequence[Migration] = (_add_tokens, _add_cluster, _add_parking)
 """Function i brings a database of version i + 1 to version i + 2."""
 
 _LOCK = 0x68656164  # any number that only headrace uses

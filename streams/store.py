@@ -23,6 +23,7 @@ from . import schema
 from .cluster_store import Clock, ClusterStore
 from .database import Database
 from .errors import DataDirectoryError, DefinitionConflict, Fenced, InvalidArgument, NotFound
+from .parking import ParkingStore
 from .rows import (
     checkpoint_of,
     checkpoint_row,
@@ -120,6 +121,11 @@ class ControlStore:
         """
         return cls(await Database.open(where, schema.migrate, timeout_s=timeout_s))
 
+    @property
+    def private(self) -> bool:
+        """Nobody else has it, and it is gone on `aclose`."""
+        return self._database.private
+
     async def aclose(self) -> None:
         """Finish the calls that were made, then close. Idempotent."""
         await self._database.aclose()
@@ -127,6 +133,10 @@ class ControlStore:
     def cluster(self, clock: Clock | None = None) -> ClusterStore:
         """The silos and leases kept in the same database. Close this store, not that one."""
         return ClusterStore(self._database, clock)
+
+    def parking(self, clock: Clock | None = None) -> ParkingStore:
+        """The batches that wait until they are due, kept in the same database. Close this store, not that one."""
+        return ParkingStore(self._database, clock)
 
     # Providers
 

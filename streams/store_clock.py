@@ -24,6 +24,14 @@ def now_us(connection: Connection) -> int:
     return connection.execute(select(cast(seconds * 1_000_000, BigInteger))).scalar_one()
 
 
+def wall_us(connection: Connection) -> int:
+    """Microseconds since 1970 UTC, for times that outlast a start of the machine: by the server's clock in PostgreSQL,
+    by that of the machine in SQLite."""
+    if connection.dialect.name == "postgresql":
+        return now_us(connection)
+    return time.time_ns() // 1000
+
+
 def boot_id(connection: Connection) -> str:
     """Names the start of the machine that the clock counts from; "" for a clock that never starts again."""
     if connection.dialect.name == "postgresql":

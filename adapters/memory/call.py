@@ -31,7 +31,7 @@ class EnqueueCall:
     ) -> None:
         self.answer: asyncio.Future[Sequence[Receipt]] = asyncio.get_running_loop().create_future()
         self._batches = sum(map(len, slices))
-        self._slices = deque(slices)
+        self._slices = deque(slices or [()])  # a call without batches still counts
         self._sequence = sequence
         self._store = store
         self._ledger = ledger
