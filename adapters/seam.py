@@ -133,7 +133,7 @@ class QueueAdapter(ABC):
         """Store batches, each in the queue of the given index, in order. Durable, as the adapter promises, on return.
 
         Called in order means stored in order, also without awaiting in between. Sets nothing on the batches. Where the
-        adapter is idempotent, one call is atomic: all its batches are stored or none.
+        adapter is idempotent, one call is atomic: all its batches are stored or none, and one without any counts, too.
 
         Raises QueueFull, StorageFull, StorageError (nothing of this call is acknowledged; retry with the same
         `sequence`), SequenceConflict, NotSupported (read-only adapter, or `sequence` without the capability), Closed.

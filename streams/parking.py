@@ -155,7 +155,9 @@ def _digest(producer: str) -> str:
 def _is_new(connection: Connection, keys: Mapping[str, Any], call: ProducerSequence, now: int) -> bool:
     """Note the call. False where it, or a later one, is noted already."""
     this = {"provider": keys["provider"], "producer": keys["producer"]}
-    connection.execute(_insert(connection, parked_calls).values(this, number=0, at_us=now).on_conflict_do_nothing())
+    connection.execute(
+        _insert(connection, parked_calls).values(this | {"number": 0, "at_us": now}).on_conflict_do_nothing()
+    )
     is_this = and_(*(parked_calls.c[name] == value for name, value in this.items()))
     last: int = connection.execute(select(parked_calls.c.number).where(is_this).with_for_update()).scalar_one()
     if last >= call.number:

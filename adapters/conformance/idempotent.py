@@ -97,6 +97,13 @@ class ConformsToIdempotent(AdapterConformance):
             for queue in range(3):
                 assert await _letters(adapter, queue) == str(queue)
 
+    async def test_a_call_without_batches_counts(self, tmp_path: Path) -> None:
+        async with self.adapter(tmp_path) as adapter:
+            assert await _call(adapter, "", 1) == await _call(adapter, "", 1) == []
+            assert await adapter.last_sequence("p") == 1
+            await _call(adapter, "a", 2)
+            assert await _letters(adapter) == "a"
+
     async def test_numbers_outlive_the_handle_as_the_data_does(self, tmp_path: Path) -> None:
         """Opened again where the adapter is durable; else it is the same handle, and the data is still there."""
         async with self.adapter(tmp_path) as first:
