@@ -169,7 +169,7 @@ class Parking:
                 if self._loop.time() >= forget_at:
                     forget_at = self._loop.time() + FORGET_S
                     await self._store.forget_calls(self._provider)
-                wait_s = await self._look()
+                wait_s = await self.look()
                 pause_s, self._failing = FIRST_PAUSE_S, ""
             except HeadraceError as error:
                 self._note_failure(str(error))
@@ -193,7 +193,7 @@ class Parking:
         except TimeoutError:
             pass
 
-    async def _look(self) -> float:
+    async def look(self) -> float:
         """Publish what is due. Returns when to look again, in seconds from now."""
         due_in_s = await self._store.due_in_s(self._provider, self._holder)
         if due_in_s is None or due_in_s > 0:

@@ -72,7 +72,7 @@ async def main():
     await store.create_subscription("p", DEFINITION, {})
     epoch = (await store.attach("p", "stats")).epoch
     saved = valued = 0
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.RLIM_INFINITY))
     try:
         for round in range(2, 1000):
             await store.save_checkpoints("p", [("stats", epoch, {0: Checkpoint(round), 1: Checkpoint(round)})])

@@ -1,0 +1,380 @@
+"""A provider that parks delayed events: who may, what a call promises, and a stop between any two steps."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from headrace.adapters import AdapterContext, ProducerSequence, QueueAdapter, Receipt, open_adapter
+from headrace.silo import Provider
+from headrace.silo.parking import HOLD_S, Parking
+from headrace.streams import Event, StreamId
+from headrace.streams.errors import InvalidArgument, NotSupported, SequenceConflict, StorageError
+from headrace.streams.events import EventBatch, ScheduledBatch
+from headrace.streams.parking import ParkingStore
+from headrace.streams.store import ControlStore
+from tests.streams.test_parking import Clock
+
+STREAM = StreamId("orders", "42")
+PATIENCE_S = 30
+
+
+async def stored(adapter: QueueAdapter, queues: int = 1) -> list[str]:
+    """What is in the queues, in order, each queue after the other."""
+    found: list[str] = []
+    for queue in range(queues):
+        receiver = await adapter.open_receiver(queue, 0)
+        bounds = await adapter.bounds(queue)
+        position = bounds.first
+        while position < bounds.next:
+            received = await receiver.receive(1000, 1 << 20)
+            position = received.next_offset
+            found += [payload.decode() for batch in received.batches for payload in batch.payloads()]
+        await receiver.aclose()
+    return found
+
+
+async def until(happened: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not await happened():  # noqa: ASYNC110 (they tell nobody)
+            await asyncio.sleep(0.01)
+
+
+# ---- who may ---------------------------------------------------------------------------------------------------------
+
+
+async def test_without_the_option_a_delay_is_refused_and_the_option_named(tmp_path: Path):
+    async with Provider.open(tmp_path) as provider:
+        with pytest.raises(NotSupported, match='delays = "store"'):
+            await provider.stream(STREAM).publish([b"x", Event(b"y", delay=timedelta(1))])
+        assert (await provider.adapter.bounds(provider.queue_of(STREAM))).next == 0
+
+
+async def test_a_priority_is_refused_as_ever(tmp_path: Path):
+    async with Provider.open(tmp_path, delays="store") as provider:
+        with pytest.raises(NotSupported, match="priorities"):
+            await provider.stream(STREAM).publish(b"x", delay=timedelta(1), priority=1)
+        assert await provider.store.parking().waiting("default") == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"delays": "somewhere"}, InvalidArgument, "delays is \"store\" or left out, not 'somewhere'"),
+        ({"delays": "store", "adapter": "generator"}, NotSupported, "idempotent producers"),
+        ({"delays": "store", "adapter": "memory"}, NotSupported, "one process's own"),
+    ],
+)
+async def test_what_cannot_be_is_refused_when_the_provider_is_opened(
+    tmp_path: Path, options: Mapping[str, Any], error: type[Exception], message: str
+):
+    with pytest.raises(error, match=message):
+        async with Provider.open(tmp_path, **options):
+            pass
+
+
+# ---- what a provider does --------------------------------------------------------------------------------------------
+
+
+async def test_events_come_when_they_are_due(tmp_path: Path):
+    async with Provider.open(tmp_path, delays="store") as provider:
+        got: list[bytes] = []
+
+        async def handler(event: Event) -> None:
+            got.append(event.payload)
+
+        await provider.subscribe("all", "orders/*", handler)
+        delays = [timedelta(seconds=seconds) for seconds in (0.3, 0.1, 0)]
+        await provider.stream(STREAM).publish(
+            [Event(text, delay=delay) for text, delay in zip((b"c", b"b", b"a"), delays, strict=True)]
+        )
+
+        async def all_came() -> bool:
+            return len(got) == 3
+
+        await until(all_came)
+        assert got == [b"a", b"b", b"c"]
+        assert provider.parking is not None
+        assert provider.parking.statistics() == (2, 2, "")
+
+
+async def test_a_provider_without_a_directory_delays_as_long_as_it_lives():
+    async with Provider.open(adapter="memory", queues=1, delays="store") as provider:
+        await provider.stream(STREAM).publish(b"x", delay=timedelta(milliseconds=10))
+
+        async def came() -> bool:
+            return (await provider.adapter.bounds(0)).next == 1
+
+        await until(came)
+
+
+async def test_what_is_parked_outlasts_the_provider_and_the_option(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    async with Provider.open(tmp_path, queues=1, delays="store") as provider:
+        await provider.stream(STREAM).publish(b"x", delay=timedelta(seconds=0.2))
+    async with Provider.open(tmp_path) as provider:
+        assert "events are parked, and delays are not configured any more" in caplog.text
+
+        async def came() -> bool:
+            return await stored(provider.adapter) == ["x"]
+
+        await until(came)
+        with pytest.raises(NotSupported):
+            await provider.stream(STREAM).publish(b"x", delay=timedelta(1))
+
+
+async def test_two_processes_publish_each_event_once(tmp_path: Path):
+    async with (
+        Provider.open(tmp_path, queues=2, delays="store") as one,
+        Provider.open(tmp_path, delays="store") as other,
+    ):
+        for number in range(40):
+            provider = (one, other)[number % 2]
+            await provider.stream("n", str(number)).publish(
+                str(number).encode(), delay=timedelta(milliseconds=5 * number)
+            )
+
+        async def all_came() -> bool:
+            return not await one.store.parking().waiting("default")
+
+        await until(all_came)
+        assert sorted(map(int, await stored(one.adapter, 2))) == list(range(40))
+
+
+async def test_what_another_process_parked_for_sooner_than_this_one_knows_of_does_not_wait_for_it(tmp_path: Path):
+    async with Provider.open(tmp_path, queues=1, delays="store") as provider:
+        await provider.stream(STREAM).publish(b"later", delay=timedelta(hours=1))
+        await provider.stream(STREAM).publish(b"sooner", delay=timedelta(milliseconds=20))
+
+        async def came() -> bool:
+            return await stored(provider.adapter) == ["sooner"]
+
+        await until(came)
+
+
+# ---- stopped between any two steps -----------------------------------------------------------------------------------
+
+
+class Killed(StorageError):
+    """Where the process ends."""
+
+
+class Killer:
+    """Lets so many steps happen."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+
+    def step(self) -> None:
+        if not self.left:
+            raise Killed("killed")
+        self.left -= 1
+
+    def around(self, target: object, names: Sequence[str]) -> Any:
+        return _Mortal(self, target, names)
+
+
+class _Mortal:
+    """Another object, that may end before or after each of these calls."""
+
+    def __init__(self, killer: Killer, target: object, names: Sequence[str]) -> None:
+        self._killer, self._target, self._names = killer, target, names
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._target, name)
+        if name not in self._names:
+            return method
+
+        async def mortal(*args: Any, **kwargs: Any) -> Any:
+            self._killer.step()
+            answer = await method(*args, **kwargs)
+            self._killer.step()
+            return answer
+
+        return mortal
+
+
+class Stage:
+    """A queue of the log, and what is parked for it. Every `Parking` made here is another process's."""
+
+    def __init__(self, adapter: QueueAdapter, store: ParkingStore, clock: Clock) -> None:
+        self.adapter, self.store, self.clock = adapter, store, clock
+
+    def process(self, steps: int) -> tuple[Parking, Killer]:
+        killer = Killer(steps)
+        adapter = killer.around(self.adapter, ("enqueue", "last_sequence", "bounds"))
+        store = killer.around(self.store, ("park", "due_in_s", "claim", "released"))
+        return Parking("p", adapter, store), killer
+
+    async def publish_all(self) -> None:
+        """What a process does that lives on."""
+        parking, _ = self.process(-1)
+        self.clock.now_s += 3600
+        while await parking.look() == 0:
+            pass
+        assert await self.store.waiting("p") == {}
+
+
+@pytest_asyncio.fixture(params=["file", "postgres"])
+async def stage(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Stage]:
+    where = request.getfixturevalue("postgres_url") if request.param == "postgres" else str(tmp_path / "control.db")
+    (tmp_path / "log").mkdir()
+    context = AdapterContext(provider="p", queues=2, directory=tmp_path / "log")
+    clock = Clock()
+    async with (
+        aclosing(await ControlStore.open(where)) as control,
+        aclosing(await open_adapter("log", context, {})) as adapter,
+    ):
+        yield Stage(adapter, control.parking(clock), clock)
+
+
+def later(letter: str, delay_s: float = 1) -> ScheduledBatch:
+    return ScheduledBatch.of_events(STREAM, [letter.encode()], timedelta(seconds=delay_s), 0)
+
+
+def now(letter: str) -> EventBatch:
+    return EventBatch.of(STREAM, [letter.encode()])
+
+
+async def test_who_publishes_may_end_before_or_after_any_step(stage: Stage):
+    steps = 0
+    for steps in range(100):
+        await stage.store.park("p", [(0, later(f"{steps}a")), (1, later(f"{steps}b")), (0, later(f"{steps}c", 2))])
+        stage.clock.now_s += 3
+        parking, killer = stage.process(steps)
+        try:
+            while await parking.look() == 0:
+                pass
+        except Killed:
+            pass
+        await stage.publish_all()
+        if killer.left:
+            break
+    assert steps > 8, "no step was seen"
+    of = range(steps + 1)
+    wanted = [text for step in of for text in (f"{step}a", f"{step}c")] + [f"{step}b" for step in of]
+    assert await stored(stage.adapter, 2) == wanted
+
+
+async def test_who_parks_may_end_before_or_after_any_step_and_the_call_is_made_again(stage: Stage):
+    """Also where what was parked is published meanwhile."""
+    steps = 0
+    for steps in range(100):
+        sequence = ProducerSequence("client", steps + 1, steps)
+        batches = [(0, later(f"{steps}a")), (1, now(f"{steps}b")), (0, later(f"{steps}c"))]
+        parking, killer = stage.process(steps)
+        try:
+            await parking.enqueue(batches, sequence=sequence)
+        except Killed:
+            if steps % 2:
+                await stage.publish_all()
+        again = await stage.process(-1)[0].enqueue(batches, sequence=sequence)
+        assert len(again) == 3
+        await stage.publish_all()
+        again = await stage.process(-1)[0].enqueue(batches, sequence=sequence)
+        assert [receipt.duplicate for receipt in again] == [True] * 3
+        await stage.publish_all()
+        if killer.left:
+            break
+    assert steps > 6, "no step was seen"
+    of = range(steps + 1)
+    wanted = [text for step in of for text in (f"{step}a", f"{step}c")] + [f"{step}b" for step in of]
+    assert await stored(stage.adapter, 2) == wanted
+
+
+async def test_one_who_was_thought_dead_and_goes_on_publishes_nothing_twice(stage: Stage):
+    await stage.store.park("p", [(0, later("a"))])
+    stage.clock.now_s += 1
+    (claimed,) = await stage.store.claim("p", "slow", HOLD_S)
+    stage.clock.now_s += HOLD_S
+    await stage.publish_all()
+    await stage.store.park("p", [(0, later("b"))])
+    sequence = ProducerSequence(claimed.producer, claimed.number, claimed.number - 1)
+    answer = await stage.adapter.enqueue([(0, batch) for batch in claimed.batches], sequence=sequence)
+    assert [receipt.duplicate for receipt in answer] == [True]
+    await stage.store.released("p", {0: claimed.number})
+    await stage.publish_all()
+    assert await stored(stage.adapter) == ["a", "b"]
+
+
+async def test_a_queue_that_forgot_the_producer_goes_on(stage: Stage):
+    await stage.store.park("p", [(0, later("a"))])
+    stage.clock.now_s += 1
+    (claimed,) = await stage.store.claim("p", "dead", HOLD_S)
+    await stage.store.released("p", {0: claimed.number})  # and the queue knows nothing of it
+    await stage.store.park("p", [(0, later("b"))])
+    await stage.publish_all()
+    assert await stored(stage.adapter) == ["b"]
+
+
+# ---- a producer's calls ----------------------------------------------------------------------------------------------
+
+
+async def test_calls_of_a_producer_follow_each_other_without_awaiting(stage: Stage):
+    parking, _ = stage.process(-1)
+    calls: list[Awaitable[Sequence[Receipt]]] = []
+    for number in range(1, 31):
+        batches = [(0, now(f"{number}"))] if number % 3 else [(0, later(f"{number}")), (0, now(f"{number}"))]
+        calls.append(parking.enqueue(batches, sequence=ProducerSequence("client", number, number - 1)))
+    for receipts in await asyncio.gather(*calls):
+        assert not any(receipt.duplicate for receipt in receipts)
+    assert await stored(stage.adapter) == [str(number) for number in range(1, 31)]
+    await stage.publish_all()
+    assert await stored(stage.adapter) == [*map(str, range(1, 31)), *map(str, range(3, 31, 3))]
+    await parking.aclose(0)
+
+
+async def test_a_call_that_leaves_a_hole_parks_nothing(stage: Stage):
+    parking, _ = stage.process(-1)
+    with pytest.raises(SequenceConflict):
+        await parking.enqueue([(0, later("a"))], sequence=ProducerSequence("client", 5, 4))
+    assert await stage.store.waiting("p") == {}
+
+
+async def test_a_receipt_has_a_token_below_the_one_on_delivery_and_what_is_stored_has_its_own(stage: Stage):
+    parking, _ = stage.process(-1)
+    receipts = await parking.enqueue([(0, now("a")), (0, later("b")), (0, now("c"))])
+    tokens = [receipt.token for receipt in receipts]
+    assert [token.offset for token in tokens if token] == [0, tokens[1] and tokens[1].offset, 1]
+    assert tokens[1] is not None
+    assert tokens[1].offset <= 2
+
+
+async def test_what_is_not_delayed_stays_before_what_is_published_after_it(stage: Stage):
+    parking, _ = stage.process(-1)
+    first = parking.enqueue([(0, later("z")), (0, now("a"))])
+    second = parking.enqueue([(0, now("b"))])
+    await asyncio.gather(first, second)
+    assert await stored(stage.adapter) == ["a", "b"]
+
+
+async def test_an_error_of_the_store_fails_the_call(stage: Stage):
+    parking, _ = stage.process(1)
+    with pytest.raises(Killed):
+        await parking.enqueue([(0, later("a")), (0, now("b"))])
+    await parking.aclose(0)
+
+
+async def test_while_the_queue_cannot_store_it_is_tried_again_and_said(stage: Stage, caplog: pytest.LogCaptureFixture):
+    await stage.store.park("p", [(0, later("a"))])
+    stage.clock.now_s += 1
+    parking, killer = stage.process(2 + 2 + 2)  # what is due is claimed, and cannot be published
+
+    parking.start()
+
+    async def failing() -> bool:
+        return parking.statistics().failing == "killed"
+
+    await until(failing)
+    assert caplog.text.count("what is due cannot be published yet: killed") == 1
+    killer.left = -1
+
+    async def came() -> bool:
+        return await stored(stage.adapter) == ["a"] and not parking.statistics().failing
+
+    await until(came)
+    await parking.aclose(PATIENCE_S)
