@@ -44,6 +44,9 @@ class Measure(NamedTuple):
 _PROVIDER: Sequence[Measure] = (
     Measure("published_events", "Events published by this process.", "published_events", total=True),
     Measure("published_bytes", "Bytes published by this process.", "published_bytes", total=True),
+    Measure("delays_parked_events", "Delayed events that this process parked.", "parked_events", total=True),
+    Measure("delays_published_events", "Delayed events published when they were due.", "released_events", total=True),
+    Measure("delays_failing", "1 while delayed events that are due cannot be published.", "release_failing"),
 )
 _QUEUE: Sequence[Measure] = (
     Measure("queue_received_events", "Events read from the queue.", "received_events", total=True),

@@ -661,7 +661,11 @@ class Provider:
 
     def statistics(self) -> ProviderStatistics:
         """A cheap snapshot of queues, caches, cursors and deliveries."""
-        return provider_statistics(self.manager, self.published_events, self.published_bytes)
+        statistics = provider_statistics(self.manager, self.published_events, self.published_bytes)
+        if self.parking is None:
+            return statistics
+        parked, released, failing = self.parking.statistics()
+        return statistics._replace(parked_events=parked, released_events=released, release_failing=bool(failing))
 
 
 class Subscribing:
@@ -752,7 +756,7 @@ async def _parking(options: ProviderOptions, adapter: QueueAdapter, store: Contr
     if options.delays is None:
         if not (adapter.capabilities.idempotent and await store.parking().due_in_s(options.name, "") is not None):
             return None
-        log.warning("provider %s: events are parked, and delays are not configured any more", options.name)
+        log.info("provider %s: delayed events are parked from when it had delays: they are published", options.name)
     return Parking(options.name, adapter, store.parking())
 
 

@@ -77,6 +77,12 @@ class ProviderStatistics(NamedTuple):
     subscriptions: Sequence[SubscriptionView]
     published_events: int
     published_bytes: int
+    parked_events: int = 0
+    """Delayed events that this process parked."""
+    released_events: int = 0
+    """Delayed events that were due, and that this process published into their queues."""
+    release_failing: bool = False
+    """Those that are due cannot be published now."""
 
 
 def age_s(backlog: Backlog) -> float | None:

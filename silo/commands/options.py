@@ -199,17 +199,19 @@ def check_how(place: Place, how: Mapping[str, Any]) -> None:
 
 
 def creation_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--adapter`, `--queues` and `--option`, handed to the command as `how`: the keywords of `Provider.open`."""
+    """`--adapter`, `--queues`, `--option` and `--delays`, handed to the command as `how`: the keywords of
+    `Provider.open`."""
 
     @click.option("--adapter", metavar="NAME", help="Queue technology.  [default: the provider's, or log]")
     @click.option("--queues", type=click.IntRange(min=1), metavar="N", help="Its queues.  [default: as it has, or 8]")
     @click.option(
         "--option", "options", multiple=True, metavar="NAME=VALUE", help="Option of the adapter; may be repeated."
     )
+    @click.option("--delays", metavar="store", help="Where delayed events wait that the adapter cannot delay.")
     @functools.wraps(command)
-    def with_how(*args: Any, adapter: str | None, queues: int | None, options: Sequence[str], **rest: Any) -> Any:
-        how = {"adapter": adapter, "queues": queues, "options": dict(map(_option, options))}
-        return command(*args, how=how, **rest)
+    def with_how(*args: Any, options: Sequence[str], **given: Any) -> Any:
+        how = {name: given.pop(name) for name in ("adapter", "queues", "delays")}
+        return command(*args, how={**how, "options": dict(map(_option, options))}, **given)
 
     return with_how
 

@@ -53,7 +53,7 @@ PublishMany = Callable[..., Awaitable[object]]
     "--delay",
     type=click.FloatRange(min=0),
     metavar="SECONDS",
-    help="Deliver the events so much later. It needs an adapter that can, such as redis.",
+    help="Deliver the events so much later. It needs an adapter that can, such as redis, or the provider's delays.",
 )
 @click.option(
     "--priority",

@@ -27,7 +27,7 @@ def command(*, place: Place, as_json: bool) -> None:
 
     Lag is what is in a queue from the first batch on that some subscription has not finished: batches, their events
     (~ where they are estimated), and how long ago the oldest was stored. With --data, the lag of each subscription in
-    batches is shown, too.
+    batches is shown, too, and what waits in the control store until it is due.
     """
     if isinstance(place, Server):
         queues = run(_of_silos(place))
@@ -63,26 +63,36 @@ def _seconds(seconds: float | None) -> str:
 
 def _print_stored(queues: list[dict[str, Any]]) -> None:
     names = sorted({name for queue in queues for name in queue["subscriptions"]})
+    delayed = ("delayed", "due in s") if any(queue["delayed_events"] for queue in queues) else ()
     print_table(
-        ("queue", "first", "next", "events", "bytes", *LAG, *(f"lag of {name}" for name in names)),
+        ("queue", "first", "next", "events", "bytes", *LAG, *delayed, *(f"lag of {name}" for name in names)),
         [
             [
                 *(queue[column] for column in ("queue", "first", "next", "events", "bytes")),
                 *_lag(queue),
+                *(_delayed(queue) if delayed else ()),
                 *(queue["subscriptions"].get(name, {"lag": ""})["lag"] for name in names),
             ]
             for queue in queues
         ],
-        right=LAG,
+        right=(*LAG, *delayed),
     )
+
+
+def _delayed(queue: Mapping[str, Any]) -> tuple[object, ...]:
+    return f"{queue['delayed_events']:,}", "-" if queue["due_in_s"] is None else _seconds(queue["due_in_s"])
 
 
 async def _of_data(where: Where) -> list[dict[str, Any]]:
     async with opened(where) as provider:
         checkpoints = await all_checkpoints(provider)
+        parked = await provider.store.parking().waiting(provider.name)
         found: list[dict[str, Any]] = []
         for queue in range(provider.queues):
             document = describe(queue, await provider.adapter.statistics(queue), checkpoints)
+            waiting = parked.get(queue)
+            document["delayed_events"] = waiting.events if waiting else 0
+            document["due_in_s"] = waiting.due_in_s if waiting else None
             found.append(document | await _behind(provider, queue, checkpoints))
         return found
 

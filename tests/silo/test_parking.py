@@ -1,6 +1,8 @@
 """A provider that parks delayed events: who may, what a call promises, and a stop between any two steps."""
 
 import asyncio
+import json
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from datetime import timedelta
@@ -12,12 +14,14 @@ import pytest_asyncio
 
 from headrace.adapters import AdapterContext, ProducerSequence, QueueAdapter, Receipt, open_adapter
 from headrace.silo import Provider
+from headrace.silo.metrics import Observed, render
 from headrace.silo.parking import HOLD_S, Parking
 from headrace.streams import Event, StreamId
 from headrace.streams.errors import InvalidArgument, NotSupported, SequenceConflict, StorageError
 from headrace.streams.events import EventBatch, ScheduledBatch
 from headrace.streams.parking import ParkingStore
 from headrace.streams.store import ControlStore
+from tests.silo.commandline import Headrace
 from tests.streams.test_parking import Clock
 
 STREAM = StreamId("orders", "42")
@@ -116,8 +120,9 @@ async def test_a_provider_without_a_directory_delays_as_long_as_it_lives():
 async def test_what_is_parked_outlasts_the_provider_and_the_option(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     async with Provider.open(tmp_path, queues=1, delays="store") as provider:
         await provider.stream(STREAM).publish(b"x", delay=timedelta(seconds=0.2))
+    caplog.set_level(logging.INFO)
     async with Provider.open(tmp_path) as provider:
-        assert "events are parked, and delays are not configured any more" in caplog.text
+        assert "delayed events are parked from when it had delays: they are published" in caplog.text
 
         async def came() -> bool:
             return await stored(provider.adapter) == ["x"]
@@ -154,6 +159,24 @@ async def test_what_another_process_parked_for_sooner_than_this_one_knows_of_doe
             return await stored(provider.adapter) == ["sooner"]
 
         await until(came)
+
+
+async def test_what_waits_is_in_the_list_of_queues_and_in_the_metrics(tmp_path: Path, headrace: Headrace):
+    (tmp_path / "a.txt").write_text("x\n")
+    publish = ("publish", "--data", "d", "--stream", "orders/42", "--format", "raw", "a.txt")
+    assert headrace(*publish, "--delays", "store", "--delay", "3600").code == 0
+    queues = json.loads(headrace("queues", "--data", "d", "--json").out)
+    (waiting,) = [queue for queue in queues if queue["delayed_events"]]
+    assert (waiting["delayed_events"], waiting["next"]) == (1, 0)
+    assert 3000 < waiting["due_in_s"] <= 3600
+    assert "due in s" in headrace("queues", "--data", "d").out
+    refused = headrace(*publish, "--delay", "3600")
+    assert refused.code == 2
+    assert 'delays = "store"' in refused.err
+    async with Provider.open(tmp_path / "d", delays="store") as provider:
+        await provider.stream(STREAM).publish(b"y", delay=timedelta(hours=1))
+        text = render([Observed("default", provider.statistics(), [{} for _ in range(provider.queues)])]).decode()
+        assert 'headrace_delays_parked_events_total{provider="default"} 1.0' in text
 
 
 # ---- stopped between any two steps -----------------------------------------------------------------------------------
