@@ -11,14 +11,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections import deque
 from collections.abc import Awaitable, Coroutine, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..adapters import ProducerSequence, QueueAdapter, Receipt
 from ..streams.errors import Closed, HeadraceError, InvalidArgument, NotSupported
 from ..streams.events import EventBatch, ScheduledBatch
 from ..streams.identity import SequenceToken
-from ..streams.parking import ParkingStore, Release
+from ..streams.parking import RELEASE_BATCHES, RELEASE_BYTES, ParkingCall, ParkingStore, Release
 
 log = logging.getLogger("headrace.silo")
 
@@ -30,6 +31,8 @@ HOLD_S = 5.0
 """How long what was claimed is left to who claimed it, in seconds. Too short a time costs work, nothing else."""
 FORGET_S = 3600.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0
+
+_T = TypeVar("_T")
 
 Placed = tuple[int, EventBatch]
 """The index of a queue, and a batch for it."""
@@ -56,6 +59,9 @@ class Parking:
         self._lines: dict[str, asyncio.Future[Any]] = {}
         """The last call under way of each idempotent producer."""
         self._storing: set[asyncio.Future[Any]] = set()
+        self._unparked: deque[tuple[ParkingCall, asyncio.Future[None]]] = deque()
+        """Calls that wait for the transaction under way: the next one takes them together."""
+        self._parking: asyncio.Future[None] | None = None
         self._wake = asyncio.Event()
         self._wakes_at = 0.0
         """Until when nothing is to be done, as far as is known; by the loop's clock."""
@@ -111,7 +117,7 @@ class Parking:
 
         answer.add_done_callback(leave)
 
-    def _begun(self, storing: Coroutine[Any, Any, Sequence[Receipt]]) -> asyncio.Future[Sequence[Receipt]]:
+    def _begun(self, storing: Coroutine[Any, Any, _T]) -> asyncio.Future[_T]:
         """What has begun is not left half done, whoever waits for it."""
         task = asyncio.create_task(storing, name=f"headrace park {self._provider}")
         self._storing.add(task)
@@ -152,11 +158,39 @@ class Parking:
         self, delayed: Sequence[tuple[int, ScheduledBatch]], sequence: ProducerSequence | None
     ) -> Sequence[Receipt]:
         ends = {queue: (await self._adapter.bounds(queue)).next for queue in {queue for queue, _ in delayed}}
-        await self._store.park(self._provider, delayed, sequence)
+        await self._parked_with_others(ParkingCall(delayed, sequence))
         self._parked += sum(batch.count for _, batch in delayed)
         if self._loop.time() + min(batch.delay_us for _, batch in delayed) / 1e6 < self._wakes_at:
             self._wake.set()
         return [Receipt(SequenceToken(ends[queue])) for queue, _ in delayed]
+
+    async def _parked_with_others(self, call: ParkingCall) -> None:
+        answer = self._loop.create_future()
+        self._unparked.append((call, answer))
+        if self._parking is None:
+            self._parking = self._begun(self._park_all())
+        await answer
+
+    async def _park_all(self) -> None:
+        try:
+            while self._unparked:
+                await self._park_some(_some(self._unparked))
+        finally:
+            self._parking = None
+
+    async def _park_some(self, some: Sequence[tuple[ParkingCall, asyncio.Future[None]]]) -> None:
+        error: BaseException | None = None
+        try:
+            await self._store.park_all(self._provider, [call for call, _ in some])
+        except Exception as raised:  # noqa: BLE001 (each of them is told)
+            error = raised
+        for _, answer in some:
+            if answer.done():
+                continue
+            if error is None:
+                answer.set_result(None)
+            else:
+                answer.set_exception(error)
 
     # ---- what is due -----------------------------------------------------------------------------------------------
 
@@ -241,6 +275,19 @@ class _Parts(NamedTuple):
         """In the order of the call."""
         later, now = iter(parked), iter(stored)
         return [next(later if delayed else now) for delayed in self.order]
+
+
+def _some(
+    waiting: deque[tuple[ParkingCall, asyncio.Future[None]]],
+) -> Sequence[tuple[ParkingCall, asyncio.Future[None]]]:
+    """The first ones, taken out: so many that a transaction stays short, at least one."""
+    some: list[tuple[ParkingCall, asyncio.Future[None]]] = []
+    batches = nbytes = 0
+    while waiting and batches < RELEASE_BATCHES and nbytes < RELEASE_BYTES:
+        some.append(waiting.popleft())
+        batches += len(some[-1][0].batches)
+        nbytes += sum(len(batch.encoded) for _, batch in some[-1][0].batches)
+    return some
 
 
 def is_delayed(batch: EventBatch) -> bool:

@@ -41,6 +41,13 @@ _ROWS_AT_ONCE = 500  # below every database's limit of parameters
 _TAKEN = text("claim > 0")  # as in the index, word for word
 
 
+class ParkingCall(NamedTuple):
+    """Batches that are parked together, each for the queue of the given index."""
+
+    batches: Sequence[tuple[int, ScheduledBatch]]
+    sequence: ProducerSequence | None
+
+
 class Release(NamedTuple):
     """Batches that are due, to be published into their queue as call `number` of `producer`, and of nobody else."""
 
@@ -79,7 +86,12 @@ class ParkingStore:
         `call.previous`, is the last one that the queues have of the producer: so what later ones parked is of calls
         that failed, and is deleted unless it is released already.
         """
-        await self._database.write(_park, self._clock, provider, tuple(batches), call)
+        await self.park_all(provider, [ParkingCall(batches, call)])
+
+    async def park_all(self, provider: str, calls: Sequence[ParkingCall]) -> None:
+        """Several calls of `park` at once, at most one of each producer. All are parked or none."""
+        ordered = sorted(calls, key=lambda call: "" if call.sequence is None else call.sequence.producer)
+        await self._database.write(_park, self._clock, provider, ordered)
 
     async def due_in_s(self, provider: str, holder: str) -> float | None:
         """How long until there is something to claim; 0 where there is, None where nothing is parked."""
@@ -119,20 +131,18 @@ def _insert(connection: Connection, table: Table) -> sqlite.Insert | postgresql.
     return postgresql.insert(table) if connection.dialect.name == "postgresql" else sqlite.insert(table)
 
 
-def _park(
-    connection: Connection,
-    clock: Clock,
-    provider: str,
-    batches: Sequence[tuple[int, ScheduledBatch]],
-    call: ProducerSequence | None,
-) -> None:
+def _park(connection: Connection, clock: Clock, provider: str, calls: Sequence[ParkingCall]) -> None:
     now = clock(connection)
-    keys: dict[str, Any] = {"provider": provider, "claim": 0, "producer": "", "number": 0}
-    if call is not None:
-        keys |= {"producer": _digest(call.producer), "number": call.number}
-        if not _is_new(connection, keys, call, now):
-            return
-    connection.execute(insert(parked), [keys | _row(queue, batch, now) for queue, batch in batches])
+    rows: list[dict[str, Any]] = []
+    for batches, call in calls:
+        keys: dict[str, Any] = {"provider": provider, "claim": 0, "producer": "", "number": 0}
+        if call is not None:
+            keys |= {"producer": _digest(call.producer), "number": call.number}
+            if not _is_new(connection, keys, call, now):
+                continue
+        rows += [keys | _row(queue, batch, now) for queue, batch in batches]
+    if rows:
+        connection.execute(insert(parked), rows)
 
 
 def _row(queue: int, batch: ScheduledBatch, now: int) -> dict[str, Any]:

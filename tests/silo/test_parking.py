@@ -161,7 +161,7 @@ async def test_what_another_process_parked_for_sooner_than_this_one_knows_of_doe
         await until(came)
 
 
-async def test_what_waits_is_in_the_list_of_queues_and_in_the_metrics(tmp_path: Path, headrace: Headrace):
+def test_what_waits_is_in_the_list_of_queues(tmp_path: Path, headrace: Headrace):
     (tmp_path / "a.txt").write_text("x\n")
     publish = ("publish", "--data", "d", "--stream", "orders/42", "--format", "raw", "a.txt")
     assert headrace(*publish, "--delays", "store", "--delay", "3600").code == 0
@@ -173,7 +173,10 @@ async def test_what_waits_is_in_the_list_of_queues_and_in_the_metrics(tmp_path: 
     refused = headrace(*publish, "--delay", "3600")
     assert refused.code == 2
     assert 'delays = "store"' in refused.err
-    async with Provider.open(tmp_path / "d", delays="store") as provider:
+
+
+async def test_what_was_parked_is_in_the_metrics(tmp_path: Path):
+    async with Provider.open(tmp_path, delays="store") as provider:
         await provider.stream(STREAM).publish(b"y", delay=timedelta(hours=1))
         text = render([Observed("default", provider.statistics(), [{} for _ in range(provider.queues)])]).decode()
         assert 'headrace_delays_parked_events_total{provider="default"} 1.0' in text
@@ -230,7 +233,7 @@ class Stage:
     def process(self, steps: int) -> tuple[Parking, Killer]:
         killer = Killer(steps)
         adapter = killer.around(self.adapter, ("enqueue", "last_sequence", "bounds"))
-        store = killer.around(self.store, ("park", "due_in_s", "claim", "released"))
+        store = killer.around(self.store, ("park_all", "due_in_s", "claim", "released"))
         return Parking("p", adapter, store), killer
 
     async def publish_all(self) -> None:
@@ -373,6 +376,20 @@ async def test_what_is_not_delayed_stays_before_what_is_published_after_it(stage
     second = parking.enqueue([(0, now("b"))])
     await asyncio.gather(first, second)
     assert await stored(stage.adapter) == ["a", "b"]
+
+
+async def test_calls_at_one_time_share_a_transaction_and_each_is_answered(stage: Stage):
+    parking, killer = stage.process(2 * 20)  # all look at the queue, and no transaction begins
+    calls = [asyncio.ensure_future(parking.enqueue([(0, later(str(number)))])) for number in range(20)]
+    await asyncio.wait(calls)
+    assert all(isinstance(call.exception(), Killed) for call in calls)
+    killer.left = 1_000
+    await asyncio.gather(*(parking.enqueue([(0, later(f"{number:02}"))]) for number in range(20)))
+    transactions = 1_000 - killer.left - 2 * 20
+    assert 2 <= transactions <= 8
+    await stage.publish_all()
+    assert await stored(stage.adapter) == [f"{number:02}" for number in range(20)]
+    await parking.aclose(0)
 
 
 async def test_an_error_of_the_store_fails_the_call(stage: Stage):

@@ -273,3 +273,25 @@ async def test_what_many_claim_at_once_goes_to_one_of_them_and_nothing_is_left(w
     finally:
         await asyncio.gather(*(store.aclose() for store in stores))
     assert sorted(seen) == sorted("abcd" * 50)
+
+
+async def test_a_store_of_the_version_before_gets_the_tables(where: str, clock: Clock):
+    def before(connection: Connection) -> None:
+        for table in ("parked", "parked_calls", "releases"):
+            connection.execute(text(f"DROP TABLE {table}"))
+        connection.execute(text("UPDATE headrace_schema SET version = 3"))
+
+    async with aclosing(await ControlStore.open(where)) as old:
+        await old.set_value("k", "v")
+        await old._database.write(before)  # pyright: ignore[reportPrivateUsage]
+    async with aclosing(await ControlStore.open(where)) as control:
+        assert await control.value("k") == "v"
+        parking = control.parking(clock)
+        await park(parking, "a", [0])
+        found = await claim(parking)
+        assert letters(found) == "a"
+        await parking.released("p", numbers(found))
+        indexes = "SELECT indexdef FROM pg_indexes" if "://" in where else "SELECT sql FROM sqlite_master"
+        stored = await control._database.read(lambda c: " ".join(map(str, c.scalars(text(indexes)))))  # pyright: ignore[reportPrivateUsage]
+        assert "parked_due" in stored
+        assert "parked_taken" in stored
