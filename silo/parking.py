@@ -12,7 +12,7 @@ import asyncio
 import logging
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from ..adapters import ProducerSequence, QueueAdapter, Receipt
@@ -37,6 +37,9 @@ _T = TypeVar("_T")
 Placed = tuple[int, EventBatch]
 """The index of a queue, and a batch for it."""
 
+_Unparked = tuple[ParkingCall, asyncio.Future[Mapping[int, int]]]
+"""A call that is to be parked, and who waits for it."""
+
 
 class ParkingStatistics(NamedTuple):
     """What this process did."""
@@ -59,7 +62,7 @@ class Parking:
         self._lines: dict[str, asyncio.Future[Any]] = {}
         """The last call under way of each idempotent producer."""
         self._storing: set[asyncio.Future[Any]] = set()
-        self._unparked: deque[tuple[ParkingCall, asyncio.Future[None]]] = deque()
+        self._unparked: deque[_Unparked] = deque()
         """Calls that wait for the transaction under way: the next one takes them together."""
         self._parking: asyncio.Future[None] | None = None
         self._wake = asyncio.Event()
@@ -157,19 +160,19 @@ class Parking:
     async def _park(
         self, delayed: Sequence[tuple[int, ScheduledBatch]], sequence: ProducerSequence | None
     ) -> Sequence[Receipt]:
-        ends = {queue: (await self._adapter.bounds(queue)).next for queue in {queue for queue, _ in delayed}}
-        await self._parked_with_others(ParkingCall(delayed, sequence))
+        ends = await self._parked_with_others(ParkingCall(delayed, sequence))
         self._parked += sum(batch.count for _, batch in delayed)
         if self._loop.time() + min(batch.delay_us for _, batch in delayed) / 1e6 < self._wakes_at:
             self._wake.set()
         return [Receipt(SequenceToken(ends[queue])) for queue, _ in delayed]
 
-    async def _parked_with_others(self, call: ParkingCall) -> None:
-        answer = self._loop.create_future()
+    async def _parked_with_others(self, call: ParkingCall) -> Mapping[int, int]:
+        """Returns where the queues ended before it was parked."""
+        answer: asyncio.Future[Mapping[int, int]] = self._loop.create_future()
         self._unparked.append((call, answer))
         if self._parking is None:
             self._parking = self._begun(self._park_all())
-        await answer
+        return await answer
 
     async def _park_all(self) -> None:
         try:
@@ -178,19 +181,20 @@ class Parking:
         finally:
             self._parking = None
 
-    async def _park_some(self, some: Sequence[tuple[ParkingCall, asyncio.Future[None]]]) -> None:
-        error: BaseException | None = None
+    async def _park_some(self, some: Sequence[_Unparked]) -> None:
+        calls = [call for call, _ in some]
+        queues = {queue for call in calls for queue, _ in call.batches}
         try:
-            await self._store.park_all(self._provider, [call for call, _ in some])
-        except Exception as raised:  # noqa: BLE001 (each of them is told)
-            error = raised
+            ends = {queue: (await self._adapter.bounds(queue)).next for queue in queues}
+            await self._store.park_all(self._provider, calls)
+        except Exception as error:  # noqa: BLE001 (each of them is told)
+            for _, answer in some:
+                if not answer.done():
+                    answer.set_exception(error)
+            return
         for _, answer in some:
-            if answer.done():
-                continue
-            if error is None:
-                answer.set_result(None)
-            else:
-                answer.set_exception(error)
+            if not answer.done():
+                answer.set_result(ends)
 
     # ---- what is due -----------------------------------------------------------------------------------------------
 
@@ -277,11 +281,9 @@ class _Parts(NamedTuple):
         return [next(later if delayed else now) for delayed in self.order]
 
 
-def _some(
-    waiting: deque[tuple[ParkingCall, asyncio.Future[None]]],
-) -> Sequence[tuple[ParkingCall, asyncio.Future[None]]]:
+def _some(waiting: deque[_Unparked]) -> Sequence[_Unparked]:
     """The first ones, taken out: so many that a transaction stays short, at least one."""
-    some: list[tuple[ParkingCall, asyncio.Future[None]]] = []
+    some: list[_Unparked] = []
     batches = nbytes = 0
     while waiting and batches < RELEASE_BATCHES and nbytes < RELEASE_BYTES:
         some.append(waiting.popleft())
