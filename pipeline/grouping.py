@@ -1,13 +1,14 @@
 """Rows of a DataFrame as encoded batches: grouped by stream, in the order of the rows within each.
 
-Whole columns are brought in the order of the streams at once; then a batch is a few slices of them. The format is that
-of `streams/layout.py`.
+Whole columns are brought in the order of the streams at once; then a batch is a few slices of them. Rows of a stream
+with another delay or priority are another batch. The format is that of `streams/layout.py`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -17,7 +18,7 @@ import pyarrow.compute as pc
 
 from ..streams import layout
 from ..streams.errors import InvalidArgument, PayloadTooLarge
-from ..streams.events import BATCH_TARGET_BYTES, MAX_BATCH_EVENTS, MAX_EVENT_BYTES
+from ..streams.events import BATCH_TARGET_BYTES, MAX_BATCH_EVENTS, MAX_DELAY, MAX_EVENT_BYTES, MAX_PRIORITY
 from ..streams.identity import StreamId
 from ..streams.publishing import MAX_BATCH_BYTES
 
@@ -26,6 +27,8 @@ ELEMENT = b"\x1a"
 MAX_ROW_BYTES = MAX_BATCH_BYTES - BATCH_TARGET_BYTES
 """Limit of an event with its id and headers, in bytes: so that any fits into a batch."""
 
+_PRIORITIES = MAX_PRIORITY + 1
+_MAX_DELAY_US = MAX_DELAY // timedelta(microseconds=1)
 _ROW_BYTES, _HEADER_BYTES = 16, 16
 """What an event and each of its headers cost besides their text, at the most."""
 _RADIX = 1 << 16
@@ -46,6 +49,8 @@ class Grouped(NamedTuple):
     """Events of each batch."""
     prefixes: list[int]
     """How many bytes of each batch name its stream (`StreamId.prefix`)."""
+    scheduled: bool = False
+    """Some of them have a delay or a priority."""
 
 
 class Grouping:
@@ -64,8 +69,9 @@ class Grouping:
         order, starts, ends = _sorted(names.codes)
         columns = _Columns(rows, order, names)
         starts, ends = _cut(starts, ends, columns.weights)
-        streams = [self._prefix(*names.of_code(code)) for code in names.codes[order[starts]].tolist()]
-        return _encoded(columns, starts, ends, streams)
+        codes = names.codes[order[starts]].tolist()
+        streams = [self._prefix(*names.of_code(code)) for code in codes]
+        return _encoded(columns, starts, ends, streams, [names.schedule_of(code) for code in codes])
 
     def _prefix(self, namespace: str, key: str) -> bytes:
         known = self._known.get((namespace, key))
@@ -88,7 +94,8 @@ def batch_starts(lengths: npt.NDArray[np.uint32]) -> Integers:
 
 
 class _Names:
-    """The streams of the rows: `codes` has a number for each row, `of_code` is what it stands for."""
+    """The streams of the rows, and their schedules: `codes` has a number for each row, `of_code` and `schedule_of` are
+    what it stands for."""
 
     def __init__(self, rows: pa.RecordBatch, namespace: str | None) -> None:
         self._keys, codes = _dictionary(rows, "key")
@@ -97,14 +104,64 @@ class _Names:
             codes = of_namespace * len(self._keys) + codes
         else:
             self._namespaces = [namespace]
+        self._schedules = [b""]
         self.codes: Integers = codes
+        if (schedules := _schedules(rows, self)) is not None:
+            self._schedules, of_schedule = schedules
+            self.codes = codes * len(self._schedules) + of_schedule
+
+    def schedule_of(self, code: int) -> bytes:
+        """Encoded, as it ends a batch."""
+        return self._schedules[code % len(self._schedules)]
 
     def of_code(self, code: int) -> tuple[str, str]:
-        namespace, key = divmod(code, len(self._keys))
+        namespace, key = divmod(code // len(self._schedules), len(self._keys))
         return self._namespaces[namespace], self._keys[key]
 
     def of_row(self, row: int) -> StreamId:
         return StreamId(*self.of_code(int(self.codes[row])))
+
+
+def _schedules(rows: pa.RecordBatch, names: _Names) -> tuple[list[bytes], Integers] | None:
+    """The distinct schedules, encoded, and which of them each row has. None where no row has any."""
+    delays, priorities = _delays_us(rows, names), _priorities(rows, names)
+    if not (delays.any() or priorities.any()):
+        return None
+    distinct, which = np.unique(delays * _PRIORITIES + priorities, return_inverse=True)
+    return [layout.write_schedule(*divmod(each, _PRIORITIES)) for each in distinct.tolist()], which
+
+
+def _delays_us(rows: pa.RecordBatch, names: _Names) -> Integers:
+    """Of seconds, or of an interval. Null is none."""
+    if "delay" not in rows.schema.names or rows.column("delay").null_count == len(rows):
+        return np.zeros(len(rows), np.int64)
+    column = rows.column("delay")
+    if pa.types.is_duration(column.type):
+        given = column.cast(pa.duration("us")).cast(pa.int64()).fill_null(0).to_numpy().astype(np.float64)
+    else:
+        given = column.cast(pa.float64()).fill_null(0.0).to_numpy(zero_copy_only=False) * 1e6
+    wrong = ~((given >= 0) & (given <= _MAX_DELAY_US))  # also what is no number
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise InvalidArgument(
+            f"column 'delay': {given[row] / 1e6:,} seconds in a row of the stream {names.of_row(row)}: it is from 0 to "
+            f"{MAX_DELAY.days:,} days"
+        )
+    return np.rint(given).astype(np.int64)
+
+
+def _priorities(rows: pa.RecordBatch, names: _Names) -> Integers:
+    if "priority" not in rows.schema.names:
+        return np.zeros(len(rows), np.int64)
+    given: Integers = rows.column("priority").cast(pa.int64()).fill_null(0).to_numpy()
+    wrong = (given < 0) | (given > MAX_PRIORITY)
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise InvalidArgument(
+            f"column 'priority': {given[row]} in a row of the stream {names.of_row(row)}: it is from 0 to "
+            f"{MAX_PRIORITY}"
+        )
+    return given
 
 
 def _dictionary(rows: pa.RecordBatch, name: str) -> tuple[list[str], Integers]:
@@ -251,10 +308,12 @@ class _Batches(NamedTuple):
     """Bytes of ids and headers."""
     bodies: Integers
     """Bytes of payloads."""
+    tails: Integers
+    """Bytes of delay and priority."""
 
 
 class _Heads(NamedTuple):
-    """All of the batches but ids, headers and payloads. The arrays have one value for each."""
+    """All of the batches but ids, headers, payloads, delays and priorities. The arrays have one value for each."""
 
     buffer: memoryview
     starts: Integers
@@ -265,22 +324,27 @@ class _Heads(NamedTuple):
     """Bytes of the whole batch, with the tag and size of the element."""
 
 
-def _encoded(columns: _Columns, starts: Integers, ends: Integers, streams: Sequence[bytes]) -> Grouped:
+def _encoded(
+    columns: _Columns, starts: Integers, ends: Integers, streams: Sequence[bytes], schedules: Sequence[bytes]
+) -> Grouped:
     begins, stops, counts = columns.offsets[starts], columns.offsets[ends], ends - starts
     rare = _rare(columns, starts, counts)
-    batches = _Batches(starts, counts, _sizes(streams), _sizes(rare), stops - begins)
+    batches = _Batches(starts, counts, _sizes(streams), _sizes(rare), stops - begins, _sizes(schedules))
     heads = _heads(columns, batches, b"".join(streams))
     buffer, payload = heads.buffer, columns.data
     pieces: list[bytes | memoryview] = []
-    for start, middle, end, more, begin, stop in zip(
+    for start, middle, end, more, begin, stop, schedule in zip(
         heads.starts.tolist(), heads.middles.tolist(), heads.ends.tolist(), rare, begins.tolist(), stops.tolist(),
-        strict=True,
+        schedules, strict=True,
     ):  # fmt: skip
         if more:
             pieces += (buffer[start:middle], more, buffer[middle:end], payload[begin:stop])
         else:
             pieces += (buffer[start:end], payload[begin:stop])
-    return Grouped(pieces, heads.lengths.tolist(), counts.tolist(), batches.prefixes.tolist())
+        if schedule:
+            pieces.append(schedule)
+    scheduled = bool(batches.tails.any())
+    return Grouped(pieces, heads.lengths.tolist(), counts.tolist(), batches.prefixes.tolist(), scheduled)
 
 
 def _sizes(texts: Sequence[bytes]) -> Integers:
@@ -288,13 +352,13 @@ def _sizes(texts: Sequence[bytes]) -> Integers:
 
 
 def _heads(columns: _Columns, batches: _Batches, streams: bytes) -> _Heads:
-    starts, counts, prefixes, rare, bodies = batches
+    starts, counts, prefixes, rare, bodies, tails = batches
     times, many = _times_of(columns.times, starts, counts)
     widths, instants = 4 * counts, np.where(many, 8 * counts, 8)
     sizes = prefixes + _field_bytes(widths) + widths + _field_bytes(instants) + instants
-    sizes += rare + _field_bytes(bodies) + bodies
+    sizes += rare + _field_bytes(bodies) + bodies + tails
     lengths = _field_bytes(sizes) + sizes
-    ends = np.cumsum(lengths - rare - bodies)
+    ends = np.cumsum(lengths - rare - bodies - tails)
     begins = np.concatenate([[0], ends[:-1]])
     buffer = np.empty(int(ends[-1]), np.uint8)
     at = _put_head(buffer, begins, ELEMENT, sizes)

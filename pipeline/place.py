@@ -51,6 +51,8 @@ class Place(NamedTuple):
     tls: Tls | None = None
     """None: without TLS."""
     insecure: bool = False
+    delays: str | None = None
+    """Of the provider on a data directory, for who publishes: where delayed events wait."""
 
     @classmethod
     def of(cls, given: Mapping[str, str]) -> Place:

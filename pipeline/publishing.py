@@ -24,6 +24,7 @@ from ..adapters.log.blocks import StreamTable
 from ..adapters.log.retention import PRODUCER_AGE_S
 from ..proto.v1 import publisher_pb2 as pb
 from ..silo.provider import Provider, ProviderOptions
+from ..silo.rpc.incoming import accepted
 from ..streams.client.connection import RECONNECT, Connection
 from ..streams.client.management import parsed
 from ..streams.errors import (
@@ -89,14 +90,12 @@ class InData:
     ahead = 2
 
     def __init__(self, provider: Provider) -> None:
-        self._adapter = provider.adapter
-        self._queue_of = provider.queue_of
+        self._provider = provider
         self._streams = StreamTable()
         self.last_sequence = provider.adapter.last_sequence
 
     def store(self, chunk: Chunk, sequence: ProducerSequence) -> Awaitable[object]:
-        placed = [(self._queue_of(batch.stream), batch) for batch in self._batches(chunk)]
-        return self._adapter.enqueue(placed, sequence=sequence)
+        return self._provider.publish_encoded(list(self._batches(chunk)), sequence=sequence)
 
     def _batches(self, chunk: Chunk) -> Iterator[EventBatch]:
         for span in chunk:
@@ -115,7 +114,7 @@ class InData:
             start, end = end + head, end + length  # of the batch; its element begins at the old `end`
             encoded = elements[start:end]
             stream = streams.known.get(encoded[:prefix]) or streams.learn(encoded, prefix)
-            yield EventBatch(stream, encoded, count)
+            yield accepted(encoded, 0) if segment.scheduled else EventBatch(stream, encoded, count)
 
 
 class OnSilo:
@@ -143,7 +142,7 @@ class OnSilo:
 async def open_destination(place: Place) -> AsyncGenerator[Destination]:
     """What a place names, for the length of an `async with`. Raises HeadraceError with one clear line."""
     if place.data is not None:
-        provider = await Provider.start(place.data, ProviderOptions(name=place.provider))
+        provider = await Provider.start(place.data, ProviderOptions(name=place.provider, delays=place.delays))
         try:
             can = provider.adapter.capabilities
             if not (can.idempotent and can.durable):

@@ -22,6 +22,7 @@ from pyspark.sql import types as spark
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
 from ..silo.datadir import MARKER, open_data_directory
+from ..silo.parking import check_delays
 from ..streams.errors import InvalidArgument, NotFound
 from ..streams.identity import StreamId, unquote
 from .grouping import Grouping
@@ -36,8 +37,9 @@ STAGE_BYTES = 8 << 20
 DEFAULT_STAGING = "headrace-staging"
 """Folder in the checkpoint of a query that publishes to a silo."""
 
-_SINK_OPTIONS = ("namespace", "txnAppId", "txnVersion", "staging")
+_SINK_OPTIONS = ("namespace", "txnAppId", "txnVersion", "staging", "delays")
 _TEXT = "string"
+_INTERVAL = "interval day to second"
 _TYPES: Mapping[str, tuple[str, ...]] = {
     "namespace": (_TEXT,),
     "key": (_TEXT,),
@@ -45,6 +47,8 @@ _TYPES: Mapping[str, tuple[str, ...]] = {
     "headers": ("map<string,string>",),
     "id": (_TEXT,),
     "timestamp": ("timestamp",),
+    "delay": ("double", "float", "int", "bigint", _INTERVAL),
+    "priority": ("int", "bigint", "smallint", "tinyint"),
 }
 _REQUIRED = ("key", "payload")
 
@@ -223,13 +227,22 @@ def _gathered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 def _sink_options(given: Mapping[str, str], schema: spark.StructType, *, streaming: bool) -> SinkOptions:
     check_names(given, (*PLACE_OPTIONS, *_SINK_OPTIONS))
     options = {name.lower(): value for name, value in given.items()}
-    place = Place.of(given)
+    place = _with_delays(Place.of(given), options.get("delays"))
     namespace = _namespace(options.get("namespace"))
     _check_columns(schema, namespace)
     app, version = _transaction(options, streaming=streaming)
     if place.data is not None:
         open_data_directory(place.data)  # tasks stage in it, and a directory with something in it is not made ours
     return SinkOptions(place, namespace, _staging(options, place, streaming=streaming), app, version)
+
+
+def _with_delays(place: Place, delays: str | None) -> Place:
+    if delays is None:
+        return place
+    if place.data is None:
+        raise InvalidArgument("option 'delays' is for 'data': a silo's providers have it in their configuration")
+    check_delays(delays)
+    return place._replace(delays=delays)
 
 
 def _namespace(text: str | None) -> str | None:
@@ -269,7 +282,11 @@ def _check_column(field: spark.StructField) -> None:
             f"column {field.name!r} is none of an event, which has {', '.join(_TYPES)}: drop it, or make it a part "
             "of the payload"
         )
-    found = _TEXT if isinstance(field.dataType, spark.StringType) else field.dataType.simpleString()
+    found = field.dataType.simpleString()
+    if isinstance(field.dataType, spark.StringType):
+        found = _TEXT
+    elif isinstance(field.dataType, spark.DayTimeIntervalType):
+        found = _INTERVAL
     if found not in wanted:
         raise InvalidArgument(f"column {field.name!r} is {' or '.join(wanted)}, not {found}: cast it")
 

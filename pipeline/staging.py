@@ -13,7 +13,7 @@ is nobody's, and a sweep removes it some days later.
 A staged file is a row of segments. A segment has a header, the table of its batches, and the batches as elements of the
 field `batches` of a `PublishRequest`, so that publishing looks at none of their bytes:
 
-    4 bytes  "HRS1"
+    4 bytes  "HRS1", or "HRS2" where some of the batches have a delay or a priority
     u32      CRC-32 of all that follows in the segment
     u32      batches, n
     u64      bytes of the elements
@@ -50,7 +50,7 @@ from .grouping import Grouped
 ORPHAN_AGE_S = 3 * 24 * 3600
 """What nobody names is removed after so long, in seconds: no task of a write that is alive has finished so long ago."""
 
-_MAGIC = b"HRS1"
+_MAGIC, _SCHEDULED = b"HRS1", b"HRS2"
 _HEADER = struct.Struct("<4sIIQ")
 _TABLE = np.dtype("<u4")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
@@ -108,7 +108,9 @@ class StagedFile:
             elements, zlib.crc32(table, zlib.crc32(struct.pack("<IQ", len(batches.counts), len(elements))))
         )
         with _Telling(self._folder):
-            self._file.write(_HEADER.pack(_MAGIC, crc, len(batches.counts), len(elements)))
+            self._file.write(
+                _HEADER.pack(_SCHEDULED if batches.scheduled else _MAGIC, crc, len(batches.counts), len(elements))
+            )
             self._file.write(table)
             self._file.write(elements)
         self._events += sum(batches.counts)
@@ -140,6 +142,7 @@ class Segment(NamedTuple):
     lengths: npt.NDArray[np.uint32]
     counts: npt.NDArray[np.uint32]
     prefixes: npt.NDArray[np.uint32]
+    scheduled: bool = False
 
 
 class Span(NamedTuple):
@@ -171,10 +174,10 @@ def read_segments(path: Path) -> Iterator[Segment]:
                 raise _damaged(path)
             table, elements = file.read(3 * 4 * count), file.read(size)
             read = zlib.crc32(elements, zlib.crc32(table, zlib.crc32(head[8:])))
-            if magic != _MAGIC or crc != read:
+            if magic not in (_MAGIC, _SCHEDULED) or crc != read:
                 raise _damaged(path)
             columns = np.frombuffer(table, _TABLE).reshape(3, count)
-            yield Segment(elements, *columns)
+            yield Segment(elements, *columns, scheduled=magic == _SCHEDULED)
 
 
 def _damaged(path: Path) -> DataDirectoryError:

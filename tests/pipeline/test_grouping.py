@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from headrace.pipeline.grouping import ELEMENT, MAX_ROW_BYTES, Grouped, Grouping
 from headrace.silo.rpc.incoming import accepted
 from headrace.streams import Event, StreamId
 from headrace.streams.errors import InvalidArgument, PayloadTooLarge
-from headrace.streams.events import BATCH_TARGET_BYTES, MAX_BATCH_EVENTS, MAX_EVENT_BYTES, EventBatch
+from headrace.streams.events import BATCH_TARGET_BYTES, MAX_BATCH_EVENTS, MAX_EVENT_BYTES, EventBatch, ScheduledBatch
 from headrace.streams.identity import varint
 
 TYPES = {
@@ -44,7 +45,7 @@ def table(rows: Sequence[Row], names: Sequence[str] = tuple(TYPES), **types: pa.
         found = row.get(name)
         return list(found.items()) if isinstance(found, Mapping) else found
 
-    columns = [pa.array([value(row, name) for row in rows], types.get(name, TYPES[name])) for name in names]
+    columns = [pa.array([value(row, name) for row in rows], types.get(name) or TYPES[name]) for name in names]
     return pa.RecordBatch.from_arrays(columns, names)
 
 
@@ -166,3 +167,61 @@ def test_an_id_that_is_no_text_is_refused() -> None:
     columns = {"key": pa.array(["k"]), "payload": pa.array([b"1"]), "id": pa.array([b"\xff"]).view(pa.string())}
     with pytest.raises(InvalidArgument, match=r"columns 'id' and 'headers': b'\\xff' is not UTF-8"):
         Grouping("n").of(pa.RecordBatch.from_pydict(columns))
+
+
+SCHEDULED = st.fixed_dictionaries(
+    {
+        "key": st.text("ab", max_size=1),
+        "payload": st.binary(max_size=20),
+        "delay": st.sampled_from([None, 0.0, 0.5, 3600.0]),
+        "priority": st.sampled_from([None, 0, 99]),
+    }
+)
+
+
+@given(st.lists(SCHEDULED, min_size=1, max_size=30))
+def test_rows_with_another_delay_or_priority_are_another_batch(rows: list[Row]) -> None:
+    given_rows = table(rows, ("key", "payload", "delay", "priority"), delay=pa.float64(), priority=pa.int32())
+    grouped = Grouping("n").of(given_rows)
+    found: defaultdict[tuple[str, int, int], list[bytes]] = defaultdict(list)
+    for batch in batches(grouped):
+        told = accepted(batch.encoded, 0)
+        schedule = (told.delay_us, told.priority) if isinstance(told, ScheduledBatch) else (0, 0)
+        found[batch.stream.key, *schedule] += batch.payloads()
+    wanted: defaultdict[tuple[str, int, int], list[bytes]] = defaultdict(list)
+    for row in rows:
+        wanted[row["key"], round((row["delay"] or 0) * 1e6), row["priority"] or 0].append(row["payload"])
+    assert found == wanted
+    assert grouped.scheduled == any(row["delay"] or row["priority"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(pa.float64(), 1.5), (pa.float32(), 1.5), (pa.int64(), 2), (pa.duration("us"), timedelta(seconds=1.5))],
+)
+def test_a_delay_is_seconds_or_an_interval(kind: pa.DataType, value: Any) -> None:
+    rows = [{"key": "k", "payload": b"", "delay": value}, {"key": "l", "payload": b"", "delay": None}]
+    found = batches(Grouping("n").of(table(rows, ("key", "payload", "delay"), delay=kind)))
+    later, now = (accepted(batch.encoded, 0) for batch in found)
+    assert isinstance(later, ScheduledBatch)
+    assert timedelta(microseconds=later.delay_us) == (
+        value if isinstance(value, timedelta) else timedelta(seconds=value)
+    )
+    assert type(now) is EventBatch
+
+
+@pytest.mark.parametrize(
+    ("column", "kind", "value"),
+    [
+        ("delay", pa.float64(), -0.1),
+        ("delay", pa.float64(), float("nan")),
+        ("delay", pa.float64(), 1e300),
+        ("delay", pa.duration("us"), timedelta(-1)),
+        ("priority", pa.int32(), 100),
+        ("priority", pa.int32(), -1),
+    ],
+)
+def test_a_delay_or_priority_that_is_none_is_refused(column: str, kind: pa.DataType, value: Any) -> None:
+    rows = [{"key": "k", "payload": b"", column: None}, {"key": "l", "payload": b"", column: value}]
+    with pytest.raises(InvalidArgument, match=f"column '{column}': .* in a row of the stream n/l: it is from 0 to"):
+        Grouping("n").of(table(rows, ("key", "payload", column), **{column: kind}))

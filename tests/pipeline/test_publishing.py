@@ -459,3 +459,36 @@ def test_a_server_that_is_not_there_is_one_line(tmp_path: Path, monkeypatch: pyt
 def test_a_producer_has_a_name_that_every_provider_takes(app: str) -> None:
     assert len(producer_of(app).encode()) <= 128
     assert producer_of(app) != producer_of(app + "x")
+
+
+def stage_later(folder: StagingFolder, namespace: str, **columns: float) -> list[Staged]:
+    rows = {"key": ["a", "b"], "payload": [b"now", b"later"]} | {name: [0, value] for name, value in columns.items()}
+    file = StagedFile(folder.path, 0, 0)
+    file.add(Grouping(namespace).of(pa.RecordBatch.from_pydict(rows)))
+    return [file.finish()]
+
+
+def test_what_is_delayed_is_parked_once_where_the_provider_can(place: Place, tmp_path: Path) -> None:
+    later = place._replace(delays="store")
+    for _ in range(2):
+        folder = folder_of(tmp_path, "app")
+        commit(later, folder, "app", 3, stage_later(folder, "n", delay=3600.0))
+
+    async def waiting() -> int:
+        async with Provider.open(place.data, delays="store") as provider:
+            return sum(each.events for each in (await provider.store.parking().waiting("default")).values())
+
+    assert asyncio.run(waiting()) == 1
+    assert [payload for of in look(place).values() for payload in of] == [b"now"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "told"), [({"delay": 1.0}, "cannot delay events"), ({"priority": 1}, "has no priorities")]
+)
+def test_what_the_provider_cannot_do_is_refused_and_nothing_of_the_call_is_stored(
+    place: Place, tmp_path: Path, columns: dict[str, float], told: str
+) -> None:
+    folder = folder_of(tmp_path, "app")
+    with pytest.raises(NotSupported, match=told):
+        commit(place, folder, "app", 3, stage_later(folder, "n", **columns))
+    assert look(place) == {}

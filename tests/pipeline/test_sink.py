@@ -13,12 +13,15 @@ from headrace.streams.errors import DataDirectoryError, InvalidArgument
 
 ROW = "namespace string, key string, payload binary"
 FULL = "id string, headers map<string,string>, timestamp timestamp, payload string, key string, namespace string"
+LATER = (f"{ROW}, delay double, priority int", f"{ROW}, delay interval", f"{ROW}, delay long, priority long")
 
 TYPES: dict[str, spark.DataType] = {
     "string": spark.StringType(),
     "binary": spark.BinaryType(),
     "int": spark.IntegerType(),
     "long": spark.LongType(),
+    "double": spark.DoubleType(),
+    "interval": spark.DayTimeIntervalType(),
     "timestamp": spark.TimestampType(),
     "timestamp_ntz": spark.TimestampNTZType(),
     "map<string,string>": spark.MapType(spark.StringType(), spark.StringType()),
@@ -37,7 +40,7 @@ def data(tmp_path: Path) -> str:
     return str(tmp_path / "d")
 
 
-@pytest.mark.parametrize("columns", [ROW, FULL, ROW.replace("binary", "string")])
+@pytest.mark.parametrize("columns", [ROW, FULL, ROW.replace("binary", "string"), *LATER])
 def test_columns_of_events_are_taken(data: str, columns: str) -> None:
     for writer in (
         batch_writer({"data": data}, schema(columns), False),
@@ -58,6 +61,11 @@ def test_columns_of_events_are_taken(data: str, columns: str) -> None:
         ("key string, payload int, namespace string", "column 'payload' is binary or string, not int: cast it"),
         (f"{ROW}, headers string", "column 'headers' is map<string,string>, not string"),
         (f"{ROW}, headers map<string,int>", "column 'headers' is map<string,string>, not map<string,int>"),
+        (
+            f"{ROW}, delay string",
+            "column 'delay' is double or float or int or bigint or interval day to second, not str",
+        ),
+        (f"{ROW}, priority double", "column 'priority' is int or bigint or smallint or tinyint, not double: cast it"),
         (f"{ROW}, timestamp timestamp_ntz", "column 'timestamp' is timestamp, not timestamp_ntz"),
     ],
 )
@@ -72,6 +80,7 @@ def test_columns_that_are_none_of_an_event_are_refused(data: str, columns: str, 
     ("options", "told"),
     [
         ({"txnAppId": "a"}, "options 'txnAppId' and 'txnVersion' go together"),
+        ({"delays": "somewhere"}, 'delays is "store" or left out'),
         ({"txnVersion": "1"}, "options 'txnAppId' and 'txnVersion' go together"),
         ({"txnAppId": "", "txnVersion": "1"}, "option 'txnAppId' is empty"),
         ({"txnAppId": "a", "txnVersion": "-1"}, "option 'txnVersion' is a number from 0 to .*, not '-1'"),
@@ -131,3 +140,9 @@ def test_a_foreign_directory_stays_untouched(tmp_path: Path) -> None:
 def test_a_publisher_needs_a_name_for_the_query(data: str) -> None:
     with pytest.raises(InvalidArgument, match="option 'txnAppId' is missing"):
         pipeline.publisher(data=data)
+
+
+def test_for_a_server_the_delays_are_its_own(tmp_path: Path) -> None:
+    options = {"server": "localhost:1", "staging": str(tmp_path), "delays": "store"}
+    with pytest.raises(InvalidArgument, match="option 'delays' is for 'data'"):
+        batch_writer(options, schema(ROW), False)

@@ -226,3 +226,19 @@ def test_what_streams_do_not_do_is_said_on_one_line(spark: SparkSession, tmp_pat
     with pytest.raises(PySparkException) as caught:
         query.awaitTermination(300)
     told(caught, "InvalidArgument: output mode 'complete': streams are append only")
+
+
+def test_rows_may_come_later(spark: SparkSession, tmp_path: Path) -> None:
+    data = tmp_path / "d"
+    frame = rows(spark, 10).selectExpr("*", "IF(payload < 5, NULL, INTERVAL '1' HOUR) AS delay")
+    with pytest.raises(PySparkException) as caught:
+        write(frame, tmp_path / "other")
+    told(caught, "provider 'default' cannot delay events")
+    write(frame, data, delays="store")
+    assert sorted(event.payload for event in events(data)) == [b"%d" % number for number in range(5)]
+
+    async def waiting() -> int:
+        async with Provider.open(data) as provider:
+            return sum(each.events for each in (await provider.store.parking().waiting("default")).values())
+
+    assert asyncio.run(waiting()) == 5
