@@ -170,4 +170,5 @@ def _segment(chunk: Sequence[Timed]) -> Segment:
     }
     grouped = Grouping().of(pa.RecordBatch.from_pydict(columns))
     tables = (np.array(column, np.uint32) for column in (grouped.lengths, grouped.counts, grouped.prefixes))
-    return Segment(b"".join(grouped.pieces), *tables)
+    lengths, counts, prefixes = tables
+    return Segment(b"".join(grouped.pieces), lengths, counts, prefixes)
