@@ -118,9 +118,13 @@ class _Target(NamedTuple):
     def of(cls, to: str | Path | None, namespace: str | None, checkpoint: str | Path | None) -> _Target:
         """Raises InvalidArgument."""
         if to is None and namespace is None:
-            raise InvalidArgument("a rollup is written nowhere: give a directory, or a namespace, or both")
+            raise InvalidArgument(
+                "a rollup is written nowhere: give a directory (to), a namespace (to-namespace), or both"
+            )
         if checkpoint is None and to is None:
-            raise InvalidArgument("the rollup's checkpoint is missing: name a directory where it keeps how far it is")
+            raise InvalidArgument(
+                "the checkpoint is missing: without a directory (to), name one where the rollup keeps how far it is"
+            )
         path = None if to is None else Path(to).absolute()
         where = Path(to or "", _CHECKPOINT) if checkpoint is None else Path(checkpoint)
         return cls(path, None if namespace is None else _named(namespace), where.absolute())
