@@ -122,7 +122,7 @@ class Source:
     def scan(self) -> None:
         """In this process, without Spark."""
         access, selector = LogAccess(self.data, "default"), Selector("*/*")
-        reader = ColumnReader(DEFAULT, selector)
+        reader: Any = ColumnReader(DEFAULT, selector)
         for queue, state in enumerate(access.states()):
             collections.deque(reader.batches(queue, access.read(queue, state.first, state.next, selector)), 0)
         access.close()
