@@ -96,7 +96,7 @@ def find_data_directory(path: str | os.PathLike[str]) -> DataDirectory:
     except OSError as error:
         raise _refusal(directory, error) from None
     if marker is None:
-        raise DataDirectoryError(f"data directory {directory}: there is none: it has no {MARKER}")
+        raise DataDirectoryError(f"{directory} is no data directory: it has no {MARKER}; check its name")
     _check_format(directory, marker)
     return DataDirectory(directory)
 
