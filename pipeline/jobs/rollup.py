@@ -31,7 +31,7 @@ from ..place import OPTIONS as PLACE_OPTIONS
 from ..place import Place
 from ..sink import publish_batch
 from .files import read_json, write_json
-from .running import options_of, report, selecting, spark_options, spark_session
+from .running import options_to_read, report, selecting, spark_options, spark_session
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -389,7 +389,7 @@ def command(
     A window is written once, when the watermark has passed its end: when a newer event was read. Whatever ends it, the
     same command goes on where it was.
     """
-    options = options_of(place) | selecting(streams)
+    options = options_to_read(place) | selecting(streams)
     more = {"start": start, "maxEventsPerTrigger": max_events}
     options |= {name: str(value) for name, value in more.items() if value is not None}
     with spark_session("headrace rollup", master, spark_log) as spark, events_progress("counting") as progress:
