@@ -369,7 +369,7 @@ def command(
 
     Whatever ends it, the same command goes on. Two at once on one DIR are refused.
     """
-    options = options_to_read(place) | selecting(streams)
+    options = selecting(streams) | options_to_read(place)
     with spark_session("headrace archive", master, spark_log) as spark, events_progress("archiving") as progress:
         done = archive(spark, into, compact=compact, fail_on_data_loss=fail_on_data_loss, progress=progress, **options)
     for gap in done.gaps:

@@ -389,7 +389,7 @@ def command(
     A window is written once, when the watermark has passed its end: when a newer event was read. Whatever ends it, the
     same command goes on where it was.
     """
-    options = options_to_read(place) | selecting(streams)
+    options = selecting(streams) | options_to_read(place)
     more = {"start": start, "maxEventsPerTrigger": max_events}
     options |= {name: str(value) for name, value in more.items() if value is not None}
     with spark_session("headrace rollup", master, spark_log) as spark, events_progress("counting") as progress:
