@@ -50,7 +50,7 @@ print(json.dumps({{
     "executors": len(spark.sparkContext._jsc.sc().statusTracker().getExecutorInfos()) - 1,
     "imported": spark.sparkContext.parallelize(range(2), 2).mapPartitions(imported).collect(),
     "events": sorted([row.key, row.payload.decode()] for row in read("{data}").collect()),
-    "settings": [spark.conf.get(name, "") for name in {settings}],
+    "settings": [spark.conf.get(name, None) for name in {settings}],
 }}))
 """
 
