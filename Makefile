@@ -48,10 +48,10 @@ pytest: $(STAMPS)/test ## the tests alone, those of consuming in a cluster, too;
 fuzz: $(STAMPS)/test ## attack a silo for FUZZ_SECONDS, 60 where it is not set
 	FUZZ_SECONDS=$${FUZZ_SECONDS:-60} $(BIN)/pytest -s tests/faults/test_grpc_fuzz.py
 
-chaos: $(STAMPS)/test ## kill, freeze and starve silos and consumers, 30 times each, queries of Spark 10 (CHAOS_ROUNDS), clusters for 120 s (CHAOS_SECONDS)
+chaos: $(STAMPS)/test ## kill, freeze and starve silos and consumers, 30 times each, queries of Spark 10 (CHAOS_ROUNDS), clusters for 120 s (CHAOS_SECONDS), consumers of CHAOS_EVENTS events in Redis
 	CHAOS_ROUNDS=$${CHAOS_ROUNDS:-30} CHAOS_SECONDS=$${CHAOS_SECONDS:-120} HEADRACE_INSTALL_SERVERS=1 \
-	  $(BIN)/pytest -s tests/faults/test_grpc_kills.py tests/faults/test_cluster_kills.py tests/faults/test_cluster_outages.py \
-	  tests/faults/test_spark_kills.py
+	  CHAOS_EVENTS=$${CHAOS_EVENTS:-100000} $(BIN)/pytest -s tests/faults/test_grpc_kills.py tests/faults/test_cluster_kills.py \
+	  tests/faults/test_cluster_outages.py tests/faults/test_spark_kills.py tests/adapters/redis/test_redis_processes.py
 
 sim: $(STAMPS)/test ## simulate SEEDS whole clusters, 1,000 where it is not set; SIM_ARGS=--bugs plants bugs
 	$(BIN)/python -m tests.cluster.sim --seeds $${SEEDS:-1000} $(SIM_ARGS)

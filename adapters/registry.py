@@ -30,7 +30,13 @@ async def open_adapter(name: str, context: AdapterContext, options: Mapping[str,
 
 def _find(name: str) -> AdapterFactory:
     for entry in entry_points(group=GROUP, name=name):
-        return cast(AdapterFactory, entry.load())
+        try:
+            return cast(AdapterFactory, entry.load())
+        except ModuleNotFoundError as error:
+            raise NotFound(
+                f"the adapter {name!r} needs the package {error.name!r}, which is not installed; one of headrace's own "
+                f"comes with pip install 'headrace[{name}]'"
+            ) from None
     raise NotFound(f"there is no adapter {name!r}; installed are: {', '.join(adapter_names())}")
 
 

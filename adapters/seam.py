@@ -42,6 +42,9 @@ class Capabilities:
     priority: bool = False
     idempotent: bool = False
     """`enqueue` honours `sequence`."""
+    ordered: bool = True
+    """Batches of a queue are received in the order in which they were stored, at the offsets of their receipts. Where
+    not, a batch gets its offset when it is first received, and its receipt has one that is below."""
     direction: Direction = Direction.READ_WRITE
 
 
@@ -89,6 +92,8 @@ class Backlog(NamedTuple):
     """Only the first of the events were counted; the others are estimated from the number of batches."""
     since_us: int | None = None
     """When the first of the batches was stored; None where there is none, or the adapter does not know."""
+    later: int = 0
+    """Of the batches, those that are not due yet."""
 
 
 class QueueReceiver(ABC):

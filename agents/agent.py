@@ -145,10 +145,12 @@ class PullingAgent:
             delivery.end()
         return checkpoint
 
-    async def acknowledge(self, offset: int) -> None:
-        """Everything below is finished for everybody."""
-        if self.main is not None:
-            await self.main.receiver.acknowledge(offset)
+    async def acknowledge(self, offset: int) -> bool:
+        """Everything below is finished for everybody. False where there is nobody to be told: the queue is not read."""
+        if self.main is None:
+            return False
+        await self.main.receiver.acknowledge(offset)
+        return True
 
     async def aclose(self, drain_s: float = 0.0) -> dict[str, Checkpoint]:
         """Stop reading, detach all deliveries, and return what each has done. Idempotent."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Generator, Iterable
+from collections.abc import Awaitable, Generator, Iterable
 from contextlib import contextmanager
 from time import monotonic
 from typing import Protocol
@@ -28,6 +28,8 @@ RECEIVE_BYTES = 1 << 20
 OFFER_BATCHES = 1024
 """Batches that are offered before the loop turns."""
 MAX_BACKOFF_S = 5.0
+WELL_S = 2.0
+"""Reading that failed before, and now waits for so long, is taken to be well again."""
 
 
 class FeedOwner(Protocol):
@@ -83,7 +85,8 @@ class Feed:
                 continue
             try:
                 max_events, max_bytes = self.cache.room
-                received = await self.receiver.receive(max_events, min(max_bytes, RECEIVE_BYTES))
+                receiving = self.receiver.receive(max_events, min(max_bytes, RECEIVE_BYTES))
+                received = await (self._recovering(receiving) if self.fault else receiving)
             except Closed:
                 return
             except StorageError as error:
@@ -95,6 +98,17 @@ class Feed:
 
     def finish(self) -> None:
         self.finished = True
+
+    async def _recovering(self, receiving: Awaitable[Received]) -> Received:
+        """Receive after an error. One that waits for so long has nothing to wait for but news."""
+        well = asyncio.get_running_loop().call_later(WELL_S, self._is_well)
+        try:
+            return await receiving
+        finally:
+            well.cancel()
+
+    def _is_well(self) -> None:
+        self.fault = ""
 
     async def _back_off(self, error: StorageError, seconds: float) -> None:
         self.fault = str(error)

@@ -178,6 +178,7 @@ class PullingManager:
         self._adapter = adapter
         self._store = store
         self._rewindable = adapter.capabilities.rewindable
+        self._durable = adapter.capabilities.durable
         self._limits = limits
         self._detach_after_s = detach_after_s
         self.agents = [self._agent(queue) for queue in range(queues)]
@@ -215,7 +216,7 @@ class PullingManager:
             work = _supervise(self.obey, LOOK_S)
             self._tasks.append(asyncio.create_task(work, name=f"headrace orders {self.provider}"))
         if not self._rewindable:
-            work = _supervise(self._acknowledge, ACKNOWLEDGE_S)
+            work = _supervise(self.acknowledge, ACKNOWLEDGE_S)
             self._tasks.append(asyncio.create_task(work, name=f"headrace acknowledgements {self.provider}"))
 
     async def aclose(self, drain_s: float) -> None:
@@ -575,21 +576,27 @@ class PullingManager:
             self._deliver(served.definition, served.service, attachment)
         return True
 
-    async def _acknowledge(self) -> None:
-        """Tell queues that cannot rewind what nobody needs any more. What is served here counts as it is now: such a
-        queue is this process's own; what is not served holds its events by its stored checkpoint."""
-        live = {agent.queue: self._live_watermark(agent.queue) for agent in self.agents}
-        moved = {queue: at for queue, at in live.items() if at is not None and at > self._acknowledged.get(queue, 0)}
+    async def acknowledge(self) -> None:
+        """Tell queues that cannot rewind what nobody needs any more. What is not served here holds its events by its
+        stored checkpoint."""
+        done = {agent.queue: self._done(agent.queue) for agent in self.agents}
+        moved = {queue: at for queue, at in done.items() if at is not None and at > self._acknowledged.get(queue, 0)}
         if not moved:
             return
         stored = await self._store.watermarks(self.provider, apart_from=list(self.served))
         for queue, watermark in moved.items():
-            self._acknowledged[queue] = min(watermark, stored.get(queue, watermark))
-            await self.agents[queue].acknowledge(self._acknowledged[queue])
+            finished = min(watermark, stored.get(queue, watermark))
+            if await self.agents[queue].acknowledge(finished):
+                self._acknowledged[queue] = finished
 
-    def _live_watermark(self, queue: int) -> int | None:
-        deliveries = [served.deliveries.get(queue) for served in self.served.values()]
-        return min((d.watermark for d in deliveries if d is not None), default=None)
+    def _done(self, queue: int) -> int | None:
+        """How far what is served here is done. A durable queue survives this process, so it is told of nothing that a
+        crash would let this process forget; one that is this process's own gets its room back at once."""
+        if not self._durable:
+            live = [served.deliveries.get(queue) for served in self.served.values()]
+            return min((d.watermark for d in live if d is not None), default=None)
+        here = [served for served in self.served.values() if queue in served.deliveries]
+        return min((_watermark(served, queue) for served in here), default=None)
 
     async def retain(self) -> None:
         """Let the adapter delete what its retention allows; unfinished events stay."""
@@ -680,6 +687,13 @@ def _changed(served: Served) -> dict[int, Checkpoint]:
     return {queue: checkpoint for queue, checkpoint in now.items() if served.saved.get(queue) != checkpoint}
 
 
+def _watermark(served: Served, queue: int) -> int:
+    """How far a subscription's progress is safe: stored, or with whoever consumes."""
+    if not served.service.stored:
+        return served.deliveries[queue].watermark
+    return served.saved[queue].watermark if queue in served.saved else 0
+
+
 def _letter(provider: str, delivery: Delivery, event: Event, reason: str, attempts: int) -> DeadLetter:
     assert event.stream is not None
     assert event.token is not None
@@ -704,16 +718,19 @@ def _now_us() -> int:
 
 
 async def _supervise(work: Callable[[], Awaitable[None]], period_s: float) -> None:
-    """Run `work` every `period_s` seconds, or less often where it takes long; what it raises is logged, and it is run
-    again."""
+    """Run `work` every `period_s` seconds, or less often where it takes long or fails; what it raises is logged, and it
+    is run again."""
     loop, pause_s = asyncio.get_running_loop(), period_s
     while True:
         await asyncio.sleep(pause_s)
         began = loop.time()
+        least_s = period_s
         try:
             await work()
         except HeadraceError as error:
             log.warning("background work failed and is tried again: %s", error)
+            least_s = max(period_s, min(2 * pause_s, RARELY_S))
         except Exception:
             log.exception("background work failed and is tried again")
-        pause_s = max(period_s, min((loop.time() - began) / SHARE, RARELY_S))
+            least_s = max(period_s, min(2 * pause_s, RARELY_S))
+        pause_s = max(least_s, min((loop.time() - began) / SHARE, RARELY_S))

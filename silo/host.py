@@ -7,7 +7,7 @@ import importlib
 import logging
 import sys
 import traceback
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from ..streams.errors import InvalidArgument
+from ..streams.errors import HeadraceError, InvalidArgument
 from ..streams.handlers import Declared, declared
 from .access import Authenticator, ClusterMembers, NoTokens, TokenBook
 from .config import SiloConfig, check
@@ -179,10 +179,7 @@ class Silo:
         return serving(self.config.http.host, port, routes)
 
     async def metrics(self) -> Answer:
-        observed = [
-            Observed(one.name, one.statistics(), [(await one.adapter.bounds(q)).next for q in range(one.queues)])
-            for one in self.providers.values()
-        ]
+        observed = [await _observed(one) for one in self.providers.values()]
         usage = None if self._guard is None else self._guard.usage()
         text = await asyncio.to_thread(render, observed, usage)  # it reads files of /proc
         return Answer(text, "text/plain; version=0.0.4; charset=utf-8")
@@ -199,6 +196,17 @@ class Silo:
         state = "ok" if good else "stopping" if self.stopping else "faulted" if problems else "starting"
         body = msgspec.json.encode({"state": state, "problems": problems}) + b"\n"
         return Answer(body, "application/json", HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+async def _observed(provider: Provider) -> Observed:
+    statistics = provider.statistics()
+    tails: list[Mapping[int, int]] = []
+    for queue in statistics.queues:
+        try:
+            tails.append(await provider.ends(queue.index, {cursor.watermark for cursor in queue.cursors}))
+        except HeadraceError:  # it cannot be read, which its state says
+            tails.append({})
+    return Observed(provider.name, statistics, tails)
 
 
 def import_module(name: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -19,8 +19,8 @@ class Observed(NamedTuple):
 
     provider: str
     statistics: ProviderStatistics
-    tails: Sequence[int]
-    """Next offset of each queue, as the adapter tells."""
+    tails: Sequence[Mapping[int, int]]
+    """The end of each queue, as the adapter tells, by the positions of its subscriptions. None where it cannot."""
 
 
 class Measure(NamedTuple):
@@ -129,8 +129,9 @@ class Collector:
         for one in self._observed:
             for queue, tail in zip(one.statistics.queues, one.tails, strict=True):
                 for cursor in queue.cursors:
-                    labelled = [one.provider, cursor.subscription, str(queue.index)]
-                    family.add_metric(labelled, max(tail - cursor.watermark, 0))
+                    if cursor.watermark in tail:
+                        labelled = [one.provider, cursor.subscription, str(queue.index)]
+                        family.add_metric(labelled, max(tail[cursor.watermark] - cursor.watermark, 0))
         return family
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from ..streams.errors import Busy, DataDirectoryError, InvalidArgument, NotSuppo
 from ..streams.events import Event, EventBatch
 from ..streams.handlers import AnyHandler, Declared, EventFilter, Handler, filter_name
 from ..streams.identity import SequenceToken, StreamId
-from ..streams.publishing import check_stream, grouped, listed, parts
+from ..streams.publishing import check_schedules, check_stream, encoded, grouped, listed, scheduled
 from ..streams.store import ControlStore
 from ..streams.stream import Stream
 from ..streams.subscriptions import (
@@ -57,6 +58,8 @@ log = logging.getLogger("headrace.silo")
 DEFAULT_ADAPTER = "log"
 DEFAULT_QUEUES = 8
 DRAIN_S = 10.0
+UNREAD_S = 0.05
+"""How often to see whether anything is still to be read from a queue that keeps no order, in seconds."""
 LEASED_TIMEOUT_S = 5.0
 """How long a call of the control store may take where leases depend on it, in seconds."""
 
@@ -288,17 +291,24 @@ class Provider:
             raise InvalidArgument("a stream has a namespace and a key: provider.stream('orders', '42')")
         return Stream(StreamId(namespace, key), self)
 
-    async def publish(self, stream: StreamId, events: bytes | Event | Iterable[bytes | Event]) -> SequenceToken:
+    async def publish(
+        self,
+        stream: StreamId,
+        events: bytes | Event | Iterable[bytes | Event],
+        *,
+        delay: timedelta | None = None,
+        priority: int | None = None,
+    ) -> SequenceToken:
         """Publish to one stream: see `Stream.publish`."""
         check_stream(stream)
-        if type(events) is bytes:  # the shortest way for what is published most
+        if type(events) is bytes and delay is None and priority is None:  # the shortest way for what is published most
             batch = EventBatch.of(stream, [events])
             receipts = await self.adapter.enqueue(((self.queue_of(stream), batch),))
             self.published_events += 1
             self.published_bytes += len(batch.encoded)
         else:
             queue = self.queue_of(stream)
-            batches = [(queue, batch) for batch in self._encode(stream, listed(events))]
+            batches = [(queue, batch) for batch in self._encode(stream, scheduled(listed(events), delay, priority))]
             receipts = await self.adapter.enqueue(batches)
             self._count(batches)
         token = receipts[0].token
@@ -330,6 +340,7 @@ class Provider:
 
         Called in order means stored in order, also without awaiting in between; else as `publish_many`.
         """
+        self._check_schedules(batches)
         placed = [(self.queue_of(batch.stream), batch) for batch in batches]
         answer = asyncio.ensure_future(self.adapter.enqueue(placed, sequence=sequence))
         answer.add_done_callback(partial(self._note_stored, placed))
@@ -342,22 +353,14 @@ class Provider:
             self._count(placed)
 
     def _encode(self, stream: StreamId, events: list[bytes | Event]) -> list[EventBatch]:
-        self._check_capabilities(events)
-        if len(events) == 1:
-            return [EventBatch.of(stream, events)]
-        return [EventBatch.of(stream, part) for part in parts(events)]
+        batches = encoded(stream, events)
+        self._check_schedules(batches)
+        return batches
 
-    def _check_capabilities(self, events: list[bytes | Event]) -> None:
+    def _check_schedules(self, batches: Sequence[EventBatch]) -> None:
         can = self.adapter.capabilities
-        if can.delay and can.priority:
-            return
-        for event in events:
-            if not isinstance(event, Event):
-                continue
-            if event.delay is not None and not can.delay:
-                raise NotSupported(f"provider {self.name!r} cannot delay events: its adapter does not declare it")
-            if event.priority is not None and not can.priority:
-                raise NotSupported(f"provider {self.name!r} has no priorities: its adapter does not declare them")
+        if not (can.delay and can.priority):
+            check_schedules(batches, self.name, delay=can.delay, priority=can.priority)
 
     def _count(self, batches: Sequence[tuple[int, EventBatch]]) -> None:
         for _, batch in batches:
@@ -612,11 +615,33 @@ class Provider:
         with await asyncio.to_thread(lock_subscription, self._directory, self.name, name):
             yield
 
+    async def ends(self, queue: int, positions: Iterable[int]) -> Mapping[int, int]:
+        """Where a queue ends, seen from each of some positions: what is in between are batches, in number.
+
+        For an adapter that keeps no order that is not its end, for its offsets do not count."""
+        if self.adapter.capabilities.ordered:
+            return dict.fromkeys(positions, (await self.adapter.bounds(queue)).next)
+        return {position: position + (await self.adapter.backlog(queue, position)).batches for position in positions}
+
     async def caught_up(self, name: str) -> None:
-        """Return when everything stored before the call is done for subscription `name` (paused streams apart)."""
+        """Return when everything stored before the call is done for subscription `name` (paused streams apart).
+
+        Where the adapter keeps no order: when nothing is left that is due.
+        """
         served = self.manager.serving(name)
         for queue, delivery in served.deliveries.items():
-            await delivery.wait_until((await self.adapter.bounds(queue)).next)
+            ordered = self.adapter.capabilities.ordered
+            end = (await self.adapter.bounds(queue)).next if ordered else await self._read_to(queue)
+            await delivery.wait_until(end)
+
+    async def _read_to(self, queue: int) -> int:
+        """The offset below which everything is that is due, once it is read here. Before that, nothing tells it."""
+        while True:
+            position = self.manager.agents[queue].statistics().next_offset
+            backlog = await self.adapter.backlog(queue, position)
+            if backlog.batches <= backlog.later:
+                return position
+            await asyncio.sleep(UNREAD_S)
 
     def statistics(self) -> ProviderStatistics:
         """A cheap snapshot of queues, caches, cursors and deliveries."""

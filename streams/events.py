@@ -21,7 +21,11 @@ BATCH_TARGET_BYTES = 1 << 20
 """A publish of more than this is stored as several batches."""
 MAX_BATCH_EVENTS = 1 << 16
 """Limit of events in one batch."""
+MAX_DELAY = timedelta(days=36_500)
+MAX_PRIORITY = 99
+"""The most urgent; 0 is that of an event that says nothing."""
 
+_MICROSECOND = timedelta(microseconds=1)
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -29,8 +33,8 @@ class Event(msgspec.Struct, gc=False):  # no cycle leads through it, and every b
     """What is published and delivered.
 
     `timestamp_us` is microseconds since 1970 UTC; the time of publishing where it is not given. An empty `id` is none.
-    `delay` and `priority` need an adapter that declares them. `stream` and `token` are set on delivery and ignored on
-    publishing.
+    `delay` and `priority` need an adapter that declares them, and are not told on delivery. `stream` and `token` are
+    set on delivery and ignored on publishing.
     """
 
     payload: bytes
@@ -204,6 +208,46 @@ class SomeEvents(EventBatch):
 
     def timestamps_us(self) -> Sequence[int]:
         return [event.timestamp_us or 0 for event in self._events]
+
+
+class ScheduledBatch(EventBatch):
+    """A batch as it is published, whose events are to come later, or before others. `encoded` says it, too."""
+
+    __slots__ = ("delay_us", "priority")
+
+    delay_us: int
+    """From when it is stored, in microseconds."""
+    priority: int
+
+    def __init__(self, stream: StreamId, encoded: bytes, count: int, *, delay_us: int, priority: int) -> None:
+        """`encoded` has the schedule already. Raises InvalidArgument for one that is none."""
+        super().__init__(stream, encoded, count)
+        if not 0 <= delay_us <= MAX_DELAY // _MICROSECOND:
+            raise InvalidArgument(f"a delay is 0 to {MAX_DELAY.days:,} days, not {delay_us:,} microseconds")
+        self.delay_us = delay_us
+        self.priority = _checked_priority(priority)
+
+    @classmethod
+    def of_events(
+        cls, stream: StreamId, events: Iterable[bytes | Event], delay: timedelta | None, priority: int | None
+    ) -> ScheduledBatch:
+        """`EventBatch.of`, for events with this schedule, whatever theirs is. Raises InvalidArgument for a bad one."""
+        plain = EventBatch.of(stream, events)
+        delay_us, priority = _delay_us(delay or timedelta()), _checked_priority(priority or 0)
+        encoded = plain.encoded + layout.write_schedule(delay_us, priority)
+        return cls(stream, encoded, plain.count, delay_us=delay_us, priority=priority)
+
+
+def _delay_us(delay: Any) -> int:
+    if not isinstance(delay, timedelta) or not timedelta() <= delay <= MAX_DELAY:
+        raise InvalidArgument(f"a delay is a timedelta from 0 to {MAX_DELAY.days:,} days, not {delay!r}")
+    return delay // _MICROSECOND
+
+
+def _checked_priority(priority: Any) -> int:
+    if type(priority) is not int or not 0 <= priority <= MAX_PRIORITY:
+        raise InvalidArgument(f"a priority is a whole number from 0 to {MAX_PRIORITY}, not {priority!r}")
+    return priority
 
 
 def _encode_one(stream: StreamId, item: bytes | Event, now: int) -> bytes:

@@ -71,6 +71,12 @@ def write(prefix: bytes, sizes: Sequence[int], timestamps_us: Sequence[int], rar
     return b"".join((prefix, *columns, rare, b"\x7a", varint(len(payload)), payload))
 
 
+def write_schedule(delay_us: int, priority: int) -> bytes:
+    """What is appended to a batch that is to come later, or before others."""
+    delay = b"\xa8\x01" + varint(delay_us) if delay_us else b""
+    return delay + (b"\xb0\x01" + varint(priority) if priority else b"")
+
+
 def write_rare(ids: Sequence[str], headers: Sequence[Mapping[str, str]]) -> bytes:
     """The columns of ids and headers, each left out where no event has any. Raises InvalidArgument for other types."""
     from ..proto.v1 import events_pb2  # noqa: PLC0415 (only where ids or headers are used)

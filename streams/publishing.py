@@ -4,10 +4,14 @@ share it, so that they take and refuse the same."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from itertools import groupby
 from typing import NamedTuple, cast
 
-from .errors import InvalidArgument
-from .events import BATCH_TARGET_BYTES, MAX_BATCH_EVENTS, Event
+from msgspec.structs import replace
+
+from .errors import InvalidArgument, NotSupported
+from .events import BATCH_TARGET_BYTES, MAX_BATCH_EVENTS, Event, EventBatch, ScheduledBatch
 from .identity import SequenceToken, StreamId
 
 MAX_BATCH_BYTES = 3 << 20
@@ -63,6 +67,59 @@ def listed(events: object) -> list[bytes | Event]:
         kind = cast("object", events).__class__.__name__
         raise InvalidArgument(f"publish bytes or Event, or several of them, not {kind}: encode it first")
     return list(cast("Iterable[bytes | Event]", events))
+
+
+def scheduled(events: list[bytes | Event], delay: timedelta | None, priority: int | None) -> list[bytes | Event]:
+    """Events with this delay and priority, where they have none of their own."""
+    if delay is None and priority is None:
+        return events
+    return [_with_schedule(event, delay, priority) for event in events]
+
+
+def _with_schedule(event: bytes | Event, delay: timedelta | None, priority: int | None) -> Event:
+    given = event if isinstance(event, Event) else Event(event)
+    return replace(
+        given,
+        delay=delay if given.delay is None else given.delay,
+        priority=priority if given.priority is None else given.priority,
+    )
+
+
+def encoded(stream: StreamId, events: list[bytes | Event]) -> list[EventBatch]:
+    """The batches in which events of one stream are published: in order, each of one delay and priority."""
+    if len(events) == 1 and _schedule(events[0]) is None:
+        return [EventBatch.of(stream, events)]
+    if not any(map(_schedule, events)):
+        return [EventBatch.of(stream, part) for part in parts(events)]
+    return [
+        ScheduledBatch.of_events(stream, part, *schedule) if schedule else EventBatch.of(stream, part)
+        for schedule, run in groupby(events, _schedule)
+        for part in parts(list(run))
+    ]
+
+
+def check_schedules(batches: Iterable[EventBatch], provider: str, *, delay: bool, priority: bool) -> None:
+    """Raises NotSupported for a batch that an adapter cannot deliver as it says: `delay` and `priority` are what it can
+    do."""
+    for batch in batches:
+        if type(batch) is ScheduledBatch:
+            if batch.delay_us and not delay:
+                raise NotSupported(
+                    f"provider {provider!r} cannot delay events: its adapter does not declare it; use one that does, "
+                    "such as redis, or leave the delay out"
+                )
+            if batch.priority and not priority:
+                raise NotSupported(
+                    f"provider {provider!r} has no priorities: its adapter does not declare them; use one that does, "
+                    "such as redis, or leave the priority out"
+                )
+
+
+def _schedule(event: bytes | Event) -> tuple[timedelta | None, int | None] | None:
+    """None for an event like most: at once, and no more urgent than others."""
+    if not isinstance(event, Event) or (event.delay is None and event.priority is None):
+        return None
+    return event.delay, event.priority
 
 
 def parts(events: list[bytes | Event]) -> Iterable[list[bytes | Event]]:

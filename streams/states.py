@@ -18,7 +18,8 @@ class QueueProgress(NamedTuple):
     watermark: int
     """The lowest offset that is not done."""
     end_offset: int
-    """Where the queue ends: the offset of what is stored next."""
+    """Where the queue ends: the offset of what is stored next. Where offsets do not count batches, `lag` above the
+    watermark."""
     streams_behind: int
     streams_paused: int
     """Those of them that wait to be resumed after a failure."""

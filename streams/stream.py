@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Iterable
+from datetime import timedelta
 from typing import Protocol
 
 from .events import Event
@@ -12,7 +13,14 @@ from .identity import SequenceToken, StreamId
 class Publisher(Protocol):
     """What a stream handle publishes through: a provider in this process, or a remote one."""
 
-    async def publish(self, stream: StreamId, events: bytes | Event | Iterable[bytes | Event]) -> SequenceToken: ...
+    async def publish(
+        self,
+        stream: StreamId,
+        events: bytes | Event | Iterable[bytes | Event],
+        *,
+        delay: timedelta | None = None,
+        priority: int | None = None,
+    ) -> SequenceToken: ...
 
 
 class Stream:
@@ -24,16 +32,29 @@ class Stream:
         self.id = id
         self._publisher = publisher
 
-    def publish(self, events: bytes | Event | Iterable[bytes | Event]) -> Awaitable[SequenceToken]:
+    def publish(
+        self,
+        events: bytes | Event | Iterable[bytes | Event],
+        *,
+        delay: timedelta | None = None,
+        priority: int | None = None,
+    ) -> Awaitable[SequenceToken]:
         """Publish one event or several, in order; durable, as the adapter promises, on return.
 
         Await what it returns: until then nothing happens. Several are stored as one batch, or as several where they
-        exceed 1 MiB together. Returns the token of the first.
+        exceed 1 MiB together, or differ in delay or priority. Returns the token of the first.
 
-        Raises InvalidArgument and PayloadTooLarge before anything is stored; QueueFull and StorageError where nothing
+        `delay`: they are delivered so much after they are stored, not before. `priority`, from 0 to 99: of what is due,
+        the highest is delivered first. Both are for events that have none of their own, and keep no order: an event may
+        be delivered before another of its stream that was published earlier.
+
+        Raises InvalidArgument and PayloadTooLarge, and NotSupported where the provider's adapter cannot delay or has no
+        priorities, before anything is stored; QueueFull and StorageError where nothing
         was stored, or, with several batches, where the first ones may have been.
         """
-        return self._publisher.publish(self.id, events)
+        if delay is None and priority is None:
+            return self._publisher.publish(self.id, events)
+        return self._publisher.publish(self.id, events, delay=delay, priority=priority)
 
     def __repr__(self) -> str:
         return f"Stream({self.id!s})"

@@ -14,6 +14,8 @@ Inherit from the classes that fit what the adapter declares, and say how to open
 | rewindable | `ConformsToRewindable`, or `ConformsToRewindableReadOnly` where read-only |
 | durable | `ConformsToDurable` |
 | idempotent | `ConformsToIdempotent` |
+| delay | `ConformsToDelay` |
+| priority | `ConformsToPriority` |
 
 One test fails where the classes are not those that the capabilities ask for, so that a group of tests can be left out
 only by not declaring what it tests.
@@ -25,7 +27,17 @@ import pytest
 pytest.register_assert_rewrite(
     *(
         f"{__name__}.{module}"
-        for module in ("durable", "harness", "idempotent", "queue", "read_only", "reading", "rewindable", "steps")
+        for module in (
+            "durable",
+            "harness",
+            "idempotent",
+            "queue",
+            "read_only",
+            "reading",
+            "rewindable",
+            "schedule",
+            "steps",
+        )
     )
 )
 
@@ -35,12 +47,15 @@ from .idempotent import ConformsToIdempotent
 from .queue import ConformsToQueueAdapter
 from .read_only import ConformsToReadOnly
 from .rewindable import ConformsToRewindable, ConformsToRewindableReadOnly
+from .schedule import ConformsToDelay, ConformsToPriority
 
 __all__ = (
     "BATCHES",
     "AdapterConformance",
+    "ConformsToDelay",
     "ConformsToDurable",
     "ConformsToIdempotent",
+    "ConformsToPriority",
     "ConformsToQueueAdapter",
     "ConformsToReadOnly",
     "ConformsToRewindable",

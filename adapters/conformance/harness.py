@@ -13,7 +13,7 @@ import pytest
 
 from ...streams.events import EventBatch
 from ...streams.identity import StreamId
-from ..seam import QueueAdapter, QueueReceiver, Received
+from ..seam import QueueAdapter, QueueReceiver, Receipt, Received
 
 BATCHES = 12
 """Batches in each queue of a filled adapter."""
@@ -97,6 +97,12 @@ def check_answer(received: Received, max_events: int, max_bytes: int) -> None:
     before_the_last = received.batches[:-1]
     assert sum(batch.count for batch in before_the_last) < max_events or not before_the_last
     assert sum(batch.nbytes for batch in before_the_last) < max_bytes or not before_the_last
+
+
+def check_receipt(adapter: QueueAdapter, receipt: Receipt, batch: EventBatch) -> None:
+    """The receipt has the batch's place, or, where the adapter keeps no order, one that is below."""
+    assert receipt.token is not None
+    assert receipt.token == batch.token or (not adapter.capabilities.ordered and receipt.token < batch.token)
 
 
 def in_order(batches: Sequence[EventBatch]) -> bool:

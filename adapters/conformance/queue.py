@@ -15,7 +15,7 @@ from ...streams.errors import Closed, InvalidArgument, PayloadTooLarge
 from ...streams.events import MAX_EVENT_BYTES, Event, EventBatch
 from ...streams.identity import StreamId
 from ..seam import QueueAdapter, QueueReceiver
-from .harness import BATCHES, batch_of, contents, receiving, soon, take, turns
+from .harness import BATCHES, batch_of, check_receipt, contents, receiving, soon, take, turns
 from .reading import ReadingTests
 from .steps import RandomSteps
 
@@ -46,7 +46,7 @@ class ConformsToQueueAdapter(ReadingTests):
         assert [contents(batch)[0] for batch in received] == [batch.stream for batch in batches]
         for enqueued, batch, receipt in zip(batches, received, receipts, strict=True):
             assert contents(batch) == contents(enqueued)
-            assert receipt.token == batch.token
+            check_receipt(adapter, receipt, batch)
             assert not receipt.duplicate
 
     async def test_receipts_come_in_the_order_of_the_call_whatever_the_queue(self, tmp_path: Path) -> None:
@@ -54,15 +54,17 @@ class ConformsToQueueAdapter(ReadingTests):
         async with self.adapter(tmp_path, queues=3) as adapter:
             receipts = await soon(adapter.enqueue(batches))
             received = [await take(await adapter.open_receiver(queue), 3) for queue in range(3)]
-        assert [receipt.token for receipt in receipts] == [received[n % 3][n // 3].token for n in range(9)]
+        for n, receipt in enumerate(receipts):
+            check_receipt(adapter, receipt, received[n % 3][n // 3])
         assert [received[n % 3][n // 3].stream.key for n in range(9)] == [str(n) for n in range(9)]
 
     async def test_calls_are_stored_in_order_without_awaiting_in_between(self, tmp_path: Path) -> None:
         async with self.adapter(tmp_path) as adapter:
             calls = [asyncio.ensure_future(adapter.enqueue([(0, batch_of("a", str(n)))])) for n in range(200)]
-            receipts = [receipt.token for call in calls for receipt in await soon(call)]
+            receipts = [receipt for call in calls for receipt in await soon(call)]
             received = await take(await adapter.open_receiver(0), 200)
-        assert receipts == [batch.token for batch in received]
+        for receipt, batch in zip(receipts, received, strict=True):
+            check_receipt(adapter, receipt, batch)
         assert _payloads(received) == [str(number) for number in range(200)]
 
     async def test_events_of_a_stream_keep_their_order_among_concurrent_producers(self, tmp_path: Path) -> None:

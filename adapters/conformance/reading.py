@@ -225,7 +225,9 @@ def _groups(capabilities: Capabilities) -> set[str]:
     `AdapterConformance.tests_group`."""
     if capabilities.direction is Direction.READ_ONLY:
         return {"read-only"} | ({"rewindable read-only"} if capabilities.rewindable else set())
-    flags = {name for name in ("rewindable", "durable", "idempotent") if getattr(capabilities, name)}
+    flags = {
+        name for name in ("rewindable", "durable", "idempotent", "delay", "priority") if getattr(capabilities, name)
+    }
     return {"read-write"} | flags
 
 

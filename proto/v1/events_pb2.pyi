@@ -24,7 +24,7 @@ class EventBatch(_message.Message):
 
     The layout is columnar so that a reader takes sizes and payload without touching a row: fixed-width columns are
     packed little-endian arrays, and all payloads are one field. A producer writes namespace and key first and payload
-    last; a reader accepts any order, as protobuf requires. Fields 16 and above are appended by whoever hands the batch
+    last; a reader accepts any order, as protobuf requires. Fields 16 to 20 are appended by whoever hands the batch
     on: protobuf messages may be extended by concatenation.
     """
 
@@ -42,6 +42,8 @@ class EventBatch(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     INDEXES_FIELD_NUMBER: _builtins.int
     REDRIVEN_FIELD_NUMBER: _builtins.int
+    DELAY_US_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     """Namespace of the stream."""
     key: _builtins.str
@@ -49,7 +51,7 @@ class EventBatch(_message.Message):
     payload: _builtins.bytes
     """All payloads, one after the other."""
     offset: _builtins.int
-    """The fields from here on are appended on delivery. A producer must not set them.
+    """The fields from here to 20 are appended on delivery. A producer must not set them.
 
     Position of the batch in its queue.
     """
@@ -61,6 +63,14 @@ class EventBatch(_message.Message):
     """A dead letter, delivered once more. It is out of line: no part of a parcel, and before or behind events that are
     later or earlier in its stream.
     """
+    delay_us: _builtins.int
+    """When to deliver it. Only the producer sets these, for all events of the batch, and only for a provider whose adapter
+    can do it: any other one refuses the batch with FAILED_PRECONDITION, and stores nothing.
+
+    Not before so many microseconds after it is stored.
+    """
+    priority: _builtins.int
+    """From 0 to 99: of what is due, the highest goes first."""
     @_builtins.property
     def sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Size of each event's payload in bytes; its length is the number of events."""
@@ -98,10 +108,12 @@ class EventBatch(_message.Message):
         attempt: _builtins.int = ...,
         indexes: _abc.Iterable[_builtins.int] | None = ...,
         redriven: _builtins.bool = ...,
+        delay_us: _builtins.int = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "headers", b"headers", "ids", b"ids", "indexes", b"indexes", "key", b"key", "namespace", b"namespace", "offset", b"offset", "payload", b"payload", "queue", b"queue", "redriven", b"redriven", "sizes", b"sizes", "timestamps_us", b"timestamps_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "delay_us", b"delay_us", "headers", b"headers", "ids", b"ids", "indexes", b"indexes", "key", b"key", "namespace", b"namespace", "offset", b"offset", "payload", b"payload", "priority", b"priority", "queue", b"queue", "redriven", b"redriven", "sizes", b"sizes", "timestamps_us", b"timestamps_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

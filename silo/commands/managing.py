@@ -65,7 +65,8 @@ class OnData:
         definition = await self._store.subscription(self._name, name)
         checkpoints = await self._store.checkpoints(self._name, name)
         progress = [
-            _progress(queue, at, (await self._provider.adapter.bounds(queue)).next) for queue, at in checkpoints.items()
+            _progress(queue, at, (await self._provider.ends(queue, [at.watermark]))[at.watermark])
+            for queue, at in checkpoints.items()
         ]
         return SubscriptionState(definition, progress, (), *await self._store.left_behind(self._name, name))
 

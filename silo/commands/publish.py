@@ -8,12 +8,15 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from ...streams import Event, NotSupported, StreamId
+from ...streams.events import MAX_DELAY, MAX_PRIORITY
+from ...streams.publishing import scheduled
 from ..outcome import Failed, Interrupted
 from ..wording import counted
 from .journal import Journal, Notes, NotesOfUser, NotesOnData, Reader, state_folder
@@ -46,10 +49,31 @@ PublishMany = Callable[..., Awaitable[object]]
     metavar="FIELD",
     help="The field with the event's own time, whenever it is stored: ISO 8601 with its zone, or seconds since 1970.",
 )
+@click.option(
+    "--delay",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="Deliver the events so much later. It needs an adapter that can, such as redis.",
+)
+@click.option(
+    "--priority",
+    type=click.IntRange(0, MAX_PRIORITY),
+    metavar="0-99",
+    help="Of what is due, the highest goes first. It needs an adapter with priorities, such as redis.",
+)
 @click.option("--format", type=click.Choice(["json", "raw"]), default="json", show_default=True, help="What a line is.")
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False, allow_dash=True), default="-")
 @json_option
-def command(*, place: Place, how: Mapping[str, Any], file: Path, as_json: bool, **form: Any) -> None:
+def command(
+    *,
+    place: Place,
+    how: Mapping[str, Any],
+    file: Path,
+    as_json: bool,
+    delay: float | None,
+    priority: int | None,
+    **form: Any,
+) -> None:
     """Publish each line of FILE, or of stdin, as an event.
 
     The payload is the line as it is, without its end. With --format json it has to be JSON, and blank lines are left
@@ -62,7 +86,7 @@ def command(*, place: Place, how: Mapping[str, Any], file: Path, as_json: bool, 
     """
     try:
         check_how(place, how)
-        result = run(_publish(place, how, file, Form(**form)))
+        result = run(_publish(place, how, file, Form(**form), _schedule(delay, priority)))
     except Interrupted:
         raise Interrupted("interrupted" if file == STDIN else "interrupted: run it again to go on") from None
     except BadLine as bad:
@@ -115,13 +139,28 @@ async def _remote_notes(client: Client, address: str) -> Notes | None:
         return None
 
 
-async def _publish(place: Place, how: Mapping[str, Any], file: Path, form: Form) -> Result:
+class Schedule(NamedTuple):
+    """When all events of a run are to be delivered."""
+
+    delay: timedelta | None
+    priority: int | None
+
+
+def _schedule(delay_s: float | None, priority: int | None) -> Schedule | None:
+    if delay_s is None and priority is None:
+        return None
+    if delay_s is not None and not delay_s <= MAX_DELAY.total_seconds():
+        raise click.UsageError(f"--delay {delay_s:g} is more than {MAX_DELAY.days:,} days")
+    return Schedule(None if delay_s is None else timedelta(seconds=delay_s), priority)
+
+
+async def _publish(place: Place, how: Mapping[str, Any], file: Path, form: Form, schedule: Schedule | None) -> Result:
     began = time.monotonic()
     async with _target(place, how) as target:
         with _descriptor(file) as descriptor:
             journal = _journal(target, file, form, descriptor)
             with journal.alone(file) if journal else nullcontext(), progress(_size(descriptor)) as advance:
-                publishing = Publishing(target.publish_many, form, journal, advance)
+                publishing = Publishing(target.publish_many, form, journal, advance, schedule)
                 skipped = await publishing.resume(descriptor, _name(file))
                 lines = await publishing.publish(descriptor, skipped + 1)
         return Result(publishing.events, lines, skipped, time.monotonic() - began)
@@ -130,8 +169,16 @@ async def _publish(place: Place, how: Mapping[str, Any], file: Path, form: Form)
 class Publishing:
     """Publishes the lines of one file, with a journal or without."""
 
-    def __init__(self, publish_many: PublishMany, form: Form, journal: Journal | None, advance: Advance) -> None:
+    def __init__(
+        self,
+        publish_many: PublishMany,
+        form: Form,
+        journal: Journal | None,
+        advance: Advance,
+        schedule: Schedule | None = None,
+    ) -> None:
         self.events = 0
+        self._schedule = schedule
         self._publish_many = publish_many
         self._form = form
         self._journal = journal
@@ -181,8 +228,14 @@ class Publishing:
                 items.append(item)
         return items, None
 
+    def _scheduled(self, items: list[Item]) -> list[Item]:
+        if self._schedule is None:
+            return items
+        return [(stream, scheduled([event], *self._schedule)[0]) for stream, event in items]
+
     async def _store(self, items: list[Item], raw: bytes, lines: int) -> None:
         self._reader.add(raw, lines)
+        items = self._scheduled(items)
         if items and self._journal is not None:
             position = self._reader.position
             sequence = await self._journal.intend(position)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ...proto.v1 import events_pb2
 from ...streams import layout
 from ...streams.errors import InvalidArgument, PayloadTooLarge
-from ...streams.events import MAX_BATCH_EVENTS, MAX_EVENT_BYTES, EventBatch
+from ...streams.events import MAX_BATCH_EVENTS, MAX_EVENT_BYTES, EventBatch, ScheduledBatch
 from ...streams.identity import StreamId
 from ...streams.publishing import MAX_BATCH_BYTES
 
@@ -17,7 +17,7 @@ _TIMESTAMPS_TAG, _TIMESTAMP_BYTES = 0x22, 8
 _NAMESPACE, _KEY = 0x0A, 0x12
 _COLUMNS = (0x1A, 0x22, 0x7A)
 """Tags of sizes, timestamps and payload."""
-_FIRST_APPENDED = 16
+_APPENDED = range(16, 21)
 
 
 def accepted(encoded: bytes, now_us: int) -> EventBatch:
@@ -39,6 +39,9 @@ def accepted(encoded: bytes, now_us: int) -> EventBatch:
         encoded = stream.prefix + _written(message or layout.message_of(encoded), len(columns.sizes))
     if not columns.timestamps:
         encoded += _ONE_TIMESTAMP.pack(_TIMESTAMPS_TAG, _TIMESTAMP_BYTES, now_us)
+    if message is not None and (message.delay_us or message.priority):
+        schedule = {"delay_us": message.delay_us, "priority": message.priority}
+        return ScheduledBatch(stream, encoded, len(columns.sizes), **schedule)
     return EventBatch(stream, encoded, len(columns.sizes))
 
 
@@ -81,8 +84,8 @@ def _written(message: events_pb2.EventBatch, count: int) -> bytes:
     for column in (message.ids, message.headers):
         if len(column) not in (0, count):
             raise InvalidArgument(f"damaged batch: {len(column)} ids or headers for {count} events")
-    if any(field.number >= _FIRST_APPENDED for field, _ in message.ListFields()):
-        raise InvalidArgument("a batch has fields from 16 on, which the silo appends on delivery: leave them out")
+    if any(field.number in _APPENDED for field, _ in message.ListFields()):
+        raise InvalidArgument("a batch has fields from 16 to 20, which the silo appends on delivery: leave them out")
     message.DiscardUnknownFields()
     message.ClearField("namespace")
     message.ClearField("key")

@@ -213,7 +213,7 @@ async def _progress(provider: Provider, definition: SubscriptionDefinition) -> S
             queue=queue,
             next_offset=at.next_offset,
             watermark=at.watermark,
-            end_offset=(await provider.adapter.bounds(queue)).next,
+            end_offset=(await provider.ends(queue, [at.watermark]))[at.watermark],
             streams_behind=len(at.behind),
             streams_paused=sum(bool(one.paused) for one in at.behind.values()),
             paused=islice(_paused(at), MAX_PAUSED),

@@ -19,6 +19,7 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
+from datetime import timedelta
 from typing import Any, Generic, ParamSpec, Self, TypeVar, cast
 
 from ..errors import Closed, InvalidArgument
@@ -133,9 +134,15 @@ class SyncStream:
         self.id = id
         self._client = client
 
-    def publish(self, events: bytes | Event | Iterable[bytes | Event]) -> SequenceToken:
-        """Publish one event or several, in order: see `Client.publish`."""
-        return self._client.publish(self.id, events)
+    def publish(
+        self,
+        events: bytes | Event | Iterable[bytes | Event],
+        *,
+        delay: timedelta | None = None,
+        priority: int | None = None,
+    ) -> SequenceToken:
+        """Publish one event or several, in order: see `Stream.publish`."""
+        return self._client.publish(self.id, events, delay=delay, priority=priority)
 
     def __repr__(self) -> str:
         return f"SyncStream({self.id!s})"
@@ -179,8 +186,15 @@ class SyncClient:
         """A handle on a stream, by namespace and key or by id."""
         return SyncStream(self._client.stream(namespace, key).id, self)
 
-    def publish(self, stream: StreamId, events: bytes | Event | Iterable[bytes | Event]) -> SequenceToken:
-        return self._call(self._client.publish, stream, events)
+    def publish(
+        self,
+        stream: StreamId,
+        events: bytes | Event | Iterable[bytes | Event],
+        *,
+        delay: timedelta | None = None,
+        priority: int | None = None,
+    ) -> SequenceToken:
+        return self._call(self._client.publish, stream, events, delay=delay, priority=priority)
 
     def publish_many(
         self, items: Iterable[tuple[StreamId, bytes | Event]], *, sequence: ProducerSequence | None = None

@@ -11,13 +11,23 @@ async with Client("127.0.0.1:9465") as client:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import NoReturn, Self
 
 from ...proto.v1 import publisher_pb2 as pb
-from ..errors import InvalidArgument, NotSupported, PayloadTooLarge
+from ..errors import InvalidArgument, PayloadTooLarge
 from ..events import Event, EventBatch
 from ..identity import SequenceToken, StreamId
-from ..publishing import MAX_REQUEST_BATCHES, ProducerSequence, Receipt, check_stream, grouped, listed, parts
+from ..publishing import (
+    MAX_REQUEST_BATCHES,
+    ProducerSequence,
+    Receipt,
+    check_stream,
+    encoded,
+    grouped,
+    listed,
+    scheduled,
+)
 from ..stream import Stream
 from .connection import Connection, Tls
 from .consuming import Consuming
@@ -102,7 +112,14 @@ class Client(Consuming):
             raise InvalidArgument("a stream has a namespace and a key: client.stream('orders', '42')")
         return Stream(StreamId(namespace, key), self)
 
-    async def publish(self, stream: StreamId, events: bytes | Event | Iterable[bytes | Event]) -> SequenceToken:
+    async def publish(
+        self,
+        stream: StreamId,
+        events: bytes | Event | Iterable[bytes | Event],
+        *,
+        delay: timedelta | None = None,
+        priority: int | None = None,
+    ) -> SequenceToken:
         """Publish to one stream, in order: see `Stream.publish`. What concurrent callers publish travels together.
 
         Returns the token of the first event; `UNKNOWN_PLACE` where it was stored before an outage and the silo does not
@@ -114,7 +131,10 @@ class Client(Consuming):
         check_stream(stream)
         publishing = self._publishing
         deadline = await publishing.room() if publishing.crowded else None
-        batches = [EventBatch.of(stream, [events])] if type(events) is bytes else _encoded(stream, listed(events))
+        if type(events) is bytes and delay is None and priority is None:
+            batches = [EventBatch.of(stream, [events])]
+        else:
+            batches = encoded(stream, scheduled(listed(events), delay, priority))
         receipts = await publishing.publish(batches, deadline)
         return receipts[0].token or UNKNOWN_PLACE
 
@@ -128,12 +148,12 @@ class Client(Consuming):
         """
         by_stream = grouped(items)
         if sequence is not None:
-            batches = [batch for stream, events in by_stream.items() for batch in _encoded(stream, events)]
+            batches = [batch for stream, events in by_stream.items() for batch in encoded(stream, events)]
             return await self._publish_once(batches, sequence)
         if not by_stream:
             return []
         deadline = await self._publishing.room() if self._publishing.crowded else None
-        batches = [batch for stream, events in by_stream.items() for batch in _encoded(stream, events)]
+        batches = [batch for stream, events in by_stream.items() for batch in encoded(stream, events)]
         return await self._publishing.publish(batches, deadline)
 
     async def last_sequence(self, producer: str) -> int:
@@ -158,10 +178,3 @@ class Client(Consuming):
             )
         answer = await self._connection.call("PublisherService/Publish", request, timeout_s=self._timeout_s)
         return receipts_of(parsed(pb.PublishResponse, answer))
-
-
-def _encoded(stream: StreamId, events: list[bytes | Event]) -> list[EventBatch]:
-    for event in events:
-        if isinstance(event, Event) and (event.delay is not None or event.priority is not None):
-            raise NotSupported("a client cannot publish events with a delay or a priority: leave them out")
-    return [EventBatch.of(stream, part) for part in parts(events)]

@@ -2,7 +2,7 @@
 
 import random
 import time
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from headrace.proto.v1.events_pb2 import EventBatch as Message
 from headrace.proto.v1.events_pb2 import Headers
-from headrace.streams import Event, EventBatch, InvalidArgument, PayloadTooLarge, SequenceToken, StreamId
-from headrace.streams.events import MAX_BATCH_EVENTS, MAX_EVENT_BYTES
+from headrace.streams import Event, EventBatch, InvalidArgument, PayloadTooLarge, SequenceToken, StreamId, publishing
+from headrace.streams.events import MAX_BATCH_EVENTS, MAX_EVENT_BYTES, ScheduledBatch
 
 STREAM = StreamId("flights", "N14228")
 NOW = 1_763_719_200_000_000
@@ -363,3 +363,39 @@ def test_the_encoding_never_changes(name: str):
     items, encoded = GOLDEN[name]
     assert EventBatch.of(StreamId("", ""), items, NOW).encoded.hex(" ") == bytes.fromhex(encoded).hex(" ")
     assert [facts(event) for event in EventBatch.decode(bytes.fromhex(encoded))] == expected_facts(list(items))
+
+
+def test_events_are_cut_where_their_schedule_changes():
+    second = timedelta(seconds=1)
+    events = [b"a", Event(b"b"), Event(b"c", delay=second), Event(b"d", delay=second), Event(b"e", priority=0), b"f"]
+    batches = publishing.encoded(StreamId("n", "k"), events)
+    assert [batch.payloads() for batch in batches] == [[b"a", b"b"], [b"c", b"d"], [b"e"], [b"f"]]
+    schedules = [(b.delay_us, b.priority) if isinstance(b, ScheduledBatch) else None for b in batches]
+    assert schedules == [None, (1_000_000, 0), (0, 0), None]
+    assert [batch.events()[0].payload for batch in batches] == [b"a", b"c", b"e", b"f"]
+
+
+def test_a_schedule_of_a_call_is_for_events_that_have_none():
+    own = Event(b"x", priority=3)
+    first, second = publishing.scheduled([b"a", own], timedelta(seconds=1), 5)
+    assert isinstance(first, Event)
+    assert isinstance(second, Event)
+    assert (first.delay, first.priority) == (timedelta(seconds=1), 5)
+    assert (second.delay, second.priority) == (timedelta(seconds=1), 3)
+    assert own.delay is None
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Event(b"x", delay=timedelta(seconds=-1)),
+        Event(b"x", delay=timedelta(days=36_501)),
+        Event(b"x", delay=5),  # pyright: ignore[reportArgumentType]
+        Event(b"x", priority=100),
+        Event(b"x", priority=-1),
+        Event(b"x", priority=True),
+    ],
+)
+def test_a_schedule_that_is_none_is_refused(event: Event):
+    with pytest.raises(InvalidArgument, match=r"a delay is|a priority is"):
+        publishing.encoded(StreamId("n", "k"), [event])

@@ -2,6 +2,7 @@
 
 import random
 import struct
+from datetime import timedelta
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from headrace.proto.v1 import events_pb2
 from headrace.silo.rpc.incoming import accepted
 from headrace.streams import Event, EventBatch, InvalidArgument, PayloadTooLarge, StreamId
+from headrace.streams.events import ScheduledBatch
 from headrace.streams.frames import frame, split
 from headrace.streams.identity import varint
 from tests.silo.rpc.calling import batch
@@ -104,7 +106,7 @@ def test_a_batch_of_millions_of_empty_fields_is_refused_by_the_library():
 @pytest.mark.parametrize("stream", ["shop/1", "/"])
 def test_what_delivery_appends_is_refused(field: dict[str, object], stream: str):
     sent = batch(stream, b"a", **field).SerializeToString()  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgument, match="fields from 16 on, which the silo appends"):
+    with pytest.raises(InvalidArgument, match="fields from 16 to 20, which the silo appends"):
         accepted(sent, NOW)
 
 
@@ -150,3 +152,25 @@ def test_noise_is_refused_and_nothing_else_happens(noise: bytes):
             continue
         assert contents(taken.encoded)
         split(frame(taken.encoded, 0, 0))
+
+
+@pytest.mark.parametrize(("delay_us", "priority"), [(1, 0), (0, 1), (3_600_000_000, 99)])
+def test_a_batch_with_a_schedule_keeps_it(delay_us: int, priority: int):
+    sent = batch("shop/1", b"a", b"b", delay_us=delay_us, priority=priority).SerializeToString()
+    stored = accepted(sent, NOW)
+    assert isinstance(stored, ScheduledBatch)
+    assert (stored.delay_us, stored.priority, stored.payloads()) == (delay_us, priority, [b"a", b"b"])
+    assert events_pb2.EventBatch.FromString(stored.encoded).priority == priority
+
+
+def test_what_a_client_schedules_comes_as_it_was_sent():
+    sent = ScheduledBatch.of_events(StreamId("shop", "1"), [b"a"], timedelta(seconds=2), 7)
+    stored = accepted(sent.encoded, NOW)
+    assert isinstance(stored, ScheduledBatch)
+    assert (stored.delay_us, stored.priority) == (2_000_000, 7)
+
+
+@pytest.mark.parametrize("schedule", [{"priority": 100}, {"delay_us": 1 << 63}])
+def test_a_schedule_that_is_none_is_refused(schedule: dict[str, int]):
+    with pytest.raises(InvalidArgument, match=r"from 0 to 99|a delay is 0 to 36,500 days"):
+        accepted(batch("shop/1", b"a", **schedule).SerializeToString(), NOW)  # type: ignore[arg-type]

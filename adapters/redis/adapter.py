@@ -1,0 +1,282 @@
+"""The redis adapter: queues with delays and priorities, in one Redis, in a cluster, or in several servers."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any
+
+from ...streams.errors import Closed, HeadraceError, InvalidArgument, NotSupported
+from ...streams.events import EventBatch, ScheduledBatch
+from ...streams.identity import SequenceToken
+from ..registry import read_options
+from ..seam import (
+    AdapterContext,
+    Backlog,
+    Bounds,
+    Capabilities,
+    ProducerSequence,
+    QueueAdapter,
+    QueueReceiver,
+    QueueStatistics,
+    Receipt,
+)
+from .keys import ShardKeys, check_name
+from .options import RedisOptions
+from .producers import Producers, persistently, short
+from .pusher import Pusher
+from .receiver import RedisReceiver, body_of
+from .server import Server, ServerAway
+from .shard import Pushed, RedisShard
+
+
+class RedisAdapter(QueueAdapter):
+    """Queues in Redis. A batch waits until it is due; of what is due, the highest priority goes first.
+
+    A queue has one reader at a time, and a batch gets its offset when the reader takes it: the token of a receipt is
+    below it.
+    """
+
+    capabilities = Capabilities(durable=True, delay=True, priority=True, idempotent=True, ordered=False)
+
+    def __init__(self, context: AdapterContext, options: RedisOptions) -> None:
+        self._provider = check_name("provider", context.provider)
+        chosen = options.servers()
+        order = sorted(range(len(chosen)), key=lambda index: chosen[index].zone != options.zone)
+        self._servers = [Server(shard.url, cluster=shard.cluster) for shard in chosen]
+        wait, timeout_s = options.when_unavailable == "wait", options.publish_timeout_s
+        self._queues = [
+            _Queue(
+                [
+                    RedisShard(
+                        self._servers[index],
+                        ShardKeys.of(options.prefix, f"{self._provider}.{queue}", chosen[index].name),
+                        name=f"{self._provider}/{queue}/{chosen[index].name}",
+                    )
+                    for index in order
+                ],
+                wait=wait,
+                timeout_s=timeout_s,
+            )
+            for queue in range(context.queues)
+        ]
+        self._producers = Producers(self._servers, options.prefix, self._provider)
+        self._storing: set[asyncio.Task[Sequence[Receipt]]] = set()
+        self._receivers: set[RedisReceiver] = set()
+        self._closed = False
+
+    async def open(self) -> None:
+        """Raises StorageError where no server answers, InvalidArgument for one that will not do."""
+        outcomes = await asyncio.gather(*(server.check() for server in self._servers), return_exceptions=True)
+        errors = [error for error in outcomes if isinstance(error, BaseException)]
+        fatal = [error for error in errors if not isinstance(error, ServerAway)]
+        if fatal or len(errors) == len(self._servers):
+            raise (fatal or errors)[0]
+
+    def enqueue(
+        self, batches: Sequence[tuple[int, EventBatch]], *, sequence: ProducerSequence | None = None
+    ) -> Awaitable[Sequence[Receipt]]:
+        """As the seam says. What one call brings into one queue is stored whole or not at all.
+
+        While the server is away, it waits or fails as the options say; StorageError says whether it may be stored.
+        """
+        self._check_open()
+        if sequence is not None:
+            return self._enqueue_once(batches, sequence)
+        by_queue: dict[int, list[int]] = {}
+        for index, (queue, _) in enumerate(batches):
+            self._queue(queue)
+            by_queue.setdefault(queue, []).append(index)
+        call = _Call(len(batches), len(by_queue))
+        for queue, indexes in by_queue.items():
+            events = [pushed(batches[index][1]) for index in indexes]
+            self._queues[queue].push(events, call, indexes)
+        return call.answer
+
+    def _enqueue_once(
+        self, batches: Sequence[tuple[int, EventBatch]], sequence: ProducerSequence
+    ) -> Awaitable[Sequence[Receipt]]:
+        placed = [(self._queue(queue), pushed(batch)) for queue, batch in batches]
+        storing = self._producers.once(sequence, len(placed), lambda: self._store_once(sequence, placed))
+        task = asyncio.create_task(storing, name=f"headrace push of {sequence.producer}")
+        self._storing.add(task)
+        task.add_done_callback(self._storing.discard)
+        return asyncio.shield(task)  # what has begun is not left half done
+
+    async def _store_once(
+        self, sequence: ProducerSequence, placed: Sequence[tuple[_Queue, Pushed]]
+    ) -> Sequence[int | None]:
+        by_queue: dict[_Queue, list[int]] = {}
+        for index, (queue, _) in enumerate(placed):
+            by_queue.setdefault(queue, []).append(index)
+        positions: list[int | None] = [None] * len(placed)
+
+        async def store(queue: _Queue, indexes: Sequence[int]) -> None:
+            stored = await queue.push_once([placed[index][1] for index in indexes], sequence)
+            for index, position in zip(indexes, stored, strict=False):  # none where a later call is stored already
+                positions[index] = position
+
+        outcomes = await asyncio.gather(*(store(*each) for each in by_queue.items()), return_exceptions=True)
+        for error in outcomes:
+            if error is not None:
+                raise error
+        return positions
+
+    async def open_receiver(self, queue: int, start: int | None = None) -> QueueReceiver:
+        """Become the reader of a queue, in place of the one before: that one raises StorageError from then on."""
+        if start is not None:
+            raise self._not_rewindable()
+        receiver = RedisReceiver(queue, self._queue(queue).shards)
+        try:
+            await receiver.open()
+        except BaseException:
+            await receiver.aclose()
+            raise
+        self._receivers = {each for each in self._receivers if not each.closed} | {receiver}
+        return receiver
+
+    def shards(self, queue: int) -> Sequence[RedisShard]:
+        """Where a queue lies, the shard of the own zone first: to look into, or to change single events."""
+        return self._queue(queue).shards
+
+    async def bounds(self, queue: int) -> Bounds:
+        return await self._queue(queue).bounds()
+
+    async def statistics(self, queue: int) -> QueueStatistics:
+        return QueueStatistics(await self.bounds(queue))
+
+    async def backlog(self, queue: int, offset: int) -> Backlog:
+        return await self._queue(queue).backlog(offset)
+
+    async def offset_at(self, queue: int, time_us: int) -> int:
+        raise self._not_rewindable()
+
+    async def last_sequence(self, producer: str) -> int:
+        self._check_open()
+        return await self._producers.last(producer)
+
+    async def aclose(self) -> None:
+        self._closed = True
+        await asyncio.gather(*self._storing, return_exceptions=True)
+        await asyncio.gather(*(receiver.aclose() for receiver in self._receivers))
+        await asyncio.gather(*(queue.aclose() for queue in self._queues))
+        await asyncio.gather(*(server.aclose() for server in self._servers))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed(f"provider {self._provider!r}: the redis adapter is closed")
+
+    def _queue(self, index: int) -> _Queue:
+        self._check_open()
+        if not 0 <= index < len(self._queues):
+            raise InvalidArgument(
+                f"provider {self._provider!r} has no queue {index}: they are numbered 0 to {len(self._queues) - 1}"
+            )
+        return self._queues[index]
+
+    def _not_rewindable(self) -> NotSupported:
+        return NotSupported(
+            f"provider {self._provider!r}: the redis adapter is not rewindable, what is acknowledged is gone; use the "
+            "log adapter to start at a position or a time"
+        )
+
+
+class _Queue:
+    """One queue, over its shards."""
+
+    def __init__(self, shards: Sequence[RedisShard], *, wait: bool, timeout_s: float) -> None:
+        self.shards = shards
+        self._pushers = [Pusher(shard, wait=wait, timeout_s=timeout_s) for shard in shards]
+        for pusher in self._pushers:
+            pusher.others = [other for other in self._pushers if other is not pusher]
+        self._turn = 0
+        self._wait = wait
+        self._timeout_s = timeout_s
+
+    def push(self, events: Sequence[Pushed], call: _Call, indexes: Sequence[int]) -> None:
+        self._pusher().push(events, lambda outcome: call.settle(indexes, outcome))
+
+    async def push_once(self, events: Sequence[Pushed], sequence: ProducerSequence) -> Sequence[int | None]:
+        """Into the shard that the producer's call has, however often it is made."""
+        names = sorted(shard.name for shard in self.shards)
+        chosen = names[zlib.crc32(f"{sequence.producer} {sequence.number}".encode()) % len(names)]
+        shard = next(shard for shard in self.shards if shard.name == chosen)
+        return await persistently(
+            lambda: shard.push(events, pusher=short(sequence.producer), number=sequence.number),
+            wait=self._wait,
+            timeout_s=self._timeout_s,
+        )
+
+    def _pusher(self) -> Pusher:
+        """The next one in turn whose server is not away."""
+        for _ in self._pushers:
+            self._turn = (self._turn + 1) % len(self._pushers)
+            if not self._pushers[self._turn].away:
+                break
+        return self._pushers[self._turn]
+
+    async def bounds(self) -> Bounds:
+        """Of the shards that answer. No position given out later is below the next one, whatever their clocks say."""
+        answers = await self._answers([shard.bounds() for shard in self.shards])
+        following = max(following for _, following in answers)
+        if any(mine < following for _, mine in answers):
+            answers += await self._answers([shard.bounds(following) for shard in self.shards])
+        return Bounds(max(done for done, _ in answers), max(following for _, following in answers))
+
+    async def backlog(self, offset: int) -> Backlog:
+        sizes = await self._answers([shard.size(offset) for shard in self.shards])
+        there = sum(size.waiting + size.claimed + size.held for size in sizes)
+        return Backlog(there, later=sum(size.delayed for size in sizes))
+
+    async def _answers(self, asked: Sequence[Awaitable[Any]]) -> list[Any]:
+        """Of the servers that are not away, at least one. Raises StorageError."""
+        outcomes = await asyncio.gather(*asked, return_exceptions=True)
+        errors = [error for error in outcomes if isinstance(error, BaseException)]
+        fatal = [error for error in errors if not isinstance(error, ServerAway)]
+        if fatal or len(errors) == len(outcomes):
+            raise (fatal or errors)[0]
+        return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+
+    async def aclose(self) -> None:
+        await asyncio.gather(*(pusher.aclose() for pusher in self._pushers))
+
+
+class _Call:
+    """One call of `enqueue`, answered when all its queues are."""
+
+    def __init__(self, batches: int, parts: int) -> None:
+        self.answer: asyncio.Future[Sequence[Receipt]] = asyncio.get_running_loop().create_future()
+        self._receipts = [Receipt(None)] * batches
+        self._parts = parts
+        if not parts:
+            self.answer.set_result([])
+
+    def settle(self, indexes: Sequence[int], outcome: Sequence[int] | HeadraceError) -> None:
+        if isinstance(outcome, HeadraceError):
+            if not self.answer.done():
+                self.answer.set_exception(outcome)
+            return
+        for index, position in zip(indexes, outcome, strict=True):
+            self._receipts[index] = Receipt(SequenceToken(position))
+        self._parts -= 1
+        if not self._parts and not self.answer.done():
+            self.answer.set_result(self._receipts)
+
+
+def pushed(batch: EventBatch) -> Pushed:
+    """A batch as a shard stores it."""
+    if isinstance(batch, ScheduledBatch):
+        return Pushed(body_of(batch), delay_s=batch.delay_us / 1e6, priority=batch.priority)
+    return Pushed(body_of(batch))
+
+
+async def open_adapter(context: AdapterContext, options: Mapping[str, Any]) -> RedisAdapter:
+    """Entry point of the adapter `redis`. Raises InvalidArgument for wrong options, StorageError without a server."""
+    adapter = RedisAdapter(context, read_options("redis", RedisOptions, options))
+    try:
+        await adapter.open()
+    except BaseException:
+        await adapter.aclose()
+        raise
+    return adapter

@@ -1,0 +1,50 @@
+"""Waiting for a shard without asking it again and again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from .server import BLOCK_S, ServerAway
+from .shard import RedisShard
+
+AWAY_S = 0.5
+"""So often a server that is away is tried again, in seconds."""
+
+
+class Bell:
+    """The bell of one shard, for all who wait for it in this process: one blocking command, and one connection."""
+
+    def __init__(self, shard: RedisShard) -> None:
+        self._shard = shard
+        self._ringing: asyncio.Task[None] | None = None
+        self.waiting = 0
+
+    def ringing(self) -> asyncio.Task[None]:
+        """Ends when the bell rings, or after a while. Not to be cancelled by who waits."""
+        if self._ringing is None or self._ringing.done():
+            self._ringing = asyncio.create_task(self._listen(), name=f"headrace bell {self._shard.name}")
+        return self._ringing
+
+    async def aclose(self) -> None:
+        if self._ringing is not None:
+            self._ringing.cancel()
+            await asyncio.gather(self._ringing, return_exceptions=True)
+
+    async def _listen(self) -> None:
+        try:
+            if await self._shard.bell(BLOCK_S) and not self.waiting:
+                await self._shard.ring()  # nobody waits here any more: it is for another process
+        except ServerAway:
+            await asyncio.sleep(AWAY_S)
+
+
+async def idle(bells: Sequence[Bell], seconds: float) -> None:
+    """Return when one of the bells rings, or after so many seconds."""
+    for bell in bells:
+        bell.waiting += 1
+    try:
+        await asyncio.wait([bell.ringing() for bell in bells], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for bell in bells:
+            bell.waiting -= 1

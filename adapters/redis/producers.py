@@ -1,0 +1,120 @@
+"""Which calls of which idempotent producers are stored, and that each is stored once.
+
+A producer's calls go one after the other. Each shard remembers the last number of every producer that it has stored
+(`RedisShard.push`), and a ledger, which is one key per producer, the last call that is stored as a whole. So a call
+that was stored in part, in some queues and not in others, is completed when it is sent again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import zlib
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+
+from ...streams.errors import SequenceConflict, StorageError
+from ...streams.identity import SequenceToken
+from ...streams.publishing import ProducerSequence, Receipt
+from .pusher import FIRST_PAUSE_S, MAX_PAUSE_S
+from .scripts import SCRIPTS
+from .server import Server, ServerAway
+
+KEPT_S = 7 * 24 * 3600
+"""A producer that published nothing for so long is forgotten, in seconds."""
+MAX_CACHED = 10_000
+
+Positions = Sequence[int | None]
+
+
+class _Line:
+    """A producer's calls, one at a time, and what is known of the last one stored."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.number: int | None = None
+        self.positions: Positions = ()
+
+
+class Producers:
+    """Those of one provider. Each one's ledger is on one of the servers."""
+
+    def __init__(self, servers: Sequence[Server], prefix: str, provider: str) -> None:
+        self._servers = servers
+        self._prefix = f"{prefix}:{provider}"
+        self._lines: dict[str, _Line] = {}
+
+    async def last(self, producer: str) -> int:
+        line = self._line(producer)
+        async with line.lock:
+            await self._read(producer, line)
+            return line.number or 0
+
+    async def once(
+        self, sequence: ProducerSequence, batches: int, store: Callable[[], Awaitable[Positions]]
+    ) -> Sequence[Receipt]:
+        """Call `store`, unless the call was stored before. Raises SequenceConflict for a hole."""
+        line = self._line(sequence.producer)
+        async with line.lock:
+            if line.number != sequence.previous or sequence.number <= sequence.previous:
+                await self._read(sequence.producer, line)  # another process may have stored some
+            last = line.number or 0
+            if sequence.number <= last:
+                known = line.positions if sequence.number == last else [None] * batches
+                return [Receipt(_token(position), duplicate=True) for position in known]
+            if sequence.previous != last:
+                raise SequenceConflict(
+                    f"producer {sequence.producer!r}: call {sequence.number} follows {sequence.previous}, but the last "
+                    f"one stored is {last}: send those in between first"
+                )
+            positions = await store()
+            await self._write(sequence, positions)
+            line.number, line.positions = sequence.number, positions
+            return [Receipt(_token(position), duplicate=position is None) for position in positions]
+
+    def _line(self, producer: str) -> _Line:
+        if len(self._lines) > MAX_CACHED:
+            self._lines = {name: line for name, line in self._lines.items() if line.lock.locked()}
+        return self._lines.setdefault(producer, _Line())
+
+    async def _read(self, producer: str, line: _Line) -> None:
+        number, positions = await self._server(producer).run(SCRIPTS.ledger, self._keys(producer))
+        line.number = int(number or 0)
+        line.positions = msgspec.json.decode(positions, type=list[int | None]) if positions else ()
+
+    async def _write(self, sequence: ProducerSequence, positions: Positions) -> None:
+        server, encoded = self._server(sequence.producer), msgspec.json.encode(positions)
+        await server.run(SCRIPTS.record, self._keys(sequence.producer), str(sequence.number), encoded, KEPT_S)
+
+    def _server(self, producer: str) -> Server:
+        return self._servers[zlib.crc32(producer.encode()) % len(self._servers)]
+
+    def _keys(self, producer: str) -> Sequence[str]:
+        """In the place of a shard's keys; only the first is used."""
+        return [f"{{{self._prefix}:producer:{short(producer)}}}"] * 7
+
+
+def short(producer: str) -> str:
+    """A producer's name as a part of a key, whatever is in it."""
+    return hashlib.sha1(producer.encode(), usedforsecurity=False).hexdigest()
+
+
+async def persistently(push: Callable[[], Awaitable[Positions]], *, wait: bool, timeout_s: float) -> Positions:
+    """Push as long as the server is away. Raises StorageError when the time is up."""
+    loop, pause_s = asyncio.get_running_loop(), FIRST_PAUSE_S
+    deadline = loop.time() + (timeout_s if wait else 0)
+    while True:
+        try:
+            return await push()
+        except ServerAway as error:
+            if loop.time() >= deadline:
+                raise StorageError(
+                    f"{error}; these events may or may not be stored, publish them again with the same sequence"
+                ) from None
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+
+def _token(position: int | None) -> SequenceToken | None:
+    return None if position is None else SequenceToken(position)

@@ -1,0 +1,153 @@
+"""Pushes to one shard: what is called at the same time travels together, in order, and is stored once.
+
+One push is under way at a time. While the server is away it is sent again under its number, so that the shard knows it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ...streams.errors import HeadraceError, QueueFull, StorageError
+from .server import ServerAway
+from .shard import Pushed, RedisShard
+
+MAX_EVENTS = 1000
+MAX_BYTES = 1 << 20
+"""One push takes no further calls after so much."""
+MAX_PENDING_BYTES = 64 << 20
+"""What waits for a server that is away; more is refused."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
+
+Told = Callable[[Sequence[int] | HeadraceError], None]
+
+
+class _Waiting(NamedTuple):
+    events: Sequence[Pushed]
+    tell: Told
+    deadline: float
+    nbytes: int
+
+
+class Pusher:
+    """On one loop. `aclose` when done. `others` are those of the queue's other shards: they take over while the server
+    is away, at the price that what it stored without an answer is stored twice."""
+
+    def __init__(self, shard: RedisShard, *, wait: bool, timeout_s: float) -> None:
+        self.shard = shard
+        self.others: Sequence[Pusher] = ()
+        self._id = uuid.uuid4().hex
+        self._number = 0
+        self._wait = wait
+        self._timeout_s = timeout_s
+        self._line: deque[_Waiting] = deque()
+        self._pending = 0
+        self._task: asyncio.Task[None] | None = None
+        self._away_until = 0.0
+
+    @property
+    def away(self) -> bool:
+        """The server did not answer, a moment ago."""
+        return asyncio.get_running_loop().time() < self._away_until
+
+    def push(self, events: Sequence[Pushed], tell: Told) -> None:
+        """Store events, all or none, behind what was pushed before. `tell` gets their positions, or why not.
+
+        Raises QueueFull.
+        """
+        nbytes = sum(len(event.body) for event in events)
+        if self._pending and self._pending + nbytes > MAX_PENDING_BYTES:
+            raise QueueFull(
+                f"{self._pending:,} bytes wait to be stored in Redis at {self.shard.server.address}: publish later"
+            )
+        deadline = asyncio.get_running_loop().time() + (self._timeout_s if self._wait else 0.0)
+        self._enter(_Waiting(events, tell, deadline, nbytes))
+
+    def _enter(self, one: _Waiting) -> None:
+        self._line.append(one)
+        self._pending += one.nbytes
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run(), name=f"headrace push {self.shard.name}")
+
+    async def aclose(self) -> None:
+        """Return when everything is stored, or has failed."""
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while self._line:
+            await self._send(self._chunk())
+
+    def _chunk(self) -> Sequence[_Waiting]:
+        chunk: list[_Waiting] = []
+        events = nbytes = 0
+        while self._line and events < MAX_EVENTS and nbytes < MAX_BYTES:
+            chunk.append(one := self._line.popleft())
+            events += len(one.events)
+            nbytes += one.nbytes
+        return chunk
+
+    async def _send(self, chunk: Sequence[_Waiting]) -> None:
+        """The whole chunk as often as it takes: under one number, what is sent must stay the same."""
+        self._number += 1
+        events = [event for one in chunk for event in one.events]
+        left, pause_s = list(chunk), FIRST_PAUSE_S
+        while True:
+            try:
+                positions = await self.shard.push(events, pusher=self._id, number=self._number)
+            except ServerAway as error:
+                self._away_until = asyncio.get_running_loop().time() + 2 * pause_s
+                left = self._expire([one for one in left if not self._hand_over(one)], error)
+                self._line = deque(one for one in self._line if not self._hand_over(one))
+                self._expire_line(error)
+                if not left:
+                    return
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            except HeadraceError as error:
+                self._settle(left, error)
+                return
+            else:
+                self._away_until = 0.0
+                self._answer(chunk, left, positions)
+                return
+
+    def _hand_over(self, one: _Waiting) -> bool:
+        """Let another shard store it, where its server is not away, too."""
+        for other in self.others:
+            if not other.away:
+                self._pending -= one.nbytes
+                other._enter(one)  # noqa: SLF001 (of its own kind)
+                return True
+        return False
+
+    def _answer(self, chunk: Sequence[_Waiting], left: Sequence[_Waiting], positions: Sequence[int | None]) -> None:
+        at = 0
+        waiting = set(map(id, left))
+        for one in chunk:
+            mine = [position for position in positions[at : at + len(one.events)] if position is not None]
+            at += len(one.events)
+            if id(one) in waiting:
+                self._pending -= one.nbytes
+                one.tell(mine)
+
+    def _expire(self, waiting: Sequence[_Waiting], error: ServerAway) -> list[_Waiting]:
+        """Tell those whose time is up. Returns the others."""
+        now = asyncio.get_running_loop().time()
+        over = [one for one in waiting if one.deadline <= now]
+        self._settle(over, StorageError(f"{error}; these events may or may not be stored, publish them again"))
+        return [one for one in waiting if one.deadline > now]
+
+    def _expire_line(self, error: ServerAway) -> None:
+        now = asyncio.get_running_loop().time()
+        while self._line and self._line[0].deadline <= now:
+            late = StorageError(f"{error}; nothing of these events is stored, publish them again")
+            self._settle([self._line.popleft()], late)
+
+    def _settle(self, waiting: Sequence[_Waiting], error: HeadraceError) -> None:
+        for one in waiting:
+            self._pending -= one.nbytes
+            one.tell(error)

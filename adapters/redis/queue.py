@@ -1,0 +1,195 @@
+"""A queue for consumers that compete for its events, over one shard or several. The adapter does not need it: it is for
+who wants claims, timeouts and acknowledgements of single events."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+import zlib
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+from ...streams.errors import StorageError
+from .bell import Bell, idle
+from .keys import ShardKeys, check_name
+from .options import RedisOptions
+from .scripts import SCRIPTS, Scripts
+from .server import BLOCK_S, Server, ServerAway
+from .shard import Claim, Entry, Pushed, RedisShard, Size
+
+
+class Taken(NamedTuple):
+    """A claimed event, and where it is."""
+
+    claim: Claim
+    shard: RedisShard
+
+    @property
+    def id(self) -> str:
+        return self.claim.id
+
+    @property
+    def body(self) -> bytes:
+        return self.claim.body
+
+
+class RedisQueue:
+    """Events that are each taken by one consumer, at least once. Any number of processes use one queue.
+
+    What has an id of its own is always in the same shard, so that there is one of it; everything else goes to the
+    shards in turn. Who pops looks into the shards in their order, so that of its own zone is first.
+    """
+
+    def __init__(self, shards: Sequence[RedisShard]) -> None:
+        self.shards = list(shards)
+        self._homes = sorted(range(len(self.shards)), key=lambda index: self.shards[index].name)
+        self._turn = itertools.count()
+        self._pusher = uuid.uuid4().hex
+        self._numbers = itertools.count(1)
+        self._bells = [Bell(shard) for shard in self.shards]
+        self._locks = [asyncio.Lock() for _ in self.shards]
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, name: str, options: RedisOptions, *, scripts: Scripts = SCRIPTS) -> AsyncGenerator[RedisQueue]:
+        """The queue `name`, for the length of an `async with`."""
+        chosen = options.servers()
+        order = sorted(chosen, key=lambda shard: shard.zone != options.zone)
+        servers = [Server(shard.url, cluster=shard.cluster) for shard in order]
+        keys = [ShardKeys.of(options.prefix, check_name("queue", name), shard.name) for shard in order]
+        shards = [
+            RedisShard(server, key, name=shard.name, scripts=scripts)
+            for server, key, shard in zip(servers, keys, order, strict=True)
+        ]
+        queue = cls(shards)
+        try:
+            yield queue
+        finally:
+            await queue.aclose()
+            await asyncio.gather(*(server.aclose() for server in servers))
+
+    async def aclose(self) -> None:
+        """Stop waiting. The servers are not closed."""
+        await asyncio.gather(*(bell.aclose() for bell in self._bells))
+
+    # ---- into the queue --------------------------------------------------------------------------------------------
+
+    async def push(
+        self,
+        body: bytes,
+        *,
+        id: str = "",  # noqa: A002 (the word of the field)
+        delay_s: float = 0.0,
+        priority: int = 0,
+    ) -> None:
+        """Store an event, due after `delay_s`. With an `id`, it takes the place of the one that has it."""
+        await self.push_many([Pushed(body, id, delay_s, priority)])
+
+    async def push_many(self, events: Sequence[Pushed]) -> None:
+        """Store events: those of one shard all or none."""
+        by_shard: dict[int, list[Pushed]] = {}
+        for event in events:
+            home = self._home(event.id) if event.id else next(self._turn) % len(self.shards)
+            by_shard.setdefault(home, []).append(event)
+        for home, part in by_shard.items():
+            await self._push(home, part)
+
+    async def ensure(self, body: bytes, *, id: str, delay_s: float = 0.0, priority: int = 0) -> bool:  # noqa: A002
+        """Store an event unless there is one with its id, waiting or claimed. False where there is."""
+        event = Pushed(body, id, delay_s, priority)
+        return await self._push_to(self._home(id), [event], keep=True) != [None]
+
+    async def _push(self, home: int, events: Sequence[Pushed]) -> None:
+        """To that shard; what has no id may go to another one where its server is away."""
+        others = [*range(home + 1, len(self.shards)), *range(home)] if not any(event.id for event in events) else []
+        for index in (home, *others):
+            try:
+                await self._push_to(index, events)
+            except ServerAway:
+                if index == (others or [home])[-1]:
+                    raise
+            else:
+                return
+
+    async def _push_to(self, index: int, events: Sequence[Pushed], *, keep: bool = False) -> Sequence[int | None]:
+        async with self._locks[index]:  # a shard takes the numbers of a pusher only in order
+            return await self.shards[index].push(events, pusher=self._pusher, number=next(self._numbers), keep=keep)
+
+    def _home(self, id: str) -> int:  # noqa: A002
+        """The same for everybody, whatever the order of the shards is for them."""
+        return self._homes[zlib.crc32(id.encode()) % len(self.shards)]
+
+    # ---- out of the queue ------------------------------------------------------------------------------------------
+
+    async def pop(self, limit: int, *, timeout_s: float = 30.0, wait_s: float = 0.0) -> Sequence[Taken]:
+        """Claim up to `limit` events for `timeout_s`: what is there at once. Waits, up to `wait_s`, only for the first.
+
+        What is not acknowledged by then is there again, for anybody. Raises StorageError where no server answers.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_s
+        while True:
+            idle_s, errors = BLOCK_S, list[ServerAway]()
+            for shard in self.shards:
+                try:
+                    popped = await shard.pop(limit, timeout_s)
+                except ServerAway as error:
+                    errors.append(error)
+                    continue
+                if popped.claims:
+                    return [Taken(claim, shard) for claim in popped.claims]
+                idle_s = min(idle_s, popped.idle_s)
+            if len(errors) == len(self.shards):
+                raise StorageError(str(errors[0]))
+            if (left := deadline - loop.time()) <= 0:
+                return []
+            await idle(self._bells, min(left, idle_s))
+
+    async def acknowledge(self, *taken: Taken) -> int:
+        """Remove what is done. Returns how many of the claims still held; the others' events may come again."""
+        by_shard: dict[int, list[Taken]] = {}
+        for one in taken:
+            by_shard.setdefault(self.shards.index(one.shard), []).append(one)
+        done = 0
+        for index, part in by_shard.items():
+            done += sum(await self.shards[index].acknowledge([(one.id, one.claim.token) for one in part]))
+        return done
+
+    async def release(self, taken: Taken, delay_s: float = 0.0) -> bool:
+        """Give an event back, after `delay_s` or at once. False where the claim was over."""
+        return await taken.shard.release(taken.id, taken.claim.token, delay_s)
+
+    async def extend(self, taken: Taken, timeout_s: float) -> bool:
+        """Let a claim end `timeout_s` from now. False where it was over."""
+        return await taken.shard.extend(taken.id, taken.claim.token, timeout_s)
+
+    # ---- single events, and all of them ----------------------------------------------------------------------------
+
+    async def change_delay(self, id: str, delay_s: float) -> bool:  # noqa: A002
+        """Let an event be due `delay_s` from now. False where it does not wait."""
+        return any([await shard.change_delay(id, delay_s) for shard in self.shards])
+
+    async def get(self, id: str) -> Entry | None:  # noqa: A002
+        found = [await shard.get(id) for shard in self.shards]
+        return next(filter(None, found), None)
+
+    async def remove(self, id: str) -> bool:  # noqa: A002
+        """Remove an event, claimed or not. False where there is none."""
+        return any([await shard.remove(id) for shard in self.shards])
+
+    async def size(self) -> Size:
+        return Size(*map(sum, zip(*[await shard.size() for shard in self.shards], strict=True)))
+
+    async def peek(self, limit: int) -> Sequence[Entry]:
+        """What the next pop would take, in order, of the first shard that has something."""
+        for shard in self.shards:
+            if entries := await shard.peek(limit):
+                return entries
+        return []
+
+    async def clear(self) -> None:
+        """Remove everything. Claims are over."""
+        for shard in self.shards:
+            await shard.clear()

@@ -1,0 +1,293 @@
+"""What went wrong in queues like this one: lost answers, late commands, full memory, readers that were superseded."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import pytest
+from redis import Redis
+
+from headrace.adapters import AdapterContext
+from headrace.adapters.redis import Pushed, RedisAdapter, RedisOptions, RedisQueue, open_adapter, receiver, server
+from headrace.adapters.redis.keys import ShardKeys, due_of, priority_of, score_of
+from headrace.adapters.redis.scripts import RETURNS_PER_STEP
+from headrace.adapters.redis.shard import RedisShard
+from headrace.benchmarks.servers import RedisServer
+from headrace.streams import Closed, Event, EventBatch, StorageError, StreamId
+from headrace.streams.errors import InvalidArgument, StorageFull
+from tests.adapters.redis.looking import Clock, check_agreement
+
+ANY = 1 << 30
+STREAM = StreamId("n", "k")
+
+
+def batch(payload: str) -> EventBatch:
+    return EventBatch.of(STREAM, [payload.encode()])
+
+
+def texts(batches: Sequence[EventBatch]) -> list[str]:
+    return [payload.decode() for each in batches for payload in each.payloads()]
+
+
+@asynccontextmanager
+async def adapter(url: str, prefix: str = "faults", **options: Any) -> AsyncGenerator[RedisAdapter]:
+    opened = await open_adapter(AdapterContext(provider="p", queues=1), {"url": url, "prefix": prefix, **options})
+    try:
+        yield opened
+    finally:
+        await opened.aclose()
+
+
+def shard_of(opened: RedisAdapter) -> RedisShard:
+    return opened.shards(0)[0]
+
+
+async def take(reader: Any, count: int) -> list[EventBatch]:
+    taken: list[EventBatch] = []
+    async with asyncio.timeout(30):
+        while len(taken) < count:
+            taken += (await reader.receive(ANY, ANY)).batches
+    return taken
+
+
+# ---- scores ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("priority", [0, 1, 50, 98, 99])
+@pytest.mark.parametrize("due_ms", [0, 1, 1_795_340_577_359, (1 << 46) - 1])
+def test_a_score_holds_priority_and_time_exactly(priority: int, due_ms: int) -> None:
+    score = float(score_of(priority, due_ms))
+    assert (priority_of(score), due_of(score)) == (priority, due_ms)
+    assert score_of(priority, due_ms) < 1 << 53
+
+
+def test_a_higher_priority_sorts_first_whatever_the_time() -> None:
+    assert score_of(99, (1 << 46) - 1) < score_of(98, 0)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a:b", "a{b", "a}b", "a\n"])
+async def test_names_that_would_move_a_key_to_another_slot_are_refused(name: str) -> None:
+    with pytest.raises(InvalidArgument, match="is no name"):
+        async with RedisQueue.open(name, RedisOptions(url="redis://127.0.0.1:1")):
+            pass
+
+
+def test_all_keys_of_a_shard_share_one_slot() -> None:
+    keys = ShardKeys.of("headrace", "orders.3", "eu-west-1a")
+    tags = {key[key.index("{") : key.index("}") + 1] for key in (*keys, keys.sent("anybody"))}
+    assert tags == {"{headrace:orders.3:eu-west-1a}"}
+
+
+# ---- numbers, not texts ----------------------------------------------------------------------------------------------
+
+
+async def test_times_are_compared_as_numbers_not_letter_by_letter(timed: RedisQueue, clock: Clock) -> None:
+    """999 ms sort behind 1000 ms as texts."""
+    clock.advance(0.999 - clock.now_s)
+    await timed.push(b"now")
+    await timed.push(b"later", delay_s=9.002)
+    (taken,) = await timed.pop(10, timeout_s=0.5)
+    assert taken.body == b"now"
+    clock.advance(8.999)
+    assert [each.body for each in await timed.pop(10)] == [b"now"]
+    clock.advance(0.003)
+    assert [each.body for each in await timed.pop(10)] == [b"later"]
+
+
+async def test_what_is_removed_meanwhile_takes_nothing_else_with_it(timed: RedisQueue, clock: Clock) -> None:
+    await timed.push_many([Pushed(b"%d" % number, f"id{number}") for number in range(5)])
+    await timed.remove("id2")
+    assert len(await timed.pop(10)) == 4
+    assert (await timed.size()).claimed == 4
+
+
+async def test_many_claims_that_are_over_come_back_a_few_at_a_time(timed: RedisQueue, clock: Clock) -> None:
+    """So that no single call holds up the server, and none is needed to come back."""
+    events = 3 * RETURNS_PER_STEP
+    await timed.push_many([Pushed(b"x")] * events)
+    await timed.pop(events, timeout_s=1)
+    clock.advance(1)
+    got = [len(await timed.pop(events)) for _ in range(4)]
+    assert got == [RETURNS_PER_STEP] * 3 + [0]
+
+
+# ---- answers that get lost -------------------------------------------------------------------------------------------
+
+
+async def test_a_push_that_is_repeated_is_stored_once(timed: RedisQueue, clock: Clock) -> None:
+    shard = timed.shards[0]
+    first = await shard.push([Pushed(b"a"), Pushed(b"b")], pusher="p", number=7)
+    assert await shard.push([Pushed(b"a"), Pushed(b"b")], pusher="p", number=7) == first
+    await shard.push([Pushed(b"c")], pusher="p", number=8)
+    assert await shard.push([Pushed(b"a"), Pushed(b"b")], pusher="p", number=7) == [], "late, and long answered"
+    await shard.push([Pushed(b"d")], pusher="another", number=7)
+    assert [each.body for each in await timed.pop(10)] == [b"a", b"b", b"c", b"d"]
+
+
+async def test_scripts_that_the_server_forgot_are_sent_again(queue: RedisQueue, direct: Redis) -> None:
+    await queue.push(b"a")
+    cast("Any", direct).script_flush()
+    await queue.push(b"b")
+    assert len(await queue.pop(10)) == 2
+
+
+async def test_what_a_lost_answer_had_comes_with_the_next_one(redis_server: RedisServer) -> None:
+    async with adapter(f"redis://{redis_server.address}", "lost") as opened:
+        reader = cast("receiver.RedisReceiver", await opened.open_receiver(0))
+        await opened.enqueue([(0, batch("a"))])
+        (first,) = await take(reader, 1)
+        await opened.enqueue([(0, batch("b")), (0, batch("c"))])
+        seat = reader.seats[0]
+        assert seat.reader is not None
+        lost = await seat.shard.hold(seat.reader, seat.next, 0, 10, ANY)
+        assert lost is not None
+        assert len(lost.events) == 2
+        second = await take(reader, 2)
+        assert texts(second) == ["b", "c"]
+        assert second[0].offset > lost.events[-1][0] > first.offset
+        await reader.acknowledge(second[-1].offset + 1)
+        assert (await opened.backlog(0, 0)).batches == 0
+
+
+async def test_more_than_one_step_of_lost_answers_comes_back(redis_server: RedisServer) -> None:
+    async with adapter(f"redis://{redis_server.address}", "lost-more") as opened:
+        events = 2 * RETURNS_PER_STEP + 5
+        reader = cast("receiver.RedisReceiver", await opened.open_receiver(0))
+        await opened.enqueue([(0, batch(str(number))) for number in range(events)])
+        seat = reader.seats[0]
+        assert seat.reader is not None
+        await seat.shard.hold(seat.reader, 0, 0, events, ANY)
+        assert sorted(texts(await take(reader, events))) == sorted(str(number) for number in range(events))
+
+
+async def test_a_server_that_was_frozen_stores_a_publish_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It carries out later what nobody waits for any more, and what was sent again, in any order."""
+    monkeypatch.setattr(server, "COMMAND_S", 0.2)
+    monkeypatch.setattr(server, "BLOCK_S", 0.5)
+    with RedisServer() as redis:
+        async with adapter(f"redis://{redis.address}") as opened:
+            await opened.enqueue([(0, batch("before"))])
+            reader = await opened.open_receiver(0)
+            await take(reader, 1)
+            os.kill(redis.pid, signal.SIGSTOP)
+            storing = [asyncio.ensure_future(opened.enqueue([(0, batch(str(number)))])) for number in range(20)]
+            await asyncio.sleep(1)
+            assert not any(each.done() for each in storing)
+            os.kill(redis.pid, signal.SIGCONT)
+            async with asyncio.timeout(20):
+                await asyncio.gather(*storing)
+            got: set[str] = set()
+            async with asyncio.timeout(20):
+                while len(got) < 20:
+                    try:
+                        got.update(texts((await reader.receive(ANY, ANY)).batches))
+                    except StorageError:
+                        await asyncio.sleep(0.05)
+            assert got == {str(number) for number in range(20)}
+            size = await shard_of(opened).size()
+            assert (size.waiting, size.held) == (0, 21)
+            with Redis(port=redis.port) as direct:
+                check_agreement(direct, shard_of(opened).keys)
+
+
+# ---- readers ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_reader_that_was_superseded_neither_gets_nor_finishes_anything(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"redis://{redis_server.address}"
+    async with adapter(url, "superseded") as one, adapter(url, "superseded") as other:
+        await one.enqueue([(0, batch("a")), (0, batch("b"))])
+        old = await one.open_receiver(0)
+        received = await take(old, 2)
+        new = await other.open_receiver(0)
+        await old.acknowledge(received[-1].offset + 1)
+        await one.enqueue([(0, batch("c"))])
+        with pytest.raises(StorageError, match="is read by another process"):
+            await old.receive(ANY, ANY)
+        assert texts(await take(new, 3)) == ["a", "b", "c"]
+        monkeypatch.setattr(receiver, "SUPERSEDED_S", 0)
+        with pytest.raises(Closed, match="another reader"):
+            await old.receive(ANY, ANY)
+
+
+async def test_consumers_and_a_reader_of_one_queue_share_its_events(redis_server: RedisServer) -> None:
+    async with adapter(f"redis://{redis_server.address}", "shared") as opened:
+        await opened.enqueue([(0, batch("a")), (0, batch("b"))])
+        shard = shard_of(opened)
+        (claim,) = (await shard.pop(1, 0.2)).claims
+        reader = await opened.open_receiver(0)
+        assert texts(await take(reader, 1)) == ["b"]
+        assert texts(await take(reader, 1)) == ["a"], "it was not acknowledged within its timeout"
+        assert await shard.acknowledge([(claim.id, claim.token)]) == [False]
+
+
+async def test_positions_go_on_after_everything_was_lost(redis_server: RedisServer) -> None:
+    """A server that begins anew gives out none that a checkpoint has passed already."""
+    async with adapter(f"redis://{redis_server.address}", "anew") as opened:
+        for _ in range(2):
+            await opened.enqueue([(0, batch("x"))])
+        reader = await opened.open_receiver(0)
+        before = (await take(reader, 2))[-1].offset
+        with Redis(port=redis_server.port) as direct:
+            direct.delete(*shard_of(opened).keys)
+        await opened.enqueue([(0, batch("y"))])
+        (received,) = await take(await opened.open_receiver(0), 1)
+        assert received.offset > before
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_server_without_memory_says_so_and_can_be_emptied() -> None:
+    with RedisServer() as redis:
+        async with adapter(f"redis://{redis.address}") as opened:
+            await opened.enqueue([(0, batch(str(number))) for number in range(100)])
+            queue = RedisQueue([shard_of(opened)])
+            with Redis(port=redis.port) as direct:
+                cast("Any", direct).config_set("maxmemory", "1")
+                with pytest.raises(StorageFull, match="no memory left"):
+                    await opened.enqueue([(0, batch("x"))])
+                taken = await queue.pop(40)
+                assert await queue.acknowledge(*taken) == 40
+                (one,) = await queue.pop(1)
+                assert await queue.extend(one, 10)
+                assert await queue.release(one)
+                reader = await opened.open_receiver(0)
+                received = await take(reader, 60)
+                await reader.acknowledge(received[-1].offset + 1)
+                assert (await opened.backlog(0, 0)).batches == 0
+                assert not any(check_agreement(direct, shard_of(opened).keys).values())
+            await queue.aclose()
+
+
+async def test_a_server_that_would_evict_queues_is_refused() -> None:
+    with RedisServer() as redis:
+        with Redis(port=redis.port) as direct:
+            cast("Any", direct).config_set("maxmemory", "100mb")
+            cast("Any", direct).config_set("maxmemory-policy", "allkeys-lru")
+        with pytest.raises(InvalidArgument, match="noeviction"):
+            async with adapter(f"redis://{redis.address}"):
+                pass
+
+
+def test_without_its_client_the_adapter_says_what_to_install() -> None:
+    code = "import sys; sys.modules['redis'] = None; from headrace.adapters.registry import _find; _find('redis')"
+    ran = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert "needs the package 'redis'" in ran.stderr
+    assert "pip install 'headrace[redis]'" in ran.stderr
+
+
+def test_a_delivered_event_is_what_was_published() -> None:
+    event = Event(b"x", id="i", headers={"a": "b"})
+    body = receiver.body_of(EventBatch.of(STREAM, [event]))
+    (delivered,) = receiver.batch_of(5, body)
+    assert (delivered.payload, delivered.id, delivered.headers, delivered.token) == (b"x", "i", {"a": "b"}, (5, 0))

@@ -1,0 +1,28 @@
+"""The conformance suite over a real Redis."""
+
+from pathlib import Path
+
+import pytest
+
+from headrace.adapters import AdapterContext, QueueAdapter, open_adapter
+from headrace.adapters.conformance import (
+    ConformsToDelay,
+    ConformsToDurable,
+    ConformsToIdempotent,
+    ConformsToPriority,
+    ConformsToQueueAdapter,
+)
+from headrace.benchmarks.servers import RedisServer
+from tests.servers import redis_server
+
+__all__ = ("redis_server",)
+
+
+class TestRedis(ConformsToQueueAdapter, ConformsToDurable, ConformsToIdempotent, ConformsToDelay, ConformsToPriority):
+    @pytest.fixture(autouse=True)
+    def server(self, redis_server: RedisServer) -> None:
+        self.url = f"redis://{redis_server.address}"
+
+    async def open_adapter(self, queues: int, directory: Path) -> QueueAdapter:
+        context = AdapterContext(provider="tests", queues=queues, directory=directory)
+        return await open_adapter("redis", context, {"url": self.url, "prefix": "".join(directory.parts[1:])})
