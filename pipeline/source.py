@@ -246,7 +246,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         self._until = [state.next for state in self._access.states()]
 
-    def latestOffset(self, start: Mapping[str, int], limit: ReadLimit) -> Offset:  # noqa: N802
+    def latestOffset(self, start: Mapping[str, Any], limit: ReadLimit) -> Offset:  # noqa: N802
         states = self._access.states()
         starts = self._starts(self._progress(start), states)
         ends = self._until or [state.next for state in states]
@@ -258,7 +258,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def reportLatestOffset(self) -> Offset:  # noqa: N802
         return self._offset([state.next for state in self._access.states()])
 
-    def partitions(self, start: Mapping[str, int], end: Mapping[str, int]) -> Sequence[Part]:
+    def partitions(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> Sequence[Part]:
         states = self._access.states()
         begun, until = self._progress(start), self._progress(end)
         if not until.same:  # planned of another log, of which nothing is left
@@ -275,7 +275,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return self._reading.batches(partition)
 
-    def commit(self, end: Mapping[str, int]) -> None:
+    def commit(self, end: Mapping[str, Any]) -> None:
         """Nothing: Spark's checkpoint is what counts, and retention is the provider's matter."""
 
     @property
@@ -285,7 +285,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _offset(self, offsets: Sequence[int]) -> Offset:
         return spark_offset(offsets, self._access, self._reading.options.selector)
 
-    def _progress(self, offset: Mapping[str, int]) -> Progress:
+    def _progress(self, offset: Mapping[str, Any]) -> Progress:
         progress = from_spark(offset, self._access, self._reading.options.selector)
         self._reading.check_same(progress)
         return progress
