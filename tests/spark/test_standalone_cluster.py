@@ -110,7 +110,7 @@ def test_executors_get_the_package_in_an_archive(master: str, program: Path, tmp
         "grpc/__init__.py",
     }
     assert told["events"] == TWICE
-    assert told["settings"] == ["Europe/Berlin", "true", "200", "ours"]  # what is set stays, the rest is ours
+    assert told["settings"] == ["Europe/Berlin", "true", None, "ours"]  # nothing that is set is changed
 
 
 def cluster_packages(folder: Path) -> Path:
