@@ -35,7 +35,7 @@ from .section import cpu
 from .servers import cpu_of, process_tree
 
 STREAMS, SIZE = 1000, 100
-MICRO_BATCHES = 12
+MICRO_BATCHES, WARM = 60, 20
 _IDLE_FIELD = 3
 
 Cases = Mapping[str, Callable[[], Result]]
@@ -122,7 +122,7 @@ class Source:
     def scan(self) -> None:
         """In this process, without Spark."""
         access, selector = LogAccess(self.data, "default"), Selector("*/*")
-        reader = ColumnReader(DEFAULT, selector)
+        reader: Any = ColumnReader(DEFAULT, selector)
         for queue, state in enumerate(access.states()):
             collections.deque(reader.batches(queue, access.read(queue, state.first, state.next, selector)), 0)
         access.close()
@@ -209,7 +209,7 @@ def micro_batch_ms(spark: Any, data: Path, queues: int) -> list[float]:
             progress = [each for each in query.recentProgress if each["numInputRows"]]
         finally:
             query.stop()
-    return [each["durationMs"]["triggerExecution"] for each in progress[2:]]
+    return [each["durationMs"]["triggerExecution"] for each in progress[WARM:]]
 
 
 def micro_batches(spark: Any, folder: Path, rounds: int) -> str:

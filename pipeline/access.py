@@ -50,6 +50,8 @@ class QueueAccess(ABC):
     """The queues of one provider, 0 to `queues` - 1."""
 
     queues: int
+    identity: int | None = None
+    """What tells these queues from others of the same name, before them or elsewhere; None where that is not known."""
 
     def is_current(self) -> bool:
         """False where another provider is in the place of the one that was opened: open that."""
@@ -92,6 +94,7 @@ class LogAccess(QueueAccess):
         directory = find_data_directory(data)
         self._scan = LogScan(directory.path / "providers" / check_provider_name(provider))
         self.queues = self._scan.queues
+        self.identity = self._scan.created_us
 
     def is_current(self) -> bool:
         return self._scan.is_current()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ..balancer import StreamQueueMapper
 from ..streams.errors import InvalidArgument
@@ -11,23 +12,43 @@ from ..streams.subscriptions import Selector
 from .access import QueueAccess, QueueState
 from .options import EARLIEST, LATEST, At, Offsets, Position, Token
 
-Offset = dict[str, int]
-"""What Spark keeps of a query's progress: the next offset of each queue, the queues' numbers as text, in their order.
-Spark compares it as text."""
+Offset = dict[str, int | str]
+"""What Spark keeps of a query's progress: the next offset of each queue, the queues' numbers as text, in their order;
+and whose they are. Spark compares it as text."""
+
+_LOG, _STREAMS = "log", "streams"
 
 
-def spark_offset(offsets: Sequence[int]) -> Offset:
-    return {str(queue): offset for queue, offset in enumerate(offsets)}
+def spark_offset(offsets: Sequence[int], access: QueueAccess, selector: Selector) -> Offset:
+    offset: Offset = {str(queue): offset for queue, offset in enumerate(offsets)}
+    if access.identity is not None:
+        offset[_LOG] = access.identity
+    return offset | {_STREAMS: selector.pattern}
 
 
-def from_spark(offset: Mapping[str, int], queues: int) -> list[int]:
-    """Raises InvalidArgument where it is of another provider."""
-    if set(offset) != {str(queue) for queue in range(queues)}:
+class Progress(NamedTuple):
+    """How far a query came."""
+
+    offsets: list[int]
+    same: bool
+    """They are of these queues: not of a log that was here before, or elsewhere."""
+
+
+def from_spark(offset: Mapping[str, Any], access: QueueAccess, selector: Selector) -> Progress:
+    """Raises InvalidArgument where it is of other streams, or of another number of queues."""
+    queues = [name for name in offset if name.isdecimal()]
+    if set(queues) != {str(queue) for queue in range(access.queues)}:
         raise InvalidArgument(
-            f"the query's checkpoint knows queues {', '.join(sorted(offset, key=int))}, and the provider has {queues}: "
-            "the checkpoint is of another provider; use another checkpointLocation"
+            f"the query's checkpoint knows queues {', '.join(sorted(queues, key=int))}, and the provider has "
+            f"{access.queues}: the checkpoint is of another provider; use another checkpointLocation"
         )
-    return [offset[str(queue)] for queue in range(queues)]
+    if offset.get(_STREAMS, selector.pattern) != selector.pattern:
+        raise InvalidArgument(
+            f"the query's checkpoint is of the streams {offset[_STREAMS]}, and 'namespace' and 'key' select "
+            f"{selector.pattern}, of which it would miss what is past: use another checkpointLocation"
+        )
+    same = access.identity is None or offset.get(_LOG, access.identity) == access.identity
+    return Progress([int(offset[str(queue)]) for queue in range(access.queues)], same)
 
 
 def resolve(option: str, position: Position, selector: Selector, access: QueueAccess) -> list[int]:

@@ -38,7 +38,7 @@ from .decoding import Decoder, Decoding, decoder_of, value_ddl
 from .options import VALUE, Decode, SourceOptions, source_options
 from .place import Place
 from .planning import Range, estimated_events, plan, ranges
-from .positions import Offset, from_spark, resolve, shares, spark_offset
+from .positions import Offset, Progress, from_spark, resolve, shares, spark_offset
 
 _DDL = {
     "namespace": "STRING",
@@ -118,6 +118,14 @@ class _Reading:
                 f"the query's checkpoint is at offset {offset} of queue {queue}, which ends at {end}: the provider was "
                 "made anew, or is an older copy; use another checkpointLocation, or set the option 'failOnDataLoss' to "
                 "false to go on with what is there"
+            )
+
+    def check_same(self, progress: Progress) -> None:
+        """Raise InvalidArgument, unless one is to go on, where a checkpoint is of another log."""
+        if not progress.same and self.options.fail_on_data_loss:
+            raise InvalidArgument(
+                "the query's checkpoint is of another provider, or of one that was deleted and made anew: use another "
+                "checkpointLocation, or set the option 'failOnDataLoss' to false to read this one from its first batch"
             )
 
     def parts(self, starts: Sequence[int], ends: Sequence[int], states: Sequence[QueueState]) -> list[Part]:
@@ -227,7 +235,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def initialOffset(self) -> Offset:  # noqa: N802
         options = self._reading.options
-        return spark_offset(resolve("start", options.start, options.selector, self._access))
+        return self._offset(resolve("start", options.start, options.selector, self._access))
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         options = self._reading.options
@@ -238,21 +246,24 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         self._until = [state.next for state in self._access.states()]
 
-    def latestOffset(self, start: Mapping[str, int], limit: ReadLimit) -> Offset:  # noqa: N802
+    def latestOffset(self, start: Mapping[str, Any], limit: ReadLimit) -> Offset:  # noqa: N802
         states = self._access.states()
-        starts = self._starts(from_spark(start, len(states)), states)
+        starts = self._starts(self._progress(start), states)
         ends = self._until or [state.next for state in states]
         ends = [max(end, start) for start, end in zip(starts, ends, strict=True)]
         if isinstance(limit, ReadAllAvailable):
-            return spark_offset(ends)
-        return spark_offset(self._limited(starts, ends, states))
+            return self._offset(ends)
+        return self._offset(self._limited(starts, ends, states))
 
     def reportLatestOffset(self) -> Offset:  # noqa: N802
-        return spark_offset([state.next for state in self._access.states()])
+        return self._offset([state.next for state in self._access.states()])
 
-    def partitions(self, start: Mapping[str, int], end: Mapping[str, int]) -> Sequence[Part]:
+    def partitions(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> Sequence[Part]:
         states = self._access.states()
-        starts, ends = from_spark(start, len(states)), from_spark(end, len(states))
+        begun, until = self._progress(start), self._progress(end)
+        if not until.same:  # planned of another log, of which nothing is left
+            return []
+        starts, ends = begun.offsets if begun.same else [state.first for state in states], until.offsets
         for queue, state in enumerate(states):
             if starts[queue] > ends[queue]:  # see `_starts`
                 starts[queue] = state.first
@@ -264,17 +275,27 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return self._reading.batches(partition)
 
-    def commit(self, end: Mapping[str, int]) -> None:
+    def commit(self, end: Mapping[str, Any]) -> None:
         """Nothing: Spark's checkpoint is what counts, and retention is the provider's matter."""
 
     @property
     def _access(self) -> QueueAccess:
         return self._reading.place.open()
 
-    def _starts(self, offsets: Sequence[int], states: Sequence[QueueState]) -> list[int]:
-        """Where to go on. In a queue that is shorter than what was read of it, from its first batch on: unless that is
-        an error, it is another log, and its offsets begin anew."""
-        starts = list(offsets)
+    def _offset(self, offsets: Sequence[int]) -> Offset:
+        return spark_offset(offsets, self._access, self._reading.options.selector)
+
+    def _progress(self, offset: Mapping[str, Any]) -> Progress:
+        progress = from_spark(offset, self._access, self._reading.options.selector)
+        self._reading.check_same(progress)
+        return progress
+
+    def _starts(self, progress: Progress, states: Sequence[QueueState]) -> list[int]:
+        """Where to go on. In another log, and in a queue that is shorter than what was read of it, from its first batch
+        on: unless that is an error, offsets begin anew there."""
+        if not progress.same:
+            return [state.first for state in states]
+        starts = list(progress.offsets)
         for queue, state in enumerate(states):
             if starts[queue] > state.next:
                 self._reading.check_length(queue, starts[queue], state.next)

@@ -44,6 +44,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ..silo.datadir import sync_directory, write_through
 from ..streams.errors import DataDirectoryError, InvalidArgument, StorageError, StorageFull
 from .grouping import Grouped
 
@@ -124,7 +125,7 @@ class StagedFile:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-            _sync_directory(self._folder)
+            sync_directory(self._folder)
         return Staged(self.name, self._partition, self._events)
 
     def discard(self) -> None:
@@ -225,14 +226,14 @@ class StagingFolder:
         unfinished = self.path / f"{manifest.batch}.{uuid.uuid4().hex}{_UNFINISHED}"
         with _Telling(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            _write_through(unfinished, msgspec.json.encode(manifest))
+            write_through(unfinished, msgspec.json.encode(manifest))
             try:
                 os.link(unfinished, path)
             except FileExistsError:
                 return self.manifest(manifest.batch) or self.claim(manifest)
             finally:
                 unfinished.unlink(missing_ok=True)
-            _sync_directory(self.path)
+            sync_directory(self.path)
         return manifest
 
     def manifest(self, batch: int) -> Manifest | None:
@@ -268,7 +269,7 @@ class StagingFolder:
             if not self._once:
                 self.path.mkdir(parents=True, exist_ok=True)
                 (self.path / f"{batch}{_DONE}").touch()
-                _sync_directory(self.path)
+                sync_directory(self.path)
             self.clear(batch)
 
     def clear(self, batch: int) -> None:
@@ -367,18 +368,3 @@ class _Telling:
             f"staging {self._folder}: cannot be used: {error.strerror}: the driver and all executors have to share and "
             "write this directory"
         ) from None
-
-
-def _write_through(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

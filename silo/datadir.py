@@ -96,7 +96,7 @@ def find_data_directory(path: str | os.PathLike[str]) -> DataDirectory:
     except OSError as error:
         raise _refusal(directory, error) from None
     if marker is None:
-        raise DataDirectoryError(f"data directory {directory}: there is none: it has no {MARKER}")
+        raise DataDirectoryError(f"{directory} is no data directory: it has no {MARKER}; check its name")
     _check_format(directory, marker)
     return DataDirectory(directory)
 
@@ -288,15 +288,16 @@ def _claim(directory: Path, control: str | None) -> None:
         content = {"format": FORMAT}
         if control is not None:
             content |= {"control": control, "id": uuid.uuid4().hex}
-        _write_through(unfinished, msgspec.json.encode(content))
+        write_through(unfinished, msgspec.json.encode(content))
         with suppress(FileExistsError):  # another process's, made meanwhile, stays as it is
             (directory / MARKER).hardlink_to(unfinished)
-        _sync_directory(directory)
+        sync_directory(directory)
     finally:
         unfinished.unlink(missing_ok=True)
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Make durable which files it has."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -304,7 +305,8 @@ def _sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _write_through(path: Path, content: bytes) -> None:
+def write_through(path: Path, content: bytes) -> None:
+    """Write a file whose content is durable when this returns."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()

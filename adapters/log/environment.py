@@ -53,6 +53,8 @@ class LogEnvironment:
         self.options = options
         self.queues = queues or 0
         self.provider = provider
+        self.created_us = 0
+        """When the log was made, microseconds since 1970 UTC: what tells it from one that was here before."""
         self.only_read = queues is None
         """Nobody has opened it with options of its own."""
         self.inherited = False
@@ -187,6 +189,7 @@ class LogEnvironment:
         if meta.format != FORMAT:
             raise DataDirectoryError(f"{self.path} has format {meta.format}, this version reads format {FORMAT}")
         self.queues = self.queues or meta.queues
+        self.created_us = meta.created_us
         if meta.queues != self.queues:
             raise InvalidArgument(
                 f"{self.path} was made with {meta.queues} queues, not {self.queues}: the number of queues is fixed, "

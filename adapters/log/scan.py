@@ -61,6 +61,8 @@ class LogScan:
             raise NotFound(f"{directory} has no log: its provider is not there, or has another adapter than 'log'")
         self._environment = acquire(log, LogOptions(), directory.name, None)
         self.queues = self._environment.queues
+        self.created_us = self._environment.created_us
+        """When the log was made: what tells it from one that was here before."""
         self._open = True
 
     def is_current(self) -> bool:

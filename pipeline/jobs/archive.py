@@ -31,7 +31,7 @@ from ..place import Place
 from ..planning import estimated_events, ranges
 from ..positions import shares
 from .files import Archive, Gap, Partition, State, Step, check_path, lock_for_reading, read_state
-from .running import options_of, report, selecting, spark_options, spark_session, told
+from .running import options_to_read, report, selecting, spark_options, spark_session, told
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -369,7 +369,7 @@ def command(
 
     Whatever ends it, the same command goes on. Two at once on one DIR are refused.
     """
-    options = options_of(place) | selecting(streams)
+    options = selecting(streams) | options_to_read(place)
     with spark_session("headrace archive", master, spark_log) as spark, events_progress("archiving") as progress:
         done = archive(spark, into, compact=compact, fail_on_data_loss=fail_on_data_loss, progress=progress, **options)
     for gap in done.gaps:

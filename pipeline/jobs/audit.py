@@ -28,7 +28,7 @@ from ..place import OPTIONS as PLACE_OPTIONS
 from .comparing import Comparison, read_deliveries
 from .findings import CLASSES, PROBLEMS, UNKNOWN, Audited, SubscriptionAudit
 from .published import Published, content
-from .running import options_of, report, spark_options, spark_session
+from .running import options_to_read, report, spark_options, spark_session
 from .standing import read_standings
 
 if TYPE_CHECKING:
@@ -109,8 +109,9 @@ def command(
         if sys.stderr.isatty():
             note(f"subscription {name}, {done + 1} of {total}")
 
+    how |= options_to_read(place)
     with spark_session("headrace audit", master, spark_log) as spark:
-        found = audit(spark, subscriptions, start=begin, progress=progress, **how, **options_of(place))
+        found = audit(spark, subscriptions, start=begin, progress=progress, **how)
     if as_json:
         report(found.document(), as_json, "")
     else:

@@ -31,7 +31,7 @@ from ..place import OPTIONS as PLACE_OPTIONS
 from ..place import Place
 from ..sink import publish_batch
 from .files import read_json, write_json
-from .running import options_of, report, selecting, spark_options, spark_session
+from .running import options_to_read, report, selecting, spark_options, spark_session
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -118,9 +118,13 @@ class _Target(NamedTuple):
     def of(cls, to: str | Path | None, namespace: str | None, checkpoint: str | Path | None) -> _Target:
         """Raises InvalidArgument."""
         if to is None and namespace is None:
-            raise InvalidArgument("a rollup is written nowhere: give a directory, or a namespace, or both")
+            raise InvalidArgument(
+                "a rollup is written nowhere: give a directory (to), a namespace (to-namespace), or both"
+            )
         if checkpoint is None and to is None:
-            raise InvalidArgument("the rollup's checkpoint is missing: name a directory where it keeps how far it is")
+            raise InvalidArgument(
+                "the checkpoint is missing: without a directory (to), name one where the rollup keeps how far it is"
+            )
         path = None if to is None else Path(to).absolute()
         where = Path(to or "", _CHECKPOINT) if checkpoint is None else Path(checkpoint)
         return cls(path, None if namespace is None else _named(namespace), where.absolute())
@@ -385,7 +389,7 @@ def command(
     A window is written once, when the watermark has passed its end: when a newer event was read. Whatever ends it, the
     same command goes on where it was.
     """
-    options = options_of(place) | selecting(streams)
+    options = selecting(streams) | options_to_read(place)
     more = {"start": start, "maxEventsPerTrigger": max_events}
     options |= {name: str(value) for name, value in more.items() if value is not None}
     with spark_session("headrace rollup", master, spark_log) as spark, events_progress("counting") as progress:

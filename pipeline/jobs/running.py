@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 from pyspark.errors import PySparkException
 
-from ...silo.commands.options import Place, Server
+from ...silo.commands.options import Place, Server, check_exists
 from ...silo.outcome import Failed, Interrupted
 from ...streams.errors import HeadraceError, error_of
 from ...streams.subscriptions import Selector
@@ -60,6 +60,13 @@ def options_of(place: Place) -> dict[str, Any]:
     if place.tls is not None:
         options |= {"tls": "true"} | {f"tls{name.capitalize()}": str(file) for name, file in place.tls.items()}
     return options
+
+
+def options_to_read(place: Place) -> dict[str, Any]:
+    """The same, for a provider that has to be there: said before Spark has started, which takes its time."""
+    if not isinstance(place, Server):
+        check_exists(place)
+    return options_of(place)
 
 
 def selecting(pattern: str) -> dict[str, Any]:

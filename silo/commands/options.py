@@ -237,7 +237,7 @@ async def opened(
     """
     check_provider_name(where.provider)
     if not create:
-        _check_exists(where)
+        check_exists(where)
     new = [what for what in (where.data / MARKER, _directory(where)) if not what.exists()]
     async with Provider.open(where.data, name=where.provider, **(how or {})) as provider:
         if where.data / MARKER in new:
@@ -293,7 +293,8 @@ def _as_typed(error: HeadraceError) -> HeadraceError:
     return error_of(error.code, text) or error
 
 
-def _check_exists(where: Where) -> None:
+def check_exists(where: Where) -> None:
+    """Raises DataDirectoryError for what is no data directory, NotFound where it or the provider in it is missing."""
     if not (where.data / MARKER).exists():
         if where.data.exists() and not (where.data.is_dir() and not any(where.data.iterdir())):
             raise DataDirectoryError(

@@ -163,8 +163,8 @@ class Consumer:
     def connect(self, events: int = PLENTY, size: int = PLENTY) -> None:
         self.connection += 1
         self.granted = self.sent = (0, 0)
-        self.gone = None
         self.member = self.group.join(self.name, self.timeout_s)
+        self.gone = None  # only now: where it was connected still, its former connection has just been told to end
         self.member.on_outbox = self._send
         self.member.on_notice = self._notice
         self.member.on_gone = self._end

@@ -113,6 +113,9 @@ class GroupMachine(RuleBasedStateMachine):
     async def _time_passes(self, silent: set[str]) -> None:
         for _ in range(3):
             await asyncio.sleep(12.0)
+            # Now, not when all is over: what came since the last tick can be taken back in this one (its consumer is
+            # not heard, or its queue moves), and then comes to another.
+            self._hear()
             for name in NAMES:
                 if self._here(name) and name not in silent:
                     self.circle.group.heard(self.clients[name].member)
@@ -225,6 +228,9 @@ class GroupMachine(RuleBasedStateMachine):
             await self.circle.rest()
             self.circle.lane.unpark()
         await self.circle.rest()
+        self._hear()
+
+    def _hear(self) -> None:
         for name, client in self.clients.items():
             for each in client.take():
                 self._came(name, each)

@@ -64,14 +64,30 @@ def test_positions_that_are_not_there_are_named():
 
 
 def test_progress_is_always_the_same_text():
-    offset = spark_offset(range(12))
-    assert list(offset) == [str(queue) for queue in range(12)]
-    assert from_spark(dict(reversed(offset.items())), 12) == list(range(12))
+    access = Queues(*[QueueState(0, 20)] * 12)
+    offset = spark_offset(range(12), access, ALL)
+    assert list(offset) == [*(str(queue) for queue in range(12)), "streams"]
+    access.identity = 7
+    offset = spark_offset(range(12), access, ALL)
+    assert list(offset)[-2:] == ["log", "streams"]
+    assert from_spark(dict(reversed(offset.items())), access, ALL) == (list(range(12)), True)
 
 
-def test_progress_of_another_provider_is_refused():
+def test_progress_of_another_number_of_queues_is_refused():
     with pytest.raises(InvalidArgument, match="queues 0, 1, and the provider has 3"):
-        from_spark({"0": 1, "1": 1}, 3)
+        from_spark({"0": 1, "1": 1}, Queues(*[QueueState(0, 20)] * 3), ALL)
+
+
+def test_progress_of_other_streams_is_refused():
+    with pytest.raises(InvalidArgument, match="is of the streams a/\\*, and 'namespace' and 'key' select b/\\*"):
+        from_spark(spark_offset([1, 1], TWO, Selector("a/*")), TWO, Selector("b/*"))
+
+
+def test_progress_of_another_log_is_told():
+    one, other = Queues(QueueState(0, 20)), Queues(QueueState(0, 20))
+    one.identity, other.identity = 1, 2
+    assert from_spark(spark_offset([5], one, ALL), other, ALL) == ([5], False)
+    assert from_spark({"0": 5}, one, ALL).same
 
 
 @given(st.lists(st.integers(0, 10**6), max_size=40), st.integers(1, 10**6))

@@ -80,6 +80,7 @@ def test_spark_that_is_missing_is_told(pipeline: Run, tmp_path: Path):
 
 
 def test_java_that_is_missing_is_told(pipeline: Run, tmp_path: Path):
+    publish(tmp_path / "data", 1)
     said = pipeline("archive", "kept", "--data", "data", JAVA_HOME=str(tmp_path)).refused(1)
     assert said.startswith(f"JAVA_HOME={tmp_path} has no bin/java that runs: install Java 17 or newer")
 

@@ -121,7 +121,7 @@ def test_wrong_options_are_named(spark: SparkSession, tmp_path: Path, options: d
 def test_a_directory_that_is_none_or_of_another_version_is_refused(spark: SparkSession, tmp_path: Path):
     with pytest.raises(PySparkException) as caught:
         read(spark, tmp_path / "nothing").collect()
-    told(caught, "there is none: it has no headrace.json")
+    told(caught, "is no data directory: it has no headrace.json")
     assert not (tmp_path / "nothing").exists()
     (tmp_path / "headrace.json").write_text('{"format": 99}')
     with pytest.raises(PySparkException) as caught:
@@ -185,7 +185,7 @@ def test_protobuf_payloads_become_columns(spark: SparkSession, tmp_path: Path):
     publish(tmp_path / "data", [("n/0", batch.SerializeToString()), ("n/0", b"\xff")], queues=1)
     with pytest.raises(PySparkException) as caught:
         read(spark, tmp_path / "data", message="headrace.v1.EventBatch", **options).collect()
-    told(caught, "queue 0, offset 1, index 0: the payload cannot be decoded (it is no headrace.v1.EventBatch)")
+    told(caught, "queue 0, offset 1, index 0: the payload cannot be decoded (it is no headrace.v1.EventBatch: ")
     first, second = read(
         spark, tmp_path / "data", message="headrace.v1.EventBatch", decodeErrors="null", **options
     ).collect()
@@ -245,7 +245,7 @@ def test_progress_reports_the_latest_offsets(spark: SparkSession, tmp_path: Path
     publish(tmp_path / "data", numbered(10, streams=1), queues=1)
     query = stream(spark, tmp_path / "data").writeStream.format("noop").trigger(availableNow=True).start()
     query.awaitTermination()
-    assert json.loads(query.recentProgress[0]["sources"][0]["endOffset"]) == {"0": 10}
+    assert json.loads(query.recentProgress[0]["sources"][0]["endOffset"])["0"] == 10
 
 
 def delete_below(data: Path, queue: int, offset: int) -> None:
@@ -278,13 +278,21 @@ def test_offsets_that_are_gone_fail_the_query_unless_it_is_to_go_on(spark: Spark
     assert written(spark, tmp_path) == [0, 1, 2, 3, 6]
 
 
-def test_a_checkpoint_of_another_provider_is_refused(spark: SparkSession, tmp_path: Path):
+def test_a_checkpoint_of_another_provider_or_of_other_streams_is_refused(spark: SparkSession, tmp_path: Path):
     publish(tmp_path / "data", numbered(5), queues=2)
+    publish(tmp_path / "more", numbered(50), queues=2)
     publish(tmp_path / "other", numbered(5), queues=3)
-    run_available(stream(spark, tmp_path / "data"), tmp_path)
+    assert run_available(stream(spark, tmp_path / "data"), tmp_path) == [5]
     with pytest.raises(PySparkException) as caught:
         run_available(stream(spark, tmp_path / "other"), tmp_path)
     told(caught, "the query's checkpoint knows queues 0, 1, and the provider has 3")
+    with pytest.raises(PySparkException) as caught:
+        run_available(stream(spark, tmp_path / "more"), tmp_path)
+    told(caught, "the query's checkpoint is of another provider, or of one that was deleted and made anew")
+    with pytest.raises(PySparkException) as caught:
+        run_available(stream(spark, tmp_path / "data", namespace="n"), tmp_path)
+    told(caught, "the query's checkpoint is of the streams */*, and 'namespace' and 'key' select n/*")
+    assert run_available(stream(spark, tmp_path / "more", failOnDataLoss="false"), tmp_path) == [50]
 
 
 def test_end_is_not_for_streaming(spark: SparkSession, tmp_path: Path):

@@ -1,7 +1,7 @@
 """Reading a log's blocks by ranges, beside whoever publishes and deletes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -17,7 +17,7 @@ STREAM = StreamId("tests", "scan")
 
 
 @asynccontextmanager
-async def scanning(directory: Path) -> AsyncIterator[LogScan]:
+async def scanning(directory: Path) -> AsyncGenerator[LogScan]:
     scan = await asyncio.to_thread(LogScan, directory)
     yield scan
     scan.close()
