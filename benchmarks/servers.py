@@ -202,10 +202,13 @@ class RedisServer(Server):
         super().__init__(directory)
         self.appendfsync = appendfsync
 
+    def program(self) -> str:
+        """Its path. Raises NotAvailable."""
+        return find_program("redis-server", debian_package="redis-server")
+
     def command(self) -> Sequence[str]:
-        program = find_program("redis-server", debian_package="redis-server")
         where = ("--bind", LOOPBACK, "--port", str(self.port), "--dir", str(self.directory))
-        return (program, *where, "--save", "", "--appendonly", "yes", "--appendfsync", self.appendfsync)
+        return (self.program(), *where, "--save", "", "--appendonly", "yes", "--appendfsync", self.appendfsync)
 
     def ping(self) -> bool:
         with socket.create_connection((LOOPBACK, self.port), timeout=1) as connection:
