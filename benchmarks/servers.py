@@ -7,6 +7,7 @@ CPU time and memory are those of its whole process tree.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import functools
 import importlib.util
 import os
@@ -19,7 +20,8 @@ import subprocess
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, ClassVar, Self, TypedDict
@@ -346,11 +348,21 @@ def find_program(name: str, *, debian_package: str, folders: Sequence[str] = ())
     advice = f"install it (Debian: apt-get install {debian_package}), or say where it is in {variable}"
     if os.environ.get(INSTALL) != "1":
         raise NotAvailable(f"{name} is not installed: {advice}")
-    _apt_install(debian_package, advice)
+    with _installing():
+        if shutil.which(name, path=path) is None:
+            _apt_install(debian_package, advice)
     found = shutil.which(name, path=path)
     if found is None:
         raise NotAvailable(f"the package {debian_package} has no program {name}: {advice}")
     return found
+
+
+@contextmanager
+def _installing() -> Iterator[None]:
+    """One process of this account at a time: apt refuses a second one."""
+    with Path(tempfile.gettempdir(), f"headrace-installing-{os.geteuid()}").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _apt_install(package: str, advice: str) -> None:
