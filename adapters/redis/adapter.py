@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import zlib
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -23,7 +22,7 @@ from ..seam import (
     QueueStatistics,
     Receipt,
 )
-from .keys import ShardKeys, check_name
+from .keys import ShardKeys, check_name, ranked
 from .options import RedisOptions
 from .producers import KEPT_S, Producers, persistently, short
 from .pusher import Pusher
@@ -64,7 +63,8 @@ class RedisAdapter(QueueAdapter):
             )
             for queue in range(context.queues)
         ]
-        self._producers = Producers(self._servers, options.prefix, self._provider)
+        named = {shard.name: server for shard, server in zip(chosen, self._servers, strict=True)}
+        self._producers = Producers(named, options.prefix, self._provider)
         self._storing: set[asyncio.Task[Any]] = set()
         self._receivers: set[RedisReceiver] = set()
         self._closed = False
@@ -226,9 +226,8 @@ class _Queue:
             await self._home(sequence).settle(short(sequence.producer), sequence.number)
 
     def _home(self, sequence: ProducerSequence) -> RedisShard:
-        names = sorted(shard.name for shard in self.shards)
-        chosen = names[zlib.crc32(f"{sequence.producer} {sequence.number}".encode()) % len(names)]
-        return next(shard for shard in self.shards if shard.name == chosen)
+        by_name = {shard.name: shard for shard in self.shards}
+        return by_name[ranked(by_name, f"{sequence.producer} {sequence.number}")[0]]
 
     def _pusher(self) -> Pusher:
         """The next one in turn whose server is not away."""
