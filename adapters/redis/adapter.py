@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from ...streams.errors import Closed, HeadraceError, InvalidArgument, NotSupported, StorageError
@@ -29,6 +30,7 @@ from .pusher import Pusher
 from .receiver import RedisReceiver, body_of
 from .server import Server, ServerAway
 from .shard import Pushed, RedisShard
+from .watch import watched
 
 TaskT = TypeVar("TaskT")
 
@@ -140,7 +142,7 @@ class RedisAdapter(QueueAdapter):
         """Become the reader of a queue, in place of the one before: that one raises StorageError from then on."""
         if start is not None:
             raise self._not_rewindable()
-        receiver = RedisReceiver(queue, self._queue(queue).shards)
+        receiver = RedisReceiver(queue, self._queue(queue).watches)
         try:
             await receiver.open()
         except BaseException:
@@ -201,7 +203,8 @@ class _Queue:
 
     def __init__(self, shards: Sequence[RedisShard], *, wait: bool, timeout_s: float) -> None:
         self.shards = shards
-        self._pushers = [Pusher(shard, wait=wait, timeout_s=timeout_s) for shard in shards]
+        self.watches = watched(shards)
+        self._pushers = [Pusher(watch, wait=wait, timeout_s=timeout_s) for watch in self.watches]
         for pusher in self._pushers:
             pusher.others = [other for other in self._pushers if other is not pusher]
         self._turn = 0
@@ -239,14 +242,15 @@ class _Queue:
 
     async def bounds(self) -> Bounds:
         """Of the shards that answer. No position given out later is below the next one, whatever their clocks say."""
-        answers = await self._answers([shard.bounds() for shard in self.shards])
+        answers = await self._answers([watch.ask(watch.shard.bounds) for watch in self.watches])
         following = max(following for _, following in answers)
         if any(mine < following for _, mine in answers):
-            answers += await self._answers([shard.bounds(following) for shard in self.shards])
+            raised = [watch.ask(partial(watch.shard.bounds, following)) for watch in self.watches]
+            answers += await self._answers(raised)
         return Bounds(max(done for done, _ in answers), max(following for _, following in answers))
 
     async def backlog(self, offset: int) -> Backlog:
-        sizes = await self._answers([shard.size(offset) for shard in self.shards])
+        sizes = await self._answers([watch.ask(partial(watch.shard.size, offset)) for watch in self.watches])
         there = sum(size.waiting + size.claimed + size.held for size in sizes)
         return Backlog(there, later=sum(size.delayed for size in sizes))
 
@@ -261,6 +265,7 @@ class _Queue:
 
     async def aclose(self) -> None:
         await asyncio.gather(*(pusher.aclose() for pusher in self._pushers))
+        await asyncio.gather(*(watch.aclose() for watch in self.watches))
 
 
 class _Call:

@@ -9,6 +9,7 @@ import uuid
 import zlib
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import NamedTuple
 
 from ...streams.errors import StorageError
@@ -18,6 +19,7 @@ from .options import RedisOptions
 from .scripts import SCRIPTS, Scripts
 from .server import BLOCK_S, Server, ServerAway
 from .shard import Claim, Entry, Pushed, RedisShard, Size
+from .watch import watched
 
 
 class Taken(NamedTuple):
@@ -48,6 +50,7 @@ class RedisQueue:
         self._turn = itertools.count()
         self._pusher = uuid.uuid4().hex
         self._numbers = itertools.count(1)
+        self._watches = watched(shards)
         self._bells = [Bell(shard) for shard in self.shards]
         self._locks = [asyncio.Lock() for _ in self.shards]
 
@@ -72,7 +75,7 @@ class RedisQueue:
 
     async def aclose(self) -> None:
         """Stop waiting. The servers are not closed."""
-        await asyncio.gather(*(bell.aclose() for bell in self._bells))
+        await asyncio.gather(*(each.aclose() for each in (*self._bells, *self._watches)))
 
     # ---- into the queue --------------------------------------------------------------------------------------------
 
@@ -106,7 +109,8 @@ class RedisQueue:
         others = [*range(home + 1, len(self.shards)), *range(home)] if not any(event.id for event in events) else []
         for index in (home, *others):
             try:
-                await self._push_to(index, events)
+                push = partial(self._push_to, index, events)
+                await (self._watches[index].ask(push) if others else push())
             except ServerAway:
                 if index == (others or [home])[-1]:
                     raise
@@ -132,9 +136,9 @@ class RedisQueue:
         deadline = loop.time() + wait_s
         while True:
             idle_s, errors = BLOCK_S, list[ServerAway]()
-            for shard in self.shards:
+            for shard, watch in zip(self.shards, self._watches, strict=True):
                 try:
-                    popped = await shard.pop(limit, timeout_s)
+                    popped = await watch.ask(partial(shard.pop, limit, timeout_s))
                 except ServerAway as error:
                     errors.append(error)
                     continue

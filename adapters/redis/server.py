@@ -45,6 +45,10 @@ class ServerAway(StorageError):
     """It cannot be reached, or does not serve at present. Whether it has carried out the command is not known."""
 
 
+class ServerSilent(ServerAway):
+    """It kept somebody waiting until the time was up."""
+
+
 class Server:
     """One Redis, or one cluster. Nothing is sent twice by itself: the scripts know what may be repeated."""
 
@@ -110,7 +114,8 @@ class Server:
         return self._away(error) if code in _AWAY_CODES else StorageError(f"Redis at {self.address}: {error}")
 
     def _away(self, error: BaseException) -> ServerAway:
-        return ServerAway(f"Redis at {self.address} does not serve: {error or type(error).__name__}")
+        kind = ServerSilent if isinstance(error, (exceptions.TimeoutError, TimeoutError)) else ServerAway
+        return kind(f"Redis at {self.address} does not serve: {error or type(error).__name__}")
 
 
 def _code(error: exceptions.RedisError) -> str:

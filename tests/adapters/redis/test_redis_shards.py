@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 import subprocess
 import time
@@ -22,7 +24,7 @@ from headrace.adapters.conformance import (
     ConformsToPriority,
     ConformsToQueueAdapter,
 )
-from headrace.adapters.redis import Pushed, RedisAdapter, RedisOptions, RedisQueue, ShardOptions
+from headrace.adapters.redis import Pushed, RedisAdapter, RedisOptions, RedisQueue, ShardOptions, server
 from headrace.benchmarks.servers import LOOPBACK, RedisServer, find_program, free_port
 from headrace.silo import Provider
 from headrace.streams import Event, EventBatch, InvalidArgument, StorageError, StreamId
@@ -274,6 +276,51 @@ async def test_agents_take_over_all_shards(two: list[RedisServer], tmp_path: Pat
             await provider.publish(StreamId("n", str(number)), b"%d" % number)
         await subscription.caught_up()
     assert got == {b"%d" % number: 1 for number in range(50)}
+
+
+async def test_a_frozen_server_holds_up_neither_who_publishes_nor_who_reads(
+    two: list[RedisServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first command that it leaves without an answer is waited for."""
+    monkeypatch.setattr(server, "COMMAND_S", 2.0)
+    async with adapter(two, zone="a") as opened:
+        receiver = await opened.open_receiver(0)
+        frozen = cast("RedisAdapter", opened).shards(0)[0]
+        os.kill(two[0].pid, signal.SIGSTOP)
+        async with asyncio.timeout(90):
+            for number in range(100):
+                await opened.enqueue([(0, batch(str(number)))])
+                (received,) = (await receiver.receive(ANY, ANY)).batches
+                assert texts([received]) == [str(number)]
+            assert (await opened.backlog(0, 0)).batches == 100
+        os.kill(two[0].pid, signal.SIGCONT)
+
+        async def goes_there_again() -> bool:
+            await opened.enqueue([(0, batch("after")), (0, batch("after"))])
+            await receiver.receive(ANY, ANY)
+            return (await frozen.size()).held > 1
+
+        await until(goes_there_again)
+
+
+async def test_a_frozen_server_stops_neither_push_nor_pop(
+    two: list[RedisServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "COMMAND_S", 2.0)
+    async with queues(two, "a") as (queue,):
+        os.kill(two[0].pid, signal.SIGSTOP)
+        async with asyncio.timeout(90):
+            for number in range(100):
+                await queue.push(b"%d" % number)
+                (taken,) = await queue.pop(100)
+                assert taken.body == b"%d" % number
+        os.kill(two[0].pid, signal.SIGCONT)
+
+        async def goes_there_again() -> bool:
+            await queue.push(b"after")
+            return (await queue.shards[0].size()).waiting > 1
+
+        await until(goes_there_again)
 
 
 async def until(condition: Callable[[], Awaitable[object]]) -> None:
