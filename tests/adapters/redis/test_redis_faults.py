@@ -411,12 +411,13 @@ async def test_a_server_without_memory_says_so_and_can_be_emptied() -> None:
             await queue.aclose()
 
 
-async def test_a_server_that_would_evict_queues_is_refused() -> None:
+@pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-ttl"])
+async def test_a_server_that_would_evict_queues_is_refused(policy: str) -> None:
     with RedisServer() as redis:
         with Redis(port=redis.port) as direct:
             cast("Any", direct).config_set("maxmemory", "100mb")
-            cast("Any", direct).config_set("maxmemory-policy", "allkeys-lru")
-        with pytest.raises(InvalidArgument, match="noeviction"):
+            cast("Any", direct).config_set("maxmemory-policy", policy)
+        with pytest.raises(InvalidArgument, match=f"noeviction, not {policy}"):
             async with adapter(f"redis://{redis.address}"):
                 pass
 
