@@ -158,6 +158,10 @@ class RedisAdapter(QueueAdapter):
     async def bounds(self, queue: int) -> Bounds:
         return await self._queue(queue).bounds()
 
+    async def resume_at(self, queue: int, offset: int) -> int:
+        """As the seam says. While a shard is away, which may be the one with the end, it is `offset`."""
+        return await self._queue(queue).resume_at(offset)
+
     async def statistics(self, queue: int) -> QueueStatistics:
         return QueueStatistics(await self.bounds(queue))
 
@@ -242,12 +246,21 @@ class _Queue:
 
     async def bounds(self) -> Bounds:
         """Of the shards that answer. No position given out later is below the next one, whatever their clocks say."""
-        answers = await self._answers([watch.ask(watch.shard.bounds) for watch in self.watches])
+        answers = await self._bounds(0)
         following = max(following for _, following in answers)
         if any(mine < following for _, mine in answers):
-            raised = [watch.ask(partial(watch.shard.bounds, following)) for watch in self.watches]
-            answers += await self._answers(raised)
+            answers += await self._bounds(following)
         return Bounds(max(done for done, _ in answers), max(following for _, following in answers))
+
+    async def resume_at(self, offset: int) -> int:
+        answers = await self._bounds(0)
+        if len(answers) == len(self.shards):
+            offset = min(offset, max(following for _, following in answers))
+        await self._bounds(offset)
+        return offset
+
+    async def _bounds(self, floor: int) -> list[tuple[int, int]]:
+        return await self._answers([watch.ask(partial(watch.shard.bounds, floor)) for watch in self.watches])
 
     async def backlog(self, offset: int) -> Backlog:
         sizes = await self._answers([watch.ask(partial(watch.shard.size, offset)) for watch in self.watches])

@@ -323,6 +323,50 @@ async def test_a_frozen_server_stops_neither_push_nor_pop(
         await until(goes_there_again)
 
 
+async def test_who_starts_while_a_server_is_away_misses_nothing_and_is_told_of_no_gap(
+    two: list[RedisServer], tmp_path: Path
+) -> None:
+    """The end of the queue may be there."""
+    got: list[bytes] = []
+
+    async def handle(event: Event) -> None:
+        got.append(event.payload)
+
+    @asynccontextmanager
+    async def subscribed() -> AsyncGenerator[Provider]:
+        async with Provider.open(tmp_path, adapter="redis", queues=1, options={"shards": shards(two)}) as provider:
+            await provider.subscribe("s", "n/*", handle)
+            yield provider
+
+    async def delivered() -> bool:
+        return len(got) == len(set(got)) == expected
+
+    async with subscribed() as provider:
+        for expected in range(1, 10):
+            await provider.publish(StreamId("n", "1"), b"%d" % expected)
+            await until(delivered)
+        ends = [(await each.bounds())[1] for each in cast("RedisAdapter", provider.adapter).shards(0)]
+    await asyncio.to_thread(two[ends.index(max(ends))].kill)
+    async with subscribed() as provider:
+        for expected in range(10, 20):
+            await provider.publish(StreamId("n", "1"), b"%d" % expected)
+            await until(delivered)
+        assert await provider.store.gaps(provider.name) == []
+
+
+async def test_a_queue_goes_on_above_a_checkpoint_whose_server_is_away(two: list[RedisServer]) -> None:
+    """Its clock may have been ahead."""
+    async with adapter(two) as opened:
+        end = (await opened.bounds(0)).next
+        ahead = end + 3600 * 1_000_000
+        assert await opened.resume_at(0, ahead) == end
+        await asyncio.to_thread(two[0].kill)
+        assert await opened.resume_at(0, ahead) == ahead
+        await opened.enqueue([(0, batch("x"))])
+        (received,) = await take(await opened.open_receiver(0), 1)
+        assert received.offset >= ahead
+
+
 async def until(condition: Callable[[], Awaitable[object]]) -> None:
     async with asyncio.timeout(60):
         while not await condition():  # noqa: ASYNC110 (servers tell it)
