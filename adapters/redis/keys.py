@@ -59,6 +59,15 @@ def check_name(what: str, name: str) -> str:
     return name
 
 
+def check_id(id: str) -> str:  # noqa: A002 (the word of the field)
+    """Raises InvalidArgument for one that an event without an id may be given."""
+    if id.startswith("@") and id[1:].isdecimal():
+        raise InvalidArgument(
+            f"the id {id!r} is one that a queue gives by itself: choose one that is not @ and a number"
+        )
+    return id
+
+
 def ranked(names: Iterable[str], what: str) -> list[str]:
     """The names of servers in an order that depends on `what` alone: the first is where it belongs. A server that is
     added or taken out moves only what belongs to it."""
