@@ -14,7 +14,7 @@ from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from ...streams.errors import InvalidArgument, StorageError, StorageFull
+from ...streams.errors import Closed, InvalidArgument, StorageError, StorageFull
 from .scripts import Script
 
 log = logging.getLogger("headrace.adapters.redis")
@@ -30,6 +30,7 @@ _AWAY = (
     exceptions.TimeoutError,
     exceptions.ReadOnlyError,
     exceptions.ClusterError,
+    exceptions.RedisClusterException,  # no node can be reached, or they do not have all slots
     exceptions.MasterDownError,
     exceptions.TryAgainError,
     exceptions.SlotNotCoveredError,
@@ -39,6 +40,10 @@ _AWAY_CODES = frozenset({"READONLY", "NOREPLICAS", "BUSY"})
 """Without a class of their own, or not in every version."""
 _IN_SCRIPT = re.compile(r"@user_script: ?\d+: -?([A-Z]+) ")
 """Redis 6 wraps the error of a command in a script into one of the script."""
+_NO_CLUSTER = "Cluster mode is not enabled"
+_NUMBER = re.compile(r"/?[0-9]*")
+_CUT_PASSWORD = re.compile(r"rediss?://[^/?#]*[/?#].*@", re.DOTALL)
+"""The address, by the rules of URLs, ends before the last @."""
 
 
 class ServerAway(StorageError):
@@ -53,14 +58,15 @@ class Server:
     """One Redis, or one cluster. Nothing is sent twice by itself: the scripts know what may be repeated."""
 
     def __init__(self, url: str, *, cluster: bool = False) -> None:
-        parts = urlsplit(url)
-        self.address = parts.netloc.rpartition("@")[2] or parts.path
+        self.address = address_of(url, cluster=cluster)
         """Without user and password."""
+        self._closed = False
         self._client = _client(url, COMMAND_S, cluster=cluster)
         self._blocking = _client(url, BLOCK_S + COMMAND_S, cluster=cluster)
 
     async def run(self, script: Script, keys: Sequence[str], *args: str | bytes | float) -> Any:
-        """Carry out a script. Raises ServerAway, StorageFull, StorageError."""
+        """Carry out a script. Raises ServerAway, StorageFull, StorageError, Closed."""
+        self._check_open()
         client, task = cast("Any", self._client), asyncio.current_task()
         cancelled = task.cancelling() if task else 0
         try:
@@ -69,8 +75,10 @@ class Server:
             except exceptions.NoScriptError:  # it is new here; nothing was done
                 return await client.eval(script.text, len(keys), *keys, *args)
         except _AWAY as error:
+            await self._leave_replica(error)
             raise self._away(error) from None
         except exceptions.RedisError as error:
+            await self._leave_replica(error)
             raise self._refused(error) from error
         finally:
             if task and task.cancelling() > cancelled:  # see `end`
@@ -81,6 +89,7 @@ class Server:
         try:
             return bool(await cast("Any", self._blocking).blpop([key], timeout=timeout_s))
         except (*_AWAY, exceptions.RedisError) as error:
+            await self._leave_replica(error)
             raise self._away(error) from None
 
     async def check(self) -> None:
@@ -106,10 +115,23 @@ class Server:
                 f"not {policy}"
             )
 
+    def _check_open(self) -> None:
+        """A client that is closed would connect anew."""
+        if self._closed:
+            raise Closed(f"what uses Redis at {self.address} is closed: open it again")
+
     async def aclose(self) -> None:
+        self._closed = True
         await asyncio.gather(self._client.aclose(), self._blocking.aclose(), return_exceptions=True)
 
-    def _refused(self, error: exceptions.RedisError) -> StorageError:
+    async def _leave_replica(self, error: BaseException) -> None:
+        """What was the master, and is another's replica now, keeps its connections: give them up where it says so. The
+        next ones go to whoever has the address by then. Of a cluster, the client finds the master by itself."""
+        if isinstance(error, exceptions.RedisError) and _code(error) == "READONLY":
+            pools = [client.connection_pool for client in (self._client, self._blocking) if isinstance(client, Redis)]
+            await asyncio.gather(*(pool.disconnect(inuse_connections=False) for pool in pools), return_exceptions=True)
+
+    def _refused(self, error: exceptions.RedisError) -> StorageError | InvalidArgument:
         """What an answer means that is an error."""
         code = _code(error)
         if code == "OOM":
@@ -118,7 +140,9 @@ class Server:
             )
         return self._away(error) if code in _AWAY_CODES else StorageError(f"Redis at {self.address}: {error}")
 
-    def _away(self, error: BaseException) -> ServerAway:
+    def _away(self, error: BaseException) -> ServerAway | InvalidArgument:
+        if isinstance(error, exceptions.RedisClusterException) and _NO_CLUSTER in str(error):
+            return InvalidArgument(f"Redis at {self.address} is no Redis Cluster: leave `cluster = true` out")
         kind = ServerSilent if isinstance(error, (exceptions.TimeoutError, TimeoutError)) else ServerAway
         return kind(f"Redis at {self.address} does not serve: {error or type(error).__name__}")
 
@@ -127,6 +151,8 @@ def _code(error: exceptions.RedisError) -> str:
     """The word that an error of the server begins with, which the client takes away where it knows it."""
     if isinstance(error, exceptions.OutOfMemoryError):
         return "OOM"
+    if isinstance(error, exceptions.ReadOnlyError):
+        return "READONLY"
     text = str(error)
     wrapped = _IN_SCRIPT.search(text)
     return wrapped[1] if wrapped else text.partition(" ")[0]
@@ -142,6 +168,30 @@ async def end(task: asyncio.Task[None]) -> None:
         task.exception()
 
 
+def address_of(url: str, *, cluster: bool = False) -> str:
+    """Host and port. Raises InvalidArgument, without showing any of the url: it may have a password in it anywhere."""
+    if _CUT_PASSWORD.match(url):
+        raise _no_url("in a password, / # ? @ and % are written %2F %23 %3F %40 and %25")
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        raise _no_url("its host or its port cannot be read") from None
+    if parts.scheme == "unix":
+        return parts.path
+    if parts.scheme not in {"redis", "rediss"}:
+        raise _no_url("it begins with redis://, or rediss:// for TLS")
+    if parts.fragment or not _NUMBER.fullmatch(parts.path):
+        raise _no_url("what follows the host is the number of a database")
+    if cluster and parts.path.strip("/0"):
+        raise _no_url("a cluster has no database but 0")
+    return parts.netloc.rpartition("@")[2]
+
+
+def _no_url(why: str) -> InvalidArgument:
+    return InvalidArgument(f"the url of a Redis is redis://[user:password@]host[:port][/number]: {why}")
+
+
 def _client(url: str, timeout_s: float, *, cluster: bool) -> Redis | RedisCluster:
     kind = RedisCluster if cluster else Redis
     try:
@@ -153,5 +203,5 @@ def _client(url: str, timeout_s: float, *, cluster: bool) -> Redis | RedisCluste
             protocol=2,
             driver_info=None,  # else each connection looks up the client's own version, in files
         )
-    except ValueError as error:
-        raise InvalidArgument(f"the url of a Redis is redis://[user:password@]host[:port][/number]: {error}") from None
+    except ValueError:
+        raise _no_url("what follows the ? cannot be read") from None
