@@ -22,6 +22,8 @@ MAX_BYTES = 1 << 20
 """One push takes no further calls after so much."""
 MAX_PENDING_BYTES = 64 << 20
 """What waits for a server that is away; more is refused."""
+COST_BYTES = 1024
+"""What a waiting batch takes apart from its bytes: it counts."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 
 Told = Callable[[Sequence[int] | HeadraceError], None]
@@ -32,6 +34,10 @@ class _Waiting(NamedTuple):
     tell: Told
     deadline: float
     nbytes: int
+
+    @property
+    def cost(self) -> int:
+        return self.nbytes + COST_BYTES * len(self.events)
 
 
 class Pusher:
@@ -61,17 +67,17 @@ class Pusher:
 
         Raises QueueFull.
         """
-        nbytes = sum(len(event.body) for event in events)
-        if self._pending and self._pending + nbytes > MAX_PENDING_BYTES:
+        deadline = asyncio.get_running_loop().time() + (self._timeout_s if self._wait else 0.0)
+        one = _Waiting(events, tell, deadline, sum(len(event.body) for event in events))
+        if self._pending and self._pending + one.cost > MAX_PENDING_BYTES:
             raise QueueFull(
                 f"{self._pending:,} bytes wait to be stored in Redis at {self.shard.server.address}: publish later"
             )
-        deadline = asyncio.get_running_loop().time() + (self._timeout_s if self._wait else 0.0)
-        self._enter(_Waiting(events, tell, deadline, nbytes))
+        self._enter(one)
 
     def _enter(self, one: _Waiting) -> None:
         self._line.append(one)
-        self._pending += one.nbytes
+        self._pending += one.cost
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name=f"headrace push {self.shard.name}")
 
@@ -123,7 +129,7 @@ class Pusher:
         """Let another shard store it, where its server is not away, too."""
         for other in self.others:
             if not other.away:
-                self._pending -= one.nbytes
+                self._pending -= one.cost
                 other._enter(one)  # noqa: SLF001 (of its own kind)
                 return True
         return False
@@ -135,7 +141,7 @@ class Pusher:
             mine = [position for position in positions[at : at + len(one.events)] if position is not None]
             at += len(one.events)
             if id(one) in waiting:
-                self._pending -= one.nbytes
+                self._pending -= one.cost
                 one.tell(mine)
 
     def _expire(self, waiting: Sequence[_Waiting], error: ServerAway) -> list[_Waiting]:
@@ -153,5 +159,5 @@ class Pusher:
 
     def _settle(self, waiting: Sequence[_Waiting], error: HeadraceError) -> None:
         for one in waiting:
-            self._pending -= one.nbytes
+            self._pending -= one.cost
             one.tell(error)

@@ -214,18 +214,19 @@ async def test_what_waits_for_a_server_is_bounded_however_small_it_is() -> None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def publish_until_it_is_refused() -> None:
-        while True:
-            storing.append(asyncio.ensure_future(opened.enqueue([(0, batch("x"))])))
+        storing.extend(asyncio.ensure_future(opened.enqueue([(0, batch("x"))])) for _ in range(100_000))
 
     storing: list[asyncio.Future[Any]] = []
     with RedisServer() as redis:
-        async with adapter(f"redis://{redis.address}") as opened:
+        async with adapter(f"redis://{redis.address}", publish_timeout_s=600) as opened:
             os.kill(redis.pid, signal.SIGSTOP)
             before = resident()
-            with pytest.raises(QueueFull, match="wait to be stored"):
-                publish_until_it_is_refused()
-            assert resident() - before < 4 * pusher.MAX_PENDING_BYTES
-            os.kill(redis.pid, signal.SIGCONT)
+            try:
+                with pytest.raises(QueueFull, match="wait to be stored"):
+                    publish_until_it_is_refused()
+                assert resident() - before < 4 * pusher.MAX_PENDING_BYTES
+            finally:
+                os.kill(redis.pid, signal.SIGCONT)
             await asyncio.gather(*storing)
             await opened.enqueue([(0, batch("there is room again"))])
             assert (await shard_of(opened).size()).waiting == len(storing) + 1
