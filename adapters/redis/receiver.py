@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from functools import partial
 from struct import Struct
 
-from ...streams.errors import Closed, StorageError
+from ...streams.errors import Closed, InvalidArgument, StorageError
 from ...streams.events import EventBatch
 from ..limits import within_limits
 from ..seam import QueueReceiver, Received
@@ -192,7 +192,7 @@ class RedisReceiver(QueueReceiver):
         start = 0
         try:
             async for offset, body in left:
-                batch, start = batch_of(offset, body), offset + 1
+                batch, start = await self._batch(offset, body), offset + 1
                 self._ready.append(batch)
                 max_events -= batch.count
                 max_bytes -= batch.nbytes
@@ -230,9 +230,19 @@ class RedisReceiver(QueueReceiver):
             self._supersede()
             return 0.0
         for offset, body in held.events:
-            self._ready.append(batch_of(offset, body))
+            self._ready.append(await self._batch(offset, body))
             seat.next = self._next = offset + 1
         return held.idle_s
+
+    async def _batch(self, offset: int, body: bytes) -> EventBatch:
+        """Raises StorageError for bytes that are none, with the event's id."""
+        try:
+            return batch_of(offset, body)
+        except InvalidArgument:
+            for seat in self.seats:
+                if (id := await seat.watch.ask(partial(seat.shard.held_at, offset))) is not None:  # noqa: A001
+                    raise seat.shard.server.damaged(seat.shard.keys, id, "is no batch of events") from None
+            raise
 
     def _order(self) -> Iterable[Seat]:
         """The shards as they were given, but for one that was passed over too often."""

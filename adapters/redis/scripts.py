@@ -91,12 +91,21 @@ local function leased(id)
 end
 
 local function forget(id)
-  local found = redis.call('HDEL', body, id)
-  redis.call('ZREM', waiting, id)
+  local found = redis.call('HDEL', body, id) + redis.call('ZREM', waiting, id)
   redis.call('ZREM', claimed, id)
   redis.call('ZREM', held, id)
   redis.call('HDEL', lease, id)
-  return found
+  return math.min(found, 1)
+end
+
+-- Ends the script, which has changed nothing that matters. The server's client makes a message of it.
+local function damaged(id, what)
+  local hex = string.gsub(id, '.', function(each) return string.format('%%02x', string.byte(each)) end)
+  error('DAMAGED <' .. hex .. '> <' .. what .. '>', 0)
+end
+
+local function bytes_of(id)
+  return redis.call('HGET', body, id) or damaged(id, 'has no bytes')
 end
 
 -- All of these, which are in the sorted set `from`.
@@ -109,6 +118,7 @@ end
 -- What was taken goes back to where it stood: priority, place and attempts stay.
 local function give_back(from, id)
   local _, _, score = leased(id)
+  if not score then damaged(id, 'has no lease') end
   redis.call('ZREM', from, id)
   redis.call('ZADD', waiting, score, id)
 end
@@ -163,7 +173,7 @@ local function take(into, limit, max_bytes, answer, score_in)
   local removed, added, leases, size, events = {}, {}, {}, 0, 0
   local token = next_number('token')
   local ended, next_due = each_due(limit, function(id, score)
-    local bytes = redis.call('HGET', body, id)
+    local bytes = bytes_of(id)
     local _, attempts = leased(id)
     attempts = (attempts or 0) + 1
     local at = score_in()
@@ -219,7 +229,8 @@ local function may_take_memory()
 end
 
 -- How many events the adapter has put into these bytes.
-local function events_in(bytes)
+local function events_in(id, bytes)
+  if #bytes < 4 then damaged(id, 'is no batch of events') end
   return struct.unpack('<I4', bytes)
 end
 """
@@ -372,7 +383,7 @@ _PEEK = """
 local answer = {}
 each_due(tonumber(ARGV[1]), function(id, score)
   answer[#answer + 1] = id
-  answer[#answer + 1] = redis.call('HGET', body, id)
+  answer[#answer + 1] = bytes_of(id)
   answer[#answer + 1] = string.format('%.0f', score)
 end)
 return answer
@@ -405,10 +416,10 @@ if superseded(ARGV[1]) then return false end
 local found = redis.call('ZRANGEBYSCORE', held, ARGV[2], '+inf', 'WITHSCORES', 'LIMIT', 0, tonumber(ARGV[3]))
 local answer, size, events = {}, 0, 0
 for i = 1, #found, 2 do
-  local bytes = redis.call('HGET', body, found[i])
+  local bytes = bytes_of(found[i])
   answer[#answer + 1] = tonumber(found[i + 1])
   answer[#answer + 1] = bytes
-  size, events = size + #bytes, events + events_in(bytes)
+  size, events = size + #bytes, events + events_in(found[i], bytes)
   if size >= tonumber(ARGV[4]) or events >= tonumber(ARGV[3]) then break end
 end
 return answer
@@ -425,10 +436,10 @@ local unseen = redis.call('ZRANGEBYSCORE', held, ARGV[2], '+inf', 'LIMIT', 0, MA
 for _, id in ipairs(unseen) do give_back(held, id) end
 if #unseen == MAX_RETURNS then return {0} end
 local answer, floor = {0}, tonumber(ARGV[3])
-local taken, ended, next_due = take(held, tonumber(ARGV[4]), tonumber(ARGV[5]), function(_, bytes, at)
+local taken, ended, next_due = take(held, tonumber(ARGV[4]), tonumber(ARGV[5]), function(id, bytes, at)
   answer[#answer + 1] = at
   answer[#answer + 1] = bytes
-  return events_in(bytes)
+  return events_in(id, bytes)
 end, function() return position(floor) end)
 if not ended then ring() end
 if taken == 0 then answer[1] = idle_for(next_due) end
@@ -447,6 +458,9 @@ if left == 0 and tonumber(ARGV[3]) > tonumber(redis.call('HGET', meta, 'done') o
 end
 return left
 """
+
+# ARGV: an offset. Answers with the id of what is held there, if anything.
+_HELD_AT = "return redis.call('ZRANGEBYSCORE', held, ARGV[1], ARGV[1], 'LIMIT', 0, 1)"
 
 
 # KEYS[1]: the ledger of a producer. ARGV: how long it is kept in s. Answers with number and positions of its last call.
@@ -490,6 +504,7 @@ class Scripts(NamedTuple):
     held: Script
     hold: Script
     finish: Script
+    held_at: Script
     ledger: Script
     record: Script
 
@@ -497,7 +512,7 @@ class Scripts(NamedTuple):
     def with_clock(cls, clock: str = SERVER_CLOCK) -> Scripts:
         bodies = (
             _PUSH, _SETTLE, _POP, _ACKNOWLEDGE, _RELEASE, _EXTEND, _CHANGE_DELAY, _GET, _REMOVE, _SIZE, _PEEK, _CLEAR,
-            _RING, _OPEN, _BOUNDS, _HELD, _HOLD, _FINISH, _LEDGER, _RECORD,
+            _RING, _OPEN, _BOUNDS, _HELD, _HOLD, _FINISH, _HELD_AT, _LEDGER, _RECORD,
         )  # fmt: skip
         return cls(*(Script.of(body, clock) for body in bodies))
 

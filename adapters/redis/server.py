@@ -41,6 +41,7 @@ _AWAY_CODES = frozenset({"READONLY", "NOREPLICAS", "BUSY"})
 _IN_SCRIPT = re.compile(r"@user_script: ?\d+: -?([A-Z]+) ")
 """Redis 6 wraps the error of a command in a script into one of the script."""
 _NO_CLUSTER = "Cluster mode is not enabled"
+_DAMAGED = re.compile(r"DAMAGED <([0-9a-f]*)> <([a-z ]*)>")
 _NUMBER = re.compile(r"/?[0-9]*")
 _CUT_PASSWORD = re.compile(r"rediss?://[^/?#]*[/?#].*@", re.DOTALL)
 """The address, by the rules of URLs, ends before the last @."""
@@ -79,7 +80,7 @@ class Server:
             raise self._away(error) from None
         except exceptions.RedisError as error:
             await self._leave_replica(error)
-            raise self._refused(error) from error
+            raise self._refused(error, keys) from error
         finally:
             if task and task.cancelling() > cancelled:  # see `end`
                 raise asyncio.CancelledError
@@ -131,12 +132,27 @@ class Server:
             pools = [client.connection_pool for client in (self._client, self._blocking) if isinstance(client, Redis)]
             await asyncio.gather(*(pool.disconnect(inuse_connections=False) for pool in pools), return_exceptions=True)
 
-    def _refused(self, error: exceptions.RedisError) -> StorageError | InvalidArgument:
+    def damaged(self, keys: Sequence[str], id: bytes, what: str) -> StorageError:  # noqa: A002
+        """What stops a shard, of these keys, and who shall help."""
+        name = id.decode(errors="backslashreplace")
+        return StorageError(
+            f"Redis at {self.address}: in {_tag(keys)} the event {name!r} {what}, and nothing behind it can be read: "
+            "remove it, see docs/redis.md, Damaged events"
+        )
+
+    def _refused(self, error: exceptions.RedisError, keys: Sequence[str]) -> StorageError | InvalidArgument:
         """What an answer means that is an error."""
         code = _code(error)
         if code == "OOM":
             return StorageFull(
                 f"Redis at {self.address} has no memory left: consume what is there, or raise its maxmemory"
+            )
+        if damaged := _DAMAGED.search(str(error)):
+            return self.damaged(keys, bytes.fromhex(damaged[1]), damaged[2])
+        if code == "WRONGTYPE":
+            return StorageError(
+                f"Redis at {self.address}: {code}, one of the keys {_tag(keys)}... is of another type than Headrace's: "
+                "delete it, see docs/redis.md, Damaged events"
             )
         return self._away(error) if code in _AWAY_CODES else StorageError(f"Redis at {self.address}: {error}")
 
@@ -145,6 +161,11 @@ class Server:
             return InvalidArgument(f"Redis at {self.address} is no Redis Cluster: leave `cluster = true` out")
         kind = ServerSilent if isinstance(error, (exceptions.TimeoutError, TimeoutError)) else ServerAway
         return kind(f"Redis at {self.address} does not serve: {error or type(error).__name__}")
+
+
+def _tag(keys: Sequence[str]) -> str:
+    """What all keys of a shard begin with."""
+    return keys[0].partition("}")[0] + "}"
 
 
 def _code(error: exceptions.RedisError) -> str:

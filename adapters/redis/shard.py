@@ -214,6 +214,11 @@ class RedisShard:
         )
         return None if reply is None else Held(_pairs(reply[1:]), _seconds(reply[0]))
 
+    async def held_at(self, offset: int) -> bytes | None:
+        """The id of what is held at an offset."""
+        found = await self._run(self._scripts.held_at, offset)
+        return found[0] if found else None
+
     async def finish(self, reader: int, below: int, done: int) -> bool:
         """Remove what is held below `below`; everything in the queue below `done` is finished. False: superseded."""
         left: int | None = 1
