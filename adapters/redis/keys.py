@@ -61,6 +61,8 @@ def check_name(what: str, name: str) -> str:
 
 def check_id(id: str) -> str:  # noqa: A002 (the word of the field)
     """Raises InvalidArgument for one that an event without an id may be given."""
+    if not isinstance(id, str):  # pyright: ignore[reportUnnecessaryIsInstance] (callers need not have types)
+        raise InvalidArgument(f"an id is a text, not {id!r}")
     if id.startswith("@") and id[1:].isdecimal():
         raise InvalidArgument(
             f"the id {id!r} is one that a queue gives by itself: choose one that is not @ and a number"
@@ -97,6 +99,7 @@ def check_priority(priority: int) -> int:
 
 def delay_ms(seconds: float) -> int:
     """A delay in whole milliseconds, rounded up: nothing comes early. Raises InvalidArgument."""
-    if not 0 <= seconds <= MAX_DELAY_MS / 1000:  # False for NaN, too
-        raise InvalidArgument(f"a delay is 0 to {MAX_DELAY_MS // 1000:,} seconds, not {seconds!r}")
+    number = isinstance(seconds, (int, float))  # pyright: ignore[reportUnnecessaryIsInstance] (callers need not have types)
+    if not number or not 0 <= seconds <= MAX_DELAY_MS / 1000:  # False for NaN, too
+        raise InvalidArgument(f"a delay is a number of seconds, 0 to {MAX_DELAY_MS // 1000:,}, not {seconds!r}")
     return -int(-seconds * 1000 // 1)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated, Literal
 
 import msgspec
 
 from ...streams.errors import InvalidArgument
 from .keys import check_name
+
+log = logging.getLogger("headrace.adapters.redis")
 
 
 class ShardOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,7 +50,7 @@ class RedisOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How long a publish waits for a server that is away, in seconds."""
 
     def servers(self) -> tuple[ShardOptions, ...]:
-        """Raises InvalidArgument where there is none, or two have a name."""
+        """Raises InvalidArgument where there is none, or two have a name or a url."""
         if (self.url is None) == (not self.shards):
             raise InvalidArgument("options of adapter 'redis': give either url, as redis://localhost:6379, or shards")
         if self.url is not None:
@@ -59,4 +62,8 @@ class RedisOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         names = [check_name("the name of a shard,", shard.name) for shard in self.shards]
         if len(set(names)) < len(names):
             raise InvalidArgument(f"options of adapter 'redis': two shards have one name: {', '.join(names)}")
+        if len({shard.url for shard in self.shards}) < len(names):
+            raise InvalidArgument(f"options of adapter 'redis': two of the shards {', '.join(names)} have one url")
+        if self.zone and all(shard.zone != self.zone for shard in self.shards):
+            log.warning("no shard is in zone %r, where this process is: it reads them in the order given", self.zone)
         return self.shards

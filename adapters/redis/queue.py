@@ -12,9 +12,9 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import NamedTuple
 
-from ...streams.errors import StorageError
+from ...streams.errors import InvalidArgument, StorageError
 from .bell import Bell, idle
-from .keys import ShardKeys, check_name
+from .keys import ShardKeys, check_id, check_name
 from .options import RedisOptions
 from .receiver import TURNS
 from .scripts import SCRIPTS, Scripts
@@ -104,6 +104,8 @@ class RedisQueue:
 
     async def ensure(self, body: bytes, *, id: str, delay_s: float = 0.0, priority: int = 0) -> bool:  # noqa: A002
         """Store an event unless there is one with its id, waiting or claimed. False where there is."""
+        if not id:
+            raise InvalidArgument("ensure goes by the event's id: give one that is not empty")
         event = Pushed(body, id, delay_s, priority)
         return await self._push_to(self._home(id), [event], keep=True) != [None]
 
@@ -126,7 +128,7 @@ class RedisQueue:
 
     def _home(self, id: str) -> int:  # noqa: A002
         """The same for everybody, whatever the order of the shards is for them."""
-        return self._homes[zlib.crc32(id.encode()) % len(self.shards)]
+        return self._homes[zlib.crc32(check_id(id).encode()) % len(self.shards)]
 
     # ---- out of the queue ------------------------------------------------------------------------------------------
 
@@ -167,21 +169,25 @@ class RedisQueue:
 
     async def acknowledge(self, *taken: Taken) -> int:
         """Remove what is done. Returns how many of the claims still held; the others' events may come again."""
-        by_shard: dict[int, list[Taken]] = {}
+        by_shard: dict[int, list[tuple[str, int]]] = {}
         for one in taken:
-            by_shard.setdefault(self.shards.index(one.shard), []).append(one)
-        done = 0
-        for index, part in by_shard.items():
-            done += sum(await self.shards[index].acknowledge([(one.id, one.claim.token) for one in part]))
-        return done
+            by_shard.setdefault(self._index_of(one), []).append((one.id, one.claim.token))
+        return sum([sum(await self.shards[index].acknowledge(part)) for index, part in by_shard.items()])
+
+    def _index_of(self, taken: Taken) -> int:
+        """Whichever object of this queue took it. Raises InvalidArgument for what another queue has."""
+        for index, shard in enumerate(self.shards):
+            if shard.keys == taken.shard.keys:
+                return index
+        raise InvalidArgument(f"the event {taken.id!r} was taken from another queue: say it there")
 
     async def release(self, taken: Taken, delay_s: float = 0.0) -> bool:
         """Give an event back, after `delay_s` or at once. False where the claim was over."""
-        return await taken.shard.release(taken.id, taken.claim.token, delay_s)
+        return await self.shards[self._index_of(taken)].release(taken.id, taken.claim.token, delay_s)
 
     async def extend(self, taken: Taken, timeout_s: float) -> bool:
         """Let a claim end `timeout_s` from now. False where it was over."""
-        return await taken.shard.extend(taken.id, taken.claim.token, timeout_s)
+        return await self.shards[self._index_of(taken)].extend(taken.id, taken.claim.token, timeout_s)
 
     # ---- single events, and all of them ----------------------------------------------------------------------------
 

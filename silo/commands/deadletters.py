@@ -11,7 +11,7 @@ import click
 from ...streams import DeadLetter, InvalidArgument, NotFound
 from ..wording import counted
 from .managing import Managed, managed
-from .options import Place, place_options
+from .options import Place, adapter_options, place_options
 from .output import json_option, note, print_json, print_table
 from .rendering import payload_fields
 from .running import run
@@ -33,6 +33,7 @@ def _chosen_options(function: Any) -> Any:
 
 @command.command("list")
 @place_options
+@adapter_options
 @click.option("--subscription", metavar="NAME", help="Only of this subscription.")
 @click.option("--limit", type=click.IntRange(min=1), default=100, show_default=True, help="At the most.")
 @click.option("--after", type=int, default=0, metavar="ID", help="Only those after this one.")
@@ -51,6 +52,7 @@ def list_(*, place: Place, subscription: str | None, limit: int, after: int, as_
 
 @command.command()
 @place_options
+@adapter_options
 @click.argument("letter_id", metavar="ID", type=int)
 @json_option
 def show(*, place: Place, letter_id: int, as_json: bool) -> None:
@@ -65,6 +67,7 @@ def show(*, place: Place, letter_id: int, as_json: bool) -> None:
 
 @command.command()
 @place_options
+@adapter_options
 @_chosen_options
 @json_option
 def redrive(*, place: Place, subscription: str, all_: bool, ids: Sequence[int], as_json: bool) -> None:
@@ -82,6 +85,7 @@ def redrive(*, place: Place, subscription: str, all_: bool, ids: Sequence[int], 
 
 @command.command()
 @place_options
+@adapter_options
 @_chosen_options
 @json_option
 def delete(*, place: Place, subscription: str, all_: bool, ids: Sequence[int], as_json: bool) -> None:

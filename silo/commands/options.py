@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,6 +33,8 @@ class Where(NamedTuple):
 
     data: Path
     provider: str
+    options: Mapping[str, Any] = {}
+    """Of its adapter."""
 
 
 class Server(NamedTuple):
@@ -198,15 +200,34 @@ def check_how(place: Place, how: Mapping[str, Any]) -> None:
         raise click.UsageError(f"--{flag} is for --data: a silo's providers are in its configuration")
 
 
+_adapter_option = click.option(
+    "--option", "options", multiple=True, metavar="NAME=VALUE", help="Option of the adapter; may be repeated."
+)
+
+
+def adapter_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--option`, put into the command's `place` or `where`: below what makes that."""
+
+    @_adapter_option
+    @functools.wraps(command)
+    def with_options(*args: Any, options: Sequence[str], **given: Any) -> Any:
+        name = "place" if "place" in given else "where"
+        place: Place = given[name]
+        if isinstance(place, Where):
+            given[name] = place._replace(options=dict(map(_option, options)))
+        check_how(place, {"options": options})
+        return command(*args, **given)
+
+    return with_options
+
+
 def creation_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """`--adapter`, `--queues`, `--option` and `--delays`, handed to the command as `how`: the keywords of
     `Provider.open`."""
 
     @click.option("--adapter", metavar="NAME", help="Queue technology.  [default: the provider's, or log]")
     @click.option("--queues", type=click.IntRange(min=1), metavar="N", help="Its queues.  [default: as it has, or 8]")
-    @click.option(
-        "--option", "options", multiple=True, metavar="NAME=VALUE", help="Option of the adapter; may be repeated."
-    )
+    @_adapter_option
     @click.option("--delays", metavar="store", help="Where delayed events wait that the adapter cannot delay.")
     @functools.wraps(command)
     def with_how(*args: Any, options: Sequence[str], **given: Any) -> Any:
@@ -239,12 +260,25 @@ async def opened(
     if not create:
         check_exists(where)
     new = [what for what in (where.data / MARKER, _directory(where)) if not what.exists()]
-    async with Provider.open(where.data, name=where.provider, **(how or {})) as provider:
+    async with AsyncExitStack() as stack:
+        how = {"options": where.options} | dict(how or {})
+        try:
+            provider = await stack.enter_async_context(Provider.open(where.data, name=where.provider, **how))
+        except InvalidArgument as error:
+            raise _with_way_out(error, how) from None
         if where.data / MARKER in new:
             note(f"created data directory {where.data}")
         if new:
             note(f"created provider {provider.name} with {counted(provider.queues, 'queue')}")
         yield provider
+
+
+def _with_way_out(error: InvalidArgument, how: Mapping[str, Any]) -> InvalidArgument:
+    """Where an adapter needs options and got none, the line says how they are given."""
+    if how["options"] or not str(error).startswith("options of adapter"):
+        return error
+    silo = ", or ask a silo: --server" if "server" in click.get_current_context().params else ""
+    return InvalidArgument(f"{error}; here by --option NAME=VALUE{silo}")
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ from ...adapters import Backlog, QueueStatistics
 from ...streams import Checkpoint, NotFound
 from ..provider import Provider
 from ..views import age_s
-from .options import Place, Server, Where, opened, place_options
+from .options import Place, Server, Where, adapter_options, opened, place_options
 from .output import json_option, print_json, print_table
 from .running import run
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 @click.command("queues")
 @place_options
+@adapter_options
 @json_option
 def command(*, place: Place, as_json: bool) -> None:
     """Show each queue: what it holds, or which silo serves it, and how far its subscriptions are.

@@ -9,7 +9,7 @@ import click
 
 from ...streams import EventBatch, NotSupported, SequenceToken, StreamId
 from ..provider import Provider
-from .options import Where, opened, where_options
+from .options import Where, adapter_options, opened, where_options
 from .output import json_option, print_json, print_table
 from .running import run
 
@@ -19,6 +19,7 @@ BYTES_AT_ONCE = 4 << 20
 
 @click.command("streams")
 @where_options
+@adapter_options
 @click.option("--namespace", metavar="NS", help="Only streams of this namespace.")
 @json_option
 def command(*, where: Where, namespace: str | None, as_json: bool) -> None:

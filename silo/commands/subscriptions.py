@@ -20,7 +20,7 @@ from ...streams import (
 )
 from ...streams.states import QueueProgress, SubscriptionState
 from .managing import managed
-from .options import START_HELP, Place, check_how, creation_options, parse_start, place_options
+from .options import START_HELP, Place, adapter_options, check_how, creation_options, parse_start, place_options
 from .output import json_option, note, print_json, print_table
 from .running import run
 
@@ -38,6 +38,7 @@ def command() -> None:
 
 @command.command("list")
 @place_options
+@adapter_options
 @json_option
 def list_(*, place: Place, as_json: bool) -> None:
     """All subscriptions, and how far they are."""
@@ -51,6 +52,7 @@ def list_(*, place: Place, as_json: bool) -> None:
 
 @command.command()
 @place_options
+@adapter_options
 @click.argument("name")
 @json_option
 def show(*, place: Place, name: str, as_json: bool) -> None:
@@ -107,6 +109,7 @@ def create(
 
 @command.command()
 @place_options
+@adapter_options
 @click.argument("name")
 @json_option
 def delete(*, place: Place, name: str, as_json: bool) -> None:
@@ -117,6 +120,7 @@ def delete(*, place: Place, name: str, as_json: bool) -> None:
 
 @command.command()
 @place_options
+@adapter_options
 @click.argument("name")
 @click.argument("start")
 @json_option
@@ -128,6 +132,7 @@ def seek(*, place: Place, name: str, start: str, as_json: bool) -> None:
 
 @command.command()
 @place_options
+@adapter_options
 @click.argument("name")
 @click.argument("stream")
 @json_option
