@@ -484,6 +484,9 @@ class Script(NamedTuple):
         text = _PROLOGUE % {"clock": clock, "returns": RETURNS_PER_STEP} + body
         return cls(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
+    def __repr__(self) -> str:
+        return f"Script({self.sha})"
+
 
 class Scripts(NamedTuple):
     push: Script
@@ -507,6 +510,10 @@ class Scripts(NamedTuple):
     held_at: Script
     ledger: Script
     record: Script
+
+    def __repr__(self) -> str:
+        """Short: it is the default of an argument that everybody sees."""
+        return f"<{len(self)} scripts>"
 
     @classmethod
     def with_clock(cls, clock: str = SERVER_CLOCK) -> Scripts:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+from ...streams.errors import InvalidArgument
 from .keys import ShardKeys, check_id, check_priority, delay_ms, due_of, priority_of
 from .scripts import SCRIPTS, Script, Scripts
 from .server import BLOCK_S, Server
@@ -31,6 +32,8 @@ class Pushed(NamedTuple):
 
     def arguments(self) -> tuple[str, int, int, bytes]:
         """Raises InvalidArgument."""
+        if not isinstance(self.body, bytes):  # pyright: ignore[reportUnnecessaryIsInstance] (callers need not have types)
+            raise InvalidArgument(f"an event in Redis is bytes, not {type(self.body).__name__}: encode it")
         return check_id(self.id), delay_ms(self.delay_s), check_priority(self.priority), self.body
 
 
