@@ -59,6 +59,16 @@ def check_name(what: str, name: str) -> str:
     return name
 
 
+def check_queue(name: str) -> str:
+    """The name of a `RedisQueue`. Raises InvalidArgument for one whose keys are those of a provider's queue, too."""
+    check_name("queue", name)
+    if name.partition(".")[1] and name.rpartition(".")[2].isdecimal():
+        raise InvalidArgument(
+            f"queue {name!r} would be one of a provider: choose a name that ends in no dot and number"
+        )
+    return name
+
+
 def check_id(id: str) -> str:  # noqa: A002 (the word of the field)
     """Raises InvalidArgument for one that an event without an id may be given."""
     if not isinstance(id, str):  # pyright: ignore[reportUnnecessaryIsInstance] (callers need not have types)

@@ -32,7 +32,7 @@ class RedisOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The server, redis://[user:password@]host[:port][/number], with rediss:// over TLS. Or `shards`."""
 
     cluster: bool = False
-    """What is at `url` is a Redis Cluster: its queues spread over the nodes."""
+    """What is at `url` is a node of a Redis Cluster, or leads to one: its queues spread over the nodes."""
 
     shards: tuple[ShardOptions, ...] = ()
     """Several servers: what is published goes to each of them in turn, and a queue is read from all of them."""
@@ -41,7 +41,7 @@ class RedisOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Where this process is: it reads the shards of its zone first."""
 
     prefix: str = "headrace"
-    """What all keys begin with."""
+    """What all keys begin with, after a brace."""
 
     when_unavailable: Literal["wait", "fail"] = "wait"
     """While a server is away, `wait`: a publish waits, for `publish_timeout_s`. `fail`: it raises at once."""
@@ -51,6 +51,7 @@ class RedisOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def servers(self) -> tuple[ShardOptions, ...]:
         """Raises InvalidArgument where there is none, or two have a name or a url."""
+        check_name("prefix", self.prefix)
         if (self.url is None) == (not self.shards):
             raise InvalidArgument("options of adapter 'redis': give either url, as redis://localhost:6379, or shards")
         if self.url is not None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ...streams.errors import InvalidArgument, StorageError
 from .bell import Bell, idle
-from .keys import ShardKeys, check_id, check_name
+from .keys import ShardKeys, check_id, check_queue
 from .options import RedisOptions
 from .receiver import TURNS
 from .scripts import SCRIPTS, Scripts
@@ -64,7 +64,7 @@ class RedisQueue:
         chosen = options.servers()
         order = sorted(chosen, key=lambda shard: shard.zone != options.zone)
         servers = [Server(shard.url, cluster=shard.cluster) for shard in order]
-        keys = [ShardKeys.of(options.prefix, check_name("queue", name), shard.name) for shard in order]
+        keys = [ShardKeys.of(options.prefix, check_queue(name), shard.name) for shard in order]
         shards = [
             RedisShard(server, key, name=shard.name, scripts=scripts)
             for server, key, shard in zip(servers, keys, order, strict=True)

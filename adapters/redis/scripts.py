@@ -229,8 +229,8 @@ local function may_take_memory()
 end
 
 -- How many events the adapter has put into these bytes.
-local function events_in(id, bytes)
-  if #bytes < 4 then damaged(id, 'is no batch of events') end
+local function events_in(bytes, id)
+  if #bytes < 4 then damaged(id or '', 'is no batch of events') end
   return struct.unpack('<I4', bytes)
 end
 """
@@ -419,7 +419,7 @@ for i = 1, #found, 2 do
   local bytes = bytes_of(found[i])
   answer[#answer + 1] = tonumber(found[i + 1])
   answer[#answer + 1] = bytes
-  size, events = size + #bytes, events + events_in(found[i], bytes)
+  size, events = size + #bytes, events + events_in(bytes, found[i])
   if size >= tonumber(ARGV[4]) or events >= tonumber(ARGV[3]) then break end
 end
 return answer
@@ -439,7 +439,7 @@ local answer, floor = {0}, tonumber(ARGV[3])
 local taken, ended, next_due = take(held, tonumber(ARGV[4]), tonumber(ARGV[5]), function(id, bytes, at)
   answer[#answer + 1] = at
   answer[#answer + 1] = bytes
-  return events_in(id, bytes)
+  return events_in(bytes, id)
 end, function() return position(floor) end)
 if not ended then ring() end
 if taken == 0 then answer[1] = idle_for(next_due) end

@@ -1,11 +1,11 @@
-"""What a url of a Redis may be, and that no message shows a password."""
+"""What urls and names may be, and that no message shows a password."""
 
 from __future__ import annotations
 
 import pytest
 
 from headrace.adapters import AdapterContext
-from headrace.adapters.redis import open_adapter
+from headrace.adapters.redis import RedisOptions, RedisQueue, open_adapter
 from headrace.adapters.redis.server import Server, address_of
 from headrace.streams import InvalidArgument, StorageError
 
@@ -56,3 +56,23 @@ async def test_a_server_that_is_away_is_named_without_its_password() -> None:
     with pytest.raises(StorageError, match=r"127\.0\.0\.1:1 does not serve") as raised:
         await open_adapter(AdapterContext(provider="p", queues=1), {"url": "redis://:secret@127.0.0.1:1"})
     assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("prefix", ["", "a b", "a:b", "a}b", "{a"])
+async def test_a_prefix_that_is_no_name_is_refused(prefix: str) -> None:
+    options = {"url": "redis://127.0.0.1:1", "prefix": prefix}
+    with pytest.raises(InvalidArgument, match=r"prefix .* is no name"):
+        await open_adapter(AdapterContext(provider="p", queues=1), options)
+
+
+@pytest.mark.parametrize("name", ["default.0", "a.b.17"])
+async def test_a_queue_whose_keys_a_provider_may_have_is_refused(name: str) -> None:
+    with pytest.raises(InvalidArgument, match="would be one of a provider"):
+        async with RedisQueue.open(name, RedisOptions(url="redis://127.0.0.1:1")):
+            pass
+
+
+@pytest.mark.parametrize("name", ["mails", "mails.eu", "v2", "2", "mails.v2"])
+async def test_other_names_of_queues_are_none_of_providers(name: str) -> None:
+    async with RedisQueue.open(name, RedisOptions(url="redis://127.0.0.1:1")) as queue:
+        assert queue.shards[0].keys.meta == f"{{headrace:{name}:0}}meta"
