@@ -83,7 +83,7 @@ class QueueStatistics(NamedTuple):
 
 
 class Backlog(NamedTuple):
-    """What of a queue is at or above an offset."""
+    """What of a queue is at or above an offset, and due."""
 
     batches: int
     events: int | None = None
@@ -91,9 +91,14 @@ class Backlog(NamedTuple):
     estimated: bool = False
     """Only the first of the events were counted; the others are estimated from the number of batches."""
     since_us: int | None = None
-    """When the first of the batches was stored; None where there is none, or the adapter does not know."""
+    """When the first of the batches was stored, or was due where it had a delay; None where there is none, or the
+    adapter does not know."""
     later: int = 0
-    """Of the batches, those that are not due yet."""
+    """Batches that are not due yet, and not among the others."""
+    later_events: int = 0
+    """Their events; of many it is an estimate."""
+    later_us: int | None = None
+    """When the first of them is due; None where there is none, or the adapter does not know."""
 
 
 class QueueReceiver(ABC):
@@ -182,6 +187,11 @@ class QueueAdapter(ABC):
         """What is retained from `offset` on, counted in bounded time, however much it is."""
         bounds = await self.bounds(queue)
         return Backlog(max(bounds.next - max(offset, bounds.first), 0))
+
+    async def due_end(self, queue: int) -> int | None:
+        """The offset below which everything is that is due now. None where some of that has no offset yet, for nobody
+        has received it; only an adapter that keeps no order has such."""
+        return (await self.bounds(queue)).next
 
     async def last_sequence(self, producer: str) -> int:
         """The highest number stored for an idempotent producer, 0 where there is none."""

@@ -632,7 +632,7 @@ class Provider:
             yield
 
     async def ends(self, queue: int, positions: Iterable[int]) -> Mapping[int, int]:
-        """Where a queue ends, seen from each of some positions: what is in between are batches, in number.
+        """Where a queue ends, seen from each of some positions: what is in between are batches that are due, in number.
 
         For an adapter that keeps no order that is not its end, for its offsets do not count."""
         if self.adapter.capabilities.ordered:
@@ -646,18 +646,14 @@ class Provider:
         """
         served = self.manager.serving(name)
         for queue, delivery in served.deliveries.items():
-            ordered = self.adapter.capabilities.ordered
-            end = (await self.adapter.bounds(queue)).next if ordered else await self._read_to(queue)
-            await delivery.wait_until(end)
+            await delivery.wait_until(await self.due_end(queue))
 
-    async def _read_to(self, queue: int) -> int:
-        """The offset below which everything is that is due, once it is read here. Before that, nothing tells it."""
-        while True:
-            position = self.manager.agents[queue].statistics().next_offset
-            backlog = await self.adapter.backlog(queue, position)
-            if backlog.batches <= backlog.later:
-                return position
+    async def due_end(self, queue: int) -> int:
+        """The offset below which everything of a queue is that is due. Where the adapter keeps no order, it returns
+        once all that is read, whoever reads it: before that, nothing tells it."""
+        while (end := await self.adapter.due_end(queue)) is None:  # noqa: ASYNC110 (maybe by another process)
             await asyncio.sleep(UNREAD_S)
+        return end
 
     def statistics(self) -> ProviderStatistics:
         """A cheap snapshot of queues, caches, cursors and deliveries."""

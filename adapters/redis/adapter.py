@@ -23,6 +23,7 @@ from ..seam import (
     QueueStatistics,
     Receipt,
 )
+from .backlog import COUNTED, Unfinished, backlog_of, due_end_of, unfinished
 from .keys import ShardKeys, check_name, ranked
 from .options import RedisOptions
 from .producers import KEPT_S, Producers, persistently, short
@@ -168,6 +169,9 @@ class RedisAdapter(QueueAdapter):
     async def backlog(self, queue: int, offset: int) -> Backlog:
         return await self._queue(queue).backlog(offset)
 
+    async def due_end(self, queue: int) -> int | None:
+        return await self._queue(queue).due_end()
+
     async def offset_at(self, queue: int, time_us: int) -> int:
         raise self._not_rewindable()
 
@@ -263,9 +267,15 @@ class _Queue:
         return await self._answers([watch.ask(partial(watch.shard.bounds, floor)) for watch in self.watches])
 
     async def backlog(self, offset: int) -> Backlog:
-        sizes = await self._answers([watch.ask(partial(watch.shard.size, offset)) for watch in self.watches])
-        there = sum(size.waiting + size.claimed + size.held for size in sizes)
-        return Backlog(there, later=sum(size.delayed for size in sizes))
+        return backlog_of(await self._unfinished(offset, COUNTED))
+
+    async def due_end(self) -> int | None:
+        return due_end_of(await self._unfinished(0, 0))
+
+    async def _unfinished(self, offset: int, counted: int) -> list[Unfinished]:
+        return await self._answers(
+            [watch.ask(partial(unfinished, watch.shard, offset, counted)) for watch in self.watches]
+        )
 
     async def _answers(self, asked: Sequence[Awaitable[Any]]) -> list[Any]:
         """Of the servers that are not away, at least one. Raises StorageError."""

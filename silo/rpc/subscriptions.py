@@ -124,9 +124,7 @@ class SubscriptionService:
         request = parsed(pb.AwaitCaughtUpRequest, message)
         provider = provider_of(call, self._providers, request.provider, TO_KNOW)
         definition = await subscription_of(call, provider, request.name, TO_KNOW)
-        ends = {queue: (await provider.adapter.bounds(queue)).next for queue in range(provider.queues)}
-        for name in await _holders(provider, definition):
-            await _unless_closing(call, caught_up(provider, name, ends))
+        await _unless_closing(call, _all_caught_up(provider, definition))
         return pb.AwaitCaughtUpResponse().SerializeToString()
 
     async def resume(self, call: Call, message: bytes) -> bytes:
@@ -257,6 +255,12 @@ def _consumers(consumers: Consumers, definition: SubscriptionDefinition) -> list
         )
         for member in consumers.members(definition)
     ]
+
+
+async def _all_caught_up(provider: Provider, definition: SubscriptionDefinition) -> None:
+    ends = {queue: await provider.due_end(queue) for queue in range(provider.queues)}
+    for name in await _holders(provider, definition):
+        await caught_up(provider, name, ends)
 
 
 async def caught_up(provider: Provider, name: str, ends: Mapping[int, int]) -> None:

@@ -249,9 +249,13 @@ async def test_lag_counts_batches_though_offsets_are_times(tmp_path: Path, url: 
         subscription = await provider.subscribe("s", "orders/*", _nothing)
         await stream.publish([b"now", Event(b"later", delay=timedelta(hours=1))])
         await subscription.caught_up()
-        await provider.manager.save()
         (delivery,) = [one for one in provider.manager.served["s"].deliveries.values() if one.watermark]
-        assert await provider.ends(delivery.queue, [delivery.watermark]) == {delivery.watermark: delivery.watermark + 1}
+        end = delivery.watermark
+        await subscription.close()
+        assert await provider.ends(delivery.queue, [end]) == {end: end}
+        await stream.publish([b"now"])
+        await stream.publish([b"and now"])
+        assert await provider.ends(delivery.queue, [end]) == {end: end + 2}
 
 
 async def _nothing(_: Event) -> None: ...
