@@ -1,5 +1,5 @@
-"""Batches that wait in the control store until they are due, for queues that cannot delay. The decisions are the
-store's; who publishes what is due is in `headrace.silo.parking`.
+"""Batches that wait until they are due, for queues that cannot delay: what a place for them promises, and the one in
+the control store. Who publishes what is due is in `headrace.silo.parking`.
 
 Into each queue one release goes after the other. A release is a number, the batches that are claimed under it, and who
 holds it until when. It never changes once it is made: whoever finds that the time of its holder is over publishes the
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -66,7 +67,64 @@ class Waiting(NamedTuple):
     """When the first of it is due; negative where it is late."""
 
 
-class ParkingStore:
+class ParkingLot(ABC):
+    """Where providers park batches. Each method is done as a whole or not at all, unless it says otherwise.
+
+    Raises StorageError where the place cannot be reached or cannot store.
+    """
+
+    async def park(
+        self, provider: str, batches: Sequence[tuple[int, ScheduledBatch]], sequence: ProducerSequence | None = None
+    ) -> None:
+        """One call of `park_all`."""
+        await self.park_all(provider, [ParkingCall(batches, sequence)])
+
+    @abstractmethod
+    async def park_all(self, provider: str, calls: Sequence[ParkingCall]) -> None:
+        """Keep batches, each for the queue of the given index, until their delay is over. Durable on return. Several
+        calls at once, at most one of each producer.
+
+        Of one with a sequence, nothing is kept where it was parked before. Who calls has seen that the call before it,
+        `sequence.previous`, is the last one that the queues have of the producer: so what later ones parked is of calls
+        that failed, and is deleted unless it is released already.
+        """
+
+    @abstractmethod
+    async def due_in_s(self, provider: str, holder: str) -> float | None:
+        """How long until there is something to claim; 0 where there is, None where nothing is parked."""
+
+    @abstractmethod
+    async def claim(
+        self,
+        provider: str,
+        holder: str,
+        hold_s: float,
+        *,
+        max_batches: int = RELEASE_BATCHES,
+        max_bytes: int = RELEASE_BYTES,
+    ) -> list[Release]:
+        """Releases for `holder` to publish: those it has already, those whose holder's time is over, and new ones of
+        what is due, in the order in which it is due. For `hold_s` nobody else gets them. Not all at once where they are
+        many: the next claim has the others."""
+
+    @abstractmethod
+    async def released(self, provider: str, numbers: Mapping[int, int]) -> None:
+        """Releases, given as number by queue, are stored in their queues: forget their batches."""
+
+    @abstractmethod
+    async def waiting(self, provider: str) -> dict[int, Waiting]:
+        """What is parked, by queue."""
+
+    @abstractmethod
+    async def forget_calls(self, provider: str) -> None:
+        """Forget the producers that parked nothing for long."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Close what it has open. Idempotent."""
+
+
+class ParkingStore(ParkingLot):
     """The parked batches of the providers that share a database.
 
     Every method is one transaction, and raises what `ControlStore`'s raise. `clock` takes the place of the store's own,
@@ -77,24 +135,11 @@ class ParkingStore:
         self._database = database
         self._clock = clock or store_clock.wall_us
 
-    async def park(
-        self, provider: str, batches: Sequence[tuple[int, ScheduledBatch]], call: ProducerSequence | None = None
-    ) -> None:
-        """Keep batches, each for the queue of the given index, until their delay is over. Durable on return.
-
-        With `call`, nothing is kept where that call was parked before. Who calls has seen that the call before it,
-        `call.previous`, is the last one that the queues have of the producer: so what later ones parked is of calls
-        that failed, and is deleted unless it is released already.
-        """
-        await self.park_all(provider, [ParkingCall(batches, call)])
-
     async def park_all(self, provider: str, calls: Sequence[ParkingCall]) -> None:
-        """Several calls of `park` at once, at most one of each producer. All are parked or none."""
         ordered = sorted(calls, key=lambda call: "" if call.sequence is None else call.sequence.producer)
         await self._database.write(_park, self._clock, provider, ordered)
 
     async def due_in_s(self, provider: str, holder: str) -> float | None:
-        """How long until there is something to claim; 0 where there is, None where nothing is parked."""
         return await self._database.read(_due_in_s, self._clock, provider, holder)
 
     async def claim(
@@ -106,13 +151,10 @@ class ParkingStore:
         max_batches: int = RELEASE_BATCHES,
         max_bytes: int = RELEASE_BYTES,
     ) -> list[Release]:
-        """Releases for `holder` to publish: those it has already, those whose holder's time is over, and new ones of
-        what is due, in the order in which it is due. For `hold_s` nobody else gets them."""
         limits = max_batches, max_bytes
         return await self._database.write(_claim, self._clock, provider, (holder, round(hold_s * 1e6)), limits)
 
     async def released(self, provider: str, numbers: Mapping[int, int]) -> None:
-        """Releases, given as number by queue, are stored in their queues: forget their batches."""
         await self._database.write(_released, provider, dict(numbers))
 
     async def waiting(self, provider: str) -> dict[int, Waiting]:
@@ -120,8 +162,17 @@ class ParkingStore:
         return await self._database.read(_waiting, self._clock, provider)
 
     async def forget_calls(self, provider: str) -> None:
-        """Forget the producers that parked nothing for long."""
         await self._database.write(_forget_calls, self._clock, provider)
+
+    async def aclose(self) -> None:
+        """Nothing: the database is closed with the control store."""
+
+
+def parked_batch(stream: str, encoded: bytes, events: int, priority: int) -> EventBatch:
+    """A batch as it is published. Raises InvalidArgument where that is no stream."""
+    if priority:
+        return ScheduledBatch(StreamId.parse(stream), encoded, events, delay_us=0, priority=priority)
+    return EventBatch(StreamId.parse(stream), encoded, events)
 
 
 # What each method does within its transaction. Rows of `releases` are locked in the order of queues.
@@ -137,7 +188,7 @@ def _park(connection: Connection, clock: Clock, provider: str, calls: Sequence[P
     for batches, call in calls:
         keys: dict[str, Any] = {"provider": provider, "claim": 0, "producer": "", "number": 0}
         if call is not None:
-            keys |= {"producer": _digest(call.producer), "number": call.number}
+            keys |= {"producer": producer_key(call.producer), "number": call.number}
             if not _is_new(connection, keys, call, now):
                 continue
         rows += [keys | _row(queue, batch, now) for queue, batch in batches]
@@ -157,8 +208,8 @@ def _row(queue: int, batch: ScheduledBatch, now: int) -> dict[str, Any]:
     }
 
 
-def _digest(producer: str) -> str:
-    """A producer's name, in which any character may be, as a key."""
+def producer_key(producer: str) -> str:
+    """A producer's name, in which any character may be, as a key: 64 letters and digits."""
     return hashlib.sha256(producer.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -273,14 +324,11 @@ def _taken(provider: str, queue: int, number: int) -> ColumnElement[bool]:
 
 def _batch_of(row: Row[Any]) -> EventBatch:
     try:
-        stream = StreamId.parse(row.stream)
-        if row.priority:
-            return ScheduledBatch(stream, row.batch, row.events, delay_us=0, priority=row.priority)
+        return parked_batch(row.stream, row.batch, row.events, row.priority)
     except InvalidArgument as error:
         raise DataDirectoryError(
             f"a parked batch in the control store is damaged ({error}); restore it from a copy"
         ) from None
-    return EventBatch(stream, row.batch, row.events)
 
 
 def _released(connection: Connection, provider: str, numbers: Mapping[int, int]) -> None:

@@ -207,7 +207,7 @@ def creation_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @click.option(
         "--option", "options", multiple=True, metavar="NAME=VALUE", help="Option of the adapter; may be repeated."
     )
-    @click.option("--delays", metavar="store", help="Where delayed events wait that the adapter cannot delay.")
+    @click.option("--delays", metavar="store|URL", help="Where delayed events wait that the adapter cannot delay.")
     @functools.wraps(command)
     def with_how(*args: Any, options: Sequence[str], **given: Any) -> Any:
         how = {name: given.pop(name) for name in ("adapter", "queues", "delays")}

@@ -19,10 +19,9 @@ from headrace.silo.parking import HOLD_S, Parking
 from headrace.streams import Event, StreamId
 from headrace.streams.errors import InvalidArgument, NotSupported, SequenceConflict, StorageError
 from headrace.streams.events import EventBatch, ScheduledBatch
-from headrace.streams.parking import ParkingStore
-from headrace.streams.store import ControlStore
+from headrace.streams.parking import ParkingLot
 from tests.silo.commandline import Headrace
-from tests.streams.test_parking import Clock
+from tests.streams.parking_places import Clock, place_of
 
 STREAM = StreamId("orders", "42")
 PATIENCE_S = 30
@@ -69,9 +68,12 @@ async def test_a_priority_is_refused_as_ever(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"delays": "somewhere"}, InvalidArgument, "delays is \"store\" or left out, not 'somewhere'"),
+        ({"delays": "somewhere"}, InvalidArgument, "delays is \"store\", redis://host.*, or left out, not 'somewhere'"),
+        ({"delays": "redis://"}, InvalidArgument, "or left out, not 'redis://'"),
+        ({"delays": "redis://me:secret@host:99999"}, InvalidArgument, "or left out, not 'host:99999'"),
         ({"delays": "store", "adapter": "generator"}, NotSupported, "idempotent producers"),
         ({"delays": "store", "adapter": "memory"}, NotSupported, "one process's own"),
+        ({"delays": "redis://localhost:1", "adapter": "memory"}, NotSupported, "one process's own"),
     ],
 )
 async def test_what_cannot_be_is_refused_when_the_provider_is_opened(
@@ -227,7 +229,7 @@ class _Mortal:
 class Stage:
     """A queue of the log, and what is parked for it. Every `Parking` made here is another process's."""
 
-    def __init__(self, adapter: QueueAdapter, store: ParkingStore, clock: Clock) -> None:
+    def __init__(self, adapter: QueueAdapter, store: ParkingLot, clock: Clock) -> None:
         self.adapter, self.store, self.clock = adapter, store, clock
 
     def process(self, steps: int) -> tuple[Parking, Killer]:
@@ -245,17 +247,16 @@ class Stage:
         assert await self.store.waiting("p") == {}
 
 
-@pytest_asyncio.fixture(params=["file", "postgres"])
+@pytest_asyncio.fixture(params=["file", "postgres", "redis"])
 async def stage(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Stage]:
-    where = request.getfixturevalue("postgres_url") if request.param == "postgres" else str(tmp_path / "control.db")
     (tmp_path / "log").mkdir()
     context = AdapterContext(provider="p", queues=2, directory=tmp_path / "log")
     clock = Clock()
     async with (
-        aclosing(await ControlStore.open(where)) as control,
+        place_of(request, tmp_path, clock).opened() as lot,
         aclosing(await open_adapter("log", context, {})) as adapter,
     ):
-        yield Stage(adapter, control.parking(clock), clock)
+        yield Stage(adapter, lot, clock)
 
 
 def later(letter: str, delay_s: float = 1) -> ScheduledBatch:
