@@ -23,9 +23,13 @@ from typing import NamedTuple
 
 from .scripts import MANY, SERVER_CLOCK, Script
 
+AGAIN_PER_CLAIM = 1000
+"""After so many batches that were in a release before, a claim leaves further ones of those to the next."""
+
 _PROLOGUE = """
 local meta, first_due, held, releases, body, caller, calls, called, counts = unpack(KEYS, 1, 9)
 local tag = string.sub(meta, 1, -5)
+local MAX_AGAIN = %(again)d
 %(clock)s
 %(many)s
 
@@ -191,7 +195,7 @@ end
 local slots, batches = redis.call('ZRANGE', held, 0, -1, 'WITHSCORES'), 0
 for i = 1, #slots, 2 do
   local own = redis.call('HGET', releases, slots[i] .. ':holder') == holder
-  if batches < max_batches and (own or tonumber(slots[i + 1]) <= now_us) then batches = batches + hold(slots[i]) end
+  if batches < MAX_AGAIN and (own or tonumber(slots[i + 1]) <= now_us) then batches = batches + hold(slots[i]) end
 end
 
 -- New ones: from the queue whose first batch is due first, as far as no other queue's is due before.
@@ -282,7 +286,7 @@ class ParkingScripts(NamedTuple):
 
     @classmethod
     def with_clock(cls, clock: str = SERVER_CLOCK) -> ParkingScripts:
-        prologue = _PROLOGUE % {"clock": clock, "many": MANY}
+        prologue = _PROLOGUE % {"clock": clock, "many": MANY, "again": AGAIN_PER_CLAIM}
         bodies = (_OWN, _PARK, _DUE_IN, _CLAIM, _RELEASED, _WAITING, _FORGET)
         return cls(*(Script.plain(prologue + body) for body in bodies))
 
