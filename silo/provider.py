@@ -27,6 +27,7 @@ from ..streams.errors import Busy, DataDirectoryError, InvalidArgument, NotSuppo
 from ..streams.events import Event, EventBatch
 from ..streams.handlers import AnyHandler, Declared, EventFilter, Handler, filter_name
 from ..streams.identity import SequenceToken, StreamId
+from ..streams.parking import Waiting
 from ..streams.publishing import check_schedules, check_stream, encoded, grouped, listed, scheduled
 from ..streams.store import ControlStore
 from ..streams.stream import Stream
@@ -671,6 +672,14 @@ class Provider:
             if backlog.batches <= backlog.later:
                 return position
             await asyncio.sleep(UNREAD_S)
+
+    async def waiting(self) -> Mapping[int, Waiting]:
+        """The delayed events that are parked, by queue, wherever they are."""
+        found: dict[int, Waiting] = {}
+        for each in self.parkings:
+            for queue, waiting in (await each.lot.waiting(self.name)).items():
+                found[queue] = waiting.plus(found[queue]) if queue in found else waiting
+        return found
 
     def statistics(self) -> ProviderStatistics:
         """A cheap snapshot of queues, caches, cursors and deliveries."""

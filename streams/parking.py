@@ -66,6 +66,9 @@ class Waiting(NamedTuple):
     due_in_s: float
     """When the first of it is due; negative where it is late."""
 
+    def plus(self, other: Waiting) -> Waiting:
+        return Waiting(self.batches + other.batches, self.events + other.events, min(self.due_in_s, other.due_in_s))
+
 
 class ParkingLot(ABC):
     """Where providers park batches. Each method is done as a whole or not at all, unless it says otherwise.

@@ -198,6 +198,13 @@ def check_how(place: Place, how: Mapping[str, Any]) -> None:
         raise click.UsageError(f"--{flag} is for --data: a silo's providers are in its configuration")
 
 
+def delays_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--delays", metavar="store|URL",
+        help="Where delayed events wait that the adapter cannot delay: the control store, or redis://HOST:PORT.",
+    )(command)  # fmt: skip
+
+
 def creation_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """`--adapter`, `--queues`, `--option` and `--delays`, handed to the command as `how`: the keywords of
     `Provider.open`."""
@@ -207,7 +214,7 @@ def creation_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @click.option(
         "--option", "options", multiple=True, metavar="NAME=VALUE", help="Option of the adapter; may be repeated."
     )
-    @click.option("--delays", metavar="store|URL", help="Where delayed events wait that the adapter cannot delay.")
+    @delays_option
     @functools.wraps(command)
     def with_how(*args: Any, options: Sequence[str], **given: Any) -> Any:
         how = {name: given.pop(name) for name in ("adapter", "queues", "delays")}

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 from headrace.adapters import AdapterContext, ProducerSequence, QueueAdapter, Receipt, open_adapter
+from headrace.benchmarks.servers import RedisServer
 from headrace.silo import Provider
 from headrace.silo.metrics import Observed, render
 from headrace.silo.parking import HOLD_S, Parking
@@ -20,6 +21,7 @@ from headrace.streams import Event, StreamId
 from headrace.streams.errors import InvalidArgument, NotSupported, SequenceConflict, StorageError
 from headrace.streams.events import EventBatch, ScheduledBatch
 from headrace.streams.parking import ParkingLot
+from tests.faults.cluster_stores import lasting_port
 from tests.silo.commandline import Headrace
 from tests.streams.parking_places import Clock, place_of
 
@@ -182,6 +184,107 @@ async def test_what_was_parked_is_in_the_metrics(tmp_path: Path):
         observed = Observed("default", provider.statistics(), [{} for _ in range(provider.queues)])
         text = await asyncio.to_thread(render, [observed])
         assert b'headrace_delays_parked_events_total{provider="default"} 1.0' in text
+
+
+# ---- in Redis --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    """One that a test may stop and start. It keeps its port, which nobody's own end of a connection takes meanwhile."""
+    server = RedisServer()
+    server.port = lasting_port()
+    with server:
+        yield server
+
+
+@pytest.fixture
+def url(redis: RedisServer) -> str:
+    return f"redis://{redis.address}"
+
+
+async def test_what_is_parked_in_redis_outlasts_the_provider(tmp_path: Path, url: str):
+    async with Provider.open(tmp_path, queues=1, delays=url) as provider:
+        await provider.stream(STREAM).publish([Event(b"x", delay=timedelta(seconds=0.2)), Event(b"now")])
+        waiting = await provider.waiting()
+        assert (waiting[0].batches, waiting[0].events) == (1, 1)
+        assert await provider.store.parking().waiting("default") == {}
+    async with Provider.open(tmp_path, delays=url) as provider:
+
+        async def came() -> bool:
+            return await stored(provider.adapter) == ["now", "x"]
+
+        await until(came)
+
+
+async def test_while_redis_is_away_all_but_delays_works_and_those_go_on_by_themselves(
+    tmp_path: Path, url: str, redis: RedisServer, caplog: pytest.LogCaptureFixture
+):
+    await asyncio.to_thread(redis.kill)
+    async with Provider.open(tmp_path, queues=1, delays=url) as provider:
+        assert f"cannot be parked yet: Redis at {redis.address} does not serve" in caplog.text
+        await provider.stream(STREAM).publish(b"a")
+        with pytest.raises(StorageError, match=f"Redis at {redis.address} does not serve"):
+            await provider.stream(STREAM).publish(b"x", delay=timedelta(milliseconds=1))
+        await asyncio.to_thread(redis.start)
+        await provider.stream(STREAM).publish(b"b", delay=timedelta(milliseconds=300))
+        await asyncio.to_thread(redis.kill)
+
+        async def failing() -> bool:
+            return provider.statistics().release_failing
+
+        await until(failing)
+        await provider.stream(STREAM).publish(b"c")
+        await asyncio.to_thread(redis.start)
+
+        async def came() -> bool:
+            return await stored(provider.adapter) == ["a", "c", "b"] and not provider.statistics().release_failing
+
+        await until(came)
+
+
+async def test_what_the_control_store_has_is_published_when_new_events_go_to_redis(tmp_path: Path, url: str):
+    far = timedelta(hours=1)
+    async with Provider.open(tmp_path, queues=1, delays="store") as provider:
+        await provider.stream(STREAM).publish([Event(b"old", delay=timedelta(seconds=0.3)), Event(b"x", delay=far)])
+    async with Provider.open(tmp_path, delays=url) as provider:
+        await provider.stream(STREAM).publish([Event(b"new", delay=timedelta(milliseconds=1)), Event(b"x", delay=far)])
+
+        async def came() -> bool:
+            return sorted(await stored(provider.adapter)) == ["new", "old"]
+
+        async def only_far_ones_wait() -> bool:
+            waiting = (await provider.waiting())[0]
+            return (waiting.batches, waiting.events) == (2, 2) and 3000 < waiting.due_in_s <= 3600
+
+        await until(came)
+        await until(only_far_ones_wait)
+
+
+async def test_another_provider_of_that_name_is_refused(tmp_path: Path, url: str):
+    async with Provider.open(tmp_path / "one", delays=url):
+        pass
+    with pytest.raises(InvalidArgument, match=r"another provider 'default'.*as in redis://host:6379/1"):
+        async with Provider.open(tmp_path / "other", delays=url):
+            pass
+    async with Provider.open(tmp_path / "other", delays=f"{url}/1"):
+        pass
+
+
+async def test_what_would_outlast_its_queues_is_refused(url: str):
+    with pytest.raises(NotSupported, match="one process's own, and what is parked in a data directory or in Redis"):
+        async with Provider.open(adapter="memory", delays=url):
+            pass
+
+
+def test_what_waits_in_redis_is_in_the_list_of_queues(tmp_path: Path, headrace: Headrace, url: str):
+    (tmp_path / "a.txt").write_text("x\n")
+    publish = ("publish", "--data", "d", "--stream", "orders/42", "--format", "raw", "a.txt", "--delay", "3600")
+    assert headrace(*publish, "--delays", url).code == 0
+    queues = headrace("queues", "--data", "d", "--delays", url, "--json").json
+    assert sum(queue["delayed_events"] for queue in queues) == 1
+    assert "or left out, not 'host'" in headrace(*publish, "--delays", "host").refused(2)
+    assert "--delays is for --data" in headrace("queues", "--server", "localhost:1", "--delays", url).err
 
 
 # ---- stopped between any two steps -----------------------------------------------------------------------------------
