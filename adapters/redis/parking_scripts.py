@@ -24,7 +24,7 @@ from typing import NamedTuple
 from .scripts import MANY, SERVER_CLOCK, Script
 
 AGAIN_PER_CLAIM = 1000
-"""After so many batches that were in a release before, a claim leaves further ones of those to the next."""
+"""So many batches that were in a release before, or one release: the next claim has the others."""
 
 _PROLOGUE = """
 local meta, first_due, held, releases, body, caller, calls, called, counts = unpack(KEYS, 1, 9)
@@ -177,7 +177,6 @@ local function hold(queue)
   redis.call('HSET', releases, queue .. ':holder', holder)
   local of = redis.call('HMGET', releases, queue .. ':producer', queue .. ':number')
   answer[#answer + 1] = {queue, of[1], of[2], many_of('HMGET', body, ids)}
-  return #ids
 end
 
 -- Numbers are times, so that they go on rising on a server that has lost its last releases: the queue would take others
@@ -194,8 +193,11 @@ end
 -- Whose time is over first comes first: what was tried last gets behind.
 local slots, batches = redis.call('ZRANGE', held, 0, -1, 'WITHSCORES'), 0
 for i = 1, #slots, 2 do
-  local own = redis.call('HGET', releases, slots[i] .. ':holder') == holder
-  if batches < MAX_AGAIN and (own or tonumber(slots[i + 1]) <= now_us) then batches = batches + hold(slots[i]) end
+  if redis.call('HGET', releases, slots[i] .. ':holder') == holder or tonumber(slots[i + 1]) <= now_us then
+    batches = batches + redis.call('ZCARD', tag .. 'taken:' .. slots[i])
+    if #answer > 0 and batches > MAX_AGAIN then break end
+    hold(slots[i])
+  end
 end
 
 -- New ones: from the queue whose first batch is due first, as far as no other queue's is due before.
