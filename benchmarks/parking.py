@@ -1,6 +1,6 @@
 """How many events a second are parked and, when they are due, published: in each place where a provider can park them.
 
-    python -m headrace.benchmarks.delays [--events N] [--waiting N] [--publishers N] [--payload BYTES]
+    python -m headrace.benchmarks.parking [--events N] [--waiting N] [--publishers N] [--payload BYTES]
 
 Queues of the log, in one process. Every event is a call of its own, of which `--publishers` are under way at a time.
 All are due at one time, so that what is parked and what is published is measured one after the other. `--waiting` so
@@ -57,7 +57,7 @@ def place(name: str) -> Generator[tuple[str | None, str]]:
 
 
 async def measure(control: str | None, delays: str, load: Load) -> Rates:
-    with tempfile.TemporaryDirectory(prefix="headrace-delays-") as directory:
+    with tempfile.TemporaryDirectory(prefix="headrace-parking-") as directory:
         options = ProviderOptions(queues=8, delays=delays)
         async with aclosing(await Provider.start(Path(directory), options, control=control)) as provider:
             await _publish(provider, load, load.waiting, lambda: timedelta(days=1))
