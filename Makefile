@@ -22,6 +22,7 @@ SOURCES  := $(shell find $(PACKAGES) -name __pycache__ -prune -o -print) pyspark
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 PYTEST_ARGS ?=
+PARALLEL    ?= --numprocesses auto --dist loadfile
 SIM_ARGS    ?=
 
 .PHONY: help test lint types pytest fuzz chaos sim demo bench dev format generate baseline wheel clean
@@ -42,8 +43,8 @@ types: $(STAMPS)/test ## pyright, strict
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
 pytest: $(STAMPS)/test ## the tests alone, those of consuming in a cluster, too; PYTEST_ARGS chooses
-	HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest $(PYTEST_ARGS)
-	HEADRACE_TEST_SILOS=2 $(BIN)/pytest -m "not one_silo" tests/silo/rpc/test_consumer.py tests/silo/rpc/test_consumer_model.py
+	HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest $(PARALLEL) $(PYTEST_ARGS)
+	HEADRACE_TEST_SILOS=2 $(BIN)/pytest $(PARALLEL) -m "not one_silo" tests/silo/rpc/test_consumer.py tests/silo/rpc/test_consumer_model.py
 
 fuzz: $(STAMPS)/test ## attack a silo for FUZZ_SECONDS, 60 where it is not set
 	FUZZ_SECONDS=$${FUZZ_SECONDS:-60} $(BIN)/pytest -s tests/faults/test_grpc_fuzz.py

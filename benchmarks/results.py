@@ -13,6 +13,7 @@ class Latency(NamedTuple):
 
     p50_ms: float
     p99_ms: float
+    max_ms: float = 0.0
 
     @classmethod
     def of(cls, samples_ms: Sequence[float]) -> Latency:
@@ -20,7 +21,7 @@ class Latency(NamedTuple):
         if len(samples_ms) < 100:
             raise ValueError(f"{len(samples_ms)} samples are too few for a 99th percentile: run longer")
         percentiles = statistics.quantiles(samples_ms, n=100, method="inclusive")
-        return cls(percentiles[49], percentiles[98])
+        return cls(percentiles[49], percentiles[98], max(samples_ms))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

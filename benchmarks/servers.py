@@ -7,6 +7,7 @@ CPU time and memory are those of its whole process tree.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import functools
 import importlib.util
 import os
@@ -19,7 +20,8 @@ import subprocess
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, ClassVar, Self, TypedDict
@@ -202,10 +204,13 @@ class RedisServer(Server):
         super().__init__(directory)
         self.appendfsync = appendfsync
 
+    def program(self) -> str:
+        """Its path. Raises NotAvailable."""
+        return find_program("redis-server", debian_package="redis-server")
+
     def command(self) -> Sequence[str]:
-        program = find_program("redis-server", debian_package="redis-server")
         where = ("--bind", LOOPBACK, "--port", str(self.port), "--dir", str(self.directory))
-        return (program, *where, "--save", "", "--appendonly", "yes", "--appendfsync", self.appendfsync)
+        return (self.program(), *where, "--save", "", "--appendonly", "yes", "--appendfsync", self.appendfsync)
 
     def ping(self) -> bool:
         with socket.create_connection((LOOPBACK, self.port), timeout=1) as connection:
@@ -343,11 +348,21 @@ def find_program(name: str, *, debian_package: str, folders: Sequence[str] = ())
     advice = f"install it (Debian: apt-get install {debian_package}), or say where it is in {variable}"
     if os.environ.get(INSTALL) != "1":
         raise NotAvailable(f"{name} is not installed: {advice}")
-    _apt_install(debian_package, advice)
+    with _installing():
+        if shutil.which(name, path=path) is None:
+            _apt_install(debian_package, advice)
     found = shutil.which(name, path=path)
     if found is None:
         raise NotAvailable(f"the package {debian_package} has no program {name}: {advice}")
     return found
+
+
+@contextmanager
+def _installing() -> Iterator[None]:
+    """One process of this account at a time: apt refuses a second one."""
+    with Path(tempfile.gettempdir(), f"headrace-installing-{os.geteuid()}").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _apt_install(package: str, advice: str) -> None:

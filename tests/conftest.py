@@ -26,6 +26,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.fixturenames[:0] = ["loop_never_blocks", "no_task_left_behind"]
 
 
+@pytest.fixture(autouse=True)
+def environment_stays() -> Iterator[None]:
+    """A test that leaves a variable set for those after it fails. What Spark sets for its JVM goes with that."""
+    before = dict(os.environ)
+    yield
+    changed = {name for name, _ in before.items() ^ os.environ.items()}
+    left = sorted(name for name in changed if not name.startswith(("PYTEST_", "SPARK_", "PYSPARK_")))
+    for name in left:
+        os.environ.pop(name, None)
+        if name in before:
+            os.environ[name] = before[name]
+    assert not left, f"environment variables left behind: {', '.join(left)}"
+
+
 @pytest.fixture
 def loop_never_blocks() -> Iterator[None]:
     """A blocking call (file, socket, sqlite3, lock, sleep) that the library makes on an event loop's thread raises."""

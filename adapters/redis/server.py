@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -34,6 +35,10 @@ _AWAY = (
     exceptions.SlotNotCoveredError,
     OSError,
 )
+_AWAY_CODES = frozenset({"READONLY", "NOREPLICAS", "BUSY"})
+"""Without a class of their own, or not in every version."""
+_IN_SCRIPT = re.compile(r"@user_script: ?\d+: -?([A-Z]+) ")
+"""Redis 6 wraps the error of a command in a script into one of the script."""
 
 
 class ServerAway(StorageError):
@@ -52,20 +57,20 @@ class Server:
 
     async def run(self, script: Script, keys: Sequence[str], *args: str | bytes | float) -> Any:
         """Carry out a script. Raises ServerAway, StorageFull, StorageError."""
-        client = cast("Any", self._client)
+        client, task = cast("Any", self._client), asyncio.current_task()
+        cancelled = task.cancelling() if task else 0
         try:
             try:
                 return await client.evalsha(script.sha, len(keys), *keys, *args)
             except exceptions.NoScriptError:  # it is new here; nothing was done
                 return await client.eval(script.text, len(keys), *keys, *args)
-        except exceptions.OutOfMemoryError:
-            raise StorageFull(
-                f"Redis at {self.address} has no memory left: consume what is there, or raise its maxmemory"
-            ) from None
         except _AWAY as error:
             raise self._away(error) from None
         except exceptions.RedisError as error:
-            raise StorageError(f"Redis at {self.address}: {error}") from error
+            raise self._refused(error) from error
+        finally:
+            if task and task.cancelling() > cancelled:  # see `end`
+                raise asyncio.CancelledError
 
     async def bell(self, key: str, timeout_s: float) -> bool:
         """Whether there is an element in the list `key` within `timeout_s`; it is taken out. Raises ServerAway."""
@@ -95,8 +100,36 @@ class Server:
     async def aclose(self) -> None:
         await asyncio.gather(self._client.aclose(), self._blocking.aclose(), return_exceptions=True)
 
+    def _refused(self, error: exceptions.RedisError) -> StorageError:
+        """What an answer means that is an error."""
+        code = _code(error)
+        if code == "OOM":
+            return StorageFull(
+                f"Redis at {self.address} has no memory left: consume what is there, or raise its maxmemory"
+            )
+        return self._away(error) if code in _AWAY_CODES else StorageError(f"Redis at {self.address}: {error}")
+
     def _away(self, error: BaseException) -> ServerAway:
         return ServerAway(f"Redis at {self.address} does not serve: {error or type(error).__name__}")
+
+
+def _code(error: exceptions.RedisError) -> str:
+    """The word that an error of the server begins with, which the client takes away where it knows it."""
+    if isinstance(error, exceptions.OutOfMemoryError):
+        return "OOM"
+    text = str(error)
+    wrapped = _IN_SCRIPT.search(text)
+    return wrapped[1] if wrapped else text.partition(" ")[0]
+
+
+async def end(task: asyncio.Task[None]) -> None:
+    """Cancel a task that runs commands, and wait for it. One cancellation may not do: before Python 3.12 the client's
+    `wait_for` keeps it to itself where what it waited for is done at the same moment."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=0.01)
+    if not task.cancelled():
+        task.exception()
 
 
 def _client(url: str, timeout_s: float, *, cluster: bool) -> Redis | RedisCluster:

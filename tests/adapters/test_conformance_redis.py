@@ -1,4 +1,4 @@
-"""The conformance suite over a real Redis."""
+"""The conformance suite over a real Redis, and over Valkey."""
 
 from pathlib import Path
 
@@ -13,9 +13,9 @@ from headrace.adapters.conformance import (
     ConformsToQueueAdapter,
 )
 from headrace.benchmarks.servers import RedisServer
-from tests.servers import redis_server
+from tests.servers import ValkeyServer, redis_server, valkey_server
 
-__all__ = ("redis_server",)
+__all__ = ("redis_server", "valkey_server")
 
 
 class TestRedis(ConformsToQueueAdapter, ConformsToDurable, ConformsToIdempotent, ConformsToDelay, ConformsToPriority):
@@ -26,3 +26,9 @@ class TestRedis(ConformsToQueueAdapter, ConformsToDurable, ConformsToIdempotent,
     async def open_adapter(self, queues: int, directory: Path) -> QueueAdapter:
         context = AdapterContext(provider="tests", queues=queues, directory=directory)
         return await open_adapter("redis", context, {"url": self.url, "prefix": "".join(directory.parts[1:])})
+
+
+class TestValkey(TestRedis):
+    @pytest.fixture(autouse=True)
+    def server(self, valkey_server: ValkeyServer) -> None:
+        self.url = f"redis://{valkey_server.address}"

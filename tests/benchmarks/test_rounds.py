@@ -65,7 +65,7 @@ def test_rates_are_short(number: float, text: str):
 
 
 def test_percentiles_need_enough_samples():
-    assert Latency.of([float(n) for n in range(1, 102)]) == (51.0, 100.0)
+    assert Latency.of([float(n) for n in range(1, 102)]) == (51.0, 100.0, 101.0)
     with pytest.raises(ValueError, match="too few"):
         Latency.of([1.0] * 99)
 

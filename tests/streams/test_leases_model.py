@@ -20,7 +20,7 @@ from tests.servers import new_schema
 
 T = TypeVar("T")
 
-STEPS = settings(max_examples=30, stateful_step_count=30, deadline=None)
+STEPS = settings(max_examples=15, stateful_step_count=30, deadline=None)
 LEASE_S = 10
 DEAD_AFTER_S = 6
 DEFINITION = SubscriptionDefinition(name="stats", selector=Selector("n/*"))

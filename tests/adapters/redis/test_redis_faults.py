@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from redis import Redis
+from redis.exceptions import ResponseError
 
 from headrace.adapters import AdapterContext
 from headrace.adapters.redis import Pushed, RedisAdapter, RedisOptions, RedisQueue, open_adapter, receiver, server
@@ -22,7 +25,7 @@ from headrace.adapters.redis.shard import RedisShard
 from headrace.benchmarks.servers import RedisServer
 from headrace.streams import Closed, Event, EventBatch, StorageError, StreamId
 from headrace.streams.errors import InvalidArgument, StorageFull
-from tests.adapters.redis.looking import Clock, check_agreement
+from tests.adapters.redis.looking import Clock, check_agreement, scripts_of_tests
 
 ANY = 1 << 30
 STREAM = StreamId("n", "k")
@@ -197,6 +200,105 @@ async def test_a_server_that_was_frozen_stores_a_publish_once(monkeypatch: pytes
                 check_agreement(direct, shard_of(opened).keys)
 
 
+@pytest.mark.parametrize(
+    ("stop", "resume"),
+    [
+        (["REPLICAOF", "127.0.0.1", "1"], ["REPLICAOF", "NO", "ONE"]),
+        (["CONFIG", "SET", "min-replicas-to-write", "1"], ["CONFIG", "SET", "min-replicas-to-write", "0"]),
+    ],
+)
+async def test_a_server_that_may_not_write_is_waited_for(stop: list[str], resume: list[str]) -> None:
+    """A replica until it takes over, or one that has too few replicas."""
+    with RedisServer() as redis, Redis(port=redis.port) as direct:
+        tell, version = cast("Any", direct).execute_command, cast("Any", direct).info("server")["redis_version"]
+        if stop[0] == "CONFIG" and version.startswith("6."):
+            pytest.skip("before Redis 7 a script writes, however few the replicas are")
+        async with adapter(f"redis://{redis.address}") as opened:
+            reader = await opened.open_receiver(0)
+            tell(*stop)
+            with pytest.raises(server.ServerAway):
+                await shard_of(opened).push([Pushed(b"x")], pusher="p", number=1)
+            with pytest.raises(StorageError, match="does not serve"):
+                await reader.receive(ANY, ANY)
+            storing = asyncio.ensure_future(opened.enqueue([(0, batch("a"))]))
+            await asyncio.sleep(0)
+            tell(*resume)
+            await storing
+            assert texts(await take(reader, 1)) == ["a"]
+
+
+async def test_a_server_that_another_holds_up_is_waited_for() -> None:
+    def run_for_ever() -> None:
+        with Redis(port=redis.port, socket_timeout=None) as other, pytest.raises(ResponseError, match="killed"):
+            cast("Any", other).eval("while true do end", 0)
+
+    with RedisServer() as redis, Redis(port=redis.port) as direct:
+        tell = cast("Any", direct)
+        tell.config_set("lua-time-limit", 50)
+        async with adapter(f"redis://{redis.address}") as opened:
+            holding_up = asyncio.create_task(asyncio.to_thread(run_for_ever))
+            with pytest.raises(server.ServerAway, match="BUSY"):
+                await until_refused(shard_of(opened))
+            storing = asyncio.ensure_future(opened.enqueue([(0, batch("a"))]))
+            await asyncio.sleep(0)
+            tell.script_kill()
+            await storing
+            await holding_up
+            assert texts(await take(await opened.open_receiver(0), 1)) == ["a"]
+
+
+async def until_refused(shard: RedisShard) -> None:
+    while True:
+        await shard.bounds()
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+STEPS: dict[str, Callable[[RedisQueue], Awaitable[object]]] = {
+    "push": lambda queue: queue.push_many([Pushed(b"new", "a", 9.0), Pushed(b"new", "n", 0.0, 7)]),
+    "pop": lambda queue: queue.pop(3),
+    "remove": lambda queue: queue.remove("b"),
+    "clear": lambda queue: queue.clear(),
+    "acknowledge": lambda queue: queue.shards[0].acknowledge([("u", 0), ("t", 2_000_000)]),
+    "release": lambda queue: queue.shards[0].release("t", 2_000_000, 5.0),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_a_step_that_a_crash_cuts_off_is_done_whole_or_not_at_all(step: str, tmp_path: Path) -> None:
+    """Whatever part of it is in the server's file: who starts with that has what was there before it, or after."""
+
+    def state(redis: RedisServer) -> tuple[dict[str, set[str]], object]:
+        with Redis(port=redis.port) as direct:
+            return check_agreement(direct, keys), cast("Any", direct).hgetall(keys.body)
+
+    with RedisServer(appendfsync="always") as redis, Redis(port=redis.port) as direct:
+        options = RedisOptions(url=f"redis://{redis.address}")
+        async with RedisQueue.open("q", options, scripts=scripts_of_tests()) as queue:
+            keys = queue.shards[0].keys
+            Clock(direct, [keys], start_s=2)
+            await queue.push_many([Pushed(name.encode(), name, 0.0, at) for at, name in enumerate("abctu")])
+            assert [taken.claim.token for taken in await queue.pop(2)] == [2_000_000] * 2
+            before, start = state(redis), written(redis.directory).stat().st_size
+            await STEPS[step](queue)
+            after, end = state(redis), written(redis.directory).stat().st_size
+        redis.kill()
+        assert before != after
+        for cut in [start + (end - start) * part // 5 for part in range(1, 5)] + [end - 1, end]:
+            copy = Path(shutil.copytree(redis.directory, tmp_path / str(cut)))
+            os.truncate(written(copy), cut)
+            with RedisServer(copy) as again:
+                assert state(again) == (after if cut == end else before)
+                again.kill()
+
+
+def written(directory: Path) -> Path:
+    """The file that a server appends to."""
+    (file,) = directory.rglob("*.aof")
+    return file
+
+
 # ---- readers ---------------------------------------------------------------------------------------------------------
 
 
@@ -217,6 +319,46 @@ async def test_a_reader_that_was_superseded_neither_gets_nor_finishes_anything(
         monkeypatch.setattr(receiver, "SUPERSEDED_S", 0)
         with pytest.raises(Closed, match="another reader"):
             await old.receive(ANY, ANY)
+
+
+async def test_a_reader_goes_on_after_everything_was_lost(redis_server: RedisServer) -> None:
+    async with adapter(f"redis://{redis_server.address}", "goes-on") as opened:
+        reader = await opened.open_receiver(0)
+        await opened.enqueue([(0, batch("a"))])
+        (before,) = await take(reader, 1)
+        with Redis(port=redis_server.port) as direct:
+            direct.delete(*shard_of(opened).keys)
+        await opened.enqueue([(0, batch("b"))])
+        (after,) = await take(reader, 1)
+        assert after.offset > before.offset
+        await reader.acknowledge(after.offset + 1)
+        assert (await opened.backlog(0, 0)).batches == 0
+
+
+async def test_a_reader_from_before_a_loss_is_superseded_too(redis_server: RedisServer) -> None:
+    url = f"redis://{redis_server.address}"
+    async with adapter(url, "reader-lost") as one, adapter(url, "reader-lost") as other:
+        old = await one.open_receiver(0)
+        with Redis(port=redis_server.port) as direct:
+            direct.delete(*shard_of(one).keys)
+        new = await other.open_receiver(0)
+        await one.enqueue([(0, batch("a"))])
+        with pytest.raises(StorageError, match="is read by another process"):
+            await old.receive(ANY, ANY)
+        assert texts(await take(new, 1)) == ["a"]
+
+
+async def test_a_reader_that_waits_is_closed_at_any_moment(redis_server: RedisServer) -> None:
+    """The client of Redis may miss a cancellation; nobody waits for the end of what it does then."""
+    async with adapter(f"redis://{redis_server.address}", "closing") as opened:
+        for turns in range(60):
+            reader = await opened.open_receiver(0)
+            receiving = asyncio.create_task(reader.receive(ANY, ANY))
+            for _ in range(turns % 30):
+                await asyncio.sleep(0)
+            async with asyncio.timeout(4):
+                await reader.aclose()
+                await asyncio.gather(receiving, return_exceptions=True)
 
 
 async def test_consumers_and_a_reader_of_one_queue_share_its_events(redis_server: RedisServer) -> None:

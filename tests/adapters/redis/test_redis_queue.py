@@ -8,9 +8,12 @@ from typing import Any, cast
 import pytest
 from redis import Redis
 
-from headrace.adapters.redis import Pushed, RedisQueue, Taken
+from headrace.adapters.redis import Pushed, RedisOptions, RedisQueue, Taken
 from headrace.streams import InvalidArgument
 from tests.adapters.redis.looking import Clock, check_agreement
+from tests.servers import redis_and_valkey as redis_server
+
+__all__ = ("redis_server",)
 
 
 async def bodies(queue: RedisQueue, limit: int = 100, timeout_s: float = 30.0) -> list[str]:
@@ -204,6 +207,15 @@ async def test_pop_brings_what_is_there_and_does_not_wait_for_the_rest(queue: Re
         assert len(await queue.pop(10, wait_s=3600)) == 3
 
 
+async def test_what_is_peeked_at_is_what_is_popped(timed: RedisQueue, clock: Clock) -> None:
+    await timed.push_many([Pushed(b"%d" % n, priority=n % 3, delay_s=float(n % 4)) for n in range(40)])
+    clock.advance(2)
+    peeked = await timed.peek(40)
+    assert len(peeked) == 30, "a quarter is not due"
+    assert [(taken.id, taken.body) for taken in await timed.pop(40)] == [(entry.id, entry.body) for entry in peeked]
+    assert await timed.peek(40) == []
+
+
 async def test_pop_takes_no_more_than_it_is_asked_for(timed: RedisQueue, clock: Clock) -> None:
     await timed.push_many([Pushed(b"%d" % number, priority=number % 3) for number in range(20)])
     assert [len(await timed.pop(limit)) for limit in (1, 7, 100)] == [1, 7, 12]
@@ -274,6 +286,24 @@ async def test_sizes_tell_what_is_where(timed: RedisQueue, clock: Clock) -> None
     assert (size.waiting, size.claimed) == (0, 0)
 
 
+async def test_of_many_who_ensure_an_event_one_stores_it(queue: RedisQueue, options: RedisOptions) -> None:
+    async with RedisQueue.open("q", options) as other:
+        stored = await asyncio.gather(*(each.ensure(b"x", id="x") for each in [queue, other] * 10))
+    assert sorted(stored) == [False] * 19 + [True]
+    assert (await queue.size()).ready == 1
+
+
+async def test_a_claim_from_before_a_loss_is_none_of_after_it(queue: RedisQueue, direct: Redis) -> None:
+    """A server that begins anew, or from an old copy, counts its claims on, not again."""
+    await queue.push(b"old", id="x")
+    before = await one(queue)
+    direct.delete(*queue.shards[0].keys)
+    await queue.push(b"new", id="x")
+    after = await one(queue)
+    assert await queue.acknowledge(before) == 0
+    assert await queue.acknowledge(after) == 1
+
+
 async def test_after_clearing_old_claims_are_over(timed: RedisQueue, clock: Clock) -> None:
     await timed.push(b"x", id="x")
     taken = await one(timed)
@@ -339,6 +369,17 @@ async def test_nothing_comes_within_the_wait(queue: RedisQueue) -> None:
     began = asyncio.get_running_loop().time()
     assert await queue.pop(1, wait_s=0.3) == []
     assert asyncio.get_running_loop().time() - began >= 0.3
+
+
+async def test_who_waits_can_be_cancelled_at_any_moment(queue: RedisQueue) -> None:
+    for turns in range(60):
+        popping = asyncio.create_task(queue.pop(1, wait_s=3600))
+        for _ in range(turns % 30):
+            await asyncio.sleep(0)
+        popping.cancel()
+        async with asyncio.timeout(4):
+            await asyncio.gather(popping, return_exceptions=True)
+        assert popping.cancelled()
 
 
 async def test_concurrent_consumers_get_every_event_once(queue: RedisQueue) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import time
 from collections import Counter
@@ -22,7 +23,7 @@ from headrace.adapters.conformance import (
     ConformsToQueueAdapter,
 )
 from headrace.adapters.redis import Pushed, RedisOptions, RedisQueue, ShardOptions
-from headrace.benchmarks.servers import RedisServer, find_program, free_port
+from headrace.benchmarks.servers import LOOPBACK, RedisServer, find_program, free_port
 from headrace.silo import Provider
 from headrace.streams import Event, EventBatch, InvalidArgument, StorageError, StreamId
 from headrace.streams.publishing import ProducerSequence
@@ -118,6 +119,18 @@ async def test_the_shard_of_a_zone_without_consumers_is_taken_over(two: list[Red
             got += [one.body for one in taken]
             await queue.acknowledge(*taken)
         assert sorted(got) == [b"%d" % number for number in range(10)]
+
+
+async def test_pop_brings_what_a_shard_has_and_waits_only_where_all_are_empty(two: list[RedisServer]) -> None:
+    async with queues(two, "a") as (queue,):
+        for number in range(6):
+            await queue.push(b"%d" % number)
+        async with asyncio.timeout(10):
+            for _ in two:
+                assert len(await queue.pop(5, wait_s=3600)) == 3
+        began = asyncio.get_running_loop().time()
+        assert await queue.pop(1, wait_s=0.3) == []
+        assert asyncio.get_running_loop().time() - began >= 0.3
 
 
 async def test_who_waits_is_woken_by_any_shard(two: list[RedisServer]) -> None:
@@ -288,10 +301,22 @@ async def test_wrong_options_are_refused(options: dict[str, Any], message: str) 
 
 class ClusterNode(RedisServer):
     def command(self) -> Sequence[str]:
-        return (*super().command(), "--cluster-enabled", "yes", "--cluster-port", str(self.bus))
+        return (*super().command(), "--cluster-enabled", "yes")
 
     def prepare(self) -> None:
-        self.bus = free_port()
+        """The nodes of a cluster talk on a port that is 10,000 above, and before Redis 7 on no other."""
+        while not _is_free(self.port + 10_000):
+            self.port = free_port()
+
+
+def _is_free(port: int) -> bool:
+    if port >= 1 << 16:
+        return False
+    try:
+        socket.create_server((LOOPBACK, port)).close()
+    except OSError:
+        return False
+    return True
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,9 @@ from redis import Redis
 from headrace.adapters.redis import Pushed, RedisOptions, RedisQueue, Taken
 from headrace.benchmarks.servers import RedisServer
 from tests.adapters.redis.looking import Clock, check_agreement, scripts_of_tests
+from tests.servers import redis_and_valkey as redis_server
+
+__all__ = ("redis_server",)
 
 T = TypeVar("T")
 _numbers = itertools.count()

@@ -1,0 +1,60 @@
+"""What is measured of delayed events, on few of them: it counts what it says it counts. arq, which has to be installed
+apart, is left to the command."""
+
+import pytest
+
+from headrace.benchmarks.delays import __main__ as delays
+from headrace.benchmarks.delays.cases import Arrivals
+from headrace.benchmarks.delays.kinds import KINDS
+from headrace.benchmarks.delays.runs import due, parked, throughput
+from headrace.benchmarks.harness import Rounds
+
+NAMES = [name for name in KINDS if name != "arq"]
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_everything_that_is_pushed_is_popped(kind: str):
+    pushed, popped = throughput(kind, events=500, batch=10)
+    for result in (pushed, popped):
+        assert (result.events, result.size) == (500, 100)
+        assert set(result.cpu_s) == {"clients", "server"}
+
+
+@pytest.mark.parametrize("kind", ["RedisQueue", "provider", "redis-py, recipe"])
+def test_events_come_after_their_delays(kind: str):
+    result = due(kind, rate=300, seconds=3.0, delays_s=(0.05, 0.2), batch=100)
+    assert result.latency is not None
+    assert 0 <= result.latency.p50_ms <= result.latency.p99_ms <= result.latency.max_ms
+    assert 0 < result.events < 960
+    assert set(result.cpu_s) == {"producer", "consumer", "server"}
+
+
+def test_what_is_parked_together_takes_less():
+    apart, together = (parked("provider", events=2000, batch=100, apart=apart).rss_bytes for apart in (True, False))
+    assert 100 * 2000 < together < apart
+
+
+def test_lateness_is_that_of_the_time_while_as_much_is_pushed_as_comes_due():
+    arrivals = Arrivals(400)
+    for number in range(400):  # ten a second, and as many are due; the first after 1 s, the last after 40.9 s
+        arrivals.handle([b"%020d" % int((1 + number / 10) * 1e9)])
+    found = arrivals.lateness((1.0, 5.0))
+    assert found["events"] == 310
+    assert found["p50_ms"] <= found["p99_ms"] <= found["max_ms"]
+
+
+def test_tables_have_a_row_for_each_case():
+    result = due("RedisQueue", rate=300, seconds=3.0, delays_s=(0.05, 0.2), batch=100)
+    found = Rounds([dict.fromkeys(delays.due_cases(100, 1.0, NAMES), result)])
+    assert _rows(delays.due_table(found)) == found.names
+    loads = Rounds([{f"{kind}, 100 at a time": result for kind in NAMES}])
+    assert _rows(delays.throughput_table(loads)) == loads.names
+    assert "1.00 (1.00–1.00)" in delays.throughput_table(loads)
+    kept = Rounds([dict.fromkeys(delays.memory_cases(1.0, NAMES), result)])
+    assert _rows(delays.memory_table(kept)) == kept.names
+
+
+def _rows(table: str) -> list[str]:
+    lines = table.splitlines()
+    assert len({line.count("|") for line in lines}) == 1
+    return [line.split("|")[1].strip() for line in lines[2:]]
