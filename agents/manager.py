@@ -584,10 +584,16 @@ class PullingManager:
         if not moved:
             return
         stored = await self._store.watermarks(self.provider, apart_from=list(self.served))
-        for queue, watermark in moved.items():
-            finished = min(watermark, stored.get(queue, watermark))
-            if await self.agents[queue].acknowledge(finished):
-                self._acknowledged[queue] = finished
+        finished = {queue: min(watermark, stored.get(queue, watermark)) for queue, watermark in moved.items()}
+        telling = [self._tell_finished(queue, at) for queue, at in finished.items()]
+        # One that cannot be told must not keep the others from getting their room back.
+        for outcome in await asyncio.gather(*telling, return_exceptions=True):
+            if outcome is not None:
+                raise outcome
+
+    async def _tell_finished(self, queue: int, at: int) -> None:
+        if await self.agents[queue].acknowledge(at):
+            self._acknowledged[queue] = at
 
     def _done(self, queue: int) -> int | None:
         """How far what is served here is done. A durable queue survives this process, so it is told of nothing that a

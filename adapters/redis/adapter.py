@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
 
-from ...streams.errors import Closed, HeadraceError, InvalidArgument, NotSupported
+from ...streams.errors import Closed, HeadraceError, InvalidArgument, NotSupported, StorageError
 from ...streams.events import EventBatch, ScheduledBatch
 from ...streams.identity import SequenceToken
 from ..registry import read_options
@@ -24,11 +25,13 @@ from ..seam import (
 )
 from .keys import ShardKeys, check_name
 from .options import RedisOptions
-from .producers import Producers, persistently, short
+from .producers import KEPT_S, Producers, persistently, short
 from .pusher import Pusher
 from .receiver import RedisReceiver, body_of
 from .server import Server, ServerAway
 from .shard import Pushed, RedisShard
+
+TaskT = TypeVar("TaskT")
 
 
 class RedisAdapter(QueueAdapter):
@@ -62,7 +65,7 @@ class RedisAdapter(QueueAdapter):
             for queue in range(context.queues)
         ]
         self._producers = Producers(self._servers, options.prefix, self._provider)
-        self._storing: set[asyncio.Task[Sequence[Receipt]]] = set()
+        self._storing: set[asyncio.Task[Any]] = set()
         self._receivers: set[RedisReceiver] = set()
         self._closed = False
 
@@ -98,11 +101,21 @@ class RedisAdapter(QueueAdapter):
         self, batches: Sequence[tuple[int, EventBatch]], sequence: ProducerSequence
     ) -> Awaitable[Sequence[Receipt]]:
         placed = [(self._queue(queue), pushed(batch)) for queue, batch in batches]
-        storing = self._producers.once(sequence, len(placed), lambda: self._store_once(sequence, placed))
-        task = asyncio.create_task(storing, name=f"headrace push of {sequence.producer}")
+        task = self._keep(self._once(sequence, placed), f"headrace push of {sequence.producer}")
+        return asyncio.shield(task)  # what has begun is not left half done
+
+    async def _once(self, sequence: ProducerSequence, placed: Sequence[tuple[_Queue, Pushed]]) -> Sequence[Receipt]:
+        receipts = await self._producers.once(sequence, len(placed), lambda: self._store_once(sequence, placed))
+        for queue in {queue for queue, _ in placed}:  # nobody waits for it: what fails is remembered longer, no more
+            self._keep(queue.settle(sequence), f"headrace settling of {sequence.producer}")
+        return receipts
+
+    def _keep(self, coroutine: Coroutine[Any, Any, TaskT], name: str) -> asyncio.Task[TaskT]:
+        """Run it, also where nobody waits for it, until the adapter is closed."""
+        task = asyncio.create_task(coroutine, name=name)
         self._storing.add(task)
         task.add_done_callback(self._storing.discard)
-        return asyncio.shield(task)  # what has begun is not left half done
+        return task
 
     async def _store_once(
         self, sequence: ProducerSequence, placed: Sequence[tuple[_Queue, Pushed]]
@@ -158,7 +171,8 @@ class RedisAdapter(QueueAdapter):
 
     async def aclose(self) -> None:
         self._closed = True
-        await asyncio.gather(*self._storing, return_exceptions=True)
+        while self._storing:
+            await asyncio.gather(*self._storing, return_exceptions=True)
         await asyncio.gather(*(receiver.aclose() for receiver in self._receivers))
         await asyncio.gather(*(queue.aclose() for queue in self._queues))
         await asyncio.gather(*(server.aclose() for server in self._servers))
@@ -199,14 +213,22 @@ class _Queue:
 
     async def push_once(self, events: Sequence[Pushed], sequence: ProducerSequence) -> Sequence[int | None]:
         """Into the shard that the producer's call has, however often it is made."""
-        names = sorted(shard.name for shard in self.shards)
-        chosen = names[zlib.crc32(f"{sequence.producer} {sequence.number}".encode()) % len(names)]
-        shard = next(shard for shard in self.shards if shard.name == chosen)
+        shard, producer = self._home(sequence), short(sequence.producer)
         return await persistently(
-            lambda: shard.push(events, pusher=short(sequence.producer), number=sequence.number),
+            lambda: shard.push(events, pusher=producer, number=sequence.number, remembered_s=KEPT_S),
             wait=self._wait,
             timeout_s=self._timeout_s,
         )
+
+    async def settle(self, sequence: ProducerSequence) -> None:
+        """The whole call is in the ledger."""
+        with suppress(StorageError):
+            await self._home(sequence).settle(short(sequence.producer), sequence.number)
+
+    def _home(self, sequence: ProducerSequence) -> RedisShard:
+        names = sorted(shard.name for shard in self.shards)
+        chosen = names[zlib.crc32(f"{sequence.producer} {sequence.number}".encode()) % len(names)]
+        return next(shard for shard in self.shards if shard.name == chosen)
 
     def _pusher(self) -> Pusher:
         """The next one in turn whose server is not away."""

@@ -3,6 +3,9 @@
 A producer's calls go one after the other. Each shard remembers the last number of every producer that it has stored
 (`RedisShard.push`), and a ledger, which is one key per producer, the last call that is stored as a whole. So a call
 that was stored in part, in some queues and not in others, is completed when it is sent again.
+
+The shards remember a call as long as the ledger is kept, for it may be sent again as late. Once it is in the ledger an
+hour is enough, for what a frozen server carries out late. So a producer that is gone costs one key.
 """
 
 from __future__ import annotations
@@ -79,7 +82,7 @@ class Producers:
         return self._lines.setdefault(producer, _Line())
 
     async def _read(self, producer: str, line: _Line) -> None:
-        number, positions = await self._server(producer).run(SCRIPTS.ledger, self._keys(producer))
+        number, positions = await self._server(producer).run(SCRIPTS.ledger, self._keys(producer), KEPT_S)
         line.number = int(number or 0)
         line.positions = msgspec.json.decode(positions, type=list[int | None]) if positions else ()
 

@@ -2,6 +2,7 @@
 
 Every script gets the keys of `ShardKeys`, in order, and its arguments. The time is the server's (`TIME`).
 Numbers that come out of Redis are converted before they are compared: Lua would compare texts letter by letter.
+The numbers of producers have up to 64 bits, more than Lua's hold, and stay texts: `above` compares them.
 """
 
 from __future__ import annotations
@@ -58,6 +59,12 @@ end
 
 local function positions_given()
   if counter then redis.call('HSET', meta, 'counter', string.format('%%.0f', counter)) end
+end
+
+-- Whether a whole number is greater than another. Both are decimals without leading zeros, of any length.
+local function above(one, other)
+  if #one ~= #other then return #one > #other end
+  return one > other
 end
 
 %(many)s
@@ -223,8 +230,11 @@ end
 _PUSH = """
 local number, keep = ARGV[1], ARGV[3] == '1'
 local last = redis.call('HGETALL', KEYS[8])
-if last[1] == number then return cjson.decode(last[2]) end
-if last[1] and tonumber(last[1]) > tonumber(number) then return {} end
+if last[1] == number then
+  redis.call('EXPIRE', KEYS[8], ARGV[2])
+  return cjson.decode(last[2])
+end
+if last[1] and above(last[1], number) then return {} end
 local answer, texts, bodies, scores, seen = {}, {}, {}, {}, {}
 for i = 4, #ARGV, 4 do
   local id, delay, priority = ARGV[i], tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2])
@@ -248,6 +258,9 @@ redis.call('EXPIRE', KEYS[8], ARGV[2])
 ring()
 return answer
 """
+
+# ARGV: number, how long that push is remembered from now on in s. KEYS[8] as above.
+_SETTLE = "if redis.call('HEXISTS', KEYS[8], ARGV[1]) == 1 then redis.call('EXPIRE', KEYS[8], ARGV[2]) end"
 
 # ARGV: limit, max bytes, claim for so many ms. Answers with ms until it is worth to look again, then of each event: id,
 # bytes, token, attempts, priority.
@@ -430,12 +443,12 @@ return left
 """
 
 
-# KEYS[1]: the ledger of a producer. Answers with number and positions of its last call.
-_LEDGER = "return redis.call('HMGET', KEYS[1], 'number', 'positions')"
+# KEYS[1]: the ledger of a producer. ARGV: how long it is kept in s. Answers with number and positions of its last call.
+_LEDGER = "redis.call('EXPIRE', KEYS[1], ARGV[1]) return redis.call('HMGET', KEYS[1], 'number', 'positions')"
 
 # ARGV: number, positions, how long it is kept in s.
 _RECORD = """
-if tonumber(ARGV[1]) > tonumber(redis.call('HGET', KEYS[1], 'number') or '0') then
+if above(ARGV[1], redis.call('HGET', KEYS[1], 'number') or '0') then
   redis.call('HSET', KEYS[1], 'number', ARGV[1], 'positions', ARGV[2])
 end
 redis.call('EXPIRE', KEYS[1], ARGV[3])
@@ -457,6 +470,7 @@ class Script(NamedTuple):
 
 class Scripts(NamedTuple):
     push: Script
+    settle: Script
     pop: Script
     acknowledge: Script
     release: Script
@@ -479,8 +493,8 @@ class Scripts(NamedTuple):
     @classmethod
     def with_clock(cls, clock: str = SERVER_CLOCK) -> Scripts:
         bodies = (
-            _PUSH, _POP, _ACKNOWLEDGE, _RELEASE, _EXTEND, _CHANGE_DELAY, _GET, _REMOVE, _SIZE, _PEEK, _CLEAR, _RING,
-            _OPEN, _BOUNDS, _HELD, _HOLD, _FINISH, _LEDGER, _RECORD,
+            _PUSH, _SETTLE, _POP, _ACKNOWLEDGE, _RELEASE, _EXTEND, _CHANGE_DELAY, _GET, _REMOVE, _SIZE, _PEEK, _CLEAR,
+            _RING, _OPEN, _BOUNDS, _HELD, _HOLD, _FINISH, _LEDGER, _RECORD,
         )  # fmt: skip
         return cls(*(Script.of(body, clock) for body in bodies))
 

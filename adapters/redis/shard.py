@@ -16,7 +16,8 @@ MAX_POP = 1000
 """One pop takes no more: a script holds up everybody else on the server."""
 MAX_POP_BYTES = 8 << 20
 REMEMBERED_S = 3600
-"""How long a push may be repeated without being stored twice, in seconds."""
+"""How long a push may be repeated without being stored twice, in seconds, unless more is asked for: longer than a
+command lies in front of a frozen server."""
 
 
 class Pushed(NamedTuple):
@@ -97,17 +98,28 @@ class RedisShard:
     # ---- events ----------------------------------------------------------------------------------------------------
 
     async def push(
-        self, events: Sequence[Pushed], *, pusher: str, number: int, keep: bool = False
+        self,
+        events: Sequence[Pushed],
+        *,
+        pusher: str,
+        number: int,
+        keep: bool = False,
+        remembered_s: int = REMEMBERED_S,
     ) -> Sequence[int | None]:
         """Store events, all of them or none. Returns the position of each.
 
         One with the id of another takes its place; with `keep`, the other stays, and the position is None.
-        `pusher` numbers its calls upwards: the same number again changes nothing and has the same answer.
+        `pusher` numbers its calls upwards: the same number again changes nothing and has the same answer, until it was
+        not sent for `remembered_s` seconds.
         """
         arguments = [argument for event in events for argument in event.arguments()]
         keys = (*self.keys, self.keys.sent(pusher))
-        reply = await self.server.run(self._scripts.push, keys, number, REMEMBERED_S, int(keep), *arguments)
+        reply = await self.server.run(self._scripts.push, keys, number, remembered_s, int(keep), *arguments)
         return [None if position < 0 else position for position in reply]
+
+    async def settle(self, pusher: str, number: int) -> None:
+        """That push is written down elsewhere: it need not be remembered longer than any."""
+        await self.server.run(self._scripts.settle, (*self.keys, self.keys.sent(pusher)), number, REMEMBERED_S)
 
     async def pop(self, limit: int, timeout_s: float, *, max_bytes: int = MAX_POP_BYTES) -> Popped:
         """Claim what is due, highest priority first, for `timeout_s` seconds: what is there at once, maybe none."""

@@ -7,10 +7,10 @@ import socket
 import subprocess
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -22,7 +22,7 @@ from headrace.adapters.conformance import (
     ConformsToPriority,
     ConformsToQueueAdapter,
 )
-from headrace.adapters.redis import Pushed, RedisOptions, RedisQueue, ShardOptions
+from headrace.adapters.redis import Pushed, RedisAdapter, RedisOptions, RedisQueue, ShardOptions
 from headrace.benchmarks.servers import LOOPBACK, RedisServer, find_program, free_port
 from headrace.silo import Provider
 from headrace.streams import Event, EventBatch, InvalidArgument, StorageError, StreamId
@@ -274,6 +274,39 @@ async def test_agents_take_over_all_shards(two: list[RedisServer], tmp_path: Pat
             await provider.publish(StreamId("n", str(number)), b"%d" % number)
         await subscription.caught_up()
     assert got == {b"%d" % number: 1 for number in range(50)}
+
+
+async def until(condition: Callable[[], Awaitable[object]]) -> None:
+    async with asyncio.timeout(60):
+        while not await condition():  # noqa: ASYNC110 (servers tell it)
+            await asyncio.sleep(0.02)
+
+
+async def test_what_is_done_leaves_the_servers_that_answer_in_every_queue(
+    two: list[RedisServer], tmp_path: Path
+) -> None:
+    got: list[bytes] = []
+
+    async def handle(event: Event) -> None:
+        got.append(event.payload)
+
+    async with Provider.open(tmp_path, adapter="redis", queues=4, options={"shards": shards(two)}) as provider:
+        await provider.subscribe("s", "n/*", handle)
+        there = [shard for queue in range(4) for shard in cast("RedisAdapter", provider.adapter).shards(queue)[:1]]
+
+        async def empty() -> bool:
+            sizes = [await shard.size() for shard in there]
+            return not any(size.held + size.waiting for size in sizes)
+
+        for number in range(80):
+            await provider.publish(StreamId("n", str(number)), b"x")
+        await until(empty)
+        assert all(agent.main is not None for agent in provider.manager.agents)
+        await asyncio.to_thread(two[1].kill)
+        for number in range(80):
+            await provider.publish(StreamId("n", str(number)), b"x")
+        await until(empty)
+        assert len(got) >= 120
 
 
 @pytest.mark.parametrize(
