@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from ..adapters import ProducerSequence, QueueAdapter, Receipt
-from ..streams.errors import Closed, HeadraceError, InvalidArgument, NotFound, NotSupported
+from ..streams.errors import Closed, HeadraceError, InvalidArgument, NotFound, NotSupported, StorageError
 from ..streams.events import EventBatch, ScheduledBatch
 from ..streams.identity import SequenceToken
 from ..streams.parking import RELEASE_BATCHES, RELEASE_BYTES, ParkingCall, ParkingLot, Release
@@ -76,7 +76,8 @@ class Parking:
         self._task: asyncio.Task[None] | None = None
         self._closing = False
         self._parked = self._released = 0
-        self._failing = ""
+        self._failures: dict[int | None, tuple[str, float]] = {}
+        """Why nothing can be published into a queue, and when that was found; under None, why into none."""
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"headrace delays {self._provider}")
@@ -92,7 +93,7 @@ class Parking:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def statistics(self) -> ParkingStatistics:
-        return ParkingStatistics(self._parked, self._released, self._failing)
+        return ParkingStatistics(self._parked, self._released, self._failing())
 
     # ---- publishing ------------------------------------------------------------------------------------------------
 
@@ -213,20 +214,27 @@ class Parking:
                     forget_at = self._loop.time() + FORGET_S
                     await self.lot.forget_calls(self._provider)
                 wait_s = await self.look()
-                pause_s, self._failing = FIRST_PAUSE_S, ""
+                pause_s = FIRST_PAUSE_S
+                self._failures.pop(None, None)
             except HeadraceError as error:
-                self._note_failure(str(error))
+                self._note_failure(None, str(error))
                 wait_s, pause_s = pause_s, min(2 * pause_s, MAX_PAUSE_S)
             except Exception as error:
                 log.exception("provider %s: what is due cannot be published yet", self._provider)
-                self._failing = str(error)
+                self._failures[None] = str(error), self._loop.time()
                 wait_s, pause_s = pause_s, min(2 * pause_s, MAX_PAUSE_S)
             await self._wait(wait_s)
 
-    def _note_failure(self, why: str) -> None:
-        level = logging.DEBUG if self._failing else logging.WARNING
-        log.log(level, "provider %s: what is due cannot be published yet: %s", self._provider, why)
-        self._failing = why
+    def _note_failure(self, queue: int | None, why: str) -> None:
+        level = logging.DEBUG if queue in self._failures else logging.WARNING
+        of = "" if queue is None else f" in queue {queue}"
+        log.log(level, "provider %s: what is due%s cannot be published yet: %s", self._provider, of, why)
+        self._failures[queue] = why, self._loop.time()
+
+    def _failing(self) -> str:
+        """Of a queue that somebody else has published since, nothing is heard any more."""
+        heard_since = self._loop.time() - 3 * HOLD_S
+        return next((why for why, at in self._failures.values() if at >= heard_since), "")
 
     async def _wait(self, wait_s: float) -> None:
         self._wakes_at = self._loop.time() + wait_s
@@ -248,16 +256,24 @@ class Parking:
         return 0.0
 
     async def _publish_all(self, releases: Sequence[Release]) -> None:
-        """One that fails does not hold up the others; it stays claimed, and is tried again."""
+        """One that fails does not hold up the others: it is left to whoever comes first when its time is over."""
         outcomes = await asyncio.gather(*map(self._publish, releases), return_exceptions=True)
         done = [release for release, error in zip(releases, outcomes, strict=True) if error is None]
-        await self.lot.released(self._provider, {release.queue: release.number for release in done})
+        if done:
+            await self.lot.released(self._provider, {release.queue: release.number for release in done})
         self._released += sum(batch.count for release in done for batch in release.batches)
-        for error in outcomes:
-            if error is not None:
+        for release, error in zip(releases, outcomes, strict=True):
+            if error is None:
+                self._failures.pop(release.queue, None)
+            elif isinstance(error, HeadraceError):
+                self._note_failure(release.queue, str(error))
+                self._holder = uuid.uuid4().hex
+            else:
                 raise error
 
     async def _publish(self, release: Release) -> None:
+        if release.damage:
+            raise StorageError(release.damage)
         last = await self._adapter.last_sequence(release.producer)
         if last < release.number:
             # After `last`, not after the number before: of that the queue may have lost what it knew, never the other.

@@ -1,7 +1,8 @@
 """Batches that wait until they are due, for queues that cannot delay: what a place for them promises, and the one in
 the control store. Who publishes what is due is in `headrace.silo.parking`.
 
-Into each queue one release goes after the other. A release is a number, the batches that are claimed under it, and who
+Into each queue one release goes after the other. A release is a number, above all before it also where the place lost
+its last ones (the time in µs), the batches that are claimed under it, and who
 holds it until when. It never changes once it is made: whoever finds that the time of its holder is over publishes the
 same batches under the same number again, as the same idempotent producer, and the queue stores them once. Only then are
 they deleted here, and the next release can be made. So neither a crash nor a process that goes on after it was believed
@@ -22,7 +23,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from . import store_clock
 from .database import Database
-from .errors import DataDirectoryError, InvalidArgument
+from .errors import InvalidArgument
 from .events import EventBatch, ScheduledBatch
 from .identity import StreamId
 from .publishing import ProducerSequence
@@ -35,8 +36,9 @@ RELEASE_BATCHES = 1000
 """Batches that are claimed at a time, over all queues."""
 RELEASE_BYTES = 8 << 20
 """The same in bytes; one batch is claimed though it is larger."""
-CALL_KEPT_S = 7 * 24 * 3600
-"""A producer that parked nothing for so long is forgotten, in seconds. Adapters remember producers as long."""
+CALL_KEPT_S = 7 * 24 * 3600 - 3600
+"""A producer that parked nothing for so long is forgotten, in seconds. Adapters remember producers for longer: what was
+parked by a call that they have forgotten must not be taken for that of a failed one."""
 
 _ROWS_AT_ONCE = 500  # below every database's limit of parameters
 _TAKEN = text("claim > 0")  # as in the index, word for word
@@ -56,6 +58,8 @@ class Release(NamedTuple):
     producer: str
     number: int
     batches: Sequence[EventBatch]
+    damage: str = ""
+    """Why they cannot be published: one of them is damaged."""
 
 
 class Waiting(NamedTuple):
@@ -223,7 +227,11 @@ def _is_new(connection: Connection, keys: Mapping[str, Any], call: ProducerSeque
         _insert(connection, parked_calls).values(this | {"number": 0, "at_us": now}).on_conflict_do_nothing()
     )
     is_this = and_(*(parked_calls.c[name] == value for name, value in this.items()))
-    last: int = connection.execute(select(parked_calls.c.number).where(is_this).with_for_update()).scalar_one()
+    noted = connection.execute(select(parked_calls).where(is_this).with_for_update()).one()
+    last = noted.number
+    if noted.at_us < _forgotten_before(now):
+        _keep_for_good(connection, keys["provider"], [keys["producer"]])
+        last = 0
     if last >= call.number:
         return False
     if last > call.previous:
@@ -231,6 +239,16 @@ def _is_new(connection: Connection, keys: Mapping[str, Any], call: ProducerSeque
         connection.execute(delete(parked).where(*failed, parked.c.number > call.previous, parked.c.claim == 0))
     connection.execute(update(parked_calls).where(is_this).values(number=call.number, at_us=now))
     return True
+
+
+def _forgotten_before(now: int) -> int:
+    return now - CALL_KEPT_S * 1_000_000
+
+
+def _keep_for_good(connection: Connection, provider: str, producers: Sequence[str]) -> None:
+    """What these producers parked, none of their later calls takes back."""
+    theirs = and_(parked.c.provider == provider, parked.c.producer.in_(producers))
+    connection.execute(update(parked).where(theirs).values(producer="", number=0))
 
 
 def _due_in_s(connection: Connection, clock: Clock, provider: str, holder: str) -> float | None:
@@ -263,8 +281,11 @@ def _claim(
     due = _due(connection, provider, {slot.queue for slot in locked}, now, limits)
     for queue in sorted(due):
         slot = _free_slot(connection, provider, queue)
-        if slot is not None and _take(connection, due[queue], slot.claim + 1):
-            found.append(_hold(connection, slot, slot.claim + 1, holder, now))
+        if slot is None:
+            continue
+        number = max(slot.claim + 1, now)
+        if _take(connection, due[queue], number):
+            found.append(_hold(connection, slot, number, holder, now))
     return found
 
 
@@ -318,7 +339,11 @@ def _hold(connection: Connection, slot: Row[Any], number: int, holder: tuple[str
     rows = connection.execute(
         select(parked).where(_taken(slot.provider, slot.queue, number)).order_by(parked.c.due_at_us, parked.c.id)
     )
-    return Release(slot.queue, slot.producer, number, [_batch_of(row) for row in rows])
+    try:
+        return Release(slot.queue, slot.producer, number, [_batch_of(row) for row in rows])
+    except InvalidArgument as error:
+        damage = f"a parked batch in the control store is damaged ({error}); restore it from a copy"
+        return Release(slot.queue, slot.producer, number, [], damage)
 
 
 def _taken(provider: str, queue: int, number: int) -> ColumnElement[bool]:
@@ -326,12 +351,7 @@ def _taken(provider: str, queue: int, number: int) -> ColumnElement[bool]:
 
 
 def _batch_of(row: Row[Any]) -> EventBatch:
-    try:
-        return parked_batch(row.stream, row.batch, row.events, row.priority)
-    except InvalidArgument as error:
-        raise DataDirectoryError(
-            f"a parked batch in the control store is damaged ({error}); restore it from a copy"
-        ) from None
+    return parked_batch(row.stream, row.batch, row.events, row.priority)
 
 
 def _released(connection: Connection, provider: str, numbers: Mapping[int, int]) -> None:
@@ -350,5 +370,10 @@ def _waiting(connection: Connection, clock: Clock, provider: str) -> dict[int, W
 
 
 def _forget_calls(connection: Connection, clock: Clock, provider: str) -> None:
-    before = clock(connection) - CALL_KEPT_S * 1_000_000
-    connection.execute(delete(parked_calls).where(parked_calls.c.provider == provider, parked_calls.c.at_us < before))
+    old = and_(parked_calls.c.provider == provider, parked_calls.c.at_us < _forgotten_before(clock(connection)))
+    producers = connection.execute(select(parked_calls.c.producer).where(old).with_for_update()).scalars().all()
+    for at in range(0, len(producers), _ROWS_AT_ONCE):
+        some = producers[at : at + _ROWS_AT_ONCE]
+        _keep_for_good(connection, provider, some)
+        gone = and_(parked_calls.c.provider == provider, parked_calls.c.producer.in_(some))
+        connection.execute(delete(parked_calls).where(gone))

@@ -31,6 +31,8 @@ PREFIX = "headrace"
 SCRIPT_BATCHES = 1000
 """One script takes no more, except for a call with a sequence, which is parked as a whole."""
 
+_KEPT_US = CALL_KEPT_S * 1_000_000
+
 _Body = tuple[str, int, int, bytes]
 """Stream, events, priority and the encoded batch."""
 
@@ -87,7 +89,7 @@ class RedisParking(ParkingLot):
         a part."""
         for arguments in _in_pieces(calls):
             try:
-                reply = await self._run(provider, self._scripts.park, self._owner, *arguments)
+                reply = await self._run(provider, self._scripts.park, self._owner, _KEPT_US, *arguments)
             except ServerAway as error:
                 raise StorageError(f"{error}; what is delayed may or may not be stored") from None
             self._mine(provider, reply)
@@ -111,7 +113,7 @@ class RedisParking(ParkingLot):
         reply = await self._run(provider, self._scripts.claim, self._owner, holder, hold_us, *limits, name)
         self._mine(provider, reply)
         return [
-            Release(int(queue), producer.decode(), int(number), [self._batch_of(body) for body in bodies])
+            self._release(int(queue), producer.decode(), int(number), bodies)
             for queue, producer, number, bodies in reply
         ]
 
@@ -126,7 +128,7 @@ class RedisParking(ParkingLot):
     async def forget_calls(self, provider: str) -> None:
         forgotten = SCRIPT_BATCHES
         while forgotten == SCRIPT_BATCHES:
-            forgotten = await self._run(provider, self._scripts.forget, CALL_KEPT_S * 1_000_000, SCRIPT_BATCHES)
+            forgotten = await self._run(provider, self._scripts.forget, _KEPT_US, SCRIPT_BATCHES)
 
     async def aclose(self) -> None:
         await self._server.aclose()
@@ -144,14 +146,19 @@ class RedisParking(ParkingLot):
                 "control data: name another of its databases, as in redis://host:6379/1"
             )
 
-    def _batch_of(self, body: bytes | None) -> EventBatch:
+    def _release(self, queue: int, producer: str, number: int, bodies: Sequence[bytes | None]) -> Release:
         try:
-            stream, events, priority, encoded = msgspec.msgpack.decode(body or b"", type=_Body)
-            return parked_batch(stream, encoded, events, priority)
+            return Release(queue, producer, number, list(map(_batch_of, bodies)))
         except (msgspec.DecodeError, InvalidArgument) as error:
-            raise StorageError(
+            damage = (
                 f"a parked batch in Redis at {self._server.address} is damaged ({error}); restore its data from a copy"
-            ) from None
+            )
+            return Release(queue, producer, number, [], damage)
+
+
+def _batch_of(body: bytes | None) -> EventBatch:
+    stream, events, priority, encoded = msgspec.msgpack.decode(body or b"", type=_Body)
+    return parked_batch(stream, encoded, events, priority)
 
 
 def _in_pieces(calls: Sequence[ParkingCall]) -> Iterator[list[str | bytes | int]]:

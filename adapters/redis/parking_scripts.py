@@ -97,22 +97,37 @@ local function keep(queue, ids)
   for producer, theirs in pairs(by) do many('ZREM', tag .. 'by:' .. producer, theirs) end
 end
 
+-- What the producer parked, none of its later calls takes back.
+local function keep_for_good(producer)
+  local by, ids = tag .. 'by:' .. producer, {}
+  for i, each in ipairs(redis.call('ZRANGE', by, 0, -1)) do
+    ids[i] = string.match(each, '^%%d+ %%d+ (.*)$')
+  end
+  many('HDEL', caller, ids)
+  redis.call('DEL', by)
+end
+
 -- A server whose memory is full refuses a script that begins with a write that may need more; one that frees may go on.
 local function may_take_memory()
   redis.call('HDEL', meta, '')
 end
 """
 
-# ARGV: owner, then of each call: producer ("" for none), number, the number before, how many batches; and of each of
-# those: queue, delay in us, events, bytes, body. Answers with 1, or nothing where the place is another's.
+# ARGV: owner, for how many us producers are kept that park nothing, then of each call: producer ("" for none), number,
+# the number before, how many batches; and of each of those: queue, delay in us, events, bytes, body.
+# Answers with 1, or nothing where the place is another's.
 _PARK = """
 if not mine(ARGV[1]) then return false end
-local at, bodies, callers, due, by = 2, {}, {}, {}, {}
+local at, bodies, callers, due, by = 3, {}, {}, {}, {}
 local seq = tonumber(redis.call('HGET', meta, 'seq') or '0')
 while at <= #ARGV do
   local producer, number, previous, batches = ARGV[at], ARGV[at + 1], ARGV[at + 2], tonumber(ARGV[at + 3])
   at = at + 4
   local last = producer ~= '' and redis.call('HGET', calls, producer) or ''
+  if last ~= '' and tonumber(redis.call('ZSCORE', called, producer)) < now_us - ARGV[2] then
+    keep_for_good(producer)
+    last = ''
+  end
   if producer == '' or last < number then
     if producer ~= '' then
       if last > previous then take_back(producer, previous) end
@@ -268,6 +283,7 @@ return answer
 _FORGET = """
 may_take_memory()
 local old = redis.call('ZRANGEBYSCORE', called, '-inf', '(' .. text(now_us - ARGV[1]), 'LIMIT', 0, tonumber(ARGV[2]))
+for _, producer in ipairs(old) do keep_for_good(producer) end
 many('HDEL', calls, old)
 many('ZREM', called, old)
 return #old

@@ -3,11 +3,12 @@
 import asyncio
 import json
 import logging
+import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import pytest_asyncio
@@ -21,6 +22,7 @@ from headrace.streams import Event, StreamId
 from headrace.streams.errors import InvalidArgument, NotSupported, SequenceConflict, StorageError
 from headrace.streams.events import EventBatch, ScheduledBatch
 from headrace.streams.parking import ParkingLot
+from headrace.streams.store import ControlStore
 from tests.faults.cluster_stores import lasting_port
 from tests.silo.commandline import Headrace
 from tests.streams.parking_places import Clock, place_of
@@ -509,11 +511,71 @@ async def test_while_the_queue_cannot_store_it_is_tried_again_and_said(stage: St
         return parking.statistics().failing == "killed"
 
     await until(failing)
-    assert caplog.text.count("what is due cannot be published yet: killed") == 1
+    assert caplog.text.count("what is due in queue 0 cannot be published yet: killed") == 1
     killer.left = -1
+    stage.clock.now_s += HOLD_S
 
     async def came() -> bool:
         return await stored(stage.adapter) == ["a"] and not parking.statistics().failing
 
     await until(came)
     await parking.aclose(PATIENCE_S)
+
+
+class Refusing:
+    """A queue that stores nothing while it is `broken`."""
+
+    def __init__(self, adapter: QueueAdapter, broken: int) -> None:
+        self._adapter, self.broken = adapter, broken
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._adapter, name)
+
+    async def enqueue(
+        self, batches: Sequence[tuple[int, EventBatch]], *, sequence: ProducerSequence | None = None
+    ) -> Sequence[Receipt]:
+        if any(queue == self.broken for queue, _ in batches):
+            raise StorageError("broken")
+        return await self._adapter.enqueue(batches, sequence=sequence)
+
+
+async def test_a_queue_that_cannot_store_holds_up_no_other(stage: Stage):
+    adapter = Refusing(stage.adapter, broken=1)
+    parking = Parking("p", cast("QueueAdapter", adapter), stage.store)
+    await stage.store.park("p", [(1, later("x"))])
+    stage.clock.now_s += 1
+    assert await parking.look() == 0  # it was claimed, and failed
+    for letter in "abc":
+        await stage.store.park("p", [(0, later(letter))])
+        stage.clock.now_s += 1
+        assert await parking.look() == 0
+        assert 0 < await parking.look() <= HOLD_S  # x is left alone until its time is over
+    assert parking.statistics().failing == "broken"
+    adapter.broken = -1
+    await stage.publish_all()
+    assert await stored(stage.adapter, queues=2) == ["a", "b", "c", "x"]
+
+
+async def test_releases_go_on_above_what_the_queue_knows_when_the_store_is_put_back(tmp_path: Path):
+    """Else the queue would take other events for those that it has under their number."""
+    clock, copy = Clock(), tmp_path / "copy.db"
+    context = AdapterContext(provider="p", queues=1, directory=tmp_path)
+    async with aclosing(await open_adapter("log", context, {})) as adapter:
+        async with aclosing(await ControlStore.open(tmp_path / "control.db")) as control:
+            stage = Stage(adapter, control.parking(clock), clock)
+            await stage.store.park("p", [(0, later("a"))])
+            await stage.publish_all()
+            await stage.store.park("p", [(0, later("kept", 2 * 3600))])
+            with (
+                closing(sqlite3.connect(tmp_path / "control.db")) as now_there,
+                closing(sqlite3.connect(copy)) as kept,
+            ):
+                now_there.backup(kept)
+            for letter in "bcd":
+                await stage.store.park("p", [(0, later(letter))])
+                stage.clock.now_s += 1
+                assert await stage.process(-1)[0].look() == 0
+        clock.now_s += 3600
+        async with aclosing(await ControlStore.open(copy)) as control:
+            await Stage(adapter, control.parking(clock), clock).publish_all()
+        assert await stored(adapter) == ["a", "b", "c", "d", "kept"]

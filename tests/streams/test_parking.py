@@ -12,7 +12,6 @@ import pytest_asyncio
 from sqlalchemy import Connection, text
 
 from headrace.streams import StreamId
-from headrace.streams.errors import DataDirectoryError
 from headrace.streams.events import EventBatch, ScheduledBatch
 from headrace.streams.parking import CALL_KEPT_S, ParkingLot, Release
 from headrace.streams.publishing import ProducerSequence
@@ -88,7 +87,8 @@ async def test_a_released_batch_is_as_it_was_without_its_delay(parking: ParkingL
     batch, urgent = later("a", 1), later("b", 1, priority=7)
     await parking.park("p", [(0, batch), (0, urgent)])
     clock.now_s += 1
-    ((_, _, _, (plain, with_priority)),) = await claim(parking)
+    (release,) = await claim(parking)
+    plain, with_priority = release.batches
     assert type(plain) is EventBatch
     assert (plain.stream, plain.count, plain.encoded) == (
         STREAM,
@@ -235,18 +235,37 @@ async def test_producers_are_forgotten_that_parked_nothing_for_long(parking: Par
     assert letters(await claim(parking)) == "ab"
 
 
+@pytest.mark.parametrize("call", [ProducerSequence("me", 1, 0), ProducerSequence("me", 20, 0)])
+@pytest.mark.parametrize("forget", [True, False])
+async def test_what_a_forgotten_producer_parked_comes_though_it_begins_anew(
+    parking: ParkingLot, clock: Clock, call: ProducerSequence, forget: bool
+):
+    await parking.park("p", [(0, later("a", 3 * CALL_KEPT_S))], ProducerSequence("me", 10, 0))
+    clock.now_s += CALL_KEPT_S + 1
+    if forget:
+        await parking.forget_calls("p")
+    await parking.park("p", [(0, later("b", 0))], call)
+    await parking.park("p", [(0, later("c", 0))], ProducerSequence("me", call.number + 1, call.number))
+    await parking.park("p", [(0, later("d", 0))], ProducerSequence("me", call.number + 2, call.number))  # c failed
+    clock.now_s += 3 * CALL_KEPT_S
+    assert sorted(letters(await claim(parking))) == ["a", "b", "d"]
+
+
 async def test_what_is_parked_can_be_seen(parking: ParkingLot):
     await park(parking, "ab", [5, 3], queue=1)
     waiting = (await parking.waiting("p"))[1]
     assert waiting == (2, 2, 3.0)
 
 
-async def test_a_damaged_row_is_said_to_be_one(control: ControlStore, clock: Clock):
+async def test_a_damaged_row_is_said_to_be_one_and_holds_up_no_other_queue(control: ControlStore, clock: Clock):
     parking = control.parking(clock)
     await park(parking, "a", [0])
-    await control._database.write(lambda c: c.execute(text("UPDATE parked SET stream = 'x'")) and None)  # pyright: ignore[reportPrivateUsage]
-    with pytest.raises(DataDirectoryError, match="a parked batch in the control store is damaged"):
-        await claim(parking)
+    await park(parking, "b", [0], queue=1)
+    damage = text("UPDATE parked SET stream = 'x' WHERE queue = 0")
+    await control._database.write(lambda c: c.execute(damage) and None)  # pyright: ignore[reportPrivateUsage]
+    damaged, whole = await claim(parking)
+    assert damaged.damage.startswith("a parked batch in the control store is damaged")
+    assert (damaged.batches, whole.damage, letters([whole])) == ([], "", "b")
 
 
 async def test_what_many_claim_at_once_goes_to_one_of_them_and_nothing_is_left(place: Place):
