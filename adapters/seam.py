@@ -150,6 +150,11 @@ class QueueAdapter(ABC):
     @abstractmethod
     async def bounds(self, queue: int) -> Bounds: ...
 
+    async def resume_at(self, queue: int, offset: int) -> int:
+        """Where who has everything below `offset` goes on: there, or at the queue's end where that is below, since a
+        crash of the machine took what was there. Nothing is stored below the answer from now on."""
+        return min(offset, (await self.bounds(queue)).next)
+
     @abstractmethod
     async def statistics(self, queue: int) -> QueueStatistics: ...
 

@@ -289,7 +289,7 @@ class Provider:
         What is published next gets those offsets again, so the position goes back to the end, and a gap says it."""
         for definition in await self.store.subscriptions(self.name):
             stored = await self.store.checkpoints(self.name, definition.name)
-            ends = {queue: (await self.adapter.bounds(queue)).next for queue in stored}
+            ends = {queue: await self.adapter.resume_at(queue, cp.next_offset) for queue, cp in stored.items()}
             lost = {queue: cp for queue, cp in stored.items() if cp.next_offset > ends[queue]}
             if not lost:
                 continue

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import zlib
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from ...streams.errors import Closed, HeadraceError, InvalidArgument, NotSupported, StorageError
@@ -23,13 +23,14 @@ from ..seam import (
     QueueStatistics,
     Receipt,
 )
-from .keys import ShardKeys, check_name
+from .keys import ShardKeys, check_name, ranked
 from .options import RedisOptions
 from .producers import KEPT_S, Producers, persistently, short
 from .pusher import Pusher
 from .receiver import RedisReceiver, body_of
 from .server import Server, ServerAway
 from .shard import Pushed, RedisShard
+from .watch import watched
 
 TaskT = TypeVar("TaskT")
 
@@ -64,7 +65,8 @@ class RedisAdapter(QueueAdapter):
             )
             for queue in range(context.queues)
         ]
-        self._producers = Producers(self._servers, options.prefix, self._provider)
+        named = {shard.name: server for shard, server in zip(chosen, self._servers, strict=True)}
+        self._producers = Producers(named, options.prefix, self._provider)
         self._storing: set[asyncio.Task[Any]] = set()
         self._receivers: set[RedisReceiver] = set()
         self._closed = False
@@ -140,7 +142,7 @@ class RedisAdapter(QueueAdapter):
         """Become the reader of a queue, in place of the one before: that one raises StorageError from then on."""
         if start is not None:
             raise self._not_rewindable()
-        receiver = RedisReceiver(queue, self._queue(queue).shards)
+        receiver = RedisReceiver(queue, self._queue(queue).watches)
         try:
             await receiver.open()
         except BaseException:
@@ -155,6 +157,10 @@ class RedisAdapter(QueueAdapter):
 
     async def bounds(self, queue: int) -> Bounds:
         return await self._queue(queue).bounds()
+
+    async def resume_at(self, queue: int, offset: int) -> int:
+        """As the seam says. While a shard is away, which may be the one with the end, it is `offset`."""
+        return await self._queue(queue).resume_at(offset)
 
     async def statistics(self, queue: int) -> QueueStatistics:
         return QueueStatistics(await self.bounds(queue))
@@ -201,7 +207,8 @@ class _Queue:
 
     def __init__(self, shards: Sequence[RedisShard], *, wait: bool, timeout_s: float) -> None:
         self.shards = shards
-        self._pushers = [Pusher(shard, wait=wait, timeout_s=timeout_s) for shard in shards]
+        self.watches = watched(shards)
+        self._pushers = [Pusher(watch, wait=wait, timeout_s=timeout_s) for watch in self.watches]
         for pusher in self._pushers:
             pusher.others = [other for other in self._pushers if other is not pusher]
         self._turn = 0
@@ -226,9 +233,8 @@ class _Queue:
             await self._home(sequence).settle(short(sequence.producer), sequence.number)
 
     def _home(self, sequence: ProducerSequence) -> RedisShard:
-        names = sorted(shard.name for shard in self.shards)
-        chosen = names[zlib.crc32(f"{sequence.producer} {sequence.number}".encode()) % len(names)]
-        return next(shard for shard in self.shards if shard.name == chosen)
+        by_name = {shard.name: shard for shard in self.shards}
+        return by_name[ranked(by_name, f"{sequence.producer} {sequence.number}")[0]]
 
     def _pusher(self) -> Pusher:
         """The next one in turn whose server is not away."""
@@ -240,14 +246,24 @@ class _Queue:
 
     async def bounds(self) -> Bounds:
         """Of the shards that answer. No position given out later is below the next one, whatever their clocks say."""
-        answers = await self._answers([shard.bounds() for shard in self.shards])
+        answers = await self._bounds(0)
         following = max(following for _, following in answers)
         if any(mine < following for _, mine in answers):
-            answers += await self._answers([shard.bounds(following) for shard in self.shards])
+            answers += await self._bounds(following)
         return Bounds(max(done for done, _ in answers), max(following for _, following in answers))
 
+    async def resume_at(self, offset: int) -> int:
+        answers = await self._bounds(0)
+        if len(answers) == len(self.shards):
+            offset = min(offset, max(following for _, following in answers))
+        await self._bounds(offset)
+        return offset
+
+    async def _bounds(self, floor: int) -> list[tuple[int, int]]:
+        return await self._answers([watch.ask(partial(watch.shard.bounds, floor)) for watch in self.watches])
+
     async def backlog(self, offset: int) -> Backlog:
-        sizes = await self._answers([shard.size(offset) for shard in self.shards])
+        sizes = await self._answers([watch.ask(partial(watch.shard.size, offset)) for watch in self.watches])
         there = sum(size.waiting + size.claimed + size.held for size in sizes)
         return Backlog(there, later=sum(size.delayed for size in sizes))
 
@@ -262,6 +278,7 @@ class _Queue:
 
     async def aclose(self) -> None:
         await asyncio.gather(*(pusher.aclose() for pusher in self._pushers))
+        await asyncio.gather(*(watch.aclose() for watch in self.watches))
 
 
 class _Call:

@@ -18,6 +18,8 @@ and in it the due ones come first. 2^46 ms are 2,200 years, and 99 bands of it f
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ...streams.errors import InvalidArgument
@@ -55,6 +57,21 @@ def check_name(what: str, name: str) -> str:
     if not name or not name.isprintable() or set(name) & set("{}: "):
         raise InvalidArgument(f"{what} {name!r} is no name: printable, not empty, without blanks, colons and braces")
     return name
+
+
+def check_id(id: str) -> str:  # noqa: A002 (the word of the field)
+    """Raises InvalidArgument for one that an event without an id may be given."""
+    if id.startswith("@") and id[1:].isdecimal():
+        raise InvalidArgument(
+            f"the id {id!r} is one that a queue gives by itself: choose one that is not @ and a number"
+        )
+    return id
+
+
+def ranked(names: Iterable[str], what: str) -> list[str]:
+    """The names of servers in an order that depends on `what` alone: the first is where it belongs. A server that is
+    added or taken out moves only what belongs to it."""
+    return sorted(names, key=lambda name: hashlib.sha1(f"{name} {what}".encode(), usedforsecurity=False).digest())
 
 
 def score_of(priority: int, due_ms: int) -> int:

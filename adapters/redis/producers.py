@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from ...streams.errors import SequenceConflict, StorageError
 from ...streams.identity import SequenceToken
 from ...streams.publishing import ProducerSequence, Receipt
+from .keys import ranked
 from .pusher import FIRST_PAUSE_S, MAX_PAUSE_S
 from .scripts import SCRIPTS
 from .server import Server, ServerAway
@@ -31,19 +32,28 @@ MAX_CACHED = 10_000
 Positions = Sequence[int | None]
 
 
+class _Entry(NamedTuple):
+    """What a ledger says."""
+
+    number: int = 0
+    """Of the last call stored as a whole; 0 where there is none."""
+    positions: Positions = ()
+
+
 class _Line:
     """A producer's calls, one at a time, and what is known of the last one stored."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
-        self.number: int | None = None
-        self.positions: Positions = ()
+        self.known: _Entry | None = None
 
 
 class Producers:
-    """Those of one provider. Each one's ledger is on one of the servers."""
+    """Those of one provider. Each one's ledger is on one of the servers, by their names: the same one for every
+    process, in whatever order they are given to it. Since servers may be added, the others are asked where that one
+    does not know enough."""
 
-    def __init__(self, servers: Sequence[Server], prefix: str, provider: str) -> None:
+    def __init__(self, servers: Mapping[str, Server], prefix: str, provider: str) -> None:
         self._servers = servers
         self._prefix = f"{prefix}:{provider}"
         self._lines: dict[str, _Line] = {}
@@ -51,8 +61,8 @@ class Producers:
     async def last(self, producer: str) -> int:
         line = self._line(producer)
         async with line.lock:
-            await self._read(producer, line)
-            return line.number or 0
+            line.known = await self._read(producer, needed=1)
+            return line.known.number
 
     async def once(
         self, sequence: ProducerSequence, batches: int, store: Callable[[], Awaitable[Positions]]
@@ -60,11 +70,12 @@ class Producers:
         """Call `store`, unless the call was stored before. Raises SequenceConflict for a hole."""
         line = self._line(sequence.producer)
         async with line.lock:
-            if line.number != sequence.previous or sequence.number <= sequence.previous:
-                await self._read(sequence.producer, line)  # another process may have stored some
-            last = line.number or 0
+            if line.known is None or line.known.number != sequence.previous or sequence.number <= sequence.previous:
+                # another process may have stored some
+                line.known = await self._read(sequence.producer, needed=sequence.previous)
+            last = line.known.number
             if sequence.number <= last:
-                known = line.positions if sequence.number == last else [None] * batches
+                known = line.known.positions if sequence.number == last else [None] * batches
                 return [Receipt(_token(position), duplicate=True) for position in known]
             if sequence.previous != last:
                 raise SequenceConflict(
@@ -73,7 +84,7 @@ class Producers:
                 )
             positions = await store()
             await self._write(sequence, positions)
-            line.number, line.positions = sequence.number, positions
+            line.known = _Entry(sequence.number, positions)
             return [Receipt(_token(position), duplicate=position is None) for position in positions]
 
     def _line(self, producer: str) -> _Line:
@@ -81,17 +92,27 @@ class Producers:
             self._lines = {name: line for name, line in self._lines.items() if line.lock.locked()}
         return self._lines.setdefault(producer, _Line())
 
-    async def _read(self, producer: str, line: _Line) -> None:
-        number, positions = await self._server(producer).run(SCRIPTS.ledger, self._keys(producer), KEPT_S)
-        line.number = int(number or 0)
-        line.positions = msgspec.json.decode(positions, type=list[int | None]) if positions else ()
+    async def _read(self, producer: str, needed: int) -> _Entry:
+        """What is known, from all servers where the first does not know of the call `needed`, or of any."""
+        first, *others = [self._servers[name] for name in ranked(self._servers, producer)]
+        entry = await self._ask(first, producer)
+        if not others or (entry.number and entry.number >= needed):
+            return entry
+        answers = await asyncio.gather(*(self._ask(other, producer) for other in others), return_exceptions=True)
+        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+        entry = max(entry, *(answer for answer in answers if isinstance(answer, _Entry)), key=lambda each: each.number)
+        # A new producer does not wait for all servers. One that says it is known does: better than to refuse it.
+        if errors and (entry.number < needed or any(not isinstance(error, ServerAway) for error in errors)):
+            raise errors[0]
+        return entry
+
+    async def _ask(self, server: Server, producer: str) -> _Entry:
+        number, positions = await server.run(SCRIPTS.ledger, self._keys(producer), KEPT_S)
+        return _Entry(int(number or 0), msgspec.json.decode(positions, type=list[int | None]) if positions else ())
 
     async def _write(self, sequence: ProducerSequence, positions: Positions) -> None:
-        server, encoded = self._server(sequence.producer), msgspec.json.encode(positions)
+        server, encoded = self._servers[ranked(self._servers, sequence.producer)[0]], msgspec.json.encode(positions)
         await server.run(SCRIPTS.record, self._keys(sequence.producer), str(sequence.number), encoded, KEPT_S)
-
-    def _server(self, producer: str) -> Server:
-        return self._servers[zlib.crc32(producer.encode()) % len(self._servers)]
 
     def _keys(self, producer: str) -> Sequence[str]:
         """In the place of a shard's keys; only the first is used."""

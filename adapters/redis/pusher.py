@@ -9,11 +9,13 @@ import asyncio
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from ...streams.errors import HeadraceError, QueueFull, StorageError
 from .server import ServerAway
-from .shard import Pushed, RedisShard
+from .shard import Pushed
+from .watch import Watch
 
 MAX_EVENTS = 1000
 MAX_BYTES = 1 << 20
@@ -36,8 +38,9 @@ class Pusher:
     """On one loop. `aclose` when done. `others` are those of the queue's other shards: they take over while the server
     is away, at the price that what it stored without an answer is stored twice."""
 
-    def __init__(self, shard: RedisShard, *, wait: bool, timeout_s: float) -> None:
-        self.shard = shard
+    def __init__(self, watch: Watch, *, wait: bool, timeout_s: float) -> None:
+        self.shard = watch.shard
+        self._watch = watch
         self.others: Sequence[Pusher] = ()
         self._id = uuid.uuid4().hex
         self._number = 0
@@ -51,7 +54,7 @@ class Pusher:
     @property
     def away(self) -> bool:
         """The server did not answer, a moment ago."""
-        return asyncio.get_running_loop().time() < self._away_until
+        return self._watch.silent or asyncio.get_running_loop().time() < self._away_until
 
     def push(self, events: Sequence[Pushed], tell: Told) -> None:
         """Store events, all or none, behind what was pushed before. `tell` gets their positions, or why not.
@@ -94,10 +97,11 @@ class Pusher:
         """The whole chunk as often as it takes: under one number, what is sent must stay the same."""
         self._number += 1
         events = [event for one in chunk for event in one.events]
+        push = partial(self.shard.push, events, pusher=self._id, number=self._number)
         left, pause_s = list(chunk), FIRST_PAUSE_S
         while True:
             try:
-                positions = await self.shard.push(events, pusher=self._id, number=self._number)
+                positions = await self._watch.ask(push)
             except ServerAway as error:
                 self._away_until = asyncio.get_running_loop().time() + 2 * pause_s
                 left = self._expire([one for one in left if not self._hand_over(one)], error)

@@ -9,15 +9,18 @@ import uuid
 import zlib
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import NamedTuple
 
 from ...streams.errors import StorageError
 from .bell import Bell, idle
 from .keys import ShardKeys, check_name
 from .options import RedisOptions
+from .receiver import TURNS
 from .scripts import SCRIPTS, Scripts
 from .server import BLOCK_S, Server, ServerAway
 from .shard import Claim, Entry, Pushed, RedisShard, Size
+from .watch import watched
 
 
 class Taken(NamedTuple):
@@ -39,7 +42,8 @@ class RedisQueue:
     """Events that are each taken by one consumer, at least once. Any number of processes use one queue.
 
     What has an id of its own is always in the same shard, so that there is one of it; everything else goes to the
-    shards in turn. Who pops looks into the shards in their order, so that of its own zone is first.
+    shards in turn. Who pops looks into the shards in their order, so that of its own zone is first; into each at least
+    every ninth time.
     """
 
     def __init__(self, shards: Sequence[RedisShard]) -> None:
@@ -48,6 +52,8 @@ class RedisQueue:
         self._turn = itertools.count()
         self._pusher = uuid.uuid4().hex
         self._numbers = itertools.count(1)
+        self._watches = watched(shards)
+        self._passed_over = [0] * len(self.shards)
         self._bells = [Bell(shard) for shard in self.shards]
         self._locks = [asyncio.Lock() for _ in self.shards]
 
@@ -72,7 +78,7 @@ class RedisQueue:
 
     async def aclose(self) -> None:
         """Stop waiting. The servers are not closed."""
-        await asyncio.gather(*(bell.aclose() for bell in self._bells))
+        await asyncio.gather(*(each.aclose() for each in (*self._bells, *self._watches)))
 
     # ---- into the queue --------------------------------------------------------------------------------------------
 
@@ -106,7 +112,8 @@ class RedisQueue:
         others = [*range(home + 1, len(self.shards)), *range(home)] if not any(event.id for event in events) else []
         for index in (home, *others):
             try:
-                await self._push_to(index, events)
+                push = partial(self._push_to, index, events)
+                await (self._watches[index].ask(push) if others else push())
             except ServerAway:
                 if index == (others or [home])[-1]:
                     raise
@@ -131,21 +138,32 @@ class RedisQueue:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
         while True:
-            idle_s, errors = BLOCK_S, list[ServerAway]()
-            for shard in self.shards:
-                try:
-                    popped = await shard.pop(limit, timeout_s)
-                except ServerAway as error:
-                    errors.append(error)
-                    continue
-                if popped.claims:
-                    return [Taken(claim, shard) for claim in popped.claims]
-                idle_s = min(idle_s, popped.idle_s)
-            if len(errors) == len(self.shards):
-                raise StorageError(str(errors[0]))
-            if (left := deadline - loop.time()) <= 0:
-                return []
+            taken, idle_s = await self._pop(limit, timeout_s)
+            if taken or (left := deadline - loop.time()) <= 0:
+                return taken
             await idle(self._bells, min(left, idle_s))
+
+    async def _pop(self, limit: int, timeout_s: float) -> tuple[Sequence[Taken], float]:
+        """From the first shard that has something. Else, how long there will be nothing."""
+        idle_s, errors = BLOCK_S, list[ServerAway]()
+        for index in self._order():
+            shard = self.shards[index]
+            try:
+                popped = await self._watches[index].ask(partial(shard.pop, limit, timeout_s))
+            except ServerAway as error:
+                errors.append(error)
+                continue
+            if popped.claims:
+                self._passed_over = [0 if other == index else n + 1 for other, n in enumerate(self._passed_over)]
+                return [Taken(claim, shard) for claim in popped.claims], 0.0
+            idle_s = min(idle_s, popped.idle_s)
+        if len(errors) == len(self.shards):
+            raise StorageError(str(errors[0]))
+        return [], idle_s
+
+    def _order(self) -> Sequence[int]:
+        """The shards as they were given, but for one that was passed over too often."""
+        return sorted(range(len(self.shards)), key=lambda index: self._passed_over[index] < TURNS)
 
     async def acknowledge(self, *taken: Taken) -> int:
         """Remove what is done. Returns how many of the claims still held; the others' events may come again."""
@@ -184,8 +202,8 @@ class RedisQueue:
 
     async def peek(self, limit: int) -> Sequence[Entry]:
         """What the next pop would take, in order, of the first shard that has something."""
-        for shard in self.shards:
-            if entries := await shard.peek(limit):
+        for index in self._order():
+            if entries := await self.shards[index].peek(limit):
                 return entries
         return []
 

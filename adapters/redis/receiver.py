@@ -12,6 +12,7 @@ import heapq
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from functools import partial
 from struct import Struct
 
 from ...streams.errors import Closed, StorageError
@@ -20,7 +21,8 @@ from ..limits import within_limits
 from ..seam import QueueReceiver, Received
 from .bell import Bell, idle
 from .server import BLOCK_S, ServerAway, end
-from .shard import MAX_POP, MAX_POP_BYTES, RedisShard
+from .shard import MAX_POP, MAX_POP_BYTES
+from .watch import Watch
 
 log = logging.getLogger("headrace.adapters.redis")
 
@@ -35,9 +37,10 @@ TURNS = 8
 class Seat:
     """A receiver's place at one shard."""
 
-    def __init__(self, shard: RedisShard) -> None:
-        self.shard = shard
-        self.bell = Bell(shard)
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+        self.shard = watch.shard
+        self.bell = Bell(watch.shard)
         self.reader: int | None = None
         """None: not opened yet, its server is away."""
         self.next = 0
@@ -48,9 +51,9 @@ class Seat:
 class RedisReceiver(QueueReceiver):
     """Opened by the adapter, with `open`. The first of the shards is read first."""
 
-    def __init__(self, queue: int, shards: Sequence[RedisShard]) -> None:
+    def __init__(self, queue: int, shards: Sequence[Watch]) -> None:
         self._queue = queue
-        self.seats = [Seat(shard) for shard in shards]
+        self.seats = [Seat(watch) for watch in shards]
         self._next = 0
         """No offset from now on is below."""
         self._given = 0
@@ -99,7 +102,11 @@ class RedisReceiver(QueueReceiver):
                 raise error
 
     async def _finish(self, seat: Seat, offset: int) -> None:
-        if seat.reader is not None and not await seat.shard.finish(seat.reader, min(offset, seat.next), offset):
+        reader = seat.reader
+        if reader is None:
+            return
+        below = min(offset, seat.next)
+        if not await seat.watch.ask(lambda: seat.shard.finish(reader, below, offset)):
             self._supersede()
 
     async def aclose(self) -> None:
@@ -132,8 +139,8 @@ class RedisReceiver(QueueReceiver):
 
     async def _sit(self, seat: Seat) -> None:
         """Become the reader of one shard, and go on above all positions that anybody was told."""
-        seat.reader = await seat.shard.open_reader()
-        self._next = max(self._next, (await seat.shard.bounds())[1])
+        seat.reader = await seat.watch.ask(seat.shard.open_reader)
+        self._next = max(self._next, (await seat.watch.ask(seat.shard.bounds))[1])
 
     async def _merged(self, start: int) -> AsyncGenerator[tuple[int, bytes]]:
         """What is held at `start` and above, in the order of the offsets."""
@@ -152,9 +159,10 @@ class RedisReceiver(QueueReceiver):
                 break
 
     async def _held(self, seat: Seat, start: int) -> AsyncGenerator[tuple[int, bytes]]:
-        while seat.reader is not None:
+        while (reader := seat.reader) is not None:
+            ask = partial(seat.shard.held, reader, start, MAX_POP, MAX_POP_BYTES)
             try:
-                held = await seat.shard.held(seat.reader, start, MAX_POP, MAX_POP_BYTES)
+                held = await seat.watch.ask(ask)
             except ServerAway:
                 if len(self.seats) == 1:
                     raise
@@ -216,7 +224,8 @@ class RedisReceiver(QueueReceiver):
         if seat.reader is None:  # its server is back: what was left there comes under new offsets
             await self._sit(seat)
         assert seat.reader is not None
-        held = await seat.shard.hold(seat.reader, seat.next, self._next, max_events, max_bytes)
+        ask = partial(seat.shard.hold, seat.reader, seat.next, self._next, max_events, max_bytes)
+        held = await seat.watch.ask(ask)
         if held is None:
             self._supersede()
             return 0.0

@@ -76,8 +76,12 @@ local function next_number(name)
   return text
 end
 
+local function silent()
+  return redis.call('LLEN', bell) == 0
+end
+
 local function ring()
-  if redis.call('LLEN', bell) == 0 then redis.call('RPUSH', bell, '1') end
+  if silent() then redis.call('RPUSH', bell, '1') end
 end
 
 local function parsed(record)
@@ -226,7 +230,8 @@ end
 
 # ARGV: number of this push, how long it is remembered in s, 1 to keep what is there, then of each event: id ("" for a
 # new one), delay in ms, priority, bytes. KEYS[8]: where this pusher's last number is. Answers with one position each,
-# -1 where the id is there already; the same again where the push is repeated.
+# -1 where the id is there already; the same again where the push is repeated. The first write is one that a full server
+# refuses. An id that is given begins with "@", which no other does.
 _PUSH = """
 local number, keep = ARGV[1], ARGV[3] == '1'
 local last = redis.call('HGETALL', KEYS[8])
@@ -235,13 +240,15 @@ if last[1] == number then
   return cjson.decode(last[2])
 end
 if last[1] and above(last[1], number) then return {} end
-local answer, texts, bodies, scores, seen = {}, {}, {}, {}, {}
+redis.call('ZCARD', waiting)  -- a key of another type fails here, and below in reads, before anything is changed
+local quiet = silent()
+local answer, texts, bodies, scores, replaced, seen = {}, {}, {}, {}, {}, {}
 for i = 4, #ARGV, 4 do
   local id, delay, priority = ARGV[i], tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2])
   local at = -1
   if id == '' or not keep or not (seen[id] or redis.call('HEXISTS', body, id) == 1) then
     at = position()
-    if id == '' then id = string.format('%016.0f', at) else forget(id) end
+    if id == '' then id = string.format('@%016.0f', at) else replaced[#replaced + 1] = id end
     seen[id] = true
     bodies[#bodies + 1], bodies[#bodies + 2] = id, ARGV[i + 3]
     scores[#scores + 1], scores[#scores + 2] = string.format('%.0f', (99 - priority) * BAND + after(delay)), id
@@ -251,11 +258,14 @@ for i = 4, #ARGV, 4 do
 end
 many('HSET', body, bodies)
 many('ZADD', waiting, scores)
+many('ZREM', claimed, replaced)
+many('ZREM', held, replaced)
+many('HDEL', lease, replaced)
 positions_given()
 redis.call('DEL', KEYS[8])
 redis.call('HSET', KEYS[8], number, '[' .. table.concat(texts, ',') .. ']')
 redis.call('EXPIRE', KEYS[8], ARGV[2])
-ring()
+if quiet then redis.call('RPUSH', bell, '1') end
 return answer
 """
 

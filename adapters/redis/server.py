@@ -45,6 +45,10 @@ class ServerAway(StorageError):
     """It cannot be reached, or does not serve at present. Whether it has carried out the command is not known."""
 
 
+class ServerSilent(ServerAway):
+    """It kept somebody waiting until the time was up."""
+
+
 class Server:
     """One Redis, or one cluster. Nothing is sent twice by itself: the scripts know what may be repeated."""
 
@@ -80,21 +84,26 @@ class Server:
             raise self._away(error) from None
 
     async def check(self) -> None:
-        """Raises ServerAway, or InvalidArgument where it is too old or would throw queues away."""
+        """Raises ServerAway, or InvalidArgument where it, or a node of it, is too old or would throw things away."""
         try:
-            info = _one(await cast("Any", self._client).info())
+            info = await cast("Any", self._client).info()
         except exceptions.NoPermissionError:  # it is not for this user to know
             return
         except (*_AWAY, exceptions.RedisError) as error:
             raise self._away(error) from None
+        for node in [info] if "redis_version" in info else info.values():
+            self._check_node(node)
+
+    def _check_node(self, info: dict[str, Any]) -> None:
         version = str(info.get("redis_version", "0.0"))
         if tuple(map(int, version.split(".")[:2])) < OLDEST:
             raise InvalidArgument(f"Redis at {self.address} is version {version}: 6.2 is the oldest that will do")
-        policy = str(info.get("maxmemory_policy", ""))
-        if int(info.get("maxmemory", 0)) and policy.startswith("allkeys"):
+        policy = str(info.get("maxmemory_policy", "noeviction"))
+        if int(info.get("maxmemory", 0)) and policy != "noeviction":
+            kept = "queues" if policy.startswith("allkeys") else "what is known of idempotent producers"
             raise InvalidArgument(
-                f"Redis at {self.address} evicts queues when its memory is full: set maxmemory-policy noeviction, not "
-                f"{policy}"
+                f"Redis at {self.address} throws away {kept} when its memory is full: set maxmemory-policy noeviction, "
+                f"not {policy}"
             )
 
     async def aclose(self) -> None:
@@ -110,7 +119,8 @@ class Server:
         return self._away(error) if code in _AWAY_CODES else StorageError(f"Redis at {self.address}: {error}")
 
     def _away(self, error: BaseException) -> ServerAway:
-        return ServerAway(f"Redis at {self.address} does not serve: {error or type(error).__name__}")
+        kind = ServerSilent if isinstance(error, (exceptions.TimeoutError, TimeoutError)) else ServerAway
+        return kind(f"Redis at {self.address} does not serve: {error or type(error).__name__}")
 
 
 def _code(error: exceptions.RedisError) -> str:
@@ -145,8 +155,3 @@ def _client(url: str, timeout_s: float, *, cluster: bool) -> Redis | RedisCluste
         )
     except ValueError as error:
         raise InvalidArgument(f"the url of a Redis is redis://[user:password@]host[:port][/number]: {error}") from None
-
-
-def _one(info: dict[str, Any]) -> dict[str, Any]:
-    """Of a cluster, that of one node."""
-    return info if "redis_version" in info else next(iter(info.values()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from .keys import ShardKeys, check_priority, delay_ms, due_of, priority_of
+from .keys import ShardKeys, check_id, check_priority, delay_ms, due_of, priority_of
 from .scripts import SCRIPTS, Script, Scripts
 from .server import BLOCK_S, Server
 
@@ -31,7 +31,7 @@ class Pushed(NamedTuple):
 
     def arguments(self) -> tuple[str, int, int, bytes]:
         """Raises InvalidArgument."""
-        return self.id, delay_ms(self.delay_s), check_priority(self.priority), self.body
+        return check_id(self.id), delay_ms(self.delay_s), check_priority(self.priority), self.body
 
 
 class Claim(NamedTuple):

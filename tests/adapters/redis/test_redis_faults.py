@@ -18,13 +18,22 @@ from redis import Redis
 from redis.exceptions import ResponseError
 
 from headrace.adapters import AdapterContext
-from headrace.adapters.redis import Pushed, RedisAdapter, RedisOptions, RedisQueue, open_adapter, receiver, server
+from headrace.adapters.redis import (
+    Pushed,
+    RedisAdapter,
+    RedisOptions,
+    RedisQueue,
+    open_adapter,
+    pusher,
+    receiver,
+    server,
+)
 from headrace.adapters.redis.keys import ShardKeys, due_of, priority_of, score_of
 from headrace.adapters.redis.scripts import RETURNS_PER_STEP
 from headrace.adapters.redis.shard import RedisShard
 from headrace.benchmarks.servers import RedisServer
 from headrace.streams import Closed, Event, EventBatch, StorageError, StreamId
-from headrace.streams.errors import InvalidArgument, StorageFull
+from headrace.streams.errors import InvalidArgument, QueueFull, StorageFull
 from tests.adapters.redis.looking import Clock, check_agreement, scripts_of_tests
 
 ANY = 1 << 30
@@ -198,6 +207,28 @@ async def test_a_server_that_was_frozen_stores_a_publish_once(monkeypatch: pytes
             assert (size.waiting, size.held) == (0, 21)
             with Redis(port=redis.port) as direct:
                 check_agreement(direct, shard_of(opened).keys)
+
+
+async def test_what_waits_for_a_server_is_bounded_however_small_it_is() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def publish_until_it_is_refused() -> None:
+        while True:
+            storing.append(asyncio.ensure_future(opened.enqueue([(0, batch("x"))])))
+
+    storing: list[asyncio.Future[Any]] = []
+    with RedisServer() as redis:
+        async with adapter(f"redis://{redis.address}") as opened:
+            os.kill(redis.pid, signal.SIGSTOP)
+            before = resident()
+            with pytest.raises(QueueFull, match="wait to be stored"):
+                publish_until_it_is_refused()
+            assert resident() - before < 4 * pusher.MAX_PENDING_BYTES
+            os.kill(redis.pid, signal.SIGCONT)
+            await asyncio.gather(*storing)
+            await opened.enqueue([(0, batch("there is room again"))])
+            assert (await shard_of(opened).size()).waiting == len(storing) + 1
 
 
 @pytest.mark.parametrize(
@@ -411,12 +442,43 @@ async def test_a_server_without_memory_says_so_and_can_be_emptied() -> None:
             await queue.aclose()
 
 
-async def test_a_server_that_would_evict_queues_is_refused() -> None:
+async def test_a_server_without_memory_refuses_events_with_ids_too() -> None:
+    """They may replace something, and what begins by freeing memory is let through."""
+    with RedisServer() as redis, Redis(port=redis.port) as direct:
+        async with RedisQueue.open("q", RedisOptions(url=f"redis://{redis.address}")) as queue:
+            await queue.push(b"before", id="a")
+            (taken,) = await queue.pop(1)
+            await queue.release(taken)
+            cast("Any", direct).config_set("maxmemory", "1mb")
+            for name in "ab":
+                with pytest.raises(StorageFull):
+                    await queue.push(b"x" * 100_000, id=name)
+            with pytest.raises(StorageFull):
+                await queue.ensure(b"x" * 100_000, id="b")
+            check_agreement(direct, queue.shards[0].keys)
+            found = await queue.get("a")
+            assert found is not None
+            assert (found.body, found.attempts) == (b"before", 1), "it is not replaced, not even in part"
+
+
+@pytest.mark.parametrize("key", ["meta", "waiting", "body", "bell"])
+async def test_a_key_of_another_type_stores_nothing(queue: RedisQueue, direct: Redis, key: str) -> None:
+    """Who publishes is told of an error: nothing may be stored then."""
+    keys = queue.shards[0].keys
+    direct.set(getattr(keys, key), "foreign")
+    with pytest.raises(StorageError, match="WRONGTYPE"):
+        await queue.push(b"x")
+    direct.delete(getattr(keys, key))
+    assert not any(check_agreement(direct, keys).values())
+
+
+@pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-ttl"])
+async def test_a_server_that_would_evict_queues_is_refused(policy: str) -> None:
     with RedisServer() as redis:
         with Redis(port=redis.port) as direct:
             cast("Any", direct).config_set("maxmemory", "100mb")
-            cast("Any", direct).config_set("maxmemory-policy", "allkeys-lru")
-        with pytest.raises(InvalidArgument, match="noeviction"):
+            cast("Any", direct).config_set("maxmemory-policy", policy)
+        with pytest.raises(InvalidArgument, match=f"noeviction, not {policy}"):
             async with adapter(f"redis://{redis.address}"):
                 pass
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -11,8 +12,11 @@ import pytest
 from redis import Redis
 
 from headrace.adapters import AdapterContext
-from headrace.adapters.redis import Pushed, RedisAdapter, RedisOptions, open_adapter
+from headrace.adapters.redis import Pushed, RedisAdapter, RedisOptions, ShardOptions, open_adapter
+from headrace.adapters.redis.keys import ranked
 from headrace.adapters.redis.producers import Producers
+from headrace.adapters.redis.server import ServerAway
+from headrace.benchmarks.servers import RedisServer
 from headrace.streams import EventBatch, StorageError, StreamId
 from headrace.streams.publishing import ProducerSequence, Receipt
 
@@ -127,3 +131,97 @@ async def test_a_repeat_renews_the_ledger(options: RedisOptions, direct: Redis) 
         (receipt,) = await call(another, 1, 0)
         assert receipt.duplicate
     assert kept_for(direct, options, "producer") == [WEEK_S / 3600]
+
+
+# ---- several servers -------------------------------------------------------------------------------------------------
+
+PRODUCERS = [f"c{number}" for number in range(12)]
+
+
+@pytest.fixture
+def three() -> Iterator[list[RedisServer]]:
+    with RedisServer() as one, RedisServer() as two, RedisServer() as three:
+        yield [one, two, three]
+
+
+def over(servers: Sequence[RedisServer], names: str) -> RedisOptions:
+    """Those of a, b and c, in that order."""
+    urls = {name: f"redis://{server.address}" for name, server in zip("abc", servers, strict=True)}
+    return RedisOptions(shards=tuple(ShardOptions(name=name, url=urls[name], zone=name) for name in names))
+
+
+async def test_silos_that_list_the_servers_in_another_order_know_the_same_producers(three: list[RedisServer]) -> None:
+    """Each has the server of its own zone first."""
+    async with adapter(over(three, "abc")) as one, adapter(over(three, "cba")) as other:
+        for producer in PRODUCERS:
+            await call(one, 1, 0, producer=producer)
+            assert await other.last_sequence(producer) == 1
+            (receipt,) = await call(other, 1, 0, producer=producer)
+            assert receipt.duplicate
+            (receipt,) = await call(other, 2, 1, producer=producer)
+            assert not receipt.duplicate
+        assert await stored(one) == 2 * len(PRODUCERS)
+
+
+async def test_producers_go_on_when_a_server_is_added(three: list[RedisServer]) -> None:
+    async with adapter(over(three, "ab")) as before:
+        for producer in PRODUCERS:
+            await call(before, 1, 0, producer=producer)
+    async with adapter(over(three, "abc")) as after:
+        for producer in PRODUCERS:
+            assert await after.last_sequence(producer) == 1
+            (receipt,) = await call(after, 1, 0, producer=producer)
+            assert receipt.duplicate
+            await call(after, 2, 1, producer=producer)
+        assert await stored(after) == 2 * len(PRODUCERS)
+
+
+async def test_a_server_that_was_taken_out_for_a_while_does_not_stop_producers(three: list[RedisServer]) -> None:
+    """Its ledgers are old then: where one says too little, the others are asked."""
+    async with adapter(over(three, "abc")) as opened:
+        for producer in PRODUCERS:
+            await call(opened, 1, 0, producer=producer)
+    async with adapter(over(three, "ab")) as without:
+        for producer in PRODUCERS:
+            last = await without.last_sequence(producer)
+            await call(without, 2, last, producer=producer)
+    async with adapter(over(three, "abc")) as again:
+        for producer in PRODUCERS:
+            await call(again, 3, 2, producer=producer)
+
+
+async def test_while_a_server_is_away_a_producer_it_may_know_is_not_refused(three: list[RedisServer]) -> None:
+    """The call fails, and can be sent again: a conflict would end the producer."""
+    moved = [name for name in PRODUCERS if ranked("abc", name)[0] == "c" and ranked("ab", name)[0] == "a"]
+    async with adapter(over(three, "ab")) as before:
+        for producer in moved:
+            await call(before, 1, 0, producer=producer)
+    async with adapter(over(three, "abc")) as after:
+        await asyncio.to_thread(three[0].kill)
+        for producer in moved:
+            with pytest.raises(ServerAway):
+                await call(after, 2, 1, producer=producer)
+            with pytest.raises(ServerAway):
+                await after.last_sequence(producer)
+    assert moved
+
+
+async def test_a_new_producer_does_not_wait_for_all_servers(three: list[RedisServer]) -> None:
+    async with adapter(over(three, "abc")) as opened:
+        producers = [name for name in PRODUCERS if ranked("abc", name)[0] == "b"]
+        homes = [opened.shards(0)[index].name for index in range(3)]
+        free = [name for name in producers if ranked(homes, f"{name} 1")[0] != homes[0]]
+        await asyncio.to_thread(three[0].kill)
+        for producer in free:
+            (receipt,) = await call(opened, 1, 0, producer=producer)
+            assert not receipt.duplicate
+        assert free
+
+
+def test_a_server_that_is_added_or_taken_out_moves_only_what_belongs_to_it() -> None:
+    whats = [f"p{number}" for number in range(300)]
+    for what in whats:
+        assert ranked("cab", what) == ranked("abc", what)
+        assert [name for name in ranked("abcd", what) if name != "d"] == ranked("abc", what)
+    for name in "abcd":
+        assert 40 < sum(ranked("abcd", what)[0] == name for what in whats) < 110

@@ -252,6 +252,26 @@ async def test_an_event_takes_the_place_of_one_with_its_id(timed: RedisQueue, cl
     check_agreement(direct, timed.shards[0].keys)
 
 
+async def test_an_id_that_is_a_time_is_none_that_the_queue_gives(timed: RedisQueue, clock: Clock) -> None:
+    """The queue's own ids are made from the time in microseconds."""
+    at = round(clock.now_s * 1e6)
+    for offset in range(10):
+        await timed.push(b"%d" % offset, id=f"{at + offset + 10:016}")
+    await timed.push_many([Pushed(b"x")] * 10)
+    assert sorted(await bodies(timed)) == [*"0123456789", *"xxxxxxxxxx"]
+
+
+async def test_an_id_that_the_queue_may_give_is_refused(timed: RedisQueue) -> None:
+    await timed.push(b"x")
+    (given,) = await timed.peek(1)
+    with pytest.raises(InvalidArgument, match="choose one"):
+        await timed.push(b"y", id=given.id)
+    with pytest.raises(InvalidArgument, match="choose one"):
+        await timed.ensure(b"y", id=given.id)
+    await timed.push(b"z", id="@home")
+    assert await timed.remove(given.id)
+
+
 async def test_an_event_is_shown_wherever_it_is(timed: RedisQueue, clock: Clock) -> None:
     await timed.push(b"x", id="x", delay_s=5, priority=3)
     found = await timed.get("x")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 import subprocess
 import time
@@ -22,7 +24,7 @@ from headrace.adapters.conformance import (
     ConformsToPriority,
     ConformsToQueueAdapter,
 )
-from headrace.adapters.redis import Pushed, RedisAdapter, RedisOptions, RedisQueue, ShardOptions
+from headrace.adapters.redis import Pushed, RedisAdapter, RedisOptions, RedisQueue, ShardOptions, server
 from headrace.benchmarks.servers import LOOPBACK, RedisServer, find_program, free_port
 from headrace.silo import Provider
 from headrace.streams import Event, EventBatch, InvalidArgument, StorageError, StreamId
@@ -274,6 +276,95 @@ async def test_agents_take_over_all_shards(two: list[RedisServer], tmp_path: Pat
             await provider.publish(StreamId("n", str(number)), b"%d" % number)
         await subscription.caught_up()
     assert got == {b"%d" % number: 1 for number in range(50)}
+
+
+async def test_a_frozen_server_holds_up_neither_who_publishes_nor_who_reads(
+    two: list[RedisServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first command that it leaves without an answer is waited for."""
+    monkeypatch.setattr(server, "COMMAND_S", 2.0)
+    async with adapter(two, zone="a") as opened:
+        receiver = await opened.open_receiver(0)
+        frozen = cast("RedisAdapter", opened).shards(0)[0]
+        os.kill(two[0].pid, signal.SIGSTOP)
+        async with asyncio.timeout(90):
+            for number in range(100):
+                await opened.enqueue([(0, batch(str(number)))])
+                (received,) = (await receiver.receive(ANY, ANY)).batches
+                assert texts([received]) == [str(number)]
+            assert (await opened.backlog(0, 0)).batches == 100
+        os.kill(two[0].pid, signal.SIGCONT)
+
+        async def goes_there_again() -> bool:
+            await opened.enqueue([(0, batch("after")), (0, batch("after"))])
+            await receiver.receive(ANY, ANY)
+            return (await frozen.size()).held > 1
+
+        await until(goes_there_again)
+
+
+async def test_a_frozen_server_stops_neither_push_nor_pop(
+    two: list[RedisServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "COMMAND_S", 2.0)
+    async with queues(two, "a") as (queue,):
+        os.kill(two[0].pid, signal.SIGSTOP)
+        async with asyncio.timeout(90):
+            for number in range(100):
+                await queue.push(b"%d" % number)
+                (taken,) = await queue.pop(100)
+                assert taken.body == b"%d" % number
+        os.kill(two[0].pid, signal.SIGCONT)
+
+        async def goes_there_again() -> bool:
+            await queue.push(b"after")
+            return (await queue.shards[0].size()).waiting > 1
+
+        await until(goes_there_again)
+
+
+async def test_who_starts_while_a_server_is_away_misses_nothing_and_is_told_of_no_gap(
+    two: list[RedisServer], tmp_path: Path
+) -> None:
+    """The end of the queue may be there."""
+    got: list[bytes] = []
+
+    async def handle(event: Event) -> None:
+        got.append(event.payload)
+
+    @asynccontextmanager
+    async def subscribed() -> AsyncGenerator[Provider]:
+        async with Provider.open(tmp_path, adapter="redis", queues=1, options={"shards": shards(two)}) as provider:
+            await provider.subscribe("s", "n/*", handle)
+            yield provider
+
+    async def delivered() -> bool:
+        return len(got) == len(set(got)) == expected
+
+    async with subscribed() as provider:
+        for expected in range(1, 10):
+            await provider.publish(StreamId("n", "1"), b"%d" % expected)
+            await until(delivered)
+        ends = [(await each.bounds())[1] for each in cast("RedisAdapter", provider.adapter).shards(0)]
+    await asyncio.to_thread(two[ends.index(max(ends))].kill)
+    async with subscribed() as provider:
+        for expected in range(10, 20):
+            await provider.publish(StreamId("n", "1"), b"%d" % expected)
+            await until(delivered)
+        assert await provider.store.gaps(provider.name) == []
+
+
+async def test_a_queue_goes_on_above_a_checkpoint_whose_server_is_away(two: list[RedisServer]) -> None:
+    """Its clock may have been ahead."""
+    async with adapter(two) as opened:
+        end = (await opened.bounds(0)).next
+        ahead = end + 3600 * 1_000_000
+        assert await opened.resume_at(0, ahead) == end
+        await asyncio.to_thread(two[0].kill)
+        assert await opened.resume_at(0, ahead) == ahead
+        await opened.enqueue([(0, batch("x"))])
+        (received,) = await take(await opened.open_receiver(0), 1)
+        assert received.offset >= ahead
 
 
 async def until(condition: Callable[[], Awaitable[object]]) -> None:

@@ -1,0 +1,66 @@
+"""Whether the server of a shard answers at all: who has others to ask does not wait for one that does not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from ...streams.errors import StorageError
+from .server import ServerAway, ServerSilent, end
+from .shard import RedisShard
+
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
+"""Between two questions to a silent server, in seconds."""
+
+Answer = TypeVar("Answer")
+
+
+class Watch:
+    """One of several shards, for all of a queue who can do without it. Once its server has left a command without an
+    answer, it is silent: one task asks it, again and again, and nobody else until it answers. `aclose` when done."""
+
+    def __init__(self, shard: RedisShard, *, alone: bool) -> None:
+        """`alone`: the queue has no other shard, so there is no choice but to wait."""
+        self.shard = shard
+        self._alone = alone
+        self._asking: asyncio.Task[None] | None = None
+        self._pause_s = FIRST_PAUSE_S
+
+    @property
+    def silent(self) -> bool:
+        return self._asking is not None and not self._asking.done()
+
+    async def ask(self, command: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Carry out one command of the shard. Raises ServerSilent at once where it is silent already."""
+        if self.silent:
+            raise ServerSilent(f"Redis at {self.shard.server.address} does not answer, and is asked from time to time")
+        try:
+            answer = await command()
+        except ServerSilent:
+            if not self._alone and not self.silent:
+                self._asking = asyncio.create_task(self._ask(), name=f"headrace silent {self.shard.name}")
+            raise
+        self._pause_s = FIRST_PAUSE_S
+        return answer
+
+    async def _ask(self) -> None:
+        while True:
+            await asyncio.sleep(self._pause_s)
+            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+            try:
+                await self.shard.get("")
+            except ServerAway:
+                continue
+            except StorageError:  # an answer, too
+                pass
+            return
+
+    async def aclose(self) -> None:
+        self._alone = True
+        if self._asking is not None:
+            await end(self._asking)
+
+
+def watched(shards: Sequence[RedisShard]) -> list[Watch]:
+    return [Watch(shard, alone=len(shards) == 1) for shard in shards]
