@@ -20,7 +20,7 @@ import subprocess
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -358,7 +358,7 @@ def find_program(name: str, *, debian_package: str, folders: Sequence[str] = ())
 
 
 @contextmanager
-def _installing() -> Iterator[None]:
+def _installing() -> Generator[None]:
     """One process of this account at a time: apt refuses a second one."""
     with Path(tempfile.gettempdir(), f"headrace-installing-{os.geteuid()}").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -26,7 +26,7 @@
     options = { durability = "commit" }
     cache = { max_events = 1_000_000, max_bytes = 67_108_864 }
     detach_after_s = 0.25
-    delays = "store"                     # for an adapter that cannot delay events itself
+    delays = "store"                     # or redis://host:6379: for an adapter that cannot delay events itself
 
 A variable names an option in capitals, with two underscores for each dot: `HEADRACE_DATA`, `HEADRACE_HTTP__PORT`,
 `HEADRACE_PROVIDERS__DEFAULT__CACHE__MAX_BYTES`. An unknown option is an error, for otherwise a misspelt one would be
@@ -51,6 +51,7 @@ from ..balancer import Balancer, find_balancer
 from ..balancer.membership import ClusterOptions
 from ..streams.errors import InvalidArgument, NotFound
 from .limits import ClientLimits
+from .parking import check_delays
 from .provider import CacheOptions, ProviderOptions
 
 PREFIX = "HEADRACE_"
@@ -97,8 +98,12 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The adapter's own options."""
     cache: CacheConfig = CacheConfig()
     detach_after_s: _Seconds = 0.25
-    delays: Literal["store"] | None = None
-    """Where delayed events wait that the adapter cannot delay: in the control store. None: it refuses them."""
+    delays: str | None = None
+    """Where delayed events wait that the adapter cannot delay: "store" for the control store, or the URL of a Redis.
+    None: it refuses them."""
+
+    def __post_init__(self) -> None:
+        check_delays(self.delays)
 
     def named(self, name: str) -> ProviderOptions:
         return ProviderOptions(

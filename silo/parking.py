@@ -1,5 +1,5 @@
-"""Delays for queues that have none: a provider parks delayed batches in its control store, and publishes them into
-their queues when they are due, each once.
+"""Delays for queues that have none: a provider parks delayed batches in its control store or in a Redis, and publishes
+them into their queues when they are due, each once.
 
 Any process that has the provider open does it: whoever looks first claims what is due (`headrace.streams.parking` says
 why nothing is lost or doubled). It is awake for what it parked itself and what it saw parked; for what another process
@@ -13,18 +13,23 @@ import logging
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 from ..adapters import ProducerSequence, QueueAdapter, Receipt
-from ..streams.errors import Closed, HeadraceError, InvalidArgument, NotSupported
+from ..streams.errors import Closed, HeadraceError, InvalidArgument, NotFound, NotSupported, StorageError
 from ..streams.events import EventBatch, ScheduledBatch
 from ..streams.identity import SequenceToken
-from ..streams.parking import RELEASE_BATCHES, RELEASE_BYTES, ParkingCall, ParkingStore, Release
+from ..streams.parking import RELEASE_BATCHES, RELEASE_BYTES, ParkingCall, ParkingLot, Release
+from ..streams.store import ControlStore
+
+if TYPE_CHECKING:
+    from ..adapters.redis.parking import RedisParking
 
 log = logging.getLogger("headrace.silo")
 
 STORE = "store"
-"""The value of a provider's option `delays`: its control store."""
+"""The value of a provider's option `delays`: its control store. Any other is the URL of a Redis."""
 LOOK_S = 5.0
 """How often to look for what other processes parked, in seconds."""
 HOLD_S = 5.0
@@ -51,12 +56,12 @@ class ParkingStatistics(NamedTuple):
 
 
 class Parking:
-    """A provider's delays in this process. `start` before use, `aclose` after."""
+    """A provider's delays in this process. `start` before use, `aclose` after; the lot is closed by who opened it."""
 
-    def __init__(self, provider: str, adapter: QueueAdapter, store: ParkingStore) -> None:
+    def __init__(self, provider: str, adapter: QueueAdapter, lot: ParkingLot) -> None:
+        self.lot = lot
         self._provider = provider
         self._adapter = adapter
-        self._store = store
         self._holder = uuid.uuid4().hex
         self._loop = asyncio.get_running_loop()
         self._lines: dict[str, asyncio.Future[Any]] = {}
@@ -71,7 +76,8 @@ class Parking:
         self._task: asyncio.Task[None] | None = None
         self._closing = False
         self._parked = self._released = 0
-        self._failing = ""
+        self._failures: dict[int | None, tuple[str, float]] = {}
+        """Why nothing can be published into a queue, and when that was found; under None, why into none."""
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"headrace delays {self._provider}")
@@ -87,7 +93,7 @@ class Parking:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def statistics(self) -> ParkingStatistics:
-        return ParkingStatistics(self._parked, self._released, self._failing)
+        return ParkingStatistics(self._parked, self._released, self._failing())
 
     # ---- publishing ------------------------------------------------------------------------------------------------
 
@@ -186,7 +192,7 @@ class Parking:
         queues = {queue for call in calls for queue, _ in call.batches}
         try:
             ends = {queue: (await self._adapter.bounds(queue)).next for queue in queues}
-            await self._store.park_all(self._provider, calls)
+            await self.lot.park_all(self._provider, calls)
         except Exception as error:  # noqa: BLE001 (each of them is told)
             for _, answer in some:
                 if not answer.done():
@@ -206,22 +212,29 @@ class Parking:
             try:
                 if self._loop.time() >= forget_at:
                     forget_at = self._loop.time() + FORGET_S
-                    await self._store.forget_calls(self._provider)
+                    await self.lot.forget_calls(self._provider)
                 wait_s = await self.look()
-                pause_s, self._failing = FIRST_PAUSE_S, ""
+                pause_s = FIRST_PAUSE_S
+                self._failures.pop(None, None)
             except HeadraceError as error:
-                self._note_failure(str(error))
+                self._note_failure(None, str(error))
                 wait_s, pause_s = pause_s, min(2 * pause_s, MAX_PAUSE_S)
             except Exception as error:
                 log.exception("provider %s: what is due cannot be published yet", self._provider)
-                self._failing = str(error)
+                self._failures[None] = str(error), self._loop.time()
                 wait_s, pause_s = pause_s, min(2 * pause_s, MAX_PAUSE_S)
             await self._wait(wait_s)
 
-    def _note_failure(self, why: str) -> None:
-        level = logging.DEBUG if self._failing else logging.WARNING
-        log.log(level, "provider %s: what is due cannot be published yet: %s", self._provider, why)
-        self._failing = why
+    def _note_failure(self, queue: int | None, why: str) -> None:
+        level = logging.DEBUG if queue in self._failures else logging.WARNING
+        of = "" if queue is None else f" in queue {queue}"
+        log.log(level, "provider %s: what is due%s cannot be published yet: %s", self._provider, of, why)
+        self._failures[queue] = why, self._loop.time()
+
+    def _failing(self) -> str:
+        """Of a queue that somebody else has published since, nothing is heard any more."""
+        heard_since = self._loop.time() - 3 * HOLD_S
+        return next((why for why, at in self._failures.values() if at >= heard_since), "")
 
     async def _wait(self, wait_s: float) -> None:
         self._wakes_at = self._loop.time() + wait_s
@@ -233,26 +246,34 @@ class Parking:
 
     async def look(self) -> float:
         """Publish what is due. Returns when to look again, in seconds from now."""
-        due_in_s = await self._store.due_in_s(self._provider, self._holder)
+        due_in_s = await self.lot.due_in_s(self._provider, self._holder)
         if due_in_s is None or due_in_s > 0:
             return LOOK_S if due_in_s is None else min(due_in_s, LOOK_S)
-        releases = await self._store.claim(self._provider, self._holder, HOLD_S)
+        releases = await self.lot.claim(self._provider, self._holder, HOLD_S)
         if not releases:
             return FIRST_PAUSE_S  # somebody else was faster, and is about to publish it
         await self._publish_all(releases)
         return 0.0
 
     async def _publish_all(self, releases: Sequence[Release]) -> None:
-        """One that fails does not hold up the others; it stays claimed, and is tried again."""
+        """One that fails does not hold up the others: it is left to whoever comes first when its time is over."""
         outcomes = await asyncio.gather(*map(self._publish, releases), return_exceptions=True)
         done = [release for release, error in zip(releases, outcomes, strict=True) if error is None]
-        await self._store.released(self._provider, {release.queue: release.number for release in done})
+        if done:
+            await self.lot.released(self._provider, {release.queue: release.number for release in done})
         self._released += sum(batch.count for release in done for batch in release.batches)
-        for error in outcomes:
-            if error is not None:
+        for release, error in zip(releases, outcomes, strict=True):
+            if error is None:
+                self._failures.pop(release.queue, None)
+            elif isinstance(error, HeadraceError):
+                self._note_failure(release.queue, str(error))
+                self._holder = uuid.uuid4().hex
+            else:
                 raise error
 
     async def _publish(self, release: Release) -> None:
+        if release.damage:
+            raise StorageError(release.damage)
         last = await self._adapter.last_sequence(release.producer)
         if last < release.number:
             # After `last`, not after the number before: of that the queue may have lost what it knew, never the other.
@@ -298,13 +319,22 @@ def is_delayed(batch: EventBatch) -> bool:
 
 def check_delays(delays: str | None) -> None:
     """Raises InvalidArgument for what is no value of the option."""
-    if delays not in (None, STORE):
-        raise InvalidArgument(f'delays is "{STORE}" or left out, not {delays!r}')
+    if delays not in (None, STORE) and not _is_redis(delays):
+        shown = delays.rpartition("@")[2]  # without a password
+        raise InvalidArgument(f'delays is "{STORE}", redis://host[:port][/number], or left out, not {shown!r}')
+
+
+def _is_redis(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("redis", "rediss") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # no port, or half of an IPv6 address
+        return False
 
 
 def check_parkable(provider: str, name: str, adapter: QueueAdapter, *, private: bool) -> None:
     """Raises InvalidArgument or NotSupported where delays cannot be had, or need not be. `private`: nobody else has the
-    control store, and it goes with the process."""
+    place where they are parked, and it goes with the process."""
     can = adapter.capabilities
     if can.delay:
         raise InvalidArgument(f"provider {provider!r}: the adapter {name!r} delays by itself: leave out delays")
@@ -316,8 +346,35 @@ def check_parkable(provider: str, name: str, adapter: QueueAdapter, *, private: 
     if not (can.durable or private):
         raise NotSupported(
             f"provider {provider!r}: the queues of the adapter {name!r} are one process's own, and what is parked in a "
-            "data directory outlasts it: leave out delays, or the data directory"
+            f'data directory or in Redis outlasts it: leave out delays, or take "{STORE}" without a data directory'
         )
+
+
+async def open_lot(provider: str, delays: str, store: ControlStore) -> ParkingLot:
+    """The place that the option names. Raises NotFound without the package for it, InvalidArgument for a server that
+    will not do. One that is away is found out when it is used."""
+    if delays == STORE:
+        return store.parking()
+    kind = await asyncio.to_thread(_redis_parking)  # imports: files
+    # Without a control store of its own a provider has no identity: then its name alone says what is its.
+    owner = "" if store.private else await store.value_or(f"delays/{provider}", uuid.uuid4().hex)
+    lot = kind(delays, owner=owner)
+    try:
+        await lot.check(provider)
+    except BaseException:
+        await lot.aclose()
+        raise
+    return lot
+
+
+def _redis_parking() -> type[RedisParking]:
+    try:
+        from ..adapters.redis.parking import RedisParking  # noqa: PLC0415 (it needs an extra)
+    except ModuleNotFoundError as error:
+        raise NotFound(
+            f"delays in Redis need the package {error.name!r}, which is not installed: pip install 'headrace[redis]'"
+        ) from None
+    return RedisParking
 
 
 def _look_at(answer: asyncio.Future[Any]) -> None:

@@ -27,6 +27,7 @@ from ..streams.errors import Busy, DataDirectoryError, InvalidArgument, NotSuppo
 from ..streams.events import Event, EventBatch
 from ..streams.handlers import AnyHandler, Declared, EventFilter, Handler, filter_name
 from ..streams.identity import SequenceToken, StreamId
+from ..streams.parking import Waiting
 from ..streams.publishing import check_schedules, check_stream, encoded, grouped, listed, scheduled
 from ..streams.store import ControlStore
 from ..streams.stream import Stream
@@ -46,7 +47,7 @@ from ..streams.subscriptions import (
     is_parent,
 )
 from .datadir import DataDirectory, DirectoryLock, lock_subscription, open_data_directory
-from .parking import Parking, check_delays, check_parkable
+from .parking import STORE, Parking, check_delays, check_parkable, open_lot
 from .views import ProviderStatistics, provider_statistics
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ class ProviderOptions:
     detach_after_s: float = 0.25
     """How long a cursor may stand still in the oldest bucket of a full cache before it is detached, in seconds."""
     delays: str | None = None
-    """Where delayed events wait that the adapter itself cannot delay: "store" for the control store. None: nowhere."""
+    """Where delayed events wait that the adapter itself cannot delay: "store" for the control store, or the URL of a
+    Redis. None: nowhere."""
 
 
 class Provider:
@@ -105,6 +107,7 @@ class Provider:
         *,
         leased: bool = False,
         parking: Parking | None = None,
+        former: Parking | None = None,
     ) -> None:
         self.name = options.name
         self.queues = mapper.queues
@@ -128,6 +131,8 @@ class Provider:
         self.queue_of = mapper.queue_of
         self.parking = parking
         """What publishes delayed events when they are due, where the adapter does not."""
+        self.former_parking = former
+        """The same for those that are still parked where they were parked before."""
         self._delays = adapter.capabilities.delay or options.delays is not None
         self._enqueue = parking.enqueue if self._delays and parking is not None else adapter.enqueue
         self._directory = directory
@@ -207,25 +212,33 @@ class Provider:
         own = await asyncio.to_thread(directory.provider_dir, options.name) if directory else None
         context = AdapterContext(provider=options.name, queues=mapper.queues, directory=own, queue_of=mapper.queue_of)
         adapter = await open_adapter(adapter_name, context, options.options)
+        parking = former = None
         try:
             if leased:
                 _check_shareable(options.name, adapter_name, adapter)
             if options.delays is not None:
-                check_parkable(options.name, adapter_name, adapter, private=store.private)
+                private = store.private and options.delays == STORE
+                check_parkable(options.name, adapter_name, adapter, private=private)
             if directory is not None and directory.id and own is not None:
                 await _check_same_queues(store, options.name, directory, own)
             if not known:
                 await register()  # only now: what cannot be opened is not what the provider is made with
-            parking = await _parking(options, adapter, store)
-            provider = cls(options, directory, store, adapter, mapper, leased=leased, parking=parking)
+            parking, former = await _parkings(options, adapter, store)
+            provider = cls(options, directory, store, adapter, mapper, leased=leased, parking=parking, former=former)
             await provider._forget_lost_positions()
         except BaseException:
+            if parking is not None:
+                await parking.lot.aclose()
             await adapter.aclose()
             raise
         provider.manager.start()
-        if parking is not None:
-            parking.start()
+        for each in provider.parkings:
+            each.start()
         return provider
+
+    @property
+    def parkings(self) -> Sequence[Parking]:
+        return [each for each in (self.parking, self.former_parking) if each is not None]
 
     async def aclose(self, drain_s: float = DRAIN_S) -> None:
         """Stop reading, let running handlers end within `drain_s` seconds, save what is done, close. Idempotent."""
@@ -246,8 +259,9 @@ class Provider:
         finally:
             for lock in self._locks.values():
                 lock.release()
-            if self.parking is not None:
-                await self.parking.aclose(drain_s)
+            for each in self.parkings:
+                await each.aclose(drain_s)
+                await each.lot.aclose()
             await self.adapter.aclose()
             await self.store.aclose()
 
@@ -655,13 +669,25 @@ class Provider:
             await asyncio.sleep(UNREAD_S)
         return end
 
+    async def waiting(self) -> Mapping[int, Waiting]:
+        """The delayed events that are parked, by queue, wherever they are."""
+        found: dict[int, Waiting] = {}
+        for each in self.parkings:
+            for queue, waiting in (await each.lot.waiting(self.name)).items():
+                found[queue] = waiting.plus(found[queue]) if queue in found else waiting
+        return found
+
     def statistics(self) -> ProviderStatistics:
         """A cheap snapshot of queues, caches, cursors and deliveries."""
         statistics = provider_statistics(self.manager, self.published_events, self.published_bytes)
-        if self.parking is None:
-            return statistics
-        parked, released, failing = self.parking.statistics()
-        return statistics._replace(parked_events=parked, released_events=released, release_failing=bool(failing))
+        for each in self.parkings:
+            parked, released, failing = each.statistics()
+            statistics = statistics._replace(
+                parked_events=statistics.parked_events + parked,
+                released_events=statistics.released_events + released,
+                release_failing=statistics.release_failing or bool(failing),
+            )
+        return statistics
 
 
 class Subscribing:
@@ -747,12 +773,23 @@ def _start(start: Start | str | None) -> Start:
     return Start.parse(start) if isinstance(start, str) else start
 
 
-async def _parking(options: ProviderOptions, adapter: QueueAdapter, store: ControlStore) -> Parking | None:
-    """Also where the option was taken away since: what is parked is published all the same."""
+async def _parkings(
+    options: ProviderOptions, adapter: QueueAdapter, store: ControlStore
+) -> tuple[Parking | None, Parking | None]:
+    """Where delayed events are parked, and the control store where it is another place and has some from before. They
+    are published all the same."""
+    former = None
+    if options.delays != STORE and adapter.capabilities.idempotent:
+        former = await _left_in_store(options, adapter, store)
     if options.delays is None:
-        if not (adapter.capabilities.idempotent and await store.parking().due_in_s(options.name, "") is not None):
-            return None
-        log.info("provider %s: delayed events are parked from when it had delays: they are published", options.name)
+        return former, None
+    return Parking(options.name, adapter, await open_lot(options.name, options.delays, store)), former
+
+
+async def _left_in_store(options: ProviderOptions, adapter: QueueAdapter, store: ControlStore) -> Parking | None:
+    if await store.parking().due_in_s(options.name, "") is None:
+        return None
+    log.info("provider %s: delayed events are parked from when it had delays: they are published", options.name)
     return Parking(options.name, adapter, store.parking())
 
 

@@ -1,7 +1,8 @@
-"""Batches that wait in the control store until they are due, for queues that cannot delay. The decisions are the
-store's; who publishes what is due is in `headrace.silo.parking`.
+"""Batches that wait until they are due, for queues that cannot delay: what a place for them promises, and the one in
+the control store. Who publishes what is due is in `headrace.silo.parking`.
 
-Into each queue one release goes after the other. A release is a number, the batches that are claimed under it, and who
+Into each queue one release goes after the other. A release is a number, above all before it also where the place lost
+its last ones (the time in µs), the batches that are claimed under it, and who
 holds it until when. It never changes once it is made: whoever finds that the time of its holder is over publishes the
 same batches under the same number again, as the same idempotent producer, and the queue stores them once. Only then are
 they deleted here, and the next release can be made. So neither a crash nor a process that goes on after it was believed
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,7 +23,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from . import store_clock
 from .database import Database
-from .errors import DataDirectoryError, InvalidArgument
+from .errors import InvalidArgument
 from .events import EventBatch, ScheduledBatch
 from .identity import StreamId
 from .publishing import ProducerSequence
@@ -34,8 +36,9 @@ RELEASE_BATCHES = 1000
 """Batches that are claimed at a time, over all queues."""
 RELEASE_BYTES = 8 << 20
 """The same in bytes; one batch is claimed though it is larger."""
-CALL_KEPT_S = 7 * 24 * 3600
-"""A producer that parked nothing for so long is forgotten, in seconds. Adapters remember producers as long."""
+CALL_KEPT_S = 7 * 24 * 3600 - 3600
+"""A producer that parked nothing for so long is forgotten, in seconds. Adapters remember producers for longer: what was
+parked by a call that they have forgotten must not be taken for that of a failed one."""
 
 _ROWS_AT_ONCE = 500  # below every database's limit of parameters
 _TAKEN = text("claim > 0")  # as in the index, word for word
@@ -55,6 +58,8 @@ class Release(NamedTuple):
     producer: str
     number: int
     batches: Sequence[EventBatch]
+    damage: str = ""
+    """Why they cannot be published: one of them is damaged."""
 
 
 class Waiting(NamedTuple):
@@ -65,8 +70,68 @@ class Waiting(NamedTuple):
     due_in_s: float
     """When the first of it is due; negative where it is late."""
 
+    def plus(self, other: Waiting) -> Waiting:
+        return Waiting(self.batches + other.batches, self.events + other.events, min(self.due_in_s, other.due_in_s))
 
-class ParkingStore:
+
+class ParkingLot(ABC):
+    """Where providers park batches. Each method is done as a whole or not at all, unless it says otherwise.
+
+    Raises StorageError where the place cannot be reached or cannot store.
+    """
+
+    async def park(
+        self, provider: str, batches: Sequence[tuple[int, ScheduledBatch]], sequence: ProducerSequence | None = None
+    ) -> None:
+        """One call of `park_all`."""
+        await self.park_all(provider, [ParkingCall(batches, sequence)])
+
+    @abstractmethod
+    async def park_all(self, provider: str, calls: Sequence[ParkingCall]) -> None:
+        """Keep batches, each for the queue of the given index, until their delay is over. Durable on return. Several
+        calls at once, at most one of each producer.
+
+        Of one with a sequence, nothing is kept where it was parked before. Who calls has seen that the call before it,
+        `sequence.previous`, is the last one that the queues have of the producer: so what later ones parked is of calls
+        that failed, and is deleted unless it is released already.
+        """
+
+    @abstractmethod
+    async def due_in_s(self, provider: str, holder: str) -> float | None:
+        """How long until there is something to claim; 0 where there is, None where nothing is parked."""
+
+    @abstractmethod
+    async def claim(
+        self,
+        provider: str,
+        holder: str,
+        hold_s: float,
+        *,
+        max_batches: int = RELEASE_BATCHES,
+        max_bytes: int = RELEASE_BYTES,
+    ) -> list[Release]:
+        """Releases for `holder` to publish: those it has already, those whose holder's time is over, and new ones of
+        what is due, in the order in which it is due. For `hold_s` nobody else gets them. Not all at once where they are
+        many: the next claim has the others."""
+
+    @abstractmethod
+    async def released(self, provider: str, numbers: Mapping[int, int]) -> None:
+        """Releases, given as number by queue, are stored in their queues: forget their batches."""
+
+    @abstractmethod
+    async def waiting(self, provider: str) -> dict[int, Waiting]:
+        """What is parked, by queue."""
+
+    @abstractmethod
+    async def forget_calls(self, provider: str) -> None:
+        """Forget the producers that parked nothing for long."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Close what it has open. Idempotent."""
+
+
+class ParkingStore(ParkingLot):
     """The parked batches of the providers that share a database.
 
     Every method is one transaction, and raises what `ControlStore`'s raise. `clock` takes the place of the store's own,
@@ -77,24 +142,11 @@ class ParkingStore:
         self._database = database
         self._clock = clock or store_clock.wall_us
 
-    async def park(
-        self, provider: str, batches: Sequence[tuple[int, ScheduledBatch]], call: ProducerSequence | None = None
-    ) -> None:
-        """Keep batches, each for the queue of the given index, until their delay is over. Durable on return.
-
-        With `call`, nothing is kept where that call was parked before. Who calls has seen that the call before it,
-        `call.previous`, is the last one that the queues have of the producer: so what later ones parked is of calls
-        that failed, and is deleted unless it is released already.
-        """
-        await self.park_all(provider, [ParkingCall(batches, call)])
-
     async def park_all(self, provider: str, calls: Sequence[ParkingCall]) -> None:
-        """Several calls of `park` at once, at most one of each producer. All are parked or none."""
         ordered = sorted(calls, key=lambda call: "" if call.sequence is None else call.sequence.producer)
         await self._database.write(_park, self._clock, provider, ordered)
 
     async def due_in_s(self, provider: str, holder: str) -> float | None:
-        """How long until there is something to claim; 0 where there is, None where nothing is parked."""
         return await self._database.read(_due_in_s, self._clock, provider, holder)
 
     async def claim(
@@ -106,13 +158,10 @@ class ParkingStore:
         max_batches: int = RELEASE_BATCHES,
         max_bytes: int = RELEASE_BYTES,
     ) -> list[Release]:
-        """Releases for `holder` to publish: those it has already, those whose holder's time is over, and new ones of
-        what is due, in the order in which it is due. For `hold_s` nobody else gets them."""
         limits = max_batches, max_bytes
         return await self._database.write(_claim, self._clock, provider, (holder, round(hold_s * 1e6)), limits)
 
     async def released(self, provider: str, numbers: Mapping[int, int]) -> None:
-        """Releases, given as number by queue, are stored in their queues: forget their batches."""
         await self._database.write(_released, provider, dict(numbers))
 
     async def waiting(self, provider: str) -> dict[int, Waiting]:
@@ -120,8 +169,17 @@ class ParkingStore:
         return await self._database.read(_waiting, self._clock, provider)
 
     async def forget_calls(self, provider: str) -> None:
-        """Forget the producers that parked nothing for long."""
         await self._database.write(_forget_calls, self._clock, provider)
+
+    async def aclose(self) -> None:
+        """Nothing: the database is closed with the control store."""
+
+
+def parked_batch(stream: str, encoded: bytes, events: int, priority: int) -> EventBatch:
+    """A batch as it is published. Raises InvalidArgument where that is no stream."""
+    if priority:
+        return ScheduledBatch(StreamId.parse(stream), encoded, events, delay_us=0, priority=priority)
+    return EventBatch(StreamId.parse(stream), encoded, events)
 
 
 # What each method does within its transaction. Rows of `releases` are locked in the order of queues.
@@ -137,7 +195,7 @@ def _park(connection: Connection, clock: Clock, provider: str, calls: Sequence[P
     for batches, call in calls:
         keys: dict[str, Any] = {"provider": provider, "claim": 0, "producer": "", "number": 0}
         if call is not None:
-            keys |= {"producer": _digest(call.producer), "number": call.number}
+            keys |= {"producer": producer_key(call.producer), "number": call.number}
             if not _is_new(connection, keys, call, now):
                 continue
         rows += [keys | _row(queue, batch, now) for queue, batch in batches]
@@ -157,8 +215,8 @@ def _row(queue: int, batch: ScheduledBatch, now: int) -> dict[str, Any]:
     }
 
 
-def _digest(producer: str) -> str:
-    """A producer's name, in which any character may be, as a key."""
+def producer_key(producer: str) -> str:
+    """A producer's name, in which any character may be, as a key: 64 letters and digits."""
     return hashlib.sha256(producer.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -169,7 +227,11 @@ def _is_new(connection: Connection, keys: Mapping[str, Any], call: ProducerSeque
         _insert(connection, parked_calls).values(this | {"number": 0, "at_us": now}).on_conflict_do_nothing()
     )
     is_this = and_(*(parked_calls.c[name] == value for name, value in this.items()))
-    last: int = connection.execute(select(parked_calls.c.number).where(is_this).with_for_update()).scalar_one()
+    noted = connection.execute(select(parked_calls).where(is_this).with_for_update()).one()
+    last = noted.number
+    if noted.at_us < _forgotten_before(now):
+        _keep_for_good(connection, keys["provider"], [keys["producer"]])
+        last = 0
     if last >= call.number:
         return False
     if last > call.previous:
@@ -177,6 +239,16 @@ def _is_new(connection: Connection, keys: Mapping[str, Any], call: ProducerSeque
         connection.execute(delete(parked).where(*failed, parked.c.number > call.previous, parked.c.claim == 0))
     connection.execute(update(parked_calls).where(is_this).values(number=call.number, at_us=now))
     return True
+
+
+def _forgotten_before(now: int) -> int:
+    return now - CALL_KEPT_S * 1_000_000
+
+
+def _keep_for_good(connection: Connection, provider: str, producers: Sequence[str]) -> None:
+    """What these producers parked, none of their later calls takes back."""
+    theirs = and_(parked.c.provider == provider, parked.c.producer.in_(producers))
+    connection.execute(update(parked).where(theirs).values(producer="", number=0))
 
 
 def _due_in_s(connection: Connection, clock: Clock, provider: str, holder: str) -> float | None:
@@ -209,8 +281,11 @@ def _claim(
     due = _due(connection, provider, {slot.queue for slot in locked}, now, limits)
     for queue in sorted(due):
         slot = _free_slot(connection, provider, queue)
-        if slot is not None and _take(connection, due[queue], slot.claim + 1):
-            found.append(_hold(connection, slot, slot.claim + 1, holder, now))
+        if slot is None:
+            continue
+        number = max(slot.claim + 1, now)
+        if _take(connection, due[queue], number):
+            found.append(_hold(connection, slot, number, holder, now))
     return found
 
 
@@ -264,7 +339,11 @@ def _hold(connection: Connection, slot: Row[Any], number: int, holder: tuple[str
     rows = connection.execute(
         select(parked).where(_taken(slot.provider, slot.queue, number)).order_by(parked.c.due_at_us, parked.c.id)
     )
-    return Release(slot.queue, slot.producer, number, [_batch_of(row) for row in rows])
+    try:
+        return Release(slot.queue, slot.producer, number, [_batch_of(row) for row in rows])
+    except InvalidArgument as error:
+        damage = f"a parked batch in the control store is damaged ({error}); restore it from a copy"
+        return Release(slot.queue, slot.producer, number, [], damage)
 
 
 def _taken(provider: str, queue: int, number: int) -> ColumnElement[bool]:
@@ -272,15 +351,7 @@ def _taken(provider: str, queue: int, number: int) -> ColumnElement[bool]:
 
 
 def _batch_of(row: Row[Any]) -> EventBatch:
-    try:
-        stream = StreamId.parse(row.stream)
-        if row.priority:
-            return ScheduledBatch(stream, row.batch, row.events, delay_us=0, priority=row.priority)
-    except InvalidArgument as error:
-        raise DataDirectoryError(
-            f"a parked batch in the control store is damaged ({error}); restore it from a copy"
-        ) from None
-    return EventBatch(stream, row.batch, row.events)
+    return parked_batch(row.stream, row.batch, row.events, row.priority)
 
 
 def _released(connection: Connection, provider: str, numbers: Mapping[int, int]) -> None:
@@ -299,5 +370,10 @@ def _waiting(connection: Connection, clock: Clock, provider: str) -> dict[int, W
 
 
 def _forget_calls(connection: Connection, clock: Clock, provider: str) -> None:
-    before = clock(connection) - CALL_KEPT_S * 1_000_000
-    connection.execute(delete(parked_calls).where(parked_calls.c.provider == provider, parked_calls.c.at_us < before))
+    old = and_(parked_calls.c.provider == provider, parked_calls.c.at_us < _forgotten_before(clock(connection)))
+    producers = connection.execute(select(parked_calls.c.producer).where(old).with_for_update()).scalars().all()
+    for at in range(0, len(producers), _ROWS_AT_ONCE):
+        some = producers[at : at + _ROWS_AT_ONCE]
+        _keep_for_good(connection, provider, some)
+        gone = and_(parked_calls.c.provider == provider, parked_calls.c.producer.in_(some))
+        connection.execute(delete(parked_calls).where(gone))

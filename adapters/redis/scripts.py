@@ -18,6 +18,24 @@ TESTS_CLOCK = "local now_us = tonumber(redis.call('HGET', KEYS[1], 'now_us') or 
 RETURNS_PER_STEP = 200
 """Claims past their time that one pop takes back at the most."""
 
+MANY = """
+-- One command for many arguments, in pieces that fit Lua's stack.
+local function many(command, key, args)
+  for i = 1, #args, 2000 do redis.call(command, key, unpack(args, i, math.min(i + 1999, #args))) end
+end
+
+local function many_of(command, key, args)
+  local answer = {}
+  for i = 1, #args, 2000 do
+    for _, each in ipairs({redis.call(command, key, unpack(args, i, math.min(i + 1999, #args)))}) do
+      for j = 1, #each do answer[i + j - 1] = each[j] end
+    end
+  end
+  return answer
+end
+"""
+"""For more arguments than Lua's stack has room for."""
+
 _PROLOGUE = """
 local meta, waiting, body, claimed, held, lease, bell = unpack(KEYS, 1, 7)
 local BAND = 70368744177664
@@ -49,21 +67,7 @@ local function above(one, other)
   return one > other
 end
 
--- One command for many arguments, in pieces that fit Lua's stack.
-local function many(command, key, args)
-  for i = 1, #args, 2000 do redis.call(command, key, unpack(args, i, math.min(i + 1999, #args))) end
-end
-
-local function many_of(command, key, args)
-  local answer = {}
-  for i = 1, #args, 2000 do
-    for _, each in ipairs({redis.call(command, key, unpack(args, i, math.min(i + 1999, #args)))}) do
-      for j = 1, #each do answer[i + j - 1] = each[j] end
-    end
-  end
-  return answer
-end
-
+%(many)s
 -- A number of `meta` above all before it, also above those that a loss forgot: no two claims have one, and no readers.
 local function next_number(name)
   local last = tonumber(redis.call('HGET', meta, name) or '0')
@@ -481,7 +485,10 @@ class Script(NamedTuple):
 
     @classmethod
     def of(cls, body: str, clock: str) -> Script:
-        text = _PROLOGUE % {"clock": clock, "returns": RETURNS_PER_STEP} + body
+        return cls.plain(_PROLOGUE % {"clock": clock, "many": MANY, "returns": RETURNS_PER_STEP} + body)
+
+    @classmethod
+    def plain(cls, text: str) -> Script:
         return cls(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
     def __repr__(self) -> str:

@@ -221,6 +221,13 @@ def adapter_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_options
 
 
+def delays_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--delays", metavar="store|URL",
+        help="Where delayed events wait that the adapter cannot delay: the control store, or redis://HOST:PORT.",
+    )(command)  # fmt: skip
+
+
 def creation_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """`--adapter`, `--queues`, `--option` and `--delays`, handed to the command as `how`: the keywords of
     `Provider.open`."""
@@ -228,7 +235,7 @@ def creation_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--adapter", metavar="NAME", help="Queue technology.  [default: the provider's, or log]")
     @click.option("--queues", type=click.IntRange(min=1), metavar="N", help="Its queues.  [default: as it has, or 8]")
     @_adapter_option
-    @click.option("--delays", metavar="store", help="Where delayed events wait that the adapter cannot delay.")
+    @delays_option
     @functools.wraps(command)
     def with_how(*args: Any, options: Sequence[str], **given: Any) -> Any:
         how = {name: given.pop(name) for name in ("adapter", "queues", "delays")}

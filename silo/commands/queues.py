@@ -11,7 +11,7 @@ from ...adapters import Backlog, QueueStatistics
 from ...streams import Checkpoint, NotFound
 from ..provider import Provider
 from ..views import age_s
-from .options import Place, Server, Where, adapter_options, opened, place_options
+from .options import Place, Server, Where, adapter_options, check_how, delays_option, opened, place_options
 from .output import json_option, print_json, print_table
 from .running import run
 
@@ -22,19 +22,21 @@ if TYPE_CHECKING:
 @click.command("queues")
 @place_options
 @adapter_options
+@delays_option
 @json_option
-def command(*, place: Place, as_json: bool) -> None:
+def command(*, place: Place, delays: str | None, as_json: bool) -> None:
     """Show each queue: what it holds, or which silo serves it, and how far its subscriptions are.
 
     Lag is what is in a queue from the first batch on that some subscription has not finished: batches, their events
     (~ where they are estimated), and how long ago the oldest was stored. With --data, the lag of each subscription in
-    batches is shown, too, and what waits in the control store until it is due.
+    batches is shown, too, and what waits until it is due: in the control store, and where --delays says.
     """
+    check_how(place, {"delays": delays})
     if isinstance(place, Server):
         queues = run(_of_silos(place))
         show = _print_served
     else:
-        queues = run(_of_data(place))
+        queues = run(_of_data(place, delays))
         show = _print_stored
     if as_json:
         print_json(queues)
@@ -84,10 +86,10 @@ def _delayed(queue: Mapping[str, Any]) -> tuple[object, ...]:
     return f"{queue['delayed_events']:,}", "-" if queue["due_in_s"] is None else _seconds(queue["due_in_s"])
 
 
-async def _of_data(where: Where) -> list[dict[str, Any]]:
-    async with opened(where) as provider:
+async def _of_data(where: Where, delays: str | None) -> list[dict[str, Any]]:
+    async with opened(where, {"delays": delays}) as provider:
         checkpoints = await all_checkpoints(provider)
-        parked = await provider.store.parking().waiting(provider.name)
+        parked = await provider.waiting()
         found: list[dict[str, Any]] = []
         for queue in range(provider.queues):
             document = describe(queue, await provider.adapter.statistics(queue), checkpoints)

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from headrace.adapters import AdapterContext, open_adapter
+from headrace.adapters.redis.parking import RedisParking
+from headrace.benchmarks.servers import RedisServer
 from headrace.silo.datadir import DataDirectory
 from headrace.streams import Client, Event, StreamId
-from headrace.streams.parking import ParkingStore
+from headrace.streams.parking import ParkingLot
 from headrace.streams.store import ControlStore
 from tests.faults.cluster_stores import lasting_port, rng, store
 from tests.faults.silo_process import SiloProcess, silo_process
@@ -44,7 +46,7 @@ def wanted(count: int) -> list[str]:
     return sorted(f"{number} {when}" for number in range(count) for when in ("later", "now"))
 
 
-async def until_nothing_waits(parking: ParkingStore) -> None:
+async def until_nothing_waits(parking: ParkingLot) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while await parking.due_in_s("default", "") is not None:  # noqa: ASYNC110 (a database tells nobody)
             await asyncio.sleep(0.05)
@@ -79,6 +81,32 @@ async def test_a_silo_is_killed_again_and_again(tmp_path: Path, rng: random.Rand
                 await silo.start()
             await publishing
         await until_nothing_waits(control.parking())
+        await silo.stop()
+    assert await in_the_log(tmp_path / "data") == wanted(ROUNDS * CALLS)
+
+
+async def test_a_silo_and_the_redis_that_delays_are_killed_again_and_again(tmp_path: Path, rng: random.Random) -> None:
+    """With `everysec` a server that is killed while its disk syncs loses what it acknowledged meanwhile."""
+    redis = RedisServer(appendfsync="always")
+    redis.port = lasting_port()
+    async with AsyncExitStack() as stack:
+        await asyncio.to_thread(stack.enter_context, redis)
+        url = f"redis://{redis.address}"
+        silo = await stack.enter_async_context(silo_process(tmp_path, config=PROVIDER.replace("store", url)))
+        client = await stack.enter_async_context(Client(silo.address))
+        for turn in range(ROUNDS):
+            publishing = asyncio.create_task(publish(client, rng, turn * CALLS))
+            for killed in (redis, silo, redis):
+                await asyncio.sleep(rng.uniform(0, SPREAD_S / 2))
+                if killed is silo:
+                    await silo.kill()
+                    await silo.start()
+                else:
+                    await asyncio.to_thread(redis.kill)
+                    await asyncio.sleep(rng.uniform(0, SPREAD_S / 4))
+                    await asyncio.to_thread(redis.start)
+            await publishing
+        await until_nothing_waits(await stack.enter_async_context(aclosing(RedisParking(url))))
         await silo.stop()
     assert await in_the_log(tmp_path / "data") == wanted(ROUNDS * CALLS)
 

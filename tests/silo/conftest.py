@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers import postgres_server, postgres_url
+from tests.servers import postgres_server, postgres_url, redis_server
 from tests.silo.commandline import ENVIRONMENT, SCRIPT, Headrace, Ran, Start
 from tests.silo.forking import Forking
 
-__all__ = ("postgres_server", "postgres_url")
+__all__ = ("postgres_server", "postgres_url", "redis_server")
 
 
 @pytest.fixture(scope="session")

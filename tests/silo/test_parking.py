@@ -3,26 +3,29 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, closing
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import pytest_asyncio
 
 from headrace.adapters import AdapterContext, ProducerSequence, QueueAdapter, Receipt, open_adapter
+from headrace.benchmarks.servers import RedisServer
 from headrace.silo import Provider
 from headrace.silo.metrics import Observed, render
 from headrace.silo.parking import HOLD_S, Parking
 from headrace.streams import Event, StreamId
 from headrace.streams.errors import InvalidArgument, NotSupported, SequenceConflict, StorageError
 from headrace.streams.events import EventBatch, ScheduledBatch
-from headrace.streams.parking import ParkingStore
+from headrace.streams.parking import ParkingLot
 from headrace.streams.store import ControlStore
+from tests.faults.cluster_stores import lasting_port
 from tests.silo.commandline import Headrace
-from tests.streams.test_parking import Clock
+from tests.streams.parking_places import Clock, place_of
 
 STREAM = StreamId("orders", "42")
 PATIENCE_S = 30
@@ -69,9 +72,12 @@ async def test_a_priority_is_refused_as_ever(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"delays": "somewhere"}, InvalidArgument, "delays is \"store\" or left out, not 'somewhere'"),
+        ({"delays": "somewhere"}, InvalidArgument, "delays is \"store\", redis://host.*, or left out, not 'somewhere'"),
+        ({"delays": "redis://"}, InvalidArgument, "or left out, not 'redis://'"),
+        ({"delays": "redis://me:secret@host:99999"}, InvalidArgument, "or left out, not 'host:99999'"),
         ({"delays": "store", "adapter": "generator"}, NotSupported, "idempotent producers"),
         ({"delays": "store", "adapter": "memory"}, NotSupported, "one process's own"),
+        ({"delays": "redis://localhost:1", "adapter": "memory"}, NotSupported, "one process's own"),
     ],
 )
 async def test_what_cannot_be_is_refused_when_the_provider_is_opened(
@@ -182,6 +188,107 @@ async def test_what_was_parked_is_in_the_metrics(tmp_path: Path):
         assert b'headrace_delays_parked_events_total{provider="default"} 1.0' in text
 
 
+# ---- in Redis --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    """One that a test may stop and start. It keeps its port, which nobody's own end of a connection takes meanwhile."""
+    server = RedisServer()
+    server.port = lasting_port()
+    with server:
+        yield server
+
+
+@pytest.fixture
+def url(redis: RedisServer) -> str:
+    return f"redis://{redis.address}"
+
+
+async def test_what_is_parked_in_redis_outlasts_the_provider(tmp_path: Path, url: str):
+    async with Provider.open(tmp_path, queues=1, delays=url) as provider:
+        await provider.stream(STREAM).publish([Event(b"x", delay=timedelta(seconds=0.2)), Event(b"now")])
+        waiting = await provider.waiting()
+        assert (waiting[0].batches, waiting[0].events) == (1, 1)
+        assert await provider.store.parking().waiting("default") == {}
+    async with Provider.open(tmp_path, delays=url) as provider:
+
+        async def came() -> bool:
+            return await stored(provider.adapter) == ["now", "x"]
+
+        await until(came)
+
+
+async def test_while_redis_is_away_all_but_delays_works_and_those_go_on_by_themselves(
+    tmp_path: Path, url: str, redis: RedisServer, caplog: pytest.LogCaptureFixture
+):
+    await asyncio.to_thread(redis.kill)
+    async with Provider.open(tmp_path, queues=1, delays=url) as provider:
+        assert f"cannot be parked yet: Redis at {redis.address} does not serve" in caplog.text
+        await provider.stream(STREAM).publish(b"a")
+        with pytest.raises(StorageError, match=f"Redis at {redis.address} does not serve"):
+            await provider.stream(STREAM).publish(b"x", delay=timedelta(milliseconds=1))
+        await asyncio.to_thread(redis.start)
+        await provider.stream(STREAM).publish(b"b", delay=timedelta(milliseconds=300))
+        await asyncio.to_thread(redis.kill)
+
+        async def failing() -> bool:
+            return provider.statistics().release_failing
+
+        await until(failing)
+        await provider.stream(STREAM).publish(b"c")
+        await asyncio.to_thread(redis.start)
+
+        async def came() -> bool:
+            return await stored(provider.adapter) == ["a", "c", "b"] and not provider.statistics().release_failing
+
+        await until(came)
+
+
+async def test_what_the_control_store_has_is_published_when_new_events_go_to_redis(tmp_path: Path, url: str):
+    far = timedelta(hours=1)
+    async with Provider.open(tmp_path, queues=1, delays="store") as provider:
+        await provider.stream(STREAM).publish([Event(b"old", delay=timedelta(seconds=0.3)), Event(b"x", delay=far)])
+    async with Provider.open(tmp_path, delays=url) as provider:
+        await provider.stream(STREAM).publish([Event(b"new", delay=timedelta(milliseconds=1)), Event(b"x", delay=far)])
+
+        async def came() -> bool:
+            return sorted(await stored(provider.adapter)) == ["new", "old"]
+
+        async def only_far_ones_wait() -> bool:
+            waiting = (await provider.waiting())[0]
+            return (waiting.batches, waiting.events) == (2, 2) and 3000 < waiting.due_in_s <= 3600
+
+        await until(came)
+        await until(only_far_ones_wait)
+
+
+async def test_another_provider_of_that_name_is_refused(tmp_path: Path, url: str):
+    async with Provider.open(tmp_path / "one", delays=url):
+        pass
+    with pytest.raises(InvalidArgument, match=r"another provider 'default'.*as in redis://host:6379/1"):
+        async with Provider.open(tmp_path / "other", delays=url):
+            pass
+    async with Provider.open(tmp_path / "other", delays=f"{url}/1"):
+        pass
+
+
+async def test_what_would_outlast_its_queues_is_refused(url: str):
+    with pytest.raises(NotSupported, match="one process's own, and what is parked in a data directory or in Redis"):
+        async with Provider.open(adapter="memory", delays=url):
+            pass
+
+
+def test_what_waits_in_redis_is_in_the_list_of_queues(tmp_path: Path, headrace: Headrace, url: str):
+    (tmp_path / "a.txt").write_text("x\n")
+    publish = ("publish", "--data", "d", "--stream", "orders/42", "--format", "raw", "a.txt", "--delay", "3600")
+    assert headrace(*publish, "--delays", url).code == 0
+    queues = headrace("queues", "--data", "d", "--delays", url, "--json").json
+    assert sum(queue["delayed_events"] for queue in queues) == 1
+    assert "or left out, not 'host'" in headrace(*publish, "--delays", "host").refused(2)
+    assert "--delays is for --data" in headrace("queues", "--server", "localhost:1", "--delays", url).err
+
+
 # ---- stopped between any two steps -----------------------------------------------------------------------------------
 
 
@@ -227,7 +334,7 @@ class _Mortal:
 class Stage:
     """A queue of the log, and what is parked for it. Every `Parking` made here is another process's."""
 
-    def __init__(self, adapter: QueueAdapter, store: ParkingStore, clock: Clock) -> None:
+    def __init__(self, adapter: QueueAdapter, store: ParkingLot, clock: Clock) -> None:
         self.adapter, self.store, self.clock = adapter, store, clock
 
     def process(self, steps: int) -> tuple[Parking, Killer]:
@@ -245,17 +352,16 @@ class Stage:
         assert await self.store.waiting("p") == {}
 
 
-@pytest_asyncio.fixture(params=["file", "postgres"])
+@pytest_asyncio.fixture(params=["file", "postgres", "redis"])
 async def stage(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Stage]:
-    where = request.getfixturevalue("postgres_url") if request.param == "postgres" else str(tmp_path / "control.db")
     (tmp_path / "log").mkdir()
     context = AdapterContext(provider="p", queues=2, directory=tmp_path / "log")
     clock = Clock()
     async with (
-        aclosing(await ControlStore.open(where)) as control,
+        place_of(request, tmp_path, clock).opened() as lot,
         aclosing(await open_adapter("log", context, {})) as adapter,
     ):
-        yield Stage(adapter, control.parking(clock), clock)
+        yield Stage(adapter, lot, clock)
 
 
 def later(letter: str, delay_s: float = 1) -> ScheduledBatch:
@@ -405,11 +511,71 @@ async def test_while_the_queue_cannot_store_it_is_tried_again_and_said(stage: St
         return parking.statistics().failing == "killed"
 
     await until(failing)
-    assert caplog.text.count("what is due cannot be published yet: killed") == 1
+    assert caplog.text.count("what is due in queue 0 cannot be published yet: killed") == 1
     killer.left = -1
+    stage.clock.now_s += HOLD_S
 
     async def came() -> bool:
         return await stored(stage.adapter) == ["a"] and not parking.statistics().failing
 
     await until(came)
     await parking.aclose(PATIENCE_S)
+
+
+class Refusing:
+    """A queue that stores nothing while it is `broken`."""
+
+    def __init__(self, adapter: QueueAdapter, broken: int) -> None:
+        self._adapter, self.broken = adapter, broken
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._adapter, name)
+
+    async def enqueue(
+        self, batches: Sequence[tuple[int, EventBatch]], *, sequence: ProducerSequence | None = None
+    ) -> Sequence[Receipt]:
+        if any(queue == self.broken for queue, _ in batches):
+            raise StorageError("broken")
+        return await self._adapter.enqueue(batches, sequence=sequence)
+
+
+async def test_a_queue_that_cannot_store_holds_up_no_other(stage: Stage):
+    adapter = Refusing(stage.adapter, broken=1)
+    parking = Parking("p", cast("QueueAdapter", adapter), stage.store)
+    await stage.store.park("p", [(1, later("x"))])
+    stage.clock.now_s += 1
+    assert await parking.look() == 0  # it was claimed, and failed
+    for letter in "abc":
+        await stage.store.park("p", [(0, later(letter))])
+        stage.clock.now_s += 1
+        assert await parking.look() == 0
+        assert 0 < await parking.look() <= HOLD_S  # x is left alone until its time is over
+    assert parking.statistics().failing == "broken"
+    adapter.broken = -1
+    await stage.publish_all()
+    assert await stored(stage.adapter, queues=2) == ["a", "b", "c", "x"]
+
+
+async def test_releases_go_on_above_what_the_queue_knows_when_the_store_is_put_back(tmp_path: Path):
+    """Else the queue would take other events for those that it has under their number."""
+    clock, copy = Clock(), tmp_path / "copy.db"
+    context = AdapterContext(provider="p", queues=1, directory=tmp_path)
+    async with aclosing(await open_adapter("log", context, {})) as adapter:
+        async with aclosing(await ControlStore.open(tmp_path / "control.db")) as control:
+            stage = Stage(adapter, control.parking(clock), clock)
+            await stage.store.park("p", [(0, later("a"))])
+            await stage.publish_all()
+            await stage.store.park("p", [(0, later("kept", 2 * 3600))])
+            with (
+                closing(sqlite3.connect(tmp_path / "control.db")) as now_there,
+                closing(sqlite3.connect(copy)) as kept,
+            ):
+                now_there.backup(kept)
+            for letter in "bcd":
+                await stage.store.park("p", [(0, later(letter))])
+                stage.clock.now_s += 1
+                assert await stage.process(-1)[0].look() == 0
+        clock.now_s += 3600
+        async with aclosing(await ControlStore.open(copy)) as control:
+            await Stage(adapter, control.parking(clock), clock).publish_all()
+        assert await stored(adapter) == ["a", "b", "c", "d", "kept"]

@@ -1,3 +1,3 @@
-from ..servers import postgres_server, postgres_url
+from ..servers import postgres_server, postgres_url, redis_server
 
-__all__ = ("postgres_server", "postgres_url")
+__all__ = ("postgres_server", "postgres_url", "redis_server")
