@@ -28,11 +28,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def environment_stays() -> Iterator[None]:
-    """A test that leaves a variable set for those after it fails. What Spark sets for its JVM goes with that."""
+    """A test that leaves a variable set for those after it fails. What Spark sets for its JVM, and what is set where grpc
+    is imported, stays for the process."""
     before = dict(os.environ)
     yield
     changed = {name for name, _ in before.items() ^ os.environ.items()}
-    left = sorted(name for name in changed if not name.startswith(("PYTEST_", "SPARK_", "PYSPARK_")))
+    left = sorted(name for name in changed if not name.startswith(("PYTEST_", "SPARK_", "PYSPARK_", "GRPC_")))
     for name in left:
         os.environ.pop(name, None)
         if name in before:
