@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from redis import Redis
@@ -22,7 +23,7 @@ GUIDE = Path(__file__).parents[3] / "docs" / "redis.md"
 @pytest.fixture
 def guide(redis_server: RedisServer) -> str:
     with Redis(port=redis_server.port, db=7) as client:
-        client.flushdb()  # the programs use one prefix
+        cast("Any", client).flushdb()  # the programs use one prefix
     text = GUIDE.read_text().replace("localhost:6379", f"{redis_server.address}/7")
     return text.replace("9465", str(free_port()))
 
