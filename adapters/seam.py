@@ -205,12 +205,17 @@ class QueueAdapter(ABC):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterContext:
     """What an adapter is given to open itself: the provider's name, its number of queues, a directory of its own where
-    the provider has one on disk (it exists), and the queue that the provider's mapper gives a stream, where known."""
+    the provider has one on disk (it exists), and the queue that the provider's mapper gives a stream, where known.
+
+    `owner` is a text that the provider's control store keeps, by which an adapter can tell its queues from those of a
+    provider of the same name with another control store; "" where the control store ends with the process.
+    """
 
     provider: str
     queues: int
     directory: Path | None = None
     queue_of: Callable[[StreamId], int] | None = None
+    owner: str = ""
 
 
 class AdapterFactory(Protocol):

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import time
+import uuid
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -210,7 +211,10 @@ class Provider:
         if known:
             await register()  # refuses what does not fit
         own = await asyncio.to_thread(directory.provider_dir, options.name) if directory else None
-        context = AdapterContext(provider=options.name, queues=mapper.queues, directory=own, queue_of=mapper.queue_of)
+        owner = "" if store.private else await store.value_or(f"owner/{options.name}", uuid.uuid4().hex)
+        context = AdapterContext(
+            provider=options.name, queues=mapper.queues, directory=own, queue_of=mapper.queue_of, owner=owner
+        )
         adapter = await open_adapter(adapter_name, context, options.options)
         parking = former = None
         try:

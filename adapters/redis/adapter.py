@@ -24,11 +24,12 @@ from ..seam import (
     Receipt,
 )
 from .backlog import COUNTED, Unfinished, backlog_of, due_end_of, unfinished
-from .keys import ShardKeys, check_name, ranked
+from .keys import ShardKeys, check_name, provider_key, ranked
 from .options import RedisOptions
 from .producers import KEPT_S, Producers, persistently, short
 from .pusher import Pusher
 from .receiver import RedisReceiver, body_of
+from .scripts import OWN
 from .server import Server, ServerAway
 from .shard import Pushed, RedisShard
 from .watch import watched
@@ -47,6 +48,8 @@ class RedisAdapter(QueueAdapter):
 
     def __init__(self, context: AdapterContext, options: RedisOptions) -> None:
         self._provider = check_name("provider", context.provider)
+        self._provider_key = provider_key(options.prefix, self._provider)
+        self._owner = context.owner
         chosen = options.servers()
         order = sorted(range(len(chosen)), key=lambda index: chosen[index].zone != options.zone)
         self._servers = [Server(shard.url, cluster=shard.cluster) for shard in chosen]
@@ -74,11 +77,31 @@ class RedisAdapter(QueueAdapter):
 
     async def open(self) -> None:
         """Raises StorageError where no server answers, InvalidArgument for one that will not do."""
-        outcomes = await asyncio.gather(*(server.check() for server in self._servers), return_exceptions=True)
+        outcomes = await asyncio.gather(*map(self._check, self._servers), return_exceptions=True)
         errors = [error for error in outcomes if isinstance(error, BaseException)]
         fatal = [error for error in errors if not isinstance(error, ServerAway)]
         if fatal or len(errors) == len(self._servers):
             raise (fatal or errors)[0]
+
+    async def _check(self, server: Server) -> None:
+        """One provider's queues are not another's: their streams would be mapped otherwise, and what one reads and
+        finishes, the other never gets."""
+        await server.check()
+        queues = len(self._queues)
+        other = await server.run(OWN, [self._provider_key], self._owner, queues)
+        if not other:
+            return
+        theirs, name = int(other[1]), repr(self._provider)
+        if theirs != queues:
+            raise InvalidArgument(
+                f"provider {name} has {theirs} queues in Redis at {server.address}, not {queues}: open it with "
+                f"queues = {theirs}, or choose another name or prefix"
+            )
+        raise InvalidArgument(
+            f"Redis at {server.address} has the queues of another provider {name}, with other control data: choose "
+            "another name or prefix, or the same data directory or control store; where that provider is gone, "
+            f"delete the key {self._provider_key} there"
+        )
 
     def enqueue(
         self, batches: Sequence[tuple[int, EventBatch]], *, sequence: ProducerSequence | None = None

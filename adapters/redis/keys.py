@@ -52,6 +52,11 @@ class ShardKeys(NamedTuple):
         return f"{self.meta}:sent:{pusher}"
 
 
+def provider_key(prefix: str, provider: str) -> str:
+    """Where each server has whose queues are in it, and how many."""
+    return f"{{{prefix}:{provider}}}provider"
+
+
 def check_name(what: str, name: str) -> str:
     """A part of a key. Raises InvalidArgument for one that would end the hash tag or a part early."""
     if not name or not name.isprintable() or set(name) & set("{}: "):

@@ -532,3 +532,16 @@ class Scripts(NamedTuple):
 
 
 SCRIPTS = Scripts.with_clock()
+
+# ARGV: owner ("" for one that is told apart from nobody), number of queues. Answers with the owner and the number that
+# are noted, where those are others, else with nothing.
+OWN = Script.plain("""
+local noted = redis.call('HMGET', KEYS[1], 'owner', 'queues')
+local owner, queues = noted[1] or '', noted[2]
+if (owner ~= '' and ARGV[1] ~= '' and owner ~= ARGV[1]) or (queues and queues ~= ARGV[2]) then
+  return {owner, queues}
+end
+if not queues then redis.call('HSET', KEYS[1], 'queues', ARGV[2]) end
+if owner == '' and ARGV[1] ~= '' then redis.call('HSET', KEYS[1], 'owner', ARGV[1]) end
+return {}
+""")

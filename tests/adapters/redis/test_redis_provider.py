@@ -19,7 +19,16 @@ from headrace.adapters.redis.keys import ShardKeys
 from headrace.agents import manager
 from headrace.benchmarks.servers import RedisServer
 from headrace.silo import Provider
-from headrace.streams import Event, NotSupported, Selector, Start, StorageError, StreamId, SubscriptionDefinition
+from headrace.streams import (
+    Event,
+    InvalidArgument,
+    NotSupported,
+    Selector,
+    Start,
+    StorageError,
+    StreamId,
+    SubscriptionDefinition,
+)
 from headrace.streams.client import Client
 from tests.adapters.redis.looking import check_agreement
 from tests.client.silos import SiloProcess
@@ -306,6 +315,23 @@ async def test_a_publish_waits_no_longer_than_it_may(tmp_path: Path) -> None:
             await asyncio.to_thread(server.kill)
             with pytest.raises(StorageError, match="publish them again"):
                 await provider.stream(STREAM).publish(b"x")
+
+
+async def test_a_provider_of_the_same_name_with_other_control_data_is_refused(tmp_path: Path, url: str) -> None:
+    """Else each would finish events that the other has not seen."""
+    async with opened(tmp_path / "one", url):
+        with pytest.raises(InvalidArgument, match="the queues of another provider 'default', with other control data"):
+            await opened(tmp_path / "two", url).__aenter__()
+        async with opened(tmp_path / "two", url, prefix="other"):
+            pass
+    async with opened(tmp_path / "one", url), Provider.open(adapter="redis", queues=2, options={"url": url}):
+        pass
+
+
+async def test_another_number_of_queues_is_refused(tmp_path: Path, url: str) -> None:
+    async with opened(tmp_path, url):
+        with pytest.raises(InvalidArgument, match=r"'default' has 2 queues in Redis at .*, not 4"):
+            await Provider.open(adapter="redis", queues=4, options={"url": url}).__aenter__()
 
 
 async def test_a_provider_without_a_server_says_where_it_looked(tmp_path: Path) -> None:
