@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..adapters import Backlog
+from ..adapters import Backlog, QueueAdapter
 from ..agents import (
     AgentStatistics,
     BucketStatistics,
@@ -86,10 +86,25 @@ class ProviderStatistics(NamedTuple):
 
 
 def age_s(backlog: Backlog) -> float | None:
-    """How long ago the oldest of it was stored, in seconds; 0 where there is none, None where that is not known."""
+    """How long ago the oldest of it was stored, or due, in seconds; 0 where there is none, None where nobody knows."""
     if not backlog.batches:
         return 0.0
     return None if backlog.since_us is None else max(time.time_ns() // 1000 - backlog.since_us, 0) / 1e6
+
+
+def due_in_s(backlog: Backlog) -> float | None:
+    """When the first of it is due that is not yet, in seconds; None where there is none, or that is not known."""
+    return None if backlog.later_us is None else max(backlog.later_us - time.time_ns() // 1000, 0) / 1e6
+
+
+async def lag_of(adapter: QueueAdapter, queue: int, unfinished: int | None) -> Backlog:
+    """What is behind the lowest offset that some subscription has not finished. None: nobody reads the queue, so only
+    what is not due yet is told."""
+    if unfinished is not None:
+        return await adapter.backlog(queue, unfinished)
+    if not adapter.capabilities.delay:
+        return Backlog(0, 0)
+    return (await adapter.backlog(queue, 0))._replace(batches=0, events=0, estimated=False, since_us=None)
 
 
 def provider_statistics(manager: PullingManager, published_events: int, published_bytes: int) -> ProviderStatistics:

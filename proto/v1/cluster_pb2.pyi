@@ -220,6 +220,8 @@ class Queue(_message.Message):
     LAG_BATCHES_FIELD_NUMBER: _builtins.int
     LAG_EVENTS_FIELD_NUMBER: _builtins.int
     LAG_ESTIMATED_FIELD_NUMBER: _builtins.int
+    DELAYED_EVENTS_FIELD_NUMBER: _builtins.int
+    DUE_IN_MS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Its number within the provider, from 0."""
     state: _builtins.str
@@ -237,17 +239,21 @@ class Queue(_message.Message):
     epoch: _builtins.int
     """Of the lease under which it is served; 0 where one silo serves by itself."""
     lag_ms: _builtins.int
-    """How long ago the oldest event was stored that some subscription has not finished, in milliseconds; 0 where there is
-    none, or where the adapter does not know times.
+    """How long ago the oldest event was stored, or was due where it had a delay, that some subscription has not finished,
+    in milliseconds; 0 where there is none, or where the adapter does not know times.
     """
     cache_limit_bytes: _builtins.int
     """What the cache may hold, in bytes."""
     lag_batches: _builtins.int
-    """Batches from the first that some subscription has not finished to the queue's end."""
+    """Batches from the first that some subscription has not finished to the queue's end, without what is not due yet."""
     lag_events: _builtins.int
     """The same in events; 0 where the adapter does not know."""
     lag_estimated: _builtins.bool
     """Only the first of these events were counted, and the others estimated from their batches."""
+    delayed_events: _builtins.int
+    """Events in the queue that are not due yet; of many it is an estimate. What a provider parks elsewhere is not in it."""
+    due_in_ms: _builtins.int
+    """When the first of them is due, in milliseconds from now; 0 where there is none."""
     def __init__(
         self,
         *,
@@ -264,10 +270,12 @@ class Queue(_message.Message):
         lag_batches: _builtins.int = ...,
         lag_events: _builtins.int = ...,
         lag_estimated: _builtins.bool = ...,
+        delayed_events: _builtins.int = ...,
+        due_in_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_limit_bytes", b"cache_limit_bytes", "cached_bytes", b"cached_bytes", "cached_events", b"cached_events", "end_offset", b"end_offset", "epoch", b"epoch", "index", b"index", "lag_batches", b"lag_batches", "lag_estimated", b"lag_estimated", "lag_events", b"lag_events", "lag_ms", b"lag_ms", "read_offset", b"read_offset", "reason", b"reason", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_limit_bytes", b"cache_limit_bytes", "cached_bytes", b"cached_bytes", "cached_events", b"cached_events", "delayed_events", b"delayed_events", "due_in_ms", b"due_in_ms", "end_offset", b"end_offset", "epoch", b"epoch", "index", b"index", "lag_batches", b"lag_batches", "lag_estimated", b"lag_estimated", "lag_events", b"lag_events", "lag_ms", b"lag_ms", "read_offset", b"read_offset", "reason", b"reason", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

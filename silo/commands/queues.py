@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...adapters import Backlog, QueueStatistics
+from ...adapters import QueueStatistics
 from ...streams import Checkpoint, NotFound
 from ..provider import Provider
-from ..views import age_s
+from ..views import age_s, due_in_s, lag_of
 from .options import Place, Server, Where, adapter_options, check_how, delays_option, opened, place_options
 from .output import json_option, print_json, print_table
 from .running import run
 
 if TYPE_CHECKING:
     from ...proto.v1 import cluster_pb2 as pb
+    from ...streams.parking import Waiting
 
 
 @click.command("queues")
@@ -28,8 +29,9 @@ def command(*, place: Place, delays: str | None, as_json: bool) -> None:
     """Show each queue: what it holds, or which silo serves it, and how far its subscriptions are.
 
     Lag is what is in a queue from the first batch on that some subscription has not finished: batches, their events
-    (~ where they are estimated), and how long ago the oldest was stored. With --data, the lag of each subscription in
-    batches is shown, too, and what waits until it is due: in the control store, and where --delays says.
+    (~ where they are estimated), and how long ago the oldest was stored. What is not due yet is no lag, and shown as
+    delayed, with when the first of it is due: what waits in the queue, and with --data also in the control store, and
+    where --delays says. With --data, the lag of each subscription in batches is shown, too.
     """
     check_how(place, {"delays": delays})
     if isinstance(place, Server):
@@ -66,7 +68,7 @@ def _seconds(seconds: float | None) -> str:
 
 def _print_stored(queues: list[dict[str, Any]]) -> None:
     names = sorted({name for queue in queues for name in queue["subscriptions"]})
-    delayed = ("delayed", "due in s") if any(queue["delayed_events"] for queue in queues) else ()
+    delayed = _delayed_columns(queues)
     print_table(
         ("queue", "first", "next", "events", "bytes", *LAG, *delayed, *(f"lag of {name}" for name in names)),
         [
@@ -82,8 +84,13 @@ def _print_stored(queues: list[dict[str, Any]]) -> None:
     )
 
 
+def _delayed_columns(queues: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+    return ("delayed", "due in s") if any(queue["delayed_events"] for queue in queues) else ()
+
+
 def _delayed(queue: Mapping[str, Any]) -> tuple[object, ...]:
-    return f"{queue['delayed_events']:,}", "-" if queue["due_in_s"] is None else _seconds(queue["due_in_s"])
+    events = queue["delayed_events"]
+    return "-" if events is None else f"{events:,}", _seconds(queue["due_in_s"])
 
 
 async def _of_data(where: Where, delays: str | None) -> list[dict[str, Any]]:
@@ -92,12 +99,16 @@ async def _of_data(where: Where, delays: str | None) -> list[dict[str, Any]]:
         parked = await provider.waiting()
         found: list[dict[str, Any]] = []
         for queue in range(provider.queues):
-            document = describe(queue, await provider.adapter.statistics(queue), checkpoints)
-            waiting = parked.get(queue)
-            document["delayed_events"] = waiting.events if waiting else 0
-            document["due_in_s"] = waiting.due_in_s if waiting else None
-            found.append(document | await _behind(provider, queue, checkpoints))
+            of = {name: each[queue] for name, each in checkpoints.items() if queue in each}
+            document = describe(queue, await provider.adapter.statistics(queue))
+            document["subscriptions"] = await _standings(provider, queue, of)
+            found.append(document | await _behind(provider, queue, of, parked.get(queue)))
         return found
+
+
+async def _standings(provider: Provider, queue: int, of: Mapping[str, Checkpoint]) -> dict[str, Any]:
+    ends = await provider.ends(queue, {at.watermark for at in of.values()})
+    return {name: standing(at, ends[at.watermark]) for name, at in sorted(of.items())}
 
 
 async def all_checkpoints(provider: Provider) -> dict[str, Mapping[int, Checkpoint]]:
@@ -107,21 +118,21 @@ async def all_checkpoints(provider: Provider) -> dict[str, Mapping[int, Checkpoi
 
 
 async def _behind(
-    provider: Provider, queue: int, checkpoints: Mapping[str, Mapping[int, Checkpoint]]
+    provider: Provider, queue: int, of: Mapping[str, Checkpoint], parked: Waiting | None
 ) -> dict[str, Any]:
-    watermarks = [of[queue].watermark for of in checkpoints.values() if queue in of]
-    lag = await provider.adapter.backlog(queue, min(watermarks)) if watermarks else Backlog(0, 0)
+    lag = await lag_of(provider.adapter, queue, min((at.watermark for at in of.values()), default=None))
+    due = [parked.due_in_s if parked else None, due_in_s(lag)]
     return {
         "lag_batches": lag.batches,
         "lag_events": lag.events,
         "lag_estimated": lag.estimated,
         "lag_s": age_s(lag),
+        "delayed_events": lag.later_events + (parked.events if parked else 0),
+        "due_in_s": min((each for each in due if each is not None), default=None),
     }
 
 
-def describe(
-    queue: int, statistics: QueueStatistics, checkpoints: Mapping[str, Mapping[int, Checkpoint]]
-) -> dict[str, Any]:
+def describe(queue: int, statistics: QueueStatistics) -> dict[str, Any]:
     bounds = statistics.bounds
     return {
         "queue": queue,
@@ -129,14 +140,11 @@ def describe(
         "next": bounds.next,
         "events": statistics.events,
         "bytes": statistics.bytes,
-        "subscriptions": {
-            name: standing(of[queue], bounds.next) for name, of in sorted(checkpoints.items()) if queue in of
-        },
     }
 
 
 def standing(checkpoint: Checkpoint, end: int) -> dict[str, Any]:
-    """A subscription's stored progress in a queue that ends at offset `end`."""
+    """A subscription's stored progress in a queue that ends at offset `end`, as `Provider.ends` has it."""
     return {
         "next_offset": checkpoint.next_offset,
         "watermark": checkpoint.watermark,
@@ -150,18 +158,20 @@ def standing(checkpoint: Checkpoint, end: int) -> dict[str, Any]:
 
 
 def _print_served(queues: list[dict[str, Any]]) -> None:
+    delayed = _delayed_columns(queues)
     print_table(
-        ("queue", "silo", "state", "epoch", "next", *LAG, "cached", "cache"),
+        ("queue", "silo", "state", "epoch", "next", *LAG, *delayed, "cached", "cache"),
         [
             (
                 *(_or_dash(queue[column]) for column in ("queue", "silo", "state", "epoch", "next")),
                 *_lag(queue),
+                *(_delayed(queue) if delayed else ()),
                 _or_dash(queue["cached_events"]),
                 _filled(queue),
             )
             for queue in queues
         ],
-        right=("queue", "epoch", "next", *LAG, "cached", "cache"),
+        right=("queue", "epoch", "next", *LAG, *delayed, "cached", "cache"),
     )
 
 
@@ -208,6 +218,8 @@ def _shown(silo: str, queue: pb.Queue) -> dict[str, Any]:
         "lag_events": queue.lag_events,
         "lag_estimated": queue.lag_estimated,
         "lag_s": queue.lag_ms / 1000,
+        "delayed_events": queue.delayed_events,
+        "due_in_s": queue.due_in_ms / 1000 if queue.delayed_events else None,
         "cached_events": queue.cached_events,
         "cached_bytes": queue.cached_bytes,
         "cache_limit_bytes": queue.cache_limit_bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from ...adapters import Backlog
@@ -9,7 +10,7 @@ from ...proto.v1 import cluster_pb2 as pb
 from ...streams.cluster import ClusterView, SiloRecord
 from ...streams.errors import HeadraceError
 from ..provider import Provider
-from ..views import QueueView, age_s
+from ..views import QueueView, age_s, due_in_s, lag_of
 
 
 async def described(provider: Provider, *, counted: bool) -> pb.Provider:
@@ -18,7 +19,8 @@ async def described(provider: Provider, *, counted: bool) -> pb.Provider:
     leases = provider.manager.leases
     unfinished = await _unfinished(provider) if counted else {}
     views = [view for view in provider.statistics().queues if leases is None or view.index in leases]
-    queues = [await _queue(provider, view, unfinished.get(view.index)) for view in views]
+    lags = {view.index: await _backlog(provider, view.index, unfinished) for view in views} if counted else {}
+    queues = [await _queue(provider, view, lags.get(view.index, Backlog(0, 0))) for view in views]
     return pb.Provider(name=provider.name, adapter=adapters[provider.name], queues=queues, queue_count=provider.queues)
 
 
@@ -35,10 +37,9 @@ async def _unfinished(provider: Provider) -> dict[int, int]:
     return lowest
 
 
-async def _queue(provider: Provider, view: QueueView, unfinished: int | None) -> pb.Queue:
+async def _queue(provider: Provider, view: QueueView, lag: Backlog) -> pb.Queue:
     stopped = view.index in provider.manager.stopped
     leases = provider.manager.leases
-    lag = await _backlog(provider, view.index, unfinished)
     return pb.Queue(
         index=view.index,
         state="stopped" if stopped else view.state,
@@ -53,16 +54,18 @@ async def _queue(provider: Provider, view: QueueView, unfinished: int | None) ->
         lag_events=lag.events or 0,
         lag_estimated=lag.estimated,
         lag_ms=round(1000 * (age_s(lag) or 0.0)),
+        delayed_events=lag.later_events,
+        due_in_ms=math.ceil(1000 * (due_in_s(lag) or 0.0)),
     )
 
 
-async def _backlog(provider: Provider, queue: int, unfinished: int | None) -> Backlog:
-    if unfinished is None:
-        return Backlog(0, 0)
+async def _backlog(provider: Provider, queue: int, unfinished: Mapping[int, int]) -> Backlog:
+    lowest = unfinished.get(queue)
     try:
-        return await provider.adapter.backlog(queue, unfinished)
+        return await lag_of(provider.adapter, queue, lowest)
     except HeadraceError:  # it is damaged there, which the queue's state says
-        return Backlog(max((await provider.adapter.bounds(queue)).next - unfinished, 0))
+        end = (await provider.adapter.bounds(queue)).next
+        return Backlog(0, 0) if lowest is None else Backlog(max(end - lowest, 0))
 
 
 def silent(record: SiloRecord, state: str, view: ClusterView, providers: Mapping[str, Provider]) -> pb.Silo:

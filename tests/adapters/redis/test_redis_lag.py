@@ -175,5 +175,22 @@ async def test_a_silo_shows_lag_without_what_is_not_due(tmp_path: Path, url: str
         assert "delayed   due in s" in shown.out
 
 
+async def test_a_data_directory_shows_what_is_due_and_what_is_not(tmp_path: Path, url: str, headrace: Headrace) -> None:
+    async with Provider.open(tmp_path / "d", adapter="redis", queues=2, options={"url": url}) as provider:
+        subscription = await provider.subscribe("s", "orders/*", _nothing)
+        await provider.stream(STREAM).publish([b"done"])
+        await subscription.caught_up()
+        await subscription.close()
+        await provider.stream(STREAM).publish([b"1", b"2", Event(b"later", delay=HOUR)])
+        index = provider.queue_of(STREAM)
+    arguments = ("--data", "d", "--option", f"url={url}", "--json")
+    queue = (await asyncio.to_thread(headrace, "queues", *arguments)).json[index]
+    assert (queue["lag_batches"], queue["lag_events"], queue["subscriptions"]["s"]["lag"]) == (1, 2, 1)
+    assert (queue["delayed_events"], 3000 < queue["due_in_s"] <= 3600) == (1, True)
+
+
+async def _nothing(_: Event) -> None: ...
+
+
 async def _queues(headrace: Headrace, address: str) -> list[dict[str, Any]]:
     return (await asyncio.to_thread(headrace, "queues", "--server", address, "--json")).json
