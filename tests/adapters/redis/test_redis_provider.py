@@ -146,7 +146,7 @@ async def test_a_process_killed_again_and_again_loses_nothing(tmp_path: Path, ur
         return Counter(line.split()[1] for line in notes.read_bytes().splitlines() if line.startswith(what))
 
     process = await serve()
-    async with opened(tmp_path / "p", url) as publisher:
+    async with Provider.open(adapter="redis", queues=2, options={"url": url}) as publisher:
         for start in range(0, events, 100):
             numbers = range(start, start + 100)
             await publisher.publish_many([(StreamId("orders", str(n % 20)), b"%d" % n) for n in numbers])
