@@ -90,7 +90,7 @@ class Management:
 
     async def caught_up(self, name: str) -> None:
         """Return when everything stored before the call is done for the subscription (paused streams apart), however
-        long that takes."""
+        long that takes. Where the queues keep no order, as in Redis: when nothing is left that is due."""
         request = pb.AwaitCaughtUpRequest(provider=self._provider, name=name)
         method = "SubscriptionService/AwaitCaughtUp"
         await self._connection.long_call(method, request.SerializeToString(), outage_s=self._timeout_s)
