@@ -22,7 +22,6 @@ SOURCES  := $(shell find $(PACKAGES) -name __pycache__ -prune -o -print) pyspark
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 PYTEST_ARGS ?=
-PARALLEL    ?= --numprocesses auto --dist loadfile
 SIM_ARGS    ?=
 
 .PHONY: help test lint types pytest fuzz chaos sim demo bench dev format generate baseline wheel clean
@@ -43,8 +42,8 @@ types: $(STAMPS)/test ## pyright, strict
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
 pytest: $(STAMPS)/test ## the tests alone, those of consuming in a cluster, too; PYTEST_ARGS chooses
-	HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest $(PARALLEL) $(PYTEST_ARGS)
-	HEADRACE_TEST_SILOS=2 $(BIN)/pytest $(PARALLEL) -m "not one_silo" tests/silo/rpc/test_consumer.py tests/silo/rpc/test_consumer_model.py
+	HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest $(PYTEST_ARGS)
+	HEADRACE_TEST_SILOS=2 $(BIN)/pytest -m "not one_silo" tests/silo/rpc/test_consumer.py tests/silo/rpc/test_consumer_model.py
 
 fuzz: $(STAMPS)/test ## attack a silo for FUZZ_SECONDS, 60 where it is not set
 	FUZZ_SECONDS=$${FUZZ_SECONDS:-60} $(BIN)/pytest -s tests/faults/test_grpc_fuzz.py
@@ -52,7 +51,8 @@ fuzz: $(STAMPS)/test ## attack a silo for FUZZ_SECONDS, 60 where it is not set
 chaos: $(STAMPS)/test ## kill, freeze and starve silos and consumers, 30 times each, queries of Spark 10 (CHAOS_ROUNDS), clusters for 120 s (CHAOS_SECONDS), consumers of CHAOS_EVENTS events in Redis
 	CHAOS_ROUNDS=$${CHAOS_ROUNDS:-30} CHAOS_SECONDS=$${CHAOS_SECONDS:-120} HEADRACE_INSTALL_SERVERS=1 \
 	  CHAOS_EVENTS=$${CHAOS_EVENTS:-100000} $(BIN)/pytest -s tests/faults/test_grpc_kills.py tests/faults/test_cluster_kills.py \
-	  tests/faults/test_cluster_outages.py tests/faults/test_spark_kills.py tests/adapters/redis/test_redis_processes.py
+	  tests/faults/test_cluster_outages.py tests/faults/test_spark_kills.py tests/faults/test_parking_kills.py \
+	  tests/adapters/redis/test_redis_processes.py
 
 sim: $(STAMPS)/test ## simulate SEEDS whole clusters, 1,000 where it is not set; SIM_ARGS=--bugs plants bugs
 	$(BIN)/python -m tests.cluster.sim --seeds $${SEEDS:-1000} $(SIM_ARGS)

@@ -28,8 +28,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def environment_stays() -> Iterator[None]:
-    """A test that leaves a variable set for those after it fails. What Spark sets for its JVM, and what is set where grpc
-    is imported, stays for the process."""
+    """A test that leaves a variable set for those after it fails. What Spark sets for its JVM, and what is set where
+    grpc is imported, stays for the process."""
     before = dict(os.environ)
     yield
     changed = {name for name, _ in before.items() ^ os.environ.items()}

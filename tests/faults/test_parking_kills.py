@@ -23,7 +23,7 @@ from tests.servers import postgres_server, postgres_url
 
 __all__ = ("postgres_server", "postgres_url", "rng", "store")
 
-ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "3"))
+ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "1"))
 QUEUES = 2
 CALLS = 60
 SPREAD_S = 2.0

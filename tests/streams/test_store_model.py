@@ -36,7 +36,9 @@ from tests.servers import new_schema
 
 T = TypeVar("T")
 
-STEPS = settings(max_examples=15, stateful_step_count=25, deadline=None)
+STEPS = settings(max_examples=10, stateful_step_count=25, deadline=None)
+
+pytestmark = pytest.mark.timeout(400)
 
 NAMES = st.sampled_from(["a", "b", "c"])
 WHO = st.integers(0, 1)
