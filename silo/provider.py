@@ -12,7 +12,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Generator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -135,7 +135,6 @@ class Provider:
         self.former_parking = former
         """The same for those that are still parked where they were parked before."""
         self._delays = adapter.capabilities.delay or options.delays is not None
-        self._enqueue = parking.enqueue if self._delays and parking is not None else adapter.enqueue
         self._directory = directory
         self._locks: dict[str, DirectoryLock] = {}
         self._closing: asyncio.Task[None] | None = None
@@ -385,6 +384,12 @@ class Provider:
             return
         if not any(receipt.duplicate for receipt in answer.result()):
             self._count(placed)
+
+    def _enqueue(
+        self, batches: Sequence[tuple[int, EventBatch]], *, sequence: ProducerSequence | None = None
+    ) -> Awaitable[Sequence[Receipt]]:
+        place = self.parking if self._delays and self.parking is not None else self.adapter
+        return place.enqueue(batches, sequence=sequence)
 
     def _encode(self, stream: StreamId, events: list[bytes | Event]) -> list[EventBatch]:
         batches = encoded(stream, events)
