@@ -350,14 +350,12 @@ def check_parkable(provider: str, name: str, adapter: QueueAdapter, *, private: 
         )
 
 
-async def open_lot(provider: str, delays: str, store: ControlStore) -> ParkingLot:
-    """The place that the option names. Raises NotFound without the package for it, InvalidArgument for a server that
-    will not do. One that is away is found out when it is used."""
+async def open_lot(provider: str, delays: str, store: ControlStore, owner: str) -> ParkingLot:
+    """The place that the option names; `owner` as the adapters get it. Raises NotFound without the package for it,
+    InvalidArgument for a server that will not do. One that is away is found out when it is used."""
     if delays == STORE:
         return store.parking()
     kind = await asyncio.to_thread(_redis_parking)  # imports: files
-    # Without a control store of its own a provider has no identity: then its name alone says what is its.
-    owner = "" if store.private else await store.value_or(f"delays/{provider}", uuid.uuid4().hex)
     lot = kind(delays, owner=owner)
     try:
         await lot.check(provider)

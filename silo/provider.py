@@ -226,7 +226,7 @@ class Provider:
                 await _check_same_queues(store, options.name, directory, own)
             if not known:
                 await register()  # only now: what cannot be opened is not what the provider is made with
-            parking, former = await _parkings(options, adapter, store)
+            parking, former = await _parkings(options, adapter, store, owner)
             provider = cls(options, directory, store, adapter, mapper, leased=leased, parking=parking, former=former)
             await provider._forget_lost_positions()
         except BaseException:
@@ -783,7 +783,7 @@ def _start(start: Start | str | None) -> Start:
 
 
 async def _parkings(
-    options: ProviderOptions, adapter: QueueAdapter, store: ControlStore
+    options: ProviderOptions, adapter: QueueAdapter, store: ControlStore, owner: str
 ) -> tuple[Parking | None, Parking | None]:
     """Where delayed events are parked, and the control store where it is another place and has some from before. They
     are published all the same."""
@@ -792,7 +792,7 @@ async def _parkings(
         former = await _left_in_store(options, adapter, store)
     if options.delays is None:
         return former, None
-    return Parking(options.name, adapter, await open_lot(options.name, options.delays, store)), former
+    return Parking(options.name, adapter, await open_lot(options.name, options.delays, store, owner)), former
 
 
 async def _left_in_store(options: ProviderOptions, adapter: QueueAdapter, store: ControlStore) -> Parking | None:

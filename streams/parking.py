@@ -340,18 +340,15 @@ def _hold(connection: Connection, slot: Row[Any], number: int, holder: tuple[str
         select(parked).where(_taken(slot.provider, slot.queue, number)).order_by(parked.c.due_at_us, parked.c.id)
     )
     try:
-        return Release(slot.queue, slot.producer, number, [_batch_of(row) for row in rows])
+        batches = [parked_batch(row.stream, row.batch, row.events, row.priority) for row in rows]
     except InvalidArgument as error:
         damage = f"a parked batch in the control store is damaged ({error}); restore it from a copy"
         return Release(slot.queue, slot.producer, number, [], damage)
+    return Release(slot.queue, slot.producer, number, batches)
 
 
 def _taken(provider: str, queue: int, number: int) -> ColumnElement[bool]:
     return and_(_TAKEN, parked.c.provider == provider, parked.c.queue == queue, parked.c.claim == number)
-
-
-def _batch_of(row: Row[Any]) -> EventBatch:
-    return parked_batch(row.stream, row.batch, row.events, row.priority)
 
 
 def _released(connection: Connection, provider: str, numbers: Mapping[int, int]) -> None:

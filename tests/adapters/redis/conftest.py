@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator, Iterator
+from typing import Any, cast
 
 import pytest
 import pytest_asyncio
@@ -23,6 +24,14 @@ _numbers = itertools.count()
 def options(redis_server: RedisServer) -> RedisOptions:
     """The session's server, under a prefix that nobody else has."""
     return RedisOptions(url=f"redis://{redis_server.address}", prefix=f"test{next(_numbers)}")
+
+
+@pytest.fixture
+def url(redis_server: RedisServer) -> str:
+    """The session's server, emptied."""
+    with Redis(port=redis_server.port) as direct:
+        cast("Any", direct).flushall()
+    return f"redis://{redis_server.address}"
 
 
 @pytest.fixture

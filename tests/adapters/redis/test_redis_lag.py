@@ -7,12 +7,10 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from redis import Redis
 
-from headrace.benchmarks.servers import RedisServer
 from headrace.silo import Provider
 from headrace.streams import Event, Selector, StreamId, SubscriptionDefinition
 from headrace.streams.client import Client, Consumer
@@ -24,13 +22,6 @@ __all__ = ("forking", "headrace")
 
 STREAM = StreamId("orders", "1")
 HOUR = timedelta(hours=1)
-
-
-@pytest.fixture
-def url(redis_server: RedisServer) -> str:
-    with Redis(port=redis_server.port) as direct:
-        cast("Any", direct).flushall()
-    return f"redis://{redis_server.address}"
 
 
 @asynccontextmanager

@@ -40,13 +40,6 @@ __all__ = ("forking", "headrace")
 STREAM = StreamId("orders", "1")
 
 
-@pytest.fixture
-def url(redis_server: RedisServer) -> str:
-    with Redis(port=redis_server.port) as direct:
-        cast("Any", direct).flushall()
-    return f"redis://{redis_server.address}"
-
-
 @asynccontextmanager
 async def opened(data: Path, url: str, **options: Any) -> AsyncGenerator[Provider]:
     async with Provider.open(data, adapter="redis", queues=2, options={"url": url, **options}) as provider:
