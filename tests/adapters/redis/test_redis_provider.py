@@ -23,6 +23,7 @@ from headrace.streams import (
     Event,
     InvalidArgument,
     NotSupported,
+    RetryPolicy,
     Selector,
     Start,
     StorageError,
@@ -117,6 +118,35 @@ async def test_schedules_come_through_grpc_and_the_command_line(tmp_path: Path, 
         assert (ran.code, "such as redis" in ran.err) == (2, True)
     finally:
         await asyncio.to_thread(silo.stop)
+
+
+async def test_what_fails_is_tried_again_and_ends_as_a_dead_letter_that_can_be_redriven(
+    tmp_path: Path, url: str
+) -> None:
+    seen: list[bytes] = []
+    broken = True
+
+    async def handle(event: Event) -> None:
+        seen.append(event.payload)
+        if broken and event.payload == b"bad":
+            raise ValueError("broken")
+
+    async with opened(tmp_path, url) as provider:
+        retry = RetryPolicy(max_attempts=3, initial_delay_s=0.01)
+        subscription = await provider.subscribe("s", "orders/*", handle, retry=retry)
+        await provider.stream(STREAM).publish([b"bad"], priority=5)
+        await provider.stream(STREAM).publish([b"good"])
+        await until(lambda: b"good" in seen)
+        await subscription.caught_up()
+        (letter,) = await provider.store.dead_letters("default")
+        assert (letter.subscription, letter.attempts, seen.count(b"bad")) == ("s", 3, 3)
+        assert "broken" in letter.reason
+        async with asyncio.timeout(30):
+            while (await provider.adapter.backlog(provider.queue_of(STREAM), 0)).batches:  # noqa: ASYNC110 (it is saved)
+                await asyncio.sleep(0.05)
+        broken = False
+        assert await subscription.redrive() == 1
+        await until(lambda: seen.count(b"bad") == 4)
 
 
 # ---- crashes ---------------------------------------------------------------------------------------------------------
