@@ -12,6 +12,7 @@ import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 from ..agents import Edge, Group, Member, MemberStatistics
 from ..streams.errors import Busy, Fenced, HeadraceError, InvalidArgument, LimitExceeded, NotSupported
@@ -50,7 +51,8 @@ class Consumers:
         self._edge = edge
         self._timeout_s = timeout_s
         self._groups: dict[str, Group] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._locks = WeakValueDictionary[str, asyncio.Lock]()
+        """Each for as long as somebody holds it or waits for it."""
 
     @classmethod
     @asynccontextmanager
@@ -201,12 +203,8 @@ class Consumers:
     @asynccontextmanager
     async def _locked(self, name: str) -> AsyncGenerator[None]:
         lock = self._locks.setdefault(name, asyncio.Lock())
-        try:
-            async with lock:
-                yield
-        finally:
-            if not lock.locked() and name not in self._groups:
-                self._locks.pop(name, None)
+        async with lock:
+            yield
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 import msgspec
@@ -45,6 +46,8 @@ class _Line:
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
+        self.users = 0
+        """Calls that hold the lock or wait for it."""
         self.known: _Entry | None = None
 
 
@@ -59,8 +62,7 @@ class Producers:
         self._lines: dict[str, _Line] = {}
 
     async def last(self, producer: str) -> int:
-        line = self._line(producer)
-        async with line.lock:
+        async with self._line(producer) as line:
             line.known = await self._read(producer, needed=1)
             return line.known.number
 
@@ -68,8 +70,7 @@ class Producers:
         self, sequence: ProducerSequence, batches: int, store: Callable[[], Awaitable[Positions]]
     ) -> Sequence[Receipt]:
         """Call `store`, unless the call was stored before. Raises SequenceConflict for a hole."""
-        line = self._line(sequence.producer)
-        async with line.lock:
+        async with self._line(sequence.producer) as line:
             if line.known is None or line.known.number != sequence.previous or sequence.number <= sequence.previous:
                 # another process may have stored some
                 line.known = await self._read(sequence.producer, needed=sequence.previous)
@@ -87,10 +88,18 @@ class Producers:
             line.known = _Entry(sequence.number, positions)
             return [Receipt(_token(position), duplicate=position is None) for position in positions]
 
-    def _line(self, producer: str) -> _Line:
+    @asynccontextmanager
+    async def _line(self, producer: str) -> AsyncGenerator[_Line]:
+        """For one call alone."""
         if len(self._lines) > MAX_CACHED:
-            self._lines = {name: line for name, line in self._lines.items() if line.lock.locked()}
-        return self._lines.setdefault(producer, _Line())
+            self._lines = {name: line for name, line in self._lines.items() if line.users}
+        line = self._lines.setdefault(producer, _Line())
+        line.users += 1
+        try:
+            async with line.lock:
+                yield line
+        finally:
+            line.users -= 1
 
     async def _read(self, producer: str, needed: int) -> _Entry:
         """What is known, from all servers where the first does not know of the call `needed`, or of any."""

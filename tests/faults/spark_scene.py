@@ -18,7 +18,9 @@ from tests.spark.processes import JAVA_OPTIONS, session_members
 
 PATIENCE_S = 240
 """A JVM on a machine with much else to do."""
-GAVE_UP = "Python worker failed to connect back"
+GAVE_UP = ("Python worker failed to connect back", "Task serialization failed")
+"""What ends a query of Spark's own doing: it gives a new Python worker ten seconds, which a busy machine may not keep;
+and it now and then cannot serialize a plan of its own, where two queries of a session begin at once."""
 
 
 class SparkQueries:
@@ -91,7 +93,7 @@ class SparkQueries:
         async with asyncio.timeout(PATIENCE_S):
             while not condition():
                 self._start_again_where_spark_gave_up()
-                assert self.running, f"the queries ended:\n{self.log[-6000:]}"
+                assert self.running, f"the queries ended:\n{self.end()}"
                 await asyncio.sleep(0.05)
 
     def kill(self) -> None:
@@ -107,15 +109,21 @@ class SparkQueries:
         await asyncio.to_thread(self._process.wait, PATIENCE_S)
         while self._start_again_where_spark_gave_up():
             await asyncio.to_thread(self._process.wait, PATIENCE_S)
-        assert self._process.returncode == 0, self.log[-6000:]
+        assert self._process.returncode == 0, self.end()
         await asyncio.wait_for(self._gone(), PATIENCE_S)
         return {name: [(key, n) for key, n in events] for name, events in json.loads(self.result()).items()}
 
+    def end(self) -> str:
+        """What the last run says of its end: the beginning of its traceback, and how it closes."""
+        last = self.log.rpartition(STARTED)[2].rpartition("RuntimeError: the query")[2]
+        return f"{last[:3000]}\n...\n{last[-3000:]}"
+
     def _start_again_where_spark_gave_up(self) -> bool:
-        """Spark gives a new Python worker ten seconds, which a busy machine may not keep. It is one more crash."""
-        gave_up = not self.running and self.log.count(GAVE_UP) > self._gave_up
+        """It is one more crash."""
+        times = sum(map(self.log.count, GAVE_UP))
+        gave_up = not self.running and times > self._gave_up
         if gave_up:
-            self._gave_up = self.log.count(GAVE_UP)
+            self._gave_up = times
             self.start()
         return gave_up
 

@@ -2,12 +2,13 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.silo import Provider, consumers
 from headrace.silo.consumers import Consumers, Place
-from headrace.streams import LimitExceeded, Mode, Selector
+from headrace.streams import Busy, LimitExceeded, Mode, Selector
 from headrace.streams.subscriptions import SubscriptionDefinition
 
 
@@ -45,3 +46,37 @@ async def test_ids_with_mode_broadcast_are_limited(tmp_path: Path, monkeypatch: 
         await served.join(definition, "c3", 10.0)  # nothing is kept of the one that keeps its position itself
         with pytest.raises(LimitExceeded, match=says):
             await served.join(definition, "c4", 10.0, {})
+
+
+async def test_consumers_of_a_subscription_join_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that comes when the one before has just failed, and another waits."""
+    definition = SubscriptionDefinition(name="s", selector=Selector("n/*"))
+    async with Provider.open(tmp_path / "data", queues=1) as provider, Consumers.opened(provider, 10.0) as served:
+        await provider.create_subscription(definition)
+        serve, joins, at_once = provider.serve, list[asyncio.Task[Place]](), [0, 0]
+
+        def join() -> None:
+            joins.append(asyncio.create_task(served.join(definition, f"c{len(joins)}", 10.0)))
+
+        async def failing_first(*arguments: Any) -> None:
+            at_once[0] += 1
+            at_once[1] = max(at_once)
+            try:
+                await asyncio.sleep(0.01)
+                if len(joins) == 2:
+                    join()
+                    raise Busy("not now")
+                await serve(*arguments)
+            finally:
+                at_once[0] -= 1
+
+        monkeypatch.setattr(provider, "serve", failing_first)
+        join()
+        join()
+        failed, *others = await asyncio.wait_for(asyncio.gather(*joins[:2], return_exceptions=True), 30)
+        others.append(await asyncio.wait_for(joins[2], 30))
+        assert isinstance(failed, Busy)
+        assert [place.member.id for place in others if isinstance(place, Place)] == ["c1", "c2"]
+        assert at_once == [0, 1]

@@ -12,7 +12,7 @@ import pytest
 from redis import Redis
 
 from headrace.adapters import AdapterContext
-from headrace.adapters.redis import Pushed, RedisAdapter, RedisOptions, ShardOptions, open_adapter
+from headrace.adapters.redis import Pushed, RedisAdapter, RedisOptions, ShardOptions, open_adapter, producers
 from headrace.adapters.redis.keys import ranked
 from headrace.adapters.redis.producers import Producers
 from headrace.adapters.redis.server import ServerAway
@@ -131,6 +131,30 @@ async def test_a_repeat_renews_the_ledger(options: RedisOptions, direct: Redis) 
         (receipt,) = await call(another, 1, 0)
         assert receipt.duplicate
     assert kept_for(direct, options, "producer") == [WEEK_S / 3600]
+
+
+async def test_the_calls_of_a_producer_stay_in_line_while_others_are_forgotten(
+    options: RedisOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while one call is done and the next has not begun."""
+    monkeypatch.setattr(producers, "MAX_CACHED", 0)
+    async with adapter(options) as opened:
+
+        async def two_at_a_time() -> None:
+            calls: list[asyncio.Task[Sequence[Receipt]]] = []
+            for number in range(1, 101):
+                calls.append(asyncio.create_task(call(opened, number, number - 1)))
+                if number > 1:
+                    await calls[number - 2]
+            await calls[-1]
+
+        async def come_and_go(name: str) -> None:
+            while not publishing.done():
+                await opened.last_sequence(name)
+
+        publishing = asyncio.create_task(two_at_a_time())
+        await asyncio.gather(publishing, *(come_and_go(f"other{number}") for number in range(20)))
+        assert await stored(opened) == 100
 
 
 # ---- several servers -------------------------------------------------------------------------------------------------
