@@ -14,6 +14,7 @@ from importlib.metadata import version
 import click
 
 from .outcome import DONE, exit_code, message
+from .starting import interrupts_kill
 
 COMMANDS = {
     "demo": ("..demo.command", "Run 336,776 flights through one silo, watch, and check the result."),
@@ -41,7 +42,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module = import_module(COMMANDS[cmd_name][0], f"{__package__}.commands")
+        with interrupts_kill():
+            module = import_module(COMMANDS[cmd_name][0], f"{__package__}.commands")
         command: click.Command = module.command
         command.short_help = COMMANDS[cmd_name][1]
         return command

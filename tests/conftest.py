@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import pytest_asyncio
 from blockbuster import blockbuster_ctx
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 LIBRARY = [f"headrace.{package}" for package in ("streams", "adapters", "agents", "balancer", "silo", "pipeline")]
 
 # Examples are random in both profiles: what they find is kept in .hypothesis and tried first the next time.
-settings.register_profile("dev", deadline=None, derandomize=False)
+settings.register_profile("dev", deadline=None, derandomize=False, phases=set(Phase) - {Phase.explain})
 settings.register_profile(
     "ci", settings.get_profile("dev"), max_examples=200, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )

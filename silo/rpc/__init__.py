@@ -5,4 +5,4 @@ what went wrong; behind it are the services: `publisher`, `consumer`, `subscript
 stubs: messages come and go as bytes, so that batches are passed on as they are.
 """
 
-from ...streams import quiet  # noqa: F401 # pyright: ignore[reportUnusedImport] (it is to be imported before grpc)
+from ...streams import grpc_process  # noqa: F401 # pyright: ignore[reportUnusedImport] (it is to be imported before grpc)

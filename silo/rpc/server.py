@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 
 from ...streams.errors import Busy, InvalidArgument
+from ...streams.grpc_process import use_grpc
 from ..access import Authenticator
 from ..config import Credentials, GrpcConfig, read_credentials
 from ..limits import ClientLimits, Limits
@@ -70,6 +71,7 @@ def _limits(limits: ClientLimits) -> Limits:
 
 
 def _server(guard: Guard, methods: Sequence[Method], limits: ClientLimits) -> grpc.aio.Server:
+    use_grpc()
     server = grpc.aio.server(options=_options(limits))
     own = sorted({method.service for method in methods})
     probes = [*Health(guard).methods(), *reflection_methods([*own, HEALTH])]

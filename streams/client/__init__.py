@@ -1,6 +1,6 @@
 """The client: a provider in another process, over gRPC. Importing it loads grpc."""
 
-from .. import quiet  # noqa: F401 # pyright: ignore[reportUnusedImport] (it is to be imported before grpc)
+from .. import grpc_process  # noqa: F401 # pyright: ignore[reportUnusedImport] (it is to be imported before grpc)
 from ..states import ConsumerState, QueueProgress, SubscriptionState
 from .blocking import SyncClient, SyncStream
 from .blocking_consumer import SyncBatch, SyncConsumer, SyncPulled

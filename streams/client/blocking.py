@@ -79,7 +79,9 @@ class LoopThread:
         """Call an async function in the thread, and return what it returns. Interrupted, as by Ctrl-C, it is cancelled
         there."""
         if self.forked:
-            raise Closed("a client does not survive fork: open another one in the new process, or use spawn")
+            raise Closed(
+                "a client does not survive fork: start processes with spawn, or fork before the first client is opened"
+            )
         if threading.current_thread() is self._thread:
             raise InvalidArgument("a SyncClient is not for the thread of the client itself: it would wait for itself")
         call = _Call(functools.partial(function, *args, **options))
@@ -152,7 +154,7 @@ class SyncClient:
     """A provider of a silo, over gRPC, for threads. Open it with `with`. Its methods are those of `Client`, which says
     what they do, raise and return.
 
-    It does not survive `os.fork`: open it in the process that uses it, and start processes with spawn.
+    It does not survive `os.fork`, nor can one be opened in a process that was forked from one that has opened one.
     """
 
     def __init__(self, address: str, **options: Any) -> None:

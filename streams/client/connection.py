@@ -36,6 +36,7 @@ from ..errors import (
     Unavailable,
     error_of,
 )
+from ..grpc_process import use_grpc
 from ..subscriptions import RetryPolicy
 
 CODE = "headrace-code"
@@ -344,7 +345,8 @@ class Connection:
         await self.ready(timeout_s)
 
     def begin(self, credentials: grpc.ChannelCredentials | None) -> None:
-        """Belong to the running loop, whether a silo answers or not."""
+        """Belong to the running loop, whether a silo answers or not. Raises NotSupported as `use_grpc`."""
+        use_grpc()
         self._credentials = credentials
         self._loop = asyncio.get_running_loop()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import signal
 import subprocess
 import sys
@@ -11,8 +10,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from inspect import signature
-from multiprocessing.queues import Queue
-from typing import Any
 
 import pytest
 
@@ -229,21 +226,38 @@ def test_a_program_that_forgets_to_close_ends(silo: SiloProcess):
     assert done.stdout == b"0\n"
 
 
-def in_a_child(client: SyncClient, told: Queue[Any]) -> None:
+FORKED = """
+import os, sys
+from headrace.streams import HeadraceError, StreamId
+from headrace.streams.client.blocking import SyncClient
+
+def publish(client):
     try:
-        client.publish(S, b"0")
-    except Closed as error:
-        told.put(str(error))
+        client.publish(StreamId("n", "k"), b"0")
+    except HeadraceError as error:
+        print(error.code, error, flush=True)
+
+with SyncClient(sys.argv[1]) as client:
+    publish(client)
+    for _ in range(20):
+        if not (child := os.fork()):
+            publish(client)
+            try:
+                SyncClient(sys.argv[1]).__enter__()
+            except HeadraceError as error:
+                print(error.code, error, flush=True)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    publish(client)
+"""
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of newer Pythons, about just this
-def test_a_forked_process_is_told_to_open_its_own(silo: SiloProcess):
-    with SyncClient(silo.address) as client:
-        client.publish(S, b"0")
-        fork = multiprocessing.get_context("fork")
-        told: Queue[Any] = fork.Queue()
-        child = fork.Process(target=in_a_child, args=(client, told))
-        child.start()
-        assert "does not survive fork" in told.get(timeout=30)
-        child.join(30)
-        client.publish(S, b"1")
+def test_a_forked_process_is_told_that_it_cannot(silo: SiloProcess):
+    """In processes of their own: one that has run other tests has threads that no fork is made for."""
+    command = [sys.executable, "-c", FORKED, silo.address]
+    done = subprocess.run(command, check=False, capture_output=True, timeout=60, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    told = done.stdout.splitlines()
+    assert len(told) == 40
+    assert all("closed a client does not survive fork: start" in line for line in told[::2])
+    assert all("not_supported this process was forked from one that has opened a client" in line for line in told[1::2])

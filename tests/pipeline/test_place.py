@@ -1,10 +1,10 @@
 """Where a provider is: options are checked where they are given, and a place is opened once in each process."""
 
 import asyncio
-import multiprocessing
 import pickle
+import subprocess
+import sys
 from collections.abc import Mapping
-from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from headrace.pipeline.access import LogAccess
 from headrace.pipeline.place import OPTIONS, Place
 from headrace.pipeline.remote import RemoteAccess
 from headrace.silo.provider import Provider
-from headrace.streams import InvalidArgument, NotSupported, StreamId, Unavailable
+from headrace.streams import InvalidArgument, StreamId, Unavailable
 from tests.certificates import Authority
 from tests.client.silos import SiloProcess
 
@@ -82,23 +82,34 @@ def test_a_data_directory_is_opened_once_in_each_process(tmp_path: Path):
     assert isinstance(access, LogAccess)
     assert access is pickle.loads(pickle.dumps(place)).open()
     assert sum(state.events or 0 for state in access.states()) == 2
-    fork = multiprocessing.get_context("fork")
-    told = fork.SimpleQueue()
-    process = fork.Process(target=_open_in_child, args=(place, told))
-    process.start()
-    process.join(60)
-    assert "was opened before this process was forked" in told.get()
     access.close()
 
 
-def _open_in_child(place: Place, told: "SimpleQueue[str]") -> None:
-    """It is opened anew, which LMDB refuses: what the parent has opened is not used."""
+FORKED = """
+import os, sys
+from headrace.pipeline.place import Place
+from headrace.streams import NotSupported
+place = Place.of({"data": sys.argv[1]})
+access = place.open()
+if not (child := os.fork()):
     try:
         place.open()
     except NotSupported as error:
-        told.put(str(error))
-    else:
-        told.put("opened")
+        print(error, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+access.close()
+"""
+
+
+def test_a_forked_process_opens_it_anew(tmp_path: Path):
+    """What its parent has opened is not used; LMDB refuses to open it a second time."""
+    asyncio.run(publish(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, tmp_path], check=False, capture_output=True, timeout=60, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "was opened before this process was forked" in done.stdout
 
 
 def test_silos_are_opened_with_token_and_tls(tmp_path: Path):
