@@ -24,12 +24,12 @@ BENCH_ARGS  ?=
 PYTEST_ARGS ?=
 SIM_ARGS    ?=
 
-.PHONY: help test lint types pytest fuzz chaos sim demo bench dev format generate baseline wheel clean
+.PHONY: help test lint types pytest slow fuzz chaos sim demo bench dev format generate baseline wheel clean
 
 help: ## list the targets
 	@awk -F ': .*## ' '/^[a-z]+:.*## / {printf "  %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-test: lint types pytest ## lint, types, and the tests against the built and installed wheel
+test: lint types pytest ## lint, types, and the tests against the built and installed wheel, but the slow ones
 
 lint: $(STAMPS)/test $(TREE) ## ruff, imports that run one way, and a protocol that stays compatible
 	$(BIN)/ruff check .
@@ -42,8 +42,11 @@ types: $(STAMPS)/test ## pyright, strict
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
 pytest: $(STAMPS)/test ## the tests alone, those of consuming in a cluster, too; PYTEST_ARGS chooses
-	HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest $(PYTEST_ARGS)
-	HEADRACE_TEST_SILOS=2 $(BIN)/pytest -m "not one_silo" tests/silo/rpc/test_consumer.py tests/silo/rpc/test_consumer_model.py
+	HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest -m "not slow" $(PYTEST_ARGS)
+	HEADRACE_TEST_SILOS=2 $(BIN)/pytest -m "not slow and not one_silo" tests/silo/rpc/test_consumer.py tests/silo/rpc/test_consumer_model.py
+
+slow: $(STAMPS)/test ## the other tests: of killed and restarted processes, and of Spark in several; PYTEST_ARGS chooses
+	HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest -m slow $(PYTEST_ARGS)
 
 fuzz: $(STAMPS)/test ## attack a silo for FUZZ_SECONDS, 60 where it is not set
 	FUZZ_SECONDS=$${FUZZ_SECONDS:-60} $(BIN)/pytest -s tests/faults/test_grpc_fuzz.py

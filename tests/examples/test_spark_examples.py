@@ -23,7 +23,7 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 SUBMIT = Path(pyspark.__file__).parent / "bin" / "spark-submit"
 EVENTS = 2_000
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.spark, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

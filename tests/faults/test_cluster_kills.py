@@ -37,6 +37,7 @@ async def test_queues_are_shared_by_whoever_is_there(tmp_path: Path, store: str 
         load.check()
 
 
+@pytest.mark.slow
 @over("sqlite")
 async def test_a_rolling_restart_loses_nothing_and_delivers_nothing_twice(
     tmp_path: Path, store: str | None, rng: random.Random
@@ -53,6 +54,7 @@ async def test_a_rolling_restart_loses_nothing_and_delivers_nothing_twice(
         load.check(once=True)
 
 
+@pytest.mark.slow
 @over("postgres")
 async def test_silos_that_are_killed_at_random_moments_lose_nothing(
     tmp_path: Path, store: str | None, rng: random.Random

@@ -16,7 +16,7 @@ from tests.servers import new_schema, postgres_server, postgres_url
 
 __all__ = ("own_server", "postgres_server", "postgres_url", "rng", "store")
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 LONG = Times(lease_s=10.0, dead_after_s=5.0)
 
 

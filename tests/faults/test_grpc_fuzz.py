@@ -119,6 +119,7 @@ async def settle(silo: SiloProcess, caller: Caller) -> None:
         found.append(silo.descriptors)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(FUZZ_S + 120)
 async def test_others_are_served_while_a_silo_is_under_attack(tmp_path: Path) -> None:
     attacks: list[Attacks] = []

@@ -23,7 +23,7 @@ from tests.silo.rpc.calling import Refused, batch, connecting
 ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "3"))
 SEED = int(os.environ.get("CHAOS_SEED", str(random.randrange(1 << 32))))
 
-pytestmark = pytest.mark.timeout(100 + 30 * ROUNDS)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(100 + 30 * ROUNDS)]
 
 
 @pytest_asyncio.fixture

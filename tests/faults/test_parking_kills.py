@@ -31,7 +31,7 @@ PATIENCE_S = 60
 PROVIDER = f'[providers.default]\nqueues = {QUEUES}\ndelays = "store"\n'
 TIMES = "period_s = 0.2\nlease_s = 2.0\ndead_after_s = 1.0\nmaturity_s = 0.5\n"
 
-pytestmark = pytest.mark.timeout(120 + 30 * ROUNDS)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120 + 30 * ROUNDS)]
 
 
 async def publish(client: Client, rng: random.Random, first: int, count: int = CALLS) -> None:

@@ -26,7 +26,7 @@ __all__ = ("rng",)
 KILLS = int(os.environ.get("CHAOS_ROUNDS", "3")) // 3
 KEYS = [f"k{number}" for number in range(12)]
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout((KILLS + 3) * PATIENCE_S)]
+pytestmark = [pytest.mark.slow, pytest.mark.spark, pytest.mark.timeout((KILLS + 3) * PATIENCE_S)]
 Publish = Callable[[list[tuple[StreamId, bytes]]], Awaitable[object]]
 Start = Callable[[Mapping[str, str], Mapping[str, str]], SparkQueries]
 

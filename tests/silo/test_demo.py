@@ -262,6 +262,7 @@ def killed(directory: Path, start: Start, target: int) -> Kill:
     return Kill(lengths, asyncio.run(checkpoints(directory)))
 
 
+@pytest.mark.slow
 def test_killed_twenty_times_it_loses_nothing_and_repeats_only_what_was_not_checkpointed(
     tmp_path: Path, headrace: Headrace, start: Start
 ):

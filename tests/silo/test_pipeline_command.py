@@ -99,6 +99,7 @@ def test_wrong_usage_is_one_line_and_code_2(arguments: list[str], reason: str, h
     assert reason in headrace("pipeline", *arguments).refused(2)
 
 
+@pytest.mark.slow
 def test_streams_are_archived_and_replayed(pipeline: Run, tmp_path: Path):
     publish(tmp_path / "data", 500)
     done = pipeline("archive", "kept", "--data", "data", "--json")
@@ -110,6 +111,7 @@ def test_streams_are_archived_and_replayed(pipeline: Run, tmp_path: Path):
     assert (replayed.json["events"], replayed.err) == (500, "")
 
 
+@pytest.mark.slow
 def test_an_error_in_a_process_of_spark_is_one_line(pipeline: Run, tmp_path: Path):
     publish(tmp_path / "data", 5)
     log = tmp_path / "spark.log"
@@ -118,6 +120,7 @@ def test_an_error_in_a_process_of_spark_is_one_line(pipeline: Run, tmp_path: Pat
     assert "Traceback" in log.read_text() or log.stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_what_is_interrupted_is_gone_on_with(
     begin: Callable[..., "subprocess.Popen[bytes]"], pipeline: Run, tmp_path: Path
 ):

@@ -230,6 +230,7 @@ def test_a_run_that_is_killed_is_gone_on_with(spark: SparkSession, data: Path, k
         assert not list(copy.glob("_headrace/run-*"))
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_loses_and_repeats_nothing(
     spark: SparkSession, spark_environment: None, data: Path, kept: Path
 ):

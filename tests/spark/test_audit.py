@@ -243,6 +243,7 @@ def test_what_cannot_be_compared_is_refused(spark: SparkSession, scene: Scene, t
         audit(spark, delivered=tmp_path / "null.jsonl", data=scene.data)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_demo_is_clean_and_a_damaged_ledger_is_found(spark: SparkSession, tmp_path: Path):
     flights, data = write_flights(tmp_path / "flights.csv", 3_000), tmp_path / "d"

@@ -156,6 +156,7 @@ job.follow(job.rollup(spark, to=to, to_namespace="sums", every=None, **options),
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_rollup_that_is_killed_and_restarted_gives_each_window_once(spark: SparkSession, tmp_path: Path):
     data, to = tmp_path / "data", tmp_path / "to"
@@ -174,6 +175,7 @@ def test_a_rollup_that_is_killed_and_restarted_gives_each_window_once(spark: Spa
     assert sum(pq.read_metadata(file).num_rows for file in to.glob("batch=*/*.parquet")) == 4 * 28
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_what_it_did(tmp_path: Path, spark_environment: None):
     data, to = tmp_path / "data", tmp_path / "to"
     publish(data, [at(0), at(9)])

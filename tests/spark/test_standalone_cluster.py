@@ -14,7 +14,7 @@ from headrace.silo import Provider
 from headrace.streams import StreamId
 from tests.spark.standalone import Master, Worker, pack, submit
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SETTINGS = (
     "spark.sql.session.timeZone",
     "spark.python.unix.domain.socket.enabled",
