@@ -168,11 +168,18 @@ class RedisQueue:
         return sorted(range(len(self.shards)), key=lambda index: self._passed_over[index] < TURNS)
 
     async def acknowledge(self, *taken: Taken) -> int:
-        """Remove what is done. Returns how many of the claims still held; the others' events may come again."""
+        """Remove what is done. Returns how many of the claims still held; the others' events may come again. Where a
+        server is away, that is raised when the others have been told."""
         by_shard: dict[int, list[tuple[str, int]]] = {}
         for one in taken:
             by_shard.setdefault(self._index_of(one), []).append((one.id, one.claim.token))
-        return sum([sum(await self.shards[index].acknowledge(part)) for index, part in by_shard.items()])
+        telling = [self.shards[index].acknowledge(part) for index, part in by_shard.items()]
+        held = 0
+        for told in await asyncio.gather(*telling, return_exceptions=True):
+            if isinstance(told, BaseException):
+                raise told
+            held += sum(told)
+        return held
 
     def _index_of(self, taken: Taken) -> int:
         """Whichever object of this queue took it. Raises InvalidArgument for what another queue has."""
