@@ -34,7 +34,7 @@ async def test_what_other_servers_have_is_acknowledged_though_one_is_away() -> N
     with RedisServer() as one, RedisServer() as other:
         async with RedisQueue.open("q", over(one, other)) as queue:
             await queue.push_many([Pushed(b"x")] * 8)
-            taken = await queue.pop(4) + await queue.pop(4)
+            taken = [*await queue.pop(4), *await queue.pop(4)]
             assert Counter(each.shard.name for each in taken) == {"a": 4, "b": 4}
             one.kill()
             with pytest.raises(StorageError):
