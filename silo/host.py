@@ -8,7 +8,7 @@ import logging
 import sys
 import traceback
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -22,6 +22,7 @@ from .config import SiloConfig, check
 from .http import Answer, serving
 from .metrics import Observed, render
 from .provider import DEFAULT_ADAPTER, Provider
+from .views import lag_of
 from .wording import counted
 
 if TYPE_CHECKING:  # they load gRPC
@@ -31,6 +32,8 @@ if TYPE_CHECKING:  # they load gRPC
 log = logging.getLogger("headrace.silo")
 
 CONSUMING = "headrace.v1.ConsumerService"
+COUNT_S = 1.0
+"""Metrics wait no longer for what is delayed to be counted, in seconds."""
 
 
 class Silo:
@@ -179,9 +182,9 @@ class Silo:
         return serving(self.config.http.host, port, routes)
 
     async def metrics(self) -> Answer:
-        observed = [await _observed(one) for one in self.providers.values()]
+        providers = [await observed(one) for one in self.providers.values()]
         usage = None if self._guard is None else self._guard.usage()
-        text = await asyncio.to_thread(render, observed, usage)  # it reads files of /proc
+        text = await asyncio.to_thread(render, providers, usage)  # it reads files of /proc
         return Answer(text, "text/plain; version=0.0.4; charset=utf-8")
 
     async def health(self) -> Answer:
@@ -198,7 +201,8 @@ class Silo:
         return Answer(body, "application/json", HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE)
 
 
-async def _observed(provider: Provider) -> Observed:
+async def observed(provider: Provider) -> Observed:
+    """What its metrics are made of."""
     statistics = provider.statistics()
     tails: list[Mapping[int, int]] = []
     for queue in statistics.queues:
@@ -206,7 +210,18 @@ async def _observed(provider: Provider) -> Observed:
             tails.append(await provider.ends(queue.index, {cursor.watermark for cursor in queue.cursors}))
         except HeadraceError:  # it cannot be read, which its state says
             tails.append({})
-    return Observed(provider.name, statistics, tails)
+    delayed = await _delayed(provider, [queue.index for queue in statistics.queues])
+    return Observed(provider.name, statistics, tails, delayed)
+
+
+async def _delayed(provider: Provider, queues: Sequence[int]) -> dict[int, int]:
+    """Empty where they cannot be counted now."""
+    with suppress(HeadraceError, TimeoutError):
+        async with asyncio.timeout(COUNT_S):
+            parked = await provider.waiting()
+            lags = {queue: await lag_of(provider.adapter, queue, None, parked.get(queue)) for queue in queues}
+            return {queue: lag.later_events for queue, lag in lags.items()}
+    return {}
 
 
 def import_module(name: str) -> None:

@@ -21,6 +21,8 @@ class Observed(NamedTuple):
     statistics: ProviderStatistics
     tails: Sequence[Mapping[int, int]]
     """The end of each queue, as the adapter tells, by the positions of its subscriptions. None where it cannot."""
+    delayed: Mapping[int, int]
+    """By queue, the events that are not due yet, parked ones included. A queue that cannot say is missing."""
 
 
 class Measure(NamedTuple):
@@ -113,6 +115,7 @@ class Collector:
             [([one.provider, each.name], each) for one in self._observed for each in one.statistics.subscriptions],
         )
         yield self._states()
+        yield self._delayed()
         yield self._lags()
         if self._usage is not None:
             yield from _used(self._usage)
@@ -123,6 +126,14 @@ class Collector:
         for one in self._observed:
             for queue in one.statistics.queues:
                 family.add_metric([one.provider, str(queue.index), queue.state], 1)
+        return family
+
+    def _delayed(self) -> Metric:
+        help_ = "Events that are not due yet, in the queue or parked for it."
+        family = GaugeMetricFamily("headrace_queue_delayed_events", help_, labels=["provider", "queue"])
+        for one in self._observed:
+            for queue, events in one.delayed.items():
+                family.add_metric([one.provider, str(queue)], events)
         return family
 
     def _lags(self) -> Metric:

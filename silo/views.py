@@ -16,6 +16,7 @@ from ..agents import (
     PullingManager,
     Service,
 )
+from ..streams.parking import Waiting
 
 
 class CursorView(NamedTuple):
@@ -97,14 +98,24 @@ def due_in_s(backlog: Backlog) -> float | None:
     return None if backlog.later_us is None else max(backlog.later_us - time.time_ns() // 1000, 0) / 1e6
 
 
-async def lag_of(adapter: QueueAdapter, queue: int, unfinished: int | None) -> Backlog:
+async def lag_of(adapter: QueueAdapter, queue: int, unfinished: int | None, parked: Waiting | None = None) -> Backlog:
     """What is behind the lowest offset that some subscription has not finished. None: nobody reads the queue, so only
-    what is not due yet is told."""
+    what is not due yet is told. What is `parked` for the queue counts as not due yet, also where it is late."""
+    lag = Backlog(0, 0)
     if unfinished is not None:
-        return await adapter.backlog(queue, unfinished)
-    if not adapter.capabilities.delay:
-        return Backlog(0, 0)
-    return (await adapter.backlog(queue, 0))._replace(batches=0, events=0, estimated=False, since_us=None)
+        lag = await adapter.backlog(queue, unfinished)
+    elif adapter.capabilities.delay:
+        lag = (await adapter.backlog(queue, 0))._replace(batches=0, events=0, estimated=False, since_us=None)
+    return lag if parked is None else _with_parked(lag, parked)
+
+
+def _with_parked(lag: Backlog, parked: Waiting) -> Backlog:
+    due_us = time.time_ns() // 1000 + round(parked.due_in_s * 1e6)
+    return lag._replace(
+        later=lag.later + parked.batches,
+        later_events=lag.later_events + parked.events,
+        later_us=due_us if lag.later_us is None else min(due_us, lag.later_us),
+    )
 
 
 def provider_statistics(manager: PullingManager, published_events: int, published_bytes: int) -> ProviderStatistics:

@@ -251,7 +251,7 @@ class Queue(_message.Message):
     lag_estimated: _builtins.bool
     """Only the first of these events were counted, and the others estimated from their batches."""
     delayed_events: _builtins.int
-    """Events in the queue that are not due yet; of many it is an estimate. What a provider parks elsewhere is not in it."""
+    """Events that are not due yet, in the queue or parked for it; of many in a queue it is an estimate."""
     due_in_ms: _builtins.int
     """When the first of them is due, in milliseconds from now; 0 where there is none."""
     def __init__(

@@ -30,8 +30,8 @@ def command(*, place: Place, delays: str | None, as_json: bool) -> None:
 
     Lag is what is in a queue from the first batch on that some subscription has not finished: batches, their events
     (~ where they are estimated), and how long ago the oldest was stored. What is not due yet is no lag, and shown as
-    delayed, with when the first of it is due: what waits in the queue, and with --data also in the control store, and
-    where --delays says. With --data, the lag of each subscription in batches is shown, too.
+    delayed, with when the first of it is due: what waits in the queue, in the control store, and where the silos'
+    `delays` or --delays say. With --data, the lag of each subscription in batches is shown, too.
     """
     check_how(place, {"delays": delays})
     if isinstance(place, Server):
@@ -120,15 +120,14 @@ async def all_checkpoints(provider: Provider) -> dict[str, Mapping[int, Checkpoi
 async def _behind(
     provider: Provider, queue: int, of: Mapping[str, Checkpoint], parked: Waiting | None
 ) -> dict[str, Any]:
-    lag = await lag_of(provider.adapter, queue, min((at.watermark for at in of.values()), default=None))
-    due = [parked.due_in_s if parked else None, due_in_s(lag)]
+    lag = await lag_of(provider.adapter, queue, min((at.watermark for at in of.values()), default=None), parked)
     return {
         "lag_batches": lag.batches,
         "lag_events": lag.events,
         "lag_estimated": lag.estimated,
         "lag_s": age_s(lag),
-        "delayed_events": lag.later_events + (parked.events if parked else 0),
-        "due_in_s": min((each for each in due if each is not None), default=None),
+        "delayed_events": lag.later_events,
+        "due_in_s": due_in_s(lag),
     }
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from ...adapters import Backlog
 from ...proto.v1 import cluster_pb2 as pb
 from ...streams.cluster import ClusterView, SiloRecord
 from ...streams.errors import HeadraceError
+from ...streams.parking import Waiting
 from ..provider import Provider
 from ..views import QueueView, age_s, due_in_s, lag_of
 
@@ -17,11 +19,17 @@ async def described(provider: Provider, *, counted: bool) -> pb.Provider:
     """A provider with the queues that are read here, and where it is `counted`, which reads, how far they lag."""
     adapters = {record.name: record.adapter for record in await provider.store.providers()}
     leases = provider.manager.leases
-    unfinished = await _unfinished(provider) if counted else {}
     views = [view for view in provider.statistics().queues if leases is None or view.index in leases]
-    lags = {view.index: await _backlog(provider, view.index, unfinished) for view in views} if counted else {}
+    lags = await _lags(provider, [view.index for view in views]) if counted else {}
     queues = [await _queue(provider, view, lags.get(view.index, Backlog(0, 0))) for view in views]
     return pb.Provider(name=provider.name, adapter=adapters[provider.name], queues=queues, queue_count=provider.queues)
+
+
+async def _lags(provider: Provider, queues: Sequence[int]) -> dict[int, Backlog]:
+    unfinished, parked = await _unfinished(provider), dict[int, Waiting]()
+    with suppress(HeadraceError):  # where it is parked does not answer, which is in the log
+        parked.update(await provider.waiting())
+    return {queue: await _backlog(provider, queue, unfinished, parked) for queue in queues}
 
 
 async def _unfinished(provider: Provider) -> dict[int, int]:
@@ -59,10 +67,12 @@ async def _queue(provider: Provider, view: QueueView, lag: Backlog) -> pb.Queue:
     )
 
 
-async def _backlog(provider: Provider, queue: int, unfinished: Mapping[int, int]) -> Backlog:
+async def _backlog(
+    provider: Provider, queue: int, unfinished: Mapping[int, int], parked: Mapping[int, Waiting]
+) -> Backlog:
     lowest = unfinished.get(queue)
     try:
-        return await lag_of(provider.adapter, queue, lowest)
+        return await lag_of(provider.adapter, queue, lowest, parked.get(queue))
     except HeadraceError:  # it is damaged there, which the queue's state says
         end = (await provider.adapter.bounds(queue)).next
         return Backlog(0, 0) if lowest is None else Backlog(max(end - lowest, 0))

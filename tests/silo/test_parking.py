@@ -16,7 +16,8 @@ import pytest_asyncio
 from headrace.adapters import AdapterContext, ProducerSequence, QueueAdapter, Receipt, open_adapter
 from headrace.benchmarks.servers import RedisServer
 from headrace.silo import Provider
-from headrace.silo.metrics import Observed, render
+from headrace.silo.host import observed
+from headrace.silo.metrics import render
 from headrace.silo.parking import HOLD_S, Parking
 from headrace.streams import Event, StreamId
 from headrace.streams.errors import InvalidArgument, NotSupported, SequenceConflict, StorageError
@@ -183,9 +184,11 @@ def test_what_waits_is_in_the_list_of_queues(tmp_path: Path, headrace: Headrace)
 async def test_what_was_parked_is_in_the_metrics(tmp_path: Path):
     async with Provider.open(tmp_path, delays="store") as provider:
         await provider.stream(STREAM).publish(b"y", delay=timedelta(hours=1))
-        observed = Observed("default", provider.statistics(), [{} for _ in range(provider.queues)])
-        text = await asyncio.to_thread(render, [observed])
+        text = await asyncio.to_thread(render, [await observed(provider)])
         assert b'headrace_delays_parked_events_total{provider="default"} 1.0' in text
+        queue = provider.queue_of(STREAM)
+        assert b'headrace_queue_delayed_events{provider="default",queue="%d"} 1.0' % queue in text
+        assert text.count(b"headrace_queue_delayed_events{") == provider.queues
 
 
 # ---- in Redis --------------------------------------------------------------------------------------------------------

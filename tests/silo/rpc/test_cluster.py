@@ -173,6 +173,15 @@ async def test_a_queue_tells_how_far_the_slowest_subscription_is_behind(tmp_path
         assert (queue.lag_batches, queue.lag_events) == (2, 4)
 
 
+async def test_a_queue_tells_what_is_parked_for_it(tmp_path: Path):
+    chosen = {"queues": 1, "delays": "store"}
+    async with opened(tmp_path, provider=chosen) as silo, connecting(silo.grpc_address or "") as caller:
+        await caller.publish(batch("shop/1", b"a", b"b", delay_us=3_600_000_000))
+        (queue,) = (await caller.describe()).providers[0].queues
+        assert (queue.delayed_events, queue.lag_events) == (2, 0)
+        assert 3_000_000 < queue.due_in_ms <= 3_600_000
+
+
 async def note_nothing(event: Event) -> None: ...
 
 
