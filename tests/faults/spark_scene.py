@@ -20,7 +20,7 @@ PATIENCE_S = 240
 """A JVM on a machine with much else to do."""
 GAVE_UP = ("Python worker failed to connect back", "Task serialization failed")
 """What ends a query of Spark's own doing: it gives a new Python worker ten seconds, which a busy machine may not keep;
-and it now and then cannot serialize a plan of its own, where two queries of a session begin at once."""
+and where two queries of a session begin at once, one changes a map that the tasks of the other are serialized with."""
 
 
 class SparkQueries:
