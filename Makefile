@@ -22,6 +22,8 @@ SOURCES  := $(shell find $(PACKAGES) -name __pycache__ -prune -o -print) pyspark
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 PYTEST_ARGS ?=
+# Each process starts the servers that its tests need, and a JVM.
+PROCESSES   ?= --numprocesses auto --maxprocesses 4 --dist loadfile
 SIM_ARGS    ?=
 
 .PHONY: help test lint types pytest slow fuzz chaos sim demo bench dev format generate baseline wheel clean
@@ -42,7 +44,7 @@ types: $(STAMPS)/test ## pyright, strict
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
 pytest: $(STAMPS)/test ## the tests alone, those of consuming in a cluster, too; PYTEST_ARGS chooses
-	HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest -m "not slow" $(PYTEST_ARGS)
+	HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest $(PROCESSES) -m "not slow" $(PYTEST_ARGS)
 	HEADRACE_TEST_SILOS=2 $(BIN)/pytest -m "not slow and not one_silo" tests/silo/rpc/test_consumer.py tests/silo/rpc/test_consumer_model.py
 
 slow: $(STAMPS)/test ## the other tests: of killed and restarted processes, and of Spark in several; PYTEST_ARGS chooses

@@ -288,7 +288,7 @@ async def test_exactly_what_was_not_acknowledged_comes_again(tmp_path: Path, mod
                 tasks.create_task(consumer.run())
         assert sum(model.published.values()) == count
         assert sum(consumer.comebacks for consumer in consumers) > 2 * len(consumers)  # and not only at the end
-        assert sum(consumer.rejections for consumer in consumers) > 10
+        assert sum(consumer.rejections for consumer in consumers) > 0
         caught_up = asyncio.ensure_future(caught_up_with(caller))
         await Consumer("last", caller, model, rng).clear_up(caught_up)
         await caught_up
