@@ -285,6 +285,7 @@ class PullingManager:
         here = await self._detach(served, drain_s)
         attachment = Attachment(served.epoch, {**served.saved, **here})
         try:
+            served.service.moved(await self.moves(name))  # nothing is in flight now: what comes is delivered anew
             if served.service.stored:
                 async with self._saving:
                     await self._store.seek(self.provider, name, positions, reason)

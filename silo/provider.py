@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..adapters import AdapterContext, Bounds, ProducerSequence, QueueAdapter, Receipt, open_adapter
-from ..agents import CacheLimits, Group, HandlerService, PullingManager, Service
+from ..agents import CacheLimits, HandlerService, PullingManager, Service
 from ..balancer import StreamQueueMapper
 from ..balancer.mapper import VERSION as MAPPER_VERSION
 from ..streams.errors import Busy, DataDirectoryError, InvalidArgument, NotSupported
@@ -571,16 +571,12 @@ class Provider:
                 await self.seek(consumer, start, reason)
             return
         # Before it is moved: who is told too early only forgets something.
-        moves = await self.moves(name) + 1
-        await self.store.set_value(self._moves_key(name), str(moves))
+        await self.store.set_value(self._moves_key(name), str(await self.moves(name) + 1))
         if name not in self.manager.served:
             async with self._unserved(name):
                 await self.store.seek(self.name, name, positions, reason)
             return
         self.manager.check_outside(name)
-        service = self.manager.serving(name).service
-        if isinstance(service, Group):
-            service.moved(moves)
         await self.manager.move(name, positions, reason, DRAIN_S if self._has_handler(name) else 0.0)
 
     async def moves(self, name: str) -> int:

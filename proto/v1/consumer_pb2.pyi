@@ -33,6 +33,7 @@ class SubscribeRequest(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
     RECLAIM_FIELD_NUMBER: _builtins.int
+    MOVES_HEARD_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """The client's number of this request, where it wants to know when its acknowledgements are saved: growing within
     the call, not necessarily by 1.
@@ -42,6 +43,12 @@ class SubscribeRequest(_message.Message):
     reclaim: _builtins.bool
     """Take back all credit that is left: the answer has `returned`. So a silo that consumes for others moves credit from
     one queue's silo to another's.
+    """
+    moves_heard: _builtins.int
+    """How many responses with `moves` have come on this call so far. Where the subscription was moved meanwhile, and the
+    news of it is still on its way, what this request acknowledges or rejects was delivered before: it is refused,
+    dead letters apart. Without this field it may be taken for what is delivered again. Consumers of a silo that is one
+    of several are not fenced in this way.
     """
     @_builtins.property
     def open(self) -> Global___Open:
@@ -69,12 +76,15 @@ class SubscribeRequest(_message.Message):
         number: _builtins.int = ...,
         close: _builtins.bool = ...,
         reclaim: _builtins.bool = ...,
+        moves_heard: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "open", b"open"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_moves_heard", b"_moves_heard", "credit", b"credit", "moves_heard", b"moves_heard", "open", b"open"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledgements", b"acknowledgements", "close", b"close", "credit", b"credit", "number", b"number", "open", b"open", "reclaim", b"reclaim", "rejections", b"rejections"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_moves_heard", b"_moves_heard", "acknowledgements", b"acknowledgements", "close", b"close", "credit", b"credit", "moves_heard", b"moves_heard", "number", b"number", "open", b"open", "reclaim", b"reclaim", "rejections", b"rejections"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__moves_heard: _TypeAlias = _typing.Literal["moves_heard"]  # noqa: Y015
+    _WhichOneofArgType__moves_heard: _TypeAlias = _typing.Literal["_moves_heard", b"_moves_heard"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__moves_heard) -> _WhichOneofReturnType__moves_heard | None: ...
 
 Global___SubscribeRequest: _TypeAlias = SubscribeRequest  # noqa: Y015
 

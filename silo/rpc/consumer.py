@@ -337,6 +337,8 @@ class Session:
         self._progress = False
         self._saved = 0
         self._moves = self._member.moves = opening.moves
+        self._moves_told = 0
+        """Responses that said so on this call."""
         self._queues: tuple[int, ...] | None = None
         self._told: pb.SubscribeResponse | None = self._opened()
         self._refused: list[pb.Refusal] = []
@@ -421,7 +423,8 @@ class Session:
 
     async def _apply(self, request: pb.SubscribeRequest) -> None:
         if request.acknowledgements or request.rejections:
-            refused = await apply(self._opening.place, request.acknowledgements, request.rejections)
+            stale = [] if self._is_current(request) else self._stale(request)
+            refused = stale + await apply(self._opening.place, request.acknowledgements, request.rejections)
             if refused:
                 self._refused = [*self._refused, *refused][:MAX_REFUSED]
                 self._something.set()
@@ -433,6 +436,27 @@ class Session:
         if request.reclaim:
             self._give_back()
         self._closing = request.close
+
+    def _is_current(self, request: pb.SubscribeRequest) -> bool:
+        """Whether the consumer knew of all moves of the subscription, where it says of how many it knew."""
+        moves = self._moves_told + (self._member.moves != self._moves)
+        return not request.HasField("moves_heard") or request.moves_heard >= moves
+
+    def _stale(self, request: pb.SubscribeRequest) -> list[pb.Refusal]:
+        """Take out of a request what it says of anything but dead letters, which no move touches: it is refused."""
+        redriven = self._member.redriven
+
+        def meant(each: pb.Acknowledgement | pb.Rejection) -> bool:
+            return (each.queue, each.offset, each.index) in redriven
+
+        said = (*request.acknowledgements, *request.rejections)
+        acknowledgements = [each for each in request.acknowledgements if meant(each)]
+        rejections = [each for each in request.rejections if meant(each)]
+        request.ClearField("acknowledgements")
+        request.ClearField("rejections")
+        request.acknowledgements.extend(acknowledgements)
+        request.rejections.extend(rejections)
+        return [_refusal(each) for each in said if not meant(each)]
 
     def _give_back(self) -> None:
         before, left = self._returned or (0, 0), self._member.reclaim()
@@ -470,6 +494,7 @@ class Session:
             response.assignment.SetInParent()
         if member.moves != self._moves:
             response.moves = self._moves = member.moves
+            self._moves_told += 1
         if self._refused:
             response.refused.extend(self._refused)
             self._refused.clear()

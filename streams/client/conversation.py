@@ -163,7 +163,7 @@ def encoded(request: Request, opening: pb.Open | None = None) -> bytes:
 
 
 def message_of(request: Request) -> pb.SubscribeRequest:
-    message = pb.SubscribeRequest(number=request.number)
+    message = pb.SubscribeRequest(number=request.number, moves_heard=request.moves_heard)
     if request.credit_events or request.credit_bytes:
         message.credit.events, message.credit.bytes = request.credit_events, request.credit_bytes
     acknowledge, reject = message.acknowledgements.add, message.rejections.add

@@ -75,6 +75,8 @@ class Request(NamedTuple):
     rejections: Sequence[Rejected]
     credit_events: int
     credit_bytes: int
+    moves_heard: int = 0
+    """On the present connection. What was delivered before a move that was not heard of is not meant any more."""
 
 
 class SessionStatistics(NamedTuple):
@@ -105,7 +107,7 @@ class Session:
     `on_pending` is called when there is something to send: then call `request`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0915 (plain data)
         self,
         max_events: int = MAX_EVENTS,
         max_bytes: int = MAX_BYTES,
@@ -152,6 +154,8 @@ class Session:
         """Something that is remembered may be unknown to a silo that knows the consumer."""
         self._moves: int | None = None
         """How often the subscription was moved, as far as is known."""
+        self._moves_heard = 0
+        """News of that on the present connection."""
         self._notices = 0
         """How often the silo said how things are on the present connection."""
         self._numbers = count(1)
@@ -168,7 +172,7 @@ class Session:
     def open(self) -> Request:
         """A connection begins: what to send first."""
         self._connected = True
-        self._notices = 0
+        self._notices = self._moves_heard = 0
         self._credit_events, self._credit_bytes = self.max_events, self.max_bytes
         request = self.request() or Request(0, (), (), 0, 0)
         return request._replace(credit_events=self._credit_events, credit_bytes=self._credit_bytes)
@@ -179,7 +183,7 @@ class Session:
         if self._moves is None:
             self._moves = moves
         elif self._moves != moves:
-            self.moved(moves)
+            self._forget(moves)
         if not resumed and self._remembered:
             self._doubtful = True
         if not self._remembered:
@@ -216,6 +220,10 @@ class Session:
     def moved(self, moves: int) -> None:
         """The subscription was moved, by now so often, and all that was in flight taken back, dead letters apart. What
         was acknowledged may be meant to come again."""
+        self._moves_heard += 1
+        self._forget(moves)
+
+    def _forget(self, moves: int) -> None:
         self._moves = moves
         self._waiting = deque(batch for batch in self._waiting if batch.redriven)
         for batch in [batch for line in self._lines.values() for batch in line if not batch.redriven]:
@@ -597,7 +605,8 @@ class Session:
         number = self._remember_until_saved(again + self._passed + acks if again or self._passed else acks)
         self._passed = []
         merged = self._merged(acks, rejections)
-        return Request(number, [(*ack[1:], False) for ack in again] + merged, rejections, events, size)
+        said = [(*ack[1:], False) for ack in again] + merged
+        return Request(number, said, rejections, events, size, self._moves_heard)
 
     def _remember_until_saved(self, acks: list[Acknowledged]) -> int:
         """The number of the request that has them."""

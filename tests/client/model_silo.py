@@ -67,6 +67,8 @@ class ModelSilo:
     credit_events: int = 0
     credit_bytes: int = 0
     applied: int = 0
+    told: int = 0
+    """Of moves, on this connection."""
     inbox: deque[Request] = field(default_factory=deque[Request])
     outbox: deque[Response] = field(default_factory=deque[Response])
     handed_out: int = 0
@@ -96,6 +98,7 @@ class ModelSilo:
 
     def open(self, request: Request) -> None:
         self.connected = True
+        self.told = 0
         self.outbox.append(Response(resumed=self.known, moves=self.moves))
         self.known = True
         self.resending = any(parcel.mine for parcel in self.parcels.values())
@@ -130,6 +133,7 @@ class ModelSilo:
             forgotten.clear()
         self.resending = False
         if self.connected:
+            self.told += 1
             self.outbox.append(Response(moves=self.moves))
 
     # ---- handing out -----------------------------------------------------------------------------------------------
@@ -190,8 +194,9 @@ class ModelSilo:
     def apply(self) -> None:
         """The next request."""
         request = self.inbox.popleft()
-        refused = [ack[:2] for ack in request.acknowledgements if not self._acknowledge(ack)]
-        refused += [(one.queue, one.offset) for one in request.rejections if not self._reject(one)]
+        stale = request.moves_heard < self.told
+        refused = [ack[:2] for ack in request.acknowledgements if not self._acknowledge(ack, stale)]
+        refused += [(one.queue, one.offset) for one in request.rejections if not self._reject(one, stale)]
         if refused:
             self.outbox.append(Response(refused=tuple(refused)))
         self.applied = max(self.applied, request.number)
@@ -200,7 +205,7 @@ class ModelSilo:
         if self.resending and request.credit_events:
             self._resend()
 
-    def _acknowledge(self, ack: Ack) -> bool:
+    def _acknowledge(self, ack: Ack, stale: bool) -> bool:
         _, offset, first, length, up_to = ack
         count = self.batches[offset].count
         last = min(first + length, count) if length else count
@@ -214,7 +219,7 @@ class ModelSilo:
             self.saved_done.add(positions[0])
             return True
         stream, parcel = self._held(offset)
-        if parcel is None:
+        if parcel is None or stale:
             return False
         if up_to:
             positions += [p for p in parcel.held if p < positions[0]]
@@ -224,13 +229,13 @@ class ModelSilo:
         self._look_at(stream, parcel)
         return bool(found)
 
-    def _reject(self, rejected: Rejected) -> bool:
+    def _reject(self, rejected: Rejected, stale: bool) -> bool:
         first = (rejected.offset, rejected.first)
         if first in self.redriven:
             self.redriven.discard(first)
             return True
         stream, parcel = self._held(rejected.offset)
-        if parcel is None or first not in parcel.held or first in self.done:
+        if parcel is None or stale or first not in parcel.held or first in self.done:
             return False
         last = rejected.first + rejected.length if rejected.length else 1 << 60
         parcel.failing = [p for p in parcel.held if p[0] == rejected.offset and first <= p < (rejected.offset, last)]

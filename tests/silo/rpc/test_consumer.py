@@ -638,6 +638,24 @@ async def test_a_seek_takes_back_what_is_held_and_goes_on_from_there(caller: Cal
         assert [event.payload for event in await session.take(1)] == [b"4"]
 
 
+@pytest.mark.one_silo
+async def test_what_a_consumer_says_without_knowing_of_a_seek_is_refused(caller: Caller) -> None:
+    """It means what had been delivered before, and would hit what is delivered again."""
+    async with consuming(caller, definition=defined("s")) as session:
+        await caller.publish(batch("n/k", b"0"))
+        await caller.publish(batch("n/k", b"1"))
+        held = await session.take(2)
+        await _seek(caller, subscriptions_pb2.Start(earliest=True))
+        again = await session.take(2)
+        said = {"acknowledgements": [acknowledgement(held[0])], "rejections": [rejection(held[1], delay_ms=0)]}
+        await session.say(**said, moves_heard=0)
+        await session.until(lambda: len(session.refused) == 2)
+        await session.say(acknowledgements=[acknowledgement(again[1], up_to=True)], moves_heard=1)
+        await caller.publish(batch("n/k", b"2"))
+        assert [(event.payload, event.attempt) for event in await session.take(1)] == [(b"2", 1)]
+        assert len(session.refused) == 2
+
+
 async def _seek(caller: Caller, to: subscriptions_pb2.Start) -> None:
     request = subscriptions_pb2.SeekSubscriptionRequest(name="s", to=to)
     await caller.ask(f"{SUBSCRIPTIONS}/SeekSubscription", request, subscriptions_pb2.SeekSubscriptionResponse)
