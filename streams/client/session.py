@@ -295,6 +295,10 @@ class Session:
         self._passed += self._remembered.passed(batch.stream, batch.offset)
         known = self._remembered.take(batch.stream, batch.offset, received.indexes)
         held = [one for one in self._lines.get(batch.stream, ()) if one.offset == batch.offset]
+        for one in held:
+            if one.doom is not None and one.arrival < self._first_arrival:
+                self._spare(one, received.indexes)
+        held = [one for one in held if one.state != OVER]
         again: list[int] = []
         wanted: list[int] = []
         for place, index in enumerate(received.indexes):
@@ -491,6 +495,23 @@ class Session:
         for place in places:
             batch.marks[place] = DOOMED
         self._doomed.append(batch)
+
+    def _spare(self, batch: ReceivedBatch, indexes: Sequence[int]) -> None:
+        """Of a doomed batch these events came, and not the first that is to be rejected: another consumer is done with
+        it. Where it was to be rejected by itself, what was given back with it is handed out anew."""
+        assert batch.doom is not None
+        assert batch.marks is not None
+        doomed = [place for place, mark in enumerate(batch.marks) if mark == DOOMED]
+        first = next((place for place in doomed if batch.indexes[place] in indexes), doomed[0])
+        if first == doomed[0]:
+            return
+        alone = batch.doom[0] is not None
+        self._mark(batch, [place for place in doomed if alone or place < first])
+        if alone:
+            batch.doom = None
+            self._doomed = [each for each in self._doomed if each is not batch]
+        if not batch.left:
+            self._over(batch)
 
     def _reject_doomed(self) -> None:
         """What came again of that is rejected now."""
