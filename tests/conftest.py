@@ -2,12 +2,17 @@
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import pytest_asyncio
 from blockbuster import blockbuster_ctx
 from hypothesis import HealthCheck, Phase, settings
+
+# A shell without job control lets what it starts in the background ignore interrupts, and so would every process here.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LIBRARY = [f"headrace.{package}" for package in ("streams", "adapters", "agents", "balancer", "silo", "pipeline")]
 

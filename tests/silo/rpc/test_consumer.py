@@ -642,8 +642,7 @@ async def test_a_seek_takes_back_what_is_held_and_goes_on_from_there(caller: Cal
 async def test_what_a_consumer_says_without_knowing_of_a_seek_is_refused(caller: Caller) -> None:
     """It means what had been delivered before, and would hit what is delivered again."""
     async with consuming(caller, definition=defined("s")) as session:
-        await caller.publish(batch("n/k", b"0"))
-        await caller.publish(batch("n/k", b"1"))
+        await caller.publish(batch("n/k", b"0"), batch("n/k", b"1"))
         held = await session.take(2)
         await _seek(caller, subscriptions_pb2.Start(earliest=True))
         again = await session.take(2)
