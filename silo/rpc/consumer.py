@@ -423,8 +423,10 @@ class Session:
 
     async def _apply(self, request: pb.SubscribeRequest) -> None:
         if request.acknowledgements or request.rejections:
-            stale = [] if self._is_current(request) else self._stale(request)
-            refused = stale + await apply(self._opening.place, request.acknowledgements, request.rejections)
+            acknowledgements, rejections, refused = request.acknowledgements, request.rejections, list[pb.Refusal]()
+            if not self._is_current(request):
+                acknowledgements, rejections, refused = self._redriven(request)
+            refused += await apply(self._opening.place, acknowledgements, rejections)
             if refused:
                 self._refused = [*self._refused, *refused][:MAX_REFUSED]
                 self._something.set()
@@ -442,21 +444,18 @@ class Session:
         moves = self._moves_told + (self._member.moves != self._moves)
         return not request.HasField("moves_heard") or request.moves_heard >= moves
 
-    def _stale(self, request: pb.SubscribeRequest) -> list[pb.Refusal]:
-        """Take out of a request what it says of anything but dead letters, which no move touches: it is refused."""
+    def _redriven(
+        self, request: pb.SubscribeRequest
+    ) -> tuple[Sequence[pb.Acknowledgement], Sequence[pb.Rejection], list[pb.Refusal]]:
+        """What a request says of dead letters, which no move touches; the rest is refused."""
         redriven = self._member.redriven
 
         def meant(each: pb.Acknowledgement | pb.Rejection) -> bool:
             return (each.queue, each.offset, each.index) in redriven
 
         said = (*request.acknowledgements, *request.rejections)
-        acknowledgements = [each for each in request.acknowledgements if meant(each)]
-        rejections = [each for each in request.rejections if meant(each)]
-        request.ClearField("acknowledgements")
-        request.ClearField("rejections")
-        request.acknowledgements.extend(acknowledgements)
-        request.rejections.extend(rejections)
-        return [_refusal(each) for each in said if not meant(each)]
+        refused = [_refusal(each) for each in said if not meant(each)]
+        return list(filter(meant, request.acknowledgements)), list(filter(meant, request.rejections)), refused
 
     def _give_back(self) -> None:
         before, left = self._returned or (0, 0), self._member.reclaim()

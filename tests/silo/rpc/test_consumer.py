@@ -656,6 +656,34 @@ async def test_what_a_consumer_says_without_knowing_of_a_seek_is_refused(caller:
         assert len(session.refused) == 2
 
 
+@pytest.mark.one_silo
+async def test_a_seek_leaves_dead_letters_to_who_has_them(caller: Caller) -> None:
+    """What is said of them is meant, whatever is known of the move."""
+    retry = subscriptions_pb2.RetryPolicy(max_attempts=1)
+    async with consuming(caller, definition=defined("s", retry=retry)) as session:
+        await caller.publish(batch("n/k", b"bad"))
+        (bad,) = await session.take(1)
+        await session.reject(bad, count=1, reason="cannot", delay_ms=0)
+
+        async def dead() -> bool:
+            return bool(await _dead_letters(caller))
+
+        await eventually(dead)
+        request = subscriptions_pb2.RedriveDeadLettersRequest(subscription="s")
+        await caller.ask(f"{SUBSCRIPTIONS}/RedriveDeadLetters", request, subscriptions_pb2.RedriveDeadLettersResponse)
+        await session.take(1)
+        await _seek(caller, subscriptions_pb2.Start(latest=True))
+        (again,) = await session.take(1)
+        assert again.redriven
+        await session.acknowledge([again], moves_heard=0)
+
+        async def done() -> bool:
+            return not await _dead_letters(caller)
+
+        await eventually(done)
+        assert session.refused == []
+
+
 async def _seek(caller: Caller, to: subscriptions_pb2.Start) -> None:
     request = subscriptions_pb2.SeekSubscriptionRequest(name="s", to=to)
     await caller.ask(f"{SUBSCRIPTIONS}/SeekSubscription", request, subscriptions_pb2.SeekSubscriptionResponse)
