@@ -15,28 +15,29 @@ STAMPS := $(VENV)/stamps
 DIST   := $(VENV)/dist
 TREE   := $(VENV)/tree
 
-PACKAGES := streams adapters agents balancer benchmarks pipeline proto silo
+PACKAGES := proto streams store adapters balancer client agents server silo pipeline cli
 # Folders are listed too: their time changes when a file is added or removed.
-SOURCES  := $(shell find $(PACKAGES) -name __pycache__ -prune -o -print) pyspark_headrace.py setup.py pyproject.toml MANIFEST.in README.md LICENSE
+SOURCES  := $(shell find front_door $(PACKAGES) -name __pycache__ -prune -o -print) pyspark_headrace.py setup.py pyproject.toml MANIFEST.in README.md LICENSE
 
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 PYTEST_ARGS ?=
-# Each process starts the servers that its tests need, and a JVM.
+# Each process starts the servers that its tests need; one of them starts a JVM.
 PROCESSES   ?= --numprocesses auto --maxprocesses 4 --dist loadfile
 SIM_ARGS    ?=
 
-.PHONY: help test lint types pytest slow fuzz chaos sim demo bench dev format generate baseline wheel clean
+.PHONY: help test lint types pytest quick slow fuzz chaos sim demo bench dev format generate baseline wheel clean
 
 help: ## list the targets
 	@awk -F ': .*## ' '/^[a-z]+:.*## / {printf "  %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 test: lint types pytest ## lint, types, and the tests against the built and installed wheel, but the slow ones
 
-lint: $(STAMPS)/test $(TREE) ## ruff, imports that run one way, and a protocol that stays compatible
+lint: $(STAMPS)/test $(TREE) ## ruff, imports that run one way, plain English, and a protocol that stays compatible
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m tests.plain_english
 	cd $(TREE) && ../bin/buf lint --config headrace/proto/buf.yaml
 	cd $(TREE) && ../bin/buf breaking --config headrace/proto/buf.yaml --against headrace/proto/v1.binpb
 
@@ -45,7 +46,16 @@ types: $(STAMPS)/test ## pyright, strict
 
 pytest: $(STAMPS)/test ## the tests alone, those of consuming in a cluster, too; PYTEST_ARGS chooses
 	HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest $(PROCESSES) -m "not slow" $(PYTEST_ARGS)
-	HEADRACE_TEST_SILOS=2 $(BIN)/pytest -m "not slow and not one_silo" tests/silo/rpc/test_consumer.py tests/silo/rpc/test_consumer_model.py
+	HEADRACE_TEST_SILOS=2 $(BIN)/pytest $(PROCESSES) --dist load -m "not slow and not one_silo" tests/silo/services/test_consumer.py tests/silo/services/test_consumer_model.py
+
+quick: ## after make dev: lint, types and tests of one folder, as in make quick FOLDER=balancer
+	@test -d tests/$(or $(FOLDER),?) || { echo "make quick: name a folder of code that tests/ has too: make quick FOLDER=balancer" >&2; exit 2; }
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m tests.plain_english
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python $(FOLDER) tests/$(FOLDER)
+	$(BIN)/pytest -q -m "not slow" tests/$(FOLDER) $(PYTEST_ARGS)
 
 slow: $(STAMPS)/test ## the other tests: of killed and restarted processes, and of Spark in several; PYTEST_ARGS chooses
 	HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest -m slow $(PYTEST_ARGS)
@@ -53,11 +63,12 @@ slow: $(STAMPS)/test ## the other tests: of killed and restarted processes, and 
 fuzz: $(STAMPS)/test ## attack a silo for FUZZ_SECONDS, 60 where it is not set
 	FUZZ_SECONDS=$${FUZZ_SECONDS:-60} $(BIN)/pytest -s tests/faults/test_grpc_fuzz.py
 
-chaos: $(STAMPS)/test ## kill, freeze and starve silos and consumers, 30 times each, queries of Spark 10 (CHAOS_ROUNDS), clusters for 120 s (CHAOS_SECONDS), consumers of CHAOS_EVENTS events in Redis
+chaos: $(STAMPS)/test ## kill, freeze and starve silos and consumers, 30 times each, queries of Spark 10 (CHAOS_ROUNDS), clusters for 120 s (CHAOS_SECONDS), consumers of CHAOS_EVENTS events in Redis; cut the power CHAOS_IMAGES times, flip CHAOS_FLIPS bits of each kind
 	CHAOS_ROUNDS=$${CHAOS_ROUNDS:-30} CHAOS_SECONDS=$${CHAOS_SECONDS:-120} HEADRACE_INSTALL_SERVERS=1 \
 	  CHAOS_EVENTS=$${CHAOS_EVENTS:-100000} $(BIN)/pytest -s tests/faults/test_grpc_kills.py tests/faults/test_cluster_kills.py \
-	  tests/faults/test_cluster_outages.py tests/faults/test_spark_kills.py tests/faults/test_parking_kills.py \
+	  tests/faults/test_cluster_outages.py tests/faults/test_spark_kills.py tests/faults/test_delay_kills.py \
 	  tests/adapters/redis/test_redis_processes.py
+	CHAOS_IMAGES=$${CHAOS_IMAGES:-1500} CHAOS_FLIPS=$${CHAOS_FLIPS:-100} HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest -s tests/storage
 
 sim: $(STAMPS)/test ## simulate SEEDS whole clusters, 1,000 where it is not set; SIM_ARGS=--bugs plants bugs
 	$(BIN)/python -m tests.cluster.sim --seeds $${SEEDS:-1000} $(SIM_ARGS)
@@ -66,7 +77,7 @@ demo: $(STAMPS)/demo ## 336,776 flights through an embedded silo; DEMO_ARGS are 
 	$(BIN)/headrace demo --data demo-data $(DEMO_ARGS)
 
 bench: $(STAMPS)/bench ## benchmarks beside other systems; BENCH_ARGS are passed on
-	HEADRACE_INSTALL_SERVERS=1 $(BIN)/headrace bench $(BENCH_ARGS)
+	HEADRACE_INSTALL_SERVERS=1 $(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 format: $(STAMPS)/test ## apply ruff's fixes and format
 	$(BIN)/ruff check --fix .
@@ -78,7 +89,7 @@ dev: $(STAMPS)/venv $(TREE) ## editable install, for quick work: then call $(BIN
 	$(BIN)/python -c 'import pathlib, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "headrace_tree.pth").write_text("$(abspath $(TREE))\n")'
 
 generate: $(STAMPS)/test $(TREE) ## generate the code for proto/v1/*.proto
-	cd $(TREE) && PATH=$(abspath $(BIN)):$$PATH ../bin/python -m grpc_tools.protoc -I. --python_out=. --mypy_out=. headrace/proto/v1/*.proto
+	cd $(TREE) && PATH="$(abspath $(BIN)):$$PATH" ../bin/python -m grpc_tools.protoc -I. --python_out=. --mypy_out=. headrace/proto/v1/*.proto
 	# Relative, as the sources import them: the type checker would take headrace.proto and proto for two packages.
 	sed -i 's/^from headrace\.proto\.v1 import/from . import/' proto/v1/*_pb2.pyi
 
@@ -95,6 +106,7 @@ clean: ## remove what the other targets made, except demo-data
 $(TREE): Makefile
 	mkdir -p $(TREE)/headrace
 	for package in $(PACKAGES); do ln -sfn ../../../$$package $(TREE)/headrace/$$package; done
+	ln -sfn ../../../front_door/__init__.py ../../../front_door/py.typed $(TREE)/headrace/
 	ln -sfn ../../pyspark_headrace.py $(TREE)/pyspark_headrace.py
 	touch $(TREE)
 

@@ -22,7 +22,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _default_source() -> type[Any]:
-    """Raises AttributeError where Spark itself is missing: there is then nobody who could ask for the format."""
+    """Import the format. Raise AttributeError if Spark is not installed: then no program can use the format."""
     try:
         data_source = import_module("pyspark.sql.datasource").DataSource
     except Exception as error:
@@ -35,7 +35,7 @@ def _default_source() -> type[Any]:
 
 
 def _unusable(data_source: type[Any], error: Exception) -> type[Any]:
-    """The format where its code cannot be imported: it is known, and whatever is done with it says what is missing."""
+    """Return a class that stands for the format if its code cannot be imported. Each use of it raises the reason."""
     reason = (
         f"format headrace cannot be used in {sys.executable}: {type(error).__name__}: {error}: "
         "install 'headrace[spark]' there"

@@ -1,4 +1,5 @@
-"""The repository's folders are the subpackages of the namespace `headrace`: `streams/` is `headrace.streams`.
+"""The repository's folders are the subpackages of `headrace`: `streams/` is `headrace.streams`, and `front_door/` is
+`headrace` itself. It has another name in the checkout: a folder `headrace` there would hide the installed package.
 
 The one exception is `pyspark_headrace`, a name by which Spark finds the format "headrace".
 
@@ -7,7 +8,7 @@ Everything else about the package is in pyproject.toml, which has no way to say 
 
 from setuptools import find_packages, setup
 
-FOLDERS = ("streams", "adapters", "agents", "balancer", "benchmarks", "pipeline", "proto", "silo")
+FOLDERS = ("proto", "streams", "store", "adapters", "balancer", "client", "agents", "server", "silo", "pipeline", "cli")
 
 
 def packages(folder: str) -> list[str]:
@@ -15,7 +16,7 @@ def packages(folder: str) -> list[str]:
 
 
 setup(
-    packages=[name for folder in FOLDERS for name in packages(folder)],
+    packages=["headrace", *(name for folder in FOLDERS for name in packages(folder))],
     py_modules=["pyspark_headrace"],
-    package_dir={f"headrace.{folder}": folder for folder in FOLDERS},
+    package_dir={"headrace": "front_door", **{f"headrace.{folder}": folder for folder in FOLDERS}},
 )

@@ -1,20 +1,16 @@
 """Queue technologies behind one seam. See `seam` for the contract and `conformance` for its tests."""
 
+from .receiving import Bounds, Gap, QueueReceiver, Received
 from .registry import adapter_names, open_adapter, read_options
 from .seam import (
     AdapterContext,
     AdapterFactory,
     Backlog,
-    Bounds,
     Capabilities,
-    Direction,
-    Gap,
     ProducerSequence,
     QueueAdapter,
-    QueueReceiver,
     QueueStatistics,
     Receipt,
-    Received,
 )
 
 __all__ = (
@@ -23,7 +19,6 @@ __all__ = (
     "Backlog",
     "Bounds",
     "Capabilities",
-    "Direction",
     "Gap",
     "ProducerSequence",
     "QueueAdapter",

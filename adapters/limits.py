@@ -1,4 +1,4 @@
-"""How much one `receive` returns: the rule of the seam, for adapters that hold their batches in memory."""
+"""Applies the limits of `receive`, for adapters that hold their batches in memory."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Protocol, TypeVar
 
 
 class Sized(Protocol):
-    """What counts against the limits of `receive`."""
+    """An item that counts against the limits of `receive`."""
 
     @property
     def count(self) -> int:
-        """Events."""
+        """Number of events."""
         ...
 
     @property
@@ -24,7 +24,7 @@ SizedT = TypeVar("SizedT", bound=Sized)
 
 
 def within_limits(items: Iterable[SizedT], max_events: int, max_bytes: int) -> Iterator[SizedT]:
-    """The items up to and including the one with which either limit is reached or passed: at least one."""
+    """Yield items up to and including the one that reaches or exceeds either limit; at least one if there is any."""
     for item in items:
         yield item
         max_events -= item.count

@@ -23,8 +23,9 @@ def adapter_names() -> list[str]:
 
 
 async def open_adapter(name: str, context: AdapterContext, options: Mapping[str, Any]) -> QueueAdapter:
-    """Open the adapter called `name`. Raises NotFound with the names there are, InvalidArgument for its options."""
-    factory = await asyncio.to_thread(_find, name)  # reads metadata and imports: files, in either case
+    """Open the adapter called `name`. Raises NotFound, with the names of all installed adapters, and InvalidArgument if
+    an option is wrong."""
+    factory = await asyncio.to_thread(_find, name)  # in a thread, because it reads files
     return await factory(context, options)
 
 
@@ -34,25 +35,26 @@ def _find(name: str) -> AdapterFactory:
             return cast(AdapterFactory, entry.load())
         except ModuleNotFoundError as error:
             raise NotFound(
-                f"the adapter {name!r} needs the package {error.name!r}, which is not installed; one of headrace's own "
-                f"comes with pip install 'headrace[{name}]'"
+                f"the adapter {name!r} needs the package {error.name!r}, which is not installed: if the adapter is one "
+                f"of headrace's own, run pip install 'headrace[{name}]'"
             ) from None
     raise NotFound(f"there is no adapter {name!r}; installed are: {', '.join(adapter_names())}")
 
 
 def read_options(adapter: str, kind: type[_T], options: Mapping[str, Any]) -> _T:
-    """Convert a table of options into the adapter's own dataclass or Struct. Raises InvalidArgument naming the option.
+    """Convert a table of options into the adapter's own dataclass or Struct.
 
-    Declare the type with `forbid_unknown_fields=True` so that a misspelt option is an error.
+    Declare the type with `forbid_unknown_fields=True`, so that a misspelt option is an error. Raises InvalidArgument,
+    which names the option.
     """
     try:
         return msgspec.convert(dict(options), kind)
     except msgspec.ValidationError as error:
-        raise InvalidArgument(f"options of adapter {adapter!r}: {error}{_accepted(kind, str(error))}") from None
+        raise InvalidArgument(f"adapter {adapter!r}: {error}{_accepted(kind, str(error))}", option="options") from None
 
 
 def _accepted(kind: type, error: str) -> str:
-    """The values or the options to choose from, where that is what the error is about."""
+    """Return the accepted options or values, if the error is about an unknown one, else ""."""
     types = get_type_hints(kind)
     if "unknown field" in error:
         return f": accepted are {', '.join(types)}"

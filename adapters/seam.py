@@ -1,19 +1,19 @@
-"""The adapter seam: what a queue technology provides.
+"""The adapter seam: the interface that a queue technology implements.
 
 An adapter serves the N queues of one provider, numbered 0 to N-1. It is found by name through the entry point group
-`headrace.adapters`; the entry point is an `AdapterFactory`. The package `headrace.adapters.conformance` holds the tests
-that every adapter passes, as pytest classes to inherit from.
+`headrace.adapters`; the entry point is an `AdapterFactory`. The package `headrace.adapters.conformance` has the tests
+that every adapter must pass, as pytest classes to inherit from.
 
-Offsets: an adapter gives each batch of a queue an integer offset, strictly increasing; first is 0 or above. Positions
-are EXCLUSIVE everywhere: "next" is the first offset not yet read, finished, or given out, and "nothing yet" is 0.
+An adapter gives each batch of a queue an integer offset. Offsets are strictly increasing; the first is 0 or higher.
+Positions are EXCLUSIVE everywhere: "next" is the first offset that is not yet read, finished or used; 0 stands for "no
+batch yet".
 """
 
 from __future__ import annotations
 
-import enum
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -21,57 +21,27 @@ from ..streams.errors import NotSupported
 from ..streams.events import EventBatch
 from ..streams.identity import StreamId
 from ..streams.publishing import ProducerSequence, Receipt
-from .reaching import Limits, Span, reach_by_reading
-
-
-class Direction(enum.Enum):
-    READ_WRITE = "read-write"
-    READ_ONLY = "read-only"
-    WRITE_ONLY = "write-only"
+from .reaching import OffsetRange, RangeLimits, reach_by_reading
+from .receiving import Bounds, QueueReceiver
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """What an adapter can do. An option that needs a missing capability is refused when it is given."""
+    """The abilities of an adapter. An option that needs a missing capability raises an error when it is set."""
 
     rewindable: bool = False
     """A receiver can start at any retained offset, and several may read one queue independently."""
     durable: bool = False
-    """What was enqueued survives the process."""
+    """Enqueued batches survive the end of the process."""
     delay: bool = False
     priority: bool = False
     idempotent: bool = False
     """`enqueue` honours `sequence`."""
     ordered: bool = True
-    """Batches of a queue are received in the order in which they were stored, at the offsets of their receipts. Where
-    not, a batch gets its offset when it is first received, and its receipt has one that is below."""
-    direction: Direction = Direction.READ_WRITE
-
-
-class Gap(NamedTuple):
-    """Offsets `low` (inclusive) to `high` (exclusive) of a queue are gone, and `reason` says why."""
-
-    low: int
-    high: int
-    reason: str
-
-
-class Received(NamedTuple):
-    """What one `receive` brought: batches in offset order, after `gap` where there is one.
-
-    Every retained batch below `next_offset` has been returned by this receiver, in this answer or an earlier one.
-    """
-
-    batches: Sequence[EventBatch]
-    next_offset: int
-    gap: Gap | None = None
-
-
-class Bounds(NamedTuple):
-    """Retained offsets of a queue: `first` (inclusive) to `next` (exclusive, the offset of the next batch stored)."""
-
-    first: int
-    next: int
+    """Batches of a queue are received in the order in which they were stored, at the offsets of their receipts. If
+    False, a batch gets its offset when it is first received; the offset in its receipt is lower."""
+    read_only: bool = False
+    """The adapter cannot enqueue."""
 
 
 class QueueStatistics(NamedTuple):
@@ -83,81 +53,69 @@ class QueueStatistics(NamedTuple):
 
 
 class Backlog(NamedTuple):
-    """What of a queue is at or above an offset, and due."""
+    """The due batches of a queue at or above an offset."""
 
     batches: int
     events: int | None = None
-    """None where the adapter does not know."""
+    """None if the adapter does not know."""
     estimated: bool = False
     """Only the first of the events were counted; the others are estimated from the number of batches."""
     since_us: int | None = None
-    """When the first of the batches was stored, or was due where it had a delay; None where there is none, or the
-    adapter does not know."""
+    """When the first of the batches was stored, or was due if it had a delay, in microseconds since 1970 UTC.
+
+    None: there is no batch, or the adapter does not know. A rewindable adapter knows.
+    """
     later: int = 0
-    """Batches that are not due yet, and not among the others."""
+    """Batches that are not due yet; they are not included in `batches`."""
     later_events: int = 0
-    """Their events; of many it is an estimate."""
+    """The events of these batches; an estimate if there are many."""
     later_us: int | None = None
-    """When the first of them is due; None where there is none, or the adapter does not know."""
-
-
-class QueueReceiver(ABC):
-    """Reads one queue. Not safe for two concurrent `receive` calls; open a second receiver instead."""
-
-    @abstractmethod
-    async def receive(self, max_events: int, max_bytes: int) -> Received:
-        """Return what is there at once, at least one batch or a gap; wait only while there is nothing.
-
-        Stops after the batch with which either limit is reached or passed, so a batch above the limit is returned
-        alone. Cancellation loses nothing: the next call returns the same batches.
-
-        Raises StorageError where reading failed (position unchanged: call again), Closed after `aclose`.
-        """
-
-    @abstractmethod
-    async def acknowledge(self, offset: int) -> None:
-        """Every batch below `offset` is finished for everybody and may be deleted. Never moves backwards.
-
-        Batches received but not acknowledged come again from the next receiver that is opened with `start=None`.
-        """
-
-    @abstractmethod
-    async def aclose(self) -> None:
-        """Stop. A waiting `receive` raises Closed. Idempotent."""
+    """When the first of these batches is due, in microseconds since 1970 UTC; None if there is none, or if the adapter
+    does not know."""
 
 
 class QueueAdapter(ABC):
     """One provider's queues in some queue technology."""
 
     capabilities: Capabilities
+    identity: str = ""
+    """Identifies these queues: differs from that of all other queues, also of earlier ones in the same place. "": the
+    adapter does not know."""
+    location: Mapping[str, Any] = {}
+    """Options that tell the place of the queues, without secrets, as JSON values. The control store keeps them and
+    gives them to the next `AdapterContext`."""
 
     @abstractmethod
     def enqueue(
         self, batches: Sequence[tuple[int, EventBatch]], *, sequence: ProducerSequence | None = None
     ) -> Awaitable[Sequence[Receipt]]:
-        """Store batches, each in the queue of the given index, in order. Durable, as the adapter promises, on return.
+        """Store batches in order, each in the queue of the given index. If the adapter is durable, they are on return.
 
-        Called in order means stored in order, also without awaiting in between. Sets nothing on the batches. Where the
-        adapter is idempotent, one call is atomic: all its batches are stored or none, and one without any counts, too.
+        Calls are stored in the order in which they are made, also if the caller awaits none of them in between. Does
+        not change the batches. If the adapter is idempotent, a call is atomic: all its batches are stored or none. A
+        call without batches uses its `sequence`, too.
 
-        Raises QueueFull, StorageFull, StorageError (nothing of this call is acknowledged; retry with the same
+        Raises QueueFull, StorageFull, StorageError (no batch of this call is acknowledged; retry with the same
         `sequence`), SequenceConflict, NotSupported (read-only adapter, or `sequence` without the capability), Closed.
         """
 
     @abstractmethod
     async def open_receiver(self, queue: int, start: int | None = None) -> QueueReceiver:
-        """Read queue `queue` from offset `start`, or where None from the first batch not acknowledged.
+        """Read queue `queue` from offset `start` on. None: from the first batch that is not acknowledged.
 
-        Raises NotSupported for a `start` where the adapter is not rewindable. A `start` below what is retained makes
-        the first `receive` return a Gap; one above the next offset is refused with InvalidArgument.
+        If `start` is below the retained offsets, the first `receive` returns a Gap. Raises InvalidArgument if `start`
+        is above the next offset, NotSupported if `start` is given and the adapter is not rewindable.
         """
 
     @abstractmethod
     async def bounds(self, queue: int) -> Bounds: ...
 
     async def resume_at(self, queue: int, offset: int) -> int:
-        """Where who has everything below `offset` goes on: there, or at the queue's end where that is below, since a
-        crash of the machine took what was there. Nothing is stored below the answer from now on."""
+        """Return the offset at which a reader resumes that has finished everything below `offset`.
+
+        This is `offset`, or the queue's end if a crash of the machine lost the batches before `offset`. No batch is
+        stored below the result from now on.
+        """
         return min(offset, (await self.bounds(queue)).next)
 
     @abstractmethod
@@ -165,61 +123,78 @@ class QueueAdapter(ABC):
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Finish what was enqueued, close all receivers, release everything. Idempotent."""
+        """Store all enqueued batches, close all receivers, release all resources. Idempotent."""
 
     async def offset_at(self, queue: int, time_us: int) -> int:
-        """The offset of the first batch stored at or after `time_us` (microseconds since 1970 UTC, the store's clock).
+        """Return the offset of the first batch stored at or after `time_us`, or `Bounds.next` if there is none.
 
-        Bounds.next where there is none. Raises NotSupported where the adapter is not rewindable.
+        `time_us` is in microseconds since 1970 UTC, by the store's clock. Raises NotSupported if the adapter is not
+        rewindable.
         """
         raise NotSupported("this adapter cannot find a position by time: it is not rewindable")
 
     async def reach(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
-        """How far one may read from `start` on, at most to `end`: one behind the last of the batches that together have
-        no more events and encoded bytes than that (None: no limit), or behind the first, where that alone has more.
+        """Return how far a reader can read from `start` on within limits of events and encoded bytes (None: no limit).
 
-        `start` where there is nothing. It may end before a damaged batch. Raises NotSupported where the adapter is not
-        rewindable, OffsetsGone where `start` is not retained, CorruptRecord.
+        The result is the offset behind the last batch that the limits allow, at most `end`. The first batch is always
+        allowed. The result is `start` if there is no batch, and it may be that of a damaged batch. Raises NotSupported
+        if the adapter is not rewindable, OffsetsGone if `start` is not retained, CorruptRecord if its batch is damaged.
         """
-        return await reach_by_reading(self, Span(queue, start, end), Limits(max_events, max_bytes))
+        if not self.capabilities.rewindable:
+            raise NotSupported("this adapter cannot be read by ranges of offsets: it is not rewindable")
+        return await reach_by_reading(self, OffsetRange(queue, start, end), RangeLimits(max_events, max_bytes))
+
+    async def passed(self, queue: int, start: int, end: int) -> Sequence[tuple[int, int]]:
+        """Return the ranges of offsets from `start` up to `end` (exclusive) that were damaged and passed by an
+        operator."""
+        return ()
 
     async def backlog(self, queue: int, offset: int) -> Backlog:
-        """What is retained from `offset` on, counted in bounded time, however much it is."""
+        """Count the retained batches from `offset` on. Takes bounded time: of a large backlog, events are estimated."""
         bounds = await self.bounds(queue)
         return Backlog(max(bounds.next - max(offset, bounds.first), 0))
 
     async def due_end(self, queue: int) -> int | None:
-        """The offset below which everything is that is due now. None where some of that has no offset yet, for nobody
-        has received it; only an adapter that keeps no order has such."""
+        """Return the lowest offset above all batches that are due now. None if some of these batches have no offset yet
+        because they were never received; this happens only if the adapter is not `ordered`."""
         return (await self.bounds(queue)).next
 
     async def last_sequence(self, producer: str) -> int:
-        """The highest number stored for an idempotent producer, 0 where there is none."""
+        """Return the highest number stored for an idempotent producer, 0 if there is none."""
         raise NotSupported("this adapter does not support idempotent producers")
 
     async def apply_retention(self, watermarks: Mapping[int, int]) -> None:
-        """Delete what the adapter's retention settings allow. `watermarks`: queue index to the lowest unfinished offset
-        over all subscriptions; a queue without a subscription is missing. Called every few seconds by one process."""
+        """Delete batches as the adapter's retention settings allow. One process calls this every few seconds.
+
+        `watermarks` maps a queue's index to the lowest unfinished offset of all subscriptions. A queue without a
+        subscription is not in it.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterContext:
-    """What an adapter is given to open itself: the provider's name, its number of queues, a directory of its own where
-    the provider has one on disk (it exists), and the queue that the provider's mapper gives a stream, where known.
-
-    `owner` is a text that the provider's control store keeps, by which an adapter can tell its queues from those of a
-    provider of the same name with another control store; "" where the control store ends with the process.
-    """
+    """The facts about a provider that its adapter needs to open."""
 
     provider: str
+    """The provider's name."""
     queues: int
+    """Its number of queues."""
     directory: Path | None = None
+    """An existing directory for this adapter alone. None if the provider has no data on disk."""
     queue_of: Callable[[StreamId], int] | None = None
+    """Returns the queue of a stream by the provider's mapper. None if the mapper is not known."""
     owner: str = ""
+    """Identifies the provider's control store, so that an adapter can tell its queues from those of a provider of the
+    same name with another control store. "" if the control store ends with the process."""
+    used_before: bool = False
+    """The control store knows the provider. If an adapter keeps its queues in `directory` and they are missing, it then
+    raises DataDirectoryError and never makes them again."""
+    location: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """`QueueAdapter.location` of the last opening, as defaults for options that are not given. Empty the first time."""
 
 
 class AdapterFactory(Protocol):
-    """Opens an adapter. `options` is the provider's table of adapter options; unknown or wrong ones are refused with
-    InvalidArgument that names the option."""
+    """Opens an adapter. `options` is the provider's table of adapter options. Raises InvalidArgument, which names the
+    option, if an option is unknown or wrong."""
 
     async def __call__(self, context: AdapterContext, options: Mapping[str, Any]) -> QueueAdapter: ...

@@ -2,13 +2,15 @@
 
 from .agent import AgentStatistics, CacheLimits, PullingAgent
 from .cache import EMPTY, BucketStatistics, CacheStatistics, Cursor, Empty, QueueCache
-from .delivery import Delivery, DeliveryStatistics
-from .edge import Edge
-from .group import Group, taken_over
-from .handling import HandlerDelivery
-from .manager import HandlerService, PullingManager, Service
-from .member import Events, Member, MemberStatistics
-from .parcel import Parcel
+from .delivery.delivery import Delivery, DeliveryStatistics
+from .delivery.edge import Edge
+from .delivery.group import Group, taken_over
+from .delivery.handling import HandlerDelivery
+from .delivery.member import Events, Member, MemberStatistics
+from .delivery.parcel import Parcel
+from .delivery.unsent import SendAccount, SendBudget
+from .manager import PullingManager
+from .served import DeliveryService, HandlerService, ServedSubscription
 
 __all__ = (
     "EMPTY",
@@ -18,6 +20,7 @@ __all__ = (
     "CacheStatistics",
     "Cursor",
     "Delivery",
+    "DeliveryService",
     "DeliveryStatistics",
     "Edge",
     "Empty",
@@ -31,6 +34,8 @@ __all__ = (
     "PullingAgent",
     "PullingManager",
     "QueueCache",
-    "Service",
+    "SendAccount",
+    "SendBudget",
+    "ServedSubscription",
     "taken_over",
 )

@@ -1,9 +1,10 @@
-"""The pulling agent: reads one queue for all subscriptions that are served here.
+"""The pulling agent reads one queue for all subscriptions that this process serves.
 
-One main feed, shared by every delivery that is where the queue's end is. A delivery that starts further back, and
-streams that were detached because they held up the others, catch up through feeds of their own. After Orleans'
-PersistentStreamPullingAgent; different here: nobody waits for a cold stream's registration, a slow consumer leaves the
-cache instead of stopping the queue, and nothing is skipped.
+The main feed is shared by every delivery that is near the queue's end. A delivery that starts further back reads
+through a feed of its own, and so do streams that were detached because they held up the others.
+
+The agent follows Orleans' PersistentStreamPullingAgent, with three differences: no event waits until a cold stream is
+registered, a slow consumer leaves the cache instead of stopping the queue, and nothing is skipped.
 """
 
 from __future__ import annotations
@@ -17,33 +18,40 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from ..adapters.seam import Gap, QueueAdapter
+from ..adapters.receiving import Gap
+from ..adapters.seam import QueueAdapter
 from ..streams.errors import HeadraceError, InvalidArgument, StorageError
 from ..streams.identity import SequenceToken
 from ..streams.subscriptions import Checkpoint, SlowConsumer
 from .cache import CacheStatistics, QueueCache
+from .catch_up_budget import CatchUpBudget, CatchUpShare
 from .cursor import State, StreamCursor
-from .delivery import Delivery, DeliveryStatistics
+from .delivery.delivery import Delivery, DeliveryStatistics
 from .feed import CatchUp, Feed
 
 log = logging.getLogger("headrace.agents")
 
 FIRST_TICK_S = 0.02
-"""Agents start within this time of their first subscription, at random: it spreads the load, and lets subscriptions
-that are made together share the first read."""
+"""An agent starts at a random time within this many seconds of its first subscription. That spreads the load, and lets
+subscriptions that are made together share the first read."""
 MAX_CATCH_UPS = 4
 """Catch-ups of one queue that read at the same time."""
 CATCH_UP_TURN_S = 1.0
-"""A catch-up whose consumer is slow makes way for another after this time, in seconds."""
+"""A catch-up whose handlers are slow makes way for another after this time, in seconds. A catch-up of remote consumers
+makes way at once, because their batches can be read again."""
 PRESSURE_CHECK_S = 0.05
+CATCH_UP_CHECK_S = 0.02
+"""Shorter than `PRESSURE_CHECK_S`: others may wait for the slot of a catch-up whose cache stays full."""
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheLimits:
-    """Bounds of one queue's cached batches. An eighth of it is for each catch-up, at most `MAX_CATCH_UPS`, so half is
-    the main feed's where the queue can rewind, and all of it where it cannot."""
+    """Bounds of one queue's cached batches.
+
+    Each of the at most `MAX_CATCH_UPS` catch-ups has an eighth of it, so the main feed has half. A queue that cannot
+    rewind has no catch-ups: its main feed has everything."""
 
     max_events: int = 100_000
     max_bytes: int = 8 << 20
@@ -59,6 +67,11 @@ class CacheLimits:
         share = 2 if rewindable else 1
         return QueueCache(self.max_events // share, self.max_bytes // share)
 
+    @property
+    def catch_up_bytes(self) -> int:
+        """For all catch-ups of one queue."""
+        return self.max_bytes // 2
+
     def catch_up(self) -> QueueCache:
         return QueueCache(self.max_events // 8, self.max_bytes // 8)
 
@@ -72,7 +85,7 @@ class AgentStatistics(NamedTuple):
     state: str
     reason: str
     deliveries: Sequence[tuple[DeliveryStatistics, bool]]
-    """Each with whether it is catching up."""
+    """Each delivery, and whether it is catching up."""
 
 
 class PullingAgent:
@@ -87,7 +100,9 @@ class PullingAgent:
         detach_after_s: float = 0.25,
         on_gap: Callable[[Delivery, Gap], None] = lambda _d, _g: None,
         rng: random.Random | None = None,
+        budget: CatchUpBudget | None = None,
     ) -> None:
+        """`budget` bounds the caches of all catch-ups; the agents of a provider share one."""
         self.queue = queue
         self.deliveries: dict[str, Delivery] = {}
         self._adapter = adapter
@@ -103,6 +118,7 @@ class PullingAgent:
         self._catch_ups: dict[str, CatchUp] = {}
         self._catching: dict[str, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(MAX_CATCH_UPS)
+        self._budget = budget or CatchUpBudget(limits.catch_up_bytes)
         self._placing = False
         self._restarting = False
         self._closed = False
@@ -110,7 +126,7 @@ class PullingAgent:
         self._queued = 0
         """Catch-ups that wait for a slot."""
         self._received_events = self._received_bytes = 0
-        """By feeds that have ended."""
+        """Received by feeds that have ended."""
 
     # ---- deliveries come and go ------------------------------------------------------------------------------------
 
@@ -127,9 +143,11 @@ class PullingAgent:
                 self._place(delivery)
 
     async def detach(self, name: str, drain_s: float) -> Checkpoint | None:
-        """Stop serving a subscription: running handlers end, within `drain_s` seconds, and what is done is returned.
+        """Stop serving a subscription, and return its progress; None if it is not served. Running handlers have
+        `drain_s` seconds to end.
 
-        Where this is cancelled, it is not served either; its handlers are cancelled, and may yet be ending."""
+        If this call is cancelled, the subscription is not served any more either. Its handlers are cancelled, and may
+        still be ending."""
         delivery = self.deliveries.pop(name, None)
         if delivery is None:
             return None
@@ -146,14 +164,15 @@ class PullingAgent:
         return checkpoint
 
     async def acknowledge(self, offset: int) -> bool:
-        """Everything below is finished for everybody. False where there is nobody to be told: the queue is not read."""
+        """Tell the queue that every subscription has finished the events below `offset`. Return False if the queue is
+        not being read, so that it cannot be told."""
         if self.main is None:
             return False
         await self.main.receiver.acknowledge(offset)
         return True
 
     async def aclose(self, drain_s: float = 0.0) -> dict[str, Checkpoint]:
-        """Stop reading, detach all deliveries, and return what each has done. Idempotent."""
+        """Stop reading, detach all deliveries, and return the progress of each by name. Idempotent."""
         self._closed = True
         for feed in (self.main, *self._catch_ups.values()):
             if feed is not None:
@@ -168,7 +187,7 @@ class PullingAgent:
     # ---- reading ---------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        """Keep the main feed going, whatever happens to it."""
+        """Keep the main feed running: start it again after every error."""
         await asyncio.sleep(self._rng.uniform(0, FIRST_TICK_S))
         loop, backoff = asyncio.get_running_loop(), FIRST_BACKOFF_S
         while not self._closed:
@@ -189,7 +208,7 @@ class PullingAgent:
                 backoff = min(2 * backoff, MAX_BACKOFF_S)
 
     async def _read(self) -> None:
-        """Open the main feed and pump it until it ends."""
+        """Open the main feed and run it until it ends."""
         start = self._start() if self._rewindable else None
         receiver = await self._adapter.open_receiver(self.queue, start)
         try:
@@ -226,7 +245,7 @@ class PullingAgent:
             self._reading.cancel()
 
     def _leave_main(self) -> None:
-        """The main feed ended: everything that stands in its cache is parked, and what runs comes to its end."""
+        """The main feed ended: park the cursors in its cache. Running handlers finish their batch."""
         main, self.main = self.main, None
         if main is None:
             return
@@ -241,18 +260,18 @@ class PullingAgent:
         self._received_bytes += feed.received_bytes
 
     def _start(self) -> int:
-        """Where the main feed starts: as far on as possible, so that who is further back catches up without holding up
-        the others, but not past one that asked to throttle."""
+        """The offset at which the main feed starts. It is the furthest one possible: deliveries that are further back
+        catch up without holding up the others. It is not past a delivery whose subscription throttles."""
         throttled = [d.watermark for d in self.deliveries.values() if not self._detachable(d)]
         return min([max((d.base for d in self.deliveries.values()), default=0), *throttled])
 
     def _detachable(self, delivery: Delivery) -> bool:
         return self._rewindable and delivery.definition.slow_consumer is not SlowConsumer.THROTTLE
 
-    # ---- who is served by which feed -------------------------------------------------------------------------------
+    # ---- which feed serves a delivery ------------------------------------------------------------------------------
 
     def _place(self, delivery: Delivery) -> None:
-        """Join the main feed where its cache reaches back far enough, else catch up."""
+        """Join the main feed if its cache reaches back far enough, otherwise catch up."""
         main = self.main
         assert main is not None
         if not self._rewindable:
@@ -262,7 +281,8 @@ class PullingAgent:
         self._catch_up(delivery)
 
     def _skip_what_is_gone(self, delivery: Delivery, first: int) -> None:
-        """A queue that cannot rewind begins at `first`: what a delivery needs from below does not come again."""
+        """A queue that cannot rewind begins at `first`: record a gap for the events below it that a delivery still
+        needs."""
         if delivery.watermark < first:
             self.missing([delivery], Gap(delivery.watermark, first, "the queue no longer has them"))
             for cursor in delivery.cursors.values():
@@ -270,7 +290,7 @@ class PullingAgent:
                     cursor.skip_to(SequenceToken(first))
 
     def _on_parked(self, _: StreamCursor) -> None:
-        """Look at it once the feeds had their turn: the main cache may have moved on by then."""
+        """Find a feed for the cursor, after the feeds had their turn: the main cache may have moved on by then."""
         if not self._placing and not self._closed:
             self._placing = True
             asyncio.get_running_loop().call_soon(self._place_parked)
@@ -284,14 +304,14 @@ class PullingAgent:
             self._catch_up(delivery)
 
     def _due(self, delivery: Delivery) -> list[StreamCursor]:
-        """Parked cursors that nobody brings the next batch for; those that the main cache can serve go there."""
+        """Give the main feed the parked cursors that its cache can serve. Return the others that no feed serves."""
         main = self.main
         due = [c for c in delivery.cursors.values() if c.state is State.PARKED and c.feed is None]
         if main is None or delivery.feed is not main:
             return due
         left: list[StreamCursor] = []
         for cursor in due:
-            # Looked at anew for each: what one has done already may let go of what the next one needs.
+            # Checked for each cursor: adopting one may purge batches that the next one needs.
             if cursor.token.offset >= main.cache.first_offset:
                 main.adopt(delivery, cursor)
             else:
@@ -314,13 +334,15 @@ class PullingAgent:
             self._catching[delivery.name] = task
 
     async def _run_catch_ups(self, delivery: Delivery) -> None:
-        """One catch-up after the other until the delivery needs none."""
+        """Run one catch-up after the other until the delivery needs none."""
         backoff = FIRST_BACKOFF_S
         try:
             while not self._closed and (self._due(delivery) or delivery.feed is None):
                 try:
+                    await delivery.wait_until_accepting()
                     async with self._slot():
-                        await self._catch_up_once(delivery)
+                        if delivery.is_accepting:
+                            await self._catch_up_once(delivery)
                     backoff = FIRST_BACKOFF_S
                 except Exception as error:
                     unforeseen = None if isinstance(error, HeadraceError) else error
@@ -329,6 +351,7 @@ class PullingAgent:
                     )
                     await asyncio.sleep(backoff)
                     backoff = min(2 * backoff, MAX_BACKOFF_S)
+            delivery.damage = None
         finally:
             if self._catching.get(delivery.name) is asyncio.current_task():
                 del self._catching[delivery.name]
@@ -356,7 +379,9 @@ class PullingAgent:
         receiver = await self._adapter.open_receiver(self.queue, start)
         cache = self._limits.catch_up()
         cache.next_offset = start
-        feed = CatchUp(self, receiver, cache, delivery, check_s=min(PRESSURE_CHECK_S, self._detach_after_s))
+        share = CatchUpShare(self._budget)
+        check_s = min(CATCH_UP_CHECK_S, self._detach_after_s)
+        feed = CatchUp(self, receiver, cache, delivery, share, check_s=check_s)
         self._catch_ups[delivery.name] = feed
         try:
             for cursor in self._due(delivery):
@@ -369,41 +394,66 @@ class PullingAgent:
                 delivery.base = delivery.position
                 delivery.feed = None
             delivery.leave(feed)
+            share.close()
             await receiver.aclose()
 
     # ---- slow consumers --------------------------------------------------------------------------------------------
 
     def relieve(self, feed: Feed) -> None:
-        """The feed's cache is full. Cursors in its oldest bucket are detached where they make no progress, or where
-        another subscription has nothing left to do: then they would hold it up. A catch-up makes way for another."""
+        """The feed's cache is full: detach cursors in its oldest bucket.
+
+        A cursor is detached if it makes no progress, or if another subscription has nothing left to do, because the
+        cursor would hold that one up. A catch-up makes way for another one, and ends while its delivery accepts
+        nothing."""
         if not feed.cache.buckets:
             return
         oldest = feed.cache.buckets[0]
         hungry = {d.name for d in feed.deliveries if not any(c.bucket is not None for c in d.cursors.values())}
         held, most = self._held_apart(), self._limits.max_bytes // 8
         for delivery in [d for d in self.deliveries.values() if self._detachable(d)]:
-            for cursor in [c for c in delivery.cursors.values() if c.bucket is oldest]:
+            there = (delivery.cursors.get(stream) for stream in {batch.stream for batch in oldest.batches})
+            for cursor in [c for c in there if c is not None and c.bucket is oldest]:
                 size = delivery.held(cursor)
-                fits = not held or held + size <= most  # one batch always does, however large
+                fits = not held or held + size <= most  # the first batch always fits, however large it is
                 if fits and (hungry or self._stuck(cursor)) and not _alone(feed, delivery):
                     held += size
                     delivery.detach(cursor)
-        if isinstance(feed, CatchUp) and self._in_demand(feed):
+        if isinstance(feed, CatchUp) and (self._is_idle(feed) or self._in_demand(feed)):
             feed.give_way()
 
+    def _is_idle(self, feed: CatchUp) -> bool:
+        """Whether the delivery of a catch-up accepts nothing: at this moment if other catch-ups wait for the slot,
+        otherwise for `detach_after_s` seconds."""
+        now = asyncio.get_running_loop().time()
+        if feed.delivery.is_accepting:
+            feed.idle_since = None
+            return False
+        if feed.idle_since is None:
+            feed.idle_since = now
+        return self._is_contended() or now - feed.idle_since >= self._detach_after_s
+
+    def _is_contended(self) -> bool:
+        """Whether catch-ups wait for a slot, or for bytes."""
+        return bool(self._queued) or self._budget.is_contended
+
     def _in_demand(self, feed: CatchUp) -> bool:
-        """Whether others wait for the place of a catch-up that has had its turn, and what its handlers would hold
-        apart is not too much."""
+        """Whether others wait for the slot of a catch-up that has had its turn, and the batches that its handlers would
+        keep outside of the cache are not too large."""
         cursors = feed.delivery.cursors.values()
-        wanted = self._queued or (feed.finished and any(c.state is State.PARKED and c.feed is None for c in cursors))
-        if not wanted or asyncio.get_running_loop().time() - feed.began_at < CATCH_UP_TURN_S:
+        contended = self._is_contended()
+        wanted = contended or (feed.finished and any(c.state is State.PARKED and c.feed is None for c in cursors))
+        if not wanted:
             return False
         sizes = [feed.delivery.held(c) for c in cursors if c.feed is feed and c.state is State.RUNNING]
+        if contended and not any(sizes):
+            return True
+        if asyncio.get_running_loop().time() - feed.began_at < CATCH_UP_TURN_S:
+            return False
         held = self._held_apart()
         return held + sum(sizes) <= self._limits.max_bytes // 8 or (not held and len(sizes) == 1)
 
     def _held_apart(self) -> int:
-        """Bytes of batches that handlers and consumers hold outside of any cache."""
+        """Bytes of batches that handlers and consumers keep outside of all caches."""
         apart = [(d, c) for d in self.deliveries.values() for c in d.cursors.values() if c.bucket is None]
         return sum(max(d.held(c), c.batch.nbytes) for d, c in apart if c.batch is not None)
 
@@ -419,7 +469,7 @@ class PullingAgent:
                 delivery.gaps += 1
                 self._on_gap(delivery, gap)
 
-    # ---- what people see -------------------------------------------------------------------------------------------
+    # ---- statistics ------------------------------------------------------------------------------------------------
 
     def statistics(self) -> AgentStatistics:
         main = self.main
@@ -439,8 +489,10 @@ class PullingAgent:
 
     def _state(self) -> tuple[str, str]:
         main = self.main
-        if self._fault or (main is not None and main.fault):
-            return "faulted", self._fault or (main.fault if main is not None else "")
+        faults = [main.fault if main is not None else "", *(feed.fault for feed in self._catch_ups.values())]
+        damages = [str(d.damage) for d in self.deliveries.values() if d.damage is not None]
+        if fault := next(filter(None, (self._fault, *faults, *damages)), ""):
+            return "faulted", fault
         if main is None:
             return (
                 "starting" if self._runner is not None else "idle",
@@ -452,7 +504,7 @@ class PullingAgent:
 
 
 def _alone(feed: Feed, delivery: Delivery) -> bool:
-    """Whether a catch-up is for one stream only, so that nobody waits for what comes behind it."""
+    """Whether a catch-up serves one stream only, so that no other stream waits for its batches."""
     if not isinstance(feed, CatchUp) or feed.finished:
         return False
     if delivery.definition.selector.explicit or feed.whole:

@@ -1,10 +1,11 @@
 """The queue cache: buckets of batches, indexed by stream, and the cursors that move through it.
 
-Pure: no I/O, no clock. After Orleans' SimpleQueueCache (ten buckets, pressure when the newest would be the eleventh,
-only the oldest buckets go), with two changes: batches of a stream are linked, so that a cursor's step costs the same
-however many other streams share the queue, and capacity counts bytes as well as events.
+Pure: no I/O, no clock. After Orleans' SimpleQueueCache (buckets of a tenth each, only the oldest buckets go), with two
+changes: batches of a stream are linked, so that a cursor's step costs the same however many other streams share the
+queue, and pressure counts the events and bytes of all buckets, not the buckets.
 
-A cursor pins the bucket of the batch it stands on; since buckets go oldest first, that keeps everything it still needs.
+A cursor pins the bucket of its current batch. Buckets are dropped oldest first, so the pin keeps all batches that the
+cursor still needs.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..adapters.seam import Gap
+from ..adapters.receiving import Gap
 from ..streams.events import EventBatch
 from ..streams.identity import SequenceToken, StreamId
 
 BUCKETS = 10
 BATCH_OVERHEAD_BYTES = 400
-"""Charged for every batch besides its encoded size: the objects around it, and a cursor that stands on it. Without it a
-cache of single small events would take ten times the memory it was given."""
+"""Charged for every batch in addition to its encoded size: its objects, and a cursor. Without this charge, a cache of
+batches with one small event each would take ten times its limit."""
 
 
 class Empty(enum.Enum):
-    """A cursor's outcome: nothing more is there now. What comes later starts a new cursor."""
+    """A cursor has no further batch now. A later batch starts a new cursor."""
 
     EMPTY = "empty"
 
@@ -34,7 +35,7 @@ EMPTY = Empty.EMPTY
 
 
 class Bucket:
-    """A tenth of the cache: batches in offset order, and how many cursors stand in it."""
+    """A tenth of the cache: batches in offset order, and `pins`, the number of cursors in it."""
 
     __slots__ = ("batches", "bytes", "cache", "events", "pins")
 
@@ -76,8 +77,8 @@ def _ignore() -> None: ...
 class QueueCache:
     """Holds the batches of one queue between receiving and the last delivery.
 
-    Capacity is `max_events` and `max_bytes`, whichever is reached first, in ten buckets of a tenth each. It may be
-    exceeded by one batch per bucket: a batch is never split.
+    Capacity is `max_events` and `max_bytes`, whichever is reached first, in buckets of a tenth each. A reader that
+    stops at pressure exceeds it by one batch at most, and only if that is larger than the one before or the first.
     """
 
     def __init__(self, max_events: int, max_bytes: int) -> None:
@@ -85,35 +86,38 @@ class QueueCache:
         self.max_bytes = max_bytes
         self.bucket_events = max(1, max_events // BUCKETS)
         self.bucket_bytes = max(1, max_bytes // BUCKETS)
+        self._capacity = BUCKETS * self.bucket_events, BUCKETS * self.bucket_bytes
         self.buckets: deque[Bucket] = deque()
         self.events = 0
         self.bytes = 0
         self.next_offset = 0
-        """How far the queue has been read, exclusive."""
+        """The queue has been read up to this offset, exclusive."""
         self.on_unpinned: Callable[[], None] = _ignore
-        """Called when a bucket's last pin goes."""
+        """Called when a bucket loses its last pin."""
+        self._newest_bytes = 0
         self._first: dict[StreamId, EventBatch] = {}
         self._last: dict[StreamId, EventBatch] = {}
 
     @property
     def first_offset(self) -> int:
-        """Everything received from here on is still in the cache."""
+        """The cache still has all received batches from this offset on."""
         return self.buckets[0].batches[0].offset if self.buckets else self.next_offset
 
     @property
     def room(self) -> tuple[int, int]:
-        """How many events and bytes fit before there is pressure; at least 1 of each."""
-        events, size = BUCKETS * self.bucket_events, BUCKETS * self.bucket_bytes
+        """Events and bytes that fit before there is pressure; at least 1 of each."""
+        events, size = self._capacity
         return max(1, events - self.events), max(1, size - self.bytes)
 
     @property
     def pressure(self) -> bool:
-        """Whether the next batch would open an eleventh bucket."""
-        count = len(self.buckets)
-        return count > BUCKETS or (count == BUCKETS and self._full(self.buckets[-1]))
+        """Whether the events have reached the capacity, or one more batch as large as the newest does not fit."""
+        events, size = self._capacity
+        return self.events >= events or (self.bytes > 0 and self.bytes + self._newest_bytes > size)
 
     def add(self, batches: Sequence[EventBatch], next_offset: int | None = None) -> None:
-        """Append batches in offset order. `next_offset`: how far the queue has been read, where that is further."""
+        """Append batches in offset order. `next_offset`: the offset up to which the queue has been read, if that is
+        further."""
         last = self._last
         bucket = self.buckets[-1] if self.buckets else None
         events, size = 0, 0
@@ -136,6 +140,7 @@ class QueueCache:
             last[stream] = batch
             events += batch.count
             size += charge
+            self._newest_bytes = charge
         self.events += events
         self.bytes += size
         if batches:
@@ -144,7 +149,7 @@ class QueueCache:
             self.next_offset = max(self.next_offset, next_offset)
 
     def purge(self) -> int:
-        """Drop the oldest buckets that nobody needs, but not the newest while it fills. Returns how many."""
+        """Drop the oldest buckets without pins, but not the newest one while it fills. Return their number."""
         purged = 0
         buckets = self.buckets
         while buckets and not buckets[0].pins and (len(buckets) > 1 or self._full(buckets[0])):
@@ -160,9 +165,9 @@ class QueueCache:
         return batch
 
     def cursor(self, stream: StreamId, start: SequenceToken) -> Cursor | Empty | Gap:
-        """A cursor at the stream's first event at or after `start`.
+        """Return a cursor at the stream's first event at or after `start`.
 
-        Empty where there is none yet, Gap where the cache no longer reaches back to `start`.
+        Return EMPTY if there is no such event yet, a Gap if the cache no longer reaches back to `start`.
         """
         if start.offset < self.first_offset:
             return Gap(start.offset, self.first_offset, "no longer in the cache")
@@ -194,12 +199,12 @@ class QueueCache:
                 del first[stream], last[stream]
             else:
                 first[stream] = following
-                batch.following = None  # a delivery that still holds this batch must not hold all that came after it
-        bucket.batches = []  # each batch refers to its bucket: without this only the garbage collector would free them
+                batch.following = None  # a delivery that still holds this batch must not keep all later ones in memory
+        bucket.batches = []  # break the cycle of references between batches and bucket, so that they are freed at once
 
 
 class Cursor:
-    """A subscription's position in one stream: the batch it stands on and the index of its next event there.
+    """A subscription's position in one stream: its current batch, and the index of its next event in the batch.
 
     A cursor without a batch is parked: it left the cache and only remembers its `token`.
     """
@@ -212,11 +217,11 @@ class Cursor:
 
     @property
     def token(self) -> SequenceToken:
-        """The next event: everything of this stream below it is done."""
+        """Token of the next event. All events of this stream before it are done."""
         return SequenceToken(self._offset, self.index)
 
     def attach(self, batch: EventBatch, index: int = 0) -> None:
-        """Stand on `batch`, pinning its bucket."""
+        """Make `batch` the current one, and pin its bucket."""
         self.batch: EventBatch | None = batch
         self.bucket: Bucket | None = batch.bucket
         self._offset = batch.offset
@@ -225,7 +230,7 @@ class Cursor:
             self.bucket.pins += 1
 
     def advance(self) -> EventBatch | Empty:
-        """The batch is done: step to the next of the stream. Empty (and unpinned) where there is none in the cache."""
+        """The batch is done: move to the stream's next one. If the cache has none, unpin and return EMPTY."""
         batch, bucket = self.batch, self.bucket
         assert batch is not None
         self.index = 0
@@ -247,24 +252,24 @@ class Cursor:
         return EMPTY if following is None else following
 
     def stand_on(self, batch: EventBatch) -> None:
-        """Go on to a later batch of the stream, outside of every cache."""
+        """Make a later batch of the stream the current one, outside of all caches."""
         assert self.bucket is None
         self.batch = batch
         self._offset = batch.offset
         self.index = 0
 
     def release(self) -> None:
-        """Unpin, keeping the batch: a delivery that is running goes on with it while the cache moves on."""
+        """Unpin, but keep the batch: a running handler goes on with it while the cache moves on."""
         if self.bucket is not None:
             bucket, self.bucket = self.bucket, None
             bucket.unpin()
 
     def park(self) -> None:
-        """Leave the cache, remembering the token."""
+        """Leave the cache, and remember the token."""
         self.release()
         self.batch = None
 
     def skip_to(self, token: SequenceToken) -> None:
-        """A parked cursor's next event is at `token` or later."""
+        """Set the position of a parked cursor: its next event is at `token` or later."""
         assert self.batch is None
         self._offset, self.index = token

@@ -1,4 +1,4 @@
-"""A subscription's position in one stream, with what its delivery has to remember."""
+"""A subscription's position in one stream, with the state that its delivery keeps for the stream."""
 
 from __future__ import annotations
 
@@ -12,54 +12,62 @@ from ..streams.subscriptions import Behind
 from .cache import Cursor
 
 if TYPE_CHECKING:
-    from .delivery import Failure, Feed
-    from .parcel import Parcel
+    from .delivery.delivery import Failure, Feed
+    from .delivery.parcel import Parcel
 
 
 class State(enum.Enum):
     READY = "ready"
-    """In line for a worker, or for a consumer with credit."""
+    """Waits for a worker, or for a consumer with credit."""
     RUNNING = "running"
     """Its handler runs, or a consumer holds it."""
     WAITING = "waiting"
-    """For its next attempt."""
+    """Waits for its next attempt."""
     PARKED = "parked"
-    """Out of every cache: to be read again from its token."""
+    """In no cache: it is read again from its token."""
     PAUSED = "paused"
-    """Until somebody resumes it."""
+    """Stopped by a failure until a user resumes it."""
 
 
-# Members of an enumeration are looked up through its metaclass; the hot path reads these instead.
+# `State.READY` is looked up through the metaclass of the enumeration. The hot path reads these names instead.
 READY, RUNNING, PARKED = State.READY, State.RUNNING, State.PARKED
 
 
 class Trouble:
-    """What a cursor remembers while things do not go well; most never have any."""
+    """The failures of a cursor. Most cursors never have any."""
 
-    __slots__ = ("again", "attempts", "deliveries", "doomed", "failed_at", "paused", "seen", "seen_at", "timer")
+    __slots__ = (
+        "again", "attempts", "deliveries", "doomed", "excused", "failed_at", "paused", "phase", "seen", "seen_at",
+        "timer",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.attempts = 0
         """Failed deliveries of the present event or batch."""
+        self.excused = 0
+        """Failed deliveries that do not count."""
+        self.phase: int | None = None
+        """Phase of the circuit breaker at the last failure, None before the first. `attempts` of an earlier phase do
+        not count."""
         self.deliveries = 0
-        """How often consumers were sent, and did not finish, what comes before"""
+        """How often consumers were sent the events before `again` and did not finish them, whatever the reason."""
         self.again: tuple[int, int] = (0, 0)
-        """this offset and index: for whatever reason, which need not be a failure of the event."""
+        """Offset and index of the event after them."""
         self.doomed: tuple[SequenceToken, Failure] | None = None
-        """What is to be given up on, once its batch has been read again."""
+        """The end of a range to give up on once its batch has been read again, and the failure."""
         self.failed_at = 0.0
-        """Loop time of the first of them."""
+        """Loop time of the first failed attempt."""
         self.timer: asyncio.TimerHandle | None = None
-        """The next attempt."""
+        """Starts the next attempt."""
         self.paused = ""
-        """Why the stream is paused, if it is."""
+        """Why the stream is paused; empty if it is not."""
         self.seen: SequenceToken | None = None
         self.seen_at = 0.0
-        """Where the cursor stood when a full cache was last looked at, and since when."""
+        """Position of the cursor when its full cache was checked last, and the loop time since which it is there."""
 
 
 class StreamCursor(Cursor):
-    """A cursor with what its delivery has to remember. One is made for every stream that wakes up: keep it light."""
+    """A cursor with the state that its delivery keeps. Each stream with undelivered events has one: keep it light."""
 
     __slots__ = ("done", "feed", "parcel", "state", "stream", "trouble")
 
@@ -72,14 +80,15 @@ class StreamCursor(Cursor):
         self._offset = batch.offset
         self.stream = stream
         self.feed = feed
-        """Whose cache it moves through; for a parked cursor who will bring its next batch, if anybody."""
+        """The feed through whose cache it moves. Parked: the feed that will bring its next batch, None if there is
+        none."""
         self.state = READY
         self.trouble: Trouble | None = None
         self.parcel: Parcel | None = None
-        """What a consumer holds of the stream."""
+        """The events of the stream that a consumer holds."""
         self.done: dict[int, set[int]] | None = None
-        """Events after its position that are done already, by offset: indexes. A consumer may acknowledge in any
-        order; mostly it has none."""
+        """Indexes, by offset, of events after its position that are done already: a consumer may acknowledge in any
+        order. Mostly None."""
 
     @classmethod
     def parked(cls, stream: StreamId, behind: Behind) -> StreamCursor:
@@ -103,19 +112,20 @@ class StreamCursor(Cursor):
         return self.trouble
 
     def went_on(self) -> None:
-        """The event that gave trouble is done."""
+        """The event that failed is done: forget its failures."""
         trouble = self.trouble
         if trouble is not None and trouble.again > self.token:
-            trouble.attempts = 0
+            trouble.attempts, trouble.phase = 0, None
         else:
             self.trouble = None
 
     def is_done(self, index: int, offset: int | None = None) -> bool:
-        """Whether an event, of the present batch where none is named, was done out of order."""
+        """Whether an event was done out of order. Without an `offset`, the event is in the current batch."""
         return self.done is not None and index in self.done.get(self._offset if offset is None else offset, ())
 
     def skip_done(self) -> bool:
-        """Move over events that are done already, and forget that. False where nothing of the batch is left."""
+        """Move past events that are done already, and forget their marks. Return False if nothing of the batch is
+        left."""
         batch = self.batch
         assert batch is not None
         if self.done is not None and (done := self.done.get(batch.offset)):
@@ -127,18 +137,19 @@ class StreamCursor(Cursor):
         return self.index < batch.count
 
     def forget_batch(self) -> None:
-        """The present batch is done: what was done of it out of order need not be remembered."""
+        """The current batch is done: drop its marks in `done`."""
         assert self.done is not None
         self.done.pop(self._offset, None)
         self.done = self.done or None
 
     def forget_done(self) -> None:
-        """Drop what the position has passed, however it came to be there."""
+        """Drop the marks in `done` that the position has passed."""
         assert self.done is not None
         self.done = {offset: done for offset, done in self.done.items() if offset >= self._offset} or None
 
     def done_ranges(self, most: int) -> tuple[tuple[int, int, int], ...]:
-        """What is done after the position, as (offset, first index, last index exclusive): the first so many."""
+        """Ranges of events after the position that are done, as (offset, first index, end index exclusive). Return the
+        first `most` ranges."""
         ranges: list[tuple[int, int, int]] = []
         if self.done is not None:
             for offset in sorted(self.done):

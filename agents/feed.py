@@ -1,8 +1,8 @@
-"""Feeds: what reads a queue into a cache and offers it to deliveries.
+"""Feeds read a queue into a cache, and offer its batches to deliveries.
 
-A `Feed` is a pump of a few steps: purge, look at pressure, receive, add, offer. The main feed of a queue serves every
-delivery that is where the queue's end is; a `CatchUp` is a feed of one delivery's own, for a subscription that starts
-further back or for streams that left the main cache, until it has caught up.
+A `Feed` repeats a few steps: purge, check the pressure, receive, add, offer. The main feed of a queue serves every
+delivery that is near the queue's end. A `CatchUp` serves one delivery: a subscription that starts further back, or
+streams that left the main cache. It ends when it has caught up.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import Protocol
 
-from ..adapters.seam import Gap, QueueReceiver, Received
-from ..streams.errors import Closed, StorageError
+from ..adapters.receiving import Gap, QueueReceiver, Received
+from ..streams.errors import Closed, CorruptRecord, StorageError
 from ..streams.identity import SequenceToken
 from .cache import QueueCache
+from .catch_up_budget import CatchUpShare
 from .cursor import State, StreamCursor
-from .delivery import Delivery
+from .delivery.delivery import Delivery
 
 log = logging.getLogger("headrace.agents")
 
 RECEIVE_BYTES = 1 << 20
-"""What one receive asks for at the most: the unit in which the loop is held up."""
+"""The most that one receive asks for: the loop is blocked while so many bytes are added."""
 OFFER_BATCHES = 1024
-"""Batches that are offered before the loop turns."""
+"""Batches offered before other tasks of the loop get a turn."""
 MAX_BACKOFF_S = 5.0
 WELL_S = 2.0
-"""Reading that failed before, and now waits for so long, is taken to be well again."""
+"""After an error, a receive that waits for so long counts as recovered, in seconds."""
 
 
 class FeedOwner(Protocol):
@@ -43,11 +44,11 @@ class FeedOwner(Protocol):
         ...
 
     def missing(self, deliveries: Iterable[Delivery], gap: Gap) -> None:
-        """The queue no longer has what `gap` says."""
+        """Report that the queue no longer has the offsets of `gap`."""
         ...
 
     def relieve(self, feed: Feed) -> None:
-        """The feed's cache is full: detach what should not hold up the others."""
+        """The feed's cache is full: detach the cursors that would hold up the others."""
         ...
 
 
@@ -62,45 +63,58 @@ class Feed:
         self.received_events = 0
         self.received_bytes = 0
         self.end: float = 0
-        """Where the queue ended when this feed began."""
+        """The queue's end when this feed began."""
         self.finished = False
         self.fault = ""
-        """Why reading does not go on at present."""
+        """The error that stops reading at present; empty if there is none."""
+        self.damage: CorruptRecord | None = None
+        """The damaged record that stops reading at present."""
         self.throttled = False
         self._holes: list[Gap] = []
-        """Gaps between what the cache holds: who joins behind one misses it, too."""
+        """Gaps between the batches of the cache: a delivery that joins before one of them misses it, too."""
         self._check_s = check_s
+        self._receive_bytes = RECEIVE_BYTES
         self._pause_s = 0.0
-        """Looking for whom to detach takes longer with more streams: it gets a twentieth of the time at the most."""
+        """Wait between two calls of `relieve`, in seconds. A call takes longer with more streams; this keeps it to a
+        twentieth of the time."""
         self._relief = asyncio.Event()
         cache.on_unpinned = self._unpinned
 
     async def run(self) -> None:
-        """Pump until `finish` or the receiver is closed. Reading errors are retried with backoff, for ever."""
+        """Read until `finish` is called or the receiver is closed. Retry errors with backoff, without a limit."""
         backoff = 0.05
         while not self.finished:
             self.cache.purge()
-            if self.cache.pressure:
+            if self._is_full():
                 await self._under_pressure()
                 continue
             try:
-                max_events, max_bytes = self.cache.room
-                receiving = self.receiver.receive(max_events, min(max_bytes, RECEIVE_BYTES))
-                received = await (self._recovering(receiving) if self.fault else receiving)
+                received: Received | None = await self._receive()
             except Closed:
                 return
             except StorageError as error:
                 await self._back_off(error, backoff)
                 backoff = min(2 * backoff, MAX_BACKOFF_S)
                 continue
-            backoff, self.fault = 0.05, ""
+            backoff, self.fault, self.damage = 0.05, "", None
             await self._take(received)
+            received = None  # otherwise its batches stay in memory until the next ones come
 
     def finish(self) -> None:
         self.finished = True
 
+    def _is_full(self) -> bool:
+        """Whether reading waits until the cache has space."""
+        return self.cache.pressure
+
+    async def _receive(self) -> Received:
+        max_events, max_bytes = self.cache.room
+        receiving = self.receiver.receive(max_events, min(max_bytes, self._receive_bytes))
+        return await (self._recovering(receiving) if self.fault else receiving)
+
     async def _recovering(self, receiving: Awaitable[Received]) -> Received:
-        """Receive after an error. One that waits for so long has nothing to wait for but news."""
+        """Receive after an error. A receive that waits for `WELL_S` seconds waits for new events only: the error is
+        over."""
         well = asyncio.get_running_loop().call_later(WELL_S, self._is_well)
         try:
             return await receiving
@@ -111,9 +125,18 @@ class Feed:
         self.fault = ""
 
     async def _back_off(self, error: StorageError, seconds: float) -> None:
+        if self.fault != str(error):
+            log.warning("queue %d cannot be read, trying again in %.2f s: %s", self.owner.queue, seconds, error)
         self.fault = str(error)
-        log.warning("queue %d cannot be read, trying again in %.2f s: %s", self.owner.queue, seconds, error)
+        self.damage = error if isinstance(error, CorruptRecord) else None
+        if self.damage is not None:
+            for delivery in self.deliveries:
+                self.meet_damage(delivery, self.damage)
         await asyncio.sleep(seconds)
+
+    def meet_damage(self, delivery: Delivery, damage: CorruptRecord) -> None:
+        """A delivery cannot pass the damaged record: wake the tasks that wait for its progress."""
+        delivery.progressed()
 
     async def _take(self, received: Received) -> None:
         if received.gap is not None:
@@ -134,7 +157,7 @@ class Feed:
 
     @property
     def caught_up(self) -> bool:
-        """Whether it has come to where the queue ended when it began."""
+        """Whether it has reached the queue's end as of its start."""
         return self.cache.next_offset >= self.end
 
     def base(self, delivery: Delivery) -> float:
@@ -164,8 +187,8 @@ class Feed:
 
     @contextmanager
     def _nothing_goes(self) -> Generator[None]:
-        """Nothing leaves the cache meanwhile. What is offered first may turn out to be done, and unpin a bucket while
-        the rest is still to be offered."""
+        """Keep all batches in the cache meanwhile. The first batches offered may be done already, which unpins their
+        bucket before the rest was offered."""
         bucket = self.cache.buckets[0] if self.cache.buckets else None
         if bucket is not None:
             bucket.pins += 1
@@ -177,11 +200,11 @@ class Feed:
 
     def _unpinned(self) -> None:
         self.cache.purge()
-        if not self.cache.pressure:
+        if not self._is_full():
             self._relief.set()
 
     def adopt(self, delivery: Delivery, cursor: StreamCursor) -> None:
-        """A parked cursor whose next event is at or after the start of this feed's cache goes on here."""
+        """Serve a parked cursor whose next event is not before the start of this feed's cache."""
         offset, index = cursor.token
         batch = self.cache.first_batch(cursor.stream, offset)
         if batch is not None and batch.offset == offset and index >= batch.count:
@@ -194,21 +217,23 @@ class Feed:
             cursor.feed = self
 
     def has_passed(self, delivery: Delivery, cursor: StreamCursor) -> bool:
-        """Whether the next batch of a cursor's stream, once it comes, is new to `delivery` anyway. It may not be where
-        a catch-up brought the cursor further than a main feed that had to start again, nor where some of it is done."""
+        """Whether the next batch of a cursor's stream will be new to `delivery`, so that the cursor may be forgotten.
+
+        It may not be new if a catch-up brought the cursor further than a main feed that had to start again, or if
+        events of it are done already."""
         position = self.cache.next_offset
         ahead = cursor.done is not None and max(cursor.done) >= position
         return position >= delivery.base and cursor.token <= (position, 0) and not ahead
 
     def join(self, delivery: Delivery) -> None:
-        """From now on `delivery` gets its new batches from this feed, whose cache reaches back to its position."""
+        """Serve `delivery` from now on. This feed's cache must reach back to the delivery's position."""
         wants = min([delivery.base, *(c.token.offset for c in delivery.cursors.values() if c.batch is None)])
         for hole in self._holes:
             if wants < hole.high:
                 self.owner.missing([delivery], hole)
         delivery.feed = self
         self.deliveries.append(delivery)
-        # In this order: a stream that is ahead, and so has nothing here, must not be taken for a new one.
+        # Offer first, adopt then: otherwise a stream that is ahead of this cache would look like a new one.
         parked = [c for c in delivery.cursors.values() if c.state is State.PARKED and c.feed is None]
         with self._nothing_goes():
             delivery.offer(self, self.cache.batches_from(delivery.base), delivery.base)
@@ -223,7 +248,7 @@ class Feed:
 
 
 def settle(delivery: Delivery, feed: Feed) -> None:
-    """Once a feed has passed a delivery's base, streams that were behind and had nothing are behind no longer."""
+    """Once a feed has passed a delivery's base, forget the parked streams that have nothing left to deliver."""
     if delivery.feed is feed and feed.cache.next_offset >= delivery.base:
         for cursor in [c for c in delivery.cursors.values() if c.state is State.PARKED and c.feed is feed]:
             if feed.has_passed(delivery, cursor):
@@ -231,20 +256,33 @@ def settle(delivery: Delivery, feed: Feed) -> None:
 
 
 class CatchUp(Feed):
-    """A delivery's own way through the queue.
+    """A feed of one delivery that is behind the main feed.
 
-    Serves all its streams where the delivery has not joined the main feed yet, else only the streams that are parked
-    when it starts (or come to be, ahead of it). Ends where the main feed's cache begins.
+    If the delivery has not joined the main feed yet, this feed serves all its streams. Otherwise it serves the streams
+    that are parked when it starts, and those parked later at a position ahead of it. It ends at the start of the main
+    feed's cache.
     """
 
     def __init__(
-        self, owner: FeedOwner, receiver: QueueReceiver, cache: QueueCache, delivery: Delivery, *, check_s: float
+        self,
+        owner: FeedOwner,
+        receiver: QueueReceiver,
+        cache: QueueCache,
+        delivery: Delivery,
+        share: CatchUpShare,
+        *,
+        check_s: float,
     ) -> None:
+        """`share` counts the bytes of `cache`, and of reads."""
         super().__init__(owner, receiver, cache, check_s=check_s)
         self.delivery = delivery
+        self._share = share
+        self._receive_bytes = min(RECEIVE_BYTES, share.receive_bytes)
         self.deliveries = [delivery]
-        self.end = float("inf")  # what it serves has caught up when it is the main feed's
+        self.end = float("inf")  # its streams have caught up once the main feed serves them
         self.began_at = asyncio.get_running_loop().time()
+        self.idle_since: float | None = None
+        """Loop time since which its delivery accepts nothing, noted by `PullingAgent.relieve`."""
         self._reading: asyncio.Task[None] | None = None
         self._gave_way = False
         self.whole = delivery.feed is None
@@ -255,16 +293,56 @@ class CatchUp(Feed):
         return delivery.base if self.whole else float("inf")
 
     def take_along(self, cursor: StreamCursor) -> None:
-        """Serve a parked cursor too, where it is not behind what has been read here."""
+        """Serve a parked cursor, too, if its position has not been read past already."""
         if not self.finished and cursor.token.offset >= self.cache.next_offset:
             cursor.feed = self
 
+    def meet_damage(self, delivery: Delivery, damage: CorruptRecord) -> None:
+        delivery.damage = damage
+        super().meet_damage(delivery, damage)
+
+    async def _back_off(self, error: StorageError, seconds: float) -> None:
+        """Wait, then read again. At a damaged record, end once every event before it is done: other catch-ups need the
+        slot. Raises CorruptRecord then."""
+        await super()._back_off(error, seconds)
+        self.cache.purge()
+        if isinstance(error, CorruptRecord) and not self._is_pinned():
+            raise error
+
+    def _is_full(self) -> bool:
+        """Whether reading waits. It also waits while all catch-ups together hold too much. One that holds nothing
+        itself waits in `reserve` instead."""
+        return super()._is_full() or (self._is_pinned() and not self._share.fits)
+
+    def _is_pinned(self) -> bool:
+        return any(bucket.pins for bucket in self.cache.buckets)
+
+    async def _receive(self) -> Received:
+        self._share.hold(self.cache.bytes)
+        await self._share.reserve()
+        try:
+            return await super()._receive()
+        except BaseException:
+            self._share.hold(reserved=0)
+            raise
+
+    async def _take(self, received: Received) -> None:
+        damage = self.delivery.damage
+        if damage is not None and (damage.offset is None or received.next_offset > damage.offset):
+            self.delivery.damage = None
+        await super()._take(received)
+        self._share.hold(self.cache.bytes, 0)
+
+    def _unpinned(self) -> None:
+        super()._unpinned()
+        self._share.hold(self.cache.bytes)
+
     async def run(self) -> None:
-        """Read until the main feed is reached, then stay for those who are busy with what is in this cache."""
+        """Read up to the main feed, then stay until no cursor uses this cache any more."""
         self._moved()
         if not self.finished:
             await self._read()
-        while self.finished and not self._gave_way and any(bucket.pins for bucket in self.cache.buckets):
+        while self.finished and not self._gave_way and self._is_pinned():
             self.cache.purge()
             await self._under_pressure()
 
@@ -278,7 +356,7 @@ class CatchUp(Feed):
                 raise
 
     def give_way(self) -> None:
-        """End now: another needs the place. What is left goes on later, in another catch-up."""
+        """End now, because another catch-up needs the slot. The rest is read later by a new catch-up."""
         self._gave_way = True
         if self._reading is not None:
             self._reading.cancel()
@@ -312,7 +390,8 @@ class CatchUp(Feed):
         return not self.whole and not any(c.feed is self for c in self.delivery.cursors.values())
 
     def _join(self, main: Feed) -> None:
-        """Caught up. Streams still busy with what is in this cache go on to the main feed when they are done."""
+        """End: this feed has caught up. Streams that still use its cache move to the main feed when they are done with
+        it."""
         self.finish()
         position = SequenceToken(self.cache.next_offset, 0)
         parked = [c for c in self.delivery.cursors.values() if c.state is State.PARKED and c.feed is self]

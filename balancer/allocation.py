@@ -1,13 +1,13 @@
-"""Deals queues out to the members of a group: average allocation, and a sticky variant of it.
+"""Assigns queues to the members of a group: average allocation, and a sticky variant of it.
 
-Requirements: every queue has exactly one member; shares differ by at most one queue; the same members give the same
-allocation in whatever order they are named, so that each silo comes to the same by itself. Members beyond the number of
-queues get none.
+Requirements: every queue has exactly one member. Shares differ by at most one queue. The order in which members are
+named does not matter, so that each silo gets the same result by itself. If there are more members than queues, some
+members get none.
 
-`average_allocation` is EQueue's (and RocketMQ's) AverageAllocate: the members in order of their names get consecutive
-runs of queues, the first ones a queue more where it does not come out even. It depends on nothing but its arguments,
-and may move many queues when a member comes or goes. `sticky_allocation` looks at who has what, and moves as few as can
-be; the answer depends on how it came about.
+`average_allocation` is EQueue's (and RocketMQ's) AverageAllocate. The members, in the order of their names, get
+consecutive runs of queues; the first ones get one queue more if the division leaves a rest. It depends only on its
+arguments, and may move many queues when a member comes or goes. `sticky_allocation` considers the current owners and
+moves as few queues as possible, so its result depends on earlier results.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..streams.errors import InvalidArgument
 
 
 def average_allocation(queues: int, members: Sequence[str]) -> Mapping[str, range]:
-    """The queues of each member; empty where there are no members.
+    """Return the queues of each member; empty if there are no members.
 
-    Raises InvalidArgument where `queues` is negative or a member is named twice.
+    Raises InvalidArgument if `queues` is negative or a member is named twice.
     """
     names = _names(queues, members)
     if not names:
@@ -32,11 +32,12 @@ def average_allocation(queues: int, members: Sequence[str]) -> Mapping[str, rang
 
 
 def sticky_allocation(queues: int, members: Sequence[str], *owners: Mapping[int, str]) -> Mapping[str, tuple[int, ...]]:
-    """The queues of each member, ascending, with as many as can be left to their `owners`.
+    """Return the queues of each member, ascending. As many queues as possible stay with their `owners`.
 
-    Owners who are no members lose theirs. Given its own answer as `owners` it gives the same again. With several
-    `owners` the first one that names a member decides about a queue, and goes before the later ones where a member has
-    to give up some. Raises InvalidArgument where `queues` is negative or a member is named twice.
+    Owners that are not members lose their queues. With its own result as `owners` the function returns the same result
+    again. With several `owners`, the first one that names a member for a queue is used. If a member must give up
+    queues, it keeps those of earlier `owners` first. Raises InvalidArgument if `queues` is negative or a member is
+    named twice.
     """
     names = _names(queues, members)
     if not names:
@@ -45,15 +46,15 @@ def sticky_allocation(queues: int, members: Sequence[str], *owners: Mapping[int,
     shares = _shares(queues, held)
     kept = {name: [*chain(*held[name])][: shares[name]] for name in names}
     free = iter(sorted(set(range(queues)).difference(*kept.values())))
-    # Whoever is short takes from the queues that nobody keeps: there are as many as are missing.
+    # Members below their share get the queues that no member keeps: there are exactly as many as are missing.
     return {name: (*sorted([*have, *islice(free, shares[name] - len(have))]),) for name, have in kept.items()}
 
 
 def _held(queues: int, names: Sequence[str], owners: Sequence[Mapping[int, str]]) -> dict[str, list[list[int]]]:
-    """What each holds, one list for each of `owners`."""
+    """Return the queues that each member holds, in one list for each of `owners`."""
     held: dict[str, list[list[int]]] = {name: [[] for _ in owners] for name in names}
     for queue in range(queues):
-        claims = ((claim, said.get(queue)) for claim, said in enumerate(owners))
+        claims = ((claim, owner.get(queue)) for claim, owner in enumerate(owners))
         first = next(((claim, name) for claim, name in claims if name in held), None)
         if first is not None:
             held[first[1]][first[0]].append(queue)
@@ -61,7 +62,8 @@ def _held(queues: int, names: Sequence[str], owners: Sequence[Mapping[int, str]]
 
 
 def _shares(queues: int, held: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, int]:
-    """How many queues each gets. The larger shares go to those who hold too many: each of them keeps one more by it."""
+    """Return the number of queues of each member. Members that hold the most get the larger shares, and so keep one
+    queue more."""
     least, more = divmod(queues, len(held))
 
     def fits(name: str) -> list[bool]:

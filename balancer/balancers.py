@@ -1,15 +1,19 @@
-"""Balancers: which silo should serve which queue of a provider. Pure functions of a `Placement`.
+"""Balancers decide which silo should serve which queue of a provider. They are pure functions of a `Placement`.
 
-Requirements, for all of them: every queue that somebody can serve has exactly one silo, and never one that cannot serve
-it; the same placement gives the same answer in whatever order it is written down, so that silos agree without talking;
-what a silo that is away for a short time has is lent to others and returns to it, and nothing else moves. A lease moves
-the queue; see docs/cluster.md for how to choose.
+Requirements for all of them:
+- Every queue that a silo can serve gets exactly one silo, and only one that can serve it.
+- The order in which a placement names silos and queues does not matter, so that silos agree without communication.
+- The queues of a silo that is away for a short time are lent to other silos and return later; no other queue moves.
 
-- `lease_count`, the default: shares within one, and the fewest moves there can be. Depends on who has what now.
-- `ring`: bounded by 1.25 times the mean; a silo that comes or goes moves little but its own. Depends on names alone.
-- `best_fit_live`, `best_fit_fixed`: Orleans' deployment balancer. Each silo of a configured list has a run of queues as
-  its own; those of missing silos are dealt out among the others, or wait.
-- `average`: EQueue's, over whoever is there. A run of queues for each; moves many when silos come or go.
+Leases carry out the moves. See docs/cluster.md for how to choose a balancer.
+
+- `lease_count`, the default: shares differ by at most one queue, and as few queues as possible move. The result depends
+  on the current owners.
+- `ring`: a silo has at most 1.25 times the mean. When a silo comes or goes, few queues of other silos move. The result
+  depends on names alone.
+- `best_fit_live`, `best_fit_fixed`: Orleans' deployment balancer. Each silo of a configured list has a run of queues of
+  its own. The queues of missing silos are lent to the others, or wait.
+- `average`: EQueue's, for the present silos. Each gets a run of queues; many queues move when silos come or go.
 - `static`: as configured.
 """
 
@@ -36,50 +40,52 @@ _POINTS_PER_SILO = 256
 
 
 def lease_count(placement: Placement) -> Mapping[int, str]:
-    """An even share for each, within one. Everybody keeps what it has up to its share, so only a surplus moves."""
+    """Equal shares, which differ by at most one queue. A silo keeps its queues up to its share; only a surplus
+    moves."""
     queues = sorted(placement.queues)
-    everybody = [*placement.members, *placement.away]
-    at_home = _sticky(queues, everybody, placement.homes, placement.owners)
-    return _sticky(queues, placement.members, at_home, placement.owners) if placement.away else at_home
+    silos = [*placement.members, *placement.away]
+    homes = _sticky(queues, silos, placement.homes, placement.owners)
+    return _sticky(queues, placement.members, homes, placement.owners) if placement.away else homes
 
 
 def ring(placement: Placement) -> Mapping[int, str]:
     """The consistent ring with bounded loads (Mirrokni and others 2016), by the names of the silos.
 
-    Nobody has more than 1.25 times the mean, or than the mean rounded up where that is more. Whoever is full is passed
-    over, in the order of the queues.
+    No silo has more than 1.25 times the mean, or than the mean rounded up if that is more. Queues are assigned in their
+    order; full silos are skipped.
     """
-    everybody = [*placement.members, *placement.away]
-    return _lent(_bounded_ring(sorted(placement.queues), everybody), placement.members)
+    silos = [*placement.members, *placement.away]
+    return _lend(_bounded_ring(sorted(placement.queues), silos), placement.members)
 
 
 def best_fit_live(placement: Placement) -> Mapping[int, str]:
-    """Each silo of the `fixed` list that is there has its run; the queues of the others are dealt to who has fewest.
+    """Each present silo of the list `fixed` has its run. The queues of the others go to the silos with the fewest.
 
-    Without a list it is `average`. Silos that the list does not name get nothing.
+    Without a list, it is the same as `average`. Silos that the list does not name get no queues.
     """
     if not placement.fixed:
         return average(placement)
     members = [name for name in placement.members if name in placement.fixed]
     away = [name for name in placement.away if name in placement.fixed]
-    # First who is long gone, then who is away: so a short absence does not deal the other queues anew.
-    at_home = _lent(_runs(placement.queues, placement.fixed), [*members, *away], placement.newcomers)
-    return _lent(at_home, members, placement.newcomers)
+    # First lend the queues of silos that are gone, then of those that are away: a short absence then moves no others.
+    homes = _lend(_runs(placement.queues, placement.fixed), [*members, *away], placement.newcomers)
+    return _lend(homes, members, placement.newcomers)
 
 
 def best_fit_fixed(placement: Placement) -> Mapping[int, str]:
-    """Each silo of the `fixed` list has its run, whoever is there. The queues of a missing silo wait for it."""
+    """Each silo of the list `fixed` has its run. The queues of a missing silo wait for it."""
     return _present(_runs(placement.queues, placement.fixed), placement)
 
 
 def average(placement: Placement) -> Mapping[int, str]:
-    """Average allocation: in the order of their names the members have runs of queues, within one."""
-    everybody = [*placement.members, *placement.away]
-    return _lent(_runs(placement.queues, everybody), placement.members)
+    """Average allocation: the members, in the order of their names, have runs of queues that differ by at most one."""
+    silos = [*placement.members, *placement.away]
+    return _lend(_runs(placement.queues, silos), placement.members)
 
 
 def static(placement: Placement) -> Mapping[int, str]:
-    """As the `mapping` says. A queue that it does not name, or whose silo is missing, has nobody."""
+    """Each queue goes to its silo in `mapping`. It has no silo if `mapping` does not name it, or its silo is
+    missing."""
     queues = set(placement.queues)
     return _present({queue: name for queue, name in placement.mapping.items() if queue in queues}, placement)
 
@@ -99,10 +105,10 @@ def balancer_names() -> list[str]:
 
 
 def find_balancer(name: str = DEFAULT) -> Balancer:
-    """The balancer called `name`: one of `BUILT_IN`, or one installed under the entry point group `headrace.balancers`.
+    """Return the balancer called `name`: one of `BUILT_IN`, or one of the entry point group `headrace.balancers`.
 
-    Reads files where it is not built in. Raises NotFound with the names there are. An installed one raises
-    InvalidArgument when it gives out a queue that there is not, or to somebody who may not have it.
+    Reads files if it is not built in. Raises NotFound, with the names of all balancers. An installed balancer raises
+    InvalidArgument if its result has an unknown queue, or a silo that is neither a member nor a newcomer.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
@@ -118,7 +124,8 @@ def _checked(name: str, balancer: Balancer) -> Balancer:
         for queue, silo in answer.items():
             if queue not in queues or silo not in silos:
                 raise InvalidArgument(
-                    f"the balancer {name!r} gave queue {queue!r} to {silo!r}, one of which is not there"
+                    f"the balancer {name!r} assigned queue {queue!r} to silo {silo!r}: one of them does not exist, or "
+                    "the silo cannot take queues now"
                 )
         return answer
 
@@ -126,13 +133,13 @@ def _checked(name: str, balancer: Balancer) -> Balancer:
 
 
 def _sticky(queues: Sequence[int], members: Sequence[str], *owners: Mapping[int, str]) -> dict[int, str]:
-    """`sticky_allocation` of these queues, which it knows by their places."""
-    by_place = [{place: said[queue] for place, queue in enumerate(queues) if queue in said} for said in owners]
+    """Apply `sticky_allocation`, which numbers queues from 0, to these queues."""
+    by_place = [{place: owner[queue] for place, queue in enumerate(queues) if queue in owner} for owner in owners]
     return _by_queue(queues, sticky_allocation(len(queues), members, *by_place))
 
 
 def _runs(queues: Collection[int], silos: Sequence[str]) -> dict[int, str]:
-    """What is each silo's own, as a run of queues. It is also the ideal share of Orleans' best fit."""
+    """Return each silo's own run of queues. This is also the ideal share of Orleans' best fit."""
     return _by_queue(sorted(queues), average_allocation(len(queues), silos))
 
 
@@ -141,14 +148,14 @@ def _by_queue(queues: Sequence[int], places: Mapping[str, Sequence[int]]) -> dic
 
 
 def _present(homes: Mapping[int, str], placement: Placement) -> dict[int, str]:
-    there = {*placement.members, *placement.newcomers}
-    return {queue: name for queue, name in homes.items() if name in there}
+    present = {*placement.members, *placement.newcomers}
+    return {queue: name for queue, name in homes.items() if name in present}
 
 
-def _lent(homes: Mapping[int, str], members: Sequence[str], newcomers: Sequence[str] = ()) -> dict[int, str]:
-    """Who is there keeps its own. The queues of the others are dealt to the members, whoever has fewest first.
+def _lend(homes: Mapping[int, str], members: Sequence[str], newcomers: Sequence[str] = ()) -> dict[int, str]:
+    """Leave the queues of present silos with them. Lend each other queue to the member that has the fewest.
 
-    That is Orleans' best fit: the missing silos in the order of their names, one queue after the other.
+    This is Orleans' best fit: missing silos are handled in the order of their names, one queue after the other.
     """
     own: dict[str, list[int]] = {name: [] for name in sorted({*members, *newcomers, *homes.values()})}
     for queue in sorted(homes):
@@ -166,21 +173,22 @@ def _lent(homes: Mapping[int, str], members: Sequence[str], newcomers: Sequence[
 def _bounded_ring(queues: Sequence[int], silos: Sequence[str]) -> dict[int, str]:
     if not silos:
         return {}
-    room = dict.fromkeys(silos, _bound(len(queues), len(silos)))
+    free = dict.fromkeys(silos, _bound(len(queues), len(silos)))
     homes: dict[int, str] = {}
     for queue in queues:
-        homes[queue] = next(name for name in _along(tuple(sorted(silos)), queue) if room[name])
-        room[homes[queue]] -= 1
+        homes[queue] = next(name for name in _along(tuple(sorted(silos)), queue) if free[name])
+        free[homes[queue]] -= 1
     return homes
 
 
 def _bound(queues: int, silos: int) -> int:
-    """1.25 times the mean, rounded down; but at least the mean rounded up, or there would not be room for all."""
+    """Return 1.25 times the mean, rounded down. It is at least the mean rounded up, or some queues would have no
+    silo."""
     return max(-(-queues // silos), queues * 5 // (4 * silos))
 
 
 def _along(silos: tuple[str, ...], queue: int) -> Iterator[str]:
-    """Whom one meets on the ring from the place of the queue on."""
+    """Yield the silos in the order of their points on the ring, from the queue's hash on."""
     positions, owners = _points(silos)
     start = bisect(positions, hash_text(f"queue {queue}"))
     return (owners[place - len(owners)] for place in range(start, start + len(owners)))

@@ -1,12 +1,14 @@
 """Maps streams to queues by a consistent hash ring.
 
-Requirements: the same stream gives the same queue in every process, on every machine and in every version of headrace
-(stored events are looked for where the mapper says, so a change would lose them); no queue gets much more than its
-share; a look-up costs next to nothing; the ring is small however many queues there are.
+Requirements:
+- The same stream has the same queue in every process, on every machine and in every version of headrace. Stored events
+  are searched only in the queue that the mapper returns, so a change would lose them.
+- No queue gets much more than its share.
+- A look-up is very cheap, and the ring stays small with any number of queues.
 
-The algorithm is the classic ring of `hashring`, with the number of each queue as its name, at 1,024 points, or with
-more than 64 queues at 65,536 divided by their number. A stream's hashed name is `StreamId.prefix`, in which both parts
-carry their length, so that the boundary between namespace and key counts.
+The algorithm is the ring of `hashring`, with the number of each queue as its name. A queue has 1,024 points; with more
+than 64 queues it has 65,536 divided by the number of queues. The hashed name of a stream is `StreamId.prefix`. It
+includes the lengths of namespace and key, so that ("ab", "c") and ("a", "bc") differ.
 """
 
 from __future__ import annotations
@@ -20,18 +22,19 @@ from ..streams.identity import StreamId
 from .hashring import hash_bytes, ring
 
 VERSION = "ring-blake2b-1"
-"""Names the algorithm. It is stored with each provider; any change of `queue_of`'s answers needs another name."""
+"""The name of the algorithm. It is stored with each provider; any change of the results of `queue_of` needs a new
+name."""
 MAX_QUEUES = 1024
-"""Limit of the number of queues of one provider."""
+"""Largest number of queues of one provider."""
 REMEMBERED = 1 << 17
-"""How many streams' queues are remembered, at most."""
+"""Largest number of streams whose queue is remembered."""
 
 _POINTS_PER_QUEUE = 1024
 _POINTS = 1 << 16
 
 
 class StreamQueueMapper:
-    """Gives each stream one of `queues` queues, 0 to `queues` - 1.
+    """Assigns each stream to one of `queues` queues, 0 to `queues` - 1.
 
     Raises InvalidArgument for a number of queues that is not from 1 to `MAX_QUEUES`.
     """
@@ -46,13 +49,13 @@ class StreamQueueMapper:
         self._remembered: dict[StreamId, int] = {}
 
     def queue_of(self, stream: StreamId) -> int:
-        """The stream's queue. Pure: it depends on the stream's name and the number of queues alone."""
+        """Return the stream's queue. It depends only on the stream's name and the number of queues."""
         queue = self._remembered.get(stream)
         return self._look_up(stream) if queue is None else queue
 
     @property
     def remembered(self) -> int:
-        """How many streams' queues are remembered now; never above `REMEMBERED`."""
+        """Number of streams whose queue is remembered now; at most `REMEMBERED`."""
         return len(self._remembered)
 
     def _look_up(self, stream: StreamId) -> int:
@@ -63,9 +66,10 @@ class StreamQueueMapper:
         return queue
 
 
-@lru_cache(4)  # who opens a provider again and again has the same one each time
+@lru_cache(4)  # a provider that is opened again uses the same ring
 def _ring(queues: int) -> tuple[Sequence[int], Sequence[int]]:
-    """The points of the ring in order, and whose each is; one more closes the ring."""
+    """Return the points of the ring in order, and the queue of each. The first queue follows again at the end, for
+    hashes above the last point."""
     each = min(_POINTS_PER_QUEUE, _POINTS // queues)
     positions, names = ring([str(queue) for queue in range(queues)], each)
     owners = [int(name) for name in names]

@@ -1,80 +1,62 @@
-"""A silo as a member of its cluster: it says that it lives, holds leases of queues, and moves queues where the balancer
-wants them.
+"""A silo as a member of its cluster: it sends heartbeats, holds leases of queues, and moves queues to the silos that
+the balancer chooses.
 
-One loop asks the store once a period: a heartbeat, the renewal of all leases, and the view of the cluster are one
-transaction. What follows from the view is decided by pure functions (`balancers`, `maturity`), by every silo alike.
+One loop calls the store once a period: a heartbeat, the renewal of all leases, and the view of the cluster are one
+transaction. Every silo then decides by itself, with the same pure functions (`balancers`, `maturity`).
 
-A lease counts from this process's own clock as it was before the call that got or renewed it, so here it is over before
-it is for anybody else, however long an answer took and however the clocks differ. A call that fails changes nothing
-until then. Whoever was stopped for longer (SIGSTOP, a machine that slept) finds its leases over, and cuts its queues
-off before it does anything else with them; what it had in flight is refused by epoch.
+A lease of this silo is measured by this process's clock, from the time before the call that got or renewed it. So here
+it ends before it ends for any other silo, however long the call took and however the clocks differ. A lease of another
+silo is over once this silo has seen it unchanged for its length (`sightings`). A failed call changes nothing until
+then. A silo that was stopped for longer than its leases (SIGSTOP) first cuts its queues off when it runs again. The
+store refuses writes of its old epochs.
 
-A planned move: stop receiving, drain, checkpoint (all `QueueOwner.lose`), release. Meanwhile the lease is renewed.
+A planned move of a queue has four steps: stop receiving, drain, checkpoint (all in `QueueOwner.lose`), release. The
+lease is renewed until the last step.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, Protocol
 
-from ..streams.cluster import LIVING, ClusterView, Lease, SiloRecord, Superseded
-from ..streams.errors import Fenced, HeadraceError, InvalidArgument, StorageError
-from .balancers import lease_count
-from .maturity import standing
-from .placement import Balancer, Placement, homes
+from ..streams.cluster import ClusterView, Lease, SiloRecord, Superseded
+from ..streams.errors import Fenced, HeadraceError, Unavailable
+from .cluster_options import ClusterOptions
+from .desired_owners import OwnerDecision
+from .probes import Peers, SiloProbes, VoteStore
+from .sightings import Queue, Sightings
 
 log = logging.getLogger("headrace.balancer")
 
-Queue = tuple[str, int]
-"""Provider and queue."""
-
 MARGIN = 0.1
-"""This part of a lease is not used: cutting a queue off takes time, too."""
+"""This fraction of a lease is not used, because it takes time to cut a queue off."""
 RETRY = 0.25
-"""After a call to the store that failed, the next one comes after this part of a period."""
+"""A failed call to the store is repeated after this fraction of a period."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClusterOptions:
-    """Times of a cluster, in seconds: the same for all its silos."""
+class LeaseStore(VoteStore, Protocol):
+    """The part of `headrace.store.cluster_store.ClusterStore` that a member uses."""
 
-    period_s: float = 1.0
-    """How often a silo says that it lives, and looks."""
-    lease_s: float = 15.0
-    """How long nobody else gets the queues of a silo that is gone."""
-    dead_after_s: float = 10.0
-    """A silo of which nothing was heard for so long, and that its peers cannot reach, is declared dead."""
-    maturity_s: float = 30.0
-    """How long a newcomer waits before it takes queues over. Longer than the restart of a silo takes."""
-    drain_s: float = 10.0
-    """How long what is in flight may take to end when a queue moves."""
-    balancer: Balancer = lease_count
-    fixed: Sequence[str] = ()
-    mapping: Mapping[int, str] = field(default_factory=dict[int, str])
-
-    def __post_init__(self) -> None:
-        if not 0 < 3 * self.period_s <= self.lease_s:
-            raise InvalidArgument(
-                f"a lease of {self.lease_s:g} s with a period of {self.period_s:g} s: at least three periods, so that "
-                "one call that fails loses nothing"
-            )
-        if self.dead_after_s < 2 * self.period_s:
-            raise InvalidArgument(f"dead_after_s is {self.dead_after_s:g} s: at least two periods of {self.period_s:g}")
-
-
-class LeaseStore(Protocol):
-    """Of `headrace.streams.cluster_store.ClusterStore`, what a member needs."""
-
-    async def join(self, name: str, address: str, serves: Sequence[str]) -> SiloRecord: ...
+    async def join(
+        self, name: str, address: str, serves: Sequence[str], settings: Mapping[str, str], process: str
+    ) -> SiloRecord: ...
 
     async def beat(self, me: SiloRecord, lease_s: float) -> ClusterView: ...
 
     async def acquire(
-        self, me: SiloRecord, wanted: Sequence[Queue], lease_s: float, homes: Mapping[Queue, str]
+        self,
+        me: SiloRecord,
+        wanted: Sequence[Queue],
+        lease_s: float,
+        homes: Mapping[Queue, str],
+        over: Collection[Lease],
     ) -> list[Lease]: ...
 
     async def settle(self, me: SiloRecord, homes: Mapping[Queue, str]) -> None: ...
@@ -83,54 +65,47 @@ class LeaseStore(Protocol):
 
     async def leaving(self, me: SiloRecord) -> None: ...
 
+    async def view(self) -> ClusterView: ...
+
     async def leave(self, me: SiloRecord) -> None: ...
 
-    async def suspect(self, me: SiloRecord, suspect: SiloRecord, dead_after_s: float) -> bool: ...
 
-
-class Term(Protocol):
-    """How long a lease lasts, by this process's clock."""
+class LeaseTerm(Protocol):
+    """The end of a lease, by this process's clock."""
 
     until: float
-    """Loop time. It moves on as the lease is renewed."""
+    """Loop time. It rises when the lease is renewed."""
 
 
 class QueueOwner(Protocol):
-    """Who serves the queues of one provider in this process."""
+    """Serves the queues of one provider in this process."""
 
     queues: int
 
-    async def gain(self, queue: int, epoch: int, term: Term) -> None:
-        """Serve a queue from where its checkpoints are now, while its term lasts. What it raises is tried again."""
+    async def gain(self, queue: int, epoch: int, term: LeaseTerm) -> None:
+        """Serve a queue from its current checkpoints on, until the term ends. Called again if it raises."""
         ...
 
     async def lose(self, queue: int, drain_s: float) -> None:
-        """Receive no more, let what is in flight end within `drain_s` seconds, and save exactly what is done."""
+        """Stop receiving, wait up to `drain_s` seconds for events in flight, and save exactly the finished ones."""
         ...
 
     def cut(self, queue: int) -> None:
-        """The lease is over: stop at once. Nothing that is done from now on counts."""
+        """Stop at once, because the lease is over. Nothing that is done from now on may be saved."""
         ...
 
 
-class Peers(Protocol):
-    """The way to the other silos."""
-
-    async def reach(self, silo: SiloRecord) -> bool:
-        """Whether it answers by itself. Takes a bounded time."""
-        ...
+DeclareDead = Callable[[ClusterView], Awaitable[bool]]
+"""Declares the silos dead whose processes have ended, as far as the operating system tells. Returns whether there were
+any."""
 
 
-Bury = Callable[[ClusterView], Awaitable[bool]]
-"""Where the system tells which silos are gone: declares those dead, and says whether there were any."""
-
-
-async def nobody(_: ClusterView) -> bool:
+async def declare_none(_: ClusterView) -> bool:
     return False
 
 
-class Held:
-    """A lease as this process counts it."""
+class HeldLease:
+    """A lease of this silo, with the state of its queue."""
 
     __slots__ = ("lease", "moving", "started", "until")
 
@@ -139,13 +114,24 @@ class Held:
         self.until = until
         """Loop time."""
         self.started = False
-        """Its owner serves it."""
+        """The `QueueOwner` serves the queue."""
         self.moving: asyncio.Task[None] | None = None
-        """Being started, or stopped and released."""
+        """Starts the queue, or stops and releases it."""
+
+
+def _listed(queues: Iterable[Queue]) -> str:
+    """Return a text such as "queues 0, 3 of default"."""
+    by_provider: defaultdict[str, list[int]] = defaultdict(list)
+    for provider, queue in sorted(queues):
+        by_provider[provider].append(queue)
+    return "; ".join(
+        f"queue{'s' if len(found) > 1 else ''} {', '.join(map(str, found))} of {provider}"
+        for provider, found in by_provider.items()
+    )
 
 
 class Membership:
-    """This silo in its cluster, between `join` and `leave`. All on one loop."""
+    """The membership of this silo in its cluster, from `join` to `leave`. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -156,100 +142,173 @@ class Membership:
         owners: Mapping[str, QueueOwner],
         peers: Peers,
         options: ClusterOptions,
-        bury: Bury = nobody,
+        declare_dead: DeclareDead = declare_none,
+        settings: Mapping[str, str] = MappingProxyType({}),
+        process: str = "",
         rng: random.Random | None = None,
     ) -> None:
+        """`settings` and `process` become part of this silo's `SiloRecord`, which other silos read."""
         self.on_view: Callable[[ClusterView], None] = lambda _: None
-        """Called with the cluster as it was just seen."""
+        """Called with each new view of the cluster."""
         self.superseded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Its error says that another process has the silo's name, which ends this one's membership."""
+        """Gets an error when another process takes the silo's name. That ends this membership."""
         self.name = name
-        self.held: dict[Queue, Held] = {}
+        self.held: dict[Queue, HeldLease] = {}
         self.view: ClusterView | None = None
-        """The cluster as it was last seen."""
+        """The last view of the cluster."""
         self._store = store
         self._address = address
         self._owners = owners
-        self._peers = peers
         self._options = options
-        self._bury = bury
+        self._declare_dead = declare_dead
+        self._settings = settings
+        self._process = process
+        self._sightings = Sightings()
+        self._decision = OwnerDecision(options, owners, self._sightings)
+        self._probes = SiloProbes(store, peers, self._sightings, options.dead_after_s, lambda: self.me)
         self._rng = rng or random.Random()  # noqa: S311 (spreads load)
         self._loop = asyncio.get_running_loop()
         self._balancing = asyncio.Lock()
-        """Held while it gets queues: who gives them all back waits for those that it asked for."""
+        """Held while this silo acquires queues. `drain` waits for it, so that it gives back all queues."""
         self._me: SiloRecord | None = None
         self._joining = False
-        """It asked to join, and does not know the answer: who superseded it may be itself."""
+        """A call of `join` has begun and has not returned: if this silo is superseded, it may be by that call."""
         self._running: asyncio.Task[None] | None = None
-        self._probing: dict[str, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._leaving = False
+        self._left_as = 0
+        """The incarnation that is marked as leaving in the store."""
+        self._drained = False
         self._drain_s = options.drain_s
 
     @property
     def me(self) -> SiloRecord:
-        """This run of the silo, as it is known in the cluster."""
+        """The record of this silo in the cluster."""
         assert self._me is not None
         return self._me
 
     async def join(self) -> None:
-        """Become a member; queues come by and by. Raises StorageError where the store cannot be reached."""
+        """Become a member. Queues are acquired later. Raises StorageError if the store cannot be reached."""
         await self._join()
         log.info("silo %s is member %d of its cluster", self.name, self.me.incarnation)
         self._running = self._loop.create_task(self._run(), name=f"headrace membership {self.name}")
 
     async def _join(self) -> None:
         self._joining = True
-        self._me = await self._store.join(self.name, self._address, sorted(self._owners))
+        self._me = await self._store.join(self.name, self._address, sorted(self._owners), self._settings, self._process)
         self._joining = False
 
     async def leave(self) -> None:
-        """Give all queues back in order, and go. What the store does not hear of runs out by itself."""
+        """Give all queues back by planned moves, and end the membership.
+
+        While the store fails, calls are repeated for up to `ClusterOptions.drain_s`. Raises Unavailable if queues could
+        not be given back by then: their leases run out, and events that were finished since the last checkpoint are
+        delivered again.
+        """
         try:
-            await self.drain()
+            await self._drain_with_retries()
         finally:
-            await self._end()
-        await self._told(self._store.leave(self.me))
+            lost = await self._end()
+        await self._leave_store()
+        if lost:
+            raise Unavailable(
+                f"silo {self.name!r} ends without having saved all progress of {_listed(lost)}: events that were "
+                "finished since the last checkpoint are delivered again"
+            )
+
+    async def _drain_with_retries(self) -> None:
+        until = self._loop.time() + self._options.drain_s
+        while True:
+            try:
+                await self.drain()
+            except HeadraceError as error:
+                log.warning("%s", error)
+                if self._loop.time() >= until or self.superseded.done():
+                    return
+            else:
+                return
+            await asyncio.sleep(RETRY * self._options.period_s)
 
     async def drain(self, drain_s: float | None = None) -> None:
-        """Give all queues back in order, and get no more: it stays a member that has none.
+        """Give all queues back by planned moves, and acquire no more. The silo stays a member without queues.
 
-        `drain_s` is how long what is in flight may take to end, where not as long as with other moves.
+        `drain_s` is how long events in flight may take to finish, in seconds; None: `ClusterOptions.drain_s`. Raises
+        Unavailable if the store does not answer, or if a queue could not be given back. The membership goes on trying
+        until `undrain`.
         """
-        self._leaving = True
+        self._leaving, self._drained = True, False
         self._drain_s = self._options.drain_s if drain_s is None else drain_s
-        await self._told(self._store.leaving(self.me))
+        with suppress(HeadraceError):  # repeated below: giving the queues back comes first
+            await self._tell_leaving()
         async with self._balancing:
-            pass  # what was asked for before is here by now
+            pass  # queues that were being acquired are in `held` now
         await asyncio.gather(*(self._give_back(held) for held in list(self.held.values())), return_exceptions=True)
+        try:
+            await self._finish_leaving(await self._store.view())
+        except Fenced:
+            pass  # dead or superseded: the store does not give queues to this silo
+        except HeadraceError as error:
+            raise Unavailable(
+                f"silo {self.name!r} is not drained: its cluster's store does not answer; it goes on trying: {error}"
+            ) from error
+        if self.held:
+            raise Unavailable(
+                f"silo {self.name!r} could not give back {_listed(self.held)} yet, and goes on trying: see its log, "
+                "and `headrace queues`"
+            )
+        self._drained = True
+
+    async def _tell_leaving(self) -> None:
+        """Mark this silo as leaving in the store, once for each incarnation."""
+        me = self.me
+        if self._left_as != me.incarnation:
+            await self._store.leaving(me)
+            self._left_as = me.incarnation
+
+    async def _finish_leaving(self, view: ClusterView) -> None:
+        """Repeat the calls that failed before: mark the silo as leaving, and release the queues that it gave back."""
+        await self._tell_leaving()
+        left = [
+            lease for lease in view.leases if self._is_mine(lease) and (lease.provider, lease.queue) not in self.held
+        ]
+        if left:
+            await self._store.release(self.me, left)
 
     async def undrain(self) -> None:
-        """Get queues again. Raises StorageError where the store cannot be reached."""
+        """Acquire queues again. Raises StorageError if the store cannot be reached."""
         if self._leaving:
             await self._join()
-            self._leaving, self._drain_s = False, self._options.drain_s
+            self._leaving, self._drained, self._drain_s = False, False, self._options.drain_s
 
     @property
     def leaving(self) -> bool:
-        """It gets no more queues."""
+        """The silo acquires no more queues."""
         return self._leaving
 
-    async def _end(self) -> None:
-        tasks = [self._running, *self._probing.values(), *(held.moving for held in self.held.values())]
+    @property
+    def drained(self) -> bool:
+        """The silo gave back all queues, and the store has recorded it."""
+        return self._leaving and self._drained
+
+    async def _end(self) -> list[Queue]:
+        """End all tasks. Return the queues that were not given back."""
+        tasks = [self._running, *self._probes.tasks, *(held.moving for held in self.held.values())]
         running = [task for task in tasks if task is not None]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        lost = sorted(self.held)
         for held in list(self.held.values()):
             self._cut(held, "the silo stops")
         if self._timer is not None:
             self._timer.cancel()
+        return lost
 
-    async def _told(self, call: Awaitable[None]) -> None:
+    async def _leave_store(self) -> None:
         try:
-            await call
+            await self._store.leave(self.me)
         except HeadraceError as error:
-            log.warning("silo %s could not tell its cluster that it leaves: %s", self.name, error)
+            log.warning("silo %s could not record in its cluster's store that it leaves: %s", self.name, error)
 
     # ---- the loop --------------------------------------------------------------------------------------------------
 
@@ -268,74 +327,97 @@ class Membership:
                 log.log(level, "silo %s serves as long as its leases last: its cluster's store: %s", self.name, error)
                 pause, failing = RETRY * period, True
             except Exception:
-                log.exception("silo %s: the membership failed, and goes on", self.name)
+                log.exception("silo %s: unexpected error in the membership, which goes on", self.name)
                 pause = period
-            await asyncio.sleep(max(0.0, began + pause * self._rng.uniform(0.9, 1.1) - self._loop.time()))
+            wakes_at = began + pause * self._rng.uniform(0.9, 1.1)
+            await asyncio.sleep(max(0.0, min(wakes_at, self._next_end()) - self._loop.time()))
+
+    def _next_end(self) -> float:
+        """Return when the next lease of another silo ends. This silo then acts at once, without waiting for the next
+        heartbeat."""
+        now = self._loop.time()
+        leases = [] if self.view is None else [lease for lease in self.view.valid if not self._is_mine(lease)]
+        ends = (self._sightings.ends_at(lease) for lease in leases)
+        return min((end for end in ends if end > now), default=math.inf)
 
     async def _beat(self) -> bool:
-        """Whether to look again at once."""
+        """Send a heartbeat, and act on the view that it returns. Return whether to do it again at once."""
         began, me = self._loop.time(), self.me
         try:
+            if self._leaving:  # before the heartbeat: a silo that sends heartbeats and does not leave gets queues
+                await self._tell_leaving()
             view = await self._store.beat(me, self._options.lease_s)
         except Fenced as fenced:
             if me is not self.me:
-                return True  # it has joined again meanwhile
+                return True  # this silo has joined again in the meantime
             log.warning("%s", fenced)
             if isinstance(fenced, Superseded) and not (self._joining or self.superseded.done()):
                 self.superseded.set_exception(fenced)
             for held in list(self.held.values()):
-                self._cut(held, "the silo is no member any more")
-            if not (self._leaving or self.superseded.done()):
-                await self._join()
+                self._cut(held, "the silo is no longer a member")
+            async with self._balancing:
+                if not (self._leaving or self.superseded.done()):
+                    await self._join()
             return False
-        self.view = view
-        self._renewed(view, began)
+        self.view = view = self._sightings.see(view, self._loop.time())
+        self._probes.silos = view.silos
+        self._renew(view, began)
         self.on_view(view)
-        if await self._bury(view):
+        if await self._declare_dead(view):
             return True
-        self._suspect(view)
+        self._probes.start()
         if self._leaving:
             self._give_back_late()
+            await self._finish_leaving(view)
+            self._drained = not self.held
         else:
             async with self._balancing:
                 await self._balance(view)
         return False
 
-    def _renewed(self, view: ClusterView, began: float) -> None:
-        mine = {(lease.provider, lease.queue): lease for lease in view.leases if self._is_mine(lease, view)}
+    def _renew(self, view: ClusterView, began: float) -> None:
+        """Extend the leases that the store has renewed by a call that began at `began`.
+
+        First cut off leases that are over by this process's clock, even if the store renewed them: their deliveries may
+        have stopped already. Such a queue is acquired again.
+        """
+        self._cut_expired()
+        mine = {(lease.provider, lease.queue): lease for lease in view.leases if self._is_mine(lease)}
         for queue, held in list(self.held.items()):
             lease = mine.get(queue)
             if lease is not None and lease.epoch == held.lease.epoch:
                 held.until = began + self._usable_s
             else:
-                self._cut(held, "the store says that it is not this silo's any more")
+                self._cut(held, "by the store, its lease is no longer this silo's")
         self._set_timer()
 
-    def _is_mine(self, lease: Lease, view: ClusterView) -> bool:
-        same = (lease.owner, lease.incarnation) == (self.me.name, self.me.incarnation)
-        return same and lease.expires_at_us > view.now_us
+    def _is_mine(self, lease: Lease) -> bool:
+        return (lease.owner, lease.incarnation) == (self.me.name, self.me.incarnation)
 
     @property
     def _usable_s(self) -> float:
         return self._options.lease_s * (1 - MARGIN)
 
-    # ---- leases that are over --------------------------------------------------------------------------------------
+    # ---- leases that end -------------------------------------------------------------------------------------------
 
     def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self.held:
-            self._timer = self._loop.call_at(min(held.until for held in self.held.values()), self._look_at_time)
+            self._timer = self._loop.call_at(min(held.until for held in self.held.values()), self._on_timer)
 
-    def _look_at_time(self) -> None:
+    def _on_timer(self) -> None:
+        self._cut_expired()
+        self._set_timer()
+
+    def _cut_expired(self) -> None:
         now = self._loop.time()
         for held in list(self.held.values()):
             if held.until <= now:
-                self._cut(held, "it could not be renewed in time")
-        self._set_timer()
+                self._cut(held, "its lease could not be renewed in time")
 
-    def _cut(self, held: Held, why: str) -> None:
+    def _cut(self, held: HeldLease, why: str) -> None:
         queue = held.lease.provider, held.lease.queue
         if self.held.get(queue) is not held:
             return
@@ -345,71 +427,59 @@ class Membership:
             held.moving.cancel()
         self._owners[queue[0]].cut(queue[1])
 
-    # ---- queues move -----------------------------------------------------------------------------------------------
+    # ---- moves of queues -------------------------------------------------------------------------------------------
+
+    def why_unserved(self, queues: Sequence[Queue]) -> list[tuple[str, float]]:
+        """Return why no silo serves each of these queues, as far as this silo knows, and for how many seconds."""
+        if self.view is None or not queues:
+            return [("this silo has not seen its cluster yet", 0.0) for _ in queues]
+        return self._decision.why_unserved(self.view, self._loop.time(), queues)
 
     async def _balance(self, view: ClusterView) -> None:
-        """Begin what the view asks for. A queue that moves goes on moving, whatever later views say, and is looked at
-        again afterwards."""
-        valid = [lease for lease in view.leases if lease.expires_at_us > view.now_us and lease.owner]
-        taken = {(lease.provider, lease.queue): lease for lease in valid}
-        wanted, at_home = self._wanted(view, taken)
+        """Begin the moves that the view requires. A move in progress is completed, whatever later views say; its queue
+        is considered again afterwards."""
+        taken = {(lease.provider, lease.queue): lease for lease in view.valid}
+        desired = self._decision.decide(view, self._loop.time())
+        wanted = {queue for queue, silo in desired.now.items() if silo == self.name}
         for queue, held in list(self.held.items()):
             if held.moving is None and queue not in wanted:
-                self._begin(held, self._moved_out, "gives back")
+                self._begin(held, self._give_up, "gives back")
             elif held.moving is None and not held.started:
-                self._begin(held, self._started, "starts")
-        # Also what it got or gave back without having heard of it.
-        mine = {queue for queue, lease in taken.items() if self._is_mine(lease, view) and queue not in self.held}
+                self._begin(held, self._start, "starts")
+        # Leases of this silo that it does not hold: it acquired or released them by a call whose answer was lost.
+        mine = {queue for queue, lease in taken.items() if self._is_mine(lease) and queue not in self.held}
         if lost := [taken[queue] for queue in sorted(mine - wanted)]:
             await self._store.release(self.me, lost)
         if free := sorted((wanted - taken.keys() - self.held.keys()) | (mine & wanted)):
-            await self._acquire(free, at_home)
-        moved_home = {
-            queue: at_home[queue] for queue in self.held if queue in taken and at_home[queue] != taken[queue].home
+            over = [lease for lease in view.leases if (lease.provider, lease.queue) in view.over]
+            await self._acquire(free, desired.homes, over)
+        new_homes = {
+            queue: desired.homes[queue]
+            for queue in self.held
+            if queue in taken and desired.homes[queue] != taken[queue].home
         }
-        if moved_home:
-            await self._store.settle(self.me, moved_home)
+        if new_homes:
+            await self._store.settle(self.me, new_homes)
 
-    def _wanted(self, view: ClusterView, taken: Mapping[Queue, Lease]) -> tuple[set[Queue], dict[Queue, str]]:
-        """The queues that this silo should have; and for every queue the silo that should have it for good, "" where
-        that is nobody."""
-        wanted, at_home = set[Queue](), dict[Queue, str]()
-        for provider, owner in self._owners.items():
-            placement = self._placement(view, provider, owner.queues, taken)
-            for queue, silo in self._options.balancer(placement).items():
-                if silo == self.name:
-                    wanted.add((provider, queue))
-            found = homes(self._options.balancer, placement)
-            at_home.update({(provider, queue): found.get(queue, "") for queue in range(owner.queues)})
-        return wanted, at_home
-
-    def _placement(self, view: ClusterView, provider: str, queues: int, taken: Mapping[Queue, Lease]) -> Placement:
-        options = self._options
-        owners = {queue: lease.owner for (of, queue), lease in taken.items() if of == provider}
-        at_home = {lease.queue: lease.home for lease in view.leases if lease.provider == provider and lease.home}
-        there = standing(
-            view.silos, provider, view.now_us,
-            known={*at_home.values()}, maturity_s=options.maturity_s, silent_s=options.lease_s,
-        )  # fmt: skip
-        return Placement(
-            there.members, range(queues), owners, at_home, there.away, there.newcomers, options.fixed, options.mapping
-        )
-
-    async def _acquire(self, wanted: Sequence[Queue], at_home: Mapping[Queue, str]) -> None:
+    async def _acquire(self, wanted: Sequence[Queue], homes: Mapping[Queue, str], over: Collection[Lease]) -> None:
         began = self._loop.time()
-        theirs = {queue: at_home[queue] for queue in wanted}
-        for lease in await self._store.acquire(self.me, wanted, self._options.lease_s, theirs):
-            held = self.held[lease.provider, lease.queue] = Held(lease, began + self._usable_s)
-            self._begin(held, self._started, "starts")
+        new_homes = {queue: homes[queue] for queue in wanted}
+        granted = await self._store.acquire(self.me, wanted, self._options.lease_s, new_homes, over)
+        until = began + self._usable_s
+        if until <= self._loop.time():
+            return  # the call took as long as the lease: the next view shows the leases, and they are acquired again
+        for lease in granted:
+            held = self.held[lease.provider, lease.queue] = HeldLease(lease, until)
+            self._begin(held, self._start, "starts")
         self._set_timer()
 
-    async def _started(self, held: Held) -> None:
+    async def _start(self, held: HeldLease) -> None:
         lease = held.lease
         await self._owners[lease.provider].gain(lease.queue, lease.epoch, held)
         held.started = True
         log.info("silo %s serves queue %d of %s, epoch %d", self.name, lease.queue, lease.provider, lease.epoch)
 
-    async def _moved_out(self, held: Held) -> None:
+    async def _give_up(self, held: HeldLease) -> None:
         lease = held.lease
         held.started = False
         await self._owners[lease.provider].lose(lease.queue, self._drain_s)
@@ -417,28 +487,28 @@ class Membership:
             await self._store.release(self.me, [lease])
             log.info("silo %s gave back queue %d of %s", self.name, lease.queue, lease.provider)
 
-    async def _give_back(self, held: Held) -> None:
-        """After what goes on with it."""
+    async def _give_back(self, held: HeldLease) -> None:
+        """Give a queue back, after the move that is in progress."""
         if held.moving is not None:
             await asyncio.wait([held.moving])
         if self.held.get((held.lease.provider, held.lease.queue)) is held:
             if held.moving is None:
-                self._begin(held, self._moved_out, "gives back")
+                self._begin(held, self._give_up, "gives back")
             if held.moving is not None:
                 await asyncio.wait([held.moving])
 
     def _give_back_late(self) -> None:
-        """What was granted while it began to leave, and what could not be given back."""
+        """Give queues back that were acquired while `drain` began, or that could not be given back before."""
         for held in list(self.held.values()):
             if held.moving is None:
-                self._begin(held, self._moved_out, "gives back")
+                self._begin(held, self._give_up, "gives back")
 
-    def _begin(self, held: Held, work: Callable[[Held], Coroutine[Any, Any, None]], what: str) -> None:
+    def _begin(self, held: HeldLease, work: Callable[[HeldLease], Coroutine[Any, Any, None]], verb: str) -> None:
         lease = held.lease
-        name = f"headrace {self.name} {what} {lease.provider}/{lease.queue}"
-        held.moving = self._loop.create_task(self._moving(held, work), name=name)
+        name = f"headrace {self.name} {verb} {lease.provider}/{lease.queue}"
+        held.moving = self._loop.create_task(self._move(held, work), name=name)
 
-    async def _moving(self, held: Held, work: Callable[[Held], Coroutine[Any, Any, None]]) -> None:
+    async def _move(self, held: HeldLease, work: Callable[[HeldLease], Coroutine[Any, Any, None]]) -> None:
         lease = held.lease
         try:
             await work(held)
@@ -448,26 +518,3 @@ class Membership:
             log.exception("queue %d of %s cannot move yet", lease.queue, lease.provider)
         finally:
             held.moving = None
-
-    # ---- silos that are silent -------------------------------------------------------------------------------------
-
-    def _suspect(self, view: ClusterView) -> None:
-        """Look for oneself at whoever was not heard for half of the time after which it is declared dead."""
-        silent_us = self._options.dead_after_s * 500_000
-        for silo in view.silos:
-            silent = silo.state in LIVING and view.now_us - silo.heartbeat_at_us > silent_us
-            if silent and silo.name != self.name and silo.name not in self._probing:
-                task = self._loop.create_task(self._probe(silo), name=f"headrace probe {silo.name}")
-                self._probing[silo.name] = task
-                task.add_done_callback(lambda _, name=silo.name: self._probing.pop(name, None))
-
-    async def _probe(self, silo: SiloRecord) -> None:
-        try:
-            if await self._peers.reach(silo):
-                return
-            if await self._store.suspect(self.me, silo, self._options.dead_after_s):
-                log.warning("silo %s is dead: nothing is heard of it, and its peers cannot reach it", silo.name)
-        except StorageError as error:
-            log.warning("silo %s cannot vote against silo %s: %s", self.name, silo.name, error)
-        except HeadraceError as error:
-            log.info("silo %s cannot vote against silo %s: %s", self.name, silo.name, error)

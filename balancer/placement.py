@@ -1,4 +1,4 @@
-"""What a balancer looks at, and what it is."""
+"""The interface of balancers, and their input."""
 
 from __future__ import annotations
 
@@ -12,37 +12,38 @@ _NOTHING: Mapping[int, str] = MappingProxyType({})
 class Placement(NamedTuple):
     """The queues of one provider and the silos that can serve it, at one moment.
 
-    Nobody is named in two of `members`, `away` and `newcomers`.
+    Each silo is in at most one of `members`, `away` and `newcomers`.
     """
 
     members: Sequence[str]
-    """Who may have any queue."""
+    """Silos that may get any queue."""
     queues: Sequence[int]
     owners: Mapping[int, str] = _NOTHING
-    """Who has each queue now."""
+    """The silo that has each queue now."""
     homes: Mapping[int, str] = _NOTHING
-    """Who has each queue for good, as `homes` last said; it differs from the owner where the queue is lent."""
+    """The permanent silo of each queue, as `homes` returned it last. It differs from the owner while a queue is
+    lent."""
     away: Sequence[str] = ()
-    """Members that are expected back. They get nothing; what is theirs is lent to others, and theirs again later."""
+    """Members that are expected back. They get no queues: theirs are lent to other silos until they return."""
     newcomers: Sequence[str] = ()
-    """Silos that take nothing over yet. They get what a configuration keeps for them by name, and no more."""
+    """Silos that do not take over queues yet. They get only queues that the configuration assigns to them by name."""
     fixed: Sequence[str] = ()
-    """All silos there should ever be, from the configuration; for the best fits."""
+    """All silos that the cluster should have, from the configuration; for the balancers `best-fit-*`."""
     mapping: Mapping[int, str] = _NOTHING
     """Silo of each queue, from the configuration; for `static`."""
 
 
 Balancer: TypeAlias = Callable[[Placement], Mapping[int, str]]
-"""Says who should have each queue: members and newcomers only. A queue that nobody can serve is left out.
+"""Returns the silo that should have each queue: a member or a newcomer. A queue that no silo can serve is left out.
 
-A pure function: all silos of a cluster ask it by themselves and must come to the same, in whatever order the arguments
-name silos and queues. It may take `owners` and `homes` into account, so as to move less.
+It is a pure function. Each silo of a cluster calls it by itself, and all must get the same result, so it must not
+depend on the order in which the arguments name silos and queues. It may use `owners` and `homes` to move fewer queues.
 """
 
 
 def homes(balancer: Balancer, placement: Placement) -> Mapping[int, str]:
-    """Who should have each queue for good: who gets it when all who are away have come back.
+    """Return the permanent silo of each queue: the one that gets it when all silos that are away have returned.
 
-    Keep the answer, and give it as `Placement.homes` the next time.
+    Store the result, and pass it as `Placement.homes` the next time.
     """
     return balancer(placement._replace(members=[*placement.members, *placement.away], away=()))

@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..silo import CacheOptions, Provider
-from ..silo.tuning import tune_interpreter
-from ..streams import Event, EventBatch, SlowConsumer, Start, Stream, StreamId
+from headrace import CacheOptions, Event, EventBatch, Provider, SlowConsumer, Start, Stream, StreamId
+from headrace.silo.tuning import tune_interpreter
+
 from .results import Latency
 from .worker import Gate
 

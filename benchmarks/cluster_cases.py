@@ -7,10 +7,12 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 
-from ..silo.tuning import tune_interpreter
-from ..streams import Checkpoint, Client, EventBatch, Start
-from ..streams.handlers import subscription
-from ..streams.store import ControlStore
+from headrace import Client, EventBatch, Start
+from headrace.silo.tuning import tune_interpreter
+from headrace.store.control_store import ControlStore
+from headrace.streams import Checkpoint
+from headrace.streams.handlers import subscription
+
 from .cases import Counter
 from .grpc_cases import SELECTOR, take
 from .worker import Gate

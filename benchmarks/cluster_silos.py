@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..streams.cluster import ClusterView
-from ..streams.store import ControlStore
+from headrace.store.control_store import ControlStore
+from headrace.streams.cluster import ClusterView
+
 from .servers import NotAvailable, Server
 
 QUEUES = 8
@@ -73,7 +74,7 @@ class Silos(Server):
 
     @property
     def control(self) -> str:
-        """Where the control data is."""
+        """Place of the control data."""
         store = self._cluster and self._cluster.get("store")
         return str(store or self.data / "control.db")
 
@@ -116,7 +117,7 @@ class Silos(Server):
 
 
 def owners(view: ClusterView) -> Mapping[int, str]:
-    return {lease.queue: lease.owner for lease in view.leases if lease.owner and lease.expires_at_us > view.now_us}
+    return {lease.queue: lease.owner for lease in view.valid}
 
 
 def _is_shared(view: ClusterView, silos: int) -> bool:

@@ -1,12 +1,12 @@
 """What a cluster costs its control store: statements per second, at rest and while a silo joins or dies.
 
-    python -m headrace.benchmarks.control_plane --help
+    python -m benchmarks.control_plane --help
 
 The silos are memberships in one process, each with a connection of its own to one SQLite file, in real time; their
 agents have nothing to do. Statements are counted where SQLAlchemy hands them to the driver, without BEGIN and COMMIT.
-CPU seconds are those of the process: the store's threads, what SQLite does in them, and what the silos decide.
+CPU seconds are those of the process: the store's threads, SQLite's work in them, and the silos' decisions.
 """
-# ruff: noqa: SLF001 (it counts what nobody else has to know of)
+# ruff: noqa: SLF001 (it counts private calls)
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from typing import Any, NamedTuple
 import click
 from sqlalchemy import event
 
-from ..balancer.membership import ClusterOptions, Membership, Term
-from ..streams.cluster import ClusterView, SiloRecord
-from ..streams.cluster_store import ClusterStore
-from ..streams.store import ControlStore
+from headrace.balancer.cluster_options import ClusterOptions
+from headrace.balancer.membership import LeaseTerm, Membership
+from headrace.store.cluster_store import ClusterStore
+from headrace.store.control_store import ControlStore
+from headrace.streams.cluster import ClusterView, SiloRecord
+
 from .harness import machine, markdown
 
 PROVIDER = "measured"
@@ -63,7 +65,7 @@ class Queues:
         self.queues = queues
         self.served = set[int]()
 
-    async def gain(self, queue: int, epoch: int, term: Term) -> None:
+    async def gain(self, queue: int, epoch: int, term: LeaseTerm) -> None:
         self.served.add(queue)
 
     async def lose(self, queue: int, drain_s: float) -> None:

@@ -1,12 +1,12 @@
 """A subscription with many consumers and a big backlog beside one with a single consumer: how long that one's events
 take, alone, beside the others in fair turns, and beside them first come, first served.
 
-    python -m headrace.benchmarks.fairness --help
+    python -m benchmarks.fairness --help
 
 A silo with gRPC, the single consumer, the publisher of its events and the crowd are a process each. The crowd's has
-only the processor time that nobody else wants, and the silo's comes after the publisher's and the single consumer's:
-they all would be on other machines, and what is measured is the silo's order, not that of the kernel. All else is as
-everywhere: events are durable before they are delivered, and latency is from just before publishing.
+only the processor time that no other process wants, and the silo's comes after the publisher's and the single
+consumer's: they all would be on other machines, and the silo's order is measured, not that of the kernel. All else is
+as everywhere: events are durable before they are delivered, and latency is from just before publishing.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from typing import Any, NamedTuple
 
 import click
 
-from ..agents.edge import DeliveryActor, Edge
-from ..agents.fairness import FairQueue
-from ..proto.v1 import consumer_pb2 as pb
-from ..silo import Provider
-from ..silo.tuning import tune_interpreter
-from ..streams import StreamId, frames
+from headrace import Provider, StreamId
+from headrace.agents.delivery.edge import DeliveryActor, Edge
+from headrace.agents.delivery.fairness import FairQueue
+from headrace.proto.v1 import consumer_pb2 as pb
+from headrace.silo.tuning import tune_interpreter
+from headrace.streams import frames
+
 from .cases import STAMP, WARM_UP, fill
 from .harness import Job, Latency, Result, Rounds, count, interleaved, machine, markdown, run, together
 from .results import Spread
@@ -53,7 +54,7 @@ def first_come(_: DeliveryActor) -> float:
 
 
 def edges() -> Mapping[str, Callable[[], Edge]]:
-    """The orders that are compared. First come, first served means that whoever asks is given all he asks for."""
+    """The orders that are compared. First come, first served means that each consumer gets all that it asks for."""
     unordered = partial(FairQueue[DeliveryActor], first_come)
     return {
         "fair": Edge,
@@ -86,15 +87,16 @@ class EdgeServer(Server):
 
 async def _serve(data: str, port: int, order: str) -> None:
     os.nice(5)
-    # gRPC of a silo is loaded only where it is served.
-    from ..silo.access import NoTokens  # noqa: PLC0415
-    from ..silo.config import GrpcConfig  # noqa: PLC0415
-    from ..silo.consumers import Consumers  # noqa: PLC0415
-    from ..silo.rpc.consumer import ConsumerService  # noqa: PLC0415
-    from ..silo.rpc.server import serving  # noqa: PLC0415
+    # The gRPC server of a silo is imported only in its own process.
+    from headrace.server.access import NoTokens  # noqa: PLC0415
+    from headrace.server.config import GrpcConfig  # noqa: PLC0415
+    from headrace.server.grpc_server import serving  # noqa: PLC0415
+    from headrace.silo.consumers import Consumers  # noqa: PLC0415
+    from headrace.silo.services.consumer import ConsumerService  # noqa: PLC0415
+    from headrace.silo.services.visible import VisibleBounds  # noqa: PLC0415
 
     async with Provider.open(data) as provider, Consumers.opened(provider, 10.0, edges()[order]()) as consumers:
-        methods = ConsumerService({provider.name: provider}, {provider.name: consumers}).methods()
+        methods = ConsumerService({provider.name: provider}, {provider.name: consumers}, VisibleBounds()).methods()
         config = GrpcConfig(host=LOOPBACK, port=port)
         async with serving(config, NoTokens(), lambda _: methods, drain_s=1.0):
             tune_interpreter()
@@ -212,7 +214,7 @@ async def _channels(address: str, number: int) -> AsyncGenerator[Sequence[Any]]:
             await channel.close()
 
 
-# ---- what is compared ------------------------------------------------------------------------------------------------
+# ---- the comparison --------------------------------------------------------------------------------------------------
 
 
 class Setting(NamedTuple):
@@ -227,7 +229,7 @@ Crowds = dict[str, list[Mapping[str, float]]]
 
 
 def measure(setting: Setting, order: str, crowds: list[Mapping[str, float]] | None) -> Result:
-    """One run, with a crowd where there is a list for what it had."""
+    """One run, with a crowd if there is a list for its results."""
     events = int(RATE * setting.seconds)
     with EdgeServer(order) as server:
         if crowds is not None:
@@ -235,7 +237,7 @@ def measure(setting: Setting, order: str, crowds: list[Mapping[str, float]] | No
         paced = {"data": server.data, "events": events, "size": SIZE, "rate": RATE}
         jobs = [
             Job("single", f"{HERE}:single", {"address": server.address, "events": events}),
-            Job("publisher", "headrace.benchmarks.cases:publish_paced", paced),
+            Job("publisher", "benchmarks.cases:publish_paced", paced),
         ]
         if crowds is not None:
             many = {"address": server.address, "consumers": setting.consumers, "seconds": setting.seconds + 0.5}

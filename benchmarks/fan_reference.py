@@ -1,7 +1,7 @@
-"""A gRPC server that does what one would write first: for every consumer it makes a message of the next events, one
-field per event, and serialises it. Its events are in memory; it keeps no position and waits for no acknowledgement.
+"""A gRPC server as one would write it first: for every consumer it makes a message of the next events, one field per
+event, and serialises it. Its events are in memory; it keeps no position and waits for no acknowledgement.
 
-`python -m headrace.benchmarks.fan_reference PORT EVENTS SIZE BATCH` serves. What headrace's encoded batches save is
+`python -m benchmarks.fan_reference PORT EVENTS SIZE BATCH` serves. The saving of headrace's encoded batches is
 measured against it: it has the same batches, the same library and the same client underneath.
 """
 

@@ -7,9 +7,10 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from ..silo.tuning import tune_interpreter
-from ..streams import Client, Selector, Start, SubscriptionDefinition
-from ..streams.client.consuming import Consumer
+from headrace import Client, Selector, Start, SubscriptionDefinition
+from headrace.client.consuming import Consumer
+from headrace.silo.tuning import tune_interpreter
+
 from .cases import Counter, Stamps, pace, publish_batches
 from .results import Latency
 from .worker import Gate

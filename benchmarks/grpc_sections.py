@@ -1,4 +1,4 @@
-"""What headrace does over gRPC, beside what it does without and beside peers whose consumers are remote as well.
+"""Compares headrace over gRPC with headrace in one process, and with peers that have remote consumers.
 
 A silo serves gRPC in a process of its own; the embedded publisher writes to its data directory, the remote one over
 gRPC. A run ends when the consumers have read every payload, and acknowledged it batch by batch.
@@ -17,7 +17,7 @@ from .runs import latency_of_two, publish, two_processes
 from .section import Run, Section, Target, p50, p99
 from .silo_server import SiloServer
 
-CASES, GRPC_CASES = "headrace.benchmarks.cases", "headrace.benchmarks.grpc_cases"
+CASES, GRPC_CASES = "benchmarks.cases", "benchmarks.grpc_cases"
 REMOTE_PEERS = ("redis", "redis-always", "nats", "rabbitmq")
 EMBEDDED, CONSUMER, TEN = "headrace, two processes", "consumer over gRPC", "ten consumers over gRPC"
 BOTH, PUBLISHER = "publisher and consumer over gRPC", "headrace, publisher over gRPC"

@@ -1,6 +1,6 @@
 """How fast LMDB stores blocks, by how it is opened: the measurements behind the choices of the log adapter.
 
-    python -m headrace.benchmarks.log_variants [--directory DIR] [--rounds N] [--megabytes N]
+    python -m benchmarks.log_variants [--directory DIR] [--rounds N] [--megabytes N]
 
 Each measurement has a process of its own. A round has each once, in random order, so that a busy neighbour hurts all
 alike, and the table shows medians. Memory that a virtual machine touches for the first time costs several times as much
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import lmdb
 
-from ..adapters.log.allocator import prefer_reuse
+from headrace.adapters.log.allocator import prefer_reuse
 
 MAP_BYTES = 1 << 34
 

@@ -1,6 +1,6 @@
-"""Measures the mapper: what a look-up costs, what building the ring costs, and how evenly streams spread.
+"""Measures the mapper: the time of a look-up and of building the ring, and how evenly streams spread.
 
-    python -m headrace.benchmarks.mapper
+    python -m benchmarks.mapper
 
 Times are the best of five rounds, in this process; the spread is the fullest queue divided by the mean.
 """
@@ -14,8 +14,8 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from ..balancer import StreamQueueMapper
-from ..streams import StreamId
+from headrace import StreamId
+from headrace.balancer import StreamQueueMapper
 
 STREAMS = 100_000
 ROUNDS = 5

@@ -39,7 +39,7 @@ class Report(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What `together` found out: one report a role, and the server's and everybody else's share."""
+    """Result of `together`: one report for each role, and the shares of the server and of other processes."""
 
     reports: Mapping[str, Report]
     server_cpu_s: float
@@ -68,7 +68,7 @@ class Outcome(NamedTuple):
 
 
 class WorkerFailed(Exception):
-    """A process of a benchmark failed or took too long; the message has the end of what it printed."""
+    """A process of a benchmark failed or took too long; the message has the end of its output."""
 
 
 def run(case: str, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,6 +119,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=self._printed,
             text=True,
+            cwd=Path(__file__).parents[1],
         )
         self._say(json.dumps({"case": job.case, "args": job.args}))
 
@@ -150,7 +151,7 @@ class _Worker:
                 try:
                     stream.close()
                 except BrokenPipeError:
-                    pass  # what was not sent is not needed
+                    pass  # unsent output is not needed
         self._printed.close()
 
 
@@ -187,6 +188,6 @@ class _Busy(NamedTuple):
         return cls(time.monotonic(), (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK"))
 
     def cores_since(self, ours_s: float) -> float:
-        """Cores used by anybody else since, where we used `ours_s` CPU seconds."""
+        """Cores used by other processes since then, if this benchmark used `ours_s` CPU seconds."""
         now = _Busy.now()
         return (now.used_s - self.used_s - ours_s) / (now.at_s - self.at_s)

@@ -1,4 +1,4 @@
-"""Results as Markdown tables, and the line that says what they were measured with."""
+"""Results as Markdown tables, and one line about the machine and the versions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def table(rounds: Rounds, *, ratio_to: str | None = None) -> str:
-    """The rounds as a Markdown table, with what was not available below it."""
+    """The rounds as a Markdown table, with the unavailable cases below it."""
     header = ["case", "events/s", "MB/s", "CPU s per million", "p50 ms", "p99 ms", "RSS MB", "foreign cores"]
     rows = [_row(name, rounds) for name in rounds.names]
     if ratio_to is not None and ratio_to in rounds.names:
@@ -68,7 +68,7 @@ def count(number: float) -> str:
 
 
 def machine(packages: Sequence[str] = ("headrace",)) -> str:
-    """One line on what the figures were measured with: processor, memory, kernel, Python, and versions of packages."""
+    """One line about the machine and the versions: processor, memory, kernel, Python, and versions of packages."""
     cpu = _field("/proc/cpuinfo", "model name") or platform.machine()
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     parts = [

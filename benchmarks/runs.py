@@ -7,7 +7,7 @@ from typing import Any
 
 from .harness import Job, Latency, Result, together
 
-CASES = "headrace.benchmarks.cases"
+CASES = "benchmarks.cases"
 
 
 def alone(function: str, *, events: int, size: int = 100, **args: Any) -> Result:

@@ -1,4 +1,4 @@
-"""What the benchmarks are made of: sections, each with cases that run beside each other and what should come out."""
+"""The parts of the benchmarks: sections, each with cases that run beside each other and the expected results."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """One question: cases that run beside each other, and what should come out."""
+    """One question: cases that run beside each other, and the expected results."""
 
     name: str
     title: str
     cases: Mapping[str, Run]
     targets: Sequence[Target] = field(default_factory=tuple[Target, ...])
     deliveries_each: Mapping[str, int] = field(default_factory=dict[str, int])
-    """How many deliveries an event is, where it goes to several consumers."""
+    """Number of deliveries of an event, if it goes to several consumers."""
 
 
 def cpu(result: Result) -> float:

@@ -26,12 +26,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, ClassVar, Self, TypedDict
 
-from ..pipeline.java import find_java
-from ..streams.errors import NotFound
+from headrace.pipeline.java import find_java
+from headrace.streams.errors import NotFound
 
+CHECKOUT = Path(__file__).parents[1]
+_PATH = os.pathsep.join(filter(None, (str(CHECKOUT), os.environ.get("PYTHONPATH"))))
+"""Programs of this package are imported from the checkout."""
 LOOPBACK = "127.0.0.1"
 INSTALL = "HEADRACE_INSTALL_SERVERS"
-"""Environment variable: where it is 1, missing Debian packages are installed, as root or with a `sudo` that asks for no
+"""Environment variable: if it is 1, missing Debian packages are installed, as root or with a `sudo` that asks for no
 password. `make test` and `make bench` set it."""
 
 _SECONDS_PER_TICK = 1 / os.sysconf("SC_CLK_TCK")
@@ -42,7 +45,7 @@ class NotAvailable(Exception):
 
 
 class Account(TypedDict, total=False):
-    """As whom a process runs."""
+    """Account that a process runs under."""
 
     user: int
     group: int
@@ -88,7 +91,7 @@ class Server(ABC):
         """Write configuration, for `port` and `directory`. Runs before each start."""
 
     def account(self) -> Account:
-        """As whom it runs; empty for this process's own account."""
+        """Account that it runs under; empty for this process's own account."""
         return {}
 
     @property
@@ -103,7 +106,7 @@ class Server(ABC):
         return self._process.pid
 
     def start(self) -> None:
-        """Start, and return once the server answers. Raises NotAvailable with the end of its log where it does not."""
+        """Start, and return once the server answers. Raises NotAvailable with the end of its log if it does not."""
         self.port = self.port or free_port()
         self.prepare()
         with (self.directory / "server.log").open("ab") as log:
@@ -117,7 +120,7 @@ class Server(ABC):
             time.sleep(0.02)
 
     def stop(self) -> None:
-        """Ask the server to stop, and wait; kill it where it does not within 10 seconds. Idempotent."""
+        """Ask the server to stop, and wait; kill it if it does not within 10 seconds. Idempotent."""
         process = self._process
         if process is None:
             return
@@ -136,7 +139,7 @@ class Server(ABC):
             self._end(process, process_tree(process.pid))
 
     def _end(self, process: subprocess.Popen[bytes], tree: Sequence[int]) -> None:
-        """Kill what is left of the tree, and wait until it is gone. Its processes have the session that `start` made,
+        """Kill the rest of the tree, and wait until it is gone. Its processes have the session that `start` made,
         so that a process id in use again is not taken for one of them."""
         self._process = None
         left = [pid for pid in tree if _session_of(pid) == process.pid]
@@ -147,7 +150,7 @@ class Server(ABC):
             time.sleep(0.005)
 
     def close(self) -> None:
-        """Stop, and delete the directory where it is temporary. Idempotent."""
+        """Stop, and delete the directory if it is temporary. Idempotent."""
         self.stop()
         if self._temporary is not None:
             self._temporary.cleanup()
@@ -177,11 +180,11 @@ class Server(ABC):
         return subprocess.Popen(
             (*_as(self.account()), *_dies_with_us(), *self.command()),
             cwd=self.directory,
-            env={**os.environ, **self.environment()},
+            env={**os.environ, "PYTHONPATH": _PATH, **self.environment()},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # an interrupt at the terminal is for us, who then stop it
+            start_new_session=True,  # an interrupt at the terminal goes to this process, which then stops the server
         )
 
     def _answers(self) -> bool:
@@ -219,10 +222,10 @@ class RedisServer(Server):
 
 
 class PostgresServer(Server):
-    """A PostgreSQL server with one superuser, who needs a password. PostgreSQL refuses to run as root: there it runs as
-    `nobody`, in a directory that belongs to that account.
+    """A PostgreSQL server with one superuser, which needs a password. PostgreSQL refuses to run as root: if this
+    process is root, the server runs as the account `nobody`, in a directory that belongs to that account.
 
-    What it stores survives a crash of the server, not one of the machine, unless `fsync`.
+    Stored data survives a crash of the server; it survives a crash of the machine only with `fsync`.
     """
 
     name = "postgres"
@@ -325,7 +328,7 @@ def _dies_with_us() -> Sequence[str]:
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on at this moment."""
+    """A TCP port of 127.0.0.1 that is free at this moment."""
     with socket.socket() as listener:
         listener.bind((LOOPBACK, 0))
         port: int = listener.getsockname()[1]
@@ -428,13 +431,13 @@ def process_tree(pid: int) -> Sequence[int]:
 
 
 def cpu_of(pid: int) -> float:
-    """CPU seconds of a process and of those of its children that have ended; 0 where it has ended."""
+    """CPU seconds of a process and of those of its children that have ended; 0 if it has ended."""
     fields = _stat_fields(pid)  # 11 to 14: utime, stime, cutime, cstime
     return sum(map(int, fields[11:15])) * _SECONDS_PER_TICK
 
 
 def _session_of(pid: int) -> int | None:
-    """The session of a process; None where it has ended, also where nobody has collected it yet."""
+    """The session of a process; None if it has ended, also if it is still a zombie."""
     fields = _stat_fields(pid)
     return int(fields[3]) if fields and fields[0] != "Z" else None
 
@@ -449,7 +452,7 @@ def _stat_fields(pid: int) -> Sequence[str]:
 
 
 def peak_rss_of(pid: int | str) -> int:
-    """The most resident memory a process has had, in bytes; 0 where it has ended."""
+    """The most resident memory a process has had, in bytes; 0 if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

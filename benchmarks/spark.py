@@ -1,6 +1,6 @@
 """Streams as Spark's source and sink, beside Spark's own: files of JSON and of Parquet, and `rate-micro-batch`.
 
-    python -m headrace.benchmarks.spark --help
+    python -m benchmarks.spark --help
 
 All in one Spark session of this process, in interleaved rounds. CPU time is that of this process, the JVM, and Spark's
 Python workers.
@@ -24,12 +24,13 @@ from typing import Any
 
 import click
 
-from ..pipeline.access import LogAccess
-from ..pipeline.columns import DEFAULT, ColumnReader
-from ..pipeline.session import session
-from ..silo.provider import Provider
-from ..streams.identity import StreamId
-from ..streams.subscriptions import Selector
+from headrace.pipeline.access import LogAccess
+from headrace.pipeline.columns import DEFAULT, ColumnReader
+from headrace.pipeline.session import session
+from headrace.silo.provider import Provider
+from headrace.streams.identity import StreamId
+from headrace.streams.subscriptions import Selector
+
 from .harness import Metric, Result, Rounds, Spread, interleaved, machine, markdown, table
 from .section import cpu
 from .servers import cpu_of, process_tree

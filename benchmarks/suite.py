@@ -1,6 +1,6 @@
-"""`headrace bench`: headrace beside its peers, in interleaved rounds, as Markdown.
+"""`python -m benchmarks`: headrace beside its peers, in interleaved rounds, as Markdown.
 
-Each section answers one question and knows what it is measured against. Ratios are taken within a round.
+Each section answers one question and names the other side of the comparison. Ratios are taken within a round.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def sections(scale: float, peers: Sequence[str]) -> list[Section]:
 
 
 def report(section: Section, rounds: Rounds) -> str:
-    """A section as Markdown: the figures, then each target with what came out."""
+    """A section as Markdown: the figures, then each target with its result."""
     lines = [f"## {section.title}", "", table(rounds)]
     if section.deliveries_each:
         lines += ["", _deliveries(section, rounds)]

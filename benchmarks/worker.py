@@ -1,4 +1,4 @@
-"""Runs one benchmark case in this process, for `processes.together`: `python -m headrace.benchmarks.worker`.
+"""Runs one benchmark case in this process, for `processes.together`: `python -m benchmarks.worker`.
 
 It talks in lines over its own standard input and output: reads `{"case": …, "args": …}`, says `ready` at the case's
 gate and waits there for a line, and closes with `{"result": …, "cpu_s": …, …}`. What the case prints goes to stderr.
@@ -19,8 +19,8 @@ from .servers import peak_rss_of
 
 
 class Gate:
-    """Where the processes of a case wait for each other, and what it measures: time, and CPU time of this process with
-    those of its children that have ended."""
+    """Lets the processes of a case wait for each other. Measures time, and CPU time of this process with that of its
+    children that have ended."""
 
     def __init__(self, orders: IO[str], answers: IO[str]) -> None:
         self._orders = orders
@@ -35,7 +35,7 @@ class Gate:
         self._began = self._ended = _Moment()
 
     def done(self) -> None:
-        """Measuring ends here: what follows only tidies up. Without it, measuring ends where the case returns."""
+        """Measuring ends here: the rest only cleans up. Without it, measuring ends when the case returns."""
         self._ended = _Moment()
 
     def report(self) -> dict[str, float]:
@@ -46,7 +46,7 @@ class Gate:
 
 
 Case = Callable[..., Mapping[str, Any] | None]
-"""`case(gate, **args)` returns what it found out, as JSON values."""
+"""`case(gate, **args)` returns its results, as JSON values."""
 
 
 class _Moment:

@@ -1,6 +1,6 @@
-"""Orders that are paid and shipped: state per stream, a failing handler, and what becomes of its events.
+"""Orders that are paid and shipped: state per stream, a failing handler, and its dead letters.
 
-Run it as it is: `python examples/orders.py`. It keeps its events in ./orders-data; run it again and it goes on.
+Run it as it is: `python examples/orders.py`. It keeps its events in ./orders-data; a second run continues there.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from headrace.silo import Provider
-from headrace.streams import Event, RetryPolicy
+from headrace import Event, Provider, RetryPolicy
 
 steps: Counter[str] = Counter()
 
@@ -23,7 +22,7 @@ async def follow(event: Event) -> None:
 
 async def ship(event: Event) -> None:
     if event.payload == b"paid" and event.headers.get("country") == "nowhere":
-        raise ValueError("nobody delivers there")
+        raise ValueError("no carrier delivers there")
 
 
 async def main() -> None:

@@ -17,14 +17,14 @@ from headrace.pipeline.session import session
 
 
 def flights(spark: SparkSession, data: str) -> DataFrame:
-    """One row a flight, with those of its fields that count here."""
+    """Return one row for each flight, with the fields that this job needs."""
     source = spark.read.format("headrace").option("data", data).option("namespace", "flights")
     decoded = source.option("decode", "json").option("payloadSchema", "carrier STRING, hour INT, dep_delay INT")
     return decoded.option("columns", "value").load().select("value.*")
 
 
 def delays(departures: DataFrame) -> DataFrame:
-    """A cancelled flight has no delay: it counts as scheduled only."""
+    """Count and average by carrier and hour. A cancelled flight has no delay: it counts as scheduled only."""
     return departures.groupBy("carrier", "hour").agg(
         F.count("*").alias("scheduled"),
         F.count("dep_delay").alias("departed"),

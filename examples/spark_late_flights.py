@@ -1,11 +1,11 @@
-"""Late flights go into streams of their own, one for each carrier: a streaming query from streams into streams.
+"""Put late flights into streams of their own, one for each carrier: a streaming query from streams into streams.
 
     headrace demo --data demo-data
     python examples/spark_late_flights.py demo-data late-checkpoint
     headrace subscribe 'late-flights/*' --data demo-data --from earliest
 
-It ends when what is there is done; with a third argument, `follow`, it waits for more. Whatever ends it, it goes on
-from its checkpoint, and each late flight is published once.
+It ends when all stored events are done; with a third argument, `follow`, it waits for more. The next run continues from
+its checkpoint, and each late flight is published once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def flights(spark: SparkSession, data: str) -> DataFrame:
 
 
 def late(departures: DataFrame) -> DataFrame:
-    """Events: the key is the carrier, the payload says which flight, and its time is that of the departure."""
+    """Return events: the key is the carrier, the payload describes the flight, the timestamp is the departure."""
     payload = F.to_json(F.struct("value.flight", "value.origin", "value.dest", "value.tailnum", "value.dep_delay"))
     return departures.where(F.col("value.dep_delay") >= LATE_MINUTES).select(
         F.col("value.carrier").alias("key"), payload.alias("payload"), "timestamp"

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .jobs.findings import Audited
     from .jobs.replay import Replayed, replay
     from .jobs.rollup import rollup
+    from .positions import lag
     from .sink import publish_batch, publisher
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Replayed",
     "archive",
     "audit",
+    "lag",
     "publish_batch",
     "publisher",
     "read_archive",
@@ -33,6 +35,7 @@ _WHERE = {
     "Replayed": "jobs.replay",
     "archive": "jobs.archive",
     "audit": "jobs.audit",
+    "lag": "positions",
     "publish_batch": "sink",
     "publisher": "sink",
     "read_archive": "jobs.archive",

@@ -1,6 +1,6 @@
 """Reading a provider's queues by ranges of offsets, as Spark does: from the driver to plan, in the executors to read.
 
-All calls block. What reads is opened where it is used, and never travels from one process to another.
+All calls block. Each process opens its own `QueueAccess`: it is never pickled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ..adapters.log import LogScan
 from ..adapters.log.blocks import HEADER_BYTES
 from ..adapters.log.scan import StoredBlock, StoredBlocks
-from ..silo.datadir import check_provider_name, find_data_directory
+from ..store.datadir import check_provider_name, find_data_directory
 from ..streams.subscriptions import Selector
 
 
@@ -26,24 +26,24 @@ class QueueState(NamedTuple):
     first: int
     next: int
     events: int | None = None
-    """None where the adapter does not know."""
+    """None: the adapter does not know."""
     nbytes: int | None = None
 
 
 class Chunk(NamedTuple):
-    """Batches of one queue as they lie in one buffer, in the order of their offsets. All arrays have one value each."""
+    """Encoded batches of one queue in one buffer, by offset. Each array has one value for each batch."""
 
     source: bytes
     starts: npt.NDArray[np.int64]
-    """Where each encoded batch begins in `source`."""
+    """Position in `source` of each encoded batch; `ends` are exclusive."""
     ends: npt.NDArray[np.int64]
     prefixes: npt.NDArray[np.int64]
-    """How many of its bytes name the stream (`StreamId.prefix`); 0 where that is not known."""
+    """Length of the stream's name in the batch, in bytes (`StreamId.prefix`); 0 if it is not known."""
     counts: npt.NDArray[np.int64]
-    """Events of each."""
+    """Events of each batch."""
     offsets: npt.NDArray[np.int64]
     stored_us: npt.NDArray[np.int64] | None = None
-    """When each was stored, in microseconds since 1970 UTC; None where the adapter does not know."""
+    """When each batch was stored, in microseconds since 1970 UTC. None: the adapter does not know."""
 
 
 class QueueAccess(ABC):
@@ -51,33 +51,40 @@ class QueueAccess(ABC):
 
     queues: int
     identity: int | None = None
-    """What tells these queues from others of the same name, before them or elsewhere; None where that is not known."""
+    """Differs from the identity of earlier queues of the same name, and of those elsewhere. None: not known."""
 
     def is_current(self) -> bool:
-        """False where another provider is in the place of the one that was opened: open that."""
+        """Return False if another provider has replaced the opened one: open that."""
         return True
 
     @abstractmethod
     def states(self) -> Sequence[QueueState]:
-        """What each queue retains. One cheap call for all."""
+        """Return the retained range of each queue. One cheap call for all."""
 
     @abstractmethod
     def offsets_at(self, time_us: int) -> Sequence[int]:
-        """For each queue the offset of the first batch stored at or after a time, in microseconds since 1970 UTC."""
+        """Return for each queue the offset of the first batch stored at or after `time_us` (µs since 1970 UTC)."""
 
     @abstractmethod
     def reach(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
-        """The exclusive end of as many batches as there are from `start` on, up to `end`, within both limits.
+        """Return the exclusive end of the batches from `start` up to `end` that are within both limits.
 
-        At least one batch, where there is any.
+        At least one batch is within the limits, if there is one.
         """
 
     @abstractmethod
     def read(self, queue: int, start: int, end: int, selector: Selector) -> Iterator[Chunk]:
-        """The batches from `start` up to `end` (exclusive) of the streams that are selected.
+        """Yield the batches from `start` up to `end` (exclusive) of the selected streams.
 
-        Batches of others may be among them: filtering may cost more than it saves. Raises OffsetsGone, StorageError,
-        CorruptRecord.
+        Batches of other streams may be among them: filtering may cost more than it saves. Raise OffsetsGone,
+        StorageError, CorruptRecord.
+        """
+
+    @abstractmethod
+    def passed(self, queue: int, start: int, end: int) -> Sequence[tuple[int, int]]:
+        """Return the damaged ranges from `start` up to `end` (exclusive) that an operator passed.
+
+        `read` leaves them out.
         """
 
     @abstractmethod
@@ -89,8 +96,8 @@ class LogAccess(QueueAccess):
     """The log of a data directory, read in this process."""
 
     def __init__(self, data: str | Path, provider: str) -> None:
-        """Raises DataDirectoryError for a directory that is none, or of another version, NotFound where the provider
-        has no log there."""
+        """Raise DataDirectoryError if `data` is no data directory or one of another version, NotFound if the provider
+        has no log in it."""
         directory = find_data_directory(data)
         self._scan = LogScan(directory.path / "providers" / check_provider_name(provider))
         self.queues = self._scan.queues
@@ -112,12 +119,15 @@ class LogAccess(QueueAccess):
         for blocks in self._scan.blocks(queue, start, end):
             yield _chunk(blocks, start, end)
 
+    def passed(self, queue: int, start: int, end: int) -> Sequence[tuple[int, int]]:
+        return self._scan.passed(queue, start, end)
+
     def close(self) -> None:
         self._scan.close()
 
 
 def _chunk(blocks: StoredBlocks, start: int, end: int) -> Chunk:
-    """All batches of the blocks that are in the range."""
+    """Return the batches of the blocks that are in the range."""
     parts = [_block_columns(blocks.records, block) for block in blocks.blocks]
     starts, ends, prefixes, counts, offsets, stored = (np.concatenate(column) for column in zip(*parts, strict=True))
     part = slice(max(start - int(offsets[0]), 0), min(end - int(offsets[0]), len(offsets)))
@@ -125,7 +135,7 @@ def _chunk(blocks: StoredBlocks, start: int, end: int) -> Chunk:
 
 
 def _block_columns(records: bytes, block: StoredBlock) -> tuple[npt.NDArray[np.int64], ...]:
-    """The columns of a chunk, for the batches of one block."""
+    """Return the arrays of a chunk, for the batches of one block."""
     batches = block.header.batches
     columns = np.frombuffer(records, "<u4", 3 * batches, block.at + HEADER_BYTES).astype(np.int64)
     sizes, prefixes, counts = columns.reshape(3, batches)

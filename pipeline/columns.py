@@ -38,7 +38,7 @@ TYPES: dict[str, pa.DataType] = {
     "index": pa.int32(),
     "stored": TIMESTAMP,
 }
-"""All columns there are. `stored` is when the batch was stored, null where the adapter does not know."""
+"""All columns. `stored` is the time when the batch was stored, null if the adapter does not know."""
 DEFAULT = tuple(TYPES)[:-1]
 
 _SIZES, _TIMESTAMPS, _PAYLOAD = 0x1A, 0x22, 0x7A
@@ -46,7 +46,7 @@ _KNOWN = 1 << 17
 
 
 class ColumnReader:
-    """Turns chunks into record batches of the chosen columns. Keeps the names of streams it has met."""
+    """Turns chunks into record batches of the chosen columns. Remembers the names of streams."""
 
     def __init__(self, names: Sequence[str], selector: Selector) -> None:
         self._names = names
@@ -54,7 +54,7 @@ class ColumnReader:
         self._streams = _StreamNames(selector)
 
     def batches(self, queue: int, chunks: Iterator[Chunk]) -> Iterator[pa.RecordBatch]:
-        """One record batch for each chunk that has selected events. Raises CorruptRecord for a damaged batch."""
+        """Yield a record batch for each chunk with selected events. Raise CorruptRecord for a damaged batch."""
         for chunk in chunks:
             try:
                 found = self._record_batch(queue, chunk)
@@ -74,7 +74,7 @@ class ColumnReader:
 
 
 class _StreamNames:
-    """Gives each stream a number, its code, and keeps its names as Arrow has them. Starts anew when there are many."""
+    """Gives each stream a number, its code, and keeps its names as Arrow arrays. Forgets all if there are too many."""
 
     def __init__(self, selector: Selector) -> None:
         self._matches = None if selector.pattern == "*/*" else selector.matcher()
@@ -87,7 +87,7 @@ class _StreamNames:
         self._selected = np.empty(0, bool)
 
     def codes(self, chunk: Chunk) -> Integers:
-        """The code of each batch's stream. Codes of earlier chunks are void."""
+        """Return the code of each batch's stream. Codes of earlier chunks become invalid."""
         if len(self._codes) > _KNOWN:
             self._forget()
         names = _names(chunk).dictionary_encode()
@@ -97,7 +97,7 @@ class _StreamNames:
         return np.array([self._codes[name] for name in distinct], np.int64)[names.indices.to_numpy()]
 
     def selected(self, codes: Integers) -> npt.NDArray[np.bool_] | None:
-        """Which batches are of selected streams; None where all are."""
+        """Return which batches are of selected streams. None: all are."""
         if self._matches is None:
             return None
         selected = self._selected[codes]
@@ -113,7 +113,7 @@ class _StreamNames:
 
 
 def _names(chunk: Chunk) -> pa.BinaryArray:
-    """What names each batch's stream."""
+    """Return the encoded stream name of each batch."""
     if chunk.prefixes.all():
         return _slices(chunk.source, chunk.starts, chunk.starts + chunk.prefixes)
     return pa.array([EventBatch.decode(encoded).stream.prefix for encoded in _encoded(chunk)], pa.binary())
@@ -128,7 +128,7 @@ def _slices(source: bytes, starts: Integers, ends: Integers) -> pa.BinaryArray:
 
 
 def _joined(source: bytes, starts: Integers, ends: Integers) -> pa.Buffer:
-    """The same pieces, one behind the other."""
+    """Concatenate pieces of a buffer."""
     return _slices(source, starts, ends).buffers()[2] or pa.py_buffer(b"")
 
 
@@ -144,7 +144,7 @@ def _encoded(chunk: Chunk) -> Iterator[bytes]:
 
 
 def _damaged(chunk: Chunk) -> int:
-    """The offset of the first batch that cannot be read."""
+    """Return the offset of the first batch that cannot be read."""
     for offset, count, encoded in zip(chunk.offsets.tolist(), chunk.counts.tolist(), _encoded(chunk), strict=True):
         try:
             if EventBatch.decode(encoded).count != count:
@@ -155,14 +155,14 @@ def _damaged(chunk: Chunk) -> int:
 
 
 class _Places(NamedTuple):
-    """Where in the source each batch has its columns."""
+    """Positions of the columns of each batch in the source."""
 
     sizes: Integers
     times: Integers
     times_bytes: Integers
     payloads: Integers
     irregular: npt.NDArray[np.bool_]
-    """The protobuf library is to read it; the places mean nothing."""
+    """The protobuf library must read the batch; its positions are meaningless."""
     widths: Integers
     """Payload size of each event, of all batches."""
 
@@ -179,7 +179,7 @@ class _Rows:
         self.firsts = np.cumsum(chunk.counts) - chunk.counts
 
     def each(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """A value for each batch, as one for each event."""
+        """Repeat the value of each batch for each of its events."""
         return values if self.count == len(values) else np.repeat(values, self.chunk.counts)
 
     @cached_property
@@ -188,12 +188,12 @@ class _Rows:
 
     @cached_property
     def index(self) -> Integers:
-        """Of each event in its batch."""
+        """Index of each event in its batch."""
         return np.arange(self.count) - self.each(self.firsts)
 
     @cached_property
     def irregular(self) -> Mapping[int, EventBatch]:
-        """The batches that the protobuf library has read, by their place in the chunk."""
+        """The batches that the protobuf library has read, by their position in the chunk."""
         chunk, found = self.chunk, dict[int, EventBatch]()
         for at in np.flatnonzero(self.places.irregular).tolist():
             encoded = chunk.source[int(chunk.starts[at]) : int(chunk.ends[at])]
@@ -203,7 +203,7 @@ class _Rows:
         return found
 
     def events_of(self, at: int) -> slice:
-        """Which events are the batch's that has this place in the chunk."""
+        """Return the events of the batch at a position in the chunk."""
         first = int(self.firsts[at])
         return slice(first, first + int(self.chunk.counts[at]))
 
@@ -254,7 +254,7 @@ class _Rows:
 
 
 def _places(chunk: Chunk, firsts: Integers) -> _Places:
-    """Where everything is, all batches at once; what does not fit is irregular."""
+    """Compute the positions of all columns in all batches at once. A batch of another form is irregular."""
     source, counts = np.frombuffer(chunk.source, np.uint8), chunk.counts
     sizes_tag = chunk.starts + chunk.prefixes
     sizes = sizes_tag + 1 + _varint_bytes(4 * counts)
@@ -266,7 +266,7 @@ def _places(chunk: Chunk, firsts: Integers) -> _Places:
     totals = np.add.reduceat(widths, firsts)
     times_bytes = np.where(source[times_tag + 1] == 8, 8, 8 * counts)
     times = times_tag + 1 + _varint_bytes(times_bytes)
-    # What is between the timestamps and the payload is its tag and its size, and nothing else.
+    # Between the timestamps and the payload are only the tag and the size of the payload.
     payload_tag = times + times_bytes
     payloads = chunk.ends - totals
     regular &= payloads == payload_tag + 1 + _varint_bytes(totals)

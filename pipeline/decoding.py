@@ -1,6 +1,6 @@
 """Payloads as typed columns: JSON by Arrow's own reader, protobuf messages by the protobuf library.
 
-A decoder is made where the query is planned, and travels to the executors: what it needs, it carries.
+A decoder is made in the driver and pickled for the executors, with everything that it needs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PLACES = ("queue", "offset", "index")
 
 
 class PayloadError(ValueError):
-    """A payload is not what it was said to be. `row` is the first such one of those that were given."""
+    """A payload has not the expected form. `row` is the number of the first such payload."""
 
     def __init__(self, row: int, why: str) -> None:
         super().__init__(why)
@@ -34,33 +34,32 @@ class PayloadError(ValueError):
 
 
 class Decoder(ABC):
-    """Makes a struct of each payload."""
+    """Decodes each payload into a struct."""
 
     kind: pa.StructType
 
     @abstractmethod
     def decoded(self, payloads: pa.BinaryArray, *, fail: bool = True) -> pa.StructArray:
-        """One struct for each payload. Raises PayloadError; unless it is to `fail`, what cannot be decoded is null."""
+        """Return a struct for each payload, null if it cannot be decoded; with `fail`, raise PayloadError instead."""
 
 
 class Decoding:
-    """Puts the column `value` in the place of `payload`."""
+    """Replaces the column `payload` by `value`."""
 
     def __init__(self, decoder: Decoder, names: Sequence[str], *, fail: bool) -> None:
-        """`names` are the columns that are wanted. Unless it is to `fail`, a payload that cannot be decoded has null as
-        its value."""
+        """`names` are the requested columns. Without `fail`, the value of a payload that cannot be decoded is null."""
         self._decoder = decoder
         self._names = names
         self._fail = fail
 
     @property
     def reads(self) -> Sequence[str]:
-        """The columns that are needed for it."""
+        """The columns to read."""
         others = [name for name in self._names if name != VALUE]
         return ("payload", *others, *(name for name in _PLACES if name not in others))
 
     def with_value(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """The columns that are wanted, from those that are needed.
+        """Return the requested columns, from the columns that were read.
 
         Raises CorruptRecord, naming the first event whose payload cannot be decoded.
         """
@@ -90,10 +89,10 @@ def _undecodable(queue: int, offset: int, index: int, error: PayloadError) -> Co
 
 
 class JsonDecoder(Decoder):
-    """Objects with the fields of a struct. Fields that are not wanted are passed over, missing ones are null."""
+    """JSON objects with the fields of a struct. Other fields are skipped, missing fields are null."""
 
     def __init__(self, kind: pa.StructType) -> None:
-        """Raises InvalidArgument for a type that JSON has no form of."""
+        """Raise InvalidArgument for a type without a form in JSON."""
         for field in kind:
             _check_json_type(field.name, field.type)
         self.kind = kind
@@ -132,8 +131,8 @@ class JsonDecoder(Decoder):
             arrow_json.ReadOptions(use_threads=False, block_size=len(joined) + 1),
             arrow_json.ParseOptions(explicit_schema=pa.schema(list(self.kind)), unexpected_field_behavior="ignore"),
         )
-        # No object goes on in the next line, since each line begins and ends as one does, and between } and { there is
-        # nothing in JSON. So another number of rows means that one line has several.
+        # No object continues on the next line, because each line begins with { and ends with }, and JSON allows nothing
+        # between } and {. So another number of rows means that a line has several objects.
         if table.num_rows != len(lines):
             raise pa.ArrowInvalid("it has more than one JSON object")
         values = pa.concat_arrays(table.to_struct_array().chunks).cast(self.kind)
@@ -175,13 +174,13 @@ class ProtobufDecoder(Decoder):
     """Messages of one type, from a descriptor set."""
 
     def __init__(self, descriptor_set: bytes, message: str) -> None:
-        """Raises InvalidArgument for bytes that are no descriptor set, and where it has no such message."""
+        """Raise InvalidArgument for bytes that are no descriptor set, or one without this message."""
         self._set = descriptor_set
         self._message = message
         self.kind = _struct(self._type.DESCRIPTOR, ())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Classes of messages do not travel."""
+        """Classes of messages cannot be pickled."""
         return {"_set": self._set, "_message": self._message, "kind": self.kind}
 
     @cached_property
@@ -258,7 +257,7 @@ def _is_map(field: Any) -> bool:
 
 
 def _message_value(message: Any) -> _Getter:
-    """What makes a row of a message."""
+    """Return the function that makes a row of a message."""
     getters = {field.name: _field_value(field) for field in message.fields}
     return lambda found: {name: value_of(found) for name, value_of in getters.items()}
 
@@ -296,7 +295,7 @@ def _microseconds(found: Any) -> int:
 
 
 def _text(found: Any) -> str:
-    """In messages of proto2 what is no UTF-8 comes as bytes."""
+    """Return a text. In messages of proto2, a string that is not UTF-8 comes as bytes: raise ValueError."""
     if not isinstance(found, str):
         raise ValueError("a string is not UTF-8")  # noqa: TRY004 (of a value, not of a program)
     return found
@@ -306,12 +305,12 @@ def _text(found: Any) -> str:
 
 
 def decoder_of(decode: Decode, value: pa.StructType) -> Decoder:
-    """`value` is the type of the column, as Spark has read it. Raises InvalidArgument."""
+    """Return the decoder. `value` is the type of the column in Spark's schema. Raise InvalidArgument."""
     return JsonDecoder(value) if decode.form == "json" else protobuf_decoder(decode)
 
 
 def protobuf_decoder(decode: Decode) -> ProtobufDecoder:
-    """Raises InvalidArgument where the file cannot be read, or has no such message."""
+    """Raise InvalidArgument if the file cannot be read, or has no such message."""
     try:
         content = Path(decode.descriptor).read_bytes()
     except OSError as error:
@@ -320,12 +319,12 @@ def protobuf_decoder(decode: Decode) -> ProtobufDecoder:
 
 
 def value_ddl(decode: Decode) -> str:
-    """The type of the column, as Spark writes it."""
+    """Return the type of the column in Spark's DDL."""
     return f"STRUCT<{decode.schema}>" if decode.form == "json" else ddl_of(protobuf_decoder(decode).kind)
 
 
 def ddl_of(kind: pa.DataType) -> str:
-    """The type as Spark writes it."""
+    """Return a type in Spark's DDL."""
     if pa.types.is_struct(kind):
         return f"STRUCT<{', '.join(f'`{field.name}` {ddl_of(field.type)}' for field in kind)}>"
     if pa.types.is_map(kind):

@@ -1,7 +1,7 @@
-"""Rows of a DataFrame as encoded batches: grouped by stream, in the order of the rows within each.
+"""Encoding rows of a DataFrame as batches: grouped by stream, in the order of the rows within each stream.
 
-Whole columns are brought in the order of the streams at once; then a batch is a few slices of them. Rows of a stream
-with another delay or priority are another batch. The format is that of `streams/layout.py`.
+Whole columns are sorted by stream at once. Then a batch is a few slices of them. Rows of a stream with another delay or
+priority form another batch. The format is that of `streams/layout.py`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ import pyarrow.compute as pc
 
 from ..streams import layout
 from ..streams.errors import InvalidArgument, PayloadTooLarge
-from ..streams.events import BATCH_TARGET_BYTES, MAX_BATCH_EVENTS, MAX_DELAY, MAX_EVENT_BYTES, MAX_PRIORITY
+from ..streams.events import BATCH_TARGET_BYTES, MAX_BATCH_EVENTS, MAX_DELAY, MAX_EVENT_BYTES, MAX_PRIORITY, write_rare
+from ..streams.field_limits import check_times
 from ..streams.identity import StreamId
 from ..streams.publishing import MAX_BATCH_BYTES
 
 ELEMENT = b"\x1a"
-"""Tag of the field `batches` of a `PublishRequest`: what is staged goes into requests as it is."""
+"""Tag of the field `batches` of a `PublishRequest`: staged bytes go into requests unchanged."""
 MAX_ROW_BYTES = MAX_BATCH_BYTES - BATCH_TARGET_BYTES
-"""Limit of an event with its id and headers, in bytes: so that any fits into a batch."""
+"""Limit of an event with its id and headers, in bytes, so that each event fits into a batch."""
 
 _PRIORITIES = MAX_PRIORITY + 1
 _MAX_DELAY_US = MAX_DELAY // timedelta(microseconds=1)
 _ROW_BYTES, _HEADER_BYTES = 16, 16
-"""What an event and each of its headers cost besides their text, at the most."""
+"""Upper bounds of the bytes of an event, and of each header, besides their text."""
 _RADIX = 1 << 16
 _KNOWN = 1 << 17
 
@@ -48,22 +49,22 @@ class Grouped(NamedTuple):
     counts: list[int]
     """Events of each batch."""
     prefixes: list[int]
-    """How many bytes of each batch name its stream (`StreamId.prefix`)."""
+    """Length of the stream's name in each batch, in bytes (`StreamId.prefix`)."""
     scheduled: bool = False
     """Some of them have a delay or a priority."""
 
 
 class Grouping:
-    """Turns rows into batches. Where they have no column `namespace`, it is `namespace` for all of them."""
+    """Turns rows into batches. `namespace` is for rows without that column."""
 
     def __init__(self, namespace: str | None = None) -> None:
         self._namespace = namespace
         self._known: dict[tuple[str, str], bytes] = {}
 
     def of(self, rows: pa.RecordBatch) -> Grouped:
-        """The batches of one row or more. A row without a timestamp gets the present time.
+        """Return the batches of one row or more. A row without a timestamp gets the present time.
 
-        Raises InvalidArgument, and PayloadTooLarge, that name the column and, where it is known, the row's stream.
+        Raise InvalidArgument or PayloadTooLarge, which name the column and, if it is known, the row's stream.
         """
         names = _Names(rows, self._namespace)
         order, starts, ends = _sorted(names.codes)
@@ -88,14 +89,14 @@ class Grouping:
 
 
 def batch_starts(lengths: npt.NDArray[np.uint32]) -> Integers:
-    """Where in its element each batch begins, from the bytes of the elements: behind tag and size."""
+    """Return the position of each batch in its element, behind tag and size, from the lengths of the elements."""
     sizes = lengths.astype(np.int64)
     return 2 + (sizes - 2 >= 1 << 7) + (sizes - 3 >= 1 << 14) + (sizes - 4 >= 1 << 21).astype(np.int64)
 
 
 class _Names:
-    """The streams of the rows, and their schedules: `codes` has a number for each row, `of_code` and `schedule_of` are
-    what it stands for."""
+    """The streams of the rows, and their schedules. `codes` has a number for each row; `of_code` and `schedule_of` give
+    the stream and the schedule of a number."""
 
     def __init__(self, rows: pa.RecordBatch, namespace: str | None) -> None:
         self._keys, codes = _dictionary(rows, "key")
@@ -140,7 +141,7 @@ def _delays_us(rows: pa.RecordBatch, names: _Names) -> Integers:
         given = column.cast(pa.duration("us")).cast(pa.int64()).fill_null(0).to_numpy().astype(np.float64)
     else:
         given = column.cast(pa.float64()).fill_null(0.0).to_numpy(zero_copy_only=False) * 1e6
-    wrong = ~((given >= 0) & (given <= _MAX_DELAY_US))  # also what is no number
+    wrong = ~((given >= 0) & (given <= _MAX_DELAY_US))  # also NaN
     if wrong.any():
         row = int(wrong.argmax())
         raise InvalidArgument(
@@ -189,7 +190,7 @@ def _shown(rows: pa.RecordBatch, row: int) -> str:
 
 
 class _Columns:
-    """The columns in the order of the streams. Checks what they hold."""
+    """The columns in the order of the streams. Checks their values."""
 
     def __init__(self, rows: pa.RecordBatch, order: Integers, names: _Names) -> None:
         def refuse(at: int, text: str) -> NoReturn:
@@ -251,7 +252,9 @@ def _times(column: Array | None, count: int) -> npt.NDArray[np.int64]:
     now = time.time_ns() // 1000
     if column is None or column.null_count == count:
         return np.array([now], "<i8")
-    return column.cast(pa.int64()).fill_null(now).to_numpy().astype("<i8", copy=False)
+    times = column.cast(pa.int64()).fill_null(now).to_numpy().astype("<i8", copy=False)
+    check_times((int(times.min()), int(times.max())), "column 'timestamp'")
+    return times
 
 
 def _some(column: Array | None) -> Array | None:
@@ -265,7 +268,7 @@ def _lengths(column: Array) -> Integers:
 
 
 def _first(mask: Array) -> int:
-    """Where the first True is."""
+    """Return the position of the first True."""
     return mask.index(True).as_py()
 
 
@@ -278,7 +281,7 @@ def _sorted(codes: Integers) -> tuple[Integers, Integers, Integers]:
 
 
 def _cut(starts: Integers, ends: Integers, weights: Integers) -> tuple[Integers, Integers]:
-    """The same, with what is too much for one batch in several."""
+    """Divide the rows of a stream into several batches if they are too large for one."""
     large = (weights[ends] - weights[starts] > BATCH_TARGET_BYTES) | (ends - starts > MAX_BATCH_EVENTS)
     if not large.any():
         return starts, ends
@@ -396,7 +399,7 @@ def _rare(columns: _Columns, starts: Integers, counts: Integers) -> list[bytes]:
             f"columns 'id' and 'headers': {error.object!r} is not UTF-8: encode it, in hex for example"
         ) from None
     return [
-        layout.write_rare(texts[start : start + count], maps[start : start + count])
+        write_rare(texts[start : start + count], maps[start : start + count])
         for start, count in zip(starts.tolist(), counts.tolist(), strict=True)
     ]
 

@@ -15,7 +15,7 @@ LEAST = 17
 """The oldest Java that Spark runs on."""
 
 _ADVICE = (
-    f"install Java {LEAST} or newer (Debian: apt-get install openjdk-17-jre-headless), or set JAVA_HOME to where it is"
+    f"install Java {LEAST} or newer (Debian: apt-get install openjdk-17-jre-headless), or set JAVA_HOME to its folder"
 )
 _INSTALLED = Path("/usr/lib/jvm")
 _ANSWERS_WITHIN_S = 60
@@ -28,16 +28,15 @@ class Java(NamedTuple):
 
 
 def use_java() -> Java:
-    """Find a Java, and set JAVA_HOME to it, where what starts Spark looks first. Raises NotFound."""
+    """Find a Java and set JAVA_HOME to it: Spark's launcher looks there first. Raise NotFound."""
     found = find_java()
     os.environ["JAVA_HOME"] = str(found.home)
     return found
 
 
 def find_java() -> Java:
-    """The Java of JAVA_HOME; where that is not set, that of PATH, else the oldest of /usr/lib/jvm that is new enough.
-
-    Raises NotFound, with one line that says what to install.
+    """Return the Java of JAVA_HOME. If it is not set, return that of PATH, else the oldest of /usr/lib/jvm that is new
+    enough. Raise NotFound with one line that names the package to install.
     """
     if chosen := os.environ.get("JAVA_HOME"):
         return _checked(chosen)
@@ -53,9 +52,9 @@ def find_java() -> Java:
 
 
 def ask(program: Path) -> Java | None:
-    """What the program `java` says of itself: on PATH it may be a link or a script of another folder than its home.
+    """Run the program `java` and return its home and version. On PATH it may be a link or a script outside of its home.
 
-    None where it cannot be run, or is no Java.
+    None: it cannot be run, or is no Java.
     """
     command = (str(program), "-XshowSettings:properties", "-version")
     try:

@@ -12,25 +12,44 @@ from ..streams.errors import InvalidArgument
 from ..streams.identity import SequenceToken
 from ..streams.subscriptions import Selector
 from .columns import DEFAULT, TYPES
+from .ddl import check_fields
 from .place import OPTIONS as PLACE_OPTIONS
 from .place import flag
 
 VALUE = "value"
-"""The column that has what was decoded, a struct."""
+"""The column of decoded payloads, a struct."""
 EARLIEST, LATEST = "earliest", "latest"
 _SOURCE_OPTIONS = (
-    *("namespace", "key", "start", "end", "columns", "failOnDataLoss"),
-    *("maxEventsPerTrigger", "maxBytesPerTrigger", "eventsPerPartition"),
+    *("namespace", "key", "columns", "failOnDataLoss"),
+    *("start", "startingOffsets", "startingTimestamp", "end", "endingOffsets", "endingTimestamp"),
+    *("maxEventsPerTrigger", "maxBytesPerTrigger", "minEventsPerTrigger", "maxTriggerDelay", "eventsPerPartition"),
     "decode",
     *(_OF_DECODE := ("payloadSchema", "descriptor", "message", "decodeErrors")),
 )
 _SPARK_OPTIONS = ("path", "checkpointlocation", "queryname")
 """Spark passes these on as well."""
+_KAFKA_OPTIONS = {
+    "assign": "namespace and key",
+    "kafka.bootstrap.servers": "server",
+    "maxoffsetspertrigger": "maxEventsPerTrigger",
+    "minoffsetspertrigger": "minEventsPerTrigger",
+    "minpartitions": "eventsPerPartition",
+    "startingoffsetsbytimestamp": "startingTimestamp",
+    "endingoffsetsbytimestamp": "endingTimestamp",
+    "subscribe": "namespace and key",
+    "subscribepattern": "namespace and key",
+}
+"""Options of Spark's Kafka source that have another name here."""
+OFFSET_EARLIEST, OFFSET_LATEST = -2, -1
+"""Offsets with a meaning, as in Spark's Kafka source."""
+_DELAY_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DEFAULT_DELAY_S = 900.0
+"""The default of `maxTriggerDelay` in Spark's Kafka source."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Offsets(NamedTuple):
-    """A position in each queue that is named, exclusive as everywhere."""
+    """An offset for each queue that is named. -2: the earliest one, -1: the latest one."""
 
     by_queue: Mapping[int, int]
 
@@ -42,7 +61,7 @@ class At(NamedTuple):
 
 
 class Token(NamedTuple):
-    """A position in the queue of the one stream that is read."""
+    """A position in the queue of the only stream that is read."""
 
     offset: int
 
@@ -52,11 +71,11 @@ Position = str | Offsets | At | Token
 
 
 class Decode(NamedTuple):
-    """How payloads become the column `value`."""
+    """The options that decode payloads into the column `value`."""
 
     form: Literal["json", "protobuf"]
     fail: bool
-    """Else a payload that cannot be decoded has the value null."""
+    """False: a payload that cannot be decoded has the value null."""
     schema: str = ""
     """For JSON, the fields as Spark's DDL has them."""
     descriptor: str = ""
@@ -65,7 +84,7 @@ class Decode(NamedTuple):
 
 
 class SourceOptions(NamedTuple):
-    """What is read, from where to where, and how much at once."""
+    """The options of the source, checked."""
 
     selector: Selector
     start: Position
@@ -74,33 +93,40 @@ class SourceOptions(NamedTuple):
     fail_on_data_loss: bool
     max_events: int | None
     max_bytes: int | None
+    min_events: int | None
+    """A micro-batch waits for about so many events, at most for `max_delay_s`."""
+    max_delay_s: float
     events_per_partition: int | None
-    """None: as it suits what is to be read."""
+    """None: chosen by the number of events to read."""
     decode: Decode | None
 
 
 def source_options(given: Mapping[str, str]) -> SourceOptions:
-    """Check all options. Raises InvalidArgument with a line that names the option."""
+    """Check all options. Raise InvalidArgument that names the option."""
     check_names(given, (*PLACE_OPTIONS, *_SOURCE_OPTIONS))
     options = {name.lower(): value for name, value in given.items()}
     selector = _selector(options)
     return SourceOptions(
         selector=selector,
-        start=_position("start", options.get("start", EARLIEST), selector),
-        end=_position("end", options.get("end", LATEST), selector),
+        start=_position_option("start", "starting", options, selector) or EARLIEST,
+        end=_position_option("end", "ending", options, selector) or LATEST,
         columns=_columns(options.get("columns"), "decode" in options),
         fail_on_data_loss=flag("failOnDataLoss", options.get("failondataloss", "true")),
         max_events=_positive("maxEventsPerTrigger", options.get("maxeventspertrigger")),
         max_bytes=_positive("maxBytesPerTrigger", options.get("maxbytespertrigger")),
+        min_events=_positive("minEventsPerTrigger", options.get("mineventspertrigger")),
+        max_delay_s=_delay_s(options),
         events_per_partition=_positive("eventsPerPartition", options.get("eventsperpartition")),
         decode=_decode(options),
     )
 
 
 def check_names(given: Mapping[str, str], known: Sequence[str]) -> None:
-    """Raise InvalidArgument for the first option that is not known. Names are the same in any case."""
+    """Raise InvalidArgument for the first unknown option. The case of names does not matter."""
     lower = {name.lower() for name in known} | set(_SPARK_OPTIONS)
     for name in given:
+        if (instead := _KAFKA_OPTIONS.get(name.lower())) is not None:
+            raise InvalidArgument(f"option {name!r} belongs to Spark's Kafka source: here it is {instead}")
         if name.lower() not in lower:
             raise InvalidArgument(f"option {name!r} is unknown: there are {', '.join(known)}")
 
@@ -113,10 +139,22 @@ def _positive(name: str, value: str | None) -> int | None:
     return int(value)
 
 
+def _delay_s(options: Mapping[str, str]) -> float:
+    value = options.get("maxtriggerdelay")
+    if value is None:
+        return _DEFAULT_DELAY_S
+    if "mineventspertrigger" not in options:
+        raise InvalidArgument("option 'maxTriggerDelay' needs the option 'minEventsPerTrigger'")
+    found = re.fullmatch(r"(\d{1,9})(ms|s|m|h)", value, re.ASCII)
+    if found is None:
+        raise InvalidArgument(f"option 'maxTriggerDelay' is a duration such as 500ms, 30s, 15m or 1h, not {value!r}")
+    return int(found[1]) * _DELAY_UNITS_S[found[2]]
+
+
 def _selector(options: Mapping[str, str]) -> Selector:
     namespace, key = options.get("namespace", "*"), options.get("key", "*")
     if "/" in namespace:
-        raise InvalidArgument(f"option 'namespace' has a slash: {namespace!r}: write %2F where the name has one")
+        raise InvalidArgument(f"option 'namespace' has a slash: {namespace!r}: write %2F for a slash of the name")
     try:
         return Selector(f"{namespace}/{key}")
     except InvalidArgument as error:
@@ -134,6 +172,7 @@ def _decode(options: Mapping[str, str]) -> Decode | None:
         raise InvalidArgument(f"option 'decodeErrors' is fail or null, not {errors!r}")
     if form == "json":
         _check_decode("json", options, needed=("payloadSchema",), others=("descriptor", "message"))
+        check_fields("payloadSchema", options["payloadschema"])
         return Decode("json", errors == "fail", schema=options["payloadschema"])
     if form == "protobuf":
         _check_decode("protobuf", options, needed=("descriptor", "message"), others=("payloadSchema",))
@@ -151,7 +190,7 @@ def _check_decode(form: str, options: Mapping[str, str], needed: Sequence[str], 
 
 
 def _columns(value: str | None, decoded: bool) -> Sequence[str]:
-    """Where payloads are decoded, `value` is in the place of `payload`."""
+    """Return the columns to read. With decoding, `value` replaces `payload`."""
     there = [VALUE if decoded and name == "payload" else name for name in TYPES]
     if value is None:
         return there[: len(DEFAULT)]
@@ -162,6 +201,26 @@ def _columns(value: str | None, decoded: bool) -> Sequence[str]:
     if len(set(names)) < len(names):
         raise InvalidArgument(f"option 'columns' names one twice: {value!r}")
     return names
+
+
+def _position_option(name: str, prefix: str, options: Mapping[str, str], selector: Selector) -> Position | None:
+    """The position that one of the three options gives, such as `start`, `startingOffsets` and `startingTimestamp`."""
+    offsets, timestamp = f"{prefix}Offsets", f"{prefix}Timestamp"
+    given = [option for option in (name, offsets, timestamp) if option.lower() in options]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise InvalidArgument(f"options {given[0]!r} and {given[1]!r} both give a position: leave one out")
+    option, value = given[0], options[given[0].lower()]
+    if option == name:
+        return _position(option, value, selector)
+    if option == timestamp:
+        if not re.fullmatch(r"\d{1,15}", value, re.ASCII):
+            raise InvalidArgument(f"option {option!r} is a time in milliseconds since 1970 UTC, not {value!r}")
+        return At(int(value) * 1000)
+    if value in (EARLIEST, LATEST) or value.startswith("{"):
+        return _position(option, value, selector)
+    raise InvalidArgument(f'option {option!r} is earliest, latest or {{"QUEUE": OFFSET, …}}, not {value!r}')
 
 
 def _position(name: str, value: str, selector: Selector) -> Position:
@@ -202,9 +261,18 @@ def _offsets(name: str, value: str) -> Mapping[int, int]:
     try:
         content: Any = json.loads(value)
         offsets = {int(queue): offset for queue, offset in content.items()}
-        right = all(type(offset) is int and offset >= 0 for offset in offsets.values())
+        right = all(type(offset) is int and offset >= OFFSET_EARLIEST for offset in offsets.values())
     except (ValueError, AttributeError):
         right, offsets = False, {}
     if not right:
-        raise InvalidArgument(f'option {name!r} has offsets as {{"0": 1200, "1": 0}}, not {value!r}')
+        raise InvalidArgument(
+            f'option {name!r}: expected the offset of each queue, such as {{"0": 1200, "1": -2}} '
+            f"(-2: earliest, -1: latest), not {value!r}"
+        )
     return offsets
+
+
+def selector_options(pattern: str) -> dict[str, Any]:
+    """Return the source's options for a selector `namespace/key`. Raise InvalidArgument."""
+    namespace, _, key = Selector(pattern).pattern.partition("/")
+    return {"namespace": namespace, "key": key}

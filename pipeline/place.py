@@ -1,4 +1,4 @@
-"""Where a provider is, as Spark's options say: a data directory that this process can reach, or silos."""
+"""The location of a provider, as Spark's options give it: a data directory that this process can reach, or silos."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..silo.datadir import check_provider_name
-from ..streams.errors import HeadraceError, InvalidArgument, error_of
+from ..store.datadir import check_provider_name
+from ..streams.errors import HeadraceError, InvalidArgument
 
 if TYPE_CHECKING:
-    from ..streams.client.connection import Connection
+    from ..client.connection import Connection
     from .access import QueueAccess
 
 OPTIONS = ("data", "server", "provider", "token", "tls", "tlsCa", "tlsCertificate", "tlsKey", "insecure")
@@ -21,42 +21,41 @@ _OF_SERVER = OPTIONS[3:]
 CONNECT_S = 15.0
 """How long opening tries to reach a silo."""
 _AS_OPTIONS = {
-    "tls.certificate": "option 'tlsCertificate'",
+    "address": "option 'server'",
+    "token": "option 'token'",
+    "tls": "option 'tlsCa' or 'tls'",
     "tls.ca": "option 'tlsCa'",
+    "tls.certificate": "option 'tlsCertificate'",
     "tls.key": "option 'tlsKey'",
-    "a client certificate and its key": "options 'tlsCertificate' and 'tlsKey'",
-    "give tls=Tls(...), or insecure=True": "give the option 'tlsCa' or 'tls', or 'insecure'",
-    "leave tls out": "leave the options 'tls' and 'tlsCa' out",
-    "send the metadata `authorization: Bearer hr_...`, with a token": "give the option 'token', one",
-    "the token ": "option 'token': the token ",
+    "insecure": "option 'insecure'",
 }
-"""What a client says, and what that is in options."""
+"""Arguments of a client, and the options that set them."""
 
 
-class Tls(NamedTuple):
-    """Files, which have to be there where they are used; without any, well-known authorities are trusted."""
+class TlsFiles(NamedTuple):
+    """Paths of PEM files, on the machine that connects. Without any, well-known authorities are trusted."""
 
     ca: str | None
     certificate: str | None
     key: str | None
 
 
-class Place(NamedTuple):
-    """A provider, and how to come to it. Travels between processes."""
+class ProviderPlace(NamedTuple):
+    """A provider and how to reach it. Spark pickles it for other processes."""
 
     data: str | None
     server: str | None
     provider: str = "default"
     token: str | None = None
-    tls: Tls | None = None
+    tls: TlsFiles | None = None
     """None: without TLS."""
     insecure: bool = False
     delays: str | None = None
-    """Of the provider on a data directory, for who publishes: where delayed events wait."""
+    """For publishing to a data directory: the option `delays` of the provider."""
 
     @classmethod
-    def of(cls, given: Mapping[str, str]) -> Place:
-        """From options, in any case, of which others may be there too. Raises InvalidArgument with a line that names
+    def of(cls, given: Mapping[str, str]) -> ProviderPlace:
+        """Read the options of a location; others are ignored, as is the case of names. Raise InvalidArgument that names
         the option."""
         options = {name.lower(): value for name, value in given.items()}
         place = cls(
@@ -82,23 +81,26 @@ class Place(NamedTuple):
 
     def __repr__(self) -> str:
         """Without the token."""
-        return f"Place({self.data or self.server!r}, {self.provider!r})"
+        return f"ProviderPlace({self.data or self.server!r}, {self.provider!r})"
 
     def connection(self) -> Connection:
-        """To the silos of `server`; not open yet. Raises InvalidArgument."""
-        from ..streams.client.connection import Connection  # noqa: PLC0415 (it loads grpc)
-        from ..streams.client.connection import Tls as ClientTls  # noqa: PLC0415
+        """Return a connection to the silos of `server` that is not open yet. Raise InvalidArgument."""
+        from ..client.connection import Connection  # noqa: PLC0415 (it loads grpc)
+        from ..client.connection import Tls as ClientTls  # noqa: PLC0415
 
         assert self.server is not None
-        with as_options("server"):
+        with as_options():
             tls = None if self.tls is None else ClientTls(**self.tls._asdict())
             return Connection(self.server, token=self.token, tls=tls, insecure=self.insecure)
 
     def open(self) -> QueueAccess:
-        """What reads it: opened once in a process, and left open as long as that lives, unless the provider is deleted.
-        Whoever uses it does not close it. Raises what opening raises: see LogAccess and RemoteAccess."""
+        """Return the provider's queues for reading. The caller must not close them.
+
+        They are opened once in a process, and stay open until it ends or the provider is deleted. Raise the errors of
+        LogAccess and RemoteAccess.
+        """
         with _opening:
-            key = (os.getpid(), self)  # what a parent process has opened is not the child's
+            key = (os.getpid(), self)  # a child process must not use its parent's
             if key in _opened and not _opened[key].is_current():
                 _opened.pop(key).close()
             if key not in _opened:
@@ -107,7 +109,7 @@ class Place(NamedTuple):
 
     def _open(self) -> QueueAccess:
         if self.data is not None:
-            from .access import LogAccess  # noqa: PLC0415 (who writes needs neither)
+            from .access import LogAccess  # noqa: PLC0415 (writing needs neither)
 
             return LogAccess(self.data, self.provider)
         from .remote import RemoteAccess  # noqa: PLC0415
@@ -118,21 +120,17 @@ class Place(NamedTuple):
 
 
 @contextmanager
-def as_options(name: str = "") -> Generator[None]:
-    """Errors of a client name options instead of arguments; what names none is said of the option `name`."""
+def as_options() -> Generator[None]:
+    """Raise the errors of a client with options in their text instead of the client's arguments."""
     try:
         yield
     except HeadraceError as error:
-        text = str(error)
-        for argument, option in _AS_OPTIONS.items():
-            text = text.replace(argument, option)
-        if name and "option" not in text:
-            text = f"option {name!r}: {text}"
-        raise error_of(error.code, text) or error from None
+        error.args = (error.text_for(_AS_OPTIONS),)
+        raise
 
 
 def flag(name: str, value: str) -> bool:
-    """An option that is true or false. Raises InvalidArgument."""
+    """Read an option that is true or false. Raise InvalidArgument."""
     if value.lower() not in ("true", "false"):
         raise InvalidArgument(f"option {name!r} is true or false, not {value!r}")
     return value.lower() == "true"
@@ -143,7 +141,7 @@ def _data(options: Mapping[str, str]) -> str | None:
     if data is None:
         return None
     if "://" in data:  # not repeated: it may hold a password
-        raise InvalidArgument("option 'data' is a directory, not a URL: where executors cannot reach it, give 'server'")
+        raise InvalidArgument("option 'data' is a directory, not a URL: if executors cannot reach it, give 'server'")
     return str(Path(data).absolute())
 
 
@@ -154,15 +152,15 @@ def _provider(name: str) -> str:
         raise InvalidArgument(f"option 'provider': {error}") from None
 
 
-def _tls(options: Mapping[str, str]) -> Tls | None:
-    files = Tls(*(options.get(name) for name in ("tlsca", "tlscertificate", "tlskey")))
+def _tls(options: Mapping[str, str]) -> TlsFiles | None:
+    files = TlsFiles(*(options.get(name) for name in ("tlsca", "tlscertificate", "tlskey")))
     wanted = flag("tls", options.get("tls", "true" if any(files) else "false"))
     if not wanted and any(files):
         raise InvalidArgument("option 'tls' is false, and others name files for it: leave one or the other out")
     return files if wanted else None
 
 
-_opened: dict[tuple[int, Place], QueueAccess] = {}
+_opened: dict[tuple[int, ProviderPlace], QueueAccess] = {}
 _opening = threading.Lock()
 
 

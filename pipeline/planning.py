@@ -1,4 +1,4 @@
-"""How what is to be read becomes Spark's partitions. Pure."""
+"""Dividing the ranges to read into Spark's partitions. Pure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import NamedTuple
 from .access import QueueState
 
 _FEWEST, _MOST = 100_000, 500_000
-"""A Spark task costs tens of milliseconds, so that fewer events than the first of them share one. More than the second
-are no gain, and an attempt that fails loses more."""
+"""Bounds of a partition's events. A Spark task costs tens of milliseconds, so fewer events share a task. More events
+bring no gain, and a failed attempt loses more work."""
 _PARTITIONS = 4
-"""Between these two, there are about as many: enough for a few cores."""
+"""Between these bounds there are about so many partitions: enough for a few cores."""
 _UNKNOWN_EVENTS = 1
-"""Events that a batch is taken for, where the adapter does not know how many there are."""
+"""Estimated events of a batch, if the adapter does not know."""
 
 
 class Range(NamedTuple):
@@ -26,13 +26,13 @@ class Range(NamedTuple):
 
 
 def ranges(starts: Sequence[int], ends: Sequence[int]) -> list[Range]:
-    """What is to be read of each queue that has something."""
+    """Return the range of each queue that has something to read."""
     both = zip(starts, ends, strict=True)
     return [Range(queue, start, end) for queue, (start, end) in enumerate(both) if start < end]
 
 
 def estimated_events(wanted: Range, state: QueueState) -> int:
-    """How many events a range has, if all its batches are as those of its queue on average."""
+    """Estimate the events of a range by the average batch of its queue."""
     batches = state.next - state.first
     each = state.events / batches if state.events is not None and batches else _UNKNOWN_EVENTS
     return max(round((wanted.end - wanted.start) * each), 1)
@@ -60,7 +60,7 @@ def plan(wanted: Sequence[tuple[Range, int]], per_partition: int | None = None) 
 
 
 def _cut(whole: Range, pieces: int) -> list[Range]:
-    """At most so many pieces with as many batches each, or one more."""
+    """Cut a range into at most `pieces` ranges of nearly the same number of batches."""
     batches = whole.end - whole.start
     pieces = min(pieces, batches)
     edges = [whole.start + batches * piece // pieces for piece in range(pieces + 1)]

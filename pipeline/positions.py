@@ -1,20 +1,21 @@
-"""From where to where a query reads each queue. Pure, but for looking up times."""
+"""The range that a query reads of each queue. Pure, except for the lookup of times."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ..balancer import StreamQueueMapper
 from ..streams.errors import InvalidArgument
 from ..streams.identity import StreamId
 from ..streams.subscriptions import Selector
 from .access import QueueAccess, QueueState
-from .options import EARLIEST, LATEST, At, Offsets, Position, Token
+from .options import EARLIEST, LATEST, OFFSET_EARLIEST, OFFSET_LATEST, At, Offsets, Position, Token
 
 Offset = dict[str, int | str]
-"""What Spark keeps of a query's progress: the next offset of each queue, the queues' numbers as text, in their order;
-and whose they are. Spark compares it as text."""
+"""A query's progress as Spark stores it: the next offset of each queue (keys are the queues' numbers as text, in their
+order), the log's identity and the streams. Spark compares it as text."""
 
 _LOG, _STREAMS = "log", "streams"
 
@@ -27,15 +28,15 @@ def spark_offset(offsets: Sequence[int], access: QueueAccess, selector: Selector
 
 
 class Progress(NamedTuple):
-    """How far a query came."""
+    """The progress of a query."""
 
     offsets: list[int]
     same: bool
-    """They are of these queues: not of a log that was here before, or elsewhere."""
+    """The offsets are of these queues, not of an earlier log or one elsewhere."""
 
 
 def from_spark(offset: Mapping[str, Any], access: QueueAccess, selector: Selector) -> Progress:
-    """Raises InvalidArgument where it is of other streams, or of another number of queues."""
+    """Parse an offset of Spark. Raise InvalidArgument if it is of other streams, or of another number of queues."""
     queues = [name for name in offset if name.isdecimal()]
     if set(queues) != {str(queue) for queue in range(access.queues)}:
         raise InvalidArgument(
@@ -45,16 +46,44 @@ def from_spark(offset: Mapping[str, Any], access: QueueAccess, selector: Selecto
     if offset.get(_STREAMS, selector.pattern) != selector.pattern:
         raise InvalidArgument(
             f"the query's checkpoint is of the streams {offset[_STREAMS]}, and 'namespace' and 'key' select "
-            f"{selector.pattern}, of which it would miss what is past: use another checkpointLocation"
+            f"{selector.pattern}, whose earlier events the query would miss: use another checkpointLocation"
         )
     same = access.identity is None or offset.get(_LOG, access.identity) == access.identity
     return Progress([int(offset[str(queue)]) for queue in range(access.queues)], same)
 
 
+def lag(progress: Mapping[str, Any]) -> int:
+    """Return the number of stored batches that a streaming query has not read yet, from its `lastProgress`.
+
+    A query has one source or several: the sources of other formats are left out. A batch is all events that one
+    `publish` call stored for one stream. Raise InvalidArgument if the progress has no source of the format `headrace`.
+    """
+    found = [_lag(source) for source in progress["sources"]]
+    lags = [each for each in found if each is not None]
+    if not lags:
+        raise InvalidArgument("the query's progress has no source of the format headrace")
+    return sum(lags)
+
+
+def _lag(source: Mapping[str, Any]) -> int | None:
+    end, latest = _offsets(source.get("endOffset")), _offsets(source.get("latestOffset"))
+    if end is None or latest is None:
+        return None
+    return sum(max(latest[queue] - end.get(queue, 0), 0) for queue in latest)
+
+
+def _offsets(text: str | None) -> dict[str, int] | None:
+    """The next offset of each queue. None: the text is not of this source."""
+    offset: Any = json.loads(text) if text else None
+    if not isinstance(offset, dict) or _STREAMS not in offset:
+        return None
+    return {name: value for name, value in cast("dict[str, int]", offset).items() if name.isdecimal()}
+
+
 def resolve(option: str, position: Position, selector: Selector, access: QueueAccess) -> list[int]:
     """The position in each queue. A queue that is not named is read from the earliest one, or up to the latest.
 
-    Raises InvalidArgument, naming the option, for a position beyond the end of a queue.
+    Raise InvalidArgument, naming the option (`start` or `end`), for a position beyond the end of a queue.
     """
     states = access.states()
     match position:
@@ -71,21 +100,26 @@ def resolve(option: str, position: Position, selector: Selector, access: QueueAc
 
 
 def _named(option: str, offsets: Mapping[int, int], states: Sequence[QueueState]) -> list[int]:
+    names = f"options {option!r} and '{option}ingOffsets'"
     for queue, offset in offsets.items():
         if queue not in range(len(states)):
-            raise InvalidArgument(f"option {option!r} names queue {queue}: there are queues 0 to {len(states) - 1}")
+            raise InvalidArgument(f"{names}: there is no queue {queue}, there are queues 0 to {len(states) - 1}")
         if offset > states[queue].next:
-            raise InvalidArgument(
-                f"option {option!r} names offset {offset} of queue {queue}, which ends at {states[queue].next}"
-            )
-    others = [state.first if option == "start" else state.next for state in states]
-    return [offsets.get(queue, other) for queue, other in enumerate(others)]
+            raise InvalidArgument(f"{names}: queue {queue} ends at offset {states[queue].next}, before {offset}")
+    default = OFFSET_EARLIEST if option == "start" else OFFSET_LATEST
+    return [_offset(offsets.get(queue, default), state) for queue, state in enumerate(states)]
+
+
+def _offset(offset: int, state: QueueState) -> int:
+    if offset == OFFSET_EARLIEST:
+        return state.first
+    return state.next if offset == OFFSET_LATEST else offset
 
 
 def shares(backlogs: Sequence[int], limit: int) -> list[int]:
-    """Deal a limit out in proportion to what waits, at least one to each that has something.
+    """Divide a limit in proportion to the backlogs, with at least one for each queue that has a backlog.
 
-    The sum is at most `limit`, where that is at least the number of queues with something.
+    The sum is at most `limit`, unless more queues than `limit` have a backlog.
     """
     total = sum(backlogs)
     if total <= limit:

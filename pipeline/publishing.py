@@ -1,13 +1,14 @@
-"""Publishing what was staged: exactly once, however often and by however many it is tried.
+"""Publishing staged batches exactly once, also if several processes try it, and try it several times.
 
-A batch of an application is decided by the first manifest (`StagingFolder.claim`). It is cut into chunks, and each is
-one call of an idempotent producer: `producer_of` the application. The numbers of a batch's calls begin with
-`first_number`, and its last call has `last_number`; so the last number that the provider has stored tells exactly how
-far the application came. Whoever commits looks there first and goes on behind it; where two do so at once, the second
-call of a number stores nothing, and one whose predecessor is not what it looked at is refused, and looks again.
+The first manifest (`StagingFolder.claim`) fixes the content of an application's batch. The batch is cut into chunks,
+and each chunk is one call of an idempotent producer: `producer_of` the application. The numbers of a batch's calls
+begin with `first_number`, and its last call has `last_number`. So the provider's last stored number is the exact
+progress of the application. A process that commits reads this number first and goes on behind it. If two processes
+commit at once, the second call of a number stores nothing. If a call's predecessor is not the last stored number, the
+call is refused, and the process reads the number again.
 
-Batches of an application are published in the order of their numbers: one that was begun and left is finished before a
-later one; one that comes after a later one is taken for published.
+Batches of an application are published in the order of their numbers. An unfinished batch is finished before a later
+one. A batch that comes after a later one counts as published.
 """
 
 from __future__ import annotations
@@ -22,11 +23,9 @@ from typing import Protocol
 
 from ..adapters.log.blocks import StreamTable
 from ..adapters.log.retention import PRODUCER_AGE_S
+from ..client.connection import RECONNECT, Connection
+from ..client.management import parsed
 from ..proto.v1 import publisher_pb2 as pb
-from ..silo.provider import Provider, ProviderOptions
-from ..silo.rpc.incoming import accepted
-from ..streams.client.connection import RECONNECT, Connection
-from ..streams.client.management import parsed
 from ..streams.errors import (
     DataDirectoryError,
     HeadraceError,
@@ -36,18 +35,20 @@ from ..streams.errors import (
     SequenceConflict,
 )
 from ..streams.events import EventBatch
+from ..streams.incoming import accepted
 from ..streams.publishing import MAX_BATCH_BYTES, MAX_REQUEST_BATCHES, ProducerSequence
+from .embedded import EmbeddedProvider, find_open_provider
 from .grouping import batch_starts
-from .place import Place
-from .staging import Chunk, Cutting, Manifest, Span, Staged, StagingFolder, chunks, read_segments
+from .place import ProviderPlace
+from .staging import Chunk, Cutting, Manifest, SegmentSpan, Staged, StagingFolder, chunks, read_segments
 
 CUTTING = Cutting(MAX_BATCH_BYTES + (1 << 19), MAX_REQUEST_BATCHES)
 """A chunk fits into one request to a silo."""
 PATIENCE_S = 60.0
-"""How long publishing is tried again without any progress, in seconds, while the failure is retryable."""
+"""How long publishing retries without any progress, in seconds, if the failure is retryable."""
 CONNECT_S = 10.0
 MAX_BATCH_NUMBER = (1 << 42) - 1
-"""Limit of the number of a batch: the numbers of its calls have to fit 63 bits."""
+"""Limit of the number of a batch: the numbers of its calls must fit into 63 bits."""
 
 _CALLS_BITS = 20
 _MARGIN_S = 3600
@@ -56,23 +57,23 @@ _PRODUCER_BYTES = 128
 
 
 def producer_of(app: str) -> str:
-    """The producer's id of an application."""
+    """Return the id of an application's producer."""
     name = f"spark:{app}"
     return name if len(name.encode()) <= _PRODUCER_BYTES else f"spark:sha256:{hashlib.sha256(app.encode()).hexdigest()}"
 
 
 def first_number(batch: int) -> int:
-    """Of a batch's first call, where it has several."""
+    """Return the number of a batch's first call, if it has several calls."""
     return batch + 1 << _CALLS_BITS
 
 
 def last_number(batch: int) -> int:
-    """Of a batch's last call."""
+    """Return the number of a batch's last call."""
     return first_number(batch) | _LAST_CALL
 
 
 class Destination(Protocol):
-    """A provider, to publish to."""
+    """A provider that the sink publishes to."""
 
     ahead: int
     """How many calls may be under way at a time."""
@@ -80,16 +81,16 @@ class Destination(Protocol):
     async def last_sequence(self, producer: str) -> int: ...
 
     def store(self, chunk: Chunk, sequence: ProducerSequence) -> Awaitable[object]:
-        """Store a chunk, whole or not at all. Called in order means stored in order."""
+        """Store a chunk, all of it or nothing. Chunks are stored in the order of the calls."""
         ...
 
 
-class InData:
-    """A provider on a data directory."""
+class EmbeddedDestination:
+    """A provider on a data directory, opened in this process."""
 
     ahead = 2
 
-    def __init__(self, provider: Provider) -> None:
+    def __init__(self, provider: EmbeddedProvider) -> None:
         self._provider = provider
         self._streams = StreamTable()
         self.last_sequence = provider.adapter.last_sequence
@@ -101,7 +102,7 @@ class InData:
         for span in chunk:
             yield from self._batches_of(span)
 
-    def _batches_of(self, span: Span) -> Iterator[EventBatch]:
+    def _batches_of(self, span: SegmentSpan) -> Iterator[EventBatch]:
         segment, streams, part = span.segment, self._streams, slice(span.first, span.last)
         lengths, end, elements = segment.lengths[part], span.start, segment.elements
         for length, head, count, prefix in zip(
@@ -111,13 +112,13 @@ class InData:
             segment.prefixes[part].tolist(),
             strict=True,
         ):
-            start, end = end + head, end + length  # of the batch; its element begins at the old `end`
+            start, end = end + head, end + length  # of the batch; its element begins at the previous `end`
             encoded = elements[start:end]
             stream = streams.known.get(encoded[:prefix]) or streams.learn(encoded, prefix)
             yield accepted(encoded, 0) if segment.scheduled else EventBatch(stream, encoded, count)
 
 
-class OnSilo:
+class SiloDestination:
     """A provider of a silo."""
 
     ahead = 1
@@ -139,35 +140,32 @@ class OnSilo:
 
 
 @asynccontextmanager
-async def open_destination(place: Place) -> AsyncGenerator[Destination]:
-    """What a place names, for the length of an `async with`. Raises HeadraceError with one clear line."""
+async def open_destination(place: ProviderPlace) -> AsyncGenerator[Destination]:
+    """Open the provider at `place`, for the length of an `async with`. Raise HeadraceError with one clear line."""
     if place.data is not None:
-        provider = await Provider.start(place.data, ProviderOptions(name=place.provider, delays=place.delays))
-        try:
+        open_provider = find_open_provider()
+        async with open_provider(place.data, name=place.provider, delays=place.delays) as provider:
             can = provider.adapter.capabilities
             if not (can.idempotent and can.durable):
                 raise NotSupported(
                     f"provider {place.provider!r}: the sink needs an adapter that is durable and knows idempotent "
-                    "producers, such as 'log': else a batch that Spark repeats would be stored twice"
+                    "producers, such as 'log': otherwise a batch that Spark repeats would be stored twice"
                 )
-            yield InData(provider)
-        finally:
-            await provider.aclose()
+            yield EmbeddedDestination(provider)
     else:
         connection = place.connection()
         await connection.open(CONNECT_S)
         try:
-            yield OnSilo(connection, place.provider)
+            yield SiloDestination(connection, place.provider)
         finally:
             await connection.aclose()
 
 
-def commit(place: Place, folder: StagingFolder, app: str, batch: int, staged: Sequence[Staged]) -> None:
-    """Publish what was staged as a batch of an application: once, whoever else has done or does so.
+def commit(place: ProviderPlace, folder: StagingFolder, app: str, batch: int, staged: Sequence[Staged]) -> None:
+    """Publish staged files as a batch of an application, once, also if other processes publish the same batch.
 
-    Where it returns, the batch is stored; where the batch had been stored before, with whatever it had then. Removes
-    what was staged for it. Raises HeadraceError, and then it goes on where it stopped when it is called again, in
-    another process as well.
+    When it returns, the batch is stored, and its staged files are removed. If the batch was stored before, it keeps its
+    former content. Raise HeadraceError. The next call, also in another process, then goes on from there.
     """
     if batch <= folder.done():
         folder.remove([each.name for each in staged])
@@ -175,13 +173,13 @@ def commit(place: Place, folder: StagingFolder, app: str, batch: int, staged: Se
 
     async def run() -> None:
         async with open_destination(place) as destination:
-            await Publishing(destination, folder, app).commit(batch, staged)
+            await BatchPublisher(destination, folder, app).commit(batch, staged)
 
     asyncio.run(run())
     folder.sweep()
 
 
-class Publishing:
+class BatchPublisher:
     """Publishes batches of one application."""
 
     def __init__(self, destination: Destination, folder: StagingFolder, app: str) -> None:
@@ -195,8 +193,8 @@ class Publishing:
         names = [each.name for each in sorted(staged, key=lambda each: each.partition) if each.name]
         await self._claim(batch, names)
         await self._publish_up_to(batch)
-        self._folder.clear(self._folder.done())  # where another process was done before this one had begun
-        self._folder.remove(names)  # those that another attempt's manifest does not name
+        self._folder.clear(self._folder.done())  # if another process finished before this one began
+        self._folder.remove(names)  # the manifest of another attempt does not name them
 
     async def _claim(self, batch: int, names: Sequence[str]) -> None:
         stored = await self._last()
@@ -204,21 +202,21 @@ class Publishing:
         if begun and self._folder.manifest(batch) is None and self._folder.done() < batch:
             raise DataDirectoryError(
                 f"batch {batch} of txnAppId {self._app!r} is half published, and {self._folder.path} has no manifest "
-                "of it any more: bring that directory back; or use another txnAppId, and have some events twice"
+                "of it any more: restore that directory; or use another txnAppId, which publishes some events twice"
             )
         if missing := self._folder.missing(names):
             raise NotFound(
                 f"{self._folder.path / missing} was staged by a task and is not to be seen here: the driver and all "
-                "executors have to share the directory of option 'staging'"
+                "executors must share the directory of option 'staging'"
             )
         self._folder.claim(Manifest(batch, names, CUTTING))
 
     async def _publish_up_to(self, batch: int) -> None:
-        """Finish what is begun, in order. What another process does meanwhile counts."""
+        """Publish all unfinished batches up to `batch`, in order. Other processes may publish some of them."""
         patience = _Patience()
         while True:
             try:
-                # First how far it came, then what is begun: a batch that has a stored call is among those, or done.
+                # Read the number first, then the manifests: a batch with a stored call then has a manifest, or is done.
                 stored = await self._last()
                 begun = self._folder.pending(batch)
                 if not begun:
@@ -231,22 +229,23 @@ class Publishing:
             except HeadraceError as error:
                 await patience.after(error)
             except FileNotFoundError as error:
-                if self._folder.done() < batch:  # else another process was faster, and has tidied up
+                if self._folder.done() < batch:  # otherwise another process published it and removed the file
                     raise NotFound(f"{error.filename}, which was staged, is gone: it cannot be published") from None
 
     def _check_known(self, batch: int, stored: int) -> None:
-        """A provider forgets a producer that is silent for long: then nobody knows how far the batch came."""
+        """Raise DataDirectoryError if the provider may have forgotten the producer and so the batch's progress."""
         if not stored and self._folder.age_s(batch) > PRODUCER_AGE_S - _MARGIN_S:
             raise DataDirectoryError(
                 f"batch {batch} of txnAppId {self._app!r} was left {PRODUCER_AGE_S // 86400} days ago, half published "
-                f"or not at all, and nobody knows which: remove {self._folder.path}/{batch}.manifest to publish it all"
+                f"or not at all, and the provider has forgotten which: remove {self._folder.path}/{batch}.manifest to "
+                "publish it all"
             )
 
     async def _last(self) -> int:
         return await self._destination.last_sequence(self._producer)
 
     async def _publish(self, manifest: Manifest, stored: int) -> None:
-        """Store what is missing of a batch. Raises SequenceConflict where another stores at the same time."""
+        """Store the missing calls of a batch. Raise SequenceConflict if another process stores at the same time."""
         calls = _calls(self._folder, manifest)
         under_way: deque[asyncio.Future[object]] = deque()
         try:
@@ -266,7 +265,7 @@ class Publishing:
 
 
 class _Patience:
-    """Decides for how long to try again."""
+    """Decides how long to retry."""
 
     def __init__(self) -> None:
         self._stored = -1
@@ -275,7 +274,7 @@ class _Patience:
         self._random = random.Random()  # noqa: S311 (spreads attempts)
 
     def moved_to(self, stored: int) -> None:
-        """As long as more gets stored, nothing has failed."""
+        """Note the last stored number. Progress resets the failures."""
         if stored != self._stored:
             self._stored, self._failures = stored, 0
 
@@ -291,7 +290,7 @@ class _Patience:
 
 
 def _calls(folder: StagingFolder, manifest: Manifest) -> Iterator[tuple[int, Chunk]]:
-    """The chunks of a batch with their numbers. The last one has `last_number`: an empty batch has none."""
+    """Yield the chunks of a batch with their numbers. The last one has `last_number`. An empty batch has no chunk."""
     number, before = first_number(manifest.batch), None
     segments = (segment for name in manifest.files for segment in read_segments(folder.path / name))
     for chunk in chunks(segments, manifest.cutting):

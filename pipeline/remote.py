@@ -1,4 +1,4 @@
-"""The queues of a provider, read over gRPC from any of its silos: where its data directory is out of reach."""
+"""The queues of a provider, read over gRPC from any of its silos, if its data directory is out of reach."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import Message
 
+from ..client.blocking import LoopThread
+from ..client.connection import Connection, ResponseCall
 from ..proto.v1 import reader_pb2 as pb
-from ..streams.client.blocking import LoopThread
-from ..streams.client.connection import Connection, ResponseCall
 from ..streams.errors import Closed, HeadraceError, InvalidArgument, OffsetsGone, Unavailable
 from ..streams.frames import number_at
 from ..streams.subscriptions import Selector
 from .access import Chunk, QueueAccess, QueueState
 
 OUTAGE_S = 60.0
-"""How long a call, and reading, tries again while no silo answers."""
+"""How long a call, and reading, retries while no silo answers, in seconds."""
 
 _M = TypeVar("_M", bound=Message)
 _T = TypeVar("_T")
@@ -33,10 +33,10 @@ class RemoteAccess(QueueAccess):
     def __init__(
         self, connection: Connection, provider: str, *, connect_s: float = OUTAGE_S, outage_s: float = OUTAGE_S
     ) -> None:
-        """Opens `connection`, which is not open yet, and closes it with itself.
+        """Open `connection`, which must not be open yet. `close` closes it.
 
-        Raises Unavailable where no silo answers, Unauthenticated, PermissionDenied, NotFound for the provider,
-        NotSupported where its adapter cannot be read by ranges.
+        Raise Unavailable if no silo answers, Unauthenticated, PermissionDenied, NotFound for the provider, and
+        NotSupported if its adapter cannot be read by ranges.
         """
         self._connection = connection
         self._provider = provider
@@ -66,11 +66,11 @@ class RemoteAccess(QueueAccess):
             max_events=max_events,
             max_bytes=max_bytes,
         )
-        return self._telling(lambda: self._ask("Reach", request, pb.ReachResponse), queue, start).end_offset
+        return self._with_offsets(lambda: self._ask("Reach", request, pb.ReachResponse), queue, start).end_offset
 
     def read(self, queue: int, start: int, end: int, selector: Selector) -> Iterator[Chunk]:
-        """See QueueAccess. Only what is selected comes. Where a silo goes away it goes on at the next, and raises what
-        it last met only when nothing has come for `outage_s`."""
+        """See QueueAccess. Only selected batches come. If a silo fails, reading goes on at the next one. The last
+        error is raised only if nothing has come for `outage_s`."""
         position, outage = start, _Outage(self._outage_s)
         while position < end:
             request = pb.ReadRequest(
@@ -83,7 +83,7 @@ class RemoteAccess(QueueAccess):
             call = self._begin(request)
             try:
                 while position < end:
-                    message = self._telling(lambda call=call: self._next(call), queue, position)
+                    message = self._with_offsets(lambda call=call: self._next(call), queue, position)
                     chunk, position = chunk_of(message)
                     outage.over()
                     if len(chunk.offsets):
@@ -93,6 +93,11 @@ class RemoteAccess(QueueAccess):
                 time.sleep(self._connection.pause_s(outage.failures))
             finally:
                 self._end(call)
+
+    def passed(self, queue: int, start: int, end: int) -> Sequence[tuple[int, int]]:
+        ranges = self._get_queues(pb.GetQueuesRequest(provider=self._provider))[queue].passed
+        cut = [(max(one.start_offset, start), min(one.end_offset, end)) for one in ranges]
+        return [(low, high) for low, high in cut if low < high]
 
     def close(self) -> None:
         if not self._closed:
@@ -135,8 +140,8 @@ class RemoteAccess(QueueAccess):
         if not self._closed:
             self._thread.call(end)
 
-    def _telling(self, call: Callable[[], _T], queue: int, position: int) -> _T:
-        """What the call returns. Its OffsetsGone says what it is about, which a silo says in words alone."""
+    def _with_offsets(self, call: Callable[[], _T], queue: int, position: int) -> _T:
+        """Run the call. An OffsetsGone of a silo has only text: raise one with queue, position and first offset."""
         try:
             return call()
         except OffsetsGone:
@@ -148,7 +153,7 @@ class RemoteAccess(QueueAccess):
 
 
 class _Outage:
-    """Counts failures since the last success, and how long ago the first of them was."""
+    """Counts failures since the last success, and knows when the first of them was."""
 
     def __init__(self, limit_s: float) -> None:
         self.failures = 0
@@ -159,7 +164,7 @@ class _Outage:
         self.failures = 0
 
     def note(self, error: HeadraceError) -> None:
-        """Raises the error where trying again has no sense, or had none for too long."""
+        """Count a failure. Raise the error if it is not retryable, or if the failures have lasted too long."""
         now = time.monotonic()
         if not self.failures:
             self._began = now
@@ -178,9 +183,9 @@ def _state(queue: pb.QueueRange) -> QueueState:
 
 
 def chunk_of(message: bytes) -> tuple[Chunk, int]:
-    """The batches of an encoded ReadResponse, where they lie in it, and the offset at which to go on.
+    """Return the batches of an encoded ReadResponse, without copying them, and the next offset.
 
-    Raises InvalidArgument where the bytes are no such message.
+    Raise InvalidArgument if the bytes are no such message.
     """
     try:
         next_offset, columns, body = _head(message)
@@ -195,7 +200,7 @@ def chunk_of(message: bytes) -> tuple[Chunk, int]:
 
 
 def _head(message: bytes) -> tuple[int, Sequence[npt.NDArray[np.int64]], int]:
-    """What ReadHead says, which is written as the first field, each column in one piece; and where it ends."""
+    """Parse ReadHead, the first field of the message. Return the next offset, the columns, and the end of the field."""
     if message[0] != _HEAD_TAG:
         raise ValueError
     length, at = number_at(message, 1)

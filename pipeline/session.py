@@ -26,15 +26,15 @@ _LOCAL_SETTINGS = {
     "spark.driver.bindAddress": "127.0.0.1",
 }
 _AT_START = {"spark.ui.showConsoleProgress": "false"}
-"""What has to be said before the JVM starts: Spark's launcher sets it otherwise."""
+"""Settings that must be given before the JVM starts: Spark's launcher sets other values."""
 
 
 def session(name: str, master: str | None = None) -> SparkSession:
-    """The Spark session of this process; where there is none, a new one, with settings that suit streams.
+    """Return the Spark session of this process, or start one with settings that suit streams.
 
-    What was set for Spark elsewhere stays: by `spark-submit`, in spark-defaults.conf, by PYSPARK_SUBMIT_ARGS,
-    PYSPARK_PYTHON or SPARK_REMOTE. `master` is Spark's word for where it runs: by default what it was told elsewhere,
-    else all cores of this machine. Raises NotFound where there is no Java to run it.
+    Settings of `spark-submit`, spark-defaults.conf, PYSPARK_SUBMIT_ARGS, PYSPARK_PYTHON and SPARK_REMOTE stay. `master`
+    is the URL of Spark's master: by default the one of these settings, else all cores of this machine. Raise NotFound
+    if there is no Java.
     """
     from pyspark.sql import SparkSession  # noqa: PLC0415 (of the extra `spark`)
 
@@ -49,14 +49,28 @@ def session(name: str, master: str | None = None) -> SparkSession:
     for key, value in _missing({**_SETTINGS, **(_LOCAL_SETTINGS if local else {})}, known).items():
         builder = builder.config(key, value)
     made = builder.getOrCreate()
+    _register_format(made)
     if local and not known.contains("spark.sql.shuffle.partitions"):
         # Spark's 200 make a micro-batch of few events take seconds.
         made.conf.set("spark.sql.shuffle.partitions", str(made.sparkContext.defaultParallelism))
     return made
 
 
+def _register_format(session: SparkSession) -> None:
+    """Register the format if Spark does not search for it.
+
+    Spark 4.3 tests its Python with `sh -c "command -v PATH"`. If the path has a space, the test fails, and Spark does
+    not search for any format.
+    """
+    from .source import register  # noqa: PLC0415 (needs pyspark)
+
+    python = os.environ.get("PYSPARK_DRIVER_PYTHON") or os.environ["PYSPARK_PYTHON"]
+    if len(python.split()) > 1:
+        register(session)
+
+
 def _start_java() -> SparkConf:
-    """Start the JVM where `spark-submit` has not, and return what Spark has been told so far."""
+    """Start the JVM unless `spark-submit` has started it, and return Spark's settings."""
     from pyspark import SparkConf, SparkContext  # noqa: PLC0415
 
     _prepare_environment()
@@ -68,7 +82,7 @@ def _start_java() -> SparkConf:
 
 
 def _prepare_environment() -> None:
-    """What the JVM must find when it starts."""
+    """Set the environment variables that the JVM needs when it starts."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # else Spark takes the first `python3` of PATH
     try:
         socket.getaddrinfo(socket.gethostname(), None)

@@ -1,8 +1,8 @@
-"""The sink of the format `headrace`: what Spark writes is published exactly once, whatever it retries.
+"""The sink of the format `headrace`: it publishes the rows that Spark writes exactly once, also if Spark retries.
 
-Each task stages its rows (`pipeline/staging.py`): they are nowhere to be seen. When all tasks are done, the driver
-publishes what they staged, once for each batch of an application (`pipeline/publishing.py`). The application is
-`txnAppId`, by default the id of the streaming query; its batches are numbered by Spark, or by `txnVersion`.
+Each task stages its rows (`pipeline/staging.py`): consumers do not see them. When all tasks are done, the driver
+publishes the staged rows, once for each batch of an application (`pipeline/publishing.py`). The application is
+`txnAppId`, by default the id of the streaming query. Spark numbers its batches, or `txnVersion` does.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from pyspark.sql import DataFrame
 from pyspark.sql import types as spark
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
-from ..silo.datadir import MARKER, open_data_directory
-from ..silo.parking import check_delays
+from ..store.datadir import MARKER, open_data_directory
+from ..streams.delays import check_delays
 from ..streams.errors import InvalidArgument, NotFound
 from ..streams.identity import StreamId, unquote
 from .grouping import Grouping
 from .options import check_names
 from .place import OPTIONS as PLACE_OPTIONS
-from .place import Place
+from .place import ProviderPlace
 from .publishing import MAX_BATCH_NUMBER, commit
 from .staging import Staged, StagedFile, StagingFolder, staging_directory
 
 STAGE_BYTES = 8 << 20
-"""So much of a task's rows, in Arrow's form, is grouped by stream at a time."""
+"""How many bytes of a task's rows, in Arrow's form, are grouped by stream at a time."""
 DEFAULT_STAGING = "headrace-staging"
 """Folder in the checkpoint of a query that publishes to a silo."""
 
@@ -54,11 +54,11 @@ _REQUIRED = ("key", "payload")
 
 
 class SinkOptions(NamedTuple):
-    """Where to publish, and as whom."""
+    """The sink's options, checked."""
 
-    place: Place
+    place: ProviderPlace
     namespace: str | None
-    """Of all rows; None: they have a column for it."""
+    """Namespace of all rows. None: they have a column for it."""
     staging: Path
     app: str | None
     version: int | None
@@ -70,7 +70,7 @@ class SinkOptions(NamedTuple):
 def batch_writer(options: Mapping[str, str], schema: spark.StructType, overwrite: bool) -> BatchWriter:
     """The writer of `df.write.format("headrace").mode("append")`. Raises InvalidArgument for options and columns."""
     if overwrite:
-        raise InvalidArgument("mode 'overwrite': streams are append only, what was published stays: use mode('append')")
+        raise InvalidArgument("mode 'overwrite': streams are append only: use mode('append')")
     return BatchWriter(_sink_options(options, schema, streaming=False))
 
 
@@ -85,10 +85,11 @@ def stream_writer(options: Mapping[str, str], schema: spark.StructType, overwrit
 
 
 def publish_batch(frame: DataFrame, batch_id: int, **options: object) -> None:
-    """Publish a micro-batch, once, however often `foreachBatch` repeats it. `options` are the sink's; `txnAppId` names
-    the query: always the same for it, and another for every other query and every other frame that it publishes.
+    """Publish a micro-batch, once, also if `foreachBatch` repeats it. For output modes that
+    `writeStream.format("headrace")` does not support, such as `update`.
 
-    For what `writeStream.format("headrace")` cannot do, such as output mode `update`.
+    `options` are the sink's. `txnAppId` names the query: always the same name for this query, and another name
+    for every other query and every other frame of this query. Raise InvalidArgument if `txnAppId` is missing.
     """
     given = {name.lower() for name in options}
     if "txnappid" not in given:
@@ -100,7 +101,7 @@ def publish_batch(frame: DataFrame, batch_id: int, **options: object) -> None:
 
 
 def publisher(**options: object) -> Callable[[DataFrame, int], None]:
-    """A function for `foreachBatch` that publishes each micro-batch with these options: see `publish_batch`.
+    """Return a function for `foreachBatch` that publishes each micro-batch with these options: see `publish_batch`.
 
     query.writeStream.outputMode("update").foreachBatch(publisher(data="data", txnAppId="totals"))
     """
@@ -115,14 +116,14 @@ def publisher(**options: object) -> Callable[[DataFrame, int], None]:
 
 @dataclass
 class Message(WriterCommitMessage):
-    """What a task tells the driver."""
+    """A task's result for the driver."""
 
     app: str
     staged: Staged
 
 
 class BatchWriter(DataSourceArrowWriter):
-    """Writes a DataFrame: as batch `txnVersion` of `txnAppId`, or as the only batch of an application of its own."""
+    """Writes a DataFrame: as batch `txnVersion` of `txnAppId`, or as the only batch of a new application."""
 
     def __init__(self, options: SinkOptions) -> None:
         self._options = options
@@ -141,7 +142,7 @@ class BatchWriter(DataSourceArrowWriter):
 
 
 class StreamWriter(DataSourceStreamArrowWriter):
-    """Writes the micro-batches of a query. Spark makes one for the tasks of a batch, and one to commit it."""
+    """Writes the micro-batches of a query. Spark makes one writer for the tasks of a batch, and one to commit it."""
 
     def __init__(self, options: SinkOptions) -> None:
         self._options = options
@@ -149,7 +150,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Message:
         app = self._options.app or _context().getLocalProperty("sql.streaming.queryId")
         if not app:
-            raise InvalidArgument("Spark tells no id of the query: give the option 'txnAppId'")
+            raise InvalidArgument("Spark gives no id of the query: give the option 'txnAppId'")
         return Message(app, _stage(self._options, self._options.folder(app), iterator))
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
@@ -158,7 +159,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
             commit(self._options.place, self._options.folder(app), app, batchId, _staged(messages))
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """Spark also aborts a batch of which it did not hear that it was published: that one stays."""
+        """Discard staged files. Spark may also abort a published batch, if it did not learn of the commit: it stays."""
         app = _app(messages)
         if app is not None:
             self._options.folder(app).discard([staged.name for staged in _staged(messages)])
@@ -169,7 +170,7 @@ def _app(messages: Sequence[WriterCommitMessage | None]) -> str | None:
 
 
 def _staged(messages: Sequence[WriterCommitMessage | None]) -> list[Staged]:
-    """Of the tasks that did not fail."""
+    """Return the staged files of the tasks that did not fail."""
     return [message.staged for message in messages if isinstance(message, Message)]
 
 
@@ -191,12 +192,12 @@ def _stage(options: SinkOptions, folder: StagingFolder, iterator: Iterator[pa.Re
 
 
 def _check_shared(options: SinkOptions) -> None:
-    """Never make a data directory here: it would be another than the driver's."""
+    """Raise NotFound if this machine has no such data directory. Creating one would separate it from the driver's."""
     data = options.place.data
     if data is not None and not (Path(data) / MARKER).exists():
         raise NotFound(
-            f"option 'data': {data} is no data directory on {socket.gethostname()}, where a task runs: with executors "
-            "on other machines publish to a silo, with the option 'server'"
+            f"option 'data': {data} is no data directory on {socket.gethostname()}, the machine of a task; if "
+            "executors run on other machines, publish to a silo, with the option 'server'"
         )
 
 
@@ -207,7 +208,7 @@ def _context() -> TaskContext:
 
 
 def _gathered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """All rows, about `STAGE_BYTES` at a time: more rows of a stream together make fewer batches."""
+    """Yield all rows, about `STAGE_BYTES` at a time: more rows of a stream together make fewer batches."""
     some: list[pa.RecordBatch] = []
     size = 0
     for batch in batches:
@@ -227,16 +228,16 @@ def _gathered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 def _sink_options(given: Mapping[str, str], schema: spark.StructType, *, streaming: bool) -> SinkOptions:
     check_names(given, (*PLACE_OPTIONS, *_SINK_OPTIONS))
     options = {name.lower(): value for name, value in given.items()}
-    place = _with_delays(Place.of(given), options.get("delays"))
+    place = _with_delays(ProviderPlace.of(given), options.get("delays"))
     namespace = _namespace(options.get("namespace"))
     _check_columns(schema, namespace)
     app, version = _transaction(options, streaming=streaming)
     if place.data is not None:
-        open_data_directory(place.data)  # tasks stage in it, and a directory with something in it is not made ours
+        open_data_directory(place.data)  # tasks stage in it; raises if it is not empty and not a data directory
     return SinkOptions(place, namespace, _staging(options, place, streaming=streaming), app, version)
 
 
-def _with_delays(place: Place, delays: str | None) -> Place:
+def _with_delays(place: ProviderPlace, delays: str | None) -> ProviderPlace:
     if delays is None:
         return place
     if place.data is None:
@@ -259,7 +260,7 @@ def _namespace(text: str | None) -> str | None:
 
 
 def _check_columns(schema: spark.StructType, namespace: str | None) -> None:
-    """Raise InvalidArgument for columns that are not a sink's."""
+    """Raise InvalidArgument for columns that the sink does not take."""
     names = [field.name for field in schema]
     for field in schema:
         _check_column(field)
@@ -310,7 +311,7 @@ def _version(text: str) -> int:
     return int(text)
 
 
-def _staging(options: Mapping[str, str], place: Place, *, streaming: bool) -> Path:
+def _staging(options: Mapping[str, str], place: ProviderPlace, *, streaming: bool) -> Path:
     chosen = options.get("staging")
     if chosen is not None:
         return staging_directory("option 'staging':", chosen)

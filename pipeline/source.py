@@ -1,11 +1,13 @@
 """Streams as a PySpark data source: `spark.read.format("headrace")`, `spark.readStream.format("headrace")`.
 
-Spark makes a `HeadraceSource` where it plans, asks it for a reader, and sends that reader, pickled, to the executors.
-So readers hold options only, and open what they read where they are (`Place.open`).
+Spark makes a `HeadraceSource` in the driver, asks it for a reader, and sends the pickled reader to the executors.
+So a reader holds only options, and each process opens the queues itself (`Place.open`).
 """
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -36,7 +38,7 @@ from .columns import TYPES as COLUMN_TYPES
 from .columns import ColumnReader
 from .decoding import Decoder, Decoding, decoder_of, value_ddl
 from .options import VALUE, Decode, SourceOptions, source_options
-from .place import Place
+from .place import ProviderPlace
 from .planning import Range, estimated_events, plan, ranges
 from .positions import Offset, Progress, from_spark, resolve, shares, spark_offset
 
@@ -52,8 +54,12 @@ _DDL = {
     "index": "INT",
     "stored": "TIMESTAMP",
 }
+_TABLE_OPTION = "option."
+_COMMENT = "headrace: "
+"""Spark (4.3) passes the options of a table to the source when the table is created, and not when it is read. So they
+are kept in the schema, as the comment of the last column, behind this text."""
 _SOUGHT_EVENTS = 1_000_000
-"""Among the first so many events a namespace is looked for."""
+"""The check of a namespace reads at most this many events."""
 
 
 class HeadraceSource(DataSource):
@@ -63,19 +69,29 @@ class HeadraceSource(DataSource):
     def name(cls) -> str:
         return "headrace"
 
-    def schema(self) -> str:
-        options = source_options(self.options)
+    def schema(self) -> str | StructType:
+        given = _table_options(self.options)
+        if given is not None and "token" in map(str.lower, given):
+            raise InvalidArgument(
+                "option 'token': all users of the table could read it; give it when reading, as in "
+                "SELECT * FROM orders WITH (token 'hr_...')"
+            )
+        options = source_options(self.options if given is None else given)
         types = _DDL if options.decode is None else {**_DDL, VALUE: value_ddl(options.decode)}
-        return ", ".join(f"`{name}` {types[name]}" for name in options.columns)
+        ddl = ", ".join(f"`{name}` {types[name]}" for name in options.columns)
+        return ddl if given is None else f"{ddl} COMMENT {_quoted(_COMMENT + json.dumps(given))}"
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        return BatchReader(_Reading(self.options, schema))
+        return BatchReader(self._reading(schema))
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
-        return StreamReader(_Reading(self.options, schema))
+        return StreamReader(self._reading(schema))
+
+    def _reading(self, schema: StructType) -> _Reading:
+        return _Reading({**_options_in(schema), **self.options}, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
-        from .sink import batch_writer  # noqa: PLC0415 (who reads needs nothing of it)
+        from .sink import batch_writer  # noqa: PLC0415 (a reader does not need it)
 
         return batch_writer(self.options, schema, overwrite)
 
@@ -85,7 +101,27 @@ class HeadraceSource(DataSource):
         return stream_writer(self.options, schema, overwrite)
 
 
-class Part(InputPartition):
+def _table_options(given: Mapping[str, str]) -> dict[str, str] | None:
+    """The OPTIONS of a CREATE TABLE. None: the options are of `spark.read` and its like.
+
+    Spark passes each option of a table twice, the second time as `option.NAME`, among properties of its own.
+    """
+    options = {name.removeprefix(_TABLE_OPTION): text for name, text in given.items() if name.startswith(_TABLE_OPTION)}
+    return options or None
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def _options_in(schema: StructType) -> Mapping[str, str]:
+    """The options of the table that is read, see `HeadraceSource.schema`."""
+    comments = [str((field.metadata or {}).get("comment", "")) for field in schema.fields]
+    return next((json.loads(text.removeprefix(_COMMENT)) for text in comments if text.startswith(_COMMENT)), {})
+
+
+class RangePartition(InputPartition):
     """Ranges of queues that one task reads, one after the other."""
 
     def __init__(self, parts: Sequence[Range]) -> None:
@@ -93,10 +129,10 @@ class Part(InputPartition):
 
 
 class _Reading:
-    """What both readers do."""
+    """The common part of both readers."""
 
     def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
-        self.place = Place.of(options)
+        self.place = ProviderPlace.of(options)
         self.options = source_options(options)
         arrow = to_arrow_schema(schema, timezone="UTC")
         _check_schema(arrow, self.options.columns)
@@ -104,7 +140,7 @@ class _Reading:
         self.decoding = decode and Decoding(_decoder(decode, arrow), self.options.columns, fail=decode.fail)
 
     def check_retained(self, queue: int, start: int, first: int) -> int:
-        """Where reading starts. Raises OffsetsGone where that is lost, unless one is to go on without it."""
+        """Return the offset where reading starts. Raise OffsetsGone if `failOnDataLoss` is set and `start` is lost."""
         if start >= first:
             return start
         if self.options.fail_on_data_loss:
@@ -112,33 +148,33 @@ class _Reading:
         return first
 
     def check_length(self, queue: int, offset: int, end: int) -> None:
-        """Raise InvalidArgument, unless one is to go on, where a checkpoint is beyond the end of a queue."""
+        """Raise InvalidArgument if `failOnDataLoss` is set and a checkpoint is beyond the end of a queue."""
         if offset > end and self.options.fail_on_data_loss:
             raise InvalidArgument(
                 f"the query's checkpoint is at offset {offset} of queue {queue}, which ends at {end}: the provider was "
                 "made anew, or is an older copy; use another checkpointLocation, or set the option 'failOnDataLoss' to "
-                "false to go on with what is there"
+                "false to go on with the stored events"
             )
 
     def check_same(self, progress: Progress) -> None:
-        """Raise InvalidArgument, unless one is to go on, where a checkpoint is of another log."""
+        """Raise InvalidArgument if `failOnDataLoss` is set and a checkpoint is of another log."""
         if not progress.same and self.options.fail_on_data_loss:
             raise InvalidArgument(
                 "the query's checkpoint is of another provider, or of one that was deleted and made anew: use another "
                 "checkpointLocation, or set the option 'failOnDataLoss' to false to read this one from its first batch"
             )
 
-    def parts(self, starts: Sequence[int], ends: Sequence[int], states: Sequence[QueueState]) -> list[Part]:
+    def parts(self, starts: Sequence[int], ends: Sequence[int], states: Sequence[QueueState]) -> list[RangePartition]:
         firsts = [state.first for state in states]
         kept = [
             self.check_retained(queue, start, first) if start < end else start
             for queue, (start, end, first) in enumerate(zip(starts, ends, firsts, strict=True))
         ]
         wanted = [(one, estimated_events(one, states[one.queue])) for one in ranges(kept, ends)]
-        return [Part(parts) for parts in plan(wanted, self.options.events_per_partition)]
+        return [RangePartition(parts) for parts in plan(wanted, self.options.events_per_partition)]
 
     def batches(self, part: InputPartition) -> Iterator[pa.RecordBatch]:
-        if not isinstance(part, Part):  # Spark's own, where there is nothing to read
+        if not isinstance(part, RangePartition):  # Spark's own partition, if there is nothing to read
             return
         access, options = self.place.open(), self.options
         decoding = self.decoding
@@ -150,7 +186,7 @@ class _Reading:
     def _batches(self, access: QueueAccess, columns: ColumnReader, one: Range) -> Iterator[pa.RecordBatch]:
         try:
             yield from columns.batches(one.queue, access.read(one.queue, one.start, one.end, self.options.selector))
-        except OffsetsGone as gone:  # it was there when the query was planned
+        except OffsetsGone as gone:  # retention removed it after the query was planned
             if self.options.fail_on_data_loss:
                 raise _gone(gone) from None
             first = access.states()[one.queue].first
@@ -164,7 +200,7 @@ def _gone(error: OffsetsGone) -> OffsetsGone:
 
 
 def _check_schema(given: pa.Schema, names: Sequence[str]) -> None:
-    """Raise InvalidArgument where the user has given another schema."""
+    """Raise InvalidArgument if the user has given another schema."""
     wrong = [field.name for field in given if field.type != COLUMN_TYPES.get(field.name, field.type)]
     if wrong or list(given.names) != list(names):
         raise InvalidArgument(
@@ -184,12 +220,12 @@ class BatchReader(DataSourceReader):
     def __init__(self, reading: _Reading) -> None:
         self._reading = reading
 
-    def partitions(self) -> Sequence[Part]:
+    def partitions(self) -> Sequence[RangePartition]:
         access, options = self._reading.place.open(), self._reading.options
         states = access.states()
         ends = resolve("end", options.end, options.selector, access)
         starts = resolve("start", options.start, options.selector, access)
-        with suppress(CorruptRecord, OffsetsGone):  # reading tells of them, where it comes there
+        with suppress(CorruptRecord, OffsetsGone):  # the read itself raises them, if it comes that far
             _check_namespace(access, options, ranges([state.first for state in states], ends))
         return self._reading.parts(starts, ends, states)
 
@@ -198,9 +234,10 @@ class BatchReader(DataSourceReader):
 
 
 def _check_namespace(access: QueueAccess, options: SourceOptions, whole: Sequence[Range]) -> None:
-    """Raise NotFound for a namespace that nothing was ever published to: it may be mistyped.
+    """Raise NotFound for a namespace without any event: it may be mistyped.
 
-    One that is not among the first events is taken to be among the others: looking further would cost too much.
+    If there are more events than `_SOUGHT_EVENTS`, the namespace is assumed to be among the others: reading on would
+    cost too much.
     """
     namespace = options.selector.pattern.partition("/")[0]
     if any(wildcard in namespace for wildcard in "*?"):
@@ -216,7 +253,7 @@ def _check_namespace(access: QueueAccess, options: SourceOptions, whole: Sequenc
             for batch in others.batches(queue, access.read(queue, start, reached, Selector("*/*"))):
                 left -= batch.num_rows
                 found |= set(batch.column(0).unique().to_pylist())
-        except PermissionDenied:  # whoever may read this namespace alone is not told what there is
+        except PermissionDenied:  # a token for this namespace alone must not learn of others
             return
         if left <= 0 or reached < end:
             return
@@ -225,13 +262,18 @@ def _check_namespace(access: QueueAccess, options: SourceOptions, whole: Sequenc
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Reads on and on. Spark keeps the progress, in the query's checkpoint."""
+    """Reads new events until the query is stopped. Spark keeps the progress in the query's checkpoint."""
 
     def __init__(self, reading: _Reading) -> None:
         self._reading = reading
         if self._reading.options.end != "latest":
-            raise InvalidArgument("option 'end' is for spark.read: a streaming query reads until it is stopped")
+            raise InvalidArgument(
+                "options 'end', 'endingOffsets' and 'endingTimestamp' are for spark.read: a streaming query reads "
+                "until it is stopped"
+            )
         self._until: list[int] | None = None
+        self._read_at = time.monotonic()
+        """When the last micro-batch with events was planned."""
 
     def initialOffset(self) -> Offset:  # noqa: N802
         options = self._reading.options
@@ -251,17 +293,28 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         starts = self._starts(self._progress(start), states)
         ends = self._until or [state.next for state in states]
         ends = [max(end, start) for start, end in zip(starts, ends, strict=True)]
+        if self._until is None and self._waits_for_more(starts, ends, states):
+            return self._offset(starts)
+        self._read_at = time.monotonic()
         if isinstance(limit, ReadAllAvailable):
             return self._offset(ends)
         return self._offset(self._limited(starts, ends, states))
 
+    def _waits_for_more(self, starts: Sequence[int], ends: Sequence[int], states: Sequence[QueueState]) -> bool:
+        """Return whether there are fewer events than `minEventsPerTrigger`, and `maxTriggerDelay` is not over."""
+        options = self._reading.options
+        if options.min_events is None or time.monotonic() - self._read_at >= options.max_delay_s:
+            return False
+        waiting = sum(estimated_events(one, states[one.queue]) for one in ranges(starts, ends))
+        return waiting < options.min_events
+
     def reportLatestOffset(self) -> Offset:  # noqa: N802
         return self._offset([state.next for state in self._access.states()])
 
-    def partitions(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> Sequence[Part]:
+    def partitions(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> Sequence[RangePartition]:
         states = self._access.states()
         begun, until = self._progress(start), self._progress(end)
-        if not until.same:  # planned of another log, of which nothing is left
+        if not until.same:  # planned from another log, which is gone
             return []
         starts, ends = begun.offsets if begun.same else [state.first for state in states], until.offsets
         for queue, state in enumerate(states):
@@ -276,7 +329,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._reading.batches(partition)
 
     def commit(self, end: Mapping[str, Any]) -> None:
-        """Nothing: Spark's checkpoint is what counts, and retention is the provider's matter."""
+        """Do nothing: Spark's checkpoint has the progress, and the provider decides on retention."""
 
     @property
     def _access(self) -> QueueAccess:
@@ -291,8 +344,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return progress
 
     def _starts(self, progress: Progress, states: Sequence[QueueState]) -> list[int]:
-        """Where to go on. In another log, and in a queue that is shorter than what was read of it, from its first batch
-        on: unless that is an error, offsets begin anew there."""
+        """Return the next offset of each queue. If the log is another one, or a queue ends before the offset, and
+        that is no error, reading begins again at the first batch."""
         if not progress.same:
             return [state.first for state in states]
         starts = list(progress.offsets)
@@ -303,7 +356,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return starts
 
     def _limited(self, starts: Sequence[int], ends: Sequence[int], states: Sequence[QueueState]) -> list[int]:
-        """As far as the options allow, each queue in proportion to what waits in it."""
+        """Return the ends that the limits allow, each queue in proportion to its waiting events."""
         options, wanted = self._reading.options, ranges(starts, ends)
         backlogs = [estimated_events(one, states[one.queue]) for one in wanted]
         events = _dealt(backlogs, options.max_events)
@@ -326,5 +379,5 @@ def _estimated_bytes(wanted: Range, state: QueueState) -> int:
 
 
 def register(session: Any) -> None:
-    """Make the format known to a Spark session that has not found it by itself."""
+    """Register the format with a Spark session that has not found it."""
     session.dataSource.register(HeadraceSource)

@@ -1,25 +1,25 @@
-"""Where a sink keeps what is written and not published yet: a folder that the driver and the executors of Spark share.
+"""The staging folder: it keeps the rows of a sink until they are published. Driver and executors of Spark share it.
 
-    STAGING/<provider>/app-<application>/          of one `txnAppId`, percent-encoded; a hash of it where that is long
-        <task>-<unique>.staged                     what one attempt of one task wrote
-        <batch>.manifest                           which staged files are the batch, and how they are cut into chunks
+    STAGING/<provider>/app-<application>/          of one `txnAppId`, percent-encoded; a hash of a long one
+        <task>-<unique>.staged                     the rows of one attempt of one task
+        <batch>.manifest                           the staged files of the batch, and the limits of its chunks
         <batch>.done                               this batch, and every one before it, is published
-    STAGING/<provider>/once-<unique>/              of a batch write without `txnAppId`, the same; removed at its end
+    STAGING/<provider>/once-<unique>/              the same for a batch write without `txnAppId`; removed at its end
 
-A manifest appears complete or not at all, and the first one is the one: whoever commits the batch again, or at the same
-time, publishes what it lists. It goes, with its files, only after the batch's `done` is durable. What no manifest names
-is nobody's, and a sweep removes it some days later.
+A manifest appears complete or not at all, and the first one counts: each process that commits the batch publishes the
+files of this manifest. The manifest and its files are removed only after the batch's `done` is durable. A file that no
+manifest names is an orphan: a sweep removes it some days later.
 
-A staged file is a row of segments. A segment has a header, the table of its batches, and the batches as elements of the
-field `batches` of a `PublishRequest`, so that publishing looks at none of their bytes:
+A staged file is a sequence of segments. A segment has a header, the table of its batches, and the batches as elements
+of the field `batches` of a `PublishRequest`, so publishing copies their bytes without reading them:
 
-    4 bytes  "HRS1", or "HRS2" where some of the batches have a delay or a priority
-    u32      CRC-32 of all that follows in the segment
+    4 bytes  "HRS1", or "HRS2" if some of the batches have a delay or a priority
+    u32      CRC-32 of the rest of the segment
     u32      batches, n
     u64      bytes of the elements
     u32[n]   bytes of each element
     u32[n]   events of each batch
-    u32[n]   how many bytes of each batch name its stream
+    u32[n]   length of the stream's name in each batch, in bytes
 
 All numbers are little-endian.
 """
@@ -44,12 +44,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..silo.datadir import sync_directory, write_through
+from ..store.datadir import write_through
+from ..streams.durable import make_durable_directory, sync_directory
 from ..streams.errors import DataDirectoryError, InvalidArgument, StorageError, StorageFull
+from ..streams.private_files import make_file, opener
 from .grouping import Grouped
 
 ORPHAN_AGE_S = 3 * 24 * 3600
-"""What nobody names is removed after so long, in seconds: no task of a write that is alive has finished so long ago."""
+"""An orphan is removed at this age, in seconds. No running write has a task that finished so long ago."""
 
 _MAGIC, _SCHEDULED = b"HRS1", b"HRS2"
 _HEADER = struct.Struct("<4sIIQ")
@@ -62,15 +64,17 @@ _STAGED, _MANIFEST, _DONE, _UNFINISHED = ".staged", ".manifest", ".done", ".unfi
 
 
 class Cutting(NamedTuple):
-    """How batches are cut into chunks, each published at once: noted in the manifest, since who goes on with a batch
-    has to cut as it was begun."""
+    """Limits of a chunk, the batches that are published in one call.
+
+    The manifest has them, because a process that goes on with a batch must cut it as the first process did.
+    """
 
     max_bytes: int
     max_batches: int
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What a batch is."""
+    """The content of a batch."""
 
     batch: int
     files: Sequence[str]
@@ -80,7 +84,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class Staged(NamedTuple):
-    """A staged file, as the task tells the driver."""
+    """A staged file, as the task reports it to the driver."""
 
     name: str
     partition: int
@@ -88,27 +92,27 @@ class Staged(NamedTuple):
 
 
 class StagedFile:
-    """What one attempt of a task writes. Visible to nobody until a manifest names it."""
+    """The rows of one attempt of a task. Not a part of any batch until a manifest names it."""
 
     def __init__(self, folder: Path, partition: int, attempt: int) -> None:
-        """Raises StorageError where the folder cannot be written."""
+        """Raise StorageError if the folder cannot be written."""
         self._folder = folder
         self._partition = partition
         self.name = f"{partition:05d}-{attempt}-{uuid.uuid4().hex}{_STAGED}"
         self._events = 0
-        with _Telling(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = (folder / self.name).open("xb")
+        with _FileErrors(folder):
+            make_durable_directory(folder)
+            self._file = open(folder / self.name, "xb", opener=opener)  # noqa: SIM115 (closed by `close`)
 
     def add(self, batches: Grouped) -> None:
-        """Write batches behind those before. Raises StorageError, StorageFull."""
+        """Append batches. Raise StorageError, StorageFull."""
         columns = (batches.lengths, batches.counts, batches.prefixes)
         table = b"".join(np.array(column, _TABLE).tobytes() for column in columns)
         elements = b"".join(batches.pieces)
         crc = zlib.crc32(
             elements, zlib.crc32(table, zlib.crc32(struct.pack("<IQ", len(batches.counts), len(elements))))
         )
-        with _Telling(self._folder):
+        with _FileErrors(self._folder):
             self._file.write(
                 _HEADER.pack(_SCHEDULED if batches.scheduled else _MAGIC, crc, len(batches.counts), len(elements))
             )
@@ -117,8 +121,8 @@ class StagedFile:
         self._events += sum(batches.counts)
 
     def finish(self) -> Staged:
-        """Make it durable. A task without rows leaves no file, and an empty name."""
-        with _Telling(self._folder):
+        """Make the file durable. A task without rows leaves no file, and returns an empty name."""
+        with _FileErrors(self._folder):
             if not self._events:
                 self.discard()
                 return Staged("", self._partition, 0)
@@ -129,15 +133,15 @@ class StagedFile:
         return Staged(self.name, self._partition, self._events)
 
     def discard(self) -> None:
-        """Remove it. Idempotent."""
+        """Remove the file. Idempotent."""
         with suppress(OSError):
             self._file.close()
         with suppress(OSError):
             (self._folder / self.name).unlink(missing_ok=True)
 
 
-class Segment(NamedTuple):
-    """Batches as they were staged together. The arrays have one value for each."""
+class StagedSegment(NamedTuple):
+    """Batches that were staged together. The arrays have one value for each batch."""
 
     elements: bytes
     lengths: npt.NDArray[np.uint32]
@@ -146,24 +150,24 @@ class Segment(NamedTuple):
     scheduled: bool = False
 
 
-class Span(NamedTuple):
+class SegmentSpan(NamedTuple):
     """Some batches of a segment."""
 
-    segment: Segment
+    segment: StagedSegment
     first: int
     last: int
     """Exclusive."""
     start: int
-    """Where their elements begin in the segment, and end."""
+    """Position of their elements in the segment, in bytes, up to `end` (exclusive)."""
     end: int
 
 
-Chunk = Sequence[Span]
-"""What is published at once."""
+Chunk = Sequence[SegmentSpan]
+"""The batches of one call."""
 
 
-def read_segments(path: Path) -> Iterator[Segment]:
-    """The segments of a staged file. Raises FileNotFoundError, DataDirectoryError where it is damaged."""
+def read_segments(path: Path) -> Iterator[StagedSegment]:
+    """Yield the segments of a staged file. Raise FileNotFoundError, or DataDirectoryError if it is damaged."""
     with path.open("rb") as file:
         end = os.fstat(file.fileno()).st_size
         while head := file.read(_HEADER.size):
@@ -178,16 +182,16 @@ def read_segments(path: Path) -> Iterator[Segment]:
             if magic not in (_MAGIC, _SCHEDULED) or crc != read:
                 raise _damaged(path)
             columns = np.frombuffer(table, _TABLE).reshape(3, count)
-            yield Segment(elements, *columns, scheduled=magic == _SCHEDULED)
+            yield StagedSegment(elements, *columns, scheduled=magic == _SCHEDULED)
 
 
 def _damaged(path: Path) -> DataDirectoryError:
     return DataDirectoryError(f"{path} is damaged: it is not what was staged")
 
 
-def chunks(segments: Iterable[Segment], cutting: Cutting) -> Iterator[Chunk]:
-    """The batches of all segments in chunks, of at least one batch each. Pure: the same each time."""
-    chunk: list[Span] = []
+def chunks(segments: Iterable[StagedSegment], cutting: Cutting) -> Iterator[Chunk]:
+    """Cut the batches of all segments into chunks of at least one batch. Pure: the same input gives the same chunks."""
+    chunk: list[SegmentSpan] = []
     left = cutting
     for segment in segments:
         ends = np.cumsum(segment.lengths, dtype=np.int64)
@@ -201,7 +205,7 @@ def chunks(segments: Iterable[Segment], cutting: Cutting) -> Iterator[Chunk]:
                 continue
             last = max(last, first + 1)
             end = int(ends[last - 1])
-            chunk.append(Span(segment, first, last, start, end))
+            chunk.append(SegmentSpan(segment, first, last, start, end))
             left = Cutting(left.max_bytes - (end - start), left.max_batches - (last - first))
             first, start = last, end
     if chunk:
@@ -209,10 +213,10 @@ def chunks(segments: Iterable[Segment], cutting: Cutting) -> Iterator[Chunk]:
 
 
 class StagingFolder:
-    """The folder of one application. All methods block; those of several processes go together."""
+    """The folder of one application. All methods block. Several processes may use the folder at a time."""
 
     def __init__(self, path: Path, *, once: bool = False) -> None:
-        """`once`: the application has one batch and does not come again."""
+        """`once`: the application has only one batch."""
         self.path = path
         self._once = once
 
@@ -221,11 +225,11 @@ class StagingFolder:
         return cls(staging / provider / (f"once-{app}" if once else f"app-{_folder_name(app)}"), once=once)
 
     def claim(self, manifest: Manifest) -> Manifest:
-        """Say what a batch is. Returns what it is: that which was said first."""
+        """Store the manifest of a batch if it has none. Return its manifest: the one that was stored first."""
         path = self._manifest(manifest.batch)
         unfinished = self.path / f"{manifest.batch}.{uuid.uuid4().hex}{_UNFINISHED}"
-        with _Telling(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
+        with _FileErrors(self.path):
+            make_durable_directory(self.path)
             write_through(unfinished, msgspec.json.encode(manifest))
             try:
                 os.link(unfinished, path)
@@ -237,7 +241,7 @@ class StagingFolder:
         return manifest
 
     def manifest(self, batch: int) -> Manifest | None:
-        """None where there is none, or none any more."""
+        """Return the manifest of a batch. None: it has none, or has none any more."""
         path = self._manifest(batch)
         try:
             return msgspec.json.decode(path.read_bytes(), type=Manifest)
@@ -247,33 +251,33 @@ class StagingFolder:
             raise _damaged(path) from None
 
     def age_s(self, batch: int) -> float:
-        """How long ago a batch was claimed, in seconds; 0 where it is done."""
+        """Return the age of a batch's manifest in seconds, 0 if the batch is done."""
         try:
             return time.time() - self._manifest(batch).stat().st_mtime
         except FileNotFoundError:
             return 0.0
 
     def pending(self, up_to: int) -> list[Manifest]:
-        """What is begun and not known to be published, of batches up to `up_to`, in order."""
+        """Return the manifests of batches up to `up_to` that are not done, in order."""
         done = self.done()
         batches = sorted(batch for batch in self._numbers(_MANIFEST) if done < batch <= up_to)
         return [manifest for batch in batches if (manifest := self.manifest(batch)) is not None]
 
     def done(self) -> int:
-        """The last batch that is published, -1 where there is none."""
+        """Return the number of the last published batch, -1 if there is none."""
         return max(self._numbers(_DONE), default=-1)
 
     def finish(self, batch: int) -> None:
-        """Note, durably, that this batch and those before it are published, and remove what they needed."""
-        with _Telling(self.path):
+        """Note durably that this batch and all before it are published, and remove their manifests and files."""
+        with _FileErrors(self.path):
             if not self._once:
-                self.path.mkdir(parents=True, exist_ok=True)
-                (self.path / f"{batch}{_DONE}").touch()
+                make_durable_directory(self.path)
+                make_file(self.path / f"{batch}{_DONE}")
                 sync_directory(self.path)
             self.clear(batch)
 
     def clear(self, batch: int) -> None:
-        """Remove what batches up to this one needed."""
+        """Remove the manifests and files of batches up to this one."""
         for each in sorted(number for number in self._numbers(_MANIFEST) if number <= batch):
             if (manifest := self.manifest(each)) is not None:
                 self.remove(manifest.files)
@@ -282,11 +286,11 @@ class StagingFolder:
             if each < batch:
                 (self.path / f"{each}{_DONE}").unlink(missing_ok=True)
         if self._once:
-            with suppress(OSError):  # another attempt of a task has left something: the sweep takes it
+            with suppress(OSError):  # another attempt of a task has left a file: a sweep removes it
                 self.path.rmdir()
 
     def missing(self, names: Collection[str]) -> str | None:
-        """One of the files that is not there."""
+        """Return one of the files that do not exist, or None."""
         return next((name for name in names if not (self.path / name).exists()), None)
 
     def discard(self, names: Collection[str]) -> None:
@@ -299,7 +303,7 @@ class StagingFolder:
                 (self.path / name).unlink(missing_ok=True)
 
     def sweep(self, age_s: float = ORPHAN_AGE_S) -> None:
-        """Remove what was left behind so long ago, here and by writes of one batch."""
+        """Remove orphans of at least this age, in this folder and in those of batch writes without `txnAppId`."""
         before = time.time() - age_s
         self._sweep_files(before)
         for folder in self.path.parent.glob("once-*"):
@@ -333,13 +337,13 @@ class StagingFolder:
 
 
 def _folder_name(app: str) -> str:
-    """Not longer than a file's name may be, and different for every application."""
+    """Return a name that fits into a file name, and is different for every application."""
     name = quote(app, safe="")
     return name if len(name) <= _NAME_CHARACTERS else "=" + hashlib.sha256(app.encode()).hexdigest()
 
 
 def staging_directory(option: str, text: str) -> Path:
-    """The directory that an option names, also as a URL with `file:`. Raises InvalidArgument for other URLs."""
+    """Return the directory that an option names, a path or a `file:` URL. Raise InvalidArgument for other URLs."""
     path = text
     if scheme := _SCHEME.match(text):
         path = _LOCAL.sub("", text) if scheme[1].lower() == "file" else ""
@@ -351,8 +355,8 @@ def staging_directory(option: str, text: str) -> Path:
     return Path(path).absolute()
 
 
-class _Telling:
-    """Errors of the file system as those of headrace, with the folder's name."""
+class _FileErrors:
+    """Turns errors of the file system into errors of headrace that name the folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

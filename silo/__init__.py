@@ -1,7 +1,6 @@
-"""Where it is put together: the provider, the silo process, the command line.
+"""The provider, and the silo process that serves it.
 
-The public names are imported when they are first used: the command line is here as well, and `headrace --help` should
-not wait for the database.
+The public names are imported at their first use, so that `headrace --help` does not wait for the database.
 """
 
 from __future__ import annotations
@@ -10,12 +9,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .provider import CacheOptions, Provider, ProviderOptions, Subscription
+    from .options import CacheOptions, ProviderOptions
+    from .provider import Provider, Subscription
     from .views import ProviderStatistics
 
 __all__ = ("CacheOptions", "Provider", "ProviderOptions", "ProviderStatistics", "Subscription")
 
-_MODULES = dict.fromkeys(__all__, ".provider") | {"ProviderStatistics": ".views"}
+_MODULES = {
+    "CacheOptions": ".options",
+    "Provider": ".provider",
+    "ProviderOptions": ".options",
+    "ProviderStatistics": ".views",
+    "Subscription": ".provider",
+}
 
 
 def __getattr__(name: str) -> Any:

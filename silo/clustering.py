@@ -1,150 +1,175 @@
-"""This silo in its cluster: it joins, is reached by the others and reaches them, and knows who has which queue."""
+"""This silo as a member of its cluster: it joins and leaves, calls other silos, and knows the owner of each queue."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
+import math
 import socket
-from collections.abc import AsyncGenerator, Collection, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Protocol
 
-from ..balancer.membership import Membership, nobody
-from ..streams.client.connection import StreamCall
+from ..balancer.membership import Membership
+from ..client.connection import StreamCall
+from ..server.access import SiloSecrets, new_silo_secret, silo_hash
+from ..store.control_store import ControlStore
+from ..store.datadir import SILOS, DataDirectory, DirectoryLock, is_held, lock, place_of
 from ..streams.cluster import LIVING, ClusterView, SiloRecord, SiloState
-from ..streams.errors import Busy, InvalidArgument, Unavailable
-from ..streams.store import ControlStore
+from ..streams.errors import Busy, HeadraceError, InvalidArgument, NotFound, Unavailable
 from .config import ClusterConfig, SiloConfig
-from .datadir import SILOS, DataDirectory, DirectoryLock, is_free, lock
 from .local import LocalConnection
+from .opening import LEASED_TIMEOUT_S
 from .peers import CALL_S, PeerConnections, tls_of
-from .provider import LEASED_TIMEOUT_S, Provider
+from .provider_core import ProviderCore
 from .relay.relay import Relays
 
 log = logging.getLogger("headrace.silo")
 
-SECRET = "cluster/secret"  # noqa: S105 (the key under which it is kept)
+LOOK_UP_S = 0.5
+"""Shortest interval of asking the store whether an unknown caller is a silo that joined just now, in seconds."""
+MAX_LOOK_UPS = 100
+"""Most calls that wait for that answer. Further calls are refused at once."""
 LOOK_S = 0.2
-"""How often the consumers that are served through this silo are looked at."""
+"""Interval of the checks of relayed consumers, in seconds."""
 BUSY_S = 2.0
-"""How long the name of a silo that ends may stay taken."""
+"""How long a starting silo waits until its name is free, in seconds: a silo of that name may be ending."""
 FORGET_S = 24 * 3600.0
-"""Silos that are dead or left for so long are not known any more."""
+"""Age at which records of silos that are dead or left are deleted, in seconds."""
 
 
 class Clustering:
-    """Made by `opened`, before gRPC is served; between `join` and `leave` a member."""
+    """Made by `opened`, before gRPC is served. It is a member within `joined`."""
 
     def __init__(
         self,
         config: SiloConfig,
         cluster: ClusterConfig,
-        providers: Mapping[str, Provider],
+        providers: Mapping[str, ProviderCore],
         control: ControlStore,
-        secret: str,
     ) -> None:
-        self.secret = secret
+        self.secret = new_silo_secret()
+        """The secret of this run of the silo. Other silos read its hash from the store."""
         self.relays = Relays(self)
-        self.here: LocalConnection | None = None
-        """The services of this silo, as other silos call them."""
+        self.services: LocalConnection | None = None
+        """The services of this silo with the permissions of other silos. Set when gRPC is served."""
         self.view: ClusterView | None = None
         self._config = config
         self._cluster = cluster
         self._providers = providers
-        self._store = control.cluster()
-        self._peers = PeerConnections(secret, tls_of(config))
+        self._secrets = SecretsOfView(control.cluster(), silo_hash(self.secret))
+        self._store = control.cluster(secret_hash=silo_hash(self.secret))
+        self._peers = PeerConnections(self.secret, tls_of(config))
         self._membership: Membership | None = None
         self._silos: Mapping[str, SiloRecord] = {}
         self._not_dead: Mapping[str, int] = {}
         self._owners: Mapping[tuple[str, int], str] = {}
+        self._warned: set[tuple[str, int]] = set()
+        """Runs of silos whose different settings are in the log already."""
         self._serving: frozenset[tuple[str, str]] = frozenset()
-        """Providers and silos that have a queue of them."""
+        """Pairs of a provider and a silo that owns one of its queues."""
 
     @classmethod
     @asynccontextmanager
-    async def opened(cls, config: SiloConfig, providers: Mapping[str, Provider]) -> AsyncGenerator[Clustering]:
-        """For the length of an `async with`, at whose end it has left. Raises StorageError."""
+    async def opened(cls, config: SiloConfig, providers: Mapping[str, ProviderCore]) -> AsyncGenerator[Clustering]:
+        """Open the cluster's store for the length of an `async with`. Raise StorageError."""
         assert config.cluster is not None
         assert config.data is not None
         where = config.cluster.store or _directory(config.data).control_db
-        # One of its own: a lease is not renewed later because much is saved.
+        # A connection of its own: saving much progress must not delay the renewal of leases.
         control = await ControlStore.open(where, timeout_s=LEASED_TIMEOUT_S)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(control.aclose)
-            secret = await control.value_or(SECRET, secrets.token_urlsafe(32))
-            clustering = cls(config, config.cluster, providers, control, secret)
+            clustering = cls(config, config.cluster, providers, control)
             stack.push_async_callback(clustering._peers.aclose)
             yield clustering
 
     @asynccontextmanager
     async def joined(self, grpc_address: str) -> AsyncGenerator[None]:
-        """A member, for the length of an `async with`; queues come by and by, and are given back at its end.
+        """Be a member for the length of an `async with`. The silo gets queues over time, and returns them at the end.
 
-        Raises Busy where another process of this machine has the silo's name, StorageError.
+        Raises Busy if another process of this machine has the silo's name, StorageError.
         """
         name = self._cluster.name or f"{socket.gethostname()}-{grpc_address.rpartition(':')[2]}"
         async with AsyncExitStack() as stack:
-            if self._cluster.store is None:
-                stack.enter_context(await self._named(name))
+            held = stack.enter_context(await self._lock_name(name))
+            place = await asyncio.to_thread(place_of, held)
+            await self._end_former(name, place)
             membership = self._membership = Membership(
                 self._store,
                 name,
                 address=self._cluster.address or grpc_address,
-                owners={provider.name: provider.manager for provider in self._providers.values()},
+                owners={provider.name: provider.manager.queue_host for provider in self._providers.values()},
                 peers=self._peers,
                 options=self._cluster.options(self._config.drain_s),
-                bury=self._bury if self._cluster.store is None else nobody,
+                declare_dead=self._declare_dead,
+                settings=self._cluster.shared(),
+                process=place,
             )
-            membership.on_view = self._saw
-            # Queues that are to stay stopped are not read first.
-            await asyncio.gather(*(provider.manager.obey() for provider in self._providers.values()))
+            membership.on_view = self._take_view
+            # Before the first lease: a stopped queue must not be read.
+            await asyncio.gather(*(provider.manager.control_requests.apply() for provider in self._providers.values()))
             await membership.join()
             stack.push_async_callback(membership.leave)
             await self._store.forget(FORGET_S)
-            self._saw(await self._store.view())
+            self._take_view(await self._store.view())
             await self._check_reachable(membership.me)
             looking = asyncio.create_task(self._look(), name="headrace relays")
             stack.push_async_callback(ended, looking)
             yield
 
     async def _check_reachable(self, me: SiloRecord) -> None:
-        """Of itself, at the address that others are told and with the certificates that they are shown. Raises
-        InvalidArgument where nobody could trust it."""
-        why = await self._peers.missed(me)
+        """Call this silo at its own address, as other silos do. Raise InvalidArgument if its certificate is refused;
+        warn of other failures."""
+        why = await self._peers.why_unreachable(me)
         if "certificate" in why:
             raise InvalidArgument(f"other silos could not call silo {me.name} at {me.address}: {why}")
         if why:
             log.warning(
-                "silo %s does not reach itself at %s, so other silos may not either, and consumers there miss what its "
-                "queues have: %s", me.name, me.address, why,
+                "silo %s does not reach itself at %s, so other silos may fail too, and their consumers miss the "
+                "events of its queues: %s", me.name, me.address, why,
             )  # fmt: skip
 
-    async def _named(self, name: str) -> DirectoryLock:
-        """The silo's name is this process's, on this machine. Who ends just now may have it for a moment."""
+    async def _lock_name(self, name: str) -> DirectoryLock:
+        """Lock the silo's name on this machine for this process. A former process may hold it while it ends: wait."""
         until = asyncio.get_running_loop().time() + BUSY_S
         while True:
             try:
-                return await asyncio.to_thread(lock, self._directory, SILOS, name, f"the name of silo {name} is used")
+                return await asyncio.to_thread(lock, self._directory, SILOS, name, f"the name of silo {name!r} is used")
             except Busy:
                 if asyncio.get_running_loop().time() >= until:
                     raise
             await asyncio.sleep(BUSY_S / 20)
+
+    async def _end_former(self, name: str, place: str) -> None:
+        """Release the leases of a former process of this machine that had this name and has ended.
+
+        Raises Busy if it still runs, with another data directory. A process on another machine is superseded.
+        """
+        former = next((silo for silo in (await self._store.view()).silos if silo.name == name), None)
+        if former is None or not former.process:
+            return
+        held = former.process != place and await asyncio.to_thread(is_held, former.process)
+        if held:
+            raise Busy(f"the name of silo {name!r} is used by a process with another data directory: stop it first")
+        if held is False:
+            await self._store.declare_dead(former)
 
     @property
     def _directory(self) -> DataDirectory:
         assert self._config.data is not None
         return _directory(self._config.data)
 
-    async def _bury(self, view: ClusterView) -> bool:
-        """On one machine the system knows whose process is gone, and nobody has to wait for its leases."""
-        others = [silo for silo in view.silos if silo.state in LIVING and silo.name != self.name]
-        free = await asyncio.to_thread(lambda: [is_free(self._directory, SILOS, silo.name) for silo in others])
-        gone = [silo for silo, is_gone in zip(others, free, strict=True) if is_gone]
-        for silo in gone:
-            log.warning("silo %s is dead: its process is gone", silo.name)
-            await self._store.bury(silo)
-        return bool(gone)
+    async def _declare_dead(self, view: ClusterView) -> bool:
+        """Release the leases of silos of this machine whose processes have ended. Return whether there were any."""
+        others = [silo for silo in view.silos if silo.state in LIVING and silo.process and silo.name != self.name]
+        held = await asyncio.to_thread(lambda: [is_held(silo.process) for silo in others])
+        dead = [silo for silo, is_running in zip(others, held, strict=True) if is_running is False]
+        for silo in dead:
+            log.warning("silo %s is dead: its process has ended", silo.name)
+            await self._store.declare_dead(silo)
+        return bool(dead)
 
     async def _look(self) -> None:
         loop = asyncio.get_running_loop()
@@ -152,9 +177,9 @@ class Clustering:
             began = loop.time()
             await asyncio.sleep(LOOK_S)
             late_s = loop.time() - began - LOOK_S
-            self.relays.look(late_s if late_s > LOOK_S else 0.0)  # it was this process that did not listen
+            self.relays.look(late_s if late_s > LOOK_S else 0.0)  # this process did not run: its peers are not late
 
-    # ---- what is known of the cluster ------------------------------------------------------------------------------
+    # ---- the view of the cluster ----------------------------------------------------------------------------------
 
     @property
     def membership(self) -> Membership:
@@ -163,21 +188,58 @@ class Clustering:
 
     @property
     def name(self) -> str:
-        """This silo's."""
+        """The name of this silo."""
         return self.membership.name
+
+    def is_named(self, name: str) -> bool:
+        """Whether this silo has the name. It has none before it joins."""
+        return self._membership is not None and self._membership.name == name
 
     @property
     def silos(self) -> Mapping[str, SiloRecord]:
-        """Those that live, by name."""
+        """The living silos, by name."""
         return self._silos
 
-    def _saw(self, view: ClusterView) -> None:
+    def is_known(self, secret_hash: str) -> bool:
+        return self._secrets.is_known(secret_hash)
+
+    async def look_up(self, secret_hash: str) -> None:
+        await self._secrets.look_up(secret_hash)
+
+    async def forget(self, name: str) -> None:
+        """Delete the record of a silo that is dead or left. Raise NotFound, and Busy for a silo that may be alive."""
+        view = await self._store.view()
+        known = {silo.name: silo for silo in view.silos}
+        if name not in known:
+            raise NotFound(f"there is no silo {name!r} to forget: there is {', '.join(sorted(known))}")
+        if known[name].state in LIVING:
+            raise Busy(
+                f"silo {name!r} is a member of the cluster: stop it, or wait until the others have declared it dead"
+            )
+        await self._store.remove(known[name])
+
+    def _warn_of_settings(self, silos: Iterable[SiloRecord]) -> None:
+        """Warn once of each run of a silo with other settings than this silo."""
+        own = self._cluster.shared()
+        for silo in silos:
+            others = {key: value for key, value in silo.settings.items() if own.get(key) != value}
+            run = silo.name, silo.incarnation
+            if others and run not in self._warned:
+                self._warned.add(run)
+                different = ", ".join(f"{key} = {value} (here {own.get(key)})" for key, value in others.items())
+                log.warning(
+                    "silo %s has other settings in [cluster] than this one: %s; give all silos the same, or queues may "
+                    "stay unserved", silo.name, different,
+                )  # fmt: skip
+
+    def _take_view(self, view: ClusterView) -> None:
+        self._secrets.take(view)
         before, self.view = (self._owners, self._silos.keys()), view
         self._silos = {silo.name: silo for silo in view.silos if silo.state in LIVING}
-        valid = (lease for lease in view.leases if lease.owner and lease.expires_at_us > view.now_us)
-        self._owners = {(lease.provider, lease.queue): lease.owner for lease in valid}
+        self._owners = {(lease.provider, lease.queue): lease.owner for lease in view.valid}
+        self._warn_of_settings(self._silos.values())
         self._serving = frozenset((provider, owner) for (provider, _), owner in self._owners.items())
-        # One that left in order still ends what it had begun.
+        # A silo that left in order still finishes its open calls.
         self._not_dead = {silo.name: silo.incarnation for silo in view.silos if silo.state is not SiloState.DEAD}
         self._peers.keep(self._not_dead)
         if (self._owners, self._silos.keys()) != before:
@@ -190,39 +252,86 @@ class Clustering:
         return {name: self._silos[name] for name in names if name in self._silos}
 
     def _may_have(self, silo: SiloRecord, provider: str) -> bool:
-        """A silo that was drained stays, and gets no queue."""
+        """A drained silo stays a member, but gets no queues."""
         active = silo.state is SiloState.ACTIVE and provider in silo.serves
         return active or (provider, silo.name) in self._serving
 
     def owner(self, provider: str, queue: int) -> str:
         return self._owners.get((provider, queue), "")
 
-    def lives(self, silo: str, incarnation: int) -> bool:
+    def is_alive(self, silo: str, incarnation: int) -> bool:
         return self._not_dead.get(silo) == incarnation
 
-    def doubt(self, silo: str) -> None:
+    def report_unreachable(self, silo: str) -> None:
         if silo in self._silos and silo != self.name:
-            self._peers.doubt(self._silos[silo])
+            self._peers.report_unreachable(self._silos[silo])
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
     def stream(self, silo: SiloRecord, method: str) -> StreamCall:
         if silo.name == self.name:
-            return self._services.stream(method)
+            return self._own_services.stream(method)
         return self._peers.stream(silo, method)
 
     async def call(self, silo: str, method: str, request: bytes, *, timeout_s: float = CALL_S) -> bytes:
         if silo == self.name:
-            return await self._services.unary(method, request, timeout_s=timeout_s)
+            return await self._own_services.unary(method, request, timeout_s=timeout_s)
         record = self._silos.get(silo)
         if record is None:
-            raise Unavailable(f"silo {silo!r} is not there: see `headrace cluster`")
+            raise Unavailable(f"silo {silo!r} is not a living member: see `headrace cluster`")
         return await self._peers.unary(record, method, request, timeout_s=timeout_s)
 
     @property
-    def _services(self) -> LocalConnection:
-        assert self.here is not None
-        return self.here
+    def _own_services(self) -> LocalConnection:
+        assert self.services is not None
+        return self.services
+
+
+class HasView(Protocol):
+    """A store that returns views of the cluster."""
+
+    async def view(self) -> ClusterView: ...
+
+
+class SecretsOfView(SiloSecrets):
+    """The secrets of all silos in a view of the cluster, in any state: a silo that left still finishes its calls."""
+
+    def __init__(self, store: HasView, own_hash: str) -> None:
+        self._store = store
+        self._own = frozenset([own_hash])
+        self._known = self._own
+        self._looking = asyncio.Lock()
+        self._looked_at = -math.inf
+        self._waiting = 0
+
+    def take(self, view: ClusterView) -> None:
+        self._known = self._own | {silo.secret_hash for silo in view.silos if silo.secret_hash}
+
+    def is_known(self, secret_hash: str) -> bool:
+        return secret_hash in self._known
+
+    async def look_up(self, secret_hash: str) -> None:
+        """Look for new silos in the store. Callers at the same time share one look, and looks keep an interval, because
+        callers without any valid secret cause them too."""
+        if self._waiting >= MAX_LOOK_UPS:
+            return
+        came_at = asyncio.get_running_loop().time()
+        self._waiting += 1
+        try:
+            async with self._looking:
+                if self._looked_at < came_at and not self.is_known(secret_hash):
+                    await self._look()
+        finally:
+            self._waiting -= 1
+
+    async def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(self._looked_at + LOOK_UP_S - loop.time())
+        self._looked_at = loop.time()
+        try:
+            self.take(await self._store.view())
+        except HeadraceError as error:
+            log.info("a caller that may be a silo is refused, because the cluster's store does not answer: %s", error)
 
 
 def _directory(data: str) -> DataDirectory:

@@ -1,15 +1,15 @@
-"""The groups of remote consumers that a provider serves here.
+"""The groups of remote consumers that a provider serves in this process.
 
-A group is made when its first consumer comes, with the right to serve its subscription in this process, and given up
-some seconds after the last one went. With mode broadcast every consumer has a group to itself, over a subscription of
-its own that holds its position, or over none where the client keeps it.
+A group is made when its first consumer joins, and locks its subscription for this process. It ends some seconds after
+its last consumer left. With mode broadcast every consumer has a group of its own, with a subscription of its own that
+holds its position; or without one, if the client keeps the position.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -24,20 +24,20 @@ from ..streams.subscriptions import (
     check_consumer,
     of_consumer,
 )
-from .provider import Provider
+from .provider_core import ProviderCore
 
 log = logging.getLogger("headrace.silo")
 
 TICK_S = 0.25
 KEEP_S = 5.0
-"""How long a group without consumers is kept: one that comes back goes on from what is in the cache."""
+"""How long a group without consumers is kept, in seconds: a returning consumer continues from the cache."""
 MAX_POSITIONS = 1000
-"""Consumers with a position of their own that a subscription with mode broadcast has, attached or not."""
+"""Most consumers with positions of one subscription with mode broadcast, attached or not."""
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.5, 600.0
 
 
-class Place(NamedTuple):
-    """A consumer in its group."""
+class AttachedConsumer(NamedTuple):
+    """A consumer and its group."""
 
     group: Group
     member: Member
@@ -46,33 +46,33 @@ class Place(NamedTuple):
 class Consumers:
     """Consumers of one provider, by the subscription that holds their position."""
 
-    def __init__(self, provider: Provider, edge: Edge, timeout_s: float) -> None:
+    def __init__(self, provider: ProviderCore, edge: Edge, timeout_s: float) -> None:
         self._provider = provider
         self._edge = edge
         self._timeout_s = timeout_s
         self._groups: dict[str, Group] = {}
         self._locks = WeakValueDictionary[str, asyncio.Lock]()
-        """Each for as long as somebody holds it or waits for it."""
+        """A lock lives while a task holds it or waits for it."""
 
     @classmethod
     @asynccontextmanager
-    async def opened(cls, provider: Provider, timeout_s: float, edge: Edge | None = None) -> AsyncGenerator[Consumers]:
-        """For the length of an `async with`. A consumer that is not heard for `timeout_s` seconds is gone, where it
-        does not ask for another time."""
+    async def opened(
+        cls, provider: ProviderCore, timeout_s: float, edge: Edge | None = None
+    ) -> AsyncGenerator[Consumers]:
+        """Open the groups for the length of an `async with`. A consumer that is silent for `timeout_s` seconds is given
+        up, unless it asks for another time."""
         consumers = cls(provider, edge or Edge(), timeout_s)
         ticking = asyncio.create_task(consumers._tick(), name=f"headrace consumers {provider.name}")
-        provider.consumers = consumers
         try:
             yield consumers
         finally:
-            provider.consumers = None
             ticking.cancel()
             await asyncio.gather(ticking, return_exceptions=True)
 
     def check(
         self, definition: SubscriptionDefinition, consumer: str, timeout_s: float, *, keeps_positions: bool
     ) -> None:
-        """What `join` refuses whatever is stored. Raises InvalidArgument, NotSupported."""
+        """Check the arguments of `join` without the store. Raise InvalidArgument, NotSupported."""
         self.timeout(timeout_s)
         check_consumer(consumer)
         if definition.filter is not None:
@@ -93,40 +93,42 @@ class Consumers:
         positions: Mapping[int, Checkpoint] | None = None,
         *,
         pulls: bool = False,
-    ) -> Place:
-        """A consumer attaches to a subscription that exists. `timeout_s` 0 is the silo's own. With `positions`, which
-        needs mode broadcast, the client keeps its position: it goes on from those, or from the subscription's start.
-        `pulls` is as in `Group.join`.
+        client: Hashable = None,
+    ) -> AttachedConsumer:
+        """Attach a consumer to an existing subscription. If `timeout_s` is 0, the silo's timeout applies.
 
-        Raises Busy where handlers or another process serve the subscription, or it has too many consumers;
-        LimitExceeded where a consumer with mode broadcast would be one too many; InvalidArgument, NotSupported.
+        With `positions`, which needs mode broadcast, the client keeps its position: the consumer continues from
+        `positions`, and in other queues from the subscription's start. `pulls` and `client` are as in `Group.join`.
+
+        Raises Busy if handlers or another process serve the subscription, or it has too many consumers; LimitExceeded
+        if mode broadcast has `MAX_POSITIONS` consumers already; InvalidArgument, NotSupported.
         """
         self.check(definition, consumer, timeout_s, keeps_positions=positions is not None)
         own = of_consumer(definition, consumer) if definition.mode is Mode.BROADCAST else definition
         async with self._locked(own.name):
             if own is not definition:
-                await self._check_room(definition, own)
+                await self._check_position_limit(definition, own)
             group = await self._group(own, positions)
-            return Place(group, group.join(consumer, self.timeout(timeout_s), pulls=pulls))
+            return AttachedConsumer(group, group.join(consumer, self.timeout(timeout_s), pulls=pulls, client=client))
 
     async def prepare(
         self, definition: SubscriptionDefinition, consumer: str, positions: Mapping[int, Checkpoint] | None
     ) -> dict[int, Checkpoint] | None:
-        """What has to be there before several silos may each let a consumer join. With mode broadcast its position is
-        pinned; where the client keeps it, that of all queues is returned. Raises as `join` does."""
+        """Prepare for joining at several silos at once. With mode broadcast, store the consumer's position; or, if the
+        client keeps it, return the positions in all queues. Raises as `join` does."""
         self._check_no_handler(definition)
         if definition.mode is not Mode.BROADCAST:
             return None
         own = of_consumer(definition, consumer)
         async with self._locked(own.name):
-            await self._check_room(definition, own)
+            await self._check_position_limit(definition, own)
             if positions is not None:
                 return {**await self._provider.positions(definition.selector, definition.start), **positions}
             await self._provider.ensure_subscription(own)
         return None
 
     async def moves(self, definition: SubscriptionDefinition, consumer: str) -> int:
-        """How often the position that a consumer goes by was moved so far."""
+        """How often `seek` moved the position of a consumer."""
         own = of_consumer(definition, consumer) if definition.mode is Mode.BROADCAST else definition
         return await self._provider.moves(own.name)
 
@@ -153,8 +155,8 @@ class Consumers:
         if served is not None and not isinstance(served.service, Group):
             raise _handled(definition)
 
-    async def _check_room(self, definition: SubscriptionDefinition, own: SubscriptionDefinition) -> None:
-        """Every new id is another position to keep, and a group to serve: a client that makes up ids is stopped."""
+    async def _check_position_limit(self, definition: SubscriptionDefinition, own: SubscriptionDefinition) -> None:
+        """Raise LimitExceeded for a new id above the limit: each id needs a stored position and a group."""
         if own.name in self._groups:
             return
         stored = [each.name for each in await self._provider.store.subscriptions(self._provider.name)]
@@ -167,30 +169,30 @@ class Consumers:
             )
 
     async def _end(self, name: str, group: Group) -> None:
-        """A consumer that keeps its position, or kept it until now, begins anew, from where it says."""
+        """End the group of a consumer that keeps its position or kept it until now. It joins again with positions."""
         consumer = name.partition(CONSUMER_SEPARATOR)[2]
         group.dissolve(Fenced(f"another connection took over consumer {consumer!r}: give each an id of its own"))
         await self._provider.withdraw(name, 0.0)
 
-    def find(self, definition: SubscriptionDefinition, consumer: str) -> Place | None:
-        """A consumer that is attached, if it is."""
+    def find(self, definition: SubscriptionDefinition, consumer: str) -> AttachedConsumer | None:
+        """Return a consumer and its group; None if it is not attached."""
         name = of_consumer(definition, consumer).name if definition.mode is Mode.BROADCAST else definition.name
         group = self._groups.get(name)
         member = None if group is None else group.members.get(consumer)
-        return None if group is None or member is None else Place(group, member)
+        return None if group is None or member is None else AttachedConsumer(group, member)
 
     def members(self, definition: SubscriptionDefinition) -> Sequence[MemberStatistics]:
-        """The consumers that are attached to a subscription."""
+        """The attached consumers of a subscription."""
         own = f"{definition.name}{CONSUMER_SEPARATOR}"
         names = [name for name in self._groups if name == definition.name or name.startswith(own)]
         return [each for name in names for each in self._groups[name].statistics()]
 
     async def save(self) -> None:
-        """Make durable what was acknowledged so far."""
-        await self._provider.manager.save()
+        """Save the acknowledgements so far."""
+        await self._provider.manager.checkpointer.save()
 
     def timeout(self, timeout_s: float) -> float:
-        """How long a consumer that asks for `timeout_s` is waited for. Raises InvalidArgument."""
+        """Return the timeout of a consumer that asks for `timeout_s`. Raise InvalidArgument."""
         if not timeout_s:
             return self._timeout_s
         if not MIN_TIMEOUT_S <= timeout_s <= MAX_TIMEOUT_S:
@@ -213,22 +215,22 @@ class Consumers:
             await asyncio.sleep(TICK_S)
             late_s = loop.time() - began - TICK_S
             for name, group in list(self._groups.items()):
-                if late_s > TICK_S:  # it was this process that did not listen
-                    group.excuse(late_s)
+                if late_s > TICK_S:  # this process did not run: its consumers are not late
+                    group.extend_timeouts(late_s)
                 try:
-                    await self._look_at(name, group)
+                    await self._check_group(name, group)
                 except Exception:
-                    log.exception("looking at the consumers of %s failed, and is tried again", name)
+                    log.exception("the check of the consumers of %s failed, and is tried again", name)
 
-    async def _look_at(self, name: str, group: Group) -> None:
+    async def _check_group(self, name: str, group: Group) -> None:
         group.tick()
         if not group.members and self._idle_s(group) > KEEP_S:
-            await self._give_up(name, group)
+            await self._end_if_empty(name, group)
 
     def _idle_s(self, group: Group) -> float:
         return asyncio.get_running_loop().time() - group.empty_since
 
-    async def _give_up(self, name: str, group: Group) -> None:
+    async def _end_if_empty(self, name: str, group: Group) -> None:
         async with self._locked(name):
             if group.members or self._groups.get(name) is not group:
                 return
@@ -238,7 +240,7 @@ class Consumers:
                 try:
                     await self._provider.withdraw(name, 0.0)
                 except HeadraceError as error:
-                    log.warning("progress of %s was not saved when its last consumer had gone: %s", name, error)
+                    log.warning("progress of %s was not saved after its last consumer left: %s", name, error)
 
 
 def _handled(definition: SubscriptionDefinition) -> Busy:

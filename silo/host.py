@@ -1,4 +1,4 @@
-"""The silo process: its providers, the subscriptions that its modules declare, and what others can see of it."""
+"""The silo process: its providers, the subscriptions that its modules declare, gRPC, metrics and health."""
 
 from __future__ import annotations
 
@@ -15,53 +15,56 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
+from ..server.access import Authenticator, ClusterMembers, NoTokens, TokenBook
+from ..server.http import Answer, serving
 from ..streams.errors import HeadraceError, InvalidArgument
 from ..streams.handlers import Declared, declared
-from .access import Authenticator, ClusterMembers, NoTokens, TokenBook
+from ..streams.wording import counted
 from .config import SiloConfig, check
-from .http import Answer, serving
 from .metrics import Observed, render
-from .provider import DEFAULT_ADAPTER, Provider
+from .options import DEFAULT_ADAPTER
+from .provider import Provider
 from .views import lag_of
-from .wording import counted
 
 if TYPE_CHECKING:  # they load gRPC
+    from ..server.guard import Guard, Method
     from .clustering import Clustering
-    from .rpc.guard import Guard, Method
 
 log = logging.getLogger("headrace.silo")
 
 CONSUMING = "headrace.v1.ConsumerService"
 COUNT_S = 1.0
-"""Metrics wait no longer for what is delayed to be counted, in seconds."""
+"""Longest time that metrics wait for the count of delayed events, in seconds."""
+INTERNAL_PACKAGES = ("headrace", "importlib")
+"""Packages whose lines are left out of a message about the user's module."""
 
 
 class Silo:
-    """A host process. Made by `opened`, which also ends it."""
+    """A host process. `opened` makes and ends it."""
 
     def __init__(self, config: SiloConfig) -> None:
         self.config = config
         self.providers: dict[str, Provider] = {}
         self.address: str | None = None
-        """Where /metrics and /healthz are, if anywhere."""
+        """URL of /metrics and /healthz; None if they are not served."""
         self.grpc_address: str | None = None
-        """Where gRPC is served, as HOST:PORT, if anywhere."""
+        """HOST:PORT of gRPC; None if it is not served."""
         self.clustering: Clustering | None = None
-        """Where the silo is one of several."""
+        """The silo's cluster; None without one."""
         self.stopping = False
         self._guard: Guard | None = None
 
     @classmethod
     @asynccontextmanager
     async def opened(cls, config: SiloConfig) -> AsyncGenerator[Silo]:
-        """Serve everything that the configuration names, for the length of an `async with`.
+        """Serve the configured providers and modules for the length of an `async with`.
 
-        gRPC answers once the providers are open. At its end open calls are told, and have `drain_s` seconds to end;
-        then reading stops, running handlers end within as long, and what is done is saved.
+        gRPC answers once the providers are open. At the end, open calls have `drain_s` seconds to end. Then reading
+        stops, running handlers have as long to end, and progress is saved.
 
-        Raises InvalidArgument for a module that cannot be imported and for subscriptions of providers that are not
-        configured, and where a provider needs a data directory and none is named; Busy where the port is taken or
-        another process serves one of the subscriptions.
+        Raises InvalidArgument for a module that cannot be imported, for subscriptions of providers that are not
+        configured, and if a provider needs a data directory and none is named; Busy if the port is taken or another
+        process serves one of the subscriptions.
         """
         check(config)
         silo = cls(config)
@@ -79,7 +82,7 @@ class Silo:
             if silo.clustering is not None and silo.grpc_address is not None:
                 await stack.enter_async_context(silo.clustering.joined(silo.grpc_address))
                 stack.callback(silo._send_consumers_away)
-            silo._tell_ready(subscriptions)
+            silo._log_ready(subscriptions)
             yield silo
             silo.stopping = True
             log.info("silo is stopping: calls and running handlers have %.1f s to end", config.drain_s)
@@ -122,7 +125,7 @@ class Silo:
         for one in subscriptions:
             await self.providers[one.provider].attach(one)
 
-    def _tell_ready(self, subscriptions: Sequence[Declared]) -> None:
+    def _log_ready(self, subscriptions: Sequence[Declared]) -> None:
         if not subscriptions and self.grpc_address is None:
             log.warning("silo has no subscription to serve: name modules that declare some (--module, modules = [])")
         log.info(
@@ -140,7 +143,7 @@ class Silo:
             if isinstance(error, BaseException):
                 raise error
         if self.stopping:
-            log.info("silo has stopped: what is done is saved")
+            log.info("silo has stopped: its progress is saved")
 
     async def _enter_cluster(self, stack: AsyncExitStack) -> None:
         from .clustering import Clustering  # noqa: PLC0415 (it loads gRPC)
@@ -150,32 +153,33 @@ class Silo:
             provider.relays = self.clustering.relays
 
     def _send_consumers_away(self) -> None:
-        """Before its queues move: there are other silos."""
+        """End the calls of consumers before the queues move: other silos will serve them."""
         assert self._guard is not None
         self._guard.close(CONSUMING)
 
-    # ---- what others use -------------------------------------------------------------------------------------------
+    # ---- gRPC ------------------------------------------------------------------------------------------------------
 
     async def _serve_grpc(self, stack: AsyncExitStack) -> str:
-        from .rpc import server, services  # noqa: PLC0415 (gRPC is loaded only where it is served)
+        from ..server import grpc_server  # noqa: PLC0415 (gRPC is loaded only where it is served)
+        from .services import assembly  # noqa: PLC0415
 
         authenticator: Authenticator = NoTokens()
         if self.config.grpc.asks_for_tokens:
             store = next(iter(self.providers.values())).store  # all providers of a data directory share one
             authenticator = await stack.enter_async_context(TokenBook.opened(store))
         if self.clustering is not None:
-            authenticator = ClusterMembers(self.clustering.secret, authenticator)
-        methods = await stack.enter_async_context(services.opened(self))
+            authenticator = ClusterMembers(self.clustering, authenticator)
+        methods = await stack.enter_async_context(assembly.opened(self))
 
         def served(guard: Guard) -> Sequence[Method]:
             self._guard = guard
             return methods(guard)
 
         return await stack.enter_async_context(
-            server.serving(self.config.grpc, authenticator, served, drain_s=self.config.drain_s)
+            grpc_server.serving(self.config.grpc, authenticator, served, drain_s=self.config.drain_s)
         )
 
-    # ---- what others see -------------------------------------------------------------------------------------------
+    # ---- metrics and health ----------------------------------------------------------------------------------------
 
     def _serving(self, port: int) -> AbstractAsyncContextManager[str]:
         routes = {"/metrics": self.metrics, "/healthz": self.health}
@@ -188,7 +192,7 @@ class Silo:
         return Answer(text, "text/plain; version=0.0.4; charset=utf-8")
 
     async def health(self) -> Answer:
-        """200 while it serves and every queue can be read, else 503; the body says what is wrong."""
+        """Return 200 while the silo serves and can read every queue, else 503. The body has the problems."""
         problems = {
             f"{one.name}/{queue.index}": queue.reason or queue.state
             for one in self.providers.values()
@@ -202,38 +206,42 @@ class Silo:
 
 
 async def observed(provider: Provider) -> Observed:
-    """What its metrics are made of."""
+    """Return the values from which a provider's metrics are made."""
     statistics = provider.statistics()
     tails: list[Mapping[int, int]] = []
     for queue in statistics.queues:
         try:
             tails.append(await provider.ends(queue.index, {cursor.watermark for cursor in queue.cursors}))
-        except HeadraceError:  # it cannot be read, which its state says
+        except HeadraceError:  # the queue cannot be read: its state reports that
             tails.append({})
     delayed = await _delayed(provider, [queue.index for queue in statistics.queues])
     return Observed(provider.name, statistics, tails, delayed)
 
 
 async def _delayed(provider: Provider, queues: Sequence[int]) -> dict[int, int]:
-    """Empty where they cannot be counted now."""
+    """The number of delayed events by queue; empty if they cannot be counted now."""
     with suppress(HeadraceError, TimeoutError):
         async with asyncio.timeout(COUNT_S):
-            parked = await provider.waiting()
-            lags = {queue: await lag_of(provider.adapter, queue, None, parked.get(queue)) for queue in queues}
+            delayed = await provider.delayed_backlogs()
+            lags = {queue: await lag_of(provider.adapter, queue, None, delayed.get(queue)) for queue in queues}
             return {queue: lag.later_events for queue, lag in lags.items()}
     return {}
 
 
 def import_module(name: str) -> None:
-    """Import a module of the user's, from the working directory as well.
+    """Import a module of the user. The working directory is searched first.
 
-    Raises InvalidArgument with the line in the user's code where that failed.
+    Raises InvalidArgument with the line of the user's code that failed, also if headrace refused the call in that line.
     """
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    if (folder := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, folder)
     try:
         importlib.import_module(name)
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        where = "" if "importlib" in last.filename else f", at {last.filename}:{last.lineno}"
+        frames = [
+            (frame.f_code.co_filename, line)
+            for frame, line in traceback.walk_tb(error.__traceback__)
+            if frame.f_globals.get("__name__", "").partition(".")[0] not in INTERNAL_PACKAGES
+        ]
+        where = f", at {frames[-1][0]}:{frames[-1][1]}" if frames else ""
         raise InvalidArgument(f"module {name} cannot be imported: {type(error).__name__}: {error}{where}") from error

@@ -1,7 +1,7 @@
-"""Consuming batches from a provider in this process, as a client does from a silo: with credit and acknowledgements.
+"""Consume batches from a provider in this process, as a client does from a silo: with credit and acknowledgements.
 
-The client's code runs against the very services that a silo offers over gRPC; only the connection between them is
-replaced. So both look and behave the same, and a consumer here is a member of its group beside those from elsewhere.
+The client's code calls the same services that a silo offers over gRPC, over a connection within the process. So both
+behave the same, and a consumer in this process is a member of its group like remote ones.
 """
 
 from __future__ import annotations
@@ -10,40 +10,44 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
-from ..streams.client.connection import Connection, StreamCall, remote_error
-from ..streams.client.consuming import Consuming
+from ..client.connection import Connection, StreamCall, remote_error
+from ..client.consuming import Consuming
+from ..server.access import EVERYTHING, Principal
+from ..server.guard import Call, Kind, Method
 from ..streams.errors import Closed, HeadraceError, Unavailable
-from .access import EVERYTHING, Principal
 from .consumers import Consumers
-from .provider import Provider
-from .rpc.consumer import ConsumerService
-from .rpc.guard import Call, Kind, Method
-from .rpc.subscriptions import SubscriptionService
+from .provider_core import ProviderCore
+from .relay.relay import Relays
+from .services.consumer import ConsumerService
+from .services.subscriptions import SubscriptionService
+from .services.visible import VisibleBounds
 
 TIMEOUT_S = 30.0
 SESSION_TIMEOUT_S = 10.0
 
 
 @asynccontextmanager
-async def consuming(provider: Provider) -> AsyncGenerator[Consuming]:
-    """What a client does to consume, for the length of an `async with`. Consumers that are open at its end are
-    closed."""
-    if provider.consumers is not None:
-        async with _connected(provider, provider.consumers) as local:
-            yield local
-    else:
-        async with Consumers.opened(provider, SESSION_TIMEOUT_S) as consumers:
-            async with _connected(provider, consumers) as local:
-                yield local
+async def consuming(
+    provider: ProviderCore, consumers: Consumers | None, relays: Relays | None
+) -> AsyncGenerator[Consuming]:
+    """Connect the client's side of consuming to a provider, for the length of an `async with`.
+
+    At its end, open consumers are closed. `consumers` are the groups that a silo serves already; None: make groups.
+    """
+    async with AsyncExitStack() as stack:
+        if consumers is None:
+            consumers = await stack.enter_async_context(Consumers.opened(provider, SESSION_TIMEOUT_S))
+        yield await stack.enter_async_context(_connected(provider, consumers, relays))
 
 
 @asynccontextmanager
-async def _connected(provider: Provider, consumers: Consumers) -> AsyncGenerator[Consuming]:
+async def _connected(provider: ProviderCore, consumers: Consumers, relays: Relays | None) -> AsyncGenerator[Consuming]:
     providers, all_consumers = {provider.name: provider}, {provider.name: consumers}
-    consuming = ConsumerService(providers, all_consumers, provider.relays)
-    services = (consuming, SubscriptionService(providers, all_consumers))
+    visible = VisibleBounds()
+    consuming = ConsumerService(providers, all_consumers, visible, relays)
+    services = (consuming, SubscriptionService(providers, all_consumers, visible))
     connection = LocalConnection([method for service in services for method in service.methods()])
     local = Consuming(connection, provider.name, TIMEOUT_S)
     try:
@@ -58,7 +62,7 @@ class LocalConnection(Connection):
 
     def __init__(self, methods: Sequence[Method], principal: Principal = EVERYTHING) -> None:
         self._principal = principal
-        self._here: Mapping[str, Method] = {method.name.partition(".v1.")[2]: method for method in methods}
+        self._own_methods: Mapping[str, Method] = {method.name.partition(".v1.")[2]: method for method in methods}
         self._closing = asyncio.Event()
         self._closed = False
         self._loop = asyncio.get_running_loop()
@@ -80,13 +84,13 @@ class LocalConnection(Connection):
         call = LocalCall(self._closing, deadline, self._principal)
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._here[method].handler(call, request)
+                return await self._own_methods[method].handler(call, request)
         except TimeoutError:
             raise Unavailable(f"{method} did not end within {timeout_s:g} s") from None
 
     def stream(self, method: str) -> StreamCall:
         self._check_open()
-        found = self._here[method]
+        found = self._own_methods[method]
         assert found.kind is Kind.STREAM
         return LocalStream(found.handler, LocalCall(self._closing, None, self._principal))
 
@@ -98,9 +102,9 @@ class LocalConnection(Connection):
 
 
 class LocalCall(Call):
-    """A call of this process's own: everything is allowed, nothing is limited."""
+    """A call within this process, with all permissions and without limits."""
 
-    __slots__ = ("_deadline", "_requests", "_responses", "requested", "responded", "taken")
+    __slots__ = ("_deadline", "_requests", "_responses", "requested", "responded", "response_taken")
 
     def __init__(self, closing: asyncio.Event, deadline: float | None, principal: Principal = EVERYTHING) -> None:
         self.principal = principal
@@ -111,7 +115,7 @@ class LocalCall(Call):
         self._responses: deque[bytes] = deque()
         self.requested = asyncio.Event()
         self.responded = asyncio.Event()
-        self.taken = asyncio.Event()
+        self.response_taken = asyncio.Event()
 
     async def read(self) -> bytes | None:
         while not self._requests:
@@ -123,19 +127,19 @@ class LocalCall(Call):
         self._responses.append(message)
         self.responded.set()
         while len(self._responses) > 1:
-            self.taken.clear()
-            await self.taken.wait()
+            self.response_taken.clear()
+            await self.response_taken.wait()
 
     def request(self, message: bytes | None) -> None:
-        """Put what the consumer says; None: nothing more."""
+        """Pass a message of the consumer to the service; None: no more follow."""
         self._requests.append(message)
         self.requested.set()
 
     def response(self) -> bytes | None:
-        """Take what the service says; None where it says nothing at present."""
+        """Take the next message of the service; None if there is none at present."""
         if not self._responses:
             return None
-        self.taken.set()
+        self.response_taken.set()
         return self._responses.popleft()
 
     def check_valid(self) -> None: ...
@@ -161,7 +165,7 @@ class LocalStream(StreamCall):
     def _ended(self, task: asyncio.Future[None]) -> None:
         self._local.responded.set()
         if not task.cancelled():
-            task.exception()  # `receive` raises it, if anybody asks
+            task.exception()  # mark it as seen: `receive` raises it
 
     async def send(self, message: bytes) -> None:
         if self._task.done():
@@ -178,7 +182,7 @@ class LocalStream(StreamCall):
         return message
 
     def _raise(self) -> None:
-        """Why the call ended, where not in order."""
+        """Raise the error with which the call ended, if any."""
         if self._task.cancelled():
             raise Unavailable("the call was cancelled")
         error = self._task.exception()

@@ -1,4 +1,4 @@
-"""What a silo tells Prometheus."""
+"""The metrics of a silo for Prometheus."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from .limits import Usage
+from ..server.limits import Usage
 from .views import ProviderStatistics, QueueView, SubscriptionView
 
 _View = ProviderStatistics | QueueView | SubscriptionView
@@ -20,19 +20,19 @@ class Observed(NamedTuple):
     provider: str
     statistics: ProviderStatistics
     tails: Sequence[Mapping[int, int]]
-    """The end of each queue, as the adapter tells, by the positions of its subscriptions. None where it cannot."""
+    """The end of each queue, by the positions of its subscriptions. Empty if the adapter cannot read the queue."""
     delayed: Mapping[int, int]
-    """By queue, the events that are not due yet, parked ones included. A queue that cannot say is missing."""
+    """By queue, the events that are not due yet, stored delayed ones included. Without a queue that cannot count."""
 
 
 class Measure(NamedTuple):
-    """A metric that is a field of a view; of a sequence it is the length."""
+    """A metric from a field of a view. If the field is a sequence, the metric is its length."""
 
     name: str
     help: str
     field: str
     total: bool = False
-    """Counts up for ever."""
+    """The metric is a counter."""
 
     def family(self, labels: Sequence[str]) -> CounterMetricFamily | GaugeMetricFamily:
         kind = CounterMetricFamily if self.total else GaugeMetricFamily
@@ -46,19 +46,19 @@ class Measure(NamedTuple):
 _PROVIDER: Sequence[Measure] = (
     Measure("published_events", "Events published by this process.", "published_events", total=True),
     Measure("published_bytes", "Bytes published by this process.", "published_bytes", total=True),
-    Measure("delays_parked_events", "Delayed events that this process parked.", "parked_events", total=True),
+    Measure("delays_stored_events", "Delayed events that this process stored.", "delays_stored_events", total=True),
     Measure("delays_published_events", "Delayed events published when they were due.", "released_events", total=True),
     Measure("delays_failing", "1 while delayed events that are due cannot be published.", "release_failing"),
 )
 _QUEUE: Sequence[Measure] = (
     Measure("queue_received_events", "Events read from the queue.", "received_events", total=True),
     Measure("queue_received_bytes", "Bytes read from the queue.", "received_bytes", total=True),
-    Measure("queue_read_offset", "Up to where the queue is read, exclusive.", "next_offset"),
+    Measure("queue_read_offset", "Read position of the queue, exclusive.", "next_offset"),
     Measure("cache_events", "Events in the queue's cache.", "cache_events"),
     Measure("cache_bytes", "Bytes in the queue's cache.", "cache_bytes"),
     Measure("cache_max_events", "Capacity of the queue's cache in events.", "max_events"),
     Measure("cache_max_bytes", "Capacity of the queue's cache in bytes.", "max_bytes"),
-    Measure("cache_buckets", "Buckets in use, ten at the most.", "buckets"),
+    Measure("cache_buckets", "Buckets in use, at most ten.", "buckets"),
     Measure("cache_pressure", "1 while the cache is full and reading waits.", "pressure"),
 )
 _SUBSCRIPTION: Sequence[Measure] = (
@@ -70,16 +70,17 @@ _SUBSCRIPTION: Sequence[Measure] = (
     Measure("skipped_events", "Events given up on and skipped.", "skipped", total=True),
     Measure("gaps", "Ranges that were gone before they were delivered.", "gaps", total=True),
     Measure("handlers_running", "Handlers that run now, or parcels in the hands of remote consumers.", "in_flight"),
-    Measure("streams_ready", "Streams in line for a handler.", "ready"),
+    Measure("streams_ready", "Streams that are ready for a handler.", "ready"),
     Measure("streams_waiting", "Streams that wait for their next attempt.", "waiting"),
     Measure("streams_parked", "Streams that left the cache.", "parked"),
     Measure("streams_paused", "Streams that wait to be resumed.", "paused"),
+    Measure("subscription_held", "1 while the circuit breaker holds the subscription, or it resumes.", "held"),
     Measure("consumers", "Remote consumers that are attached.", "consumers"),
 )
 
 
 _USAGE: Sequence[tuple[str, str]] = (
-    ("clients", "Clients that something is remembered of, idle ones included."),
+    ("clients", "Clients with counts, including idle ones."),
     ("connections", "Connections of clients with calls on them."),
     ("calls", "Calls that are open; a stream is one."),
     ("publish_bytes", "Bytes that are being published: received, and not yet stored."),
@@ -87,7 +88,7 @@ _USAGE: Sequence[tuple[str, str]] = (
 
 
 def render(observed: Sequence[Observed], usage: Usage | None = None) -> bytes:
-    """The text of /metrics. `usage` is that of gRPC, where it is served."""
+    """Return the text of /metrics. `usage` is that of gRPC, if it is served."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Collector(observed, usage))
     ProcessCollector(registry=registry)
@@ -95,14 +96,14 @@ def render(observed: Sequence[Observed], usage: Usage | None = None) -> bytes:
 
 
 class Collector:
-    """Makes metric families of what was observed."""
+    """Makes metric families of observed providers."""
 
     def __init__(self, observed: Sequence[Observed], usage: Usage | None) -> None:
         self._observed = observed
         self._usage = usage
 
     def collect(self) -> Iterable[Metric]:
-        """In the order of the tables above, then what concerns a subscription in a queue."""
+        """Yield the metrics in the order of the tables above, then those of a subscription in a queue."""
         yield from _families(_PROVIDER, ["provider"], [([one.provider], one.statistics) for one in self._observed])
         yield from _families(
             _QUEUE,
@@ -122,14 +123,14 @@ class Collector:
 
     def _states(self) -> Metric:
         labels = ["provider", "queue", "state"]
-        family = GaugeMetricFamily("headrace_queue_state", "1 for the state that the queue is in.", labels=labels)
+        family = GaugeMetricFamily("headrace_queue_state", "1 for the present state of the queue.", labels=labels)
         for one in self._observed:
             for queue in one.statistics.queues:
                 family.add_metric([one.provider, str(queue.index), queue.state], 1)
         return family
 
     def _delayed(self) -> Metric:
-        help_ = "Events that are not due yet, in the queue or parked for it."
+        help_ = "Events that are not due yet, in the queue or stored for it."
         family = GaugeMetricFamily("headrace_queue_delayed_events", help_, labels=["provider", "queue"])
         for one in self._observed:
             for queue, events in one.delayed.items():

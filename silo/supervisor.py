@@ -1,7 +1,7 @@
-"""Several silos on one machine, kept running: each is a process of its own, and they are a cluster.
+"""Run several silos on one machine as a cluster, each in a process of its own, and restart those that end.
 
-A worker gets its configuration as one line on its stdin, which stays open: when that ends, the supervisor is gone, and
-the worker stops in order. Over another pipe the worker says that it is ready, or why it could not start.
+A worker gets its configuration as one line on its stdin, which stays open. When stdin ends, the supervisor is gone, and
+the worker stops in order. Over another pipe the worker reports that it is ready, or why it could not start.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from typing import NamedTuple
 import msgspec
 
 from ..streams.errors import InvalidArgument
+from ..streams.outcomes import DONE, FAILED, USAGE, Failed
 from .config import ClusterConfig, SiloConfig, check, parse_address
-from .outcome import DONE, FAILED, USAGE, Failed
 
 log = logging.getLogger("headrace.silo")
 
-PROGRAM = (sys.executable, "-P", "-m", "headrace.silo.worker")
+PROGRAM = (sys.executable, "-P", "-m", "headrace.cli.worker")
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
-"""How long a worker that died is waited for: longer each time, up to that."""
-LAST_WORDS_S = 0.5
-"""How long the words of a worker that ended are waited for: a process that it forked may keep their pipe open."""
+"""Pause before a worker that died starts again, in seconds. It doubles with each death, up to the maximum."""
+LAST_STATUS_S = 0.5
+"""How long to wait for the status of a worker that ended, in seconds: a child process may keep its pipe open."""
 STEADY_S = 10.0
-"""One that was ready for so long starts again at once."""
+"""A worker that was ready for so many seconds starts again at once."""
 
 
-class Word(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a worker says, once."""
+class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The report of a worker: it is ready, or it has failed."""
 
     address: str = ""
-    """Where it serves gRPC, now that it is ready."""
+    """Address of gRPC. Set when the worker is ready."""
     error: str = ""
-    """Why it ended."""
+    """The reason of its end. Set when it failed."""
 
 
 def configurations(config: SiloConfig, workers: int) -> Sequence[SiloConfig]:
-    """Of each worker: its name and its ports are its own, and stay so over restarts.
+    """Return the configuration of each worker. Each has its own name and ports, which stay the same over restarts.
 
-    Raises InvalidArgument for what does not go together, OSError where the addresses cannot be used.
+    Raises InvalidArgument for options that contradict each other, OSError if the addresses cannot be used.
     """
     if config.grpc.port is None:
-        raise InvalidArgument("workers reach one another by gRPC: give its port (--listen HOST:PORT, or grpc.port)")
+        raise InvalidArgument("workers call each other by gRPC: give its port (--listen HOST:PORT, or grpc.port)")
     cluster = config.cluster or ClusterConfig()
     name = cluster.name or socket.gethostname()
     grpc = _ports("grpc.port", config.grpc.host, config.grpc.port, workers)
@@ -59,7 +59,9 @@ def configurations(config: SiloConfig, workers: int) -> Sequence[SiloConfig]:
             workers=None,
             grpc=msgspec.structs.replace(config.grpc, port=grpc_port),
             http=msgspec.structs.replace(config.http, port=http_port),
-            cluster=msgspec.structs.replace(cluster, name=f"{name}-{number}", address=_at(cluster.address, grpc_port)),
+            cluster=msgspec.structs.replace(
+                cluster, name=f"{name}-{number}", address=_address_of(cluster.address, grpc_port)
+            ),
         )
         for number, grpc_port, http_port in zip(range(1, workers + 1), grpc, http, strict=True)
     ]
@@ -69,7 +71,7 @@ def configurations(config: SiloConfig, workers: int) -> Sequence[SiloConfig]:
 
 
 def _ports(option: str, host: str, first: int | None, count: int) -> Sequence[int | None]:
-    """Consecutive ones; free ones where the first is 0."""
+    """Return `count` consecutive ports from `first` on, or free ports if `first` is 0."""
     if first is None:
         return [None] * count
     if first + count - 1 > 65535:
@@ -86,26 +88,26 @@ def _free_ports(host: str, count: int) -> list[int]:
         return [probe.getsockname()[1] for probe in probes]
 
 
-def _at(address: str | None, port: int | None) -> str | None:
-    """The host where others reach the workers, with a worker's own port."""
+def _address_of(address: str | None, port: int | None) -> str | None:
+    """Return the host of the workers' address with the port of one worker."""
     if address is None:
         return None
     host, _ = parse_address(address)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-class Ended(NamedTuple):
-    """The end of a worker's process."""
+class WorkerExit(NamedTuple):
+    """How a worker's process ended."""
 
     code: int
     error: str
-    """What it said of it."""
+    """The error that the worker reported."""
     ready_s: float | None
-    """How long it was ready; None where it never was."""
+    """How long it was ready, in seconds. None: never."""
 
     @property
     def in_order(self) -> bool:
-        """Also where it was told to stop before it had begun."""
+        """Also if SIGTERM ended it before it was ready."""
         return self.code == DONE or (self.ready_s is None and self.code == -signal.SIGTERM)
 
     @property
@@ -120,50 +122,50 @@ class Ended(NamedTuple):
 
 
 class Worker:
-    """One process at a time, under one name."""
+    """One silo of the cluster. It has one process at a time."""
 
     def __init__(self, config: SiloConfig) -> None:
         assert config.cluster is not None
         assert config.cluster.name is not None
         self.name = config.cluster.name
         self.ready = asyncio.Event()
-        """It is, or has been."""
+        """Set when it was ready for the first time."""
         self.address = ""
         self._line = msgspec.json.encode(config) + b"\n"
         self._process: asyncio.SubprocessTransport | None = None
         self._error = ""
         self._ready_at: float | None = None
 
-    async def run(self) -> Ended:
-        """Start it, and wait for its end."""
+    async def run(self) -> WorkerExit:
+        """Start the process, and wait for its end."""
         loop = asyncio.get_running_loop()
         self._error, self._ready_at = "", None
         theirs, ours = _pipe()
-        with open(ours, "rb", buffering=0) as words:  # noqa: PTH123, ASYNC230 (a pipe)
+        with open(ours, "rb", buffering=0) as reports:  # noqa: PTH123, ASYNC230 (a pipe)
             try:
-                self._process, ending = await _started(theirs, self._line)
+                self._process, ending = await _start(theirs, self._line)
             finally:
                 os.close(theirs)
             reader = asyncio.StreamReader()
-            reading, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), words)
-            listening = asyncio.create_task(self._listen(reader), name=f"headrace words of {self.name}")
+            reading, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), reports)
+            listening = asyncio.create_task(self._listen(reader), name=f"headrace reports of {self.name}")
             try:
                 code = await ending.ended
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(listening, LAST_WORDS_S)
+                    await asyncio.wait_for(listening, LAST_STATUS_S)
             finally:
                 listening.cancel()
                 reading.close()
             self._process.close()
         self._process = None
-        return Ended(code, self._error, None if self._ready_at is None else loop.time() - self._ready_at)
+        return WorkerExit(code, self._error, None if self._ready_at is None else loop.time() - self._ready_at)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         async for line in reader:
-            word = msgspec.json.decode(line, type=Word)
-            self._error = word.error
-            if word.address:
-                self.address, self._ready_at = word.address, asyncio.get_running_loop().time()
+            status = msgspec.json.decode(line, type=WorkerStatus)
+            self._error = status.error
+            if status.address:
+                self.address, self._ready_at = status.address, asyncio.get_running_loop().time()
                 self.ready.set()
                 if self._process is not None:
                     log.info("worker %s is process %d", self.name, self._process.get_pid())
@@ -174,7 +176,8 @@ class Worker:
 
 
 class _Ending(asyncio.SubprocessProtocol):
-    """Of a process itself: `asyncio.subprocess.Process.wait` also waits for its pipes, which its children may have."""
+    """Notices the end of the process itself. `asyncio.subprocess.Process.wait` also waits for the pipes, which child
+    processes may keep open."""
 
     def __init__(self) -> None:
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -192,10 +195,10 @@ class _Ending(asyncio.SubprocessProtocol):
             self.ended.set_result(code)
 
 
-async def _started(words: int, line: bytes) -> tuple[asyncio.SubprocessTransport, _Ending]:
-    """A worker's process, which is told `line` and says its words to the descriptor `words`."""
+async def _start(reports: int, line: bytes) -> tuple[asyncio.SubprocessTransport, _Ending]:
+    """Start a worker's process. It reads `line`, and writes its status to the file descriptor `reports`."""
     process, ending = await asyncio.get_running_loop().subprocess_exec(
-        _Ending, *PROGRAM, str(words), stdout=None, stderr=None, pass_fds=[words], process_group=0
+        _Ending, *PROGRAM, str(reports), stdout=None, stderr=None, pass_fds=[reports], process_group=0
     )
     stdin = process.get_pipe_transport(0)
     assert isinstance(stdin, asyncio.WriteTransport)
@@ -204,13 +207,13 @@ async def _started(words: int, line: bytes) -> tuple[asyncio.SubprocessTransport
 
 
 def _pipe() -> tuple[int, int]:
-    """Its ends: to write, and to read."""
+    """Return a pipe's ends: to write, and to read."""
     reading, writing = os.pipe()
     return writing, reading
 
 
 class Supervisor:
-    """`run` it once."""
+    """Keeps the workers running. Call `run` once."""
 
     def __init__(self, configs: Sequence[SiloConfig]) -> None:
         self.workers = [Worker(config) for config in configs]
@@ -218,13 +221,13 @@ class Supervisor:
         self._failed = False
 
     def stop(self) -> None:
-        """Let all end in order."""
+        """Stop all workers in order."""
         log.info("supervisor stops its %d workers", len(self.workers))
         self._stopping.set()
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End all at once."""
+        """Kill all workers."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -232,10 +235,10 @@ class Supervisor:
             worker.signal(number)
 
     async def run(self) -> int:
-        """Keep all running until `stop`. Returns the exit code.
+        """Keep all workers running until `stop`. Return the exit code.
 
-        The first goes ahead: what keeps it from starting would keep the others, too, and is raised, as InvalidArgument
-        or Failed.
+        The first worker starts alone. An error at its start would stop the others too, so it is raised as
+        InvalidArgument or Failed.
         """
         first, *others = self.workers
         leading = asyncio.create_task(self._lead(first), name=f"headrace worker {first.name}")
@@ -243,17 +246,17 @@ class Supervisor:
         if leading.done():
             return leading.result() or self._code
         keeping = [asyncio.create_task(self._keep(each), name=f"headrace worker {each.name}") for each in others]
-        telling = asyncio.create_task(self._tell_ready(), name="headrace workers ready")
+        reporting = asyncio.create_task(self._log_ready(), name="headrace workers ready")
         await asyncio.gather(leading, *keeping)
-        telling.cancel()
-        await asyncio.gather(telling, return_exceptions=True)
+        reporting.cancel()
+        await asyncio.gather(reporting, return_exceptions=True)
         return self._code
 
     @property
     def _code(self) -> int:
         return FAILED if self._failed else DONE
 
-    async def _tell_ready(self) -> None:
+    async def _log_ready(self) -> None:
         for worker in self.workers:
             await worker.ready.wait()
         addresses = ",".join(worker.address for worker in self.workers)
@@ -265,15 +268,15 @@ class Supervisor:
             if ended.error and ended.code == USAGE:
                 raise InvalidArgument(ended.error)
             raise Failed(ended.error or f"worker {worker.name} ended before it was ready: {ended.why}")
-        await self._go_on(worker, ended)
+        await self._restart(worker, ended)
         return DONE
 
     async def _keep(self, worker: Worker) -> None:
         if not self._stopping.is_set():
-            await self._go_on(worker, await worker.run())
+            await self._restart(worker, await worker.run())
 
-    async def _go_on(self, worker: Worker, ended: Ended) -> None:
-        """Start it again whenever it has ended."""
+    async def _restart(self, worker: Worker, ended: WorkerExit) -> None:
+        """Start the worker again each time that it ends, until `stop`."""
         deaths = 0
         while not self._stopping.is_set():
             steady = (ended.ready_s or 0.0) >= STEADY_S or ended.code == DONE

@@ -1,9 +1,10 @@
-"""What people and dashboards see of a provider: plain snapshots."""
+"""Snapshots of a provider for people, dashboards and metrics."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from typing import NamedTuple
 
 from ..adapters import Backlog, QueueAdapter
@@ -14,21 +15,24 @@ from ..agents import (
     Group,
     MemberStatistics,
     PullingManager,
-    Service,
+    ServedSubscription,
 )
-from ..streams.parking import Waiting
+from ..store.delays import DelayedBacklog
+from ..streams.errors import CorruptRecord
+from ..streams.states import Held
+from ..streams.subscriptions import Checkpoint
 
 
 class CursorView(NamedTuple):
-    """Where a subscription stands in one queue."""
+    """The position of a subscription in one queue."""
 
     subscription: str
     watermark: int
-    """Lowest offset not finished."""
+    """Lowest unfinished offset."""
     bucket: int | None
-    """Index of the cache bucket that holds the watermark; None where it is outside the cache."""
+    """Index of the cache bucket that holds the watermark; None if it is outside the cache."""
     active: int
-    """Streams with something undelivered in a cache."""
+    """Streams with undelivered events in a cache."""
     parked: int
     """Streams that left the cache."""
     catching_up: bool
@@ -68,7 +72,9 @@ class SubscriptionView(NamedTuple):
     parked: int
     paused: int
     consumers: int
-    """Remote consumers that are attached; 0 where a handler in the silo consumes."""
+    """Remote consumers that are attached; 0 if a handler in the silo consumes."""
+    held: bool
+    """Whether its circuit breaker holds the subscription, or the subscription resumes after that."""
     state: str
     reason: str
 
@@ -78,42 +84,64 @@ class ProviderStatistics(NamedTuple):
     subscriptions: Sequence[SubscriptionView]
     published_events: int
     published_bytes: int
-    parked_events: int = 0
-    """Delayed events that this process parked."""
+    delays_stored_events: int = 0
+    """Delayed events that this process stored."""
     released_events: int = 0
     """Delayed events that were due, and that this process published into their queues."""
     release_failing: bool = False
-    """Those that are due cannot be published now."""
+    """Delayed events that are due cannot be published now."""
 
 
 def age_s(backlog: Backlog) -> float | None:
-    """How long ago the oldest of it was stored, or due, in seconds; 0 where there is none, None where nobody knows."""
+    """The time since the oldest event was stored or due, in seconds; 0 without events, None if it is not known."""
     if not backlog.batches:
         return 0.0
     return None if backlog.since_us is None else max(time.time_ns() // 1000 - backlog.since_us, 0) / 1e6
 
 
 def due_in_s(backlog: Backlog) -> float | None:
-    """When the first of it is due that is not yet, in seconds; None where there is none, or that is not known."""
+    """The time until the first delayed event is due, in seconds; None without one, or if it is not known."""
     return None if backlog.later_us is None else max(backlog.later_us - time.time_ns() // 1000, 0) / 1e6
 
 
-async def lag_of(adapter: QueueAdapter, queue: int, unfinished: int | None, parked: Waiting | None = None) -> Backlog:
-    """What is behind the lowest offset that some subscription has not finished. None: nobody reads the queue, so only
-    what is not due yet is told. What is `parked` for the queue counts as not due yet, also where it is late."""
+async def lag_of(
+    adapter: QueueAdapter, queue: int, unfinished: int | None, delayed: DelayedBacklog | None = None
+) -> Backlog:
+    """Return the backlog from `unfinished` on, the lowest unfinished offset of all subscriptions.
+
+    None: no subscription reads the queue, so only events that are not due yet count. The events in `delayed` count as
+    not due yet, even if they are late.
+    """
     lag = Backlog(0, 0)
     if unfinished is not None:
         lag = await adapter.backlog(queue, unfinished)
     elif adapter.capabilities.delay:
         lag = (await adapter.backlog(queue, 0))._replace(batches=0, events=0, estimated=False, since_us=None)
-    return lag if parked is None else _with_parked(lag, parked)
+    return lag if delayed is None else _with_delayed(lag, delayed)
 
 
-def _with_parked(lag: Backlog, parked: Waiting) -> Backlog:
-    due_us = time.time_ns() // 1000 + round(parked.due_in_s * 1e6)
+async def fault_at(adapter: QueueAdapter, queue: int, positions: Iterable[Checkpoint]) -> str:
+    """Describe the damaged record at one of the positions in a queue, with queue and offset; "" without one."""
+    if not adapter.capabilities.rewindable:
+        return ""
+    first, end = await adapter.bounds(queue)
+    for offset in sorted({offset for at in positions for offset in (at.watermark, at.next_offset)}):
+        if first <= offset < end:
+            receiver = await adapter.open_receiver(queue, offset)
+            try:
+                await receiver.receive(1, 1)
+            except CorruptRecord as damage:
+                return str(damage)
+            finally:
+                await receiver.aclose()
+    return ""
+
+
+def _with_delayed(lag: Backlog, delayed: DelayedBacklog) -> Backlog:
+    due_us = time.time_ns() // 1000 + round(delayed.due_in_s * 1e6)
     return lag._replace(
-        later=lag.later + parked.batches,
-        later_events=lag.later_events + parked.events,
+        later=lag.later + delayed.batches,
+        later_events=lag.later_events + delayed.events,
         later_us=due_us if lag.later_us is None else min(due_us, lag.later_us),
     )
 
@@ -125,8 +153,7 @@ def provider_statistics(manager: PullingManager, published_events: int, publishe
     for agent in agents:
         for delivery, catching_up in agent.deliveries:
             by_name.setdefault(delivery.subscription, []).append((delivery, agent, catching_up))
-    groups = {name: served.service for name, served in manager.served.items()}
-    subscriptions = [_subscription(name, parts, groups.get(name)) for name, parts in by_name.items()]
+    subscriptions = [_subscription(name, parts, manager.served.get(name)) for name, parts in by_name.items()]
     return ProviderStatistics(queues, subscriptions, published_events, published_bytes)
 
 
@@ -152,12 +179,20 @@ def _cursor(delivery: DeliveryStatistics, buckets: Sequence[BucketStatistics], c
 
 
 def _subscription(
-    name: str, parts: list[tuple[DeliveryStatistics, AgentStatistics, bool]], service: Service | None
+    name: str, parts: list[tuple[DeliveryStatistics, AgentStatistics, bool]], served: ServedSubscription | None
 ) -> SubscriptionView:
     total = {field: sum(getattr(d, field) for d, _, _ in parts) for field in _SUMMED}
-    members = service.statistics() if isinstance(service, Group) else None
-    state, reason = _state(total, parts, members)
-    return SubscriptionView(name=name, consumers=len(members or ()), state=state, reason=reason, **total)
+    members = served.service.statistics() if served is not None and isinstance(served.service, Group) else None
+    held = served.gate.held if served is not None else None
+    state, reason = _state(total, parts, members) if held is None else _held(held)
+    return SubscriptionView(
+        name=name, consumers=len(members or ()), held=held is not None, state=state, reason=reason, **total
+    )
+
+
+def _held(held: Held) -> tuple[str, str]:
+    since = datetime.fromtimestamp(held.since_us / 1e6, UTC).isoformat(timespec="seconds")
+    return "resuming" if held.resuming else "held", f"since {since}: {held.reason}"
 
 
 _SUMMED = (
@@ -176,8 +211,10 @@ def _state(  # noqa: PLR0911 (one for each state)
         return "faulted", f"queues {', '.join(map(str, faulted))} cannot be read"
     if total["paused"]:
         return "paused", f"{total['paused']} streams wait to be resumed"
+    if members and (blocked := [member for member in members if member.blocked]) and len(blocked) == len(members):
+        return "blocked", f"consumer {blocked[0].id} gets no events: {blocked[0].blocked}"
     if members is not None and total["ready"] and (problem := _idle_members(members)):
-        return "out of credit", f"{problem}, {total['ready']} streams are in line"
+        return "out of credit", f"{problem}, {total['ready']} streams are ready"
     if total["waiting"]:
         return "retrying", f"{total['waiting']} streams wait for their next attempt"
     if total["parked"] or any(catching_up for _, _, catching_up in parts):
@@ -185,11 +222,11 @@ def _state(  # noqa: PLR0911 (one for each state)
     if not total["ready"] and not total["in_flight"]:
         return "caught up", ""
     doing = "handlers run" if members is None else "parcels are in consumers' hands"
-    return "running", f"{total['in_flight']} {doing}, {total['ready']} streams are in line"
+    return "running", f"{total['in_flight']} {doing}, {total['ready']} streams are ready"
 
 
 def _idle_members(members: Sequence[MemberStatistics]) -> str:
-    """Why nobody can be given anything, "" where somebody can."""
+    """Why no consumer can get events; "" if one can."""
     connected = [member for member in members if member.connected]
     if not connected:
         return "no consumer is connected"

@@ -1,7 +1,4 @@
-"""The vocabulary of headrace: streams, events, positions, subscriptions, errors. And the client of remote ones, which
-loads grpc, and so only when it is first named."""
-
-from typing import TYPE_CHECKING, Any
+"""The vocabulary of headrace: streams, events, positions, subscriptions, errors."""
 
 from .errors import (
     Busy,
@@ -41,16 +38,11 @@ from .subscriptions import (
     SubscriptionDefinition,
 )
 
-if TYPE_CHECKING:
-    from .client import Client, Consumer, SyncClient, Tls
-
 __all__ = (
     "BatchObserver",
     "Busy",
     "Checkpoint",
-    "Client",
     "Closed",
-    "Consumer",
     "CorruptRecord",
     "DataDirectoryError",
     "DeadLetter",
@@ -82,20 +74,8 @@ __all__ = (
     "Stream",
     "StreamId",
     "SubscriptionDefinition",
-    "SyncClient",
-    "Tls",
     "Unauthenticated",
     "Unavailable",
     "declared",
     "subscription",
 )
-
-_OF_THE_CLIENT = ("Client", "Consumer", "SyncClient", "Tls")
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _OF_THE_CLIENT:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import client  # noqa: PLC0415 (it loads grpc)
-
-    return getattr(client, name)

@@ -1,22 +1,22 @@
 """The errors that headrace raises. Every one carries a stable `code`; text is for people and may change.
 
-`status` is the number of the gRPC status that tells of it. A remote call carries the code, too, so a client raises the
-class that the silo raised (`error_of`).
+`status` is the number of its gRPC status. A remote call carries the code, too, so a client raises the same class as the
+silo (`error_of`).
 
 HeadraceError
-├── InvalidArgument        bad input: the message says what, where, and what is accepted (also a ValueError)
+├── InvalidArgument        bad input: the message names the input and the accepted values (also a ValueError)
 │   └── PayloadTooLarge    an event or batch above the adapter's limit
 ├── NotSupported           an option that this adapter or mode cannot honour, refused when it is given
 ├── NotFound               no such subscription, dead letter, provider or adapter
 ├── DefinitionConflict     the name exists with another definition
 ├── Busy                   another live process holds it
-├── Fenced                 a newer owner has taken over; what this one still writes is refused
+├── Fenced                 a newer owner has taken over; writes of this one are refused
 ├── QueueFull              bounded capacity reached and the producer chose not to wait (retryable)
 ├── SequenceConflict       an idempotent producer's earlier batch is missing: send that one first
-├── Unauthenticated        no token, or one that nobody issued
+├── Unauthenticated        no token, or an unknown one
 ├── PermissionDenied       the token does not allow it
 ├── LimitExceeded          more than one client may use: connections, requests, bytes (retryable)
-├── Unavailable            the silo cannot be reached, or stops (retryable)
+├── Unavailable            the silo cannot be reached, or stops (retryable); raised by a handler: its dependency is down
 ├── Closed                 used after `aclose`
 └── StorageError           the store failed; nothing that was acknowledged is lost (retryable)
     ├── StorageFull        no space left (retryable)
@@ -26,15 +26,50 @@ HeadraceError
 
 from __future__ import annotations
 
-from typing import ClassVar
+import re
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+_OPTION_IN_HINT = re.compile(r"\{([\w.]+)\}")
 
 
 class HeadraceError(Exception):
-    """Root of all errors raised by headrace."""
+    """Root of all errors raised by headrace. Its text is `option: problem: hint`; option and hint may be missing.
+
+    A silo sends the text alone, so an error from a silo has no `option` and no `hint`.
+    """
 
     code: ClassVar[str] = "internal"
     status: ClassVar[int] = 13  # INTERNAL
     retryable: ClassVar[bool] = False
+
+    option: str = ""
+    """The option that the error is about, by its name in Python, such as `tls.ca`; empty for none."""
+    hint: str = ""
+    """What to do. An option in it is written in braces, such as `{tls.ca}`."""
+    problem: str = ""
+    """The text without `option` and `hint`."""
+
+    def __init__(self, problem: str = "", *, option: str = "", hint: str = "") -> None:
+        super().__init__(_text(option, problem, hint))
+        self.option, self.problem, self.hint = option, problem, hint
+
+    def text_for(self, options: Mapping[str, str]) -> str:
+        """Return the text with other names of options: `options` maps each name in Python to the name to show."""
+        if not self.option and not self.hint:
+            return str(self)
+        hint = _OPTION_IN_HINT.sub(lambda match: options.get(match[1], match[1]), self.hint)
+        return _text(options.get(self.option, self.option), self.problem, hint)
+
+    def copy(self) -> Self:
+        """The same error, to be raised by another caller."""
+        copy = type(self).__new__(type(self), *self.args)
+        copy.__dict__.update(self.__dict__)
+        return copy
+
+
+def _text(option: str, problem: str, hint: str) -> str:
+    return ": ".join(filter(None, (option, problem, _OPTION_IN_HINT.sub(r"\1", hint))))
 
 
 class InvalidArgument(HeadraceError, ValueError):
@@ -52,7 +87,7 @@ class PayloadTooLarge(InvalidArgument):
             f"{what} has {size:,} bytes, the limit is {limit:,}: split it, or store it elsewhere and publish where"
         )
         self.size: int | None = size
-        """None, as `limit`, where a silo refused it: the message says them."""
+        """None, as `limit`, if a silo refused it: the message has them."""
         self.limit: int | None = limit
 
 
@@ -109,6 +144,9 @@ class LimitExceeded(HeadraceError):
 
 
 class Unavailable(HeadraceError):
+    """The silo cannot be reached, or stops. A handler may raise it, too: a dependency is down, so the attempt does not
+    count against the event, which is tried again for as long as it takes."""
+
     code = "unavailable"
     status = 14  # UNAVAILABLE
     retryable = True
@@ -137,10 +175,14 @@ class CorruptRecord(StorageError):
     status = 15  # DATA_LOSS
     retryable = False
 
-    def __init__(self, queue: int, offset: int, why: str, next_offset: int | None = None) -> None:
-        super().__init__(f"queue {queue}, offset {offset}: the stored record is damaged ({why})")
+    def __init__(self, queue: int, offset: int, why: str, next_offset: int | None = None, remedy: str = "") -> None:
+        """`remedy` is the command that passes the record."""
+        last = offset if next_offset is None else next_offset - 1
+        where = f"offset {offset}" if last <= offset else f"offsets {offset} to {last}"
+        way = f": go on behind it with {remedy}" if remedy else ""
+        super().__init__(f"queue {queue}, {where}: the stored record is damaged ({why}){way}")
         self.queue: int | None = queue
-        """None, as `offset`, where a silo told of it: the message says them."""
+        """None, as `offset`, if the error is from a silo: the message has them."""
         self.offset: int | None = offset
         self.next_offset = next_offset
 
@@ -154,7 +196,7 @@ class OffsetsGone(HeadraceError):
     def __init__(self, queue: int, start: int, first: int) -> None:
         super().__init__(f"queue {queue}: offsets {start} to {first - 1} are gone, removed by retention")
         self.queue: int | None = queue
-        """None, as `start` and `first`, where a silo told of it: the message says them."""
+        """None, as `start` and `first`, if the error is from a silo: the message has them."""
         self.start: int | None = start
         self.first: int | None = first
 

@@ -12,6 +12,7 @@ import msgspec
 
 from . import layout
 from .errors import InvalidArgument, PayloadTooLarge
+from .field_limits import check_headers, check_ids, check_times
 from .identity import SequenceToken, StreamId
 from .layout import NO_HEADERS, Columns
 
@@ -32,7 +33,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 class Event(msgspec.Struct, gc=False):  # no cycle leads through it, and every batch makes many
     """What is published and delivered.
 
-    `timestamp_us` is microseconds since 1970 UTC; the time of publishing where it is not given. An empty `id` is none.
+    `timestamp_us` is microseconds since 1970 UTC; the default is the time of publishing. An empty `id` is none.
     `delay` and `priority` need an adapter that declares them, and are not told on delivery. `stream` and `token` are
     set on delivery and ignored on publishing.
     """
@@ -65,7 +66,7 @@ class EventBatch:
     __slots__ = ("_columns", "bucket", "count", "encoded", "following", "offset", "stream")
 
     # `bucket` and `following` belong to the cache that holds the batch (agents/cache.py): one object per batch on the
-    # whole path is worth two fields here. They, and what is known of the columns, are set when they are first needed.
+    # whole path is worth two fields here. They, and the known facts about the columns, are set at first use.
     bucket: Any
     following: EventBatch | None
     _columns: Columns
@@ -99,14 +100,14 @@ class EventBatch:
 
     @property
     def nbytes(self) -> int:
-        """Encoded size in bytes: what counts against every byte limit."""
+        """Encoded size in bytes, which counts for every byte limit."""
         return len(self.encoded)
 
     @classmethod
     def of(cls, stream: StreamId, events: Iterable[bytes | Event], now_us: int | None = None) -> EventBatch:
         """Encode events of one stream as one batch.
 
-        Raises InvalidArgument for what is no event, for none and for more than `MAX_BATCH_EVENTS`; PayloadTooLarge for
+        Raises InvalidArgument for another type, for no event and for more than `MAX_BATCH_EVENTS`; PayloadTooLarge for
         a payload above `MAX_EVENT_BYTES`.
         """
         items = events if isinstance(events, list) else list(events)
@@ -118,7 +119,7 @@ class EventBatch:
     def decode(cls, encoded: bytes, offset: int = 0) -> EventBatch:
         """Read an encoded batch whose stream is not known, and check all of it.
 
-        Raises InvalidArgument where the bytes are no batch.
+        Raises InvalidArgument if the bytes are no batch.
         """
         namespace, key, columns = layout.read(encoded)
         if columns.rare:
@@ -130,7 +131,7 @@ class EventBatch:
     def payloads(self) -> list[bytes]:
         """The payloads alone, in order: the cheapest way to read a batch.
 
-        Raises InvalidArgument where the batch is damaged, as all methods do that read it.
+        Raises InvalidArgument if the batch is damaged, as all methods that read it.
         """
         if self.count == 1 and (one := layout.read_one(self.encoded, self.stream.prefix)):
             return [self.encoded[one[1] :]]
@@ -176,7 +177,7 @@ class EventBatch:
 
 
 class SomeEvents(EventBatch):
-    """Some events of a batch, with their own tokens: what a consumer gets where a filter, a restart or its credit left
+    """Some events of a batch, with their own tokens: a consumer gets them if a filter, a restart or its credit left
     a part."""
 
     __slots__ = ("_events",)
@@ -187,7 +188,7 @@ class SomeEvents(EventBatch):
 
     @classmethod
     def of_part(cls, batch: EventBatch, indexes: Sequence[int]) -> SomeEvents:
-        """The events of `batch`, which itself is a part of a stored one, where they have these indexes."""
+        """Select the events of `batch`, itself a part of a stored batch, that have these indexes."""
         events = batch.events()
         for event, index in zip(events, indexes, strict=True):
             event.token = SequenceToken(batch.offset, index)
@@ -267,6 +268,7 @@ def _encode_one(stream: StreamId, item: bytes | Event, now: int) -> bytes:
     else:
         return _encode(stream, [item], now)
     _check_size(stream, len(payload))
+    check_times((now,))
     return layout.write_one(stream.prefix, payload, now)
 
 
@@ -282,7 +284,7 @@ def _encode(stream: StreamId, items: Sequence[bytes | Event], now: int) -> bytes
 
 
 def _joined(stream: StreamId, payloads: Sequence[bytes]) -> tuple[list[int], bytes]:
-    """Sizes of the payloads, and all in one. Raises TypeError where one is no bytes."""
+    """Sizes of the payloads, and all in one. Raises TypeError if one is no bytes."""
     sizes = list(map(len, payloads))
     payload = b"".join(payloads)
     if len(payload) != sum(sizes):
@@ -305,9 +307,10 @@ def _payload(payload: Any) -> bytes:
 
 def _timestamps(events: Sequence[Event], now: int) -> Sequence[int]:
     given = [event.timestamp_us for event in events]
-    if given.count(given[0]) == len(given):
-        return (now if given[0] is None else given[0],)
-    return [now if time is None else time for time in given]
+    same = given.count(given[0]) == len(given)
+    times = [now if time is None else time for time in (given[:1] if same else given)]
+    check_times(times)
+    return times
 
 
 def _encode_rare(events: Sequence[Event]) -> bytes:
@@ -315,7 +318,17 @@ def _encode_rare(events: Sequence[Event]) -> bytes:
     headers = [event.headers for event in events]
     if ids.count(None) == len(ids) and headers.count(NO_HEADERS) == len(headers):
         return b""
-    return layout.write_rare([text or "" for text in ids], headers)
+    return write_rare([text or "" for text in ids], headers)
+
+
+def write_rare(ids: Sequence[str], headers: Sequence[Mapping[str, str]]) -> bytes:
+    """The columns of ids and headers of a batch. Raises InvalidArgument for other types, and above their limits."""
+    columns = layout.write_rare(ids, headers)
+    check_ids(ids)
+    for each in headers:
+        if each:
+            check_headers(each)
+    return columns
 
 
 def _tokens(offset: int, indexes: range) -> Iterator[SequenceToken]:

@@ -28,7 +28,7 @@ _KNOWN_STREAMS = 65536
 
 
 class Delivered(NamedTuple):
-    """A batch as a consumer gets it. `batch` has its offset, and where it is a part the tokens of its events are those
+    """A batch as a consumer gets it. `batch` has its offset, and if it is a part, the tokens of its events are those
     of the batch as it was published."""
 
     batch: EventBatch
@@ -65,14 +65,14 @@ def head_bytes(frame: bytes) -> int:
 
 
 def number_at(message: bytes, at: int) -> tuple[int, int]:
-    """The varint at a place of a message, and where it ends. Raises IndexError where there is none."""
+    """Return the varint at an index of a message, and the index of its end. Raises IndexError if there is none."""
     return _varint(message, at)
 
 
 class Parts:
     """A batch that goes out in parts: it is read once, however many they are.
 
-    Raises InvalidArgument where the batch is damaged.
+    Raises InvalidArgument if the batch is damaged.
     """
 
     def __init__(self, batch: EventBatch) -> None:
@@ -100,14 +100,14 @@ class Parts:
 
 
 def part(batch: EventBatch, indexes: Sequence[int]) -> bytes:
-    """Encode only some events of a batch. Raises InvalidArgument where the batch is damaged."""
+    """Encode only some events of a batch. Raises InvalidArgument if the batch is damaged."""
     return Parts(batch).encode(indexes)
 
 
 def split(message: bytes) -> tuple[list[Delivered], bytes]:
     """The batches of a response, and the rest of it for the protobuf library.
 
-    Raises InvalidArgument where the bytes are no such message.
+    Raises InvalidArgument if the bytes are no such message.
     """
     elements_, rest = elements(message, BATCHES)
     return list(map(_delivered, elements_)), rest
@@ -116,7 +116,7 @@ def split(message: bytes) -> tuple[list[Delivered], bytes]:
 def elements(message: bytes, field: int, most: int = 1 << 62) -> tuple[list[bytes], bytes]:
     """The elements of a repeated bytes or message field below 16, in order, and the message without them.
 
-    Raises InvalidArgument where the bytes are no message, and where it has more than `most` fields, elements included:
+    Raises InvalidArgument if the bytes are no message, and if it has more than `most` fields, elements included:
     one of a stranger may have millions of empty ones, and each costs time.
     """
     try:
@@ -195,7 +195,7 @@ def _delivered_any(element: bytes) -> Delivered:
 
 
 def _names_end(element: bytes) -> int:
-    """Where a batch's namespace and key end, which come first: what headrace stores is so."""
+    """Return the end of a batch's namespace and key, which come first in every batch that headrace stores."""
     length, at = element[1], 2
     if length >= 0x80:
         length, at = _varint(element, 1)
@@ -210,7 +210,7 @@ def _names_end(element: bytes) -> int:
 
 
 def _columns_end(element: bytes, at: int) -> tuple[int, int]:
-    """How many events there are, and where the fields end that their producer wrote."""
+    """Return the number of events, and the end of the fields that the producer wrote."""
     count, end = 0, len(element)
     while at < end and (tag := element[at]) < 0x80:
         length = element[at + 1]
@@ -271,7 +271,7 @@ def _remember(prefix: bytes) -> StreamId:
 
 
 def _skip(message: bytes, at: int) -> int:
-    """Where the field ends that begins at `at`."""
+    """Return the end of the field that begins at `at`."""
     tag, at = _varint(message, at)
     wire = tag & 7
     if tag < 8 or wire in (3, 4, 6, 7):
@@ -285,7 +285,7 @@ def _skip(message: bytes, at: int) -> int:
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """A number of up to 64 bits, and where it ends. Raises IndexError where there is none."""
+    """Return a number of up to 64 bits, and the index of its end. Raises IndexError if there is none."""
     byte = message[at]
     if byte < 0x80:
         return byte, at + 1

@@ -6,18 +6,24 @@ Also the registry behind the `@subscription` decorator, with which modules decla
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, Unpack, overload, runtime_checkable
 
-from .errors import InvalidArgument
+from .arguments import check_flag, check_integer, check_options, check_text, shown
+from .errors import InvalidArgument, NotSupported
 from .events import Event, EventBatch
 from .identity import StreamId
-from .subscriptions import Selector, SubscriptionDefinition
+from .options import EventFilter, LocalHandlerOptions
+from .subscriptions import Selector, Start, SubscriptionDefinition
+
+CONCURRENCY = 100
+"""How many handlers run at a time, if the user does not say."""
+DEFINITION_OPTIONS = ("start", "retry", "on_failure", "slow_consumer", "circuit_breaker")
+HANDLER_OPTIONS = ("batch", "concurrency", *DEFINITION_OPTIONS)
+LOCAL_HANDLER_OPTIONS = ("filter", *HANDLER_OPTIONS)
 
 EventHandler = Callable[[Event], Awaitable[None]]
 BatchHandler = Callable[[EventBatch], Awaitable[None]]
-EventFilter = Callable[[Event], bool]
-"""True to deliver. A filter that raises lets the event through: losing it would be worse."""
 
 
 @runtime_checkable
@@ -51,32 +57,45 @@ class Handler(NamedTuple):
 
     @classmethod
     def of(cls, handler: Any, *, batch: bool) -> Handler:
-        """Recognise what the user gave. Raises InvalidArgument where it is neither coroutine function nor observer."""
+        """Recognise the user's handler: an async function of one argument, or an observer.
+
+        Raises InvalidArgument for anything else, for a function that does not take one argument, and for one whose
+        argument is an event although `batch` is set, or a batch although it is not. The annotation decides, or else
+        the argument's name.
+        """
+        check_flag("batch", batch)
         if isinstance(handler, type):
             raise InvalidArgument(f"{handler.__name__} is a class: give an instance of it, {handler.__name__}()")
-        optional = (_method(handler, "on_error"), _method(handler, "on_completed"))
-        if on_batch := _method(handler, "on_next_batch"):
+        optional = (_method(handler, "on_error", "error"), _method(handler, "on_completed", None))
+        if on_batch := _method(handler, "on_next_batch", "batch"):
             return cls(None, on_batch, *optional)
-        if on_next := _method(handler, "on_next"):
+        if on_next := _method(handler, "on_next", "event"):
+            if batch:
+                raise InvalidArgument("batch=True is for a function: an observer of batches has on_next_batch")
             return cls(on_next, None, *optional)
+        if inspect.isfunction(handler) and not _is_async(handler):
+            raise InvalidArgument(f"handler {handler.__name__} is a plain function: write async def {handler.__name__}")
         if not _is_async(handler):
             raise InvalidArgument(
-                f"a handler is an async function or an object with an async on_next or on_next_batch, not {handler!r}"
+                "a handler is an async function or an object with an async on_next or on_next_batch, not "
+                f"{shown(handler)}"
             )
+        _check_function(handler, "batch" if batch else "event")
         return cls(None, handler, None, None) if batch else cls(handler, None, None, None)
 
 
 def filter_name(predicate: EventFilter) -> str:
-    """The name under which a filter is part of a subscription's definition. Raises InvalidArgument for what is no
+    """The name under which a filter is part of a subscription's definition. Raises InvalidArgument if it is no
     filter: a coroutine would let everything through."""
     if not callable(predicate) or _is_async(predicate):
-        raise InvalidArgument(f"a filter is a function of an Event that returns a bool at once, not {predicate!r}")
+        raise InvalidArgument(f"a filter is a function of an Event that returns a bool at once, not {shown(predicate)}")
+    _check_arguments(predicate, "filter", "event")
     module = getattr(predicate, "__module__", "") or ""
     return f"{module}:{getattr(predicate, '__qualname__', type(predicate).__qualname__)}"
 
 
 class Declared(NamedTuple):
-    """A subscription declared in code with `@subscription`."""
+    """A subscription with its handler, as `subscribe` or `@subscription` has checked it."""
 
     provider: str
     definition: SubscriptionDefinition
@@ -85,39 +104,84 @@ class Declared(NamedTuple):
     filter: EventFilter | None
     concurrency: int
 
+    @classmethod
+    def of(cls, provider: str, name: str, selector: object, handler: Any, options: Mapping[str, Any]) -> Declared:
+        """Check the arguments of `subscribe` apart from the handler. The options are known ones. Raises
+        InvalidArgument."""
+        predicate, batch = options.get("filter"), options.get("batch", False)
+        definition = define(name, selector, options, None if predicate is None else filter_name(predicate))
+        check_flag("batch", batch)
+        concurrency = check_integer("concurrency", options.get("concurrency", CONCURRENCY), 1)
+        return cls(provider, definition, handler, batch, predicate, concurrency)
+
+
+def check_no_handler_options(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse options of handlers, for a consumer that takes batches. Raises InvalidArgument, NotSupported."""
+    if options.get("filter") is not None:
+        raise NotSupported(f"subscription {name!r}: a filter is for a handler, and there is none: leave it out")
+    if given := [option for option in ("batch", "concurrency") if option in options]:
+        verb = "is" if len(given) == 1 else "are"
+        raise InvalidArgument(f"subscription {name!r}: {' and '.join(given)} {verb} for a handler, and there is none")
+
+
+def define(
+    name: str, selector: object, options: Mapping[str, Any], filter_named: str | None = None
+) -> SubscriptionDefinition:
+    """The definition of a subscription from the options of `subscribe`. Raises InvalidArgument."""
+    given = {key: options[key] for key in ("on_failure", "slow_consumer", "mode", "circuit_breaker") if key in options}
+    if options.get("retry") is not None:
+        given["retry"] = options["retry"]
+    start = options.get("start")
+    return SubscriptionDefinition(
+        name=name,
+        selector=Selector.of(selector),
+        start=Start.latest() if start is None else Start.of(start),
+        filter=filter_named,
+        **given,
+    )
+
 
 _declared: dict[tuple[str, str], Declared] = {}
 
-_H = TypeVar("_H")
+_E = TypeVar("_E", bound=EventHandler | Observer | BatchObserver)
+_B = TypeVar("_B", bound=BatchHandler | BatchObserver)
 
 
+@overload
 def subscription(
     name: str,
     selector: str | StreamId,
     *,
     provider: str = "default",
-    batch: bool = False,
-    filter: EventFilter | None = None,  # noqa: A002 (the word of the field)
-    concurrency: int = 100,
-    **definition: Any,
-) -> Callable[[_H], _H]:
-    """Declare a subscription: the decorated function or observer class instance consumes `selector` in every silo that
-    loads its module. Further keywords are those of `SubscriptionDefinition` (start, retry, on_failure, slow_consumer).
+    batch: Literal[False] = False,
+    **options: Unpack[LocalHandlerOptions],
+) -> Callable[[_E], _E]: ...
+@overload
+def subscription(
+    name: str,
+    selector: str | StreamId,
+    *,
+    provider: str = "default",
+    batch: Literal[True],
+    **options: Unpack[LocalHandlerOptions],
+) -> Callable[[_B], _B]: ...
+def subscription(
+    name: str, selector: str | StreamId, *, provider: str = "default", **options: Any
+) -> Callable[[Any], Any]:
+    """Declare a subscription: the decorated async function, or an observer, consumes `selector` in every silo that
+    loads its module. Options are those of `Provider.subscribe` with a handler: batch, concurrency, filter, start,
+    retry, on_failure, slow_consumer and circuit_breaker.
 
-    Raises InvalidArgument where the definition is wrong or the name is declared twice.
+    Raises InvalidArgument if an option or the handler is wrong, or if the name is declared twice.
     """
-    defined = SubscriptionDefinition(
-        name=name,
-        selector=Selector(str(selector)),
-        filter=filter_name(filter) if filter else None,
-        **definition,
-    )
+    check_options("subscription", options, LOCAL_HANDLER_OPTIONS)
+    made = Declared.of(check_text("provider", provider), name, selector, None, options)
 
-    def declare(handler: _H) -> _H:
-        Handler.of(handler, batch=batch)
+    def declare(handler: Any) -> Any:
+        Handler.of(handler, batch=made.batch)
         if (provider, name) in _declared:
             raise InvalidArgument(f"subscription {name!r} of provider {provider!r} is declared twice")
-        _declared[provider, name] = Declared(provider, defined, handler, batch, filter, concurrency)  # type: ignore[arg-type]
+        _declared[provider, name] = made._replace(handler=handler)
         return handler
 
     return declare
@@ -128,12 +192,17 @@ def declared(provider: str | None = None) -> list[Declared]:
     return [d for d in _declared.values() if provider in (None, d.provider)]
 
 
-def _method(handler: Any, name: str) -> Any:
+def _method(handler: Any, name: str, argument: str | None) -> Any:
     method = getattr(handler, name, None)
     if method is None:
         return None
+    where = f"{type(handler).__name__}.{name}"
     if not _is_async(method):
-        raise InvalidArgument(f"{name} of {handler!r} has to be an async function")
+        raise InvalidArgument(f"{where} has to be an async function: write `async def {name}`")
+    signature = _check_arguments(method, where, argument)
+    if signature is not None and (other := _other_kind(signature, argument)):
+        rename = "on_next_batch" if other == "batch" else "on_next"
+        raise InvalidArgument(f"{where}{signature} takes {_ARTICLE[other]}: name it {rename}")
     return method
 
 
@@ -141,3 +210,55 @@ def _is_async(function: Any) -> bool:
     if inspect.iscoroutinefunction(function):
         return True
     return callable(function) and inspect.iscoroutinefunction(type(function).__call__)
+
+
+# ---- signatures ------------------------------------------------------------------------------------------------------
+
+_KINDS = {"Event": "event", "EventBatch": "batch", "ReceivedBatch": "batch"}
+"""Names of types in annotations that cannot be evaluated, because their import is for type checkers only."""
+_ARTICLE = {"event": "an event", "batch": "a batch"}
+
+
+def _check_function(function: Any, argument: str) -> None:
+    name = getattr(function, "__name__", type(function).__name__)
+    signature = _check_arguments(function, name, argument)
+    if signature is not None and (other := _other_kind(signature, argument)):
+        repair = "add batch=True" if other == "batch" else "leave out batch=True"
+        raise InvalidArgument(f"{name}{signature} takes {_ARTICLE[other]}: {repair}, or annotate it otherwise")
+
+
+def _check_arguments(function: Any, name: str, argument: str | None) -> inspect.Signature | None:
+    """Refuse a function that cannot be called with the one argument; None: with none."""
+    try:
+        signature = _signature(function)
+    except (TypeError, ValueError):
+        return None  # functions of C may have none
+    try:
+        signature.bind(*([] if argument is None else [argument]))
+    except TypeError:
+        expected = "no arguments" if argument is None else f"one argument, {argument}"
+        raise InvalidArgument(f"{name}{signature} has the wrong arguments: expected {expected}") from None
+    return signature
+
+
+def _signature(function: Any) -> inspect.Signature:
+    try:
+        return inspect.signature(function, eval_str=True)
+    except Exception:  # noqa: BLE001 (an annotation may be any expression)
+        return inspect.signature(function)
+
+
+def _other_kind(signature: inspect.Signature, argument: str | None) -> str | None:
+    """Return "event" or "batch" if the function takes that instead of `argument`. Without an annotation, the name of
+    the first argument decides."""
+    if argument not in _ARTICLE:
+        return None
+    first = next(iter(signature.parameters.values()))
+    annotation, kind = first.annotation, None
+    if annotation is first.empty:
+        kind = first.name
+    elif isinstance(annotation, str):
+        kind = _KINDS.get(annotation.rpartition(".")[2])
+    elif isinstance(annotation, type):
+        kind = "batch" if issubclass(annotation, EventBatch) else "event" if issubclass(annotation, Event) else None
+    return kind if kind in _ARTICLE and kind != argument else None

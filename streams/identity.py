@@ -1,4 +1,4 @@
-"""Who is who: streams, queues and positions."""
+"""Names of streams, queues and positions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StreamId(tuple[str, str]):  # noqa: SLOT001 (what is computed once is kept
         return self[0], self[1]
 
     def __getstate__(self) -> None:
-        """Pickle the name alone, not what is cached."""
+        """Pickle the name alone, without cached values."""
 
     def __str__(self) -> str:
         return f"{_UNSAFE_IN_NAMESPACE.sub(_quote, self.namespace)}/{_UNSAFE_IN_KEY.sub(_quote, self.key)}"

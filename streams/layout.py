@@ -1,7 +1,7 @@
 """The binary layout of a batch: the protobuf message `headrace.v1.EventBatch`, written and read by columns.
 
 `proto/v1/events.proto` describes it. A producer writes, in this order: namespace and key (`StreamId.prefix`), sizes,
-timestamps, ids and headers where there are any, payload. What is written so is read here without the protobuf library,
+timestamps, ids and headers if there are any, payload. Batches in this order are read here without the protobuf library,
 whatever fields above 15 others have appended. Everything else that protobuf allows (columns in pieces or not packed),
 ids, headers, and what looks damaged, is the library's to read and to judge.
 """
@@ -124,7 +124,7 @@ def read(encoded: bytes) -> tuple[str, str, Columns]:
 
 
 def read_rare(encoded: bytes, count: int) -> tuple[Sequence[str | None], Sequence[Mapping[str, str]]]:
-    """Ids and headers of each of `count` events. Raises InvalidArgument where they are damaged."""
+    """Ids and headers of each of `count` events. Raises InvalidArgument if they are damaged."""
     message = message_of(encoded)
     for column in (message.ids, message.headers):
         if len(column) not in (0, count):
@@ -213,7 +213,7 @@ def _fields(encoded: bytes) -> dict[int, tuple[int, int]] | None:
 
 
 def _skip(encoded: bytes, at: int) -> int:
-    """Where the next field starts, after an appended one. Raises IndexError where the library shall decide."""
+    """Return the start of the next field, after an appended one. Raises IndexError if the library must decide."""
     tag, at = _varint(encoded, at)
     if not _FIRST_APPENDED <= tag >> 3 < 1 << 11:
         raise IndexError

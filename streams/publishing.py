@@ -1,8 +1,9 @@
-"""What is published, sorted out into batches, and what publishing answers. A provider in this process and a remote one
+"""Published events, sorted into batches, and the answers of publishing. A provider in this process and a remote one
 share it, so that they take and refuse the same."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from itertools import groupby
@@ -10,6 +11,7 @@ from typing import NamedTuple, cast
 
 from msgspec.structs import replace
 
+from .arguments import check_instance
 from .errors import InvalidArgument, NotSupported
 from .events import BATCH_TARGET_BYTES, MAX_BATCH_EVENTS, Event, EventBatch, ScheduledBatch
 from .identity import SequenceToken, StreamId
@@ -33,21 +35,78 @@ class ProducerSequence(NamedTuple):
     previous: int
 
 
+MAX_PRODUCER_BYTES = 128
+"""Limit of a producer's id, in UTF-8 bytes."""
+MAX_SEQUENCE = (1 << 63) - 1
+"""Highest number of a call."""
+
+
+def check_producer(producer: object, field: str = "sequence.producer") -> str:
+    """Return a producer's id, or raise InvalidArgument."""
+    if not isinstance(producer, str):
+        raise InvalidArgument(f"{field}: the id of a producer is text, not {producer!r}")
+    size = len(producer.encode("utf-8", "surrogatepass"))
+    if not 0 < size <= MAX_PRODUCER_BYTES:
+        raise InvalidArgument(
+            f"{field}: the id of a producer has 1 to {MAX_PRODUCER_BYTES} bytes in UTF-8, not {size:,}; use a UUID"
+        )
+    return producer
+
+
+def check_sequence(sequence: ProducerSequence) -> ProducerSequence:
+    """Return `sequence`, or raise InvalidArgument for numbers that do not rise or are above `MAX_SEQUENCE`."""
+    check_instance("sequence", sequence, ProducerSequence, "ProducerSequence('import-7', 1, 0)")
+    numbers = sequence.previous, sequence.number
+    if any(type(number) is not int for number in numbers) or not 0 <= numbers[0] < numbers[1] <= MAX_SEQUENCE:
+        raise InvalidArgument(
+            f"sequence: number is a whole number above previous, from 1 to {MAX_SEQUENCE}, and previous is 0 for the "
+            f"first call; not number {numbers[1]!r} after previous {numbers[0]!r}"
+        )
+    return sequence
+
+
 class Receipt(NamedTuple):
-    """Answer for one enqueued batch: where it is. `token` is None for a duplicate whose place is no longer known."""
+    """The position of one enqueued batch. `token` is None for a duplicate whose position is no longer known."""
 
     token: SequenceToken | None
     duplicate: bool = False
 
 
+class UnderWay:
+    """Publishes that have begun and not ended, so that a flush can wait for the ones before it."""
+
+    def __init__(self) -> None:
+        self._numbers: set[int] = set()
+        self._last = 0
+        self._one_ended = asyncio.Event()
+
+    def begin(self) -> int:
+        """Count one more. Returns the number to give to `end`."""
+        self._last += 1
+        self._numbers.add(self._last)
+        return self._last
+
+    def end(self, number: int) -> None:
+        """It is stored, or has failed."""
+        self._numbers.discard(number)
+        self._one_ended.set()
+
+    async def flush(self) -> None:
+        """Return when all that have begun before the call have ended."""
+        before = set(self._numbers)
+        while before & self._numbers:
+            self._one_ended.clear()
+            await self._one_ended.wait()
+
+
 def check_stream(stream: object) -> None:
-    """Raises InvalidArgument for what is no StreamId."""
+    """Raises InvalidArgument if it is no StreamId."""
     if type(stream) is not StreamId:
         raise InvalidArgument(f"publish to a StreamId, such as StreamId('orders', '42'), not to {stream!r}")
 
 
 def grouped(items: Iterable[tuple[StreamId, bytes | Event]]) -> dict[StreamId, list[bytes | Event]]:
-    """By stream, in order. Raises InvalidArgument for what is no pair of a stream and an event."""
+    """By stream, in order. Raises InvalidArgument if one is no pair of a stream and an event."""
     by_stream: dict[StreamId, list[bytes | Event]] = {}
     try:
         for stream, event in items:
@@ -60,7 +119,7 @@ def grouped(items: Iterable[tuple[StreamId, bytes | Event]]) -> dict[StreamId, l
 
 
 def listed(events: object) -> list[bytes | Event]:
-    """One event or several, as a list. Raises InvalidArgument for what is neither."""
+    """One event or several, as a list. Raises InvalidArgument for another type."""
     if isinstance(events, bytes | Event):
         return [events]
     if isinstance(events, str | bytearray | memoryview | Mapping) or not isinstance(events, Iterable):
@@ -70,7 +129,7 @@ def listed(events: object) -> list[bytes | Event]:
 
 
 def scheduled(events: list[bytes | Event], delay: timedelta | None, priority: int | None) -> list[bytes | Event]:
-    """Events with this delay and priority, where they have none of their own."""
+    """Return events with this delay and priority, unless they have their own."""
     if delay is None and priority is None:
         return events
     return [_with_schedule(event, delay, priority) for event in events]
@@ -99,8 +158,8 @@ def encoded(stream: StreamId, events: list[bytes | Event]) -> list[EventBatch]:
 
 
 def check_schedules(batches: Iterable[EventBatch], provider: str, *, delay: bool, priority: bool) -> None:
-    """Raises NotSupported for a batch that an adapter cannot deliver as it says: `delay` and `priority` are what it can
-    do."""
+    """Raises NotSupported for a batch whose schedule the adapter cannot keep. `delay` and `priority` say whether it
+    supports delays and priorities."""
     for batch in batches:
         if type(batch) is ScheduledBatch:
             if batch.delay_us and not delay:

@@ -1,4 +1,4 @@
-"""How far a subscription is, and who consumes it: what management shows."""
+"""The progress and the consumers of a subscription, as management shows them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ class QueueProgress(NamedTuple):
     watermark: int
     """The lowest offset that is not done."""
     end_offset: int
-    """Where the queue ends: the offset of what is stored next. Where offsets do not count batches, `lag` above the
+    """The queue's end: the offset that the next batch will have. If offsets do not count batches, `lag` above the
     watermark."""
     streams_behind: int
     streams_paused: int
     """Those of them that wait to be resumed after a failure."""
     paused: Mapping[StreamId, str]
     """These, and why; of a silo the first 100."""
+    fault: str = ""
+    """The damaged record behind which the subscription cannot go on, with queue and offset. "": there is none."""
 
     @property
     def lag(self) -> int:
@@ -43,6 +45,19 @@ class ConsumerState(NamedTuple):
     in_flight_events: int
     queues: Sequence[int]
     """Mode bound: those that are its own."""
+    blocked: str = ""
+    """Why the silo sends it nothing although it has credit; empty if it would."""
+
+
+class Held(NamedTuple):
+    """A circuit breaker holds a subscription: deliveries of many streams failed, and nothing is given up on."""
+
+    reason: str
+    """The failure that held it last."""
+    since_us: int
+    """When it was held, in microseconds since 1970-01-01 UTC."""
+    resuming: bool
+    """Whether a delivery succeeded since, and deliveries begin again at a rate that grows."""
 
 
 class SubscriptionState(NamedTuple):
@@ -51,8 +66,11 @@ class SubscriptionState(NamedTuple):
     definition: SubscriptionDefinition
     progress: Sequence[QueueProgress]
     consumers: Sequence[ConsumerState]
-    """None where a handler in the silo is served, or nobody."""
+    """None if a handler in the silo serves the subscription, or if there is no consumer."""
     dead_letters: int
     """How many there are."""
     gaps: int
     """The same of gap records."""
+    held: Held | None = None
+    """Set while the silo that was asked holds the subscription. None from a stored state: only a process that serves
+    the subscription knows."""

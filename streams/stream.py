@@ -41,16 +41,16 @@ class Stream:
     ) -> Awaitable[SequenceToken]:
         """Publish one event or several, in order; durable, as the adapter promises, on return.
 
-        Await what it returns: until then nothing happens. Several are stored as one batch, or as several where they
-        exceed 1 MiB together, or differ in delay or priority. Returns the token of the first.
+        Nothing happens until the result is awaited. Several events are stored as one batch, or as several batches if
+        they exceed 1 MiB together, or differ in delay or priority. Returns the token of the first event.
 
-        `delay`: they are delivered so much after they are stored, not before. `priority`, from 0 to 99: of what is due,
-        the highest is delivered first. Both are for events that have none of their own, and keep no order: an event may
-        be delivered before another of its stream that was published earlier.
+        `delay` is the least time between storing and delivery. `priority` is from 0 to 99: of the events that are due,
+        the highest priority is delivered first. Both apply to events without their own. They do not keep the order: an
+        event may be delivered before an earlier event of its stream.
 
-        Raises InvalidArgument and PayloadTooLarge, and NotSupported where the provider's adapter cannot delay or has no
-        priorities, before anything is stored; QueueFull and StorageError where nothing
-        was stored, or, with several batches, where the first ones may have been.
+        Raises InvalidArgument and PayloadTooLarge before anything is stored, and NotSupported if the provider's adapter
+        cannot delay or has no priorities. Raises QueueFull and StorageError if nothing was stored; with several batches
+        the first ones may be stored.
         """
         if delay is None and priority is None:
             return self._publisher.publish(self.id, events)

@@ -1,4 +1,4 @@
-"""Subscriptions: durable, named interest in streams, and what they remember.
+"""Subscriptions: durable, named interest in streams, and their stored progress.
 
 A subscription is a definition (selector, start, failure policy) plus a checkpoint per queue. Decisions are pure
 functions here; the control store keeps the data and `agents/` acts on it.
@@ -7,47 +7,60 @@ functions here; the control store keeps the data and `agents/` acts on it.
 from __future__ import annotations
 
 import enum
-import math
 import random
 import re
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from fnmatch import translate
 from functools import lru_cache
-from types import NoneType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
+from .arguments import check_choice, check_flag, check_instance, check_text, refused, shown
 from .errors import InvalidArgument
+from .field_limits import (
+    MAX_ATTEMPTS,
+    MAX_ELAPSED_S,
+    MAX_MULTIPLIER,
+    MAX_OFFSET,
+    MAX_RETRY_DELAY_S,
+    MAX_SELECTOR,
+    check_times,
+)
 from .identity import SequenceToken, StreamId, unquote
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 EPHEMERAL = "ephemeral-"
 """How the names of subscriptions begin that are only for the time being, as those of `headrace subscribe` without
-`--name`: whoever may subscribe to them may delete them."""
+`--name`: the permission to subscribe to their streams is enough to delete them."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 CONSUMER_SEPARATOR = "~"
-"""Mode broadcast: between the names of subscription and consumer, in the name of what holds that consumer's position.
-No subscription that a user makes has it in its name."""
+"""Mode broadcast: a consumer's position is stored under a subscription with a name of its own. This character separates
+the names of subscription and consumer in that name. Names that a user chooses do not have it."""
 MAX_CONSUMER = 100
 
 
 def check_subscription_name(name: str) -> str:
     """Return `name`, or raise InvalidArgument: it may be part of a path."""
-    if not _NAME.fullmatch(name):
+    return check_name("subscription name", name)
+
+
+def check_name(kind: str, name: str) -> str:
+    """Return `name`, or raise InvalidArgument. `kind` names the kind of name in messages."""
+    if not _NAME.fullmatch(check_text("name", name)):
         raise InvalidArgument(
-            f"{name!r} is no subscription name: letters, digits, dot, dash and underscore, at most 128, "
+            f"{shown(name)} is no {kind}: letters, digits, dot, dash and underscore, at most 128, "
             "starting with a letter or digit"
         )
     return name
 
 
 def check_stored_name(name: str) -> str:
-    """`check_subscription_name`, for what the store has: also positions of consumers."""
+    """Do as `check_subscription_name`, but accept all names in the store: also those of consumers' positions."""
     for part in name.split(CONSUMER_SEPARATOR, 1):
         check_subscription_name(part)
     return name
@@ -55,7 +68,7 @@ def check_stored_name(name: str) -> str:
 
 def check_consumer(consumer: str) -> str:
     """Return a consumer's id, or raise InvalidArgument: it may be part of a subscription's name."""
-    if len(consumer) > MAX_CONSUMER or not _NAME.fullmatch(consumer):
+    if len(check_text("consumer", consumer)) > MAX_CONSUMER or not _NAME.fullmatch(consumer):
         raise InvalidArgument(
             f"{consumer[:200]!r} is no id of a consumer: letters, digits, dot, dash and underscore, at most "
             f"{MAX_CONSUMER}, starting with a letter or digit"
@@ -104,21 +117,24 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Exponential backoff with jitter, limited by attempts and by time, whichever ends first."""
 
     max_attempts: int = 8
-    """Deliveries of one event at the most, the first included; at least 1."""
+    """Deliveries of one event at the most, the first included: 1 to 2,147,483,647."""
     max_elapsed_s: float = 300.0
-    """Give up when this long has passed since the first attempt, in seconds."""
+    """Give up when this long has passed since the first attempt, in seconds: 0 to 36,500 days."""
     initial_delay_s: float = 0.1
+    """Before the second attempt, in seconds: 0 to 30 days."""
     max_delay_s: float = 30.0
+    """Between two attempts at the most, in seconds: 0 to 30 days."""
     multiplier: float = 2.0
+    """By which the delay grows: 1 to 1,000,000."""
 
     def __post_init__(self) -> None:
-        if self.max_attempts < 1:
-            raise InvalidArgument(f"retry.max_attempts is at least 1, not {self.max_attempts}")
-        for name in ("max_elapsed_s", "initial_delay_s", "max_delay_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise InvalidArgument(f"retry.{name} is a finite number of seconds from 0, not {getattr(self, name)}")
-        if not 1 <= self.multiplier < math.inf:
-            raise InvalidArgument(f"retry.multiplier is a finite number from 1, not {self.multiplier}")
+        for name, (lowest, highest) in _RETRY_LIMITS.items():
+            value: Any = getattr(self, name)
+            kind, number = (int, "whole number") if name == "max_attempts" else (int | float, "number")
+            # False for NaN, too.
+            if isinstance(value, bool) or not isinstance(value, kind) or not lowest <= value <= highest:
+                unit = " of seconds" if name.endswith("_s") else ""
+                raise InvalidArgument(f"retry.{name} is a {number}{unit} from {lowest} to {highest:,}, not {value!r}")
 
     def delay(self, attempts: int, elapsed_s: float, rng: random.Random) -> float | None:
         """Seconds to wait before the next attempt after `attempts` failed ones, or None to give up.
@@ -127,15 +143,27 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """
         if attempts >= self.max_attempts or elapsed_s >= self.max_elapsed_s:
             return None
-        ceiling = min(self.max_delay_s, self._backoff(attempts))
+        return self.backoff(attempts, rng)
+
+    def backoff(self, attempts: int, rng: random.Random) -> float:
+        """Seconds to wait after `attempts` failed attempts, however many there may be."""
+        ceiling = min(self.max_delay_s, self._ceiling(attempts))
         return rng.uniform(ceiling / 2, ceiling)
 
-    def _backoff(self, attempts: int) -> float:
+    def _ceiling(self, attempts: int) -> float:
         try:
             return self.initial_delay_s * self.multiplier ** (attempts - 1)
         except OverflowError:
             return self.max_delay_s if self.initial_delay_s else 0.0
 
+
+_RETRY_LIMITS = {
+    "max_attempts": (1, MAX_ATTEMPTS),
+    "max_elapsed_s": (0, MAX_ELAPSED_S),
+    "initial_delay_s": (0, MAX_RETRY_DELAY_S),
+    "max_delay_s": (0, MAX_RETRY_DELAY_S),
+    "multiplier": (1, MAX_MULTIPLIER),
+}
 
 _WILDCARD = re.compile(r"([*?])")
 
@@ -150,7 +178,19 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     pattern: str
 
+    @classmethod
+    def of(cls, given: object) -> Selector:
+        """Return the selector itself, or one made of text or of one stream. Raises InvalidArgument."""
+        if isinstance(given, Selector):
+            return given
+        if not isinstance(given, str | StreamId):
+            raise refused("selector", given, "a StreamId, or a str such as 'orders/42' or 'orders/*'")
+        return cls(str(given))
+
     def __post_init__(self) -> None:
+        check_text("selector", self.pattern)
+        if len(self.pattern) > MAX_SELECTOR:
+            raise InvalidArgument(f"a selector has at most {MAX_SELECTOR:,} characters, not {len(self.pattern):,}")
         namespace, slash, key = self.pattern.partition("/")
         if not slash:
             raise InvalidArgument(
@@ -182,7 +222,7 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return matches
 
     def _glob(self, part: str) -> str:
-        """The part in the language of `fnmatch`, which brackets what is meant literally."""
+        """Return the part as a pattern of `fnmatch`, which has literal characters in brackets."""
         pieces = _WILDCARD.split(part)
         pieces[::2] = [re.sub(r"([*?[])", r"[\1]", unquote(piece, self.pattern)) for piece in pieces[::2]]
         return "".join(pieces)
@@ -195,8 +235,14 @@ class StartKind(enum.Enum):
     TIME = "time"
 
 
+def _check_start_token(text: str) -> None:
+    token = SequenceToken.parse(text)
+    if max(token) > MAX_OFFSET:
+        raise InvalidArgument(f"{text!r} is no token: an offset or index is at most {MAX_OFFSET}")
+
+
 class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a subscription starts, or is moved to by a seek."""
+    """The start position of a subscription, or the target of a seek."""
 
     kind: StartKind
     token: str | None = None
@@ -207,7 +253,9 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if given != (self.kind is StartKind.OFFSETS, self.kind is StartKind.TIME):
             raise InvalidArgument(f"a start of kind {self.kind.value} has the wrong fields: make it with Start.parse")
         if self.token is not None:
-            SequenceToken.parse(self.token)
+            _check_start_token(self.token)
+        if self.time_us is not None:
+            check_times((self.time_us,), "the time of a start")
 
     @classmethod
     def earliest(cls) -> Start:
@@ -225,9 +273,19 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @classmethod
     def since(cls, when: datetime) -> Start:
         """From the first event stored at or after `when`, which carries a time zone."""
+        check_instance("when", when, datetime, "datetime.now(UTC)")
         if when.tzinfo is None:
             raise InvalidArgument(f"start time {when.isoformat()} has no time zone: add one, such as +00:00")
         return cls(kind=StartKind.TIME, time_us=(when - _EPOCH) // timedelta(microseconds=1))
+
+    @classmethod
+    def of(cls, given: object) -> Start:
+        """Return the start itself, or one that is read from text. Raises InvalidArgument."""
+        if isinstance(given, Start):
+            return given
+        if not isinstance(given, str):
+            raise refused("start", given, "a Start, such as Start.earliest(), or its text")
+        return cls.parse(given)
 
     @classmethod
     def parse(cls, text: str) -> Start:
@@ -255,10 +313,12 @@ class SubscriptionDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     retry: RetryPolicy = msgspec.field(default_factory=RetryPolicy)
     on_failure: OnFailure = OnFailure.DEAD_LETTER
     slow_consumer: SlowConsumer | None = None
-    """None: detach where the queue can rewind, else throttle."""
+    """None: detach if the queue can rewind, else throttle."""
     filter: str | None = None
     """The name of the filter, part of the definition: another filter is another subscription."""
     mode: Mode = Mode.SHARED
+    circuit_breaker: bool = True
+    """Hold the subscription while deliveries of many streams fail, instead of giving up on their events."""
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -270,11 +330,24 @@ class SubscriptionDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_u
             )
 
     def _check_types(self) -> None:
-        # msgspec checks what it decodes, not what is constructed; "pause" would be taken for no policy at all.
-        for name, kind in _DEFINITION_TYPES.items():
-            if not isinstance(value := getattr(self, name), kind):
-                expected = " or ".join(one.__name__ for one in kind)
-                raise InvalidArgument(f"subscription {self.name!r}: {name} is a {expected}, not {value!r}")
+        # msgspec checks types when it decodes, not when a value is constructed.
+        check_text("name", self.name)
+        where = f"subscription {shown(self.name)}: "
+        check_instance(f"{where}selector", self.selector, Selector, "Selector('orders/*')")
+        check_instance(f"{where}start", self.start, Start, "Start.earliest()")
+        check_instance(f"{where}retry", self.retry, RetryPolicy, "RetryPolicy(max_attempts=3)")
+        check_choice(f"{where}on_failure", self.on_failure, OnFailure)
+        check_choice(f"{where}slow_consumer", self.slow_consumer, SlowConsumer, optional=True)
+        check_choice(f"{where}mode", self.mode, Mode)
+        check_flag(f"{where}circuit_breaker", self.circuit_breaker)
+        if self.filter is not None:
+            check_text(f"{where}filter", self.filter)
+
+
+def check_definition(definition: SubscriptionDefinition) -> None:
+    """Accept a definition whose name a user may choose. Raises InvalidArgument."""
+    check_instance("definition", definition, SubscriptionDefinition)
+    check_subscription_name(definition.name)
 
 
 def is_parent(definition: SubscriptionDefinition) -> bool:
@@ -283,29 +356,17 @@ def is_parent(definition: SubscriptionDefinition) -> bool:
 
 
 def of_consumer(definition: SubscriptionDefinition, consumer: str) -> SubscriptionDefinition:
-    """Mode broadcast: what holds the position of one consumer."""
+    """Return the name of the subscription that has the position of one consumer, in mode broadcast."""
     return msgspec.structs.replace(definition, name=f"{definition.name}{CONSUMER_SEPARATOR}{consumer}")
 
 
-_DEFINITION_TYPES: dict[str, tuple[type, ...]] = {
-    "name": (str,),
-    "selector": (Selector,),
-    "start": (Start,),
-    "retry": (RetryPolicy,),
-    "on_failure": (OnFailure,),
-    "slow_consumer": (SlowConsumer, NoneType),
-    "filter": (str, NoneType),
-    "mode": (Mode,),
-}
-
-
 class Behind(NamedTuple):
-    """A stream that is behind its subscription's checkpoint: its next event, and why it is paused where it is."""
+    """A stream that is behind its subscription's checkpoint: its next event, and, if it is paused, the reason."""
 
     token: SequenceToken
     paused: str = ""
     done: tuple[tuple[int, int, int], ...] = ()
-    """What is done after `token`, where a consumer acknowledged out of order: (offset, first index, last exclusive)."""
+    """Events done after `token`, if a consumer acknowledged out of order: (offset, first index, last exclusive)."""
 
 
 class Checkpoint(NamedTuple):

@@ -2,7 +2,7 @@
 
 Towards records, a field that is not there is the default, as is an enum that is unspecified. What no record can hold
 raises InvalidArgument with the path of the field, as in "definition.retry: ...". Importing this module imports the
-generated code: import it where it is used.
+generated code: import it only when it is used.
 """
 
 from __future__ import annotations
@@ -26,9 +26,6 @@ from .subscriptions import (
     StartKind,
     SubscriptionDefinition,
 )
-
-MAX_SELECTOR = 8192
-"""Characters of a selector that comes over the network: enough for every stream, and few to compile."""
 
 _T = TypeVar("_T")
 _N = TypeVar("_N", bound=int)
@@ -60,7 +57,7 @@ _SLOW_CONSUMER_NUMBER = {policy: number for number, policy in _SLOW_CONSUMER.ite
 
 
 def definition_message(definition: SubscriptionDefinition) -> pb.SubscriptionDefinition:
-    """With every field, also where it is the default."""
+    """Include every field, also those with the default value."""
     retry = definition.retry
     return pb.SubscriptionDefinition(
         name=definition.name,
@@ -71,14 +68,11 @@ def definition_message(definition: SubscriptionDefinition) -> pb.SubscriptionDef
         slow_consumer=_SLOW_CONSUMER_NUMBER[definition.slow_consumer],
         mode=_MODE_NUMBER[definition.mode],
         filter=definition.filter or "",
+        circuit_breaker=definition.circuit_breaker,
     )
 
 
 def definition_of(message: pb.SubscriptionDefinition, path: str = "definition") -> SubscriptionDefinition:
-    if len(message.selector) > MAX_SELECTOR:
-        raise InvalidArgument(
-            f"{path}.selector has {len(message.selector):,} characters, the limit is {MAX_SELECTOR:,}"
-        )
     with _at(f"{path}.selector"):
         selector = Selector(message.selector)
     start = start_of(message.start, f"{path}.start")
@@ -96,6 +90,7 @@ def definition_of(message: pb.SubscriptionDefinition, path: str = "definition") 
             slow_consumer=slow_consumer,
             mode=mode,
             filter=message.filter or None,
+            circuit_breaker=message.circuit_breaker or not message.HasField("circuit_breaker"),
         )
 
 
@@ -113,7 +108,8 @@ def start_of(message: pb.Start, path: str = "start") -> Start:
         with _at(f"{path}.token"):
             return Start(kind=StartKind.OFFSETS, token=message.token)
     if given == "time_us":
-        return Start(kind=StartKind.TIME, time_us=message.time_us)
+        with _at(f"{path}.time_us"):
+            return Start(kind=StartKind.TIME, time_us=message.time_us)
     if given is not None and not getattr(message, given):
         raise InvalidArgument(f"{path}.{given} is true or left out, not false")
     return Start.earliest() if given == "earliest" else Start.latest()
@@ -143,7 +139,7 @@ def _at(path: str) -> Generator[None]:
 
 
 def dead_letter_message(letter: DeadLetter) -> pb.DeadLetter:
-    """Without the provider, which whoever asked has named."""
+    """Leave out the provider, which the caller knows."""
     return pb.DeadLetter(
         id=letter.id,
         subscription=letter.subscription,
@@ -183,7 +179,7 @@ def dead_letter_of(message: pb.DeadLetter, provider: str) -> DeadLetter:
 
 
 def gap_message(gap: GapRecord) -> pb.Gap:
-    """Without provider and subscription, which whoever asked has named."""
+    """Leave out provider and subscription, which the caller knows."""
     stream = gap.stream and pb.StreamName(namespace=gap.stream.namespace, key=gap.stream.key)
     return pb.Gap(
         queue=gap.queue,

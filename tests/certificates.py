@@ -1,4 +1,4 @@
-"""Certificates for TLS in tests: made anew, and trusted by nobody else."""
+"""Certificates for TLS in tests: made anew, and trusted by no other program."""
 
 from pathlib import Path
 from typing import NamedTuple

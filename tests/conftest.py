@@ -1,28 +1,49 @@
-"""What every test runs under: no blocked event loop, no task left behind, Hypothesis without a deadline."""
+"""The conditions of every test: no blocked event loop, no task left behind, Hypothesis without a deadline."""
 
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 from blockbuster import blockbuster_ctx
 from hypothesis import HealthCheck, Phase, settings
+from xdist.remote import Producer  # pyright: ignore[reportMissingTypeStubs]
+from xdist.scheduler import LoadFileScheduling  # pyright: ignore[reportMissingTypeStubs]
 
-# A shell without job control lets what it starts in the background ignore interrupts, and so would every process here.
+# A shell without job control makes its background processes ignore interrupts: every process here would ignore them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LIBRARY = [f"headrace.{package}" for package in ("streams", "adapters", "agents", "balancer", "silo", "pipeline")]
+# For `benchmarks`. At the end: the checkout has metadata of its own after a build.
+sys.path.append(str(Path(__file__).parents[1]))
 
-# Examples are random in both profiles: what they find is kept in .hypothesis and tried first the next time. To explain
-# failures Hypothesis would trace everything that passes, too.
+LIBRARY = [
+    f"headrace.{package}"
+    for package in ("streams", "store", "adapters", "balancer", "client", "agents", "server", "silo", "pipeline")
+]
+
+# Examples are random in both profiles: those that fail are kept in .hypothesis and tried first the next time. To
+# explain failures Hypothesis would trace everything that passes, too.
 settings.register_profile("dev", deadline=None, derandomize=False, phases=set(Phase) - {Phase.explain})
 settings.register_profile(
     "ci", settings.get_profile("dev"), print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+
+class FileScheduling(LoadFileScheduling):
+    """One process runs all tests of a file, and one process all tests of Spark: they share a JVM."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "tests/spark" if nodeid.startswith("tests/spark/") else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    return FileScheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,8 +55,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def environment_stays() -> Iterator[None]:
-    """A test that leaves a variable set for those after it fails. What Spark sets for its JVM, and what is set where
-    grpc is imported, stays for the process."""
+    """Fail a test that leaves a variable set for later tests. Variables that Spark sets for its JVM, and those set with
+    the import of grpc, stay for the process."""
     before = dict(os.environ)
     yield
     changed = {name for name, _ in before.items() ^ os.environ.items()}
@@ -51,7 +72,7 @@ def environment_stays() -> Iterator[None]:
 def loop_never_blocks() -> Iterator[None]:
     """A blocking call (file, socket, sqlite3, lock, sleep) that the library makes on an event loop's thread raises."""
     with blockbuster_ctx(LIBRARY) as blocking:
-        # A channel of grpc that is collected while a loop runs takes a lock for a moment; where it may not, it leaks.
+        # A channel of grpc that is collected while a loop runs takes a lock for a moment; if it may not, it leaks.
         blocking.functions["threading.Lock.acquire"].deactivate()
         yield
 
@@ -61,13 +82,13 @@ async def no_task_left_behind() -> AsyncIterator[None]:
     """A task that outlives the test, and the closing of its fixtures, fails it."""
     before = asyncio.all_tasks()
     yield
-    for _ in range(10):  # what was cancelled last needs a turn of the loop or two
+    for _ in range(10):  # the task cancelled last needs a turn of the loop or two
         await asyncio.sleep(0)
     left = [task for task in asyncio.all_tasks() - before if task is not asyncio.current_task()]
     for task in left:
         task.cancel()
     if left:
         await asyncio.wait(left, timeout=1)  # one that ignores it is left to the closing of the loop
-    # Where a write fails as its call ends, grpc leaves a task of its own, which has no name (grpc/grpc#36066).
+    # If a write fails as its call ends, grpc leaves a task of its own, which has no name (grpc/grpc#36066).
     ours = sorted(task.get_name() for task in left if hasattr(task.get_coro(), "__name__"))
     assert not ours, f"tasks left behind: {', '.join(ours)}"

@@ -1,7 +1,7 @@
-"""Real servers for tests, as fixtures. A missing one is installed where that is allowed, else the test fails and says
-what to install: see `headrace.benchmarks.servers`, whose `Server` is the base for further ones.
+"""Real servers for tests, as fixtures. A missing one is installed if that is allowed, else the test fails and says
+what to install: see `benchmarks.servers`, whose `Server` is the base for further ones.
 
-Import the fixtures a test uses where it is collected, in a `conftest.py` or the test module.
+Import the fixtures that a test uses in a `conftest.py` or in the test module, so that pytest finds them.
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from headrace.benchmarks.servers import PostgresServer, RedisServer, find_program
+from benchmarks.servers import PostgresServer, RedisServer, find_program
 
 _numbers = itertools.count()
 

@@ -1,4 +1,4 @@
-"""The code that is generated from proto/ is what the generator makes of it today."""
+"""The code generated from proto/ is the generator's current output."""
 
 import subprocess
 import sys

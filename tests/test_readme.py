@@ -1,58 +1,133 @@
-"""The README's own examples, run as they stand."""
+"""The README, followed from top to bottom in one directory, as a reader would."""
 
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple, Self
+
+import pytest
+
+from benchmarks.servers import java_home
+from tests.servers import ValkeyServer, valkey_server
+
+__all__ = ("valkey_server",)
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+SILO_PORT, REDIS_PORT = 9465, 6379
 
 
-def block(language: str, number: int = 0) -> str:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)[number]
+class Block(NamedTuple):
+    """A block of code, with the prose between it and the block before."""
+
+    prose: str
+    language: str
+    text: str
 
 
-def run(command: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    return subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
+def blocks(text: str) -> list[Block]:
+    return [Block(*found) for found in re.findall(r"(.*?)^```(\w+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)]
 
 
-def test_the_first_program_prints_what_was_published(tmp_path: Path) -> None:
-    done = run([sys.executable, "-c", block("python")], tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "orders/42 b'paid'\n"
+class Reader:
+    """Runs each block. A silo runs on, as in another terminal, until the next silo is started or all is done."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")} | {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "SPARK_LOCAL_IP": "127.0.0.1",
+        }
+        self._silo = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._silo.close()
+
+    def follow(self, block: Block) -> str:
+        """What the block prints."""
+        named = re.findall(r"`([\w/]+\.(?:py|toml))`", block.prose.rpartition("```")[2])
+        if block.language == "toml" or (named and block.language == "python"):
+            file = self.directory / named[-1]
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(block.text)
+            return ""
+        if block.language == "python":
+            return self._run([sys.executable, "-c", block.text])
+        return "".join(self._command(line.removeprefix("$ ")) for line in block.text.splitlines())
+
+    def _command(self, command: str) -> str:
+        if command == "make demo":  # tests/cli/test_demo.py runs it
+            return ""
+        if command.startswith("headrace silo"):
+            self._silo.close()
+            self._silo.enter_context(self._serving(command))
+            return ""
+        return self._run(["bash", "-c", command])
+
+    def _run(self, command: list[str]) -> str:
+        done = subprocess.run(
+            command, cwd=self.directory, env=self._environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+        return done.stdout
+
+    @contextmanager
+    def _serving(self, command: str) -> Generator[None]:
+        workers = int(re.findall(r"--workers (\d+)|$", command)[0] or 1)
+        with subprocess.Popen(
+            command.split(), cwd=self.directory, env=self._environment, stderr=subprocess.PIPE, text=True
+        ) as silo:
+            assert silo.stderr is not None
+            ready = 0
+            while ready < workers:
+                line = silo.stderr.readline()
+                assert line, (command, silo.wait())
+                ready += "silo is ready" in line
+            yield
+            silo.send_signal(signal.SIGINT)
+            silo.communicate()
+            assert silo.returncode == 0
 
 
-def test_the_commands_work_on_the_directory_of_the_first_program(tmp_path: Path) -> None:
-    run([sys.executable, "-c", block("python")], tmp_path)
-    commands = [line.removeprefix("$ ") for line in block("console", 1).splitlines()]
-    outputs: list[str] = []
-    for command in commands:
-        done = run(["bash", "-c", command], tmp_path)
-        assert done.returncode == 0, (command, done.stderr)
-        outputs.append(done.stdout)
-    assert "paid" in outputs[1]
-    assert "billing" in outputs[3]
+def free_ports(count: int) -> int:
+    """The first of `count` free ports in a row."""
+    for first in range(20_000, 30_000, count):
+        with ExitStack() as stack:
+            try:
+                for port in range(first, first + count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return first
+    raise AssertionError("no ports are free")
 
 
-def test_the_silo_runs_the_module_of_the_example(tmp_path: Path) -> None:
-    package = tmp_path / "myapp"
-    package.mkdir()
-    (package / "handlers.py").write_text(block("python", 1))
-    (tmp_path / "silo.toml").write_text(block("toml"))
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(
-        [Path(sys.executable).parent / "headrace", "silo", "silo.toml"],
-        cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True,
-    ) as silo:  # fmt: skip
-        assert silo.stderr is not None
-        told = [silo.stderr.readline()]
-        while "billing" not in told[-1]:
-            assert told[-1], told
-            told.append(silo.stderr.readline())
-        silo.terminate()
-        assert silo.wait(30) == 0
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "end", ["## On Spark", pytest.param("## Guarantees", marks=(pytest.mark.spark, pytest.mark.slow))]
+)
+def test_all_blocks_run_in_their_order(
+    end: str, tmp_path: Path, valkey_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (ROOT / "README.md").read_text()
+    text = text[: text.index(end)].replace(f":{REDIS_PORT}", f":{valkey_server.port}")
+    text = text.replace(str(SILO_PORT), str(free_ports(4)))
+    if end != "## On Spark":
+        monkeypatch.setenv("JAVA_HOME", str(java_home()))
+    with Reader(tmp_path) as reader:
+        printed = [reader.follow(block) for block in blocks(text)]
+    everything = "\n".join(printed)
+    assert printed[1] == "orders/42 b'paid'\n"
+    assert "billing" in printed[2]
+    assert "orders/43 [b'paid']" in everything
+    if end != "## On Spark":
+        assert re.search(r"\|\s*orders\|\s*3\|", everything), everything
+        assert "archived 3 events" in everything

@@ -110,7 +110,7 @@ def virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, No
 async def _bounded(main: Coroutine[Any, Any, T], limit_s: float) -> T:
     async with asyncio.timeout(limit_s):
         result = await main
-    for _ in range(10):  # what was cancelled last needs a turn of the loop or two
+    for _ in range(10):  # the task cancelled last needs a turn of the loop or two
         await asyncio.sleep(0)
     left = asyncio.all_tasks() - {asyncio.current_task()}
     assert not left, f"tasks left behind: {', '.join(sorted(task.get_name() for task in left))}"  # type: ignore[union-attr]

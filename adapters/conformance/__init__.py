@@ -1,7 +1,7 @@
 # ruff: noqa: E402 (pytest is told of the modules before they are imported)
-"""The tests that every adapter passes, for the adapters here and for those of others. Needs pytest and pytest-asyncio.
+"""Tests that every adapter must pass, Headrace's own and others. Needs pytest and pytest-asyncio.
 
-Inherit from the classes that fit what the adapter declares, and say how to open it:
+Inherit from the classes that fit the adapter's capabilities, and define how to open the adapter:
 
     class TestMyAdapter(ConformsToQueueAdapter, ConformsToRewindable, ConformsToDurable):
         async def open_adapter(self, queues: int, directory: Path) -> QueueAdapter:
@@ -9,16 +9,16 @@ Inherit from the classes that fit what the adapter declares, and say how to open
 
 | capabilities | classes |
 |---|---|
-| direction read-write | `ConformsToQueueAdapter` |
-| direction read-only | `ConformsToReadOnly` |
-| rewindable | `ConformsToRewindable`, or `ConformsToRewindableReadOnly` where read-only |
+| not read-only | `ConformsToQueueAdapter` |
+| read-only | `ConformsToReadOnly` |
+| rewindable | `ConformsToRewindable`, or `ConformsToRewindableReadOnly` if it is read-only |
 | durable | `ConformsToDurable` |
 | idempotent | `ConformsToIdempotent` |
 | delay | `ConformsToDelay` |
 | priority | `ConformsToPriority` |
 
-One test fails where the classes are not those that the capabilities ask for, so that a group of tests can be left out
-only by not declaring what it tests.
+One test fails if the classes do not match the capabilities. So a group of tests can be left out only if the adapter
+does not declare the capability.
 """
 
 import pytest

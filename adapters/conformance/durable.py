@@ -1,4 +1,4 @@
-"""What holds for an adapter that keeps what it was given."""
+"""Tests of durable adapters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .harness import BATCHES, AdapterConformance, batch_of, receiving, soon, tak
 
 
 class ConformsToDurable(AdapterConformance):
-    """For durable adapters, opened again on their directory, and opened twice."""
+    """For durable adapters. They are opened again on their directory, and opened twice at once."""
 
     tests_group = "durable"
 

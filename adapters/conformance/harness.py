@@ -1,4 +1,4 @@
-"""How a test of the suite gets its adapter, and the steps that tests are made of."""
+"""Opens adapters for the tests, and has the steps that tests share."""
 
 from __future__ import annotations
 
@@ -13,44 +13,45 @@ import pytest
 
 from ...streams.events import EventBatch
 from ...streams.identity import StreamId
-from ..seam import QueueAdapter, QueueReceiver, Receipt, Received
+from ..receiving import QueueReceiver, Received
+from ..seam import QueueAdapter, Receipt
 
 BATCHES = 12
 """Batches in each queue of a filled adapter."""
 ANY = 1 << 30
 """A limit that no test reaches."""
 DEADLINE_S = 30.0
-"""A test gives up on what did not happen within this many seconds. No test measures time."""
+"""Seconds after which a test fails if an expected event does not occur. No test measures time."""
 
 T = TypeVar("T")
 
 
 @pytest.mark.asyncio
 class AdapterConformance(ABC):
-    """What the classes of the suite have in common. A test gets the adapter with `async with self.adapter(...)`."""
+    """Base class of the suite. A test opens the adapter by `async with self.adapter(...)`."""
 
     tests_group: ClassVar[str]
-    """What an adapter declares that inherits from the class that sets this."""
+    """The capability of adapters that must inherit from the class that sets this."""
 
     @abstractmethod
     async def open_adapter(self, queues: int, directory: Path) -> QueueAdapter:
-        """Open the adapter with so many queues.
+        """Open the adapter with this number of queues.
 
-        `directory` exists and is empty for each test. Opened again on the same directory, a durable adapter finds what
-        it has stored there, also while the first one is still open.
+        `directory` exists and is empty for each test. A durable adapter that is opened again on the same directory
+        finds its stored batches there, even while the first one is still open.
         """
 
     @abstractmethod
     async def fill(self, adapter: QueueAdapter, queues: int) -> None:
-        """Bring `BATCHES` batches into each of the queues, as the class of its direction does it."""
+        """Make each queue hold `BATCHES` batches."""
 
     @abstractmethod
     async def expect_nothing(self, adapter: QueueAdapter, receiver: QueueReceiver, queue: int = 0) -> None:
-        """There is nothing for the receiver. How that is seen depends on the direction."""
+        """Check that there is no batch for the receiver."""
 
     @asynccontextmanager
     async def adapter(self, directory: Path, queues: int = 1) -> AsyncGenerator[QueueAdapter]:
-        """An open adapter, closed in the end."""
+        """Open an adapter, and close it in the end."""
         adapter = await self.open_adapter(queues, directory)
         try:
             yield adapter
@@ -59,14 +60,14 @@ class AdapterConformance(ABC):
 
     @asynccontextmanager
     async def filled(self, directory: Path, queues: int = 1) -> AsyncGenerator[QueueAdapter]:
-        """An open adapter with `BATCHES` batches in each queue."""
+        """Open an adapter with `BATCHES` batches in each queue."""
         async with self.adapter(directory, queues) as adapter:
             await soon(self.fill(adapter, queues))
             yield adapter
 
 
 async def soon(happening: Awaitable[T]) -> T:
-    """Await what must not take long. An AssertionError says that it did not happen."""
+    """Await a result. Raises AssertionError if it takes longer than `DEADLINE_S`."""
     try:
         async with asyncio.timeout(DEADLINE_S):
             return await happening
@@ -77,7 +78,7 @@ async def soon(happening: Awaitable[T]) -> T:
 async def take(
     receiver: QueueReceiver, batches: int, *, max_events: int = ANY, max_bytes: int = ANY
 ) -> list[EventBatch]:
-    """Receive until there are so many batches, not one more, and check what every answer promises."""
+    """Receive exactly this many batches, and check every result of `receive`."""
     taken: list[EventBatch] = []
     while len(taken) < batches:
         received = await soon(receiver.receive(max_events, max_bytes))
@@ -89,7 +90,8 @@ async def take(
 
 
 def check_answer(received: Received, max_events: int, max_bytes: int) -> None:
-    """At least one batch, in order, none after the one that reaches a limit, and all of them below `next_offset`."""
+    """Check a result of `receive`: at least one batch, in order, none after the one that reaches a limit, and all below
+    `next_offset`."""
     assert received.gap is None
     assert received.batches, "receive returned neither a batch nor a gap"
     assert in_order(received.batches)
@@ -100,34 +102,34 @@ def check_answer(received: Received, max_events: int, max_bytes: int) -> None:
 
 
 def check_receipt(adapter: QueueAdapter, receipt: Receipt, batch: EventBatch) -> None:
-    """The receipt has the batch's place, or, where the adapter keeps no order, one that is below."""
+    """Check that the receipt has the batch's token. If the adapter is not ordered, it may be a lower one."""
     assert receipt.token is not None
     assert receipt.token == batch.token or (not adapter.capabilities.ordered and receipt.token < batch.token)
 
 
 def in_order(batches: Sequence[EventBatch]) -> bool:
-    """Whether the offsets strictly increase."""
+    """Return whether the offsets strictly increase."""
     offsets = [batch.offset for batch in batches]
     return offsets == sorted(set(offsets))
 
 
 def receiving(receiver: QueueReceiver) -> asyncio.Task[Received]:
-    """A receive in a task of its own."""
+    """Start a receive in a new task."""
     return asyncio.create_task(receiver.receive(ANY, ANY), name="receive")
 
 
 async def turns(count: int = 20) -> None:
-    """Let everyone else go on for some turns of the loop."""
+    """Let other tasks run for some turns of the loop."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 def batch_of(key: str, *payloads: str) -> EventBatch:
-    """A batch for a stream of the suite."""
+    """Return a batch for a stream of the suite."""
     return EventBatch.of(StreamId("conformance", key), [payload.encode() for payload in payloads])
 
 
 def contents(batch: EventBatch) -> tuple[object, ...]:
-    """Everything that a batch says apart from its place."""
+    """Return all contents of a batch except its token."""
     events = batch.events()
     return (batch.stream, *((e.payload, dict(e.headers), e.id, e.timestamp_us) for e in events))

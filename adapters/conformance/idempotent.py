@@ -1,4 +1,4 @@
-"""What holds for an adapter with idempotent producers."""
+"""Tests of adapters with idempotent producers."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class ConformsToIdempotent(AdapterConformance):
             assert await _letters(adapter) == "a"
 
     async def test_numbers_outlive_the_handle_as_the_data_does(self, tmp_path: Path) -> None:
-        """Opened again where the adapter is durable; else it is the same handle, and the data is still there."""
+        """Opens the adapter again if it is durable; else uses the same handle, which still has the data."""
         async with self.adapter(tmp_path) as first:
             await _call(first, "a", 1)
             async with self._another_handle(first, tmp_path) as second:
@@ -121,7 +121,7 @@ class ConformsToIdempotent(AdapterConformance):
 def _enqueue(
     adapter: QueueAdapter, letters: str, number: int, *, previous: int | None = None, producer: str = "p"
 ) -> Awaitable[Sequence[Receipt]]:
-    """A call with a batch for each letter, after the call with the number before."""
+    """Enqueue a batch for each letter, as the call after the one with the previous number."""
     sequence = ProducerSequence(producer, number, number - 1 if previous is None else previous)
     return adapter.enqueue([(0, batch_of("s", letter)) for letter in letters], sequence=sequence)
 
@@ -133,7 +133,7 @@ async def _call(
 
 
 async def _letters(adapter: QueueAdapter, queue: int = 0) -> str:
-    """All letters stored in a queue."""
+    """Return all letters stored in a queue."""
     await soon(adapter.enqueue([(queue, batch_of("s", "."))]))
     receiver = await adapter.open_receiver(queue)
     letters = ""

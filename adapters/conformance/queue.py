@@ -1,4 +1,4 @@
-"""What holds for an adapter that is written to and read."""
+"""Tests of adapters that are not read-only."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ import pytest
 from ...streams.errors import Closed, InvalidArgument, PayloadTooLarge
 from ...streams.events import MAX_EVENT_BYTES, Event, EventBatch
 from ...streams.identity import StreamId
-from ..seam import QueueAdapter, QueueReceiver
+from ..receiving import QueueReceiver
+from ..seam import QueueAdapter
 from .harness import BATCHES, batch_of, check_receipt, contents, receiving, soon, take, turns
 from .reading import ReadingTests
 from .steps import RandomSteps
 
 
 class ConformsToQueueAdapter(ReadingTests):
-    """For direction read-write."""
+    """For adapters that are not read-only."""
 
     tests_group = "read-write"
 
@@ -32,7 +33,7 @@ class ConformsToQueueAdapter(ReadingTests):
             await adapter.enqueue([(queue, batch_of(f"{queue}-{number % 4}", *payloads)) for queue in range(queues)])
 
     async def expect_nothing(self, adapter: QueueAdapter, receiver: QueueReceiver, queue: int = 0) -> None:
-        """What is received next is what is enqueued now."""
+        """Enqueue a batch, and check that it is the next one received."""
         waiting = receiving(receiver)
         await turns()
         await soon(adapter.enqueue([(queue, batch_of("marker", "enqueued now"))]))

@@ -1,4 +1,4 @@
-"""What holds for an adapter that is only read."""
+"""Tests of read-only adapters."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from pathlib import Path
 import pytest
 
 from ...streams.errors import NotSupported
-from ..seam import QueueAdapter, QueueReceiver
+from ..receiving import QueueReceiver
+from ..seam import QueueAdapter
 from .harness import batch_of, receiving, turns
 from .reading import ReadingTests
 
 
 class ConformsToReadOnly(ReadingTests):
-    """For direction read-only. `open_adapter` opens queues of exactly `BATCHES` batches each, all of them there already
-    or as soon as they are asked for, different in each queue, and the same each time."""
+    """For read-only adapters. `open_adapter` opens queues of exactly `BATCHES` batches each, which can be received at
+    once. They differ between queues, and are the same each time."""
 
     tests_group = "read-only"
 
     async def fill(self, adapter: QueueAdapter, queues: int) -> None:
-        """Nothing to do: the batches are there."""
+        """Nothing to do: the queues hold their batches already."""
 
     async def expect_nothing(self, adapter: QueueAdapter, receiver: QueueReceiver, queue: int = 0) -> None:
-        """A receive still waits while other calls, which go the same way, come back several times."""
+        """Check that a receive still waits after several other calls of the adapter have returned."""
         waiting = receiving(receiver)
         for _ in range(5):
             await turns()

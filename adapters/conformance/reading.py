@@ -1,4 +1,4 @@
-"""What holds for every adapter, whoever wrote what it reads."""
+"""Tests of every adapter, read-only or not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 from ...streams.errors import Closed, InvalidArgument, NotSupported
 from ...streams.events import EventBatch
-from ..seam import Capabilities, Direction, ProducerSequence, QueueAdapter, QueueReceiver
+from ..receiving import QueueReceiver
+from ..seam import Capabilities, ProducerSequence, QueueAdapter
 from .harness import ANY, BATCHES, AdapterConformance, check_answer, receiving, soon, take, turns
 
 
@@ -125,14 +126,15 @@ class ReadingTests(AdapterConformance):
             assert received == everything
 
     async def test_batches_received_twice_are_different_objects(self, tmp_path: Path) -> None:
-        """Whoever holds a batch may write to the fields that are the cache's."""
+        """Each holder of a batch may write to its cache fields."""
         async with self.filled(tmp_path) as adapter:
             first, second = await _read_once(adapter), await _read_once(adapter)
             assert first == second
             assert not {id(batch) for batch in first} & {id(batch) for batch in second}
 
     async def test_cancelled_receives_lose_nothing(self, tmp_path: Path) -> None:
-        """A receive is cancelled after 0, 1, 2 … turns of the loop; what it returned all the same is counted in."""
+        """A receive is cancelled after 0, 1, 2 … turns of the loop. Batches that it still returned count as
+        received."""
         async with self.filled(tmp_path) as adapter:
             everything = await _read_once(adapter)
             receiver = await adapter.open_receiver(0)
@@ -223,7 +225,7 @@ class ReadingTests(AdapterConformance):
 def _groups(capabilities: Capabilities) -> set[str]:
     """The groups of tests that an adapter with these capabilities has to pass. For the other side of each, see
     `AdapterConformance.tests_group`."""
-    if capabilities.direction is Direction.READ_ONLY:
+    if capabilities.read_only:
         return {"read-only"} | ({"rewindable read-only"} if capabilities.rewindable else set())
     flags = {
         name for name in ("rewindable", "durable", "idempotent", "delay", "priority") if getattr(capabilities, name)

@@ -1,4 +1,4 @@
-"""What holds for an adapter that can go back."""
+"""Tests of rewindable adapters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FAR_AHEAD_US = 1 << 60
 
 
 class RewindingTests(AdapterConformance):
-    """Goes back in filled queues, by offset and by time."""
+    """Rewinds in filled queues, by offset and by time."""
 
     async def test_a_receiver_can_start_at_any_offset(self, tmp_path: Path) -> None:
         async with self.filled(tmp_path) as adapter:
@@ -88,13 +88,13 @@ class RewindingTests(AdapterConformance):
 
 
 class ConformsToRewindableReadOnly(RewindingTests):
-    """For rewindable adapters of direction read-only."""
+    """For read-only rewindable adapters."""
 
     tests_group = "rewindable read-only"
 
 
 class ConformsToRewindable(RewindingTests):
-    """For rewindable adapters of direction read-write."""
+    """For rewindable adapters that are not read-only."""
 
     tests_group = "rewindable"
 
@@ -111,6 +111,20 @@ class ConformsToRewindable(RewindingTests):
             found = [await adapter.offset_at(0, moment) for moment in moments]
             end = (await adapter.bounds(0)).next
         assert found == [*tokens, end]
+
+    async def test_a_time_finds_the_batch_that_was_stored_at_exactly_that_time(self, tmp_path: Path) -> None:
+        async with self.adapter(tmp_path) as adapter:
+            tokens: list[int] = []
+            for number in range(2):
+                await _a_moment_of_its_own()
+                (receipt,) = await soon(adapter.enqueue([(0, batch_of("s", str(number)))]))
+                assert receipt.token is not None
+                tokens.append(receipt.token.offset)
+            stored_us = (await adapter.backlog(0, tokens[1])).since_us
+            assert stored_us is not None, "a rewindable adapter knows when a batch was stored"
+            found = [await adapter.offset_at(0, stored_us + difference_us) for difference_us in (-1, 0, 1)]
+            end = (await adapter.bounds(0)).next
+        assert found == [tokens[1], tokens[1], end]
 
     async def test_a_receiver_at_the_end_gets_what_is_enqueued_from_then_on(self, tmp_path: Path) -> None:
         async with self.filled(tmp_path) as adapter:
@@ -130,7 +144,7 @@ class ConformsToRewindable(RewindingTests):
 
 
 def _reached(batches: Sequence[EventBatch], max_events: int | None, max_bytes: int | None) -> int:
-    """One behind the last of the batches that are within the limits, counted one after the other."""
+    """Return the offset after the last batch within the limits, counted batch by batch."""
     events = nbytes = 0
     for index, batch in enumerate(batches):
         events, nbytes = events + batch.count, nbytes + batch.nbytes
@@ -141,7 +155,7 @@ def _reached(batches: Sequence[EventBatch], max_events: int | None, max_bytes: i
 
 
 async def _a_moment_of_its_own() -> int:
-    """A time in microseconds, after everything before and before everything after this call."""
+    """Return a time in microseconds that separates earlier commits from later ones."""
     moment = await _clock_after(time.time_ns() // 1000)
     await _clock_after(moment)
     return moment

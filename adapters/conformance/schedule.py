@@ -1,4 +1,4 @@
-"""What holds for adapters that deliver some events later, or before others."""
+"""Tests of adapters with delays or priorities."""
 
 from __future__ import annotations
 

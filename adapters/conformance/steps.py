@@ -1,4 +1,4 @@
-"""Random steps on an adapter beside the simplest model: a list per queue."""
+"""Random steps on an adapter, compared with a simple model: a list per queue."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import random
 from collections.abc import Sequence
 
 from ...streams.events import EventBatch
-from ..seam import QueueAdapter, QueueReceiver, Receipt
+from ..receiving import QueueReceiver
+from ..seam import QueueAdapter, Receipt
 from .harness import ANY, batch_of, check_answer, contents, soon
 
 
 class _ModelQueue:
-    """What should be in a queue, and how far its receiver is. Positions count batches, not offsets."""
+    """The expected contents of a queue, and the position of its receiver. Positions count batches, not offsets."""
 
     def __init__(self) -> None:
         self.stored: list[EventBatch] = []
@@ -33,7 +34,7 @@ class RandomSteps:
         self._made = 0
 
     async def run(self, steps: int) -> None:
-        """Take so many steps, then read what is left, and compare all the way."""
+        """Take this many steps, then read the rest. Compare with the model after each step."""
         for _ in range(steps):
             step = self._rng.choice(
                 [self._enqueue, self._enqueue, self._settle, self._receive, self._receive, self._finish]
@@ -57,7 +58,7 @@ class RandomSteps:
         return batch_of(self._rng.choice("abc"), *payloads)
 
     async def _settle(self) -> None:
-        """Await what was enqueued so far."""
+        """Await all calls of `enqueue` so far."""
         calls, self._calls = self._calls, []
         for call in calls:
             assert all(receipt.token is not None and not receipt.duplicate for receipt in await soon(call))
@@ -82,7 +83,7 @@ class RandomSteps:
         queue.position = end
 
     async def _finish(self) -> None:
-        """Acknowledge some of what was received, or open another receiver, or both."""
+        """Acknowledge some of the received batches, or open another receiver, or both."""
         queue = self._rng.choice(self._queues)
         if queue.receiver is not None and queue.position and self._rng.random() < 0.7:
             done = self._rng.randrange(queue.position)
@@ -92,7 +93,7 @@ class RandomSteps:
             await self._reopen(queue)
 
     async def _reopen(self, queue: _ModelQueue) -> QueueReceiver:
-        """Another receiver, which gets what was not acknowledged."""
+        """Open another receiver, which gets all batches that are not acknowledged."""
         if queue.receiver is not None:
             await queue.receiver.aclose()
         queue.receiver = await self._adapter.open_receiver(self._queues.index(queue))

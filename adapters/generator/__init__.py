@@ -1,4 +1,4 @@
-"""Adapter `generator`: makes its data instead of reading a queue, for tests and load."""
+"""Adapter `generator`: generates events instead of reading a queue, for tests and load."""
 
 from .adapter import GeneratorAdapter, open_adapter
 from .options import GeneratorOptions

@@ -10,36 +10,26 @@ from typing import Any
 from ...streams.errors import Closed, InvalidArgument, NotSupported, StorageError
 from ...streams.events import EventBatch
 from ..limits import within_limits
+from ..receiving import Bounds, QueueReceiver, Received
 from ..registry import read_options
-from ..seam import (
-    AdapterContext,
-    Bounds,
-    Capabilities,
-    Direction,
-    ProducerSequence,
-    QueueAdapter,
-    QueueReceiver,
-    QueueStatistics,
-    Receipt,
-    Received,
-)
+from ..seam import AdapterContext, Capabilities, ProducerSequence, QueueAdapter, QueueStatistics, Receipt
 from .options import GeneratorOptions
-from .plan import Plan
+from .plan import GeneratorPlan
 from .timeline import Timeline
 
 
 class GeneratorReceiver(QueueReceiver):
-    """Reads a generated queue from a position of its own, and suffers the faults of the plan."""
+    """Reads a generated queue from its own position, with the faults of the plan."""
 
     def __init__(self, queue: GeneratorQueue, position: int) -> None:
         self._queue = queue
         self._position = position
-        self._news = asyncio.Event()
-        self._stalled = (-1, 0.0)  # the last offset before which it stopped, and until when
+        self._changed = asyncio.Event()
+        self._stalled = (-1, 0.0)  # the offset of the last stall, and the time at which it ends
         self._closed = False
 
     async def receive(self, max_events: int, max_bytes: int) -> Received:
-        await asyncio.sleep(0)  # data without end must not keep the loop from everyone else
+        await asyncio.sleep(0)  # endless data must not block the loop for other tasks
         while (due_s := self._due_s()) > _now_s():
             await self._pause(due_s)
         self._queue.read(self._position)
@@ -57,17 +47,17 @@ class GeneratorReceiver(QueueReceiver):
         self.wake()
 
     def wake(self) -> None:
-        """Look again: the plan has changed, or this receiver is closed."""
-        self._news.set()
+        """Make a waiting `receive` check again: the plan has changed, or this receiver is closed."""
+        self._changed.set()
 
     def _check_open(self) -> None:
         if self._closed:
             raise Closed("this receiver is closed")
 
     def _due_s(self) -> float:
-        """When the next batch can be returned, in seconds of the loop's clock."""
+        """Return when the next batch can be returned, in seconds of the loop's clock."""
         self._check_open()
-        self._news.clear()
+        self._changed.clear()
         stall_s = self._queue.timeline.plan.stall_s(self._position)
         if stall_s and self._stalled[0] != self._position:
             self._stalled = (self._position, _now_s() + stall_s)
@@ -76,12 +66,12 @@ class GeneratorReceiver(QueueReceiver):
     async def _pause(self, until_s: float) -> None:
         try:
             async with asyncio.timeout_at(None if math.isinf(until_s) else until_s):
-                await self._news.wait()
+                await self._changed.wait()
         except TimeoutError:
             pass
 
     def _ahead(self) -> Iterator[EventBatch]:
-        """The batches that can be returned now, up to the next stall."""
+        """Yield the batches that can be returned now, up to the next stall."""
         timeline, offset, now_s = self._queue.timeline, self._position, _now_s()
         while timeline.due_s(offset) <= now_s:
             yield timeline.batch(offset)
@@ -91,9 +81,9 @@ class GeneratorReceiver(QueueReceiver):
 
 
 class GeneratorQueue:
-    """A timeline and who reads it."""
+    """A timeline and its receivers."""
 
-    def __init__(self, index: int, plan: Plan) -> None:
+    def __init__(self, index: int, plan: GeneratorPlan) -> None:
         self.index = index
         self.timeline = Timeline(index, plan, _now_s())
         self.acknowledged = 0
@@ -105,11 +95,12 @@ class GeneratorQueue:
         return Bounds(0, self.timeline.next(_now_s()))
 
     def read(self, offset: int) -> None:
-        """Note an attempt to read from `offset` on. Raises StorageError where the plan says so."""
+        """Count an attempt to read from `offset` on. Raises StorageError if the plan wants this attempt to fail."""
         self._reads += 1
         if self.timeline.plan.fails(self.index, self._reads):
             raise StorageError(
-                f"queue {self.index}, offset {offset}: reading failed, as the generator was told to: receive again"
+                f"queue {self.index}, offset {offset}: reading failed, by the generator's option read_errors: receive "
+                "again"
             )
 
     def open(self, start: int | None) -> GeneratorReceiver:
@@ -121,21 +112,21 @@ class GeneratorQueue:
         self.receivers.add(receiver)
         return receiver
 
-    def change(self, plan: Plan) -> None:
+    def change(self, plan: GeneratorPlan) -> None:
         self.timeline.change(plan, _now_s())
         for receiver in self.receivers:
             receiver.wake()
 
 
 class GeneratorAdapter(QueueAdapter):
-    """Makes its data instead of reading a queue: for tests and load.
+    """Generates events instead of reading a queue: for tests and load.
 
     Batch k of queue q is a pure function of (seed, q, k, options), so that reading again gives the same bytes. Nothing
-    is stored: a start at any offset below the end is accepted, what is acknowledged can still be read again, and
-    `Bounds.next` is how far the data is due (with a rate) or was asked for (without).
+    is stored: a receiver can start at any offset below the end, and acknowledged batches can still be read. With a
+    rate, `Bounds.next` is the end of the batches that are due; without one, of those that were read so far.
     """
 
-    capabilities = Capabilities(rewindable=True, direction=Direction.READ_ONLY)
+    capabilities = Capabilities(rewindable=True, read_only=True)
 
     def __init__(self, context: AdapterContext, options: GeneratorOptions | None = None) -> None:
         self._context = context
@@ -145,10 +136,10 @@ class GeneratorAdapter(QueueAdapter):
         self._closed = False
 
     def reconfigure(self, options: GeneratorOptions | Mapping[str, Any]) -> None:
-        """Go on with other options, which replace all the old ones. Offsets and times continue.
+        """Replace all options. Offsets and times continue.
 
-        What the batches hold changes from the next one that is not there yet; faults in reading change at once.
-        `start_us` has no effect any more. Raises InvalidArgument, and then nothing changes.
+        The contents change from the next batch on that is not generated yet; faults in reading change at once.
+        `start_us` has no effect. If this raises InvalidArgument, nothing changes.
         """
         self.options = (
             options if isinstance(options, GeneratorOptions) else read_options("generator", GeneratorOptions, options)
@@ -165,7 +156,7 @@ class GeneratorAdapter(QueueAdapter):
         )
 
     async def open_receiver(self, queue: int, start: int | None = None) -> QueueReceiver:
-        """As the seam says. Receivers of one queue are independent; each suffers the faults for itself."""
+        """See QueueAdapter. Receivers of one queue are independent; faults apply to each of them."""
         return self._queue(queue).open(start)
 
     async def bounds(self, queue: int) -> Bounds:
@@ -175,7 +166,7 @@ class GeneratorAdapter(QueueAdapter):
         return QueueStatistics(self._queue(queue).bounds)
 
     async def offset_at(self, queue: int, time_us: int) -> int:
-        """As the seam says, by the generated times."""
+        """See QueueAdapter. Uses the generated times."""
         return self._queue(queue).timeline.offset_at(time_us, _now_s())
 
     async def aclose(self) -> None:
@@ -184,8 +175,8 @@ class GeneratorAdapter(QueueAdapter):
             for receiver in tuple(queue.receivers):
                 await receiver.aclose()
 
-    def _plan(self) -> Plan:
-        return Plan(self.options, self._context.queue_of)
+    def _plan(self) -> GeneratorPlan:
+        return GeneratorPlan(self.options, self._context.queue_of)
 
     def _queue(self, index: int) -> GeneratorQueue:
         if self._closed:

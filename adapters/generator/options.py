@@ -1,4 +1,4 @@
-"""What a provider's table of options may say about its generator."""
+"""Options of a provider's generator."""
 
 from __future__ import annotations
 
@@ -17,34 +17,35 @@ _PayloadSize = Annotated[int, msgspec.Meta(ge=0, le=MAX_EVENT_BYTES)]
 
 
 class GeneratorOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of the adapter `generator`. The same ones give the same data."""
+    """Options of the adapter `generator`. The same options give the same data."""
 
     namespace: str = "generated"
     streams: Annotated[int, msgspec.Meta(ge=1)] = 100
     """Streams in each queue."""
     events: _Count | None = None
-    """Events in each queue, all in all; None for no end."""
+    """Total number of events in each queue; None for no end."""
     rate: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    """Events per second in each queue; None for as fast as they are asked for."""
+    """Events per second in each queue; None for as fast as they are read."""
     batch: Annotated[int, msgspec.Meta(ge=1, le=MAX_BATCH_EVENTS)] = 1000
     """Events in a batch."""
     payload_bytes: _PayloadSize = 100
-    """Size of a payload in bytes; the smallest one where `payload_bytes_max` is set."""
+    """Size of a payload in bytes; the smallest size if `payload_bytes_max` is set."""
     payload_bytes_max: _PayloadSize | None = None
-    """Size of the largest payload in bytes: sizes are evenly spread. None for payloads of one size."""
+    """Largest size of a payload in bytes; sizes are evenly distributed. None: all payloads have the same size."""
     skew: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.0
-    """Zipf exponent: stream number n (from 1) gets a share in proportion to 1 / n ** skew. 0 gives each the same."""
+    """Zipf exponent: the share of stream number n (from 1) is proportional to 1 / n ** skew. 0: equal shares."""
     seed: int = 0
     start_us: int = 1_577_836_800_000_000
     """Time of the first batch, in microseconds since 1970 UTC. The others follow at `rate`, or at 1,000,000 events per
-    second where there is none: generated times are part of the data, they do not follow the clock."""
+    second without a rate. Generated times are part of the data; they do not follow the clock."""
 
     read_errors: _Probability = 0.0
-    """Share of reads that raise StorageError, the position unchanged; 1 for an outage."""
+    """Share of reads that raise StorageError and leave the position unchanged; 1 for an outage."""
     poison: _Probability = 0.0
     """Share of events that carry the header `poison` with the value `true`."""
     stall_every: _Count = 0
-    """Each receiver stops for `stall_s` before every batch whose offset is a multiple of this, but 0; 0 for never."""
+    """Each receiver stops for `stall_s` before every batch whose offset is a multiple of this, except offset 0. 0:
+    never."""
     stall_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What the generator makes: batch k of queue q as a pure function of (seed, q, k, options)."""
+"""Generates batch k of queue q as a pure function of (seed, q, k, options)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POISON = "poison"
 """The header that marks a poison event; its value is `true`."""
 
 _BLOCKS = 4
-"""Different payload columns that batches share."""
+"""Number of different payload columns; batches share them."""
 _REMEMBERED_STREAMS = 1 << 17
 _NAMES_TRIED = 1 << 16
 _MASK = (1 << 64) - 1
@@ -28,8 +28,8 @@ _POISONED = events_pb2.EventBatch(headers=[events_pb2.Headers(values={POISON: "t
 _NO_HEADERS = events_pb2.EventBatch(headers=[events_pb2.Headers()]).SerializeToString()
 
 
-class Plan:
-    """Makes batches. Payload columns are encoded once and shared, so that a batch costs little more than a copy."""
+class GeneratorPlan:
+    """Generates batches. Payload columns are encoded once and shared, so a batch costs little more than a copy."""
 
     def __init__(self, options: GeneratorOptions, queue_of: Callable[[StreamId], int] | None = None) -> None:
         self.options = options
@@ -40,7 +40,7 @@ class Plan:
         self._salt = cache(self._make_salt)
 
     def batch(self, queue: int, offset: int, count: int, time_us: int) -> EventBatch:
-        """The batch at `offset`, with `count` events."""
+        """Return the batch at `offset`, with `count` events."""
         draw = _mix(self._salt(queue) + offset)
         stream = self.stream(queue, self._pick(draw))
         # Fields may come in any order: namespace and key, field 4 (timestamps_us) with one value, then the shared rest.
@@ -50,17 +50,17 @@ class Plan:
         return EventBatch(stream, b"".join(parts), count, offset)
 
     def fails(self, queue: int, read: int) -> bool:
-        """Whether attempt number `read` to read a queue raises StorageError."""
+        """Return whether attempt number `read` to read a queue raises StorageError."""
         odds = self.options.read_errors
         return bool(odds) and _fraction(_mix(~self._salt(queue) + read)) < odds
 
     def stall_s(self, offset: int) -> float:
-        """How long a receiver stops before the batch at `offset`, in seconds."""
+        """Return how many seconds a receiver stops before the batch at `offset`."""
         every = self.options.stall_every
         return self.options.stall_s if every and offset and offset % every == 0 else 0.0
 
     def _stream(self, queue: int, number: int) -> StreamId:
-        """Stream `number` of a queue; where the provider's mapper is known, one that it maps to this queue."""
+        """Return stream `number` of a queue. If the provider's mapper is known, it maps the stream to this queue."""
         for attempt in range(_NAMES_TRIED):
             stream = StreamId(self.options.namespace, f"{queue}-{number}" + (f".{attempt}" if attempt else ""))
             if self._queue_of is None or self._queue_of(stream) == queue:
@@ -78,13 +78,13 @@ class Plan:
         return _mix(_mix(self.options.seed) + queue)
 
     def _headers(self, draw: int, count: int) -> bytes:
-        """The headers of `count` events, those of the poison events among them; nothing where there are none."""
+        """Return the encoded headers of `count` events, with those of poison events; b"" if no event is poison."""
         rng, odds = random.Random(draw), self.options.poison  # noqa: S311 (data to test with)
         poisoned = [rng.random() < odds for _ in range(count)]
         return b"".join(_POISONED if one else _NO_HEADERS for one in poisoned) if any(poisoned) else b""
 
     def _make_block(self, count: int, variant: int) -> bytes:
-        """Sizes and payload of `count` events."""
+        """Return the encoded sizes and payloads of `count` events."""
         rng = random.Random(f"{self.options.seed}/{variant}")  # noqa: S311 (data to test with)
         low, high = self.options.payload_range
         sizes = [rng.randint(low, high) for _ in range(count)]
@@ -92,12 +92,12 @@ class Plan:
 
 
 def _shares(streams: int, skew: float) -> Sequence[float] | None:
-    """Cumulated shares of the streams by Zipf's law, None where they are equal."""
+    """Return the cumulated shares of the streams by Zipf's law, None if they are equal."""
     return array("d", accumulate((number + 1) ** -skew for number in range(streams))) if skew else None
 
 
 def _mix(value: int) -> int:
-    """64 well mixed bits of any integer (splitmix64: cheap, where seeding a generator is not)."""
+    """Return 64 well mixed bits of any integer (splitmix64, which is cheaper than seeding a generator)."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
@@ -105,5 +105,5 @@ def _mix(value: int) -> int:
 
 
 def _fraction(draw: int) -> float:
-    """The upper bits as a number from 0 up to, not including, 1. The lowest bits are left for other choices."""
+    """Return the upper bits as a number from 0 (inclusive) to 1 (exclusive). The lowest bits serve other choices."""
     return (draw >> 11) * 2.0**-53

@@ -1,4 +1,4 @@
-"""Which batches a generated queue has, and when: over all reconfigurations. Pure: the time is handed in."""
+"""The batches of a generated queue and when they are due, over all reconfigurations. Pure: callers pass the time."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from bisect import bisect, bisect_left
 from typing import NamedTuple
 
 from ...streams.events import EventBatch
-from .plan import Plan
+from .plan import GeneratorPlan
 
 
 class Era(NamedTuple):
-    """The batches from offset `first` on, until the next era, made by one plan."""
+    """The batches from offset `first` up to the next era. One plan generates them."""
 
     first: int
-    plan: Plan
+    plan: GeneratorPlan
     events_before: int
-    """Events in all eras before."""
+    """Number of events in all earlier eras."""
     time_us: int
-    """Generated time of the first batch."""
+    """Generated time of the first batch, in microseconds since 1970 UTC."""
     opened_s: float
     """When the era began, in seconds of the loop's clock."""
 
     @property
     def end(self) -> float:
-        """The offset after the last batch, if no other era follows; infinite where there is no end."""
+        """The offset after the last batch, if no other era follows; infinite if there is no end."""
         events = self.plan.options.events
         if events is None:
             return math.inf
         return self.first + max(0, math.ceil((events - self.events_before) / self.plan.options.batch))
 
     def count(self, offset: int) -> int:
-        """Events in a batch: the last one has what is left."""
+        """Return the number of events in a batch. The last batch may be smaller."""
         full, events = self.plan.options.batch, self.plan.options.events
         return full if events is None else min(full, events - self.events_at(offset))
 
     def events_at(self, offset: int) -> int:
-        """Events in all batches below `offset`, which is in this era or at its end."""
+        """Return the number of events in all batches below `offset`, which is in this era or at its end."""
         before = self.events_before + (offset - self.first) * self.plan.options.batch
         events = self.plan.options.events
         return before if events is None or offset < self.end else max(self.events_before, min(before, events))
@@ -45,32 +45,32 @@ class Era(NamedTuple):
         return self.time_us + int((offset - self.first) * self.plan.options.interval_s * 1_000_000)
 
     def due_s(self, offset: int) -> float:
-        """When a batch can be received, in seconds of the loop's clock."""
+        """Return when a batch can be received, in seconds of the loop's clock."""
         if self.plan.options.rate is None:
             return self.opened_s
         return self.opened_s + (offset - self.first + 1) * self.plan.options.interval_s
 
 
 class Timeline:
-    """One generated queue. Never forgets an era: what was made once can be made again."""
+    """One generated queue. It keeps all eras, so that every batch can be generated again."""
 
-    def __init__(self, queue: int, plan: Plan, now_s: float) -> None:
+    def __init__(self, queue: int, plan: GeneratorPlan, now_s: float) -> None:
         self._queue = queue
         self._eras = [Era(0, plan, 0, plan.options.start_us, now_s)]
         self._reached = 0
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> GeneratorPlan:
         """The plan of the newest era."""
         return self._eras[-1].plan
 
     @property
     def end(self) -> float:
-        """The offset after the last batch there will ever be under the newest plan; infinite where there is no end."""
+        """The offset after the last batch of the newest plan; infinite if there is no end."""
         return self._eras[-1].end
 
     def next(self, now_s: float) -> int:
-        """The offset after the last batch there is: those that are due; without a rate, those asked for so far."""
+        """Return the offset after the last batch that is due; without a rate, that was read so far."""
         last = self._eras[-1]
         if last.plan.options.rate is None:
             return self._reached
@@ -78,7 +78,7 @@ class Timeline:
         return max(self._reached, int(min(due, last.end)))
 
     def reach(self, offset: int, now_s: float) -> None:
-        """Everything below `offset` is there, as another process may know that reads the same data."""
+        """Treat all batches below `offset` as due: another process that reads the same data may have read them."""
         if offset <= self._reached:
             return
         self._reached = offset
@@ -86,8 +86,8 @@ class Timeline:
         latest = now_s - (offset - last.first) * last.plan.options.interval_s
         self._eras[-1] = last._replace(opened_s=min(last.opened_s, latest))
 
-    def change(self, plan: Plan, now_s: float) -> None:
-        """Go on with another plan, from the next batch that is not there yet."""
+    def change(self, plan: GeneratorPlan, now_s: float) -> None:
+        """Use another plan from the next batch on that is not due yet."""
         first = self._reached = self.next(now_s)
         last = self._eras[-1]
         if last.first == first:
@@ -95,18 +95,18 @@ class Timeline:
         self._eras.append(Era(first, plan, last.events_at(first), last.time_us_at(first), now_s))
 
     def due_s(self, offset: int) -> float:
-        """When the batch at `offset` can be received, in seconds of the loop's clock; infinite where it will not be."""
+        """Return when the batch at `offset` can be received, in seconds of the loop's clock; infinite if never."""
         era = self._era(offset)
         return math.inf if offset >= era.end else era.due_s(offset)
 
     def batch(self, offset: int) -> EventBatch:
-        """Make the batch at `offset`, which is due."""
+        """Generate the batch at `offset`, which is due."""
         era = self._era(offset)
         self._reached = max(self._reached, offset + 1)
         return era.plan.batch(self._queue, offset, era.count(offset), era.time_us_at(offset))
 
     def offset_at(self, time_us: int, now_s: float) -> int:
-        """The first batch whose generated time is `time_us` or later, `next` where there is none."""
+        """Return the first batch whose generated time is `time_us` or later, `next` if there is none."""
         return bisect_left(range(self.next(now_s)), time_us, key=lambda offset: self._era(offset).time_us_at(offset))
 
     def _era(self, offset: int) -> Era:

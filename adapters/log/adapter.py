@@ -10,25 +10,19 @@ from typing import Any, TypeVar
 
 from ...streams.errors import Closed, DataDirectoryError, InvalidArgument, PayloadTooLarge
 from ...streams.events import EventBatch
-from ..reaching import Limits
+from ...streams.private_files import make_directory
+from ..reaching import RangeLimits
+from ..receiving import Bounds
 from ..registry import read_options
-from ..seam import (
-    AdapterContext,
-    Backlog,
-    Bounds,
-    Capabilities,
-    ProducerSequence,
-    QueueAdapter,
-    QueueStatistics,
-    Receipt,
-)
+from ..seam import AdapterContext, Backlog, Capabilities, ProducerSequence, QueueAdapter, QueueStatistics, Receipt
 from .allocator import prefer_reuse
 from .backlog import backlog
 from .blocks import StreamTable
 from .committer import Committer
+from .damage import Damage, find_damage, pass_damage, passed_ranges
 from .doorbell import Doorbell, Ringer
 from .environment import MAX_QUEUES, LogEnvironment, acquire, check_process, release
-from .group import Call
+from .group import CommitRequest
 from .options import LogOptions
 from .reach import reach
 from .receiver import LogReceiver, QueueReader
@@ -47,8 +41,8 @@ _T = TypeVar("_T")
 async def open_adapter(context: AdapterContext, options: Mapping[str, Any]) -> LogAdapter:
     """Open the log in `context.directory`, or make it. Several handles, in one or many processes, may be open at once.
 
-    Raises InvalidArgument for options and for another number of queues than the directory was made with,
-    DataDirectoryError for one that is foreign, damaged or not accessible.
+    Raises InvalidArgument for wrong options, and for a number of queues that differs from that of the directory;
+    DataDirectoryError if the directory is foreign, damaged or not accessible.
     """
     chosen = read_options("log", LogOptions, options)
     if context.directory is None:
@@ -63,9 +57,10 @@ async def open_adapter(context: AdapterContext, options: Mapping[str, Any]) -> L
 
 def _open(context: AdapterContext, options: LogOptions, wake: Path) -> LogEnvironment:
     assert context.directory is not None
-    environment = acquire(context.directory / "log", options, context.provider, context.queues)
+    create = not context.used_before
+    environment = acquire(context.directory / "log", options, context.provider, context.queues, create=create)
     try:
-        wake.mkdir(exist_ok=True)
+        make_directory(wake)
     except OSError as error:
         release(environment)
         raise DataDirectoryError(f"{wake} cannot be made: {error.strerror}") from None
@@ -79,6 +74,7 @@ class LogAdapter(QueueAdapter):
 
     def __init__(self, environment: LogEnvironment, wake: Path) -> None:
         self._environment = environment
+        self.identity = str(environment.created_us)
         self._queues = environment.queues
         self._loop = asyncio.get_running_loop()
         self._doorbell = Doorbell(wake)
@@ -93,8 +89,8 @@ class LogAdapter(QueueAdapter):
     def enqueue(
         self, batches: Sequence[tuple[int, EventBatch]], *, sequence: ProducerSequence | None = None
     ) -> Awaitable[Sequence[Receipt]]:
-        """See QueueAdapter. Never blocks, and never refuses for want of room: what a publisher has not awaited is its
-        own memory. A call whose caller was cancelled may be stored all the same."""
+        """See QueueAdapter. Never blocks and never raises QueueFull: calls that are not stored yet are kept in memory.
+        A call whose caller was cancelled may still be stored."""
         self._check_usable()
         batches = tuple(batches)
         nbytes = 0
@@ -108,29 +104,29 @@ class LogAdapter(QueueAdapter):
                 _check_foreign(batch)
             nbytes += size
         answer = self._loop.create_future()
-        self._committer.submit(Call(batches, nbytes, answer, sequence))
+        self._committer.submit(CommitRequest(batches, nbytes, answer, sequence))
         return answer
 
     async def open_receiver(self, queue: int, start: int | None = None) -> LogReceiver:
         noted = self._environment.acknowledgements.noted(queue)
-        tail = await self._look(lambda snapshot: snapshot.tail(queue), queue)
+        tail = await self._read_snapshot(lambda snapshot: snapshot.tail(queue), queue)
         position = max(tail.acknowledged, min(noted, tail.next)) if start is None else start
         if not 0 <= position <= tail.next:
             raise InvalidArgument(f"queue {queue} ends at offset {tail.next}: it cannot be read from {position}")
-        rung = await self._doorbell.listen(queue)
+        grown = await self._doorbell.listen(queue)
 
         def forget(receiver: LogReceiver) -> None:
             self._receivers.discard(receiver)
-            self._doorbell.forget(queue, rung)
+            self._doorbell.forget(queue, grown)
 
         reader = QueueReader(self._environment, queue, self._streams)
         receiver = LogReceiver(
             reader,
             position,
-            rung=rung,
+            grown=grown,
             run=self._run,
             acknowledge=lambda offset: self._environment.acknowledgements.note(queue, offset),
-            closed=forget,
+            on_close=forget,
         )
         self._receivers.add(receiver)
         return receiver
@@ -138,33 +134,47 @@ class LogAdapter(QueueAdapter):
     async def bounds(self, queue: int) -> Bounds:
         return (await self.statistics(queue)).bounds
 
+    async def resume_at(self, queue: int, offset: int) -> int:
+        """See QueueAdapter. Raises CorruptRecord if records are stored behind the queue's end: then the end is damaged,
+        and nothing was lost."""
+        return await self._read_snapshot(lambda snapshot: min(offset, snapshot.end(queue)), queue)
+
     async def statistics(self, queue: int) -> QueueStatistics:
-        def look(snapshot: Snapshot) -> QueueStatistics:
+        def read(snapshot: Snapshot) -> QueueStatistics:
             tail, first = snapshot.tail(queue), snapshot.first(queue)
             return QueueStatistics(Bounds(tail.next if first is None else first, tail.next), tail.events, tail.nbytes)
 
-        return await self._look(look, queue)
+        return await self._read_snapshot(read, queue)
 
     async def offset_at(self, queue: int, time_us: int) -> int:
-        return await self._look(lambda snapshot: offset_at(snapshot, queue, time_us), queue)
+        return await self._read_snapshot(lambda snapshot: offset_at(snapshot, queue, time_us), queue)
 
     async def reach(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
-        limits = Limits(max_events, max_bytes)
-        return await self._look(lambda snapshot: reach(snapshot, queue, start, end, limits), queue)
+        limits = RangeLimits(max_events, max_bytes)
+        return await self._read_snapshot(lambda snapshot: reach(snapshot, queue, start, end, limits), queue)
 
     async def backlog(self, queue: int, offset: int) -> Backlog:
-        return await self._look(lambda snapshot: backlog(snapshot, queue, offset), queue)
+        return await self._read_snapshot(lambda snapshot: backlog(snapshot, queue, offset), queue)
 
     async def last_sequence(self, producer: str) -> int:
-        row = await self._look(lambda snapshot: snapshot.producer(producer.encode()))
+        row = await self._read_snapshot(lambda snapshot: snapshot.producer(producer.encode()))
         return row.number if row else 0
 
     async def gaps(self, queue: int) -> list[StoredGap]:
-        """What retention removed of a queue although it was not finished, oldest first."""
-        return await self._look(lambda snapshot: list(snapshot.gaps(queue)), queue)
+        """Return the ranges that retention deleted from a queue before they were finished, oldest first."""
+        return await self._read_snapshot(lambda snapshot: list(snapshot.gaps(queue)), queue)
+
+    async def passed(self, queue: int, start: int, end: int) -> Sequence[tuple[int, int]]:
+        return await self._read_snapshot(lambda snapshot: passed_ranges(snapshot, queue, start, end), queue)
+
+    async def pass_damage(self, queue: int) -> list[Damage]:
+        """Read a whole queue and pass its damaged ranges: readers get a gap there and go on. Return these ranges."""
+        self._check_queue(queue)
+        damages = await self._run(lambda: find_damage(self._environment, queue))
+        return await self._run(lambda: pass_damage(self._environment, queue, damages))
 
     async def apply_retention(self, watermarks: Mapping[int, int]) -> None:
-        """See QueueAdapter. Deletes in short transactions, between which publishers get their turn."""
+        """See QueueAdapter. Deletes in short transactions, so that publishers can commit between them."""
         await self._run(self._environment.forget_dead_readers)
         for queue in range(self._queues):
             while await self._run(lambda queue=queue: trim(self._environment, queue, watermarks.get(queue))):
@@ -188,15 +198,14 @@ class LogAdapter(QueueAdapter):
         self._ringer.close()
         release(self._environment)
 
-    async def _look(self, look: Callable[[Snapshot], _T], queue: int = 0) -> _T:
-        if not 0 <= queue < self._queues:
-            raise self._no_such_queue(queue)
+    async def _read_snapshot(self, read: Callable[[Snapshot], _T], queue: int = 0) -> _T:
+        self._check_queue(queue)
 
-        def read() -> _T:
+        def read_in_transaction() -> _T:
             with self._environment.reading() as snapshot:
-                return look(snapshot)
+                return read(snapshot)
 
-        return await self._run(read)
+        return await self._run(read_in_transaction)
 
     async def _run(self, work: Callable[[], _T]) -> _T:
         self._check_usable()
@@ -208,11 +217,15 @@ class LogAdapter(QueueAdapter):
         if self._environment.inherited:
             check_process(self._environment)
 
+    def _check_queue(self, queue: int) -> None:
+        if not 0 <= queue < self._queues:
+            raise self._no_such_queue(queue)
+
     def _no_such_queue(self, queue: int) -> InvalidArgument:
         return InvalidArgument(f"there is no queue {queue}: this provider has queues 0 to {self._queues - 1}")
 
 
 def _check_foreign(batch: EventBatch) -> None:
-    """A batch that does not begin with its stream is parsed when it is read: it must be possible."""
+    """Check a batch that does not begin with the name of its stream. Readers must parse it, so it has to be valid."""
     if EventBatch.decode(batch.encoded).stream != batch.stream:
-        raise InvalidArgument(f"a batch for {batch.stream} says that it is of another stream")
+        raise InvalidArgument(f"a batch for {batch.stream} names another stream in its encoding")

@@ -1,9 +1,10 @@
-"""Telling the C library's allocator that this process works with large buffers.
+"""Makes the C library's allocator keep large buffers for reuse.
 
-glibc asks the kernel for each allocation above a threshold, 128 KiB at first, and gives it back when it is freed: every
-batch, block and page buffer of the log would then fault its memory in anew, which costs more than everything else
-(docs/log.md has the numbers). The threshold adapts: it becomes the size of the largest such allocation freed so far, up
-to 32 MiB (mallopt(3), M_MMAP_THRESHOLD). So free one of nearly that size; it is never touched, hence costs nothing.
+glibc requests each allocation above a threshold, at first 128 KiB, from the kernel, and returns it when it is freed.
+Every batch, block and page buffer of the log would then cause page faults again. They cost more than all other work:
+docs/log.md has the numbers. The threshold adapts: it becomes the size of the largest such allocation freed so far, up
+to 32 MiB (mallopt(3), M_MMAP_THRESHOLD). So this module frees one of nearly that size. Its memory is never touched, so
+it costs nothing.
 """
 
 from __future__ import annotations
@@ -15,5 +16,5 @@ _JUST_BELOW_LIMIT = 31 << 20
 
 @cache
 def prefer_reuse() -> None:
-    """Make the allocator keep freed buffers for reuse, up to 62 MiB. Once per process; elsewhere without effect."""
+    """Make glibc keep up to 62 MiB of freed buffers for reuse. Runs once per process; has no effect without glibc."""
     bytes(_JUST_BELOW_LIMIT)

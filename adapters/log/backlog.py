@@ -1,17 +1,19 @@
-"""Counting what of a queue is not finished."""
+"""Counts the unfinished batches and events of a queue."""
 
 from __future__ import annotations
 
+from ...streams.errors import CorruptRecord
 from ..seam import Backlog
+from .blocks import BlockHeader
 from .rows import Tail
 from .transactions import Snapshot
 
 COUNTED_BLOCKS = 256
-"""So many blocks are counted one by one; of what is behind them the events are estimated."""
+"""Number of blocks whose events are counted one by one. The events of later blocks are estimated."""
 
 
 def backlog(snapshot: Snapshot, queue: int, offset: int) -> Backlog:
-    """What is retained from `offset` on."""
+    """Count the retained batches from `offset` on. A damaged block counts as empty: its readers get the error."""
     tail = snapshot.tail(queue)
     oldest = snapshot.first(queue)
     if oldest is None or offset >= tail.next:
@@ -19,7 +21,8 @@ def backlog(snapshot: Snapshot, queue: int, offset: int) -> Backlog:
     start = max(offset, oldest)
     first = snapshot.block_holding(queue, start)
     assert first is not None, "oldest is retained, and there are no holes above it"
-    since_us = snapshot.header(queue, first).time_us
+    header = _header(snapshot, queue, first)
+    since_us = None if header is None or header.passed else header.time_us
     events, counted_to = _counted(snapshot, queue, first, start, tail.next)
     left = tail.next - counted_to
     events += _estimated(tail, oldest, left)
@@ -27,17 +30,32 @@ def backlog(snapshot: Snapshot, queue: int, offset: int) -> Backlog:
 
 
 def _counted(snapshot: Snapshot, queue: int, first: int, start: int, end: int) -> tuple[int, int]:
-    """Events from batch `start` on, which the block at `first` holds, and up to where they were counted."""
-    events = snapshot.events_from(queue, first, start)
+    """Count events from batch `start` on, which is in the block at `first`. Return them, and the offset up to which
+    they were counted."""
+    try:
+        events = snapshot.events_from(queue, first, start)
+    except CorruptRecord:
+        events = 0
     at = snapshot.block_after(queue, first)
     for _ in range(COUNTED_BLOCKS - 1):
         if at >= end:
             break
-        header = snapshot.header(queue, at)
-        events, at = events + header.events, at + header.batches
+        header = _header(snapshot, queue, at)
+        if header is None:
+            at = snapshot.block_after(queue, at)
+        else:
+            events, at = events + header.events, at + header.batches
     return events, at
 
 
+def _header(snapshot: Snapshot, queue: int, first: int) -> BlockHeader | None:
+    """The header of a block, None if it is damaged or missing."""
+    try:
+        return snapshot.header(queue, first)
+    except CorruptRecord:
+        return None
+
+
 def _estimated(tail: Tail, oldest: int, batches: int) -> int:
-    """As many events as so many batches of the queue have on average."""
+    """Estimate the events of a number of batches by the average of the queue."""
     return round(batches * tail.events / (tail.next - oldest))

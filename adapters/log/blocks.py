@@ -1,15 +1,21 @@
 """The stored record: a block of batches that one commit put into one queue.
 
     offset  size  field
-    0       4     magic and version, b"HRB1"
-    4       4     CRC-32 of everything after it
+    0       4     magic and version, b"HRB2"
+    4       4     CRC-32 of the block's place (queue, 4 bytes, and offset, 8 bytes) and of everything after this field
     8       8     commit time, microseconds since 1970 UTC; never decreases within a queue
     16      4     n, number of batches
     20      4     number of events of all batches
     24      4n    encoded size of each batch
-            4n    how many of those bytes name the stream (`StreamId.prefix`); 0 where the batch begins otherwise
+            4n    how many of those bytes name the stream (`StreamId.prefix`); 0 if the batch begins differently
             4n    number of events of each batch
             ...   the encoded batches, unchanged, one after the other
+
+The checksum includes the place. A block that is found in another queue or at another offset is therefore damaged.
+Blocks with the older magic b"HRB1" have a checksum without the place.
+
+An operator can pass a damaged block. It is then replaced by a record with the magic b"HRP1", no events, no columns, and
+the reason as UTF-8 text after the header. This record keeps the offsets of the lost batches.
 
 All integers are unsigned and little-endian. A block is stored under the offset of its first batch; the others have the
 offsets that follow, so the next block's key is this one's plus n.
@@ -34,11 +40,17 @@ BLOCK_TARGET_BYTES = 256 << 10
 """Small batches of one commit share a block up to this size; a larger batch is a block of its own."""
 
 HEADER_BYTES = 24
-"""What comes before the columns."""
+"""Size of the fixed fields before the columns."""
 COLUMNS_BYTES = 12
-"""What each batch has in the columns."""
+"""Size of each batch's entries in the columns."""
 
-_MAGIC = b"HRB1"
+MAX_BATCHES = (1 << 32) - 1
+"""Largest number of batches in one block."""
+
+_MAGIC = b"HRB2"
+_FIRST_MAGIC = b"HRB1"
+_PASSED_MAGIC = b"HRP1"
+_PLACE = Struct("<IQ")
 _HEADER = Struct("<4sIQII")
 _CRC = Struct("<I")
 _CHECKED_FROM = 8
@@ -48,7 +60,15 @@ _LITTLE_ENDIAN = sys.byteorder == "little"
 
 
 class DamagedBlockError(ValueError):
-    """The bytes are no block, or not the one that was written."""
+    """The bytes are not a block, or differ from the block that was written."""
+
+
+class BlockPlace(NamedTuple):
+    """Where a block is stored."""
+
+    queue: int
+    first: int
+    """The offset of its first batch."""
 
 
 class BlockHeader(NamedTuple):
@@ -56,10 +76,31 @@ class BlockHeader(NamedTuple):
     time_us: int
     batches: int
     events: int
+    passed: bool = False
+    """An operator passed the block because it was damaged. It is empty."""
+    has_place: bool = True
+    """Whether the checksum covers the place of the block."""
+
+
+def passed_record(place: BlockPlace, batches: int, time_us: int, reason: str) -> bytes:
+    """Return the record of a passed block that takes the offsets of `batches` batches."""
+    record = bytearray(_HEADER.pack(_PASSED_MAGIC, 0, time_us, batches, 0) + reason.encode())
+    _CRC.pack_into(record, 4, _checksum(record, place))
+    return bytes(record)
+
+
+def _checksum(record: bytes | bytearray | memoryview, place: BlockPlace | None) -> int:
+    start = 0 if place is None else zlib.crc32(_PLACE.pack(*place))
+    return zlib.crc32(memoryview(record)[_CHECKED_FROM:], start)
+
+
+def passed_reason(record: bytes | memoryview) -> str:
+    """Return the reason why a block was passed."""
+    return bytes(record[_HEADER.size :]).decode(errors="replace")
 
 
 def split(batches: Sequence[EventBatch], target_bytes: int = BLOCK_TARGET_BYTES) -> Iterator[Sequence[EventBatch]]:
-    """Cut what one commit stores in one queue into blocks."""
+    """Divide the batches that one commit stores in one queue into blocks."""
     ends = list(accumulate(len(batch.encoded) for batch in batches))
     start = 0
     while start < len(ends):
@@ -70,13 +111,13 @@ def split(batches: Sequence[EventBatch], target_bytes: int = BLOCK_TARGET_BYTES)
 
 
 class BlockEncoder:
-    """Builds records in one buffer that is used again: faulting in fresh memory would cost more than the copy."""
+    """Builds records in one buffer and reuses it: page faults of new memory would cost more than the copy."""
 
     def __init__(self) -> None:
         self._buffer = BytesIO()
 
-    def encode(self, batches: Sequence[EventBatch], time_us: int) -> memoryview:
-        """The record of one block; release it before the next call. Each payload byte is copied once."""
+    def encode(self, place: BlockPlace, batches: Sequence[EventBatch], time_us: int) -> memoryview:
+        """Return the record of one block. Release it before the next call. Each payload byte is copied once."""
         encoded = [batch.encoded for batch in batches]
         counts = [batch.count for batch in batches]
         columns = array("I", map(len, encoded))
@@ -89,7 +130,7 @@ class BlockEncoder:
         self._buffer.write(columns)
         self._buffer.writelines(encoded)
         record = self._buffer.getbuffer()[: self._buffer.tell()]
-        _CRC.pack_into(record, 4, zlib.crc32(record[_CHECKED_FROM:]))
+        _CRC.pack_into(record, 4, _checksum(record, place))
         if len(record) > _KEEP_BUFFER_BYTES:
             self._buffer = BytesIO()
         return record
@@ -101,22 +142,39 @@ def _prefix_bytes(batch: EventBatch) -> int:
 
 
 def read_header(record: bytes | memoryview) -> BlockHeader:
-    """Read the fixed fields alone, without checking the rest. Raises DamagedBlockError."""
+    """Return the fixed fields, without checking the rest. Raises DamagedBlockError."""
     if len(record) < _HEADER.size:
         raise DamagedBlockError(f"{len(record)} bytes, too short for a block")
     magic, crc, time_us, count, events = _HEADER.unpack_from(record)
-    if magic != _MAGIC:
+    if magic not in (_MAGIC, _FIRST_MAGIC, _PASSED_MAGIC):
         raise DamagedBlockError(f"begins with {magic!r}, not {_MAGIC!r}")
-    return BlockHeader(crc, time_us, count, events)
+    return BlockHeader(crc, time_us, count, events, magic == _PASSED_MAGIC, magic != _FIRST_MAGIC)
+
+
+def check_block(record: bytes | memoryview, place: BlockPlace) -> BlockHeader:
+    """Check a whole record that is stored at `place`; it may be a passed block. Raises DamagedBlockError."""
+    header = read_header(record)
+    if not header.passed:
+        return Block(record, place).header
+    _check_sum(record, place, header)
+    return header
+
+
+def _check_sum(record: bytes | memoryview, place: BlockPlace, header: BlockHeader) -> None:
+    if _checksum(record, place if header.has_place else None) != header.crc:
+        raise DamagedBlockError("its checksum does not match")
 
 
 def events_from(record: bytes | memoryview, start: int) -> int:
-    """Events of the block's batches from index `start` on, without checking the rest. Raises DamagedBlockError."""
-    return sum(columns(record)[1][start:])
+    """Return the number of events of the block's batches from index `start` on, without checking the rest.
+
+    Raises DamagedBlockError.
+    """
+    return 0 if read_header(record).passed else sum(columns(record)[1][start:])
 
 
 def columns(record: bytes | memoryview) -> tuple[array[int], array[int]]:
-    """Encoded size and number of events of each batch, without checking the rest. Raises DamagedBlockError."""
+    """Return encoded size and number of events of each batch, without checking the rest. Raises DamagedBlockError."""
     batches = read_header(record).batches
     values = array("I")
     values.frombytes(memoryview(record)[_HEADER.size : _HEADER.size + 12 * batches])
@@ -127,30 +185,34 @@ def columns(record: bytes | memoryview) -> tuple[array[int], array[int]]:
     return values[:batches], values[2 * batches :]
 
 
-class Want(NamedTuple):
-    """How much to read: up to the batch with which one of them is reached."""
+class ReadBudget(NamedTuple):
+    """How much to read: batches are read up to and including the one that reaches either number."""
 
     events: int
     nbytes: int
 
-    def less(self, batches: Sequence[EventBatch]) -> Want:
-        return Want(
+    def minus(self, batches: Sequence[EventBatch]) -> ReadBudget:
+        """Return the budget that is left after these batches."""
+        return ReadBudget(
             self.events - sum(batch.count for batch in batches),
             self.nbytes - sum(len(batch.encoded) for batch in batches),
         )
 
 
 class Block:
-    """A stored block, opened for reading. Valid as long as the bytes behind it are."""
+    """A stored block, opened for reading. It refers to the bytes of its record and is valid only as long as they
+    are."""
 
-    def __init__(self, record: bytes | memoryview, *, check: bool = True) -> None:
-        """Raises DamagedBlockError where the checksum (unless `check` is False) or the sizes do not agree."""
+    def __init__(self, record: bytes | memoryview, place: BlockPlace, *, check: bool = True) -> None:
+        """Raises DamagedBlockError if the sizes or, unless `check` is False, the checksum do not match."""
         view = memoryview(record)
+        self._first = place.first
         self.header = read_header(view)
-        if check and zlib.crc32(view[_CHECKED_FROM:]) != self.header.crc:
-            raise DamagedBlockError("its checksum does not match")
         count = self.header.batches
-        start = _HEADER.size + 12 * count
+        start = _HEADER.size + COLUMNS_BYTES * count
+        # Check sizes before the checksum: LMDB's size of the record may be wrong too, and reach beyond the file's end.
+        if start > len(view):
+            raise DamagedBlockError("its sizes do not add up")
         columns = array("I")
         columns.frombytes(view[_HEADER.size : start])
         if not _LITTLE_ENDIAN:
@@ -159,12 +221,14 @@ class Block:
         self._prefixes = columns[count : 2 * count]
         self._counts = columns[2 * count :]
         self._body = view[start:]
-        if len(columns) != 3 * count or sum(self._sizes) != len(self._body):
+        if sum(self._sizes) != len(self._body):
             raise DamagedBlockError("its sizes do not add up")
+        if check:
+            _check_sum(view, place, self.header)
 
-    def batches(self, first: int, start: int, want: Want, streams: StreamTable) -> list[EventBatch]:
-        """The batches from index `start` up to the one with which a limit is reached. `first` is the block's offset."""
-        stop = self._stop(start, want)
+    def batches(self, start: int, budget: ReadBudget, streams: StreamTable) -> list[EventBatch]:
+        """Return the batches from index `start` up to the one that reaches the budget."""
+        stop = self._stop(start, budget)
         sizes = self._sizes[start:stop]
         at = sum(self._sizes[:start])
         end = at + sum(sizes)
@@ -172,35 +236,41 @@ class Block:
         known, learn = streams.known, streams.learn
         batches: list[EventBatch] = []
         columns = zip(sizes, self._prefixes[start:stop], self._counts[start:stop], strict=True)
-        for offset, (size, prefix, count) in enumerate(columns, first + start):
+        for offset, (size, prefix, count) in enumerate(columns, self._first + start):
             encoded = bytes(body[at : at + size])
             at += size
             stream = known.get(encoded[:prefix]) or learn(encoded, prefix)
             batches.append(EventBatch(stream, encoded, count, offset))
         return batches
 
-    def _stop(self, start: int, want: Want) -> int:
-        by_events = bisect_left(list(accumulate(self._counts[start:])), want.events)
-        by_bytes = bisect_left(list(accumulate(self._sizes[start:])), want.nbytes)
+    def _stop(self, start: int, budget: ReadBudget) -> int:
+        by_events = bisect_left(list(accumulate(self._counts[start:])), budget.events)
+        by_bytes = bisect_left(list(accumulate(self._sizes[start:])), budget.nbytes)
         return min(start + min(by_events, by_bytes) + 1, self.header.batches)
 
     def _source(self, at: int, end: int, count: int) -> tuple[bytes | memoryview, int, int]:
-        """Slicing bytes costs a third of slicing a view: small batches are worth one copy of them all."""
+        """Return the buffer to slice batches from, and where they begin and end in it.
+
+        Slicing bytes costs a third of slicing a view, so small batches are first copied together.
+        """
         if end - at < count * _COPY_WHOLE_BELOW_BYTES:
             return bytes(self._body[at:end]), 0, end - at
         return self._body, at, end
 
 
 class StreamTable:
-    """Names of streams already met, by the bytes with which their batches begin; so that no batch is parsed to learn
-    its stream. Forgets everything when it is full."""
+    """Streams by the bytes with which their batches begin, so that a batch is not parsed to find its stream.
+
+    Drops all entries when it is full.
+    """
 
     def __init__(self, limit: int = 1 << 17) -> None:
         self.known: dict[bytes, StreamId] = {}
         self._limit = limit
 
     def learn(self, encoded: bytes, prefix: int) -> StreamId:
-        """The stream of an encoded batch, remembered where its first `prefix` bytes name it."""
+        """Return the stream of an encoded batch. Remember it if the first `prefix` bytes name it, that is `prefix` >
+        0."""
         if not prefix:
             return EventBatch.decode(encoded).stream
         name = encoded[:prefix]
@@ -211,7 +281,7 @@ class StreamTable:
 
 
 def _stream_of(prefix: bytes) -> StreamId:
-    """Read a `StreamId.prefix`: two fields of text, each after a tag and its size."""
+    """Parse a `StreamId.prefix`: two text fields, each after a tag and its size."""
     size, at = _size_at(prefix, 1)
     namespace = prefix[at : at + size]
     size, at = _size_at(prefix, at + size + 1)
@@ -220,5 +290,5 @@ def _stream_of(prefix: bytes) -> StreamId:
 
 def _size_at(prefix: bytes, at: int) -> tuple[int, int]:
     low = prefix[at]
-    # At most MAX_NAME_BYTES, so a varint of one byte or two.
+    # The size is at most MAX_NAME_BYTES, so its varint has one or two bytes.
     return (low, at + 1) if low < 0x80 else (low & 0x7F | prefix[at + 1] << 7, at + 2)

@@ -1,4 +1,4 @@
-"""Group commit: a thread stores all that was called meanwhile by one transaction and one fsync."""
+"""Group commit: a thread stores all waiting calls by one transaction and one fsync."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...streams.errors import HeadraceError, StorageError, StorageFull
 from .acknowledgements import store
 from .blocks import BlockEncoder
 from .environment import LogEnvironment
-from .group import Call, Group, Outcome
+from .group import CommitGroup, CommitRequest, Outcome
 
 _CHORES_EVERY_S = 1.0
 
@@ -25,23 +25,23 @@ _log = logging.getLogger(__name__)
 
 
 class Committer:
-    """Stores calls in the order of `submit`, in groups. Used from one event loop, except for its own thread.
+    """Stores calls in groups, in the order of `submit`. Used from one event loop; has a thread of its own.
 
-    `committed` is called in the committer's thread with the queues that have grown, `answered` likewise on the event
-    loop once the calls of the group have their answers.
+    Both callbacks get the queues that have grown. `on_commit` is called in the committer's thread. `on_answers` is
+    called on the event loop, after the futures of the group's calls have their results.
     """
 
     def __init__(
         self,
         environment: LogEnvironment,
-        committed: Callable[[set[int]], None],
-        answered: Callable[[set[int]], None],
+        on_commit: Callable[[set[int]], None],
+        on_answers: Callable[[set[int]], None],
     ) -> None:
         self._environment = environment
-        self._committed = committed
-        self._answered = answered
+        self._on_commit = on_commit
+        self._on_answers = on_answers
         self._loop = asyncio.get_running_loop()
-        self._calls: deque[Call] = deque()
+        self._calls: deque[CommitRequest] = deque()
         self._kicked = False
         self._kick: SimpleQueue[bool] = SimpleQueue()
         self._unsynced = False
@@ -49,10 +49,11 @@ class Committer:
         self._stopped = asyncio.Event()
         threading.Thread(target=self._run, name="headrace-log-commit", daemon=True).start()
 
-    def submit(self, call: Call) -> None:
+    def submit(self, call: CommitRequest) -> None:
+        """Store the call with one of the next commits. The result or the error is set on its future."""
         self._calls.append(call)
         if not self._kicked:
-            # Not at once: what other tasks submit in this turn of the loop is to share the commit.
+            # At the end of this turn of the loop, so that calls of other tasks in the same turn share the commit.
             self._kicked = True
             self._loop.call_soon(self._start)
 
@@ -68,7 +69,7 @@ class Committer:
     # From here on: the committer's thread.
 
     def _run(self) -> None:
-        # A loop that was closed without `aclose` takes no more answers.
+        # The loop raises RuntimeError if it was closed without `aclose`: then no caller waits for answers.
         with suppress(RuntimeError):
             going, chores_at = True, time.monotonic() + _CHORES_EVERY_S
             while going and not self._loop.is_closed():
@@ -87,39 +88,39 @@ class Committer:
         except Empty:
             return True
 
-    def _take(self) -> list[Call]:
+    def _take(self) -> list[CommitRequest]:
         take = self._calls.popleft
         return [take() for _ in range(len(self._calls))]
 
-    def _commit(self, calls: Sequence[Call]) -> None:
+    def _commit(self, calls: Sequence[CommitRequest]) -> None:
         try:
             outcomes, grown = self._store(calls)
         except HeadraceError as error:
-            outcomes, grown = [_own(error) for _ in calls], set[int]()
-        except Exception as error:  # noqa: BLE001 (whatever it was: the callers wait, and the thread goes on)
-            _log.exception("a commit failed in an unforeseen way")
+            outcomes, grown = [error.copy() for _ in calls], set[int]()
+        except Exception as error:  # noqa: BLE001 (callers must get an answer, and the thread must go on)
+            _log.exception("%s: a commit failed with an unexpected error", self._environment.path)
             outcomes, grown = [StorageError(f"a commit failed: {error!r}") for _ in calls], set[int]()
         self._unsynced = True
-        self._tell(grown)
+        self._notify(grown)
         self._loop.call_soon_threadsafe(self._answer, calls, outcomes, grown)
 
-    def _tell(self, grown: set[int]) -> None:
-        """Ring the others. Where that fails they look for themselves within a second: it must not stop this thread."""
+    def _notify(self, grown: set[int]) -> None:
+        """Wake up the receivers of other handles. If that fails, they still poll each second, so only log the error."""
         try:
-            self._committed(grown)
+            self._on_commit(grown)
         except OSError as error:
-            _log.warning("%s: other handles cannot be woken up: %s", self._environment.path, error)
+            _log.warning("%s: receivers of other handles cannot be woken up: %s", self._environment.path, error)
 
-    def _store(self, calls: Sequence[Call]) -> tuple[Sequence[Outcome | HeadraceError], set[int]]:
+    def _store(self, calls: Sequence[CommitRequest]) -> tuple[Sequence[Outcome | HeadraceError], set[int]]:
         try:
             return self._store_once(calls)
         except StorageFull:
             self._environment.advance()
             return self._store_once(calls)
 
-    def _store_once(self, calls: Sequence[Call]) -> tuple[Sequence[Outcome | HeadraceError], set[int]]:
+    def _store_once(self, calls: Sequence[CommitRequest]) -> tuple[Sequence[Outcome | HeadraceError], set[int]]:
         with self._environment.writing() as changes:
-            group = Group(changes, self._encoder, time.time_ns() // 1000)
+            group = CommitGroup(changes, self._encoder, time.time_ns() // 1000)
             outcomes = [group.add(call) for call in calls]
             return outcomes, group.write()
 
@@ -130,7 +131,7 @@ class Committer:
                 self._environment.sync()
             self._unsynced = False
         except StorageError as error:
-            _log.warning("acknowledgements and fsync are put off: %s", error)
+            _log.warning("%s: acknowledgements or fsync failed, trying again: %s", self._environment.path, error)
 
     def _store_acknowledgements(self) -> None:
         pending = self._environment.acknowledgements.pending()
@@ -141,7 +142,9 @@ class Committer:
 
     # On the loop.
 
-    def _answer(self, calls: Sequence[Call], outcomes: Sequence[Outcome | HeadraceError], grown: set[int]) -> None:
+    def _answer(
+        self, calls: Sequence[CommitRequest], outcomes: Sequence[Outcome | HeadraceError], grown: set[int]
+    ) -> None:
         for call, outcome in zip(calls, outcomes, strict=True):
             answer = call.answer
             if answer.done():
@@ -150,21 +153,14 @@ class Committer:
                 answer.set_exception(outcome)
             else:
                 answer.set_result(outcome)
-        self._answered(grown)
+        self._on_answers(grown)
 
 
-def groups(calls: Sequence[Call], limit: int) -> Iterator[Sequence[Call]]:
-    """Cut calls into groups, each up to the call with which it reaches `limit` bytes."""
+def groups(calls: Sequence[CommitRequest], limit: int) -> Iterator[Sequence[CommitRequest]]:
+    """Divide calls into groups. Each ends with the call that makes it reach `limit` bytes."""
     ends = list(accumulate(call.nbytes for call in calls))
     start = taken = 0
     while start < len(calls):
         stop = bisect_left(ends, taken + limit, start) + 1
         yield calls[start:stop]
         start, taken = stop, ends[min(stop, len(ends)) - 1]
-
-
-def _own(error: HeadraceError) -> HeadraceError:
-    """A copy: each caller raises its own."""
-    copy = type(error).__new__(type(error), *error.args)
-    copy.__dict__.update(error.__dict__)
-    return copy

@@ -1,8 +1,9 @@
-"""Waking up receivers when a queue has grown, within the process and across processes.
+"""Wakes up receivers when a queue has grown, within the process and across processes.
 
-Each handle with receivers has a FIFO in the directory `wake`. Whoever commits writes the numbers of the queues that
-have grown (u16) to the FIFO of every other handle; nobody polls. A FIFO without a reader belongs to a handle
-that died, and is removed. A full one needs no more: a reader that finds it nearly full wakes all its receivers.
+Each handle with receivers has a FIFO in the directory `wake`. After a commit, the committing handle writes the numbers
+(u16) of the queues that have grown to the FIFO of every other handle, so that receivers need not poll. A FIFO without a
+reader belongs to a handle that died, and is removed. Writes to a full FIFO are dropped: a handle that finds its FIFO
+nearly full wakes up all its receivers.
 """
 
 from __future__ import annotations
@@ -19,19 +20,21 @@ from contextlib import suppress
 from pathlib import Path
 
 from ...streams.errors import Closed, StorageError
+from ...streams.private_files import FILE_MODE
 
 SAFETY_POLL_S = 1.0
-"""A receiver looks again after this time even if nobody rang."""
+"""Seconds after which a receiver reads again even if it was not woken up."""
 
 _READ_BYTES = 65536
 _NEARLY_FULL_BYTES = 4096
 _RING_ALL = 0xFFFF
-_MOST_NAMED = 512
+_MAX_NAMED_QUEUES = 512
+"""A message about more queues names none: it wakes up all receivers."""
 _CLOCK_STEP_NS = 100_000_000
 
 
 class Doorbell:
-    """Rings the receivers of one handle. Belongs to one event loop."""
+    """Wakes up the receivers of one handle. Belongs to one event loop."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -44,11 +47,15 @@ class Doorbell:
         self.name = f"{os.getpid()}-{secrets.token_hex(4)}"
 
     async def listen(self, queue: int) -> asyncio.Event:
-        """An event that is set whenever the queue may have grown, from now on. The caller clears it, then looks."""
+        """Return an event that is set whenever the queue may have grown. The caller clears the event, then reads.
+
+        Raises Closed after `aclose`, StorageError if the FIFO cannot be made.
+        """
         if not self._closed and (self._opening is None or (self._opening.done() and self._fifo is None)):
             self._opening = self._loop.create_task(self._open(), name="open the doorbell of the log adapter")
         if self._opening is not None:
-            # Shielded: a thread goes on when its caller is cancelled, and what it makes is to be removed in the end.
+            # Shielded: the thread goes on when its caller is cancelled, and `aclose` must remove the FIFO that it
+            # makes.
             await asyncio.shield(self._opening)
         if self._closed:
             raise Closed("the adapter is closed")
@@ -92,7 +99,7 @@ class Doorbell:
 
 
 class Ringer:
-    """Rings the other handles, of this process and of others. Used by one thread."""
+    """Wakes up the receivers of all other handles, in this process and in others. Used by one thread."""
 
     def __init__(self, directory: Path, own_name: str) -> None:
         self._directory = directory
@@ -101,7 +108,7 @@ class Ringer:
         self._seen_ns = -1
 
     def ring(self, queues: Iterable[int]) -> None:
-        self._look_round()
+        self._refresh_pipes()
         if self._pipes:
             message = _message(queues)
             for name, pipe in list(self._pipes.items()):
@@ -112,7 +119,8 @@ class Ringer:
             os.close(pipe)
         self._pipes.clear()
 
-    def _look_round(self) -> None:
+    def _refresh_pipes(self) -> None:
+        """Open FIFOs that are new in the directory, and close those that are gone."""
         changed_ns = self._directory.stat().st_mtime_ns
         if changed_ns == self._seen_ns:
             return
@@ -122,7 +130,7 @@ class Ringer:
         for name in names - self._pipes.keys():
             if not name.startswith("."):
                 self._open(name)
-        # The clock of directories has coarse steps: what changes again within one would go unnoticed.
+        # A directory's modification time has coarse steps: a second change within one step would go unnoticed.
         self._seen_ns = changed_ns if time.time_ns() - changed_ns > _CLOCK_STEP_NS else -1
 
     def _open(self, name: str) -> None:
@@ -146,7 +154,7 @@ class Ringer:
 
 def _message(queues: Iterable[int]) -> bytes:
     numbers = array("H", queues)
-    if len(numbers) > _MOST_NAMED:
+    if len(numbers) > _MAX_NAMED_QUEUES:
         numbers = array("H", [_RING_ALL])
     return numbers.tobytes()
 
@@ -158,14 +166,14 @@ def _numbers(message: bytes) -> array[int]:
 
 
 def _make_fifo(directory: Path, name: str) -> int:
-    """Make and open a FIFO. It gets its name once it has a reader: without one it would pass for a dead handle's."""
+    """Make and open a FIFO. It gets its final name once it has a reader: without one, others would remove it."""
     hidden = directory / f".{name}"
     try:
-        os.mkfifo(hidden)
+        os.mkfifo(hidden, FILE_MODE)
         fifo = os.open(hidden, os.O_RDWR | os.O_NONBLOCK)
         hidden.rename(directory / name)
     except OSError as error:
-        raise StorageError(f"{directory}: a pipe to be woken up by cannot be made: {error.strerror}") from None
+        raise StorageError(f"{directory}: the FIFO that wakes up receivers cannot be made: {error.strerror}") from None
     return fifo
 
 

@@ -1,6 +1,6 @@
-"""The LMDB environment behind a log directory: opening it, transactions, and what its errors mean.
+"""The LMDB environment of a log directory: opens it, begins transactions, and translates LMDB's errors.
 
-LMDB allows one open environment for a directory in a process, so the handles of a process share one `LogEnvironment`.
+LMDB allows a process to open a directory only once, so the handles of a process share one `LogEnvironment`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ from pathlib import Path
 import lmdb
 import msgspec
 
+from ...streams.durable import sync_directory
 from ...streams.errors import DataDirectoryError, InvalidArgument, NotSupported, StorageError, StorageFull
+from ...streams.private_files import DIRECTORY_MODE, FILE_MODE
+from ...streams.remedies import log_remedy
 from .acknowledgements import Acknowledgements
+from .datafile import check_file, note_relaxed
 from .options import LogOptions
 from .rows import FORMAT, META_KEY, Meta, meta_of, meta_row
 from .transactions import Changes, Databases, Snapshot, Transaction
@@ -25,9 +29,10 @@ from .transactions import Changes, Databases, Snapshot, Transaction
 MAX_QUEUES = 4096
 _MAX_READERS = 1022
 _LOCK_FILE_BYTES = 64 * (_MAX_READERS + 2)
-"""What LMDB makes of `_MAX_READERS`. Never more: processes that see different sizes would take slots beyond the map."""
+"""The size that LMDB gives the lock file for `_MAX_READERS`. Never larger: processes that see different sizes would use
+slots beyond the map."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_A_LITTLE_BYTES = 1 << 20
+_GROWTH_PROBE_BYTES = 1 << 20
 _DAMAGED = (
     lmdb.CorruptedError,
     lmdb.IncompatibleError,
@@ -43,20 +48,24 @@ class LogEnvironment:
     All methods block, and may be called from any thread.
     """
 
-    def __init__(self, path: Path, options: LogOptions, provider: str, queues: int | None) -> None:
-        """Open the directory, which exists; make a log of it where it is empty, unless `queues` is None: as many as it
-        has.
+    def __init__(self, path: Path, options: LogOptions, provider: str, queues: int | None, *, create: bool) -> None:
+        """Open an existing directory. If it is empty, make a log in it if `create` is True. `queues`: None stands for
+        the number of queues of the log.
 
-        Raises DataDirectoryError where it holds something else, InvalidArgument where it has another number of queues.
+        Raises DataDirectoryError if the directory holds something else, InvalidArgument if the log has another number
+        of queues.
         """
         self.path = path
         self.options = options
+        self._create = create
         self.queues = queues or 0
         self.provider = provider
+        self.made_for = provider
+        """The provider that the log was made for, by the record in the log."""
         self.created_us = 0
-        """When the log was made, microseconds since 1970 UTC: what tells it from one that was here before."""
-        self.only_read = queues is None
-        """Nobody has opened it with options of its own."""
+        """When the log was made, in microseconds since 1970 UTC. Differs from that of an earlier log in this place."""
+        self.read_only = queues is None
+        """Only read-only handles are open so far: they have no options of their own."""
         self.inherited = False
         self.handles = 0
         self.acknowledgements = Acknowledgements()
@@ -65,27 +74,29 @@ class LogEnvironment:
 
     @contextmanager
     def reading(self) -> Generator[Snapshot]:
-        """A read transaction. Copy what is to outlive it."""
+        """A read transaction. Copy records that are used after it. Raises StorageError."""
         with self._begun(write=False) as txn:
-            yield Snapshot(txn, self._databases)
+            yield Snapshot(txn, self._databases, self.path)
 
     @contextmanager
     def writing(self) -> Generator[Changes]:
-        """A write transaction, committed at the end, rolled back where the body raises. One at a time over all
-        processes. Raises StorageFull or StorageError, and nothing has changed then."""
-        self._check_there()
+        """A write transaction. It is committed at the end, or rolled back if the body raises.
+
+        Only one is open at a time over all processes. Raises StorageFull or StorageError; then nothing has changed.
+        """
+        self._check_present()
         with self._begun(write=True) as txn:
-            yield Changes(txn, self._databases)
+            yield Changes(txn, self._databases, self.path)
 
     def is_current(self) -> bool:
-        """False where somebody deleted the log, or put another one in its place."""
+        """Return False if the log was deleted or replaced by another one."""
         try:
             return _file(self.path) == self._data_file
         except FileNotFoundError:
             return False
 
-    def _check_there(self) -> None:
-        """Raise DataDirectoryError where somebody deleted the log: what is written there is gone at once."""
+    def _check_present(self) -> None:
+        """Raise DataDirectoryError if the log was deleted: everything written to it would be lost."""
         if not self.is_current():
             raise DataDirectoryError(
                 f"{self.path} was deleted or replaced while it was open, and nothing more is stored there: close it, "
@@ -93,38 +104,40 @@ class LogEnvironment:
             )
 
     def advance(self) -> None:
-        """Commit next to nothing. LMDB lets the transaction after the next have the pages that this one frees, so when
-        deleting has made space but no transaction fits, an empty one is what is missing."""
+        """Make pages usable that a deletion has freed. LMDB reuses them only from the second transaction on.
+
+        If the log is full although batches were deleted, a commit of almost nothing makes space for the next one.
+        """
         with self.writing() as changes:
             changes.touch()
 
     def sync(self) -> None:
-        """Wait until everything committed is on disk. Nothing to do where each commit waits."""
+        """Wait until all commits are on disk. Needed with durability `relaxed` only."""
         with self._gate.shared(), _translated(self):
             self._lmdb.sync(force=True)
 
     def forget_dead_readers(self) -> None:
-        """Free the slots of killed readers, which keep deleted space from being used again."""
+        """Free the slots of killed readers. Until then, LMDB does not reuse the space that was deleted since."""
         with self._gate.shared(), _translated(self):
             self._lmdb.reader_check()
 
     def reopen(self) -> None:
-        """Close and open again, which LMDB asks for after it failed to write its meta page. Waits until no transaction
-        is open."""
-        with self._gate.alone(), _translated(self):
+        """Close and open again, as LMDB requires after it failed to write its meta page. Waits until no transaction is
+        open."""
+        with self._gate.exclusive(), _translated(self):
             self._lmdb.close()
             self._lmdb, self._databases = self._open()
 
-    def take(self, options: LogOptions) -> None:
-        """These from now on. Who only reads, and was here first, needs none."""
-        self.only_read = False
+    def adopt_options(self, options: LogOptions) -> None:
+        """Use these options from now on. Called when the first writing handle opens a log that is open read-only."""
+        self.read_only = False
         as_opened = (self.options.durability, self.options.map_bytes)
         self.options = options
         if as_opened != (options.durability, options.map_bytes):
             self.reopen()
 
     def close(self) -> None:
-        with self._gate.alone():
+        with self._gate.exclusive():
             self._lmdb.close()
 
     @contextmanager
@@ -144,17 +157,26 @@ class LogEnvironment:
 
     def _open(self) -> tuple[lmdb.Environment, Databases]:
         with _opening(self.path, self.options.map_bytes):
+            if not self._create and not has_log(self.path):
+                raise _missing(self.path, self.provider)
             _make_lock_file(self.path)
+            if self.options.durability == "relaxed":
+                note_relaxed(self.path)
             environment = self._open_lmdb()
             self._data_file = _file(self.path)
             try:
-                _check_length(environment, self.path)
+                check_file(environment, self.path)
                 environment.reader_check()
                 with environment.begin(write=True, buffers=True) as txn:
-                    return environment, self._open_databases(environment, txn)
+                    opened = self._open_databases(environment, txn)
+                if self._create:
+                    # Even with durability `relaxed`: the control store will record the log, and it is never made again.
+                    environment.sync(force=True)
+                self._create = False  # from now on a missing log is an error: it was deleted
             except BaseException:
                 environment.close()
                 raise
+            return environment, opened
 
     def _open_lmdb(self) -> lmdb.Environment:
         return lmdb.open(
@@ -163,17 +185,20 @@ class LogEnvironment:
             max_dbs=MAX_QUEUES + 4,
             max_readers=_MAX_READERS,
             meminit=False,
-            mode=0o644,
+            mode=FILE_MODE,
             readahead=True,
             sync=self.options.durability == "commit",
         )
 
     def _open_databases(self, environment: lmdb.Environment, txn: Transaction) -> Databases:
         is_new = txn.stat()["entries"] == 0
-        if is_new and not self.queues:
-            raise DataDirectoryError(f"{self.path} is no log: it is empty")
+        if is_new and not self._create:
+            raise _missing(self.path, self.provider)
         meta = environment.open_db(b"meta", txn=txn, create=is_new)
         if is_new:
+            # Before the first commit: other processes assume that the name of a log is durable.
+            sync_directory(self.path)
+            sync_directory(self.path.parent)
             made = Meta(format=FORMAT, queues=self.queues, provider=self.provider, created_us=time.time_ns() // 1000)
             txn.put(META_KEY, meta_row(made), db=meta)
         self._check(txn.get(META_KEY, db=meta))
@@ -187,18 +212,22 @@ class LogEnvironment:
         except msgspec.DecodeError:
             raise DataDirectoryError(f"{self.path} is not a log: it is an LMDB database of something else") from None
         if meta.format != FORMAT:
-            raise DataDirectoryError(f"{self.path} has format {meta.format}, this version reads format {FORMAT}")
+            raise DataDirectoryError(
+                f"{self.path} has format {meta.format}, this version reads format {FORMAT}: open it with the version "
+                "of headrace that made it"
+            )
         self.queues = self.queues or meta.queues
         self.created_us = meta.created_us
+        self.made_for = meta.provider
         if meta.queues != self.queues:
             raise InvalidArgument(
                 f"{self.path} was made with {meta.queues} queues, not {self.queues}: the number of queues is fixed, "
-                "because streams are dealt out by it"
+                "because it decides which stream is in which queue"
             )
 
 
 class _Gate:
-    """Lets many use the environment, or one replace it."""
+    """A lock: many threads may use the environment at once, or one may replace it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -217,7 +246,7 @@ class _Gate:
                     self._changed.notify_all()
 
     @contextmanager
-    def alone(self) -> Generator[None]:
+    def exclusive(self) -> Generator[None]:
         with self._changed:
             self._changed.wait_for(lambda: not self._users)
             yield
@@ -227,28 +256,34 @@ _environments: dict[tuple[int, int], LogEnvironment] = {}
 _registry = threading.Lock()
 
 
-def acquire(path: Path, options: LogOptions, provider: str, queues: int | None) -> LogEnvironment:
-    """The environment of a log directory, opened or shared; made where there is none, unless `queues` is None: as many
-    as it has. Each is given back by `release`.
+def acquire(
+    path: Path, options: LogOptions, provider: str, queues: int | None, *, create: bool = True
+) -> LogEnvironment:
+    """Open the environment of a log directory, or share the one that is open. Give it back with `release`.
 
-    Raises DataDirectoryError (foreign, damaged, not accessible), InvalidArgument (opened with other options), and
-    NotSupported in the child of a fork whose parent has it open.
+    If there is no log, make one if `create` is True. `queues`: None stands for the number of queues of the log, and
+    never makes one.
+
+    Raises DataDirectoryError (foreign, damaged, not accessible, missing), InvalidArgument (open with other options),
+    and NotSupported in the child of a fork whose parent has it open.
     """
+    create = create and queues is not None
     with _registry:
-        key = _identity(path)
+        key = _identity(path, provider, create=create)
         environment = _environments.get(key)
         if environment is None:
-            environment = _environments[key] = LogEnvironment(path, options, provider, queues)
-        if environment.only_read and queues is not None:
+            environment = LogEnvironment(path, options, provider, queues, create=create)
+            _environments[key] = environment
+        if environment.read_only and queues is not None:
             check_process(environment)
-            environment.take(options)
+            environment.adopt_options(options)
         _check_shared(environment, options, queues)
         environment.handles += 1
         return environment
 
 
 def release(environment: LogEnvironment) -> None:
-    """Give back; the last one closes it."""
+    """Give the environment back. It is closed when its last handle gives it back."""
     with _registry:
         environment.handles -= 1
         if not environment.handles:
@@ -258,7 +293,7 @@ def release(environment: LogEnvironment) -> None:
 
 
 def check_process(environment: LogEnvironment) -> None:
-    """Raise NotSupported in a forked child: LMDB's locks belong to the process that opened it."""
+    """Raise NotSupported in a forked child: LMDB's locks belong to the process that opened the environment."""
     if environment.inherited:
         raise NotSupported(
             f"{environment.path} was opened before this process was forked from another, which LMDB does not allow: "
@@ -284,10 +319,30 @@ def _check_shared(environment: LogEnvironment, options: LogOptions, queues: int 
         raise InvalidArgument(f"{environment.path} is open in this process with another durability or map_bytes")
 
 
-def _identity(path: Path) -> tuple[int, int]:
+def has_log(path: Path) -> bool:
+    """Return whether a log directory holds a database. LMDB would make a new one if its file is missing or empty."""
     try:
-        path.mkdir(exist_ok=True)
+        return (path / "data.mdb").stat().st_size > 0
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _missing(path: Path, provider: str) -> DataDirectoryError:
+    return DataDirectoryError(
+        f"{path}: the log of provider {provider!r} was deleted or emptied: restore it from a backup, or begin a new "
+        f"one with {log_remedy('repair log', path)}"
+    )
+
+
+def _identity(path: Path, provider: str, *, create: bool) -> tuple[int, int]:
+    try:
+        if create:
+            path.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
         found = path.stat()
+    except FileNotFoundError:
+        if not create:
+            raise _missing(path, provider) from None
+        raise DataDirectoryError(f"{path} cannot be a log directory: No such file or directory") from None
     except OSError as error:
         raise DataDirectoryError(f"{path} cannot be a log directory: {error.strerror}") from None
     return found.st_dev, found.st_ino
@@ -299,33 +354,26 @@ def _file(path: Path) -> tuple[int, int]:
 
 
 def _make_lock_file(path: Path) -> None:
-    """Give LMDB's lock file its space. LMDB maps it with holes: on a full disk, touching one kills the process.
+    """Allocate the disk space of LMDB's lock file. LMDB maps it with holes: on a full disk, a write to one kills the
+    process.
 
-    Not while this process has it open: closing a file gives up all locks of the process on it.
+    Not to be called while this process has the log open: closing the file would drop all locks of the process on it.
     """
-    lock = os.open(path / "lock.mdb", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    lock = os.open(path / "lock.mdb", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
     try:
         os.posix_fallocate(lock, 0, _LOCK_FILE_BYTES)
     finally:
         os.close(lock)
 
 
-def _check_length(environment: lmdb.Environment, path: Path) -> None:
-    """LMDB maps the file: to touch a page that is not there would kill the process."""
-    expected = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
-    found = (path / "data.mdb").stat().st_size
-    if found < expected:
-        raise DataDirectoryError(f"{path / 'data.mdb'} is cut short: {found:,} bytes of {expected:,}")
-
-
 @contextmanager
 def _opening(path: Path, map_bytes: int) -> Generator[None]:
-    """Say what errors of LMDB mean while a directory is opened."""
+    """Translate errors that occur while a directory is opened."""
     try:
         yield
     except lmdb.MemoryError:
         raise StorageError(
-            f"{path}: this system does not give {map_bytes:,} bytes of address space: lower the option map_bytes"
+            f"{path}: the system refused {map_bytes:,} bytes of address space: lower the option map_bytes"
         ) from None
     except (lmdb.NotFoundError, lmdb.IncompatibleError):
         raise DataDirectoryError(f"{path} is not a log: it is an LMDB database of something else") from None
@@ -337,7 +385,7 @@ def _opening(path: Path, map_bytes: int) -> Generator[None]:
         raise DataDirectoryError(f"{path} cannot be opened: {error}") from None
     except OSError as error:
         if error.errno in _NO_SPACE:
-            raise StorageFull(f"{path}: no space left on the device: free some, then open it again") from None
+            raise StorageFull(f"{path}: no space left on the device: free some space, then open it again") from None
         raise DataDirectoryError(f"{path} cannot be opened: {error.strerror}") from None
 
 
@@ -352,22 +400,24 @@ def _translated(environment: LogEnvironment) -> Generator[None]:
 def _storage_error(error: lmdb.Error, path: Path, map_bytes: int) -> StorageError:
     code = getattr(error, "code", 0)
     if isinstance(error, lmdb.MapFullError):
-        return StorageFull(f"{path}: the log holds all of its map_bytes={map_bytes:,}: raise it, or retain less")
+        return StorageFull(f"{path}: the log has reached map_bytes={map_bytes:,}: raise the option, or retain less")
     if isinstance(error, lmdb.DiskError) or code in _NO_SPACE or (code == errno.EIO and not _can_grow(path)):
-        return StorageFull(f"{path}: no space left on the device; publish again once there is some")
+        return StorageFull(f"{path}: no space left on the device: free some space, then publish again")
     if isinstance(error, lmdb.MapResizedError):
-        return StorageError(f"{path}: the log has outgrown map_bytes={map_bytes:,}: open it with as much as the others")
+        return StorageError(
+            f"{path}: the log is larger than map_bytes={map_bytes:,}: set the option to the value of other processes"
+        )
     if isinstance(error, _DAMAGED):
-        return DataDirectoryError(f"{path}: the log is damaged: {error}")
+        return DataDirectoryError(f"{path}: the log is damaged: {error}: restore it from a backup")
     return StorageError(f"{path}: {error}")
 
 
 def _can_grow(path: Path) -> bool:
-    """Whether there is space for a little more. LMDB reports a write that was cut short as an I/O error."""
+    """Return whether the disk has space left. LMDB reports a write that was cut short as an I/O error."""
     try:
         data = os.open(path / "data.mdb", os.O_RDWR)
         try:
-            os.posix_fallocate(data, os.fstat(data).st_size, _A_LITTLE_BYTES)
+            os.posix_fallocate(data, os.fstat(data).st_size, _GROWTH_PROBE_BYTES)
         finally:
             os.close(data)
     except OSError as error:

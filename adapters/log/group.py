@@ -1,4 +1,4 @@
-"""One group of calls, stored by one transaction."""
+"""A group of `enqueue` calls that one transaction stores."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ...streams.errors import SequenceConflict
 from ...streams.events import EventBatch
 from ...streams.identity import SequenceToken
 from ..seam import ProducerSequence, Receipt
-from .blocks import BlockEncoder, split
+from .blocks import BlockEncoder, BlockPlace, split
 from .rows import ProducerRow, Tail
-from .sequences import duplicate_receipts, is_duplicate, noted, producer_key
+from .sequences import duplicate_receipts, is_duplicate, producer_key, producer_row
 from .transactions import Changes
 
 
-class Call:
-    """One call of `enqueue`, and the future that its caller waits for."""
+class CommitRequest:
+    """A call of `enqueue` that waits for a commit, and the future that its caller awaits."""
 
     __slots__ = ("answer", "batches", "nbytes", "producer", "sequence")
 
@@ -41,18 +41,18 @@ _tuple: Any = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUn
 Outcome = Sequence[Receipt] | SequenceConflict
 
 
-class Group:
-    """Collects what calls store, then writes it: `add` each call, then `write`."""
+class CommitGroup:
+    """Collects the batches of calls, then writes them: `add` each call, then `write`."""
 
     def __init__(self, changes: Changes, encoder: BlockEncoder, now_us: int) -> None:
         self._changes = changes
         self._encoder = encoder
         self._now_us = now_us
-        self._queues: dict[int, _Growth] = {}
+        self._queues: dict[int, _QueueGrowth] = {}
         self._producers: dict[bytes, ProducerRow | None] = {}
 
-    def add(self, call: Call) -> Outcome:
-        """Take a call's batches, all or none."""
+    def add(self, call: CommitRequest) -> Outcome:
+        """Add all batches of a call, or none if it is a duplicate or a conflict. Return its receipts or its error."""
         sequence = call.sequence
         if sequence is None:
             return self._place(call.batches)
@@ -63,11 +63,11 @@ class Group:
         except SequenceConflict as conflict:
             return conflict
         receipts = self._place(call.batches)
-        self._producers[call.producer] = noted(sequence, self._now_us, receipts)
+        self._producers[call.producer] = producer_row(sequence, self._now_us, receipts)
         return receipts
 
     def write(self) -> set[int]:
-        """Write everything. Returns the queues that have grown."""
+        """Write all batches and producers. Return the queues that have grown."""
         for queue, growth in self._queues.items():
             growth.write(self._changes, self._encoder, queue, self._now_us)
         for producer, row in self._producers.items():
@@ -86,16 +86,16 @@ class Group:
         for queue, batch in batches:
             growth = queues.get(queue)
             if growth is None:
-                growth = queues[queue] = _Growth(self._changes.tail(queue))
-            # The same as Receipt(SequenceToken(growth.next)) at a third of its cost.
+                growth = queues[queue] = _QueueGrowth(self._changes.tail(queue))
+            # Equals Receipt(SequenceToken(growth.next)), at a third of its cost.
             receipts.append(_tuple(Receipt, (_tuple(SequenceToken, (growth.next, 0)), False)))
             growth.next += 1
             growth.batches.append(batch)
         return receipts
 
 
-class _Growth:
-    """What one queue gains."""
+class _QueueGrowth:
+    """The new batches of one queue."""
 
     __slots__ = ("batches", "next", "tail")
 
@@ -108,7 +108,7 @@ class _Growth:
         time_us = max(now_us, self.tail.time_us)
         offset, nbytes = self.tail.next, self.tail.nbytes
         for batches in split(self.batches):
-            with encoder.encode(batches, time_us) as record:
+            with encoder.encode(BlockPlace(queue, offset), batches, time_us) as record:
                 changes.append(queue, offset, record)
                 nbytes += len(record)
             offset += len(batches)

@@ -1,19 +1,19 @@
-"""How far one may read within limits of events and bytes, from the blocks' headers and columns alone."""
+"""Finds how far a range can be read within limits of events and bytes, by the blocks' headers and columns alone."""
 
 from __future__ import annotations
 
 from array import array
 
 from ...streams.errors import CorruptRecord, OffsetsGone
-from ..reaching import Limits
+from ..reaching import RangeLimits
 from .blocks import COLUMNS_BYTES, HEADER_BYTES, DamagedBlockError, columns
 from .transactions import Snapshot
 
 
-def reach(snapshot: Snapshot, queue: int, start: int, end: int, limits: Limits) -> int:
-    """The exclusive end of as many batches from `start` on, up to `end`, as the limits allow; at least one.
+def reach(snapshot: Snapshot, queue: int, start: int, end: int, limits: RangeLimits) -> int:
+    """Return the exclusive end of the batches from `start` on, up to `end`, that the limits allow; at least one batch.
 
-    Raises OffsetsGone where `start` is not retained, CorruptRecord.
+    Raises OffsetsGone if `start` is not retained, CorruptRecord if its block is damaged.
     """
     end = min(end, snapshot.tail(queue).next)
     if start >= end or limits == (None, None):
@@ -26,34 +26,39 @@ def reach(snapshot: Snapshot, queue: int, start: int, end: int, limits: Limits) 
         try:
             at, after, limits = _reach_in_block(snapshot, queue, after, range(at, end), limits)
         except CorruptRecord:
-            if at > start:  # whoever reads on from there is told
+            if at > start:  # the next call begins at the damage and raises the error
                 break
             raise
     return max(at, start + 1)
 
 
 def _reach_in_block(
-    snapshot: Snapshot, queue: int, first: int, wanted: range, limits: Limits
-) -> tuple[int, int, Limits]:
-    """The first batch that the limits do not allow, or is not of the block, or not wanted; where the block ends; and
-    what the limits are then."""
+    snapshot: Snapshot, queue: int, first: int, wanted: range, limits: RangeLimits
+) -> tuple[int, int, RangeLimits]:
+    """Return the end of the wanted batches of a block that the limits allow, the end of the block, and the limits that
+    are left."""
     header = snapshot.header(queue, first)
+    if header.passed:
+        after = first + header.batches
+        return min(after, wanted.stop), after, limits
     nbytes = snapshot.size(queue, first) - HEADER_BYTES - COLUMNS_BYTES * header.batches
     after = first + header.batches
     if wanted.start == first and after <= wanted.stop and limits.allow(header.events, nbytes):
-        return after, after, limits.less(header.events, nbytes)
+        return after, after, limits.minus(header.events, nbytes)
     at, limits = _reach_within(snapshot, queue, first, range(wanted.start, min(after, wanted.stop)), limits)
     return at, after, limits
 
 
-def _reach_within(snapshot: Snapshot, queue: int, first: int, batches: range, limits: Limits) -> tuple[int, Limits]:
-    """The first of these batches of a block that the limits do not allow, and what they are there."""
+def _reach_within(
+    snapshot: Snapshot, queue: int, first: int, batches: range, limits: RangeLimits
+) -> tuple[int, RangeLimits]:
+    """Return the first of these batches of a block that the limits do not allow, and the limits that are left."""
     sizes, counts = _columns(snapshot, queue, first)
     for at in batches:
         events, nbytes = counts[at - first], sizes[at - first]
         if not limits.allow(events, nbytes):
             return at, limits
-        limits = limits.less(events, nbytes)
+        limits = limits.minus(events, nbytes)
     return batches.stop, limits
 
 
@@ -61,4 +66,4 @@ def _columns(snapshot: Snapshot, queue: int, first: int) -> tuple[array[int], ar
     try:
         return columns(snapshot.record(queue, first))
     except DamagedBlockError as damage:
-        raise CorruptRecord(queue, first, str(damage), snapshot.block_after(queue, first)) from None
+        raise snapshot.corrupt(queue, first, damage, snapshot.block_after(queue, first)) from None

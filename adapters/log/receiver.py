@@ -1,26 +1,35 @@
-"""Reading one queue."""
+"""Reads one queue of the log."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from ...streams.errors import Closed, CorruptRecord
+from ...streams.errors import Closed
 from ...streams.events import EventBatch
-from ..seam import Gap, QueueReceiver, Received
-from .blocks import Block, DamagedBlockError, StreamTable, Want
+from ..receiving import Gap, QueueReceiver, Received
+from .blocks import (
+    Block,
+    BlockPlace,
+    DamagedBlockError,
+    ReadBudget,
+    StreamTable,
+    check_block,
+    passed_reason,
+    read_header,
+)
 from .environment import LogEnvironment
 from .transactions import Snapshot
 
 RETENTION = "removed by retention"
 FRESH_BATCHES = 256
 FRESH_BYTES = 64 << 10
-"""What ends a queue, in blocks of no more than this, is read on the loop, about so much at once: it was just written,
-so it is in memory, and a thread would have to wait for the interpreter first."""
+"""Up to this many batches and bytes at the end of a queue are read on the event loop. They were just written, so they
+are in memory, and a thread would first have to wait for the interpreter's lock."""
 
 
 class QueueReader:
-    """Reads one queue. Blocking; for one thread at a time."""
+    """Reads one queue. Its methods block. Not safe for concurrent use."""
 
     def __init__(self, environment: LogEnvironment, queue: int, streams: StreamTable) -> None:
         self._environment = environment
@@ -28,9 +37,11 @@ class QueueReader:
         self._streams = streams
         self._checked = -1
 
-    def look(self, position: int, want: Want) -> Received | None:
-        """What `read` returns, or the first part of it, where that costs so little that the loop can do it: nothing, or
-        the few batches at the queue's end. None where it is more."""
+    def read_fresh(self, position: int, budget: ReadBudget) -> Received | None:
+        """Read on the event loop if that is cheap: at the queue's end, or if few batches are left.
+
+        Return all or the first of the batches that `read` would return. Return None if `read` must be used.
+        """
         with self._environment.reading() as snapshot:
             end = snapshot.tail(self._queue).next
             if position >= end:
@@ -38,14 +49,16 @@ class QueueReader:
             first = snapshot.block_holding(self._queue, position) if end - position <= FRESH_BATCHES else None
             if first is None:
                 return None
-            little = want._replace(nbytes=min(want.nbytes, FRESH_BYTES))
-            batches = self._collect(snapshot, first, position, end, little, largest=FRESH_BYTES)
+            if self._passed(snapshot, first, position) is not None:
+                return None
+            small = budget._replace(nbytes=min(budget.nbytes, FRESH_BYTES))
+            batches = self._collect(snapshot, first, position, end, small, largest=FRESH_BYTES)
         return Received(batches, batches[-1].offset + 1) if batches else None
 
-    def read(self, position: int, want: Want) -> Received:
-        """What is stored from `position` on: batches, or a gap, or nothing at the end of the queue.
+    def read(self, position: int, budget: ReadBudget) -> Received:
+        """Return the batches from `position` on, or a gap, or nothing at the end of the queue.
 
-        Raises CorruptRecord for a damaged block, once everything before it has been returned.
+        Raises CorruptRecord if the block at `position` is damaged. All batches before it are returned first.
         """
         with self._environment.reading() as snapshot:
             end = snapshot.tail(self._queue).next
@@ -55,35 +68,62 @@ class QueueReader:
             if first is None:
                 gap = _gap(snapshot, self._queue, position, end)
                 return Received((), gap.high, gap)
-            batches = self._collect(snapshot, first, position, end, want)
+            if (gap := self._passed(snapshot, first, position)) is not None:
+                return Received((), gap.high, gap)
+            batches = self._collect(snapshot, first, position, end, budget)
         return Received(batches, batches[-1].offset + 1)
 
     def _collect(
-        self, snapshot: Snapshot, first: int, position: int, end: int, want: Want, *, largest: int | None = None
+        self, snapshot: Snapshot, first: int, position: int, end: int, budget: ReadBudget, *, largest: int | None = None
     ) -> list[EventBatch]:
-        """Batches from `position` on, up to the first block of more than `largest` bytes."""
+        """Return batches from `position` on, up to the first block of more than `largest` bytes."""
         batches: list[EventBatch] = []
-        while position < end and want.events > 0 and want.nbytes > 0:
+        while position < end and budget.events > 0 and budget.nbytes > 0:
             if largest is not None and snapshot.size(self._queue, first) > largest:
                 break
             try:
-                block = self._open(snapshot, first)
+                block = self._open(snapshot, first, position)
             except DamagedBlockError as damage:
-                if batches:
+                if batches:  # return them first; the next read begins at this block, which is damaged or passed
                     break
-                after = snapshot.block_after(self._queue, first)
-                raise CorruptRecord(self._queue, position, str(damage), after) from None
-            found = block.batches(first, position - first, want, self._streams)
+                after = snapshot.block_after(self._queue, max(first, position))
+                raise snapshot.corrupt(self._queue, position, damage, after) from None
+            found = block.batches(position - first, budget, self._streams)
             batches += found
-            want = want.less(found)
+            budget = budget.minus(found)
             position = first = first + block.header.batches
         return batches
 
-    def _open(self, snapshot: Snapshot, first: int) -> Block:
-        """A block is checked once, however many reads it takes."""
-        block = Block(snapshot.record(self._queue, first), check=first != self._checked)
+    def _passed(self, snapshot: Snapshot, first: int, position: int) -> Gap | None:
+        """Return the gap from `position` on if the block that begins at `first` was passed, else None."""
+        try:
+            record = snapshot.record(self._queue, first)
+        except DamagedBlockError:
+            return None  # `_open` raises the error
+        return passed_gap(record, BlockPlace(self._queue, first), position)
+
+    def _open(self, snapshot: Snapshot, first: int, position: int) -> Block:
+        """Return the block at `first`. Its checksum is verified by the first of several reads only.
+
+        Raises DamagedBlockError if it is damaged, or if it does not hold `position`: then the right block is missing,
+        or a damaged page of LMDB led to a wrong one.
+        """
+        block = Block(snapshot.record(self._queue, first), BlockPlace(self._queue, first), check=first != self._checked)
+        if not first <= position < first + block.header.batches:
+            raise DamagedBlockError("it is missing")
         self._checked = first
         return block
+
+
+def passed_gap(record: memoryview, place: BlockPlace, position: int) -> Gap | None:
+    """Return the gap from `position` on if the record at `place` is a passed block, else None."""
+    try:
+        if not read_header(record).passed:
+            return None
+        header = check_block(record, place)
+    except DamagedBlockError:
+        return None  # reading the block raises the error
+    return Gap(position, place.first + header.batches, passed_reason(record), passed=True)
 
 
 def _gap(snapshot: Snapshot, queue: int, position: int, end: int) -> Gap:
@@ -94,37 +134,37 @@ def _gap(snapshot: Snapshot, queue: int, position: int, end: int) -> Gap:
 
 
 class LogReceiver(QueueReceiver):
-    """A position in one queue."""
+    """Receives the batches of one queue, from a position on."""
 
     def __init__(
         self,
         reader: QueueReader,
         position: int,
         *,
-        rung: asyncio.Event,
+        grown: asyncio.Event,
         run: Callable[[Callable[[], Received]], Awaitable[Received]],
         acknowledge: Callable[[int], None],
-        closed: Callable[[LogReceiver], None],
+        on_close: Callable[[LogReceiver], None],
     ) -> None:
-        """`rung` is set when the queue may have grown; `run` runs a read in a thread; `closed` is called once."""
+        """`grown` is set when the queue may have grown. `run` runs a read in a thread. `on_close` is called once."""
         self._reader = reader
         self._position = position
-        self._rung = rung
+        self._grown = grown
         self._run = run
         self._acknowledge = acknowledge
-        self._on_close = closed
+        self._on_close = on_close
         self._closed = False
 
     async def receive(self, max_events: int, max_bytes: int) -> Received:
-        want = Want(max(max_events, 1), max(max_bytes, 1))
+        budget = ReadBudget(max(max_events, 1), max(max_bytes, 1))
         while not self._closed:
-            # Clear, then look: whoever commits after the look rings.
-            self._rung.clear()
-            received = self._reader.look(self._position, want)
+            # Clear the event, then read: a commit after the read sets it again.
+            self._grown.clear()
+            received = self._reader.read_fresh(self._position, budget)
             if received is None:
-                received = await self._run(lambda: self._reader.read(self._position, want))
+                received = await self._run(lambda: self._reader.read(self._position, budget))
             elif not received.batches:
-                await self._rung.wait()
+                await self._grown.wait()
             if received.batches or received.gap:
                 self._position = received.next_offset
                 return received
@@ -138,5 +178,5 @@ class LogReceiver(QueueReceiver):
     async def aclose(self) -> None:
         if not self._closed:
             self._closed = True
-            self._rung.set()
+            self._grown.set()
             self._on_close(self)

@@ -1,7 +1,7 @@
-"""The small rows beside the blocks, and how they are written.
+"""The rows of all databases, and their encoding.
 
 database     key                               value
-meta         b"log"                            JSON: what this directory is
+meta         b"log"                            JSON of `Meta`
 queue-NNNNN  first offset (u64, big-endian)    a block, see `blocks`
 state        queue index (u32, big-endian)     `Tail`, five u64, little-endian
 producers    the producer's id in UTF-8        msgpack of `ProducerRow`
@@ -13,6 +13,7 @@ from __future__ import annotations
 from struct import Struct
 from typing import NamedTuple
 
+import lmdb
 import msgspec
 
 FORMAT = 1
@@ -29,7 +30,7 @@ gap_key = _GAP.pack
 
 
 class Tail(NamedTuple):
-    """The state of one queue. Changes in the transaction that changes the queue's blocks."""
+    """The state of one queue. Written by the transaction that changes the queue's blocks."""
 
     next: int = 0
     """Offset of the next batch."""
@@ -40,18 +41,19 @@ class Tail(NamedTuple):
     time_us: int = 0
     """Time of the last commit."""
     acknowledged: int = 0
-    """Every batch below it is finished."""
+    """Every batch below this offset is finished."""
 
     def pack(self) -> bytes:
         return _TAIL.pack(*self)
 
     @classmethod
     def unpack(cls, row: bytes | memoryview | None) -> Tail:
-        return cls() if row is None else cls._make(_TAIL.unpack(row))
+        """Raises lmdb.CorruptedError if the row has a wrong size."""
+        return cls() if row is None else cls._make(_unpacked(_TAIL, row))
 
 
 class Meta(msgspec.Struct, frozen=True, kw_only=True):
-    """What a directory is: written once, when it is made."""
+    """Facts about a log. Written once, when it is made."""
 
     format: int
     queues: int
@@ -65,7 +67,7 @@ class ProducerRow(msgspec.Struct, frozen=True, array_like=True):
     number: int
     time_us: int
     offsets: list[int]
-    """Where its batches are, one offset each; empty where they were too many to note."""
+    """The offset of each of its batches; empty if they were too many to store."""
 
 
 class GapRow(msgspec.Struct, frozen=True, array_like=True):
@@ -77,7 +79,14 @@ class GapRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 def offset_of(key: bytes | memoryview) -> int:
-    return int.from_bytes(key, "big")
+    """Raises lmdb.CorruptedError if the key is not an offset."""
+    return _unpacked(_OFFSET, key)[0]
+
+
+def _unpacked(struct: Struct, row: bytes | memoryview) -> tuple[int, ...]:
+    if len(row) != struct.size:  # LMDB does not verify its pages
+        raise lmdb.CorruptedError(f"a key or a row has {len(row):,} bytes, not {struct.size}")
+    return struct.unpack(row)
 
 
 meta_of = msgspec.json.Decoder(Meta).decode

@@ -1,4 +1,4 @@
-"""Reading a log's blocks by ranges of offsets, for who does not consume it. Blocking."""
+"""Reads a log's blocks by ranges of offsets, without a subscription. All functions block."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from ...streams.errors import CorruptRecord, InvalidArgument, NotFound, OffsetsGone
-from ..reaching import Limits
-from .blocks import Block, BlockHeader, DamagedBlockError
-from .environment import acquire, release
+from ...streams.errors import InvalidArgument, NotFound, OffsetsGone
+from ..reaching import RangeLimits
+from .blocks import BlockHeader, BlockPlace, DamagedBlockError, check_block
+from .damage import passed_ranges
+from .environment import acquire, has_log, release
 from .options import LogOptions
 from .reach import reach
 from .rows import Tail
@@ -17,89 +18,91 @@ from .timesearch import offset_at
 from .transactions import Snapshot
 
 _READ_BYTES = 1 << 20
-"""Copied at once. A transaction does not stay open while somebody works on what it read: it keeps deleted pages from
-being used again."""
+"""Bytes copied by one transaction. None stays open while the caller works on the bytes: an open transaction keeps LMDB
+from reusing deleted pages."""
 
 
 class QueueTail(NamedTuple):
-    """What a queue retains, from `first` (inclusive) on."""
+    """The state of a queue, and the offset of its oldest retained batch."""
 
     first: int
     tail: Tail
 
 
 class StoredBlock(NamedTuple):
-    """A block that was checked."""
+    """A block whose checksum was verified."""
 
     first: int
     """Offset of its first batch."""
     header: BlockHeader
     at: int
-    """Where its record begins."""
+    """The index of its first byte in `StoredBlocks.records`."""
 
 
 class StoredBlocks(NamedTuple):
-    """Blocks that follow each other. Their records are as `blocks` describes them."""
+    """Blocks that follow each other. The module `blocks` describes their records."""
 
     records: bytes
     blocks: Sequence[StoredBlock]
-
-    @property
-    def end(self) -> int:
-        """The offset after their last batch."""
-        last = self.blocks[-1]
-        return last.first + last.header.batches
+    end: int
+    """The offset at which the next read begins."""
 
 
 class LogScan:
-    """The log of a directory that has one. Use as a context manager, or close it."""
+    """An existing log, opened to read it. Use as a context manager, or close it."""
 
     def __init__(self, directory: Path) -> None:
-        """`directory` is the provider's own. Raises NotFound where it has no log, DataDirectoryError."""
+        """`directory` is that of the provider. Raises NotFound if it has no log, DataDirectoryError if it is
+        damaged."""
         log = directory / "log"
-        if not (log / "data.mdb").exists():
-            raise NotFound(f"{directory} has no log: its provider is not there, or has another adapter than 'log'")
+        if not has_log(log):
+            raise NotFound(f"{directory} has no log: there is no such provider, or its adapter is not 'log'")
         self._environment = acquire(log, LogOptions(), directory.name, None)
         self.queues = self._environment.queues
+        self.provider = self._environment.made_for
+        """The provider that the log was made for."""
         self.created_us = self._environment.created_us
-        """When the log was made: what tells it from one that was here before."""
+        """When the log was made, in microseconds since 1970 UTC. Differs from that of an earlier log in this place."""
         self._open = True
 
     def is_current(self) -> bool:
-        """False where the log was deleted or replaced: this one still reads what was there."""
+        """Return False if the log was deleted or replaced. This scan then still reads the old one."""
         return self._environment.is_current()
 
     def tails(self) -> Sequence[QueueTail]:
-        """What each queue retains."""
+        """Return the retained range and the state of each queue."""
         with self._environment.reading() as snapshot:
             return [_tail(snapshot, queue) for queue in range(self.queues)]
 
     def offsets_at(self, time_us: int) -> Sequence[int]:
-        """For each queue the offset of the first batch stored at or after a time, microseconds since 1970 UTC."""
+        """Return for each queue the offset of the first batch stored at or after a time, in microseconds since 1970
+        UTC."""
         with self._environment.reading() as snapshot:
             return [offset_at(snapshot, queue, time_us) for queue in range(self.queues)]
 
     def reach(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
         """See QueueAdapter.reach."""
         with self._environment.reading() as snapshot:
-            return reach(snapshot, queue, start, end, Limits(max_events, max_bytes))
+            return reach(snapshot, queue, start, end, RangeLimits(max_events, max_bytes))
 
     def blocks(self, queue: int, start: int, end: int) -> Iterator[StoredBlocks]:
-        """The blocks that hold the batches from `start` up to `end` (exclusive), whole, though they hold others too.
+        """Yield the blocks that hold the batches from `start` up to `end` (exclusive), about 1 MiB at a time.
 
-        About a MiB at once. Raises OffsetsGone where the first of them is not retained, InvalidArgument where the last
-        is not there yet, CorruptRecord.
+        Blocks are whole: the first and the last may hold other batches too. Passed blocks are left out. Raises
+        OffsetsGone if `start` is not retained, InvalidArgument if `end` is behind the queue's end, CorruptRecord for a
+        damaged block.
         """
         while start < end:
             read = self._read(queue, start, end)
-            yield read
+            if read.blocks:
+                yield read
             start = read.end
 
     def _read(self, queue: int, start: int, end: int) -> StoredBlocks:
-        """Some blocks, and at least one."""
+        """Return the next blocks. They are empty only if the first one was passed."""
         with self._environment.reading() as snapshot:
-            if end > (there := snapshot.tail(queue).next):
-                raise InvalidArgument(f"queue {queue} ends at offset {there}: it cannot be read to {end}")
+            if end > (queue_end := snapshot.tail(queue).next):
+                raise InvalidArgument(f"queue {queue} ends at offset {queue_end}: it cannot be read to {end}")
             first = snapshot.block_holding(queue, start)
             if first is None:
                 raise OffsetsGone(queue, start, _tail(snapshot, queue).first)
@@ -112,17 +115,27 @@ class LogScan:
         while first < end and at < _READ_BYTES:
             try:
                 record = snapshot.record(queue, first)
-                header = Block(record).header
+                header = check_block(record, BlockPlace(queue, first))
             except DamagedBlockError as damage:
-                if blocks:  # what is before it comes first
+                if blocks:  # return them first; the next read begins at the damage
                     break
                 after = snapshot.block_after(queue, first)
-                raise CorruptRecord(queue, max(start, first), str(damage), after) from None
+                raise snapshot.corrupt(queue, max(start, first), damage, after) from None
+            if header.passed:
+                if blocks:
+                    break
+                return StoredBlocks(b"", (), first + header.batches)
             views.append(record)
             blocks.append(StoredBlock(first, header, at))
             at += len(record)
             first += header.batches
-        return StoredBlocks(b"".join(views), blocks)
+        return StoredBlocks(b"".join(views), blocks, first)
+
+    def passed(self, queue: int, start: int, end: int) -> Sequence[tuple[int, int]]:
+        """Return the ranges of offsets from `start` up to `end` (exclusive) that were damaged and passed by an
+        operator."""
+        with self._environment.reading() as snapshot:
+            return passed_ranges(snapshot, queue, start, end)
 
     def close(self) -> None:
         """Idempotent."""

@@ -1,4 +1,4 @@
-"""The rule of idempotent producers: which call is new, which was stored before, and which would leave a hole."""
+"""The rule of idempotent producers: decides if a call is new, was stored before, or would leave a hole."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .rows import ProducerRow
 MAX_PRODUCER_BYTES = 511
 """Limit of a producer's id, in UTF-8 bytes: LMDB's limit of a key."""
 MAX_NUMBER = (1 << 63) - 1
-_NOTED_OFFSETS = 1024
+_MAX_STORED_OFFSETS = 1024
 
 
 def producer_key(sequence: ProducerSequence) -> bytes:
-    """Raises InvalidArgument for a sequence that cannot be stored."""
+    """Return the key of a producer's row. Raises InvalidArgument if the sequence cannot be stored."""
     key = sequence.producer.encode()
     if not 0 < len(key) <= MAX_PRODUCER_BYTES:
         raise InvalidArgument(f"a producer's id has 1 to {MAX_PRODUCER_BYTES} bytes in UTF-8, not {len(key):,}")
@@ -29,7 +29,7 @@ def producer_key(sequence: ProducerSequence) -> bytes:
 
 
 def is_duplicate(sequence: ProducerSequence, last: ProducerRow | None) -> bool:
-    """Whether the call was stored before; False where it is the next one. Raises SequenceConflict for a hole."""
+    """Return whether the call was stored before. Raises SequenceConflict if calls before it are missing."""
     stored = last.number if last else 0
     if sequence.number <= stored:
         return True
@@ -37,18 +37,18 @@ def is_duplicate(sequence: ProducerSequence, last: ProducerRow | None) -> bool:
         return False
     raise SequenceConflict(
         f"producer {sequence.producer!r}: call {sequence.number} follows call {sequence.previous}, "
-        f"but the last one stored is {stored}: publish what is between first"
+        f"but the last one stored is {stored}: publish the calls between them first"
     )
 
 
 def duplicate_receipts(sequence: ProducerSequence, last: ProducerRow | None, count: int) -> list[Receipt]:
-    """Where the batches of a call that was stored before are; known of the producer's last call only."""
+    """Return the receipts of a call that was stored before. Only those of the producer's last call have tokens."""
     if last is not None and last.number == sequence.number and len(last.offsets) == count:
         return [Receipt(SequenceToken(offset), duplicate=True) for offset in last.offsets]
     return [Receipt(None, duplicate=True)] * count
 
 
-def noted(sequence: ProducerSequence, time_us: int, receipts: Sequence[Receipt]) -> ProducerRow:
-    """What to remember of a call that is stored now."""
-    offsets = [token.offset for token, _ in receipts if token] if len(receipts) <= _NOTED_OFFSETS else []
+def producer_row(sequence: ProducerSequence, time_us: int, receipts: Sequence[Receipt]) -> ProducerRow:
+    """Return the row that records a call that is stored now."""
+    offsets = [token.offset for token, _ in receipts if token] if len(receipts) <= _MAX_STORED_OFFSETS else []
     return ProducerRow(sequence.number, time_us, offsets)

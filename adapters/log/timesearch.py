@@ -1,4 +1,4 @@
-"""Finding a position by time."""
+"""Finds a position by time."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from .transactions import Snapshot
 
 
 def offset_at(snapshot: Snapshot, queue: int, time_us: int) -> int:
-    """The offset of the first retained batch stored at or after `time_us`; the queue's next where there is none.
+    """Return the offset of the first retained batch stored at or after `time_us`, or the queue's end if there is none.
 
-    Binary search: commit times never decrease within a queue, and the batches of a block have one time.
+    This is a binary search: commit times never decrease within a queue, and the batches of a block share one time.
     """
     end = snapshot.tail(queue).next
     low, high = snapshot.first(queue), end

@@ -10,17 +10,9 @@ import msgspec
 from ...streams.errors import Closed, InvalidArgument, NotSupported, QueueFull
 from ...streams.events import EventBatch
 from ...streams.identity import SequenceToken
+from ..receiving import Bounds, QueueReceiver
 from ..registry import read_options
-from ..seam import (
-    AdapterContext,
-    Bounds,
-    Capabilities,
-    ProducerSequence,
-    QueueAdapter,
-    QueueReceiver,
-    QueueStatistics,
-    Receipt,
-)
+from ..seam import AdapterContext, Capabilities, ProducerSequence, QueueAdapter, QueueStatistics, Receipt
 from .call import EnqueueCall, Placed, events_of
 from .capacity import CapacityGate, cut
 from .producers import ProducerLedger
@@ -36,18 +28,20 @@ class MemoryOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Options of the memory adapter."""
 
     capacity: _AtLeastOne | None = 100_000
-    """Events held over all queues together, None for no bound. Room comes back as every group acknowledges."""
+    """Largest number of events held in all queues together, None for no bound. Events that every group has acknowledged
+    no longer count."""
     when_full: Literal["wait", "fail"] = "wait"
-    """`wait`: `enqueue` waits for room, in order of calling. `fail`: it raises QueueFull and stores nothing."""
+    """`wait`: calls of `enqueue` wait for capacity, in their order. `fail`: they raise QueueFull and store nothing."""
     segment_size: _AtLeastOne = 1024
     """Batches in one segment of a partition."""
 
 
 class MemoryAdapter(QueueAdapter):
-    """Queues in the memory of one process, gone when it is closed: for tests, and where losing is acceptable.
+    """Queues in the memory of one process. They end when the adapter is closed: use it for tests, or if events may be
+    lost.
 
-    Each adapter object has data of its own, also under the same provider name. Besides the seam, a queue can be read by
-    several groups, each with a position of its own (`open_group_receiver`).
+    Each adapter object has its own data, even with the same provider name. In addition to the seam, a queue can be read
+    by several groups, each with its own position (`open_group_receiver`).
     """
 
     capabilities = Capabilities(idempotent=True)
@@ -63,13 +57,13 @@ class MemoryAdapter(QueueAdapter):
     def enqueue(
         self, batches: Sequence[tuple[int, EventBatch]], *, sequence: ProducerSequence | None = None
     ) -> Awaitable[Sequence[Receipt]]:
-        """As the seam says. What finds room is stored, and can be received, before this returns.
+        """See QueueAdapter. If there is capacity, batches are stored and can be received before this returns.
 
-        `wait`: a call above the whole capacity is stored in slices of up to the capacity, and nothing comes between
-        them. Cancelling takes back a call of which nothing is stored yet; one that has begun is completed.
-        `fail`: a call above the room left is refused whole.
+        `wait`: a call larger than the whole capacity is stored in slices of up to the capacity, without other calls
+        between them. A cancelled call is withdrawn if nothing of it is stored yet, else it is completed.
+        `fail`: a call larger than the free capacity raises QueueFull, and nothing of it is stored.
 
-        Raises also InvalidArgument for a batch with more events than the capacity: it would never fit.
+        Also raises InvalidArgument for a batch with more events than the capacity, which would never fit.
         """
         self._check(batches)
         call = EnqueueCall(self._slices(tuple(batches)), sequence, self._store, self._ledger)
@@ -83,22 +77,22 @@ class MemoryAdapter(QueueAdapter):
         """Read for the group `DEFAULT_GROUP`. Raises NotSupported for a `start`."""
         if start is not None:
             raise NotSupported(
-                f"provider {self._provider!r}: the memory adapter is not rewindable, so a receiver starts where its "
-                "group stands; use the log adapter to start at an offset"
+                f"provider {self._provider!r}: the memory adapter is not rewindable, so a receiver starts at the "
+                "position of its group; use the log adapter to start at an offset"
             )
         return await self.open_group_receiver(queue, DEFAULT_GROUP)
 
     async def open_group_receiver(self, queue: int, group: str) -> QueueReceiver:
-        """Read a queue for `group`, from the first batch which that group has not acknowledged.
+        """Read a queue for `group`, from the first batch that the group has not acknowledged.
 
-        A new group starts at the first batch that is still held; from then on batches are held until it acknowledges
-        them, also while it has no receiver. A group has one receiver: a new one supersedes the one before, which raises
-        Closed from then on.
+        A new group starts at the first retained batch. From then on batches are retained until the group acknowledges
+        them, even while it has no receiver. A group has one receiver: a new one replaces the former one, which then
+        raises Closed.
         """
         return self._queue(queue).open(group)
 
     async def forget_group(self, queue: int, group: str) -> None:
-        """End the group's receiver and drop its position, so that it holds nothing any more. Raises NotFound."""
+        """End the group's receiver and drop its position, so that no batches are retained for it. Raises NotFound."""
         self._queue(queue).forget(group)
 
     async def bounds(self, queue: int) -> Bounds:
@@ -112,10 +106,10 @@ class MemoryAdapter(QueueAdapter):
         return self._ledger.last(producer)
 
     async def aclose(self) -> None:
-        """As the seam says; calls that still wait for room raise Closed."""
+        """See QueueAdapter. Calls that still wait for capacity raise Closed."""
         self._closed = True
         for call in self._gate.dismiss():
-            call.refuse(Closed(f"provider {self._provider!r} was closed while an enqueue waited for room"))
+            call.fail(Closed(f"provider {self._provider!r} was closed while an enqueue waited for capacity"))
         for queue in self._queues:
             queue.close()
         self._queues.clear()
@@ -149,7 +143,7 @@ class MemoryAdapter(QueueAdapter):
     def _enter_nowait(self, call: EnqueueCall) -> None:
         if not self._gate.enter_nowait(call):
             raise QueueFull(
-                f"provider {self._provider!r}: no room for {call.weight:,} events, {self._gate.free:,} are left of "
+                f"provider {self._provider!r}: no capacity for {call.weight:,} events, {self._gate.free:,} are free of "
                 f"{self._options.capacity:,}: retry later, or raise the memory adapter's capacity"
             )
 

@@ -17,9 +17,10 @@ Placed: TypeAlias = tuple[int, EventBatch]
 
 
 class EnqueueCall:
-    """Enters slice by slice. Answered exactly once; once a slice is stored, the others follow, cancelled or not.
+    """Stores its batches slice by slice, then sets its answer. Once a slice is stored, all others are stored too, even
+    if the call is cancelled.
 
-    Whether a sequence is a duplicate is decided when the call's turn comes: an earlier one may still be in the line.
+    The check for duplicates is made when the call's turn comes, because earlier calls may still wait before it.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class EnqueueCall:
     ) -> None:
         self.answer: asyncio.Future[Sequence[Receipt]] = asyncio.get_running_loop().create_future()
         self._batches = sum(map(len, slices))
-        self._slices = deque(slices or [()])  # a call without batches still counts
+        self._slices = deque(slices or [()])  # a call without batches still uses its sequence
         self._sequence = sequence
         self._store = store
         self._ledger = ledger
@@ -39,7 +40,7 @@ class EnqueueCall:
 
     @property
     def begun(self) -> bool:
-        """Whether something of it is stored."""
+        """Some batches of the call are stored."""
         return bool(self._receipts)
 
     @property
@@ -56,7 +57,7 @@ class EnqueueCall:
         self._finish()
         return True
 
-    def refuse(self, error: HeadraceError) -> None:
+    def fail(self, error: HeadraceError) -> None:
         if not self.answer.done():
             self.answer.set_exception(error)
 
@@ -72,7 +73,7 @@ class EnqueueCall:
         try:
             self.answer.set_result(self._ledger.answer(self._sequence, self._batches))
         except HeadraceError as error:
-            self.refuse(error)
+            self.fail(error)
 
     def _finish(self) -> None:
         if self._sequence is not None:

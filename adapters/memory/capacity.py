@@ -1,4 +1,4 @@
-"""Admission by weight, first come, first served: the capacity gate of the memory adapter. Pure."""
+"""The capacity gate of the memory adapter: first come, first served. Pure."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ EntrantT = TypeVar("EntrantT", bound="Entrant")
 
 
 class Entrant(Protocol):
-    """Who asks for room, in one step or in several."""
+    """A call that needs capacity, in one step or in several."""
 
     @property
     def weight(self) -> int:
-        """Room that the next step takes. Asked when it is this entrant's turn."""
+        """Capacity that the next step needs. Read when it is this entrant's turn."""
         ...
 
     def enter(self) -> bool:
-        """Take the next step, for which room has been made. Returns whether that was the last."""
+        """Take the next step; its capacity is reserved. Return whether it was the last step."""
         ...
 
 
 class CapacityGate(Generic[EntrantT]):
-    """Lets entrants in while there is room, in the order in which they came.
+    """Admits entrants in their order, while there is capacity.
 
-    The first in the line holds up all others, also smaller ones that would fit, and stays first until its last step: so
-    nothing overtakes, and a large entrant is not starved.
+    The first waiting entrant blocks all others, even smaller ones that would fit, until its last step. So no entrant
+    overtakes another, and large ones are not starved.
     """
 
     def __init__(self, capacity: int | None) -> None:
@@ -37,39 +37,39 @@ class CapacityGate(Generic[EntrantT]):
 
     @property
     def free(self) -> float:
-        """Room left; `math.inf` where there is no bound."""
+        """Free capacity; `math.inf` if there is no bound."""
         return self._free
 
     @property
     def waiting(self) -> int:
-        """Entrants in the line."""
+        """Number of waiting entrants."""
         return len(self._line)
 
     def enter(self, entrant: EntrantT) -> None:
-        """Let the entrant in, now or when its turn comes."""
+        """Admit the entrant, now or when its turn comes."""
         self._line.append(entrant)
         self._serve()
 
     def enter_nowait(self, entrant: EntrantT) -> bool:
-        """Let the entrant take its first step now, or return False: while anyone waits, too."""
+        """Let the entrant take its first step now. Return False if there is no capacity, or if other entrants wait."""
         if self._line or entrant.weight > self._free:
             return False
         self.enter(entrant)
         return True
 
     def withdraw(self, entrant: EntrantT) -> None:
-        """Leave the line; those behind may be next. No effect for one that does not wait."""
+        """Remove a waiting entrant; the ones behind it may enter. No effect if it does not wait."""
         if entrant in self._line:
             self._line.remove(entrant)
             self._serve()
 
     def release(self, weight: int) -> None:
-        """Give room back, and serve the line."""
+        """Give capacity back, and admit waiting entrants."""
         self._free += weight
         self._serve()
 
     def dismiss(self) -> Sequence[EntrantT]:
-        """Empty the line without serving it, and return who was in it."""
+        """Remove all waiting entrants without admitting them, and return them."""
         dismissed = tuple(self._line)
         self._line.clear()
         return dismissed
@@ -82,15 +82,15 @@ class CapacityGate(Generic[EntrantT]):
 
 
 def cut(items: Sequence[T], weight: Callable[[T], int], capacity: int | None) -> list[Sequence[T]]:
-    """Cut items into slices, in order, each as long as fits the capacity. An item above it is a slice of its own."""
+    """Divide items into slices, in order, each as large as the capacity allows. A larger item has its own slice."""
     if capacity is None or sum(map(weight, items)) <= capacity:
         return [items]
     slices: list[list[T]] = []
-    room = 0
+    free = 0
     for item in items:
-        room -= weight(item)
-        if room < 0:
+        free -= weight(item)
+        if free < 0:
             slices.append([])
-            room = capacity - weight(item)
+            free = capacity - weight(item)
         slices[-1].append(item)
     return list(slices)

@@ -7,12 +7,13 @@ The design is that of Mocha's MemoryBufferQueue:
     [ · · 2 3 ] ──► [ 4 5 6 7 ] ──► [ 8 9 _ _ ]        spare: [ _ _ _ _ ]
       head                            tail
 
-An item's offset is an unbounded integer that only grows. A group has a position, its first item not committed; reading
-does not move it, so a new reader of the group reads the same again. An item that every group has committed is let go at
-once, its segment when all of it is: the last such segment is kept as the spare and becomes the next tail.
+An item's offset is an unbounded integer that only grows. A group has a position: its first item that is not committed.
+Reading does not move it, so a new reader of the group reads the same items again. An item is deleted as soon as every
+group has committed it. A segment is unlinked when all of its items are deleted: the last such segment is kept as the
+spare and becomes the next tail.
 
-Three rules keep readers safe. A slot is filled before it counts as written. Items are handed out in lists of their own,
-never in a segment's slots. A reader is never behind its group, so the segment that holds its position is still linked.
+Three rules keep readers safe. A slot is filled before it counts as written. Items are returned in new lists, never in a
+segment's slots. A reader is never behind its group, so the segment that holds its position is still linked.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ...streams.errors import InvalidArgument, NotFound
 from ..limits import SizedT, within_limits
 
 
-class Segment(Generic[SizedT]):
+class PartitionSegment(Generic[SizedT]):
     """A fixed array of slots for the items from offset `start` on."""
 
     __slots__ = ("following", "slots", "start", "written")
@@ -33,7 +34,7 @@ class Segment(Generic[SizedT]):
         self.slots: list[SizedT | None] = [None] * size
         self.start = start
         self.written = 0
-        self.following: Segment[SizedT] | None = None
+        self.following: PartitionSegment[SizedT] | None = None
 
     @property
     def end(self) -> int:
@@ -49,7 +50,7 @@ class Segment(Generic[SizedT]):
         self.written += 1
 
     def remove(self, offset: int) -> SizedT:
-        """Empty the slot of `offset`, and return what was in it."""
+        """Empty the slot of `offset`, and return its item."""
         index = offset - self.start
         item = self.slots[index]
         assert item is not None
@@ -57,25 +58,25 @@ class Segment(Generic[SizedT]):
         return item
 
     def reuse(self, start: int) -> None:
-        """Begin anew at `start`. Every slot has been emptied by `remove`."""
+        """Use the segment for the items from `start` on. Every slot has been emptied by `remove`."""
         self.start = start
         self.written = 0
         self.following = None
 
     def items(self, offset: int) -> Iterator[SizedT]:
-        """The items written at `offset` and after it."""
+        """Yield the items from `offset` on."""
         for index in range(offset - self.start, self.written):
             item = self.slots[index]
             assert item is not None
             yield item
 
 
-class Reader(Generic[SizedT]):
-    """Goes forward through a partition for one group, from the group's position on."""
+class PartitionReader(Generic[SizedT]):
+    """Reads a partition for one group, from the group's position on."""
 
     __slots__ = ("_group", "_partition", "_position", "_segment")
 
-    def __init__(self, partition: Partition[SizedT], group: str) -> None:
+    def __init__(self, partition: MemoryPartition[SizedT], group: str) -> None:
         self._partition = partition
         self._group = group
         self._position = partition.position(group)
@@ -83,11 +84,11 @@ class Reader(Generic[SizedT]):
 
     @property
     def position(self) -> int:
-        """The next offset to be read: behind what this reader took, and never behind what its group committed."""
+        """The next offset to read: after the items that this reader took, and never below the group's position."""
         return max(self._position, self._partition.position(self._group))
 
     def take(self, max_events: int, max_bytes: int) -> list[SizedT]:
-        """The next items, in a list of the caller's own: up to the one that reaches a limit, none if there is none."""
+        """Return the next items in a new list, up to the one that reaches a limit. It is empty at the end."""
         self._position = self.position
         taken = list(within_limits(self._ahead(), max_events, max_bytes))
         self._position += len(taken)
@@ -102,13 +103,13 @@ class Reader(Generic[SizedT]):
             yield from segment.items(segment.start)
 
 
-class Partition(Generic[SizedT]):
-    """Items in order, kept until every group has committed them. With no group, nothing is let go."""
+class MemoryPartition(Generic[SizedT]):
+    """Items in order, kept until every group has committed them. Without groups, nothing is deleted."""
 
     def __init__(self, segment_size: int) -> None:
         self._segment_size = segment_size
-        self._head = self._tail = Segment[SizedT](segment_size, 0)
-        self._spare: Segment[SizedT] | None = None
+        self._head = self._tail = PartitionSegment[SizedT](segment_size, 0)
+        self._spare: PartitionSegment[SizedT] | None = None
         self._positions: dict[str, int] = {}
         self._first = 0
         self.events = 0
@@ -118,7 +119,7 @@ class Partition(Generic[SizedT]):
 
     @property
     def first(self) -> int:
-        """The lowest offset retained: everything below it has been let go."""
+        """The lowest retained offset."""
         return self._first
 
     @property
@@ -141,22 +142,22 @@ class Partition(Generic[SizedT]):
         return offset
 
     def join(self, group: str) -> None:
-        """Add a group, unless it is there. It starts at the first item retained, never at one that was let go."""
+        """Add a group, unless it exists. It starts at the first retained item."""
         self._positions.setdefault(group, self._first)
 
     def leave(self, group: str) -> int:
-        """Forget a group and its position. Returns the number of events let go by that."""
+        """Remove a group and its position. Return the number of events that this deletes."""
         del self._positions[self._known(group)]
-        return self._let_go()
+        return self._delete_committed()
 
     def position(self, group: str) -> int:
-        """The first offset that the group has not committed. Raises NotFound for a group that never joined."""
+        """Return the first offset that the group has not committed. Raises NotFound if the group has not joined."""
         return self._positions[self._known(group)]
 
     def commit(self, group: str, offset: int) -> int:
-        """Move a group's position to `offset`; never backwards. Returns the number of events let go by that.
+        """Move a group's position to `offset`, never backwards. Return the number of events that this deletes.
 
-        Raises InvalidArgument above `next`: what does not exist yet cannot be finished.
+        Raises InvalidArgument if `offset` is above `next`.
         """
         if offset > self.next:
             raise InvalidArgument(
@@ -165,14 +166,14 @@ class Partition(Generic[SizedT]):
         if offset <= self.position(group):
             return 0
         self._positions[group] = offset
-        return self._let_go()
+        return self._delete_committed()
 
-    def reader(self, group: str) -> Reader[SizedT]:
-        """Read for `group`, from its position on. Raises NotFound for a group that never joined."""
-        return Reader(self, group)
+    def reader(self, group: str) -> PartitionReader[SizedT]:
+        """Return a reader for `group`, at the group's position. Raises NotFound if the group has not joined."""
+        return PartitionReader(self, group)
 
-    def segments(self) -> Iterator[Segment[SizedT]]:
-        """The segments from head to tail."""
+    def segments(self) -> Iterator[PartitionSegment[SizedT]]:
+        """Yield the segments from head to tail."""
         segment = self._head
         while segment is not self._tail:
             yield segment
@@ -180,8 +181,8 @@ class Partition(Generic[SizedT]):
             segment = segment.following
         yield segment
 
-    def segment_at(self, offset: int, near: Segment[SizedT] | None = None) -> Segment[SizedT]:
-        """The segment that holds `offset`, or the tail where it is yet to be appended. `near` is tried first."""
+    def segment_at(self, offset: int, near: PartitionSegment[SizedT] | None = None) -> PartitionSegment[SizedT]:
+        """Return the segment that holds `offset`, or the tail if no item has this offset yet. `near` is tried first."""
         if near is not None and near.start <= offset < near.end:
             return near
         for segment in self.segments():
@@ -191,18 +192,18 @@ class Partition(Generic[SizedT]):
 
     def _known(self, group: str) -> str:
         if group not in self._positions:
-            raise NotFound(f"there is no group {group!r} here: open a receiver for it first")
+            raise NotFound(f"this queue has no group {group!r}: open a receiver for it first")
         return group
 
     def _grow(self) -> None:
         """Link a new tail: the spare segment if there is one."""
-        tail, self._spare = self._spare or Segment[SizedT](self._segment_size, 0), None
+        tail, self._spare = self._spare or PartitionSegment[SizedT](self._segment_size, 0), None
         tail.reuse(start=self._tail.end)
         self._tail.following = tail
         self._tail = tail
         self._unlink_finished()
 
-    def _let_go(self) -> int:
+    def _delete_committed(self) -> int:
         before = self.events
         keep = min(self._positions.values(), default=self._first)
         while self._first < keep:

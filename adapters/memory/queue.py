@@ -7,34 +7,35 @@ from collections.abc import Callable
 
 from ...streams.errors import Closed
 from ...streams.events import EventBatch
-from ..seam import Bounds, QueueReceiver, QueueStatistics, Received
-from .partition import Partition
+from ..receiving import Bounds, QueueReceiver, Received
+from ..seam import QueueStatistics
+from .partition import MemoryPartition
 
 
 class MemoryReceiver(QueueReceiver):
-    """Reads a queue for a group. Woken by what is appended, without polling."""
+    """Reads a queue for a group. An append wakes it up, so it does not poll."""
 
-    def __init__(self, partition: Partition[EventBatch], group: str, release: Callable[[int], None]) -> None:
+    def __init__(self, partition: MemoryPartition[EventBatch], group: str, release: Callable[[int], None]) -> None:
         self._partition = partition
         self._group = group
         self._release = release
         self._reader = partition.reader(group)
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._ended_because = ""
 
     async def receive(self, max_events: int, max_bytes: int) -> Received:
         while True:
             self._check_open()
-            self._news.clear()  # before looking: what is appended from now on wakes
+            self._changed.clear()  # before the read: an append after it sets the event again
             offset = self._reader.position
             batches = self._reader.take(max_events, max_bytes)
             if batches:
                 own = [copy_of(batch, offset + index) for index, batch in enumerate(batches)]
                 return Received(own, offset + len(own))
-            await self._news.wait()
+            await self._changed.wait()
 
     async def acknowledge(self, offset: int) -> None:
-        """As the seam says, for this receiver's group. Raises InvalidArgument above the next offset, Closed."""
+        """See QueueReceiver; applies to this receiver's group. Raises InvalidArgument above the next offset, Closed."""
         self._check_open()
         self._release(self._partition.commit(self._group, offset))
 
@@ -42,12 +43,12 @@ class MemoryReceiver(QueueReceiver):
         self.end("it was closed")
 
     def wake(self) -> None:
-        self._news.set()
+        self._changed.set()
 
     def end(self, why: str) -> None:
-        """Raise Closed from now on, and say why. The first reason stays."""
+        """Make all calls raise Closed with the reason `why`. The first reason stays."""
         self._ended_because = self._ended_because or why
-        self._news.set()
+        self._changed.set()
 
     def _check_open(self) -> None:
         if self._ended_because:
@@ -55,10 +56,10 @@ class MemoryReceiver(QueueReceiver):
 
 
 class MemoryQueue:
-    """Stores batches and hands them to the receiver of each group. Tells `release` how many events were let go."""
+    """Stores batches, and wakes the receiver of each group. Calls `release` with the number of deleted events."""
 
     def __init__(self, segment_size: int, release: Callable[[int], None]) -> None:
-        self._partition = Partition[EventBatch](segment_size)
+        self._partition = MemoryPartition[EventBatch](segment_size)
         self._release = release
         self._receivers: dict[str, MemoryReceiver] = {}
 
@@ -75,7 +76,7 @@ class MemoryQueue:
         return offset
 
     def open(self, group: str) -> MemoryReceiver:
-        """Open the group's receiver in place of the one before."""
+        """Open a receiver for the group. It replaces the former one."""
         self._end(group, "another receiver of the group was opened")
         self._partition.join(group)
         receiver = self._receivers[group] = MemoryReceiver(self._partition, group, self._release)
@@ -96,5 +97,5 @@ class MemoryQueue:
 
 
 def copy_of(batch: EventBatch, offset: int) -> EventBatch:
-    """A batch of one's own that shares the encoded bytes: whoever holds a batch may write to its cache fields."""
+    """Return a new batch that shares the encoded bytes. Each holder of a batch may write to its cache fields."""
     return EventBatch(batch.stream, batch.encoded, batch.count, offset)

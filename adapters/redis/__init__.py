@@ -11,17 +11,17 @@ except ModuleNotFoundError as missing:
 from .adapter import RedisAdapter, open_adapter
 from .options import RedisOptions, ShardOptions
 from .queue import RedisQueue, Taken
-from .shard import Claim, Entry, Pushed, Size
+from .shard import Claim, Pushed, QueuedEvent, ShardSize
 
 __all__ = (
     "Claim",
-    "Entry",
     "Pushed",
+    "QueuedEvent",
     "RedisAdapter",
     "RedisOptions",
     "RedisQueue",
     "ShardOptions",
-    "Size",
+    "ShardSize",
     "Taken",
     "open_adapter",
 )

@@ -11,26 +11,18 @@ from typing import Any, TypeVar
 from ...streams.errors import Closed, HeadraceError, InvalidArgument, NotSupported, StorageError
 from ...streams.events import EventBatch, ScheduledBatch
 from ...streams.identity import SequenceToken
+from ..receiving import Bounds, QueueReceiver
 from ..registry import read_options
-from ..seam import (
-    AdapterContext,
-    Backlog,
-    Bounds,
-    Capabilities,
-    ProducerSequence,
-    QueueAdapter,
-    QueueReceiver,
-    QueueStatistics,
-    Receipt,
-)
+from ..seam import AdapterContext, Backlog, Capabilities, ProducerSequence, QueueAdapter, QueueStatistics, Receipt
 from .backlog import COUNTED, Unfinished, backlog_of, due_end_of, unfinished
 from .keys import ShardKeys, check_name, provider_key, ranked
+from .location import location_of, with_location
 from .options import RedisOptions
 from .producers import KEPT_S, Producers, persistently, short
 from .pusher import Pusher
 from .receiver import RedisReceiver, body_of
 from .scripts import OWN
-from .server import Server, ServerAway
+from .server import RedisConnection, ServerAway
 from .shard import Pushed, RedisShard
 from .watch import watched
 
@@ -38,10 +30,10 @@ TaskT = TypeVar("TaskT")
 
 
 class RedisAdapter(QueueAdapter):
-    """Queues in Redis. A batch waits until it is due; of what is due, the highest priority goes first.
+    """Queues in Redis. A batch waits until it is due. Of the due batches, the highest priority is received first.
 
-    A queue has one reader at a time, and a batch gets its offset when the reader takes it: the token of a receipt is
-    below it.
+    A queue has one reader at a time. A batch gets its offset when the reader takes it; the token of its receipt is
+    lower.
     """
 
     capabilities = Capabilities(durable=True, delay=True, priority=True, idempotent=True, ordered=False)
@@ -52,7 +44,8 @@ class RedisAdapter(QueueAdapter):
         self._owner = context.owner
         chosen = options.servers()
         order = sorted(range(len(chosen)), key=lambda index: chosen[index].zone != options.zone)
-        self._servers = [Server(shard.url, cluster=shard.cluster) for shard in chosen]
+        self._servers = [RedisConnection(shard.url, cluster=shard.cluster, variables=True) for shard in chosen]
+        self.location = location_of(options)
         wait, timeout_s = options.when_unavailable == "wait", options.publish_timeout_s
         self._queues = [
             _Queue(
@@ -76,16 +69,16 @@ class RedisAdapter(QueueAdapter):
         self._closed = False
 
     async def open(self) -> None:
-        """Raises StorageError where no server answers, InvalidArgument for one that will not do."""
+        """Check the servers. Raises StorageError if none answers, InvalidArgument if one cannot be used."""
         outcomes = await asyncio.gather(*map(self._check, self._servers), return_exceptions=True)
         errors = [error for error in outcomes if isinstance(error, BaseException)]
         fatal = [error for error in errors if not isinstance(error, ServerAway)]
         if fatal or len(errors) == len(self._servers):
             raise (fatal or errors)[0]
 
-    async def _check(self, server: Server) -> None:
-        """One provider's queues are not another's: their streams would be mapped otherwise, and what one reads and
-        finishes, the other never gets."""
+    async def _check(self, server: RedisConnection) -> None:
+        """Raise InvalidArgument if another provider owns the queues. It would map streams differently, and events that
+        one provider finishes would be lost for the other."""
         await server.check()
         queues = len(self._queues)
         other = await server.run(OWN, [self._provider_key], self._owner, queues)
@@ -99,16 +92,16 @@ class RedisAdapter(QueueAdapter):
             )
         raise InvalidArgument(
             f"Redis at {server.address} has the queues of another provider {name}, with other control data: choose "
-            "another name or prefix, or the same data directory or control store; where that provider is gone, "
+            "another name or prefix, or the same data directory or control store; if that provider is gone, "
             f"delete the key {self._provider_key} there"
         )
 
     def enqueue(
         self, batches: Sequence[tuple[int, EventBatch]], *, sequence: ProducerSequence | None = None
     ) -> Awaitable[Sequence[Receipt]]:
-        """As the seam says. What one call brings into one queue is stored whole or not at all.
+        """See QueueAdapter. All batches of a call for one queue are stored, or none of them.
 
-        While the server is away, it waits or fails as the options say; StorageError says whether it may be stored.
+        While the server is away, the call waits or fails, by the options. StorageError says if it may be stored.
         """
         self._check_open()
         if sequence is not None:
@@ -117,7 +110,7 @@ class RedisAdapter(QueueAdapter):
         for index, (queue, _) in enumerate(batches):
             self._queue(queue)
             by_queue.setdefault(queue, []).append(index)
-        call = _Call(len(batches), len(by_queue))
+        call = _PendingEnqueue(len(batches), len(by_queue))
         for queue, indexes in by_queue.items():
             events = [pushed(batches[index][1]) for index in indexes]
             self._queues[queue].push(events, call, indexes)
@@ -128,16 +121,18 @@ class RedisAdapter(QueueAdapter):
     ) -> Awaitable[Sequence[Receipt]]:
         placed = [(self._queue(queue), pushed(batch)) for queue, batch in batches]
         task = self._keep(self._once(sequence, placed), f"headrace push of {sequence.producer}")
-        return asyncio.shield(task)  # what has begun is not left half done
+        return asyncio.shield(task)  # a call that has begun is completed, even if the caller is cancelled
 
     async def _once(self, sequence: ProducerSequence, placed: Sequence[tuple[_Queue, Pushed]]) -> Sequence[Receipt]:
         receipts = await self._producers.once(sequence, len(placed), lambda: self._store_once(sequence, placed))
-        for queue in {queue for queue, _ in placed}:  # nobody waits for it: what fails is remembered longer, no more
+        for queue in {
+            queue for queue, _ in placed
+        }:  # in the background: a failure only means longer memory of the call
             self._keep(queue.settle(sequence), f"headrace settling of {sequence.producer}")
         return receipts
 
     def _keep(self, coroutine: Coroutine[Any, Any, TaskT], name: str) -> asyncio.Task[TaskT]:
-        """Run it, also where nobody waits for it, until the adapter is closed."""
+        """Run a coroutine as a task that `aclose` waits for."""
         task = asyncio.create_task(coroutine, name=name)
         self._storing.add(task)
         task.add_done_callback(self._storing.discard)
@@ -163,7 +158,7 @@ class RedisAdapter(QueueAdapter):
         return positions
 
     async def open_receiver(self, queue: int, start: int | None = None) -> QueueReceiver:
-        """Become the reader of a queue, in place of the one before: that one raises StorageError from then on."""
+        """Become the reader of a queue. The former reader raises StorageError from then on."""
         if start is not None:
             raise self._not_rewindable()
         receiver = RedisReceiver(queue, self._queue(queue).watches)
@@ -176,14 +171,14 @@ class RedisAdapter(QueueAdapter):
         return receiver
 
     def shards(self, queue: int) -> Sequence[RedisShard]:
-        """Where a queue lies, the shard of the own zone first: to look into, or to change single events."""
+        """Return the shards of a queue, those of this zone first, to inspect it or to change single events."""
         return self._queue(queue).shards
 
     async def bounds(self, queue: int) -> Bounds:
         return await self._queue(queue).bounds()
 
     async def resume_at(self, queue: int, offset: int) -> int:
-        """As the seam says. While a shard is away, which may be the one with the end, it is `offset`."""
+        """See QueueAdapter. While a shard is away, this is `offset`, because that shard may have the queue's end."""
         return await self._queue(queue).resume_at(offset)
 
     async def statistics(self, queue: int) -> QueueStatistics:
@@ -224,8 +219,8 @@ class RedisAdapter(QueueAdapter):
 
     def _not_rewindable(self) -> NotSupported:
         return NotSupported(
-            f"provider {self._provider!r}: the redis adapter is not rewindable, what is acknowledged is gone; use the "
-            "log adapter to start at a position or a time"
+            f"provider {self._provider!r}: the redis adapter is not rewindable, because it deletes acknowledged "
+            "events; use the log adapter to start at a position or a time"
         )
 
 
@@ -242,11 +237,11 @@ class _Queue:
         self._wait = wait
         self._timeout_s = timeout_s
 
-    def push(self, events: Sequence[Pushed], call: _Call, indexes: Sequence[int]) -> None:
+    def push(self, events: Sequence[Pushed], call: _PendingEnqueue, indexes: Sequence[int]) -> None:
         self._pusher().push(events, lambda outcome: call.settle(indexes, outcome))
 
     async def push_once(self, events: Sequence[Pushed], sequence: ProducerSequence) -> Sequence[int | None]:
-        """Into the shard that the producer's call has, however often it is made."""
+        """Store events in the shard that belongs to this call of the producer, also when the call is repeated."""
         shard, producer = self._home(sequence), short(sequence.producer)
         return await persistently(
             lambda: shard.push(events, pusher=producer, number=sequence.number, remembered_s=KEPT_S),
@@ -255,7 +250,7 @@ class _Queue:
         )
 
     async def settle(self, sequence: ProducerSequence) -> None:
-        """The whole call is in the ledger."""
+        """Let the shard forget the call early, because the ledger has recorded it as stored."""
         with suppress(StorageError):
             await self._home(sequence).settle(short(sequence.producer), sequence.number)
 
@@ -264,7 +259,7 @@ class _Queue:
         return by_name[ranked(by_name, f"{sequence.producer} {sequence.number}")[0]]
 
     def _pusher(self) -> Pusher:
-        """The next one in turn whose server is not away."""
+        """Return the next pusher in turn whose server is not away."""
         for _ in self._pushers:
             self._turn = (self._turn + 1) % len(self._pushers)
             if not self._pushers[self._turn].away:
@@ -272,7 +267,8 @@ class _Queue:
         return self._pushers[self._turn]
 
     async def bounds(self) -> Bounds:
-        """Of the shards that answer. No position given out later is below the next one, whatever their clocks say."""
+        """Return the bounds of the shards that answer. Later positions are never below `next`, whatever the servers'
+        clocks show."""
         answers = await self._bounds(0)
         following = max(following for _, following in answers)
         if any(mine < following for _, mine in answers):
@@ -301,7 +297,7 @@ class _Queue:
         )
 
     async def _answers(self, asked: Sequence[Awaitable[Any]]) -> list[Any]:
-        """Of the servers that are not away, at least one. Raises StorageError."""
+        """Return the answers of all servers that are not away. Raises StorageError if all are away."""
         outcomes = await asyncio.gather(*asked, return_exceptions=True)
         errors = [error for error in outcomes if isinstance(error, BaseException)]
         fatal = [error for error in errors if not isinstance(error, ServerAway)]
@@ -314,8 +310,8 @@ class _Queue:
         await asyncio.gather(*(watch.aclose() for watch in self.watches))
 
 
-class _Call:
-    """One call of `enqueue`, answered when all its queues are."""
+class _PendingEnqueue:
+    """A call of `enqueue`. Its answer is set when all its queues have answered."""
 
     def __init__(self, batches: int, parts: int) -> None:
         self.answer: asyncio.Future[Sequence[Receipt]] = asyncio.get_running_loop().create_future()
@@ -345,7 +341,8 @@ def pushed(batch: EventBatch) -> Pushed:
 
 async def open_adapter(context: AdapterContext, options: Mapping[str, Any]) -> RedisAdapter:
     """Entry point of the adapter `redis`. Raises InvalidArgument for wrong options, StorageError without a server."""
-    adapter = RedisAdapter(context, read_options("redis", RedisOptions, options))
+    located = with_location(context.provider, options, context.location)
+    adapter = RedisAdapter(context, read_options("redis", RedisOptions, located))
     try:
         await adapter.open()
     except BaseException:

@@ -1,4 +1,4 @@
-"""How much of a shard is not done, in bounded time: what is due, and what is not due yet."""
+"""Counts the unfinished batches of a shard in bounded time: those that are due, and those that are not due yet."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .scripts import SERVER_CLOCK, Script
 from .shard import RedisShard
 
 COUNTED = 100
-"""Of so many batches of a shard the events are counted, those that are due and the others apart."""
+"""Events are counted in at most this many batches of a shard: once for batches that are due, once for the others."""
 COUNTED_BYTES = 1 << 20
-"""No more are counted once so much was looked at."""
+"""Counting ends after this many bytes of batches."""
 
-# ARGV: an offset, how many batches are counted, after how many bytes that ends. Answers with the batches that are due
-# and not taken, those claimed, those held at or above the offset, one behind the last held, when the first of these is
-# due (-1: none is known), how many were counted, and their events; then of what is not due: batches, when the first is
-# due, counted, events.
+# ARGV: an offset, the maximum of batches to count, the maximum of bytes to count.
+# Answers with the number of batches that are due and not taken, claimed, and held at or above the offset; one behind
+# the last held offset; of all these, when the first is due (-1: not known), how many were counted, and their events.
+# Then of the batches that are not due: their number, when the first is due, how many were counted, and their events.
 _BACKLOG = """
 local function tally()
   return {batches = 0, first = nil, counted = 0, events = 0, bytes = 0}
@@ -27,7 +27,7 @@ local function first_at(of, due)
   of.first = math.min(of.first or due, due)
 end
 
--- One that is damaged counts as one event: whoever reads it says so.
+-- A damaged batch counts as one event. Its reader reports the damage.
 local function count(of, ids)
   for _, id in ipairs(ids) do
     if of.bytes >= tonumber(ARGV[3]) then return end
@@ -75,38 +75,38 @@ return {due.batches, redis.call('ZCARD', claimed), redis.call('ZCOUNT', held, AR
 SCRIPT = Script.of(_BACKLOG, SERVER_CLOCK)
 
 
-class Tally(NamedTuple):
-    """What a shard has of one kind."""
+class BatchCount(NamedTuple):
+    """The batches of a shard that are due, or those that are not."""
 
     batches: int
     first_ms: int
-    """When the first is due, in ms since 1970 by the server's clock; -1 where that is not known."""
+    """When the first is due, in ms since 1970 by the server's clock; -1 if that is not known."""
     counted: int
     events: int
-    """Of the batches that were counted."""
+    """The events of the counted batches."""
 
 
 class Unfinished(NamedTuple):
-    """What a shard has that is not done."""
+    """The unfinished batches of a shard."""
 
     untaken: int
-    """Batches that are due, and that the queue's reader has not taken yet."""
+    """Batches that are due and that the queue's reader has not taken yet."""
     end: int
-    """One behind the last offset that was given to a batch."""
-    due: Tally
-    """All that is due, the untaken ones as well."""
-    later: Tally
+    """One behind the last offset that was assigned to a batch."""
+    due: BatchCount
+    """All batches that are due, taken or not."""
+    later: BatchCount
 
 
 async def unfinished(shard: RedisShard, offset: int, counted: int = COUNTED) -> Unfinished:
-    """Of what the reader has taken, that at or above an offset. Raises ServerAway."""
+    """Count the unfinished batches. Batches that the reader has taken count from `offset` on. Raises ServerAway."""
     reply = await shard.server.run(SCRIPT, shard.keys, offset, counted, COUNTED_BYTES)
     ready, claimed, held, end = reply[:4]
-    return Unfinished(ready + claimed, end, Tally(ready + claimed + held, *reply[4:7]), Tally(*reply[7:]))
+    return Unfinished(ready + claimed, end, BatchCount(ready + claimed + held, *reply[4:7]), BatchCount(*reply[7:]))
 
 
 def backlog_of(shards: Sequence[Unfinished]) -> Backlog:
-    """Of a queue, from what its shards have."""
+    """Return the backlog of a queue from the counts of its shards."""
     due, later = _sum([shard.due for shard in shards]), _sum([shard.later for shard in shards])
     return Backlog(
         due.batches,
@@ -120,13 +120,13 @@ def backlog_of(shards: Sequence[Unfinished]) -> Backlog:
 
 
 def due_end_of(shards: Sequence[Unfinished]) -> int | None:
-    """As the seam's `due_end` says."""
+    """See the seam's `due_end`."""
     return None if any(shard.untaken for shard in shards) else max(shard.end for shard in shards)
 
 
-def _sum(tallies: Sequence[Tally]) -> Tally:
+def _sum(tallies: Sequence[BatchCount]) -> BatchCount:
     known = [tally.first_ms for tally in tallies if tally.first_ms >= 0]
-    return Tally(
+    return BatchCount(
         sum(tally.batches for tally in tallies),
         min(known, default=-1),
         sum(tally.counted for tally in tallies),
@@ -134,10 +134,10 @@ def _sum(tallies: Sequence[Tally]) -> Tally:
     )
 
 
-def _estimated(tally: Tally) -> int:
-    """The events of all batches, as many in each as in those that were counted."""
+def _estimated(tally: BatchCount) -> int:
+    """Estimate the events of all batches from the mean of the counted ones."""
     return round(tally.events * tally.batches / tally.counted) if tally.counted else tally.batches
 
 
-def _us(tally: Tally) -> int | None:
+def _us(tally: BatchCount) -> int | None:
     return None if tally.first_ms < 0 else tally.first_ms * 1000

@@ -1,4 +1,4 @@
-"""Waiting for a shard without asking it again and again."""
+"""Waits for new events of a shard without polling."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from .server import BLOCK_S, ServerAway, end
 from .shard import RedisShard
 
 AWAY_S = 0.5
-"""So often a server that is away is tried again, in seconds."""
+"""Seconds between two attempts to reach a server that is away."""
 
 
 class Bell:
-    """The bell of one shard, for all who wait for it in this process: one blocking command, and one connection."""
+    """The bell of one shard: all tasks of this process wait for it by one blocking command on one connection."""
 
     def __init__(self, shard: RedisShard) -> None:
         self._shard = shard
@@ -21,7 +21,7 @@ class Bell:
         self.waiting = 0
 
     def ringing(self) -> asyncio.Task[None]:
-        """Ends when the bell rings, or after a while. Not to be cancelled by who waits."""
+        """Return a task that ends when the bell rings, or after `BLOCK_S`. Callers must not cancel it."""
         if self._ringing is None or self._ringing.done():
             self._ringing = asyncio.create_task(self._listen(), name=f"headrace bell {self._shard.name}")
         return self._ringing
@@ -33,13 +33,13 @@ class Bell:
     async def _listen(self) -> None:
         try:
             if await self._shard.bell(BLOCK_S) and not self.waiting:
-                await self._shard.ring()  # nobody waits here any more: it is for another process
+                await self._shard.ring()  # no task waits here any more: pass it on to another process
         except ServerAway:
             await asyncio.sleep(AWAY_S)
 
 
 async def idle(bells: Sequence[Bell], seconds: float) -> None:
-    """Return when one of the bells rings, or after so many seconds."""
+    """Return when one of the bells rings, or after `seconds`."""
     for bell in bells:
         bell.waiting += 1
     try:

@@ -1,11 +1,12 @@
-"""Which calls of which idempotent producers are stored, and that each is stored once.
+"""Stores each call of an idempotent producer once.
 
-A producer's calls go one after the other. Each shard remembers the last number of every producer that it has stored
-(`RedisShard.push`), and a ledger, which is one key per producer, the last call that is stored as a whole. So a call
-that was stored in part, in some queues and not in others, is completed when it is sent again.
+A producer's calls are stored one after the other. Each shard remembers the last stored number of every producer
+(`RedisShard.push`). A ledger, one key per producer, remembers the last call that is stored as a whole. So a call that
+was stored in some queues and not in others is completed when it is sent again.
 
-The shards remember a call as long as the ledger is kept, for it may be sent again as late. Once it is in the ledger an
-hour is enough, for what a frozen server carries out late. So a producer that is gone costs one key.
+Until a call is in the ledger, the shards remember it as long as a ledger is kept, because it may be sent again that
+late. After that they remember it for an hour, because a frozen server may carry out a command late. So a producer that
+has ended costs one key.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ from ...streams.publishing import ProducerSequence, Receipt
 from .keys import ranked
 from .pusher import FIRST_PAUSE_S, MAX_PAUSE_S
 from .scripts import SCRIPTS
-from .server import Server, ServerAway
+from .server import RedisConnection, ServerAway
 
 KEPT_S = 7 * 24 * 3600
-"""A producer that published nothing for so long is forgotten, in seconds."""
+"""A producer is forgotten this many seconds after its last call."""
 MAX_CACHED = 10_000
 
 Positions = Sequence[int | None]
 
 
 class _Entry(NamedTuple):
-    """What a ledger says."""
+    """The content of a ledger."""
 
     number: int = 0
-    """Of the last call stored as a whole; 0 where there is none."""
+    """The last call that is stored as a whole; 0 if there is none."""
     positions: Positions = ()
 
 
-class _Line:
-    """A producer's calls, one at a time, and what is known of the last one stored."""
+class _ProducerCalls:
+    """A producer's calls, one at a time, and the last known entry of its ledger."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
@@ -52,14 +53,14 @@ class _Line:
 
 
 class Producers:
-    """Those of one provider. Each one's ledger is on one of the servers, by their names: the same one for every
-    process, in whatever order they are given to it. Since servers may be added, the others are asked where that one
-    does not know enough."""
+    """The idempotent producers of one provider. The names of the servers decide which of them has a producer's ledger,
+    so every process chooses the same one, in whatever order its servers are listed. Because servers may be added, the
+    others are asked if that one does not know enough."""
 
-    def __init__(self, servers: Mapping[str, Server], prefix: str, provider: str) -> None:
+    def __init__(self, servers: Mapping[str, RedisConnection], prefix: str, provider: str) -> None:
         self._servers = servers
         self._prefix = f"{prefix}:{provider}"
-        self._lines: dict[str, _Line] = {}
+        self._lines: dict[str, _ProducerCalls] = {}
 
     async def last(self, producer: str) -> int:
         async with self._line(producer) as line:
@@ -72,7 +73,7 @@ class Producers:
         """Call `store`, unless the call was stored before. Raises SequenceConflict for a hole."""
         async with self._line(sequence.producer) as line:
             if line.known is None or line.known.number != sequence.previous or sequence.number <= sequence.previous:
-                # another process may have stored some
+                # another process may have stored later calls
                 line.known = await self._read(sequence.producer, needed=sequence.previous)
             last = line.known.number
             if sequence.number <= last:
@@ -89,11 +90,11 @@ class Producers:
             return [Receipt(_token(position), duplicate=position is None) for position in positions]
 
     @asynccontextmanager
-    async def _line(self, producer: str) -> AsyncGenerator[_Line]:
-        """For one call alone."""
+    async def _line(self, producer: str) -> AsyncGenerator[_ProducerCalls]:
+        """Let one call of the producer run at a time."""
         if len(self._lines) > MAX_CACHED:
             self._lines = {name: line for name, line in self._lines.items() if line.users}
-        line = self._lines.setdefault(producer, _Line())
+        line = self._lines.setdefault(producer, _ProducerCalls())
         line.users += 1
         try:
             async with line.lock:
@@ -102,7 +103,7 @@ class Producers:
             line.users -= 1
 
     async def _read(self, producer: str, needed: int) -> _Entry:
-        """What is known, from all servers where the first does not know of the call `needed`, or of any."""
+        """Return the ledger's entry. If the first server knows no call, or not the call `needed`, ask all servers."""
         first, *others = [self._servers[name] for name in ranked(self._servers, producer)]
         entry = await self._ask(first, producer)
         if not others or (entry.number and entry.number >= needed):
@@ -110,12 +111,12 @@ class Producers:
         answers = await asyncio.gather(*(self._ask(other, producer) for other in others), return_exceptions=True)
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
         entry = max(entry, *(answer for answer in answers if isinstance(answer, _Entry)), key=lambda each: each.number)
-        # A new producer does not wait for all servers. One that says it is known does: better than to refuse it.
+        # A new producer does not wait for all servers. One that has published before waits, rather than being refused.
         if errors and (entry.number < needed or any(not isinstance(error, ServerAway) for error in errors)):
             raise errors[0]
         return entry
 
-    async def _ask(self, server: Server, producer: str) -> _Entry:
+    async def _ask(self, server: RedisConnection, producer: str) -> _Entry:
         number, positions = await server.run(SCRIPTS.ledger, self._keys(producer), KEPT_S)
         return _Entry(int(number or 0), msgspec.json.decode(positions, type=list[int | None]) if positions else ())
 
@@ -124,17 +125,17 @@ class Producers:
         await server.run(SCRIPTS.record, self._keys(sequence.producer), str(sequence.number), encoded, KEPT_S)
 
     def _keys(self, producer: str) -> Sequence[str]:
-        """In the place of a shard's keys; only the first is used."""
+        """Return the ledger's key in the place of a shard's keys; scripts use only the first."""
         return [f"{{{self._prefix}:producer:{short(producer)}}}"] * 7
 
 
 def short(producer: str) -> str:
-    """A producer's name as a part of a key, whatever is in it."""
+    """Return a producer's name, with any characters in it, as a part of a key."""
     return hashlib.sha1(producer.encode(), usedforsecurity=False).hexdigest()
 
 
 async def persistently(push: Callable[[], Awaitable[Positions]], *, wait: bool, timeout_s: float) -> Positions:
-    """Push as long as the server is away. Raises StorageError when the time is up."""
+    """Push, and repeat it while the server is away. Raises StorageError after `timeout_s`."""
     loop, pause_s = asyncio.get_running_loop(), FIRST_PAUSE_S
     deadline = loop.time() + (timeout_s if wait else 0)
     while True:

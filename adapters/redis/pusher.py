@@ -1,4 +1,4 @@
-"""Pushes to one shard: what is called at the same time travels together, in order, and is stored once.
+"""Pushes to one shard: calls made at the same time are sent together, in order, and are stored once.
 
 One push is under way at a time. While the server is away it is sent again under its number, so that the shard knows it.
 """
@@ -19,19 +19,19 @@ from .watch import Watch
 
 MAX_EVENTS = 1000
 MAX_BYTES = 1 << 20
-"""One push takes no further calls after so much."""
+"""One push takes no further calls once it has this many events or bytes."""
 MAX_PENDING_BYTES = 64 << 20
-"""What waits for a server that is away; more is refused."""
+"""Largest number of bytes that wait for a server that is away; further calls raise QueueFull."""
 COST_BYTES = 1024
-"""What a waiting batch takes apart from its bytes: it counts."""
+"""Overhead of a waiting batch. It is added to the bytes of its events."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 
-Told = Callable[[Sequence[int] | HeadraceError], None]
+OnOutcome = Callable[[Sequence[int] | HeadraceError], None]
 
 
 class _Waiting(NamedTuple):
     events: Sequence[Pushed]
-    tell: Told
+    tell: OnOutcome
     deadline: float
     nbytes: int
 
@@ -41,8 +41,11 @@ class _Waiting(NamedTuple):
 
 
 class Pusher:
-    """On one loop. `aclose` when done. `others` are those of the queue's other shards: they take over while the server
-    is away, at the price that what it stored without an answer is stored twice."""
+    """Pushes to one shard, on one event loop. Call `aclose` when done.
+
+    `others` are the pushers of the queue's other shards. They take over while the server is away. Events that it stored
+    without an answer are then stored twice.
+    """
 
     def __init__(self, watch: Watch, *, wait: bool, timeout_s: float) -> None:
         self.shard = watch.shard
@@ -59,11 +62,12 @@ class Pusher:
 
     @property
     def away(self) -> bool:
-        """The server did not answer, a moment ago."""
+        """The server did not answer a moment ago."""
         return self._watch.silent or asyncio.get_running_loop().time() < self._away_until
 
-    def push(self, events: Sequence[Pushed], tell: Told) -> None:
-        """Store events, all or none, behind what was pushed before. `tell` gets their positions, or why not.
+    def push(self, events: Sequence[Pushed], tell: OnOutcome) -> None:
+        """Store all events or none, behind those pushed before. `tell` is called with their positions or with the
+        error.
 
         Raises QueueFull.
         """
@@ -100,7 +104,7 @@ class Pusher:
         return chunk
 
     async def _send(self, chunk: Sequence[_Waiting]) -> None:
-        """The whole chunk as often as it takes: under one number, what is sent must stay the same."""
+        """Send a chunk until it is stored. Under one number, the contents must stay the same."""
         self._number += 1
         events = [event for one in chunk for event in one.events]
         push = partial(self.shard.push, events, pusher=self._id, number=self._number)
@@ -126,7 +130,7 @@ class Pusher:
                 return
 
     def _hand_over(self, one: _Waiting) -> bool:
-        """Let another shard store it, where its server is not away, too."""
+        """Let another shard store the call, if the server of one is not away. Return whether it does."""
         for other in self.others:
             if not other.away:
                 self._pending -= one.cost
@@ -145,7 +149,7 @@ class Pusher:
                 one.tell(mine)
 
     def _expire(self, waiting: Sequence[_Waiting], error: ServerAway) -> list[_Waiting]:
-        """Tell those whose time is up. Returns the others."""
+        """Fail the calls whose time is up. Return the others."""
         now = asyncio.get_running_loop().time()
         over = [one for one in waiting if one.deadline <= now]
         self._settle(over, StorageError(f"{error}; these events may or may not be stored, publish them again"))

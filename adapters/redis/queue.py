@@ -1,5 +1,5 @@
-"""A queue for consumers that compete for its events, over one shard or several. The adapter does not need it: it is for
-who wants claims, timeouts and acknowledgements of single events."""
+"""A queue for consumers that compete for its events, over one shard or several. It offers claims, timeouts and
+acknowledgements of single events. The adapter does not use it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .keys import ShardKeys, check_id, check_queue
 from .options import RedisOptions
 from .receiver import TURNS
 from .scripts import SCRIPTS, Scripts
-from .server import BLOCK_S, Server, ServerAway
-from .shard import Claim, Entry, Pushed, RedisShard, Size
+from .server import BLOCK_S, RedisConnection, ServerAway
+from .shard import Claim, Pushed, QueuedEvent, RedisShard, ShardSize
 from .watch import watched
 
 
 class Taken(NamedTuple):
-    """A claimed event, and where it is."""
+    """A claimed event and its shard."""
 
     claim: Claim
     shard: RedisShard
@@ -39,10 +39,10 @@ class Taken(NamedTuple):
 
 
 class RedisQueue:
-    """Events that are each taken by one consumer, at least once. Any number of processes use one queue.
+    """A queue that gives each event to one consumer, at least once. Any number of processes may use one queue.
 
-    What has an id of its own is always in the same shard, so that there is one of it; everything else goes to the
-    shards in turn. Who pops looks into the shards in their order, so that of its own zone is first; into each at least
+    The id of an event, if it has one, decides its shard, so that an id is stored once; other events go to the shards in
+    turn. `pop` looks into the shards in their order, so the shard of its own zone comes first, and into each at least
     every ninth time.
     """
 
@@ -60,10 +60,10 @@ class RedisQueue:
     @classmethod
     @asynccontextmanager
     async def open(cls, name: str, options: RedisOptions, *, scripts: Scripts = SCRIPTS) -> AsyncGenerator[RedisQueue]:
-        """The queue `name`, for the length of an `async with`."""
+        """Open the queue `name` for the length of an `async with`."""
         chosen = options.servers()
         order = sorted(chosen, key=lambda shard: shard.zone != options.zone)
-        servers = [Server(shard.url, cluster=shard.cluster) for shard in order]
+        servers = [RedisConnection(shard.url, cluster=shard.cluster) for shard in order]
         keys = [ShardKeys.of(options.prefix, check_queue(name), shard.name) for shard in order]
         shards = [
             RedisShard(server, key, name=shard.name, scripts=scripts)
@@ -77,7 +77,7 @@ class RedisQueue:
             await asyncio.gather(*(server.aclose() for server in servers))
 
     async def aclose(self) -> None:
-        """Stop waiting. The servers are not closed."""
+        """Stop waiting. The connections to the servers stay open."""
         await asyncio.gather(*(each.aclose() for each in (*self._bells, *self._watches)))
 
     # ---- into the queue --------------------------------------------------------------------------------------------
@@ -90,11 +90,11 @@ class RedisQueue:
         delay_s: float = 0.0,
         priority: int = 0,
     ) -> None:
-        """Store an event, due after `delay_s`. With an `id`, it takes the place of the one that has it."""
+        """Store an event, due after `delay_s`. With an `id`, it replaces the event with that id."""
         await self.push_many([Pushed(body, id, delay_s, priority)])
 
     async def push_many(self, events: Sequence[Pushed]) -> None:
-        """Store events: those of one shard all or none."""
+        """Store events. For each shard, all of its events are stored or none."""
         by_shard: dict[int, list[Pushed]] = {}
         for event in events:
             home = self._home(event.id) if event.id else next(self._turn) % len(self.shards)
@@ -103,14 +103,14 @@ class RedisQueue:
             await self._push(home, part)
 
     async def ensure(self, body: bytes, *, id: str, delay_s: float = 0.0, priority: int = 0) -> bool:  # noqa: A002
-        """Store an event unless there is one with its id, waiting or claimed. False where there is."""
+        """Store an event unless one with its id is waiting or claimed. Return False if there is one."""
         if not id:
             raise InvalidArgument("ensure goes by the event's id: give one that is not empty")
         event = Pushed(body, id, delay_s, priority)
         return await self._push_to(self._home(id), [event], keep=True) != [None]
 
     async def _push(self, home: int, events: Sequence[Pushed]) -> None:
-        """To that shard; what has no id may go to another one where its server is away."""
+        """Push to that shard. If its server is away, events without an id go to another shard."""
         others = [*range(home + 1, len(self.shards)), *range(home)] if not any(event.id for event in events) else []
         for index in (home, *others):
             try:
@@ -127,15 +127,16 @@ class RedisQueue:
             return await self.shards[index].push(events, pusher=self._pusher, number=next(self._numbers), keep=keep)
 
     def _home(self, id: str) -> int:  # noqa: A002
-        """The same for everybody, whatever the order of the shards is for them."""
+        """Return the shard of an id: the same for all processes, in whatever order they list the shards."""
         return self._homes[zlib.crc32(check_id(id).encode()) % len(self.shards)]
 
     # ---- out of the queue ------------------------------------------------------------------------------------------
 
     async def pop(self, limit: int, *, timeout_s: float = 30.0, wait_s: float = 0.0) -> Sequence[Taken]:
-        """Claim up to `limit` events for `timeout_s`: what is there at once. Waits, up to `wait_s`, only for the first.
+        """Claim up to `limit` of the due events for `timeout_s`. Wait for the first event, up to `wait_s`.
 
-        What is not acknowledged by then is there again, for anybody. Raises StorageError where no server answers.
+        Events that are not acknowledged within `timeout_s` return to the queue. Raises StorageError if no server
+        answers.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
@@ -146,7 +147,7 @@ class RedisQueue:
             await idle(self._bells, min(left, idle_s))
 
     async def _pop(self, limit: int, timeout_s: float) -> tuple[Sequence[Taken], float]:
-        """From the first shard that has something. Else, how long there will be nothing."""
+        """Claim events of the first shard that has some. Also return for how many seconds there will be none."""
         idle_s, errors = BLOCK_S, list[ServerAway]()
         for index in self._order():
             shard = self.shards[index]
@@ -164,12 +165,12 @@ class RedisQueue:
         return [], idle_s
 
     def _order(self) -> Sequence[int]:
-        """The shards as they were given, but for one that was passed over too often."""
+        """Return the shards in their order, but first those that were passed over too often."""
         return sorted(range(len(self.shards)), key=lambda index: self._passed_over[index] < TURNS)
 
     async def acknowledge(self, *taken: Taken) -> int:
-        """Remove what is done. Returns how many of the claims still held; the others' events may come again. Where a
-        server is away, that is raised when the others have been told."""
+        """Remove claimed events. Return how many of the claims still held; the events of the others may come again.
+        If a server is away, raise its ServerAway after the other servers have answered."""
         by_shard: dict[int, list[tuple[str, int]]] = {}
         for one in taken:
             by_shard.setdefault(self._index_of(one), []).append((one.id, one.claim.token))
@@ -182,39 +183,40 @@ class RedisQueue:
         return held
 
     def _index_of(self, taken: Taken) -> int:
-        """Whichever object of this queue took it. Raises InvalidArgument for what another queue has."""
+        """Return the shard of an event, also if another object of this queue took it. Raises InvalidArgument for an
+        event of another queue."""
         for index, shard in enumerate(self.shards):
             if shard.keys == taken.shard.keys:
                 return index
         raise InvalidArgument(f"the event {taken.id!r} was taken from another queue: say it there")
 
     async def release(self, taken: Taken, delay_s: float = 0.0) -> bool:
-        """Give an event back, after `delay_s` or at once. False where the claim was over."""
+        """Give an event back, after `delay_s` or at once. Return False if the claim was over."""
         return await self.shards[self._index_of(taken)].release(taken.id, taken.claim.token, delay_s)
 
     async def extend(self, taken: Taken, timeout_s: float) -> bool:
-        """Let a claim end `timeout_s` from now. False where it was over."""
+        """Let a claim end `timeout_s` from now. Return False if it was over."""
         return await self.shards[self._index_of(taken)].extend(taken.id, taken.claim.token, timeout_s)
 
     # ---- single events, and all of them ----------------------------------------------------------------------------
 
     async def change_delay(self, id: str, delay_s: float) -> bool:  # noqa: A002
-        """Let an event be due `delay_s` from now. False where it does not wait."""
+        """Make an event due `delay_s` from now. Return False if it is not waiting."""
         return any([await shard.change_delay(id, delay_s) for shard in self.shards])
 
-    async def get(self, id: str) -> Entry | None:  # noqa: A002
+    async def get(self, id: str) -> QueuedEvent | None:  # noqa: A002
         found = [await shard.get(id) for shard in self.shards]
         return next(filter(None, found), None)
 
     async def remove(self, id: str) -> bool:  # noqa: A002
-        """Remove an event, claimed or not. False where there is none."""
+        """Remove an event, claimed or not. Return False if there is none."""
         return any([await shard.remove(id) for shard in self.shards])
 
-    async def size(self) -> Size:
-        return Size(*map(sum, zip(*[await shard.size() for shard in self.shards], strict=True)))
+    async def size(self) -> ShardSize:
+        return ShardSize(*map(sum, zip(*[await shard.size() for shard in self.shards], strict=True)))
 
-    async def peek(self, limit: int) -> Sequence[Entry]:
-        """What the next pop would take, in order, of the first shard that has something."""
+    async def peek(self, limit: int) -> Sequence[QueuedEvent]:
+        """Return the events that the next pop would take, in order, from the first shard that has some."""
         for index in self._order():
             if entries := await self.shards[index].peek(limit):
                 return entries

@@ -1,8 +1,8 @@
-"""Reads one queue for its agent: holds what is due, under offsets that only grow, until it is acknowledged.
+"""Reads one queue for its agent: holds due events, under increasing offsets, until they are acknowledged.
 
-What an agent has is not claimed for a time: it is held for the queue's reader, and the lease of the queue says who
-that is. A new reader supersedes the one before, and begins with what that one has left, under the same offsets: so a
-position in the queue means the same to both.
+The agent's events are not claimed for a time: they are held for the queue's reader, which is the owner of the queue's
+lease. A new reader supersedes the former one. It begins with the events that the former one has left, under the same
+offsets, so a position in the queue means the same to both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from struct import Struct
 from ...streams.errors import Closed, InvalidArgument, StorageError
 from ...streams.events import EventBatch
 from ..limits import within_limits
-from ..seam import QueueReceiver, Received
+from ..receiving import QueueReceiver, Received
 from .bell import Bell, idle
 from .server import BLOCK_S, ServerAway, end
 from .shard import MAX_POP, MAX_POP_BYTES
@@ -27,49 +27,51 @@ from .watch import Watch
 log = logging.getLogger("headrace.adapters.redis")
 
 COUNT = Struct("<I")
-"""What a body begins with: how many events its batch has."""
+"""The beginning of a body: the number of events of its batch."""
 SUPERSEDED_S = 5.0
-"""After so long, a receiver that was superseded ends, and its agent may open another."""
+"""Seconds after which a superseded receiver ends, so that its agent may open another."""
 TURNS = 8
-"""A shard that is passed over so often goes first once."""
+"""After a shard was passed over this many times, it is read first once."""
 
 
-class Seat:
-    """A receiver's place at one shard."""
+class ShardReader:
+    """The state of a receiver at one shard."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
         self.shard = watch.shard
         self.bell = Bell(watch.shard)
         self.reader: int | None = None
-        """None: not opened yet, its server is away."""
+        """The number of this reader. None: it is not opened yet, because its server is away."""
         self.next = 0
-        """Everything held below was received."""
+        """All events held below this offset were received."""
         self.passed_over = 0
 
 
 class RedisReceiver(QueueReceiver):
-    """Opened by the adapter, with `open`. The first of the shards is read first."""
+    """Receives the batches of one queue. The adapter calls `open` first. Shards are read in their order."""
 
     def __init__(self, queue: int, shards: Sequence[Watch]) -> None:
         self._queue = queue
-        self.seats = [Seat(watch) for watch in shards]
+        self.readers = [ShardReader(watch) for watch in shards]
         self._next = 0
-        """No offset from now on is below."""
+        """No later offset is below this one."""
         self._given = 0
-        """Everything below was given to who receives."""
+        """Batches below this offset were returned by `receive`."""
         self._left: AsyncGenerator[tuple[int, bytes]] | None = None
-        """What earlier readers have left."""
+        """Events that earlier readers took and did not finish."""
         self._ready: deque[EventBatch] = deque()
         self._fetching: asyncio.Task[None] | None = None
         self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._superseded_at: float | None = None
 
     async def open(self) -> None:
-        """Become the queue's reader. Raises StorageError where no server answers."""
-        outcomes = await asyncio.gather(*(self._sit(seat) for seat in self.seats), return_exceptions=True)
+        """Become the queue's reader. Raises StorageError if no server answers."""
+        outcomes = await asyncio.gather(
+            *(self._become_reader(shard_reader) for shard_reader in self.readers), return_exceptions=True
+        )
         errors = [error for error in outcomes if isinstance(error, BaseException)]
-        if len(errors) == len(self.seats) or any(not isinstance(error, ServerAway) for error in errors):
+        if len(errors) == len(self.readers) or any(not isinstance(error, ServerAway) for error in errors):
             raise errors[0]
         for error in errors:
             log.warning("queue %d is read without one of its shards: %s", self._queue, error)
@@ -81,7 +83,7 @@ class RedisReceiver(QueueReceiver):
             if self._fetching is None:
                 fetching = self._fetch(min(max_events, MAX_POP), min(max_bytes, MAX_POP_BYTES))
                 self._fetching = asyncio.create_task(fetching, name=f"headrace redis queue {self._queue}")
-            # Not cancelled with who waits for it: what it takes is held, and is for the next who asks.
+            # Not cancelled with the caller: the events that it takes are for the next call.
             await asyncio.wait([self._fetching, self._closed], return_when=asyncio.FIRST_COMPLETED)
             self._check_open()
             if self._fetching.done():
@@ -95,18 +97,20 @@ class RedisReceiver(QueueReceiver):
         return Received(taken, self._given)
 
     async def acknowledge(self, offset: int) -> None:
-        """As the seam says. Raises StorageError where one of the servers is away: then call it again."""
-        outcomes = await asyncio.gather(*(self._finish(seat, offset) for seat in self.seats), return_exceptions=True)
+        """See QueueReceiver. Raises StorageError if one of the servers is away: then call it again."""
+        outcomes = await asyncio.gather(
+            *(self._finish(shard_reader, offset) for shard_reader in self.readers), return_exceptions=True
+        )
         for error in outcomes:
             if error is not None:
                 raise error
 
-    async def _finish(self, seat: Seat, offset: int) -> None:
-        reader = seat.reader
+    async def _finish(self, shard_reader: ShardReader, offset: int) -> None:
+        reader = shard_reader.reader
         if reader is None:
             return
-        below = min(offset, seat.next)
-        if not await seat.watch.ask(lambda: seat.shard.finish(reader, below, offset)):
+        below = min(offset, shard_reader.next)
+        if not await shard_reader.watch.ask(lambda: shard_reader.shard.finish(reader, below, offset)):
             self._supersede()
 
     async def aclose(self) -> None:
@@ -116,7 +120,7 @@ class RedisReceiver(QueueReceiver):
             await end(self._fetching)
         if self._left is not None:
             await self._left.aclose()
-        await asyncio.gather(*(seat.bell.aclose() for seat in self.seats))
+        await asyncio.gather(*(shard_reader.bell.aclose() for shard_reader in self.readers))
 
     @property
     def closed(self) -> bool:
@@ -135,16 +139,16 @@ class RedisReceiver(QueueReceiver):
         if self._superseded_at is None:
             self._superseded_at = asyncio.get_running_loop().time()
 
-    # ---- what was left ---------------------------------------------------------------------------------------------
+    # ---- events left by earlier readers ----------------------------------------------------------------------------
 
-    async def _sit(self, seat: Seat) -> None:
-        """Become the reader of one shard, and go on above all positions that anybody was told."""
-        seat.reader = await seat.watch.ask(seat.shard.open_reader)
-        self._next = max(self._next, (await seat.watch.ask(seat.shard.bounds))[1])
+    async def _become_reader(self, shard_reader: ShardReader) -> None:
+        """Become the reader of one shard. Later offsets are above all positions that were assigned."""
+        shard_reader.reader = await shard_reader.watch.ask(shard_reader.shard.open_reader)
+        self._next = max(self._next, (await shard_reader.watch.ask(shard_reader.shard.bounds))[1])
 
     async def _merged(self, start: int) -> AsyncGenerator[tuple[int, bytes]]:
-        """What is held at `start` and above, in the order of the offsets."""
-        sources = [self._held(seat, start) for seat in self.seats if seat.reader is not None]
+        """Yield the events held at `start` and above, in the order of their offsets."""
+        sources = [self._held(shard_reader, start) for shard_reader in self.readers if shard_reader.reader is not None]
         heads: list[tuple[int, bytes, int]] = []
         for index, source in enumerate(sources):
             async for offset, body in source:
@@ -158,35 +162,35 @@ class RedisReceiver(QueueReceiver):
                 heapq.heappush(heads, (following, more, index))
                 break
 
-    async def _held(self, seat: Seat, start: int) -> AsyncGenerator[tuple[int, bytes]]:
-        while (reader := seat.reader) is not None:
-            ask = partial(seat.shard.held, reader, start, MAX_POP, MAX_POP_BYTES)
+    async def _held(self, shard_reader: ShardReader, start: int) -> AsyncGenerator[tuple[int, bytes]]:
+        while (reader := shard_reader.reader) is not None:
+            ask = partial(shard_reader.shard.held, reader, start, MAX_POP, MAX_POP_BYTES)
             try:
-                held = await seat.watch.ask(ask)
+                held = await shard_reader.watch.ask(ask)
             except ServerAway:
-                if len(self.seats) == 1:
+                if len(self.readers) == 1:
                     raise
-                seat.reader = None  # the others go on; what is left there comes later, under new offsets
+                shard_reader.reader = None  # the others go on; its events come later, under new offsets
                 return
             if held is None:
                 self._supersede()
             if held is None or not held.events:
                 return
             for offset, body in held.events:
-                seat.next = start = offset + 1
+                shard_reader.next = start = offset + 1
                 yield offset, body
 
-    # ---- what is due -----------------------------------------------------------------------------------------------
+    # ---- due events ------------------------------------------------------------------------------------------------
 
     async def _fetch(self, max_events: int, max_bytes: int) -> None:
-        """Bring what is there, waiting until there is something."""
+        """Fetch batches into `_ready`. Wait until there is one."""
         while not self._ready and self._superseded_at is None:
             if self._left is not None:
                 await self._fetch_left(self._left, max_events, max_bytes)
                 continue
             idle_s = await self._fetch_due(max_events, max_bytes)
             if idle_s and not self._ready:
-                await idle([seat.bell for seat in self.seats], idle_s)
+                await idle([shard_reader.bell for shard_reader in self.readers], idle_s)
 
     async def _fetch_left(self, left: AsyncGenerator[tuple[int, bytes]], max_events: int, max_bytes: int) -> None:
         start = 0
@@ -204,53 +208,57 @@ class RedisReceiver(QueueReceiver):
         self._left = None
 
     async def _fetch_due(self, max_events: int, max_bytes: int) -> float:
-        """From the first shard that has something. Returns how long there will be nothing."""
+        """Take due events of the first shard that has some. Return for how many seconds there will be none."""
         idle_s, errors = BLOCK_S, list[ServerAway]()
-        for seat in self._order():
+        for shard_reader in self._order():
             try:
-                seat_idle_s = await self._hold(seat, max_events, max_bytes)
+                shard_idle_s = await self._hold(shard_reader, max_events, max_bytes)
             except ServerAway as error:
                 errors.append(error)
                 continue
             if self._ready or self._superseded_at is not None:
-                self._pass_over(seat)
+                self._pass_over(shard_reader)
                 return 0.0
-            idle_s = min(idle_s, seat_idle_s)
-        if len(errors) == len(self.seats):
+            idle_s = min(idle_s, shard_idle_s)
+        if len(errors) == len(self.readers):
             raise StorageError(str(errors[0]))
         return idle_s
 
-    async def _hold(self, seat: Seat, max_events: int, max_bytes: int) -> float:
-        if seat.reader is None:  # its server is back: what was left there comes under new offsets
-            await self._sit(seat)
-        assert seat.reader is not None
-        ask = partial(seat.shard.hold, seat.reader, seat.next, self._next, max_events, max_bytes)
-        held = await seat.watch.ask(ask)
+    async def _hold(self, shard_reader: ShardReader, max_events: int, max_bytes: int) -> float:
+        if shard_reader.reader is None:  # its server is back: its events get new offsets
+            await self._become_reader(shard_reader)
+        assert shard_reader.reader is not None
+        ask = partial(
+            shard_reader.shard.hold, shard_reader.reader, shard_reader.next, self._next, max_events, max_bytes
+        )
+        held = await shard_reader.watch.ask(ask)
         if held is None:
             self._supersede()
             return 0.0
         for offset, body in held.events:
             self._ready.append(await self._batch(offset, body))
-            seat.next = self._next = offset + 1
+            shard_reader.next = self._next = offset + 1
         return held.idle_s
 
     async def _batch(self, offset: int, body: bytes) -> EventBatch:
-        """Raises StorageError for bytes that are none, with the event's id."""
+        """Decode a batch. Raises StorageError, with the event's id, if the bytes are not a batch."""
         try:
             return batch_of(offset, body)
         except InvalidArgument:
-            for seat in self.seats:
-                if (id := await seat.watch.ask(partial(seat.shard.held_at, offset))) is not None:  # noqa: A001
-                    raise seat.shard.server.damaged(seat.shard.keys, id, "is no batch of events") from None
+            for shard_reader in self.readers:
+                if (id := await shard_reader.watch.ask(partial(shard_reader.shard.held_at, offset))) is not None:  # noqa: A001
+                    raise shard_reader.shard.server.damaged(
+                        shard_reader.shard.keys, id, "is no batch of events"
+                    ) from None
             raise
 
-    def _order(self) -> Iterable[Seat]:
-        """The shards as they were given, but for one that was passed over too often."""
-        return sorted(self.seats, key=lambda seat: seat.passed_over < TURNS)
+    def _order(self) -> Iterable[ShardReader]:
+        """Return the shards in their order, but first those that were passed over too often."""
+        return sorted(self.readers, key=lambda shard_reader: shard_reader.passed_over < TURNS)
 
-    def _pass_over(self, chosen: Seat) -> None:
-        for seat in self.seats:
-            seat.passed_over = 0 if seat is chosen else seat.passed_over + 1
+    def _pass_over(self, chosen: ShardReader) -> None:
+        for shard_reader in self.readers:
+            shard_reader.passed_over = 0 if shard_reader is chosen else shard_reader.passed_over + 1
 
 
 def body_of(batch: EventBatch) -> bytes:
@@ -258,5 +266,5 @@ def body_of(batch: EventBatch) -> bytes:
 
 
 def batch_of(offset: int, body: bytes) -> EventBatch:
-    """Raises InvalidArgument for bytes that are no batch."""
+    """Decode a batch. Raises InvalidArgument if the bytes are not a batch."""
     return EventBatch.decode(body[COUNT.size :], offset)

@@ -1,8 +1,8 @@
-"""Everything that changes a shard, as Lua: each script is one step, so a crash never leaves two keys that disagree.
+"""Lua scripts that change a shard. Each script is one atomic step, so a crash never leaves two keys that disagree.
 
 Every script gets the keys of `ShardKeys`, in order, and its arguments. The time is the server's (`TIME`).
-Numbers that come out of Redis are converted before they are compared: Lua would compare texts letter by letter.
-The numbers of producers have up to 64 bits, more than Lua's hold, and stay texts: `above` compares them.
+Scripts convert numbers from Redis before they compare them, because Lua would compare texts letter by letter.
+The numbers of producers stay texts, because they have up to 64 bits, more than Lua's numbers: `above` compares them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import NamedTuple
 SERVER_CLOCK = "local time = redis.call('TIME') local now_us = time[1] * 1000000 + time[2]"
 """The clock of every shard."""
 TESTS_CLOCK = "local now_us = tonumber(redis.call('HGET', KEYS[1], 'now_us') or '0')"
-"""A clock that tests set: everything else of the scripts stays as it is."""
+"""A clock that tests set. The rest of the scripts is the same."""
 
 RETURNS_PER_STEP = 200
-"""Claims past their time that one pop takes back at the most."""
+"""The maximum of expired claims that one pop returns to the queue."""
 
 MANY = """
 -- One command for many arguments, in pieces that fit Lua's stack.
@@ -34,7 +34,7 @@ local function many_of(command, key, args)
   return answer
 end
 """
-"""For more arguments than Lua's stack has room for."""
+"""Helpers for more arguments than fit Lua's stack."""
 
 _PROLOGUE = """
 local meta, waiting, body, claimed, held, lease, bell = unpack(KEYS, 1, 7)
@@ -43,13 +43,13 @@ local MAX_RETURNS = %(returns)d
 %(clock)s
 local now = math.floor(now_us / 1000)
 
--- When `ms` from now are over: not a moment earlier, so a part of a millisecond counts as a whole one.
+-- The time `ms` from now, never earlier: a part of a millisecond counts as a whole one.
 local function after(ms)
   return ms == 0 and now or math.ceil(now_us / 1000) + ms
 end
 
--- A position: above all that were given out, and at least the time in microseconds, so that it goes on after a loss.
--- `positions_given` writes down the last one.
+-- A new position: above all earlier ones, and at least the time in microseconds, so that positions rise after a loss.
+-- `positions_given` stores the last one.
 local counter
 local function position(floor)
   counter = counter or tonumber(redis.call('HGET', meta, 'counter') or '-1')
@@ -68,7 +68,7 @@ local function above(one, other)
 end
 
 %(many)s
--- A number of `meta` above all before it, also above those that a loss forgot: no two claims have one, and no readers.
+-- A new number of `meta`, above all earlier ones, also above lost ones: no two claims or readers have the same number.
 local function next_number(name)
   local last = tonumber(redis.call('HGET', meta, name) or '0')
   local text = string.format('%%.0f', math.max(last + 1, now_us))
@@ -102,7 +102,7 @@ local function forget(id)
   return math.min(found, 1)
 end
 
--- Ends the script, which has changed nothing that matters. The server's client makes a message of it.
+-- Ends the script before it has changed anything that matters. `RedisConnection` makes a message of the error.
 local function damaged(id, what)
   local hex = string.gsub(id, '.', function(each) return string.format('%%02x', string.byte(each)) end)
   error('DAMAGED <' .. hex .. '> <' .. what .. '>', 0)
@@ -112,14 +112,14 @@ local function bytes_of(id)
   return redis.call('HGET', body, id) or damaged(id, 'has no bytes')
 end
 
--- All of these, which are in the sorted set `from`.
+-- Removes these events, which are in the sorted set `from`.
 local function forget_all(from, ids)
   many('HDEL', body, ids)
   many('HDEL', lease, ids)
   many('ZREM', from, ids)
 end
 
--- What was taken goes back to where it stood: priority, place and attempts stay.
+-- Returns a taken event to its former place: priority, place and attempts stay.
 local function give_back(from, id)
   local _, _, score = leased(id)
   if not score then damaged(id, 'has no lease') end
@@ -138,9 +138,9 @@ local function first_from(score)
   return found[1] and tonumber(found[2])
 end
 
--- Calls visit(id, score) for what is due, highest priority first, until it returns true or `limit` were visited.
--- Returns whether that was the end of what is due, and when the next one is due.
--- Bands without entries are jumped over, so this costs two searches for each priority in use.
+-- Calls visit(id, score) for the due events, highest priority first, until it returns true or `limit` were visited.
+-- Returns whether all due events were visited, and when the next one is due.
+-- Skips bands without entries, so this costs two searches for each priority in use.
 local function each_due(limit, visit)
   local count, next_due, from = 0, nil, 0
   while true do
@@ -171,8 +171,8 @@ local function each_due(limit, visit)
   end
 end
 
--- Takes what is due into the sorted set `into`, at least one, until a limit is reached. `answer` returns how many
--- events one is.
+-- Takes due entries, at least one, into the sorted set `into` until a limit is reached. `answer` returns the number of
+-- events in an entry.
 local function take(into, limit, max_bytes, answer, score_in)
   local removed, added, leases, size, events = {}, {}, {}, 0, 0
   local token = next_number('token')
@@ -197,7 +197,7 @@ local function take(into, limit, max_bytes, answer, score_in)
   return #removed, ended, next_due
 end
 
--- How long nothing will be there, in ms, -1 where nobody knows. Whoever waits is woken by the bell before.
+-- For how many ms there will be no due event; -1: not known. The bell wakes a waiting process before that.
 local function idle_for(next_due)
   local first = redis.call('ZRANGE', claimed, 0, 0, 'WITHSCORES')
   if first[1] then
@@ -209,14 +209,14 @@ local function idle_for(next_due)
   return math.max(next_due - now, 0)
 end
 
--- The score at which a claimed event stood, or nil where its claim under this token is over.
+-- The former score of a claimed event, or nil if its claim under this token is over.
 local function claim_of(id, token)
   local current, attempts, score = leased(id)
   if current ~= tonumber(token) or not redis.call('ZSCORE', claimed, id) then return nil end
   return score, attempts
 end
 
--- Whether another reader has opened the queue since. A server that forgot this one learns of it again.
+-- Whether another reader has opened the queue since. If the server has lost this reader's number, stores it again.
 local function superseded(reader)
   local current = tonumber(redis.call('HGET', meta, 'reader') or '0')
   if current < tonumber(reader) then
@@ -232,17 +232,17 @@ local function may_take_memory()
   redis.call('HDEL', meta, '')
 end
 
--- How many events the adapter has put into these bytes.
+-- The number of events that the adapter has put into these bytes.
 local function events_in(bytes, id)
   if #bytes < 4 then damaged(id or '', 'is no batch of events') end
   return struct.unpack('<I4', bytes)
 end
 """
 
-# ARGV: number of this push, how long it is remembered in s, 1 to keep what is there, then of each event: id ("" for a
-# new one), delay in ms, priority, bytes. KEYS[8]: where this pusher's last number is. Answers with one position each,
-# -1 where the id is there already; the same again where the push is repeated. The first write is one that a full server
-# refuses. An id that is given begins with "@", which no other does.
+# ARGV: number of this push, how long it is remembered in s, 1 to keep stored events, then for each event: id ("" to
+# assign one), delay in ms, priority, bytes. KEYS[8]: the key with this pusher's last number. Answers with a position
+# for each event, -1 if a stored one is kept; a repeated push has the same answer. A full server refuses the first
+# write. Only assigned ids are "@" and a number.
 _PUSH = """
 local number, keep = ARGV[1], ARGV[3] == '1'
 local last = redis.call('HGETALL', KEYS[8])
@@ -280,11 +280,11 @@ if quiet then redis.call('RPUSH', bell, '1') end
 return answer
 """
 
-# ARGV: number, how long that push is remembered from now on in s. KEYS[8] as above.
+# ARGV: number of a push, how long it is remembered from now on in s. KEYS[8] as above.
 _SETTLE = "if redis.call('HEXISTS', KEYS[8], ARGV[1]) == 1 then redis.call('EXPIRE', KEYS[8], ARGV[2]) end"
 
-# ARGV: limit, max bytes, claim for so many ms. Answers with ms until it is worth to look again, then of each event: id,
-# bytes, token, attempts, priority.
+# ARGV: limit, max bytes, duration of the claims in ms. Answers with ms until the next try is useful, then for each
+# event: id, bytes, token, attempts, priority.
 _POP = """
 may_take_memory()
 return_due()
@@ -302,7 +302,7 @@ if taken == 0 then answer[1] = idle_for(next_due) end
 return answer
 """
 
-# ARGV: id, token, id, token ... Answers with 1 for each whose claim was this one.
+# ARGV: id, token, id, token ... Answers with 1 for each claim that still held.
 _ACKNOWLEDGE = """
 local ids = {}
 for i = 1, #ARGV, 2 do ids[#ids + 1] = ARGV[i] end
@@ -318,7 +318,7 @@ forget_all(claimed, done)
 return answer
 """
 
-# ARGV: id, token, delay in ms. Answers with 1 where the claim was this one.
+# ARGV: id, token, delay in ms. Answers with 1 if the claim still held.
 _RELEASE = """
 may_take_memory()
 local score = claim_of(ARGV[1], ARGV[2])
@@ -331,7 +331,7 @@ ring()
 return 1
 """
 
-# ARGV: id, token, ms from now. Answers with 1 where the claim was this one.
+# ARGV: id, token, ms from now. Answers with 1 if the claim still held.
 _EXTEND = """
 may_take_memory()
 if not claim_of(ARGV[1], ARGV[2]) then return 0 end
@@ -339,7 +339,7 @@ redis.call('ZADD', claimed, string.format('%.0f', after(tonumber(ARGV[3]))), ARG
 return 1
 """
 
-# ARGV: id, delay in ms from now. Answers with 1 where it waited.
+# ARGV: id, delay in ms from now. Answers with 1 if the event was waiting.
 _CHANGE_DELAY = """
 may_take_memory()
 local score = tonumber(redis.call('ZSCORE', waiting, ARGV[1]) or 'nan')
@@ -350,7 +350,7 @@ ring()
 return 1
 """
 
-# ARGV: id. Answers with nothing, or bytes, state, score, attempts, and when its claim ends or its offset.
+# ARGV: id. Answers with nothing, or with bytes, state, score, attempts, and the end of its claim or its offset.
 _GET = """
 local bytes = redis.call('HGET', body, ARGV[1])
 if not bytes then return {} end
@@ -365,10 +365,10 @@ end
 return {}
 """
 
-# ARGV: id. Answers with 1 where it was there, in whatever state.
+# ARGV: id. Answers with 1 if there was an event, in any state.
 _REMOVE = "return forget(ARGV[1])"
 
-# ARGV: an offset. Answers with what is ready, delayed, claimed, and held at or above that offset.
+# ARGV: an offset. Answers with the number of ready, delayed and claimed entries, and of those held at or above it.
 _SIZE = """
 local ready, from = 0, 0
 while true do
@@ -382,7 +382,7 @@ local delayed = redis.call('ZCARD', waiting) - ready
 return {ready, delayed, redis.call('ZCARD', claimed), redis.call('ZCOUNT', held, ARGV[1], '+inf')}
 """
 
-# ARGV: limit. Answers with id, bytes, score of each that the next pop would take.
+# ARGV: limit. Answers with id, bytes, score of each event that the next pop would take.
 _PEEK = """
 local answer = {}
 each_due(tonumber(ARGV[1]), function(id, score)
@@ -393,17 +393,17 @@ end)
 return answer
 """
 
-# The counters stay: positions and tokens never come twice.
+# The counters stay, so that no position or token is assigned twice.
 _CLEAR = "return redis.call('UNLINK', waiting, body, claimed, held, lease, bell)"
 
-# Wakes whoever waits.
+# Wakes one waiting process.
 _RING = "ring()"
 
-# A new reader. Answers with its number.
+# Opens a new reader. Answers with its number.
 _OPEN = "may_take_memory() return tonumber(next_number('reader'))"
 
-# ARGV: what no later position may be below. Answers with the offset below which everything is done, and that of the
-# next position at the least.
+# ARGV: a lower bound for later positions. Answers with the offset below which everything is finished, and with the
+# lowest possible next position.
 _BOUNDS = """
 may_take_memory()
 local following = tonumber(redis.call('HGET', meta, 'counter') or '-1') + 1
@@ -414,7 +414,7 @@ end
 return {tonumber(redis.call('HGET', meta, 'done') or '0'), following}
 """
 
-# ARGV: reader, from, limit, max bytes. What an earlier reader left: offset and bytes of each, in order.
+# ARGV: reader, from, limit, max bytes. Answers with offset and bytes of each event that earlier readers left, in order.
 _HELD = """
 if superseded(ARGV[1]) then return false end
 local found = redis.call('ZRANGEBYSCORE', held, ARGV[2], '+inf', 'WITHSCORES', 'LIMIT', 0, tonumber(ARGV[3]))
@@ -429,9 +429,9 @@ end
 return answer
 """
 
-# ARGV: reader, from, floor, limit, max bytes. What is held at or above `from` was taken by a call whose answer was
-# lost: it goes back first. Then takes what is due, at offsets of at least `floor`. Answers with ms until it is worth to
-# look again, then offset and bytes of each.
+# ARGV: reader, from, floor, limit, max bytes. Gives back the events held at or above `from`: they were taken by a call
+# whose answer was lost. Then takes due events, at offsets of at least `floor`. Answers with ms until the next try is
+# useful, then offset and bytes of each event.
 _HOLD = """
 if superseded(ARGV[1]) then return false end
 may_take_memory()
@@ -450,7 +450,7 @@ if taken == 0 then answer[1] = idle_for(next_due) end
 return answer
 """
 
-# ARGV: reader, below, how far everything is done, limit. Answers with how many are left to be removed.
+# ARGV: reader, below, the offset below which everything is finished, limit. Answers with how many are left to remove.
 _FINISH = """
 if superseded(ARGV[1]) then return false end
 may_take_memory()
@@ -463,11 +463,11 @@ end
 return left
 """
 
-# ARGV: an offset. Answers with the id of what is held there, if anything.
+# ARGV: an offset. Answers with the id of the event held at it, if there is one.
 _HELD_AT = "return redis.call('ZRANGEBYSCORE', held, ARGV[1], ARGV[1], 'LIMIT', 0, 1)"
 
 
-# KEYS[1]: the ledger of a producer. ARGV: how long it is kept in s. Answers with number and positions of its last call.
+# KEYS[1]: a producer's ledger. ARGV: how long it is kept in s. Answers with number and positions of the last call.
 _LEDGER = "redis.call('EXPIRE', KEYS[1], ARGV[1]) return redis.call('HMGET', KEYS[1], 'number', 'positions')"
 
 # ARGV: number, positions, how long it is kept in s.
@@ -519,7 +519,7 @@ class Scripts(NamedTuple):
     record: Script
 
     def __repr__(self) -> str:
-        """Short: it is the default of an argument that everybody sees."""
+        """Short, because help texts show it as the default of an argument."""
         return f"<{len(self)} scripts>"
 
     @classmethod
@@ -533,8 +533,8 @@ class Scripts(NamedTuple):
 
 SCRIPTS = Scripts.with_clock()
 
-# ARGV: owner ("" for one that is told apart from nobody), number of queues. Answers with the owner and the number that
-# are noted, where those are others, else with nothing.
+# ARGV: owner ("" matches every owner), number of queues. Answers with the stored owner and number if they differ, else
+# with nothing.
 OWN = Script.plain("""
 local noted = redis.call('HMGET', KEYS[1], 'owner', 'queues')
 local owner, queues = noted[1] or '', noted[2]

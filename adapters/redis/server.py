@@ -15,14 +15,15 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from ...streams.errors import Closed, InvalidArgument, StorageError, StorageFull
+from .login import PASSWORD, USER, with_login
 from .scripts import Script
 
 log = logging.getLogger("headrace.adapters.redis")
 
 COMMAND_S = 5.0
-"""A command that is not answered for so long has failed, in seconds."""
+"""A command fails if it is not answered within this many seconds."""
 BLOCK_S = 5.0
-"""How long one wait for a bell blocks at the most, in seconds: what a lost wake-up costs."""
+"""The longest wait for a bell, in seconds: a lost wake-up costs no more than this."""
 OLDEST = (6, 2)
 
 _AWAY = (
@@ -37,30 +38,34 @@ _AWAY = (
     OSError,
 )
 _AWAY_CODES = frozenset({"READONLY", "NOREPLICAS", "BUSY"})
-"""Without a class of their own, or not in every version."""
+"""Errors that have no class of their own in some versions of the client, or in all."""
 _IN_SCRIPT = re.compile(r"@user_script: ?\d+: -?([A-Z]+) ")
-"""Redis 6 wraps the error of a command in a script into one of the script."""
+"""Redis 6 wraps the error of a command in a script into an error of the script."""
 _NO_CLUSTER = "Cluster mode is not enabled"
 _DAMAGED = re.compile(r"DAMAGED <([0-9a-f]*)> <([a-z ]*)>")
 _NUMBER = re.compile(r"/?[0-9]*")
 _CUT_PASSWORD = re.compile(r"rediss?://[^/?#]*[/?#].*@", re.DOTALL)
-"""The address, by the rules of URLs, ends before the last @."""
+"""Matches a URL whose address, by the rules of URLs, ends before the last @."""
 
 
 class ServerAway(StorageError):
-    """It cannot be reached, or does not serve at present. Whether it has carried out the command is not known."""
+    """The server cannot be reached, or does not serve at present. It may have carried out the command."""
 
 
 class ServerSilent(ServerAway):
-    """It kept somebody waiting until the time was up."""
+    """The server did not answer in time."""
 
 
-class Server:
-    """One Redis, or one cluster. Nothing is sent twice by itself: the scripts know what may be repeated."""
+class RedisConnection:
+    """One Redis, or one cluster. It never repeats a command by itself: callers know which scripts they may repeat."""
 
-    def __init__(self, url: str, *, cluster: bool = False) -> None:
+    def __init__(self, url: str, *, cluster: bool = False, variables: bool = False) -> None:
+        """With `variables`, a url without user and password takes them from the environment."""
         self.address = address_of(url, cluster=cluster)
-        """Without user and password."""
+        """The address without user and password."""
+        self._variables = variables
+        if variables:
+            url = with_login(url)
         self._closed = False
         self._client = _client(url, COMMAND_S, cluster=cluster)
         self._blocking = _client(url, BLOCK_S + COMMAND_S, cluster=cluster)
@@ -73,7 +78,7 @@ class Server:
         try:
             try:
                 return await client.evalsha(script.sha, len(keys), *keys, *args)
-            except exceptions.NoScriptError:  # it is new here; nothing was done
+            except exceptions.NoScriptError:  # the server does not know the script yet; nothing was done
                 return await client.eval(script.text, len(keys), *keys, *args)
         except _AWAY as error:
             await self._leave_replica(error)
@@ -86,7 +91,7 @@ class Server:
                 raise asyncio.CancelledError
 
     async def bell(self, key: str, timeout_s: float) -> bool:
-        """Whether there is an element in the list `key` within `timeout_s`; it is taken out. Raises ServerAway."""
+        """Take an element from the list `key`. Return False if none is there within `timeout_s`. Raises ServerAway."""
         try:
             return bool(await cast("Any", self._blocking).blpop([key], timeout=timeout_s))
         except (*_AWAY, exceptions.RedisError) as error:
@@ -94,10 +99,10 @@ class Server:
             raise self._away(error) from None
 
     async def check(self) -> None:
-        """Raises ServerAway, or InvalidArgument where it, or a node of it, is too old or would throw things away."""
+        """Raise InvalidArgument if the server, or a node of a cluster, is too old or evicts keys. Raises ServerAway."""
         try:
             info = await cast("Any", self._client).info()
-        except exceptions.NoPermissionError:  # it is not for this user to know
+        except exceptions.NoPermissionError:  # this user may not read it
             return
         except (*_AWAY, exceptions.RedisError) as error:
             raise self._away(error) from None
@@ -117,23 +122,24 @@ class Server:
             )
 
     def _check_open(self) -> None:
-        """A client that is closed would connect anew."""
+        """Raise Closed if this is closed: the client would connect again."""
         if self._closed:
-            raise Closed(f"what uses Redis at {self.address} is closed: open it again")
+            raise Closed(f"the connection to Redis at {self.address} is closed: open its provider or queue again")
 
     async def aclose(self) -> None:
         self._closed = True
         await asyncio.gather(self._client.aclose(), self._blocking.aclose(), return_exceptions=True)
 
     async def _leave_replica(self, error: BaseException) -> None:
-        """What was the master, and is another's replica now, keeps its connections: give them up where it says so. The
-        next ones go to whoever has the address by then. Of a cluster, the client finds the master by itself."""
+        """Close the connections if the server answers that it is a replica now: a former master keeps them open. The
+        next connection goes to the server that has the address then. In a cluster, the client finds the master by
+        itself."""
         if isinstance(error, exceptions.RedisError) and _code(error) == "READONLY":
             pools = [client.connection_pool for client in (self._client, self._blocking) if isinstance(client, Redis)]
             await asyncio.gather(*(pool.disconnect(inuse_connections=False) for pool in pools), return_exceptions=True)
 
     def damaged(self, keys: Sequence[str], id: bytes, what: str) -> StorageError:  # noqa: A002
-        """What stops a shard, of these keys, and who shall help."""
+        """Return the error for a damaged event of the shard with these keys."""
         name = id.decode(errors="backslashreplace")
         return StorageError(
             f"Redis at {self.address}: in {_tag(keys)} the event {name!r} {what}, and nothing behind it can be read: "
@@ -141,7 +147,7 @@ class Server:
         )
 
     def _refused(self, error: exceptions.RedisError, keys: Sequence[str]) -> StorageError | InvalidArgument:
-        """What an answer means that is an error."""
+        """Return the error for an error answer of the server."""
         code = _code(error)
         if code == "OOM":
             return StorageFull(
@@ -159,17 +165,24 @@ class Server:
     def _away(self, error: BaseException) -> ServerAway | InvalidArgument:
         if isinstance(error, exceptions.RedisClusterException) and _NO_CLUSTER in str(error):
             return InvalidArgument(f"Redis at {self.address} is no Redis Cluster: leave `cluster = true` out")
+        refused = error.__cause__ if isinstance(error, exceptions.RedisClusterException) else error
+        if isinstance(refused, exceptions.AuthenticationError):
+            or_in = f", or in the environment variables {USER} and {PASSWORD}" if self._variables else ""
+            return ServerAway(
+                f"Redis at {self.address} refuses the login ({str(refused).rstrip('.')}): give user and password in "
+                f"its url{or_in}"
+            )
         kind = ServerSilent if isinstance(error, (exceptions.TimeoutError, TimeoutError)) else ServerAway
         return kind(f"Redis at {self.address} does not serve: {error or type(error).__name__}")
 
 
 def _tag(keys: Sequence[str]) -> str:
-    """What all keys of a shard begin with."""
+    """Return the beginning of all keys of a shard."""
     return keys[0].partition("}")[0] + "}"
 
 
 def _code(error: exceptions.RedisError) -> str:
-    """The word that an error of the server begins with, which the client takes away where it knows it."""
+    """Return the first word of a server's error. The client removes it from errors that have a class."""
     if isinstance(error, exceptions.OutOfMemoryError):
         return "OOM"
     if isinstance(error, exceptions.ReadOnlyError):
@@ -180,8 +193,8 @@ def _code(error: exceptions.RedisError) -> str:
 
 
 async def end(task: asyncio.Task[None]) -> None:
-    """Cancel a task that runs commands, and wait for it. One cancellation may not do: before Python 3.12 the client's
-    `wait_for` keeps it to itself where what it waited for is done at the same moment."""
+    """Cancel a task that runs commands, and wait for it. One cancellation may not be enough: before Python 3.12 the
+    client's `wait_for` swallows it if its awaited operation is done at the same moment."""
     while not task.done():
         task.cancel()
         await asyncio.wait([task], timeout=0.01)
@@ -190,7 +203,7 @@ async def end(task: asyncio.Task[None]) -> None:
 
 
 def address_of(url: str, *, cluster: bool = False) -> str:
-    """Host and port. Raises InvalidArgument, without showing any of the url: it may have a password in it anywhere."""
+    """Return host and port. Raises InvalidArgument, whose text shows no part of the url: any part may be a password."""
     if _CUT_PASSWORD.match(url):
         raise _no_url("in a password, / # ? @ and % are written %2F %23 %3F %40 and %25")
     try:
@@ -203,7 +216,7 @@ def address_of(url: str, *, cluster: bool = False) -> str:
     if parts.scheme not in {"redis", "rediss"}:
         raise _no_url("it begins with redis://, or rediss:// for TLS")
     if parts.fragment or not _NUMBER.fullmatch(parts.path):
-        raise _no_url("what follows the host is the number of a database")
+        raise _no_url("write only the number of a database behind the host")
     if cluster and parts.path.strip("/0"):
         raise _no_url("a cluster has no database but 0")
     return parts.netloc.rpartition("@")[2]

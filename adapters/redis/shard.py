@@ -1,6 +1,6 @@
-"""One shard of a queue: what one Redis holds of it, and everything that can be done to it.
+"""One shard of a queue: the part of the queue that is on one Redis, and its operations.
 
-Every method is one step on the server: it has happened, or not. Raises ServerAway where the server does not answer.
+Every method is one atomic step on the server, and raises ServerAway if the server does not answer.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any, Literal, NamedTuple
 from ...streams.errors import InvalidArgument
 from .keys import ShardKeys, check_id, check_priority, delay_ms, due_of, priority_of
 from .scripts import SCRIPTS, Script, Scripts
-from .server import BLOCK_S, Server
+from .server import BLOCK_S, RedisConnection
 
 MAX_POP = 1000
-"""One pop takes no more: a script holds up everybody else on the server."""
+"""The maximum of events in one pop: while a script runs, the server does nothing else."""
 MAX_POP_BYTES = 8 << 20
 REMEMBERED_S = 3600
 """How long a push may be repeated without being stored twice, in seconds, unless more is asked for: longer than a
@@ -26,7 +26,7 @@ class Pushed(NamedTuple):
 
     body: bytes
     id: str = ""
-    """Empty: it gets one, which sorts behind those given before."""
+    """Empty: the shard assigns one, which sorts behind those assigned before."""
     delay_s: float = 0.0
     priority: int = 0
 
@@ -38,25 +38,25 @@ class Pushed(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """An event that was taken, until its timeout."""
+    """An event that a consumer has taken, until a timeout."""
 
     id: str
     body: bytes
     token: int
-    """What proves the claim: it differs from claim to claim."""
+    """Proves the claim; each claim has another token."""
     attempts: int
-    """How often it was taken so far, with this time."""
+    """How often the event was taken so far, including this time."""
     priority: int
 
 
 class Popped(NamedTuple):
     claims: Sequence[Claim]
     idle_s: float
-    """Where there are none: when to look again, unless the bell rings before."""
+    """If there are no claims: seconds after which to try again, unless the bell rings before."""
 
 
-class Entry(NamedTuple):
-    """An event, wherever it is."""
+class QueuedEvent(NamedTuple):
+    """An event that is stored, in any state."""
 
     id: str
     body: bytes
@@ -67,7 +67,7 @@ class Entry(NamedTuple):
     attempts: int
 
 
-class Size(NamedTuple):
+class ShardSize(NamedTuple):
     """Events of a shard."""
 
     ready: int
@@ -82,17 +82,17 @@ class Size(NamedTuple):
         return self.ready + self.delayed
 
 
-class Held(NamedTuple):
-    """What a reader was given: offsets and bytes, in order."""
+class HeldEvents(NamedTuple):
+    """Events held for the queue's reader: offsets and bytes, in order."""
 
     events: Sequence[tuple[int, bytes]]
     idle_s: float = 0.0
 
 
 class RedisShard:
-    """A shard, by its server and keys. Keeps nothing itself: any number of these may be used for one shard."""
+    """A shard, identified by its server and keys. It has no state, so several objects may be used for one shard."""
 
-    def __init__(self, server: Server, keys: ShardKeys, *, name: str = "", scripts: Scripts = SCRIPTS) -> None:
+    def __init__(self, server: RedisConnection, keys: ShardKeys, *, name: str = "", scripts: Scripts = SCRIPTS) -> None:
         self.server = server
         self.keys = keys
         self.name = name
@@ -109,11 +109,11 @@ class RedisShard:
         keep: bool = False,
         remembered_s: int = REMEMBERED_S,
     ) -> Sequence[int | None]:
-        """Store events, all of them or none. Returns the position of each.
+        """Store all events, or none. Return the position of each.
 
-        One with the id of another takes its place; with `keep`, the other stays, and the position is None.
-        `pusher` numbers its calls upwards: the same number again changes nothing and has the same answer, until it was
-        not sent for `remembered_s` seconds.
+        An event replaces the stored one with the same id. With `keep`, the stored one stays, and the position is None.
+        `pusher` gives its calls increasing numbers. A repeated number changes nothing and has the same result, for
+        `remembered_s` seconds after it was last sent.
         """
         arguments = [argument for event in events for argument in event.arguments()]
         keys = (*self.keys, self.keys.sent(pusher))
@@ -121,11 +121,11 @@ class RedisShard:
         return [None if position < 0 else position for position in reply]
 
     async def settle(self, pusher: str, number: int) -> None:
-        """That push is written down elsewhere: it need not be remembered longer than any."""
+        """Remember a push only for the usual time, because its producer's ledger has recorded it."""
         await self.server.run(self._scripts.settle, (*self.keys, self.keys.sent(pusher)), number, REMEMBERED_S)
 
     async def pop(self, limit: int, timeout_s: float, *, max_bytes: int = MAX_POP_BYTES) -> Popped:
-        """Claim what is due, highest priority first, for `timeout_s` seconds: what is there at once, maybe none."""
+        """Claim due events for `timeout_s` seconds, highest priority first. Does not wait; there may be none."""
         reply = await self._run(
             self._scripts.pop, min(limit, MAX_POP), min(max_bytes, MAX_POP_BYTES), delay_ms(timeout_s)
         )
@@ -137,12 +137,13 @@ class RedisShard:
         return Popped(claims, _seconds(reply[0]))
 
     async def acknowledge(self, claims: Sequence[tuple[str, int]]) -> Sequence[bool]:
-        """Remove claimed events, by id and token. False for a claim that is over: the event may be another's by now."""
+        """Remove claimed events, by id and token. Return False for a claim that is over: another consumer may have the
+        event."""
         reply = await self._run(self._scripts.acknowledge, *(part for claim in claims for part in claim))
         return [bool(done) for done in reply]
 
     async def release(self, id: str, token: int, delay_s: float = 0.0) -> bool:  # noqa: A002
-        """Give a claimed event back: it is due again after `delay_s`, or at once where it stood."""
+        """Give a claimed event back. It is due after `delay_s`; without delay it returns to its former place."""
         return bool(await self._run(self._scripts.release, id, token, delay_ms(delay_s)))
 
     async def extend(self, id: str, token: int, timeout_s: float) -> bool:  # noqa: A002
@@ -150,32 +151,32 @@ class RedisShard:
         return bool(await self._run(self._scripts.extend, id, token, delay_ms(timeout_s)))
 
     async def change_delay(self, id: str, delay_s: float) -> bool:  # noqa: A002
-        """Let an event be due `delay_s` from now. False where it does not wait."""
+        """Make an event due `delay_s` from now. Return False if it is not waiting."""
         return bool(await self._run(self._scripts.change_delay, id, delay_ms(delay_s)))
 
-    async def get(self, id: str) -> Entry | None:  # noqa: A002
+    async def get(self, id: str) -> QueuedEvent | None:  # noqa: A002
         reply = await self._run(self._scripts.get, id)
         if not reply:
             return None
         body, state, score, attempts = reply[:4]
         at = float(score)
-        return Entry(id, body, state.decode(), priority_of(at), due_of(at), attempts)
+        return QueuedEvent(id, body, state.decode(), priority_of(at), due_of(at), attempts)
 
     async def remove(self, id: str) -> bool:  # noqa: A002
-        """Remove an event, whatever its state. False where there is none."""
+        """Remove an event in any state. Return False if there is none."""
         return bool(await self._run(self._scripts.remove, id))
 
-    async def size(self, held_from: int = 0) -> Size:
-        """Of what is held, only that at or above an offset counts."""
-        return Size(*await self._run(self._scripts.size, held_from))
+    async def size(self, held_from: int = 0) -> ShardSize:
+        """Count the events. Held events below offset `held_from` are not counted."""
+        return ShardSize(*await self._run(self._scripts.size, held_from))
 
-    async def peek(self, limit: int) -> Sequence[Entry]:
-        """What the next pop would take, in order."""
+    async def peek(self, limit: int) -> Sequence[QueuedEvent]:
+        """Return the events that the next pop would take, in order."""
         fields = iter(await self._run(self._scripts.peek, min(limit, MAX_POP)))
-        entries: list[Entry] = []
+        entries: list[QueuedEvent] = []
         for id, body, score in zip(*[fields] * 3, strict=True):  # noqa: A001
             at = float(score)
-            entries.append(Entry(id.decode(), body, "waiting", priority_of(at), due_of(at), 0))
+            entries.append(QueuedEvent(id.decode(), body, "waiting", priority_of(at), due_of(at), 0))
         return entries
 
     async def clear(self) -> None:
@@ -183,47 +184,48 @@ class RedisShard:
         await self._run(self._scripts.clear)
 
     async def bell(self, timeout_s: float) -> bool:
-        """Whether something is pushed, or left by another, within `timeout_s`. Of those who wait, one is told."""
+        """Wait up to `timeout_s` for the bell. Return whether it rang. Each ring wakes up one waiting process."""
         return await self.server.bell(self.keys.bell, timeout_s)
 
     async def ring(self) -> None:
-        """Tell one of those who wait."""
+        """Wake up one waiting process."""
         await self._run(self._scripts.ring)
 
     # ---- the reader of the queue -----------------------------------------------------------------------------------
 
     async def open_reader(self) -> int:
-        """Become the reader: the one before is refused from now on. Returns the reader's number."""
+        """Become the reader: calls of the former reader fail from now on. Return the reader's number."""
         return await self._run(self._scripts.open)
 
     async def bounds(self, floor: int = 0) -> tuple[int, int]:
-        """Below the first everything is done; the second is above every position given out, and no position given out
-        from now on is below it, nor below `floor`."""
+        """Return two offsets. All events below the first are finished. The second is above every position assigned so
+        far; no later position is below it, or below `floor`."""
         done, following = await self._run(self._scripts.bounds, floor)
         return done, following
 
-    async def held(self, reader: int, start: int, limit: int, max_bytes: int) -> Held | None:
-        """What is held at `start` and above, for a new reader: its predecessors took it. None: superseded."""
+    async def held(self, reader: int, start: int, limit: int, max_bytes: int) -> HeldEvents | None:
+        """Return events that earlier readers took, at offset `start` and above. None: this reader is superseded."""
         reply = await self._run(self._scripts.held, reader, start, min(limit, MAX_POP), min(max_bytes, MAX_POP_BYTES))
-        return None if reply is None else Held(_pairs(reply))
+        return None if reply is None else HeldEvents(_pairs(reply))
 
-    async def hold(self, reader: int, start: int, floor: int, limit: int, max_bytes: int) -> Held | None:
-        """Take what is due, at offsets of at least `floor`, until it is finished. None: superseded.
+    async def hold(self, reader: int, start: int, floor: int, limit: int, max_bytes: int) -> HeldEvents | None:
+        """Take due events at offsets of at least `floor`; they are held until they are finished. None: superseded.
 
-        What is held at `start` and above was taken by a call whose answer got lost: it goes back before.
+        Events held at `start` and above were taken by a call whose answer was lost: they are given back first.
         """
         reply = await self._run(
             self._scripts.hold, reader, start, floor, min(limit, MAX_POP), min(max_bytes, MAX_POP_BYTES)
         )
-        return None if reply is None else Held(_pairs(reply[1:]), _seconds(reply[0]))
+        return None if reply is None else HeldEvents(_pairs(reply[1:]), _seconds(reply[0]))
 
     async def held_at(self, offset: int) -> bytes | None:
-        """The id of what is held at an offset."""
+        """Return the id of the event held at an offset."""
         found = await self._run(self._scripts.held_at, offset)
         return found[0] if found else None
 
     async def finish(self, reader: int, below: int, done: int) -> bool:
-        """Remove what is held below `below`; everything in the queue below `done` is finished. False: superseded."""
+        """Remove events held below `below`. Everything in the queue below `done` is finished. Return False if this
+        reader is superseded."""
         left: int | None = 1
         while left:
             left = await self._run(self._scripts.finish, reader, below, done, MAX_POP)

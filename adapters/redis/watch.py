@@ -1,4 +1,4 @@
-"""Whether the server of a shard answers at all: who has others to ask does not wait for one that does not."""
+"""Watches whether the server of a shard answers, so that callers with other shards do not wait for a silent one."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from .server import ServerAway, ServerSilent, end
 from .shard import RedisShard
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
-"""Between two questions to a silent server, in seconds."""
+"""Shortest and longest pause between two probes of a silent server, in seconds."""
 
 Answer = TypeVar("Answer")
 
 
 class Watch:
-    """One of several shards, for all of a queue who can do without it. Once its server has left a command without an
-    answer, it is silent: one task asks it, again and again, and nobody else until it answers. `aclose` when done."""
+    """A shard, for callers that can use other shards of the queue instead.
+
+    Its server is silent once it has left a command without an answer. Then one task probes it repeatedly, and all other
+    commands fail at once until it answers. Call `aclose` when done.
+    """
 
     def __init__(self, shard: RedisShard, *, alone: bool) -> None:
-        """`alone`: the queue has no other shard, so there is no choice but to wait."""
+        """`alone`: the queue has no other shard, so commands always wait."""
         self.shard = shard
         self._alone = alone
         self._asking: asyncio.Task[None] | None = None
@@ -32,7 +35,7 @@ class Watch:
         return self._asking is not None and not self._asking.done()
 
     async def ask(self, command: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Carry out one command of the shard. Raises ServerSilent at once where it is silent already."""
+        """Run a command of the shard. Raises ServerSilent at once if the server is silent already."""
         if self.silent:
             raise ServerSilent(f"Redis at {self.shard.server.address} does not answer, and is asked from time to time")
         try:

@@ -1,4 +1,4 @@
 """Queues with delays in Redis: headrace's beside plain redis-py, taskiq and arq.
 
-python -m headrace.benchmarks.delays --help
+python -m benchmarks.delays --help
 """

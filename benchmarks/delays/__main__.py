@@ -1,6 +1,6 @@
-"""Events that are due later: how late they come, how many a second, and what they take in Redis.
+"""Events that are due later: how late they come, how many a second, and how much memory they take in Redis.
 
-    python -m headrace.benchmarks.delays --help
+    python -m benchmarks.delays --help
 
 Each run has a redis-server of its own (AOF everysec), and payloads of 100 bytes. All producers are one process, and all
 consumers another.
@@ -19,7 +19,7 @@ import click
 
 from ..harness import Metric, Result, Rounds, Spread, count, interleaved, machine, markdown
 from .kinds import KINDS
-from .runs import JOBS, OURS, due, parked, throughput
+from .runs import JOBS, OURS, delayed, due, throughput
 
 Cases = Mapping[str, Callable[[], Result]]
 
@@ -104,12 +104,12 @@ def _ratio(found: Rounds, name: str) -> str:
     return brackets(found.ratio(name, to, events_per_s), ".2f") if to in found.names else ""
 
 
-# ---- what they take in Redis -----------------------------------------------------------------------------------------
+# ---- memory in Redis -------------------------------------------------------------------------------------------------
 
 
 def memory_cases(scale: float, kinds: Sequence[str]) -> Cases:
     def case(kind: str, events: int = 1_000_000, batch: int = 1000, *, apart: bool = True) -> Callable[[], Result]:
-        return partial(parked, kind, events=scaled(events, scale), batch=batch, apart=apart)
+        return partial(delayed, kind, events=scaled(events, scale), batch=batch, apart=apart)
 
     every = {
         "RedisQueue": case("RedisQueue"),
@@ -126,7 +126,7 @@ def memory_table(found: Rounds) -> str:
     for name in found.names:
         spread = found.spread(name, lambda result: result.rss_bytes / result.events)
         rows.append([name, count(found.of(name)[0].events), f"{spread.median:,.0f}", brackets(spread, ".0f")])
-    return markdown(["case", "events parked", "MB per million", "bytes each"], rows)
+    return markdown(["case", "delayed events", "MB per million", "bytes each"], rows)
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def command(only: Sequence[str], kinds: Sequence[str], rounds: int, scale: float
     kinds = kinds or list(KINDS)
     logging.disable(logging.WARNING)
     click.echo(f"{machine(PACKAGES)}\n")
-    arguments = shlex.join(["python", "-m", "headrace.benchmarks.delays", *sys.argv[1:]])
+    arguments = shlex.join(["python", "-m", "benchmarks.delays", *sys.argv[1:]])
     click.echo(f"Command: `{arguments}`. Medians of {rounds} rounds.\n")
     if not only or "due" in only:
         found = interleaved(due_cases(at, 20 * scale, kinds), rounds, on_result=progress)
@@ -197,7 +197,7 @@ def command(only: Sequence[str], kinds: Sequence[str], rounds: int, scale: float
         click.echo(section("Pop, handle, acknowledge", throughput_table(drained), drained))
     if not only or "memory" in only:
         found = interleaved(memory_cases(scale, kinds), 1, on_result=progress)
-        click.echo(section("Parked for an hour", memory_table(found), found))
+        click.echo(section("Delayed for an hour", memory_table(found), found))
 
 
 if __name__ == "__main__":

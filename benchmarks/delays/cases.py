@@ -11,7 +11,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 
-from ...silo.tuning import tune_interpreter
+from headrace.silo.tuning import tune_interpreter
+
 from ..results import Latency
 from ..worker import Gate
 from .kinds import Kind, Place, Push, kind_of
@@ -28,33 +29,33 @@ def push(
     gate: Gate, *, kind: str, place: Sequence[str], events: int, size: int, batch: int, delay_s: float = 0.0,
     apart: bool = False,
 ) -> None:  # fmt: skip
-    """As fast as it goes. Each batch has a delay a little longer than the one before; each event, where `apart`."""
+    """Push as fast as possible. Each batch has a slightly longer delay than the last; with `apart`, each event."""
     asyncio.run(_push(gate, kind, Place(*place), _numbered(events, size, batch, delay_s, apart)))
 
 
 def drain(gate: Gate, *, kind: str, place: Sequence[str], events: int, batch: int) -> None:
-    """Take, handle and acknowledge what was pushed before, as fast as it goes."""
+    """Take, handle and acknowledge the jobs that were pushed before, as fast as possible."""
     asyncio.run(_drain(gate, kind_of(kind), Place(*place), Arrivals(events), batch=batch, consumers=LANES))
 
 
 def push_paced(
     gate: Gate, *, kind: str, place: Sequence[str], rate: int, events: int, size: int, delays_s: Sequence[float]
 ) -> None:
-    """At a steady rate, with delays spread over a range."""
+    """Push at a steady rate, with delays spread over a range."""
     asyncio.run(_push_paced(gate, kind, Place(*place), rate=rate, events=events, size=size, delays_s=delays_s))
 
 
 def handle_due(
     gate: Gate, *, kind: str, place: Sequence[str], events: int, batch: int, delays_s: Sequence[float]
 ) -> dict[str, float]:
-    """How late each event is handled: of those that were due while as many were pushed as came due."""
+    """Return how late events are handled. Count only those that were due while as many were pushed as came due."""
     arrivals = Arrivals(events)
     asyncio.run(_drain(gate, kind_of(kind), Place(*place), arrivals, batch=batch, consumers=PACED_CONSUMERS))
     return arrivals.lateness(delays_s)
 
 
 class Arrivals:
-    """Counts what comes, and notes what it begins with, and when."""
+    """Counts the arrivals, and notes the first of each batch with its time."""
 
     def __init__(self, expected: int) -> None:
         self.complete = asyncio.Event()
@@ -131,7 +132,7 @@ async def _push_paced(
 
 
 async def _pace(push: Push, rate: float, events: int, size: int, delays_s: Sequence[float]) -> None:
-    """Push, every hundredth of a second, what is to be pushed by then."""
+    """Push the jobs that are to be pushed by now, every hundredth of a second."""
     filling = b"x" * (size - DIGITS)
     began_s, sent = time.monotonic(), 0
     while sent < events:

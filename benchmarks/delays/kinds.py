@@ -18,7 +18,7 @@ Handle = Callable[[Sequence[bytes]], None]
 
 
 class Place(NamedTuple):
-    """Where a run takes place: the Redis server, a folder for what else there is, and one with packages of its own."""
+    """The Redis server of a run, a folder for its other data, and a folder with packages of its own."""
 
     address: str
     data: str

@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 
-from ...adapters.redis import Pushed, RedisOptions, RedisQueue
-from ...silo import Provider
-from ...streams import Event, EventBatch, Start
+from headrace import Event, EventBatch, Provider, Start
+from headrace.adapters.redis import Pushed, RedisOptions, RedisQueue
+
 from .kinds import Handle, Kind, Place, Push, running
 
 WAIT_S = 5.0

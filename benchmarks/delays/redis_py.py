@@ -1,11 +1,11 @@
-"""Plain redis-py: what one writes by hand.
+"""Plain redis-py: queues written by hand.
 
-The recipe is a sorted set by due time, a hash of bodies, and a sorted set of what is taken and not acknowledged, by
+The recipe is a sorted set by due time, a hash of bodies, and a sorted set of claims that are not acknowledged, by
 when it returns. A claim is one Lua script; a push and an acknowledgement are one transaction. It delivers at least
 once, like `RedisQueue`, but has no priorities, accepts the acknowledgement of a claim that is over, stores a push that
 is sent again twice, and asks every 10 ms whether something is due.
 
-The list is `LMOVE` into a list of what is taken, and `LREM`: no delays, nothing returns by itself.
+The list is `LMOVE` into a list of taken bodies, and `LREM`: no delays, nothing returns by itself.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ async def _take_due(redis: Any, batch: int, handle: Handle) -> None:
         pipeline.zrem(TAKEN, *ids)
         pipeline.hdel(BODIES, *ids)
         await _answer(pipeline.execute())
-        await asyncio.sleep(0)  # the blocking client lets nobody else run
+        await asyncio.sleep(0)  # the blocking client blocks the loop
 
 
 class Lists(_Plain):

@@ -19,7 +19,7 @@ JOBS = ("taskiq", "arq")
 
 
 class Run(NamedTuple):
-    """A Redis server and what a case does with it."""
+    """A Redis server for the runs of a case."""
 
     server: RedisServer
     kind: str
@@ -48,7 +48,7 @@ def started(kind: str) -> Generator[Run]:
 
 
 def due(kind: str, *, rate: int, seconds: float, delays_s: Sequence[float], batch: int) -> Result:
-    """Lateness at a steady rate. Counted is what was due while as much was pushed as came due: about `seconds`."""
+    """Measure lateness at a steady rate. Count the events due while as much was pushed as came due: about `seconds`."""
     events = int(rate * (seconds + max(delays_s))) // 8 * 8
     with started(kind) as run:
         produce = {"rate": rate, "events": events, "size": SIZE, "delays_s": delays_s}
@@ -66,15 +66,15 @@ def due(kind: str, *, rate: int, seconds: float, delays_s: Sequence[float], batc
 
 
 def throughput(kind: str, *, events: int, batch: int) -> tuple[Result, Result]:
-    """Pushing alone, then taking, handling and acknowledging it all alone."""
+    """Measure pushing alone, then taking, handling and acknowledging all events alone."""
     with started(kind) as run:
         pushed = run.together(run.job("clients", "push", events=events, size=SIZE, batch=batch))
         drained = run.together(run.job("clients", "drain", events=events, batch=batch))
     return pushed.to_result(events=events, size=SIZE), drained.to_result(events=events, size=SIZE)
 
 
-def parked(kind: str, *, events: int, batch: int, apart: bool) -> Result:
-    """What Redis needs for events that are due in an hour, `apart` or a batch of them at the same time."""
+def delayed(kind: str, *, events: int, batch: int, apart: bool) -> Result:
+    """Measure Redis's memory for events due in an hour, each at its own time (`apart`) or a batch at the same time."""
     with started(kind) as run:
         empty = run.used_bytes()
         job = run.job("clients", "push", events=events, size=SIZE, batch=batch, delay_s=3600.0, apart=apart)

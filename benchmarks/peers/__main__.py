@@ -1,4 +1,4 @@
-"""The peers alone, as a Markdown table: `python -m headrace.benchmarks.peers --help`."""
+"""The peers alone, as a Markdown table: `python -m benchmarks.peers --help`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _progress(name: str, result: Result) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m headrace.benchmarks.peers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
     parser.add_argument("measure", choices=MEASUREMENTS)
     parser.add_argument("--peer", choices=PEERS, action="append", help="one of them; may be repeated (default: all)")
     parser.add_argument("--events", type=int, default=200_000)

@@ -1,6 +1,6 @@
 """NATS JetStream: a stream in files, published to asynchronously with a window, read by a durable pull consumer.
 
-By default JetStream acknowledges what it has written, and syncs it every two minutes. The consumer acknowledges
+By default JetStream acknowledges a message once it is written, and syncs every two minutes. The consumer acknowledges
 everything up to the last message of each fetch together (`AckPolicy.ALL`), the cheapest way there is.
 """
 

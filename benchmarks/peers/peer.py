@@ -31,7 +31,7 @@ class Producer(Protocol):
 
 class Consumer(Protocol):
     async def receive(self) -> Sequence[bytes]:
-        """What has come, none after about a second without any; acknowledges it, or what came before."""
+        """Return the messages that arrived, and acknowledge them, or the earlier ones; none after a silent second."""
         ...
 
     async def finish(self) -> None:

@@ -1,6 +1,6 @@
 """RabbitMQ Streams over rstream: batches of raw messages with confirms; a consumer that stores its offset.
 
-RabbitMQ confirms what it has written, and does not sync it to disk.
+RabbitMQ confirms a message once it is written, and does not sync it to disk.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class _Producer:
 
 
 class _Consumer:
-    """Collects what the callback is given; stores the offset after each `batch` events."""
+    """Collects the callback's messages; stores the offset after each `batch` events."""
 
     def __init__(self, consumer: StreamConsumer, batch: int) -> None:
         self._consumer = consumer

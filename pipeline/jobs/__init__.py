@@ -1,1 +1,1 @@
-"""What people run on their streams: each job is a function for programs, and a command for `headrace pipeline`."""
+"""The jobs: each is a function for programs. `headrace.cli` makes a command of `headrace pipeline` of each."""

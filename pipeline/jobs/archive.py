@@ -1,8 +1,8 @@
-"""`headrace pipeline archive`: streams become Parquet files, each event once, a bit more with every run.
+"""The job `archive`: write streams to Parquet files, each event once. Each run adds the new events.
 
-Spark's own streaming sink for files keeps a log of which files count, which other readers of Parquet do not know. So a
-run is a plain batch here, from the positions that the archive has noted up to the present ends, and `files.py` takes
-what Spark has written into the archive, together with the new positions.
+Spark's own streaming sink for files keeps a log that lists the valid files, and other readers of Parquet do not know
+that log. So a run is a plain batch, from the positions in the archive's state up to the present ends. `files.py` moves
+Spark's files into the archive, together with the new positions.
 """
 
 from __future__ import annotations
@@ -12,26 +12,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import click
 import msgspec
 import pyarrow.parquet as pq
 from pyspark.errors import PySparkException
 from pyspark.sql import functions as F  # noqa: N812
 
-from ...silo.commands.options import Place as CommandPlace
-from ...silo.commands.options import place_options
-from ...silo.commands.output import json_option, note
-from ...silo.commands.progress import events_progress
-from ...silo.wording import counted
 from ...streams.errors import DataDirectoryError, InvalidArgument, OffsetsGone
 from ..columns import DEFAULT
 from ..options import source_options
 from ..place import OPTIONS as PLACE_OPTIONS
-from ..place import Place
+from ..place import ProviderPlace
 from ..planning import estimated_events, ranges
 from ..positions import shares
-from .files import Archive, Gap, Partition, State, Step, check_path, lock_for_reading, read_state
-from .running import options_to_read, report, selecting, spark_options, spark_session, told
+from .failures import headrace_error
+from .files import Archive, ArchiveGap, ArchiveState, DayDirectory, Step, check_path, lock_for_reading, read_state
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -39,17 +33,17 @@ if TYPE_CHECKING:
     from ..access import QueueAccess, QueueState
 
 EVENTS_PER_STEP = 4_000_000
-"""A run is cut into changes of about so many events: what is killed loses one of them."""
+"""A run is cut into steps of about so many events: a killed run loses the work of one step."""
 EVENTS_PER_FILE = 2_000_000
 SMALL_BYTES = 32 << 20
-"""A smaller file is worth to be put together with others."""
+"""Smaller files are compacted."""
 SMALL_FILES = 8
-"""So many small ones in a directory are compacted."""
+"""A directory with at least so many small files is compacted."""
 COMPACTED_BYTES = 2 << 30
-"""So much is compacted at a time."""
+"""How many bytes are compacted at a time."""
 
 Progress = Callable[[int, int], object]
-"""Is told how many events are done, of about how many."""
+"""Called with the number of events that are done, and the estimated number of all."""
 
 _DAY_US = 86_400_000_000
 _SCHEMA = (
@@ -58,18 +52,18 @@ _SCHEMA = (
 )
 _MOST_TRIES = 5
 _HEX_BYTES = 126
-"""In hexadecimal digits such a name of a namespace is still one of a directory."""
+"""Limit of a namespace in bytes: its hexadecimal digits must fit into the name of a directory."""
 
 
 class Archived(NamedTuple):
-    """What a run of `archive` did."""
+    """The result of `archive`."""
 
     events: int
     files: int
     compacted: int
-    """Small files that were put together."""
-    gaps: Sequence[Gap]
-    """What retention had removed before."""
+    """Small files that were compacted."""
+    gaps: Sequence[ArchiveGap]
+    """Ranges that retention removed before they were archived."""
     total: int
     """Events of the archive."""
 
@@ -86,15 +80,15 @@ def archive(
     on_step: Step = lambda _step: None,
     **options: object,
 ) -> Archived:
-    """Add to the archive `into` what was published since it was last done, up to now: each event exactly once.
+    """Add the events that were published since the last run to the archive `into`, each exactly once.
 
-    `options` are those of the source that say where (`data`, `server`, …) and which streams (`namespace`, `key`): the
-    same with every run. The directory is one that the driver and all executors share. Where it is killed or raises, the
-    next run goes on. Unless `compact` is false, directories with `small_files` small files or more get larger ones.
+    `options` are those of the source for the location (`data`, `server`, …) and the streams (`namespace`, `key`): the
+    same with every run. The driver and all executors must share the directory. If a run is killed or raises, the next
+    run goes on. Unless `compact` is false, directories with `small_files` small files or more get larger ones.
 
-    Raises OffsetsGone where retention has passed what is to be archived; without `fail_on_data_loss` that is noted as
-    a gap. Busy where another process archives into it, InvalidArgument where it has other streams or another
-    provider's, DataDirectoryError where it is no archive.
+    Raise OffsetsGone if retention has removed events that are not archived; without `fail_on_data_loss` they are noted
+    as a gap. Raise Busy if another process archives into the directory, InvalidArgument if the archive is of other
+    streams or another provider, DataDirectoryError if the directory is no archive.
     """
     source = _Source.of(options)
     path = Path(into).absolute()
@@ -111,10 +105,10 @@ def archive(
 
 
 def read_archive(spark: SparkSession, path: str | Path, *, locked: bool = False) -> DataFrame:
-    """The events of an archive, with the columns of the source and `date`: all of the changes that are complete.
+    """Return the events of an archive, with the columns of the source and `date`. Incomplete steps are left out.
 
-    A compaction may take its files away: who reads for long holds `lock_for_reading`, and says `locked`. Raises
-    NotFound where there is no archive.
+    A compaction may remove files during a long read: hold `lock_for_reading` against it, and pass `locked`. Raise
+    NotFound if there is no archive.
     """
     where = Path(path).absolute()
     check_path(where)
@@ -130,25 +124,25 @@ def read_archive(spark: SparkSession, path: str | Path, *, locked: bool = False)
 
 
 class _Source(NamedTuple):
-    """Which streams of which provider."""
+    """The provider and the streams of an archive."""
 
-    place: Place
+    place: ProviderPlace
     options: Mapping[str, str]
 
     @classmethod
     def of(cls, options: Mapping[str, object]) -> _Source:
-        """Raises InvalidArgument for an option that says anything else."""
+        """Raise InvalidArgument for other options."""
         given = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in options.items()}
         allowed = {name.lower() for name in (*PLACE_OPTIONS, "namespace", "key")}
         if wrong := next((name for name in given if name.lower() not in allowed), None):
             raise InvalidArgument(
-                f"option {wrong!r} is not for an archive: it takes those that say where, namespace, key"
+                f"option {wrong!r} is not for an archive: it takes {', '.join(PLACE_OPTIONS)}, namespace, key"
             )
         source_options(given)
-        return cls(Place.of(given), given)
+        return cls(ProviderPlace.of(given), given)
 
     def identity(self, queues: int) -> dict[str, Any]:
-        """What tells this provider and these streams from all others."""
+        """Return the values that identify this provider and these streams."""
         where = (
             {"server": self.place.server} if self.place.data is None else {"data": str(Path(self.place.data).resolve())}
         )
@@ -157,17 +151,17 @@ class _Source(NamedTuple):
         }  # fmt: skip
 
 
-def _started(opened: Archive, source: _Source, access: QueueAccess) -> State:
-    """The archive's state, of this provider and these streams. Raises InvalidArgument for others."""
+def _started(opened: Archive, source: _Source, access: QueueAccess) -> ArchiveState:
+    """Return the archive's state. Raise InvalidArgument if it is of another provider or of other streams."""
     identity = source.identity(access.queues)
     if opened.state is None:
-        # From the first offset that there is: what retention removed before the archive began is no gap of it.
-        opened.replace(State(identity, [state.first for state in access.states()]))
+        # From the first retained offset: events that retention removed before the archive began are no gap.
+        opened.replace(ArchiveState(identity, [state.first for state in access.states()]))
     assert opened.state is not None
     if dict(opened.state.source) != identity:
         raise InvalidArgument(
             f"archive {opened.path}: it is of {_worded(opened.state.source)}, not of {_worded(identity)}: name another "
-            'directory; or, where the same provider is elsewhere now, change "source" in _headrace/state.json'
+            'directory; or, if the same provider has moved, change "source" in _headrace/state.json'
         )
     return opened.state
 
@@ -176,8 +170,8 @@ def _worded(source: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in source.items())
 
 
-def _check_positions(state: State, queues: Sequence[QueueState], path: Path) -> None:
-    """Raise DataDirectoryError where the archive has more than there ever was."""
+def _check_positions(state: ArchiveState, queues: Sequence[QueueState], path: Path) -> None:
+    """Raise DataDirectoryError if the archive has offsets beyond the end of a queue."""
     for queue, (position, there) in enumerate(zip(state.positions, queues, strict=True)):
         if position > there.next:
             raise DataDirectoryError(
@@ -196,7 +190,7 @@ class _Run:
         self._fail_on_data_loss = fail_on_data_loss
 
     def steps(self, access: QueueAccess, events_per_step: int, progress: Progress) -> Iterator[int]:
-        """Change by change. Yields how many files each has added."""
+        """Archive in steps. Yield the number of new files of each step."""
         ends = [state.next for state in access.states()]
         assert self._archive.state is not None
         begin, waiting = self._archive.state.events, _estimated(self._archive.state.positions, access.states())
@@ -207,29 +201,30 @@ class _Run:
             progress(done, max(done, waiting))
 
     def _step(self, access: QueueAccess, ends: Sequence[int], events: int) -> int:
-        """Add some events. Where retention removes some meanwhile, what it left is looked at again."""
+        """Archive one step. If retention removes some of its events meanwhile, plan the step again."""
         for attempt in range(_MOST_TRIES):
             state = self._retained(access.states())
             try:
-                return self._add(state, _reached(access, state.positions, ends, events))
+                reached = _reached(access, state.positions, ends, events)
+                return self._add(_with_passed(access, state, reached), reached)
             except (PySparkException, OffsetsGone) as error:
-                cause = told(error) if isinstance(error, PySparkException) else error
+                cause = headrace_error(error) if isinstance(error, PySparkException) else error
                 if not isinstance(cause, OffsetsGone) or attempt == _MOST_TRIES - 1:
                     raise cause or error from None
         raise AssertionError
 
-    def _retained(self, queues: Sequence[QueueState]) -> State:
-        """The state, with gaps up to what the queues have. Raises OffsetsGone unless it is to go on."""
+    def _retained(self, queues: Sequence[QueueState]) -> ArchiveState:
+        """Return the state with gaps up to the retained offsets. Raise OffsetsGone if `fail_on_data_loss` is set."""
         state = self._archive.state
         assert state is not None
         both = enumerate(zip(state.positions, queues, strict=True))
-        gaps = [Gap(queue, position, there.first) for queue, (position, there) in both if position < there.first]
+        gaps = [ArchiveGap(queue, position, there.first) for queue, (position, there) in both if position < there.first]
         if gaps and self._fail_on_data_loss:
             raise _gone(gaps[0].queue, gaps[0].start, gaps[0].end)
         positions = [max(position, there.first) for position, there in zip(state.positions, queues, strict=True)]
         return msgspec.structs.replace(state, positions=positions, gaps=[*state.gaps, *gaps])
 
-    def _add(self, state: State, ends: Sequence[int]) -> int:
+    def _add(self, state: ArchiveState, ends: Sequence[int]) -> int:
         frame = self._read(state.positions, ends)
         folder = self._archive.new_folder()
         written = self._write(frame.withColumn("date", _date()), folder, "queue")
@@ -241,7 +236,7 @@ class _Run:
         return reader.options(start=by_queue(starts), end=by_queue(ends)).load()
 
     def _write(self, frame: DataFrame, folder: Path, *order: str) -> int:
-        """Write events by namespace and date, and in order within each file. Returns how many."""
+        """Write events by namespace and date, and in order within each file. Return the number of events."""
         rows = frame.withColumn("n", _in_hex("namespace")).drop("namespace")
         rows = rows.sortWithinPartitions("n", "date", *order, "offset", "index")
         writer = rows.write.partitionBy("n", "date").option("maxRecordsPerFile", EVENTS_PER_FILE)
@@ -249,7 +244,7 @@ class _Run:
         return sum(pq.read_metadata(file).num_rows for file in folder.glob("n=*/date=*/part-*.parquet"))
 
     def compact(self, small_files: int) -> int:
-        """Put small files together. Returns how many; 0 where somebody reads the archive, who would see them twice."""
+        """Compact small files. Return their number; 0 while another process reads, which would see events twice."""
         some = [
             (each, small) for each in self._archive.partitions() if len(small := _small(each)) >= max(small_files, 2)
         ]
@@ -279,7 +274,7 @@ class _Run:
 
 
 def own_session(spark: SparkSession) -> SparkSession:
-    """With settings of its own: what the user has set for other queries must not change the files."""
+    """Return a session with settings of its own: the user's settings for other queries must not change the files."""
     own = spark.newSession()
     own.conf.set("spark.sql.session.timeZone", "UTC")
     own.conf.set("spark.sql.parquet.outputTimestampType", "TIMESTAMP_MICROS")
@@ -291,8 +286,18 @@ def _estimated(positions: Sequence[int], queues: Sequence[QueueState]) -> int:
     return sum(estimated_events(one, queues[one.queue]) for one in ranges(starts, [there.next for there in queues]))
 
 
+def _with_passed(access: QueueAccess, state: ArchiveState, ends: Sequence[int]) -> ArchiveState:
+    """Return the state with gaps for the damaged ranges up to `ends` that an operator has passed."""
+    gaps = [
+        ArchiveGap(one.queue, low, high)
+        for one in ranges(state.positions, ends)
+        for low, high in access.passed(one.queue, one.start, one.end)
+    ]
+    return msgspec.structs.replace(state, gaps=[*state.gaps, *gaps])
+
+
 def _reached(access: QueueAccess, starts: Sequence[int], ends: Sequence[int], events: int) -> list[int]:
-    """Where about so many events end, of each queue in proportion to what waits in it."""
+    """Return the ends of about `events` events, of each queue in proportion to its waiting events."""
     states, wanted = access.states(), ranges(starts, ends)
     dealt = shares([estimated_events(one, states[one.queue]) for one in wanted], events)
     reached = list(starts)
@@ -312,15 +317,17 @@ def by_queue(offsets: Sequence[int]) -> str:
 
 
 def _date() -> Column:
-    """The day of the timestamp, in UTC: rounded down, also before 1970."""
-    day = F.expr(f"unix_micros(timestamp) div {_DAY_US}")  # rounded towards 0; nothing overflows, whatever the time is
+    """Return the day of the timestamp, in UTC: rounded down, also before 1970."""
+    day = F.expr(f"unix_micros(timestamp) div {_DAY_US}")  # rounded towards 0; no time overflows
     begun = (F.unix_micros("timestamp") % F.lit(_DAY_US) < 0).cast("int")
     return F.date_from_unix_date((day - begun).cast("int"))
 
 
 def _in_hex(name: str) -> Column:
-    """Spark's own way to make a directory's name depends on the locale that Java runs in. Not null, and never empty:
-    for such names Spark would sort once more, and forget the order."""
+    """Return the namespace in hexadecimal digits: Spark's own names of directories depend on Java's locale.
+
+    The result is not null and never empty: for such names Spark would sort again, and lose the order.
+    """
     too_long = F.concat(
         F.lit("\nInvalidArgument: namespace '"), F.substring(name, 1, 40),
         F.lit("…' is too long for the name of a directory: leave it out, by the streams that are archived"),
@@ -329,12 +336,12 @@ def _in_hex(name: str) -> Column:
     return F.coalesce(F.when(F.octet_length(name) > _HEX_BYTES, F.raise_error(too_long)).otherwise(hexed), F.lit("x"))
 
 
-def _small(partition: Partition) -> list[str]:
+def _small(partition: DayDirectory) -> list[str]:
     return [f"{partition.path}/{name}" for name, size in partition.sizes.items() if size < SMALL_BYTES]
 
 
-def _portions(directories: Sequence[tuple[Partition, Sequence[str]]]) -> Iterator[list[str]]:
-    """The files of some directories, of about `COMPACTED_BYTES` together. Never some of a directory alone."""
+def _portions(directories: Sequence[tuple[DayDirectory, Sequence[str]]]) -> Iterator[list[str]]:
+    """Yield the files of some directories, about `COMPACTED_BYTES` together. All files of a directory come at once."""
     portion: list[str] = []
     size = 0
     for partition, small in directories:
@@ -345,35 +352,3 @@ def _portions(directories: Sequence[tuple[Partition, Sequence[str]]]) -> Iterato
             portion, size = [], 0
     if portion:
         yield portion
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
-
-
-@click.command("archive")
-@click.argument("into", type=click.Path(path_type=Path, file_okay=False), metavar="DIR")
-@place_options
-@click.option("--streams", default="*/*", show_default=True, metavar="PATTERN", help="Which, as namespace/key.")
-@click.option("--compact/--no-compact", default=True, help="Put small files together.  [default: do]")
-@click.option(
-    "--fail-on-data-loss/--no-fail-on-data-loss", default=True,
-    help="Fail where retention has removed what was not archived; else go on, and note the gap.  [default: fail]",
-)  # fmt: skip
-@spark_options
-@json_option
-def command(
-    *, into: Path, place: CommandPlace, streams: str, compact: bool, fail_on_data_loss: bool,
-    master: str | None, spark_log: Path | None, as_json: bool,
-) -> None:  # fmt: skip
-    """Add to the Parquet files under DIR what was published since the last time, each event exactly once.
-
-    Whatever ends it, the same command goes on. Two at once on one DIR are refused.
-    """
-    options = selecting(streams) | options_to_read(place)
-    with spark_session("headrace archive", master, spark_log) as spark, events_progress("archiving") as progress:
-        done = archive(spark, into, compact=compact, fail_on_data_loss=fail_on_data_loss, progress=progress, **options)
-    for gap in done.gaps:
-        note(f"queue {gap.queue}: offsets {gap.start} to {gap.end - 1} were gone, and are not in the archive")
-    document = {"archive": str(into), **done._asdict()}
-    added = f"archived {counted(done.events, 'event')} in {counted(done.files, 'file')}, {done.total:,} in all"
-    report(document, as_json, added + (f"; {done.compacted:,} small files put together" if done.compacted else ""))

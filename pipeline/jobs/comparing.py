@@ -1,4 +1,4 @@
-"""Compares what was published with what became of it for one subscription, event by event, in Spark."""
+"""Compares the published events with the deliveries of one subscription, event by event, in Spark."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 from pyspark.sql import functions as F  # noqa: N812
 
-from ...silo.wording import counted
 from ...streams.errors import InvalidArgument, NotFound
 from ...streams.identity import SequenceToken
 from ...streams.subscriptions import GapRecord, Start, StartKind
+from ...streams.wording import counted
 from .findings import (
     CLASSES,
     CONTRADICTED,
@@ -25,11 +25,11 @@ from .findings import (
     PROBLEMS,
     SKIPPED,
     UNKNOWN,
-    Finding,
+    AuditFinding,
     SubscriptionAudit,
 )
-from .published import Published, Ranges, of_queue
-from .standing import Standing
+from .published import PublishedEvents, Ranges, of_queue
+from .subscription_snapshots import SubscriptionSnapshot
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -42,13 +42,13 @@ _REASONS = {
     CONTRADICTED: "delivered, and a dead letter all the same",
     UNKNOWN: "delivered, and not published",
 }
-_TOLD = (*PROBLEMS, SKIPPED, DEAD)
-"""What the report has details of, in this order."""
+_REPORTED = (*PROBLEMS, SKIPPED, DEAD)
+"""The kinds of events with details in the report, in this order."""
 
 
 def read_deliveries(spark: SparkSession, delivered: str | Path | DataFrame, names: Sequence[str]) -> DataFrame:
-    """Deliveries by subscription. Raises InvalidArgument for what has not the columns."""
-    where = "what was delivered" if not isinstance(delivered, str | Path) else str(delivered)
+    """Return the deliveries by subscription. Raise InvalidArgument if a column is missing."""
+    where = "delivered" if not isinstance(delivered, str | Path) else str(delivered)
     frame = _read(spark, delivered) if isinstance(delivered, str | Path) else delivered
     for name in ("queue", "offset", "index"):
         if name not in frame.columns:
@@ -62,8 +62,7 @@ def read_deliveries(spark: SparkSession, delivered: str | Path | DataFrame, name
         raise InvalidArgument(f"{where}: {counted(incomplete, 'row')} without queue, offset or index")
     if len(names) != 1 and not frame.where("subscription IS NULL").isEmpty():
         raise InvalidArgument(
-            f"{where}: it does not say whose deliveries these are: name one subscription, or add a column "
-            "'subscription'"
+            f"{where}: it has deliveries without a subscription: name one subscription, or add a column 'subscription'"
         )
     return frame
 
@@ -71,7 +70,7 @@ def read_deliveries(spark: SparkSession, delivered: str | Path | DataFrame, name
 def _read(spark: SparkSession, path: str | Path) -> DataFrame:
     where = Path(path).absolute()
     if not where.exists():
-        raise NotFound(f"{path} is not there")
+        raise NotFound(f"{path} does not exist")
     files = [where] if where.is_file() else [file for file in where.rglob("*") if file.name[0] not in "._"]
     if any(file.suffix in (".json", ".jsonl", ".ndjson") for file in files):
         schema = "subscription STRING, queue INT, offset BIGINT, index INT"
@@ -80,19 +79,21 @@ def _read(spark: SparkSession, path: str | Path) -> DataFrame:
 
 
 class Comparison:
-    """Of one subscription."""
+    """Compares the events of one subscription."""
 
-    def __init__(self, published: Published, standing: Standing, start: Start | None, limit: int) -> None:
+    def __init__(
+        self, published: PublishedEvents, snapshot: SubscriptionSnapshot, start: Start | None, limit: int
+    ) -> None:
         self._published = published
-        self._standing = standing
-        self._start = start or standing.definition.start
+        self._snapshot = snapshot
+        self._start = start or snapshot.definition.start
         self._limit = limit
 
     def run(self, ledger: DataFrame | None) -> SubscriptionAudit:
-        standing = self._standing
-        own = None if ledger is None else _own(ledger, standing.name)
+        snapshot = self._snapshot
+        own = None if ledger is None else _own(ledger, snapshot.name)
         starts = self._starts(own)
-        events = self._published.events(standing.definition.selector).where(_from(starts))
+        events = self._published.events(snapshot.definition.selector).where(_from(starts))
         classified = self._classified(events, None if own is None else self._within(own, starts))
         by_stream = classified.groupBy("kind", "namespace", "key", "queue", "reason").agg(
             F.count("*").alias("events"),
@@ -100,16 +101,16 @@ class Comparison:
             F.max(F.struct("offset", "index")).alias("high"),
         )
         by_stream = by_stream.persist()
-        lost = lost_ranges(standing, [start.offset for start in starts], self._published.gone)
+        lost = lost_ranges(snapshot, [start.offset for start in starts], self._published.gone)
         counts = self._counts(by_stream)
         findings = [*lost, *self._findings(by_stream)][: self._limit]
         by_stream.unpersist()
         published = sum(counts[kind] for kind in CLASSES)
         lost_offsets = sum(one.last.offset - one.first.offset + 1 for one in lost)
-        return SubscriptionAudit(standing.name, published, counts, lost_offsets, findings, standing.exact)
+        return SubscriptionAudit(snapshot.name, published, counts, lost_offsets, findings, snapshot.exact)
 
     def _starts(self, ledger: DataFrame | None) -> list[SequenceToken]:
-        """Where to begin, by queue."""
+        """Return the first token of each queue."""
         queues, start = range(len(self._published.ends)), self._start
         if start.kind is StartKind.TIME:
             assert start.time_us is not None
@@ -120,21 +121,35 @@ class Comparison:
         if start.kind is StartKind.LATEST and ledger is not None:
             rows = ledger.groupBy("queue").agg(F.min(F.struct("offset", "index")).alias("low")).collect()
             lowest = {row.queue: SequenceToken(row.low.offset, row.low["index"]) for row in rows}
-            return [lowest.get(queue, self._standing.done_to(queue)) for queue in queues]
+            return [lowest.get(queue, self._snapshot.done_to(queue)) for queue in queues]
         return [SequenceToken(0) for _ in queues]
 
     def _within(self, ledger: DataFrame, starts: Sequence[SequenceToken]) -> DataFrame:
-        """Deliveries, counted, of what is looked at: neither what is gone nor what was published meanwhile."""
+        """Count the deliveries of each event that is compared.
+
+        Left out are events that retention removed, and events published since the ends of the queues were read.
+        """
         ends = of_queue(self._published.ends)
-        there = (F.col("offset") < ends) & _from(starts)
+        there = ((F.col("offset") < ends) & _from(starts)) | self._never_published(ledger)
         for queue, ranges in self._published.gone.items():
             for low, high in ranges:
                 there &= ~((F.col("queue") == queue) & (F.col("offset") >= low) & (F.col("offset") < high))
-        within = ledger.where(ends.isNull() | there)  # no such queue: never published
+        within = ledger.where(ends.isNull() | there)  # of a queue that does not exist: never published
         return within.groupBy("queue", "offset", "index").agg(F.count("*").alias("times"))
 
+    def _never_published(self, ledger: DataFrame) -> Column:
+        """Return whether a delivery is beyond the end of its queue. The ends are read again, after the deliveries."""
+        beyond = ledger.where(F.col("offset") >= of_queue(self._published.ends))
+        highest = {row.queue: row.high for row in beyond.groupBy("queue").agg(F.max("offset").alias("high")).collect()}
+        found = F.lit(False)
+        if highest:
+            ends = [state.next for state in self._published.access.states()]
+            for queue, high in highest.items():
+                found |= (F.col("queue") == queue) & F.col("offset").between(ends[queue], high)
+        return found
+
     def _classified(self, events: DataFrame, ledger: DataFrame | None) -> DataFrame:
-        """Each event with its `kind` and `reason`."""
+        """Return each event with its `kind` and `reason`."""
         place = ["queue", "offset", "index"]
         given = events.withColumn("there", F.lit(True))
         if ledger is None:
@@ -144,7 +159,7 @@ class Comparison:
         given = given.join(self._letters(), place, "left").join(self._skipped(), place, "left")
         given = given.join(F.broadcast(self._behind()), ["queue", "namespace", "key"], "left")
         given = given.join(F.broadcast(self._gaps()), "queue", "left")
-        kind, filtered = F.col("kind"), self._standing.definition.filter is not None
+        kind, filtered = F.col("kind"), self._snapshot.definition.filter is not None
         named = given.withColumn("gap", _gap()).withColumn("done", self._done())
         named = named.withColumn("kind", _kind(compared=ledger is not None, filtered=filtered))
         of_kind = F.when(kind == DEAD, F.col("letter")).when(kind == SKIPPED, F.coalesce("skip", "gap"))
@@ -153,14 +168,14 @@ class Comparison:
         return named.withColumn("reason", F.coalesce(of_kind, F.lit(_NO_REASON)))
 
     def _done(self) -> Column:
-        """Whether the checkpoint says so."""
+        """Return whether an event is done by the checkpoint."""
         offset, index = F.col("offset"), F.col("index")
         out_of_order = F.exists(
             "done_ranges", lambda one: (one["offset"] == offset) & (one["first"] <= index) & (index < one["last"])
         )
         token = F.struct(F.col("behind_offset"), F.col("behind_index"))
         behind = (F.struct(offset.alias("behind_offset"), index.alias("behind_index")) < token) | out_of_order
-        up_to = [self._standing.done_to(queue).offset for queue in range(len(self._published.ends))]
+        up_to = [self._snapshot.done_to(queue).offset for queue in range(len(self._published.ends))]
         return F.when(F.col("behind_offset").isNull(), offset < F.coalesce(of_queue(up_to), F.lit(0))).otherwise(behind)
 
     def _behind(self) -> DataFrame:
@@ -176,26 +191,26 @@ class Comparison:
                 *one.token,
                 [dict(zip(("offset", "first", "last"), each, strict=True)) for each in one.done],
             )
-            for queue, at in self._standing.checkpoints.items()
+            for queue, at in self._snapshot.checkpoints.items()
             for stream, one in at.behind.items()
         ]
         return self._frame(schema, rows)
 
     def _letters(self) -> DataFrame:
-        return self._frame(_placed("letter"), self._standing.letters)
+        return self._frame(_placed("letter"), self._snapshot.letters)
 
     def _skipped(self) -> DataFrame:
-        """Gap records of single events: a policy of skipping may make many."""
-        rows = [(gap.queue, *gap.low, gap.reason) for gap in self._standing.gaps if _of_one(gap)]
+        """Return the gap records of single events: a subscription that skips failed events may have many."""
+        rows = [(gap.queue, *gap.low, gap.reason) for gap in self._snapshot.gaps if _of_one(gap)]
         return self._frame(_placed("skip"), rows).dropDuplicates(["queue", "offset", "index"])
 
     def _gaps(self) -> DataFrame:
-        """The others, for each queue."""
+        """Return the other gap records, by queue."""
         fields = [("namespace", pa.string()), ("key", pa.string()), ("reason", pa.string())]
         ends = [(name, pa.int64()) for name in ("low_offset", "low_index", "high_offset", "high_index")]
         schema = pa.schema([("queue", pa.int32()), ("gaps", pa.list_(pa.struct([*fields, *ends])))])
         by_queue: dict[int, list[dict[str, object]]] = {}
-        for gap in self._standing.gaps:
+        for gap in self._snapshot.gaps:
             if not _of_one(gap):
                 stream = (None, None) if gap.stream is None else gap.stream
                 values = (*stream, gap.reason, *gap.low, *gap.high)
@@ -213,11 +228,11 @@ class Comparison:
         found = {row.kind: row.n for row in by_stream.groupBy("kind").agg(F.sum("events").alias("n")).collect()}
         return {kind: found.get(kind, 0) for kind in (*CLASSES, UNKNOWN)}
 
-    def _findings(self, by_stream: DataFrame) -> list[Finding]:
-        worst = F.array_position(F.array(*map(F.lit, _TOLD)), F.col("kind"))
-        rows = by_stream.where(F.col("kind").isin(*_TOLD)).orderBy(worst, "queue", "low", "key").limit(self._limit)
+    def _findings(self, by_stream: DataFrame) -> list[AuditFinding]:
+        worst = F.array_position(F.array(*map(F.lit, _REPORTED)), F.col("kind"))
+        rows = by_stream.where(F.col("kind").isin(*_REPORTED)).orderBy(worst, "queue", "low", "key").limit(self._limit)
         return [
-            Finding(
+            AuditFinding(
                 row.kind, row.namespace, row.key, row.queue, SequenceToken(row.low.offset, row.low["index"]),
                 SequenceToken(row.high.offset, row.high["index"]), row.events, row.reason,
             )
@@ -226,7 +241,7 @@ class Comparison:
 
 
 def _own(ledger: DataFrame, name: str) -> DataFrame:
-    """What says nothing of a subscription is of the only one."""
+    """Return the deliveries of a subscription. Rows without one are of the only subscription."""
     return ledger.where(F.coalesce(F.col("subscription"), F.lit(name)) == name)
 
 
@@ -243,12 +258,12 @@ def _placed(text: str) -> pa.Schema:
 
 
 def _of_one(gap: GapRecord) -> bool:
-    """Whether it is of one event."""
+    """Return whether a gap record is of one event."""
     return gap.stream is not None and gap.high == SequenceToken(gap.low.offset, gap.low.index + 1)
 
 
 def _gap() -> Column:
-    """The reason of the gap record that a row is in."""
+    """Return the reason of the gap record that has the row's event."""
     at = F.struct(F.col("offset"), F.col("index").cast("long").alias("index"))
     namespace, key = F.col("namespace"), F.col("key")
 
@@ -273,21 +288,21 @@ def _kind(*, compared: bool, filtered: bool) -> Column:
     return kind.when(F.col("done"), undelivered).otherwise(PENDING)
 
 
-def lost_ranges(standing: Standing, starts: Sequence[int], gone: Ranges) -> list[Finding]:
-    """Offsets that are gone, and were not done: what no gap record tells of."""
-    found: list[Finding] = []
-    for queue, at in sorted(standing.checkpoints.items()):
-        told_of = [(gap.low.offset, gap.high.offset) for gap in standing.gaps if gap.queue == queue and not gap.stream]
+def lost_ranges(snapshot: SubscriptionSnapshot, starts: Sequence[int], gone: Ranges) -> list[AuditFinding]:
+    """Return the offsets that are gone, were not done, and are in no gap record."""
+    found: list[AuditFinding] = []
+    for queue, at in sorted(snapshot.checkpoints.items()):
+        told_of = [(gap.low.offset, gap.high.offset) for gap in snapshot.gaps if gap.queue == queue and not gap.stream]
         undone = max(starts[queue], at.watermark)
         for low, high in gone.get(queue, ()):
             for begin, end in without((max(low, undone), high), told_of):
                 first, last = SequenceToken(begin), SequenceToken(end - 1)
-                found.append(Finding(MISSING, None, None, queue, first, last, None, _REMOVED))
+                found.append(AuditFinding(MISSING, None, None, queue, first, last, None, _REMOVED))
     return found
 
 
 def without(whole: tuple[int, int], parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """What is left of a range without some others, in order."""
+    """Return the parts of a range that are in no other range, in order."""
     low, high = whole
     left: list[tuple[int, int]] = []
     for begin, end in sorted(parts):

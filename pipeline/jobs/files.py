@@ -1,17 +1,21 @@
-"""An archive's directory, and how it changes: whole, or not at all, whatever is killed when.
+"""An archive's directory and its changes. A change is complete or has no effect, also if the process is killed.
 
     DIR/namespace=<name>/date=<day>/events-<run>-<number>.parquet
-                                    the events: `<name>` with what is special percent-encoded, as Spark and Hive do
-    DIR/_headrace/state.json        `State`: what is archived so far
+                                    the events; special characters of `<name>` are percent-encoded, as by Spark and Hive
+    DIR/_headrace/state.json        `ArchiveState`: the archived positions
     DIR/_headrace/intent.json       `Intent`: a change that is decided, and maybe half done
-    DIR/_headrace/run-<n>-<unique>/ what Spark writes for a change, before it is decided
+    DIR/_headrace/run-<n>-<unique>/ the files that Spark writes for a change, before it is decided
     DIR/_headrace/archive.lock      held (flock) by the process that archives
-    DIR/_headrace/readers.lock      held, shared, by who reads; exclusively while a compaction puts its files into place
+    DIR/_headrace/readers.lock      held by readers (shared), and by a compaction during its moves (exclusive)
 
-A change is: Spark writes files to a folder of the run, where no reader looks; they are made durable; the intent, which
-lists every move, every file to remove and the state to be, is written, and from then on the change is decided; the
-files are moved and removed; the state is replaced; the intent is removed. Whoever opens the archive finishes an intent
-first, and each of its steps may be done twice; a folder without an intent was never decided, and is removed.
+A change has these steps:
+
+1. Spark writes files to a folder of the run, which readers do not read. The files are made durable.
+2. The intent is written. It lists every move, every file to remove, and the next state. Now the change is decided.
+3. The files are moved and removed, the state is replaced, the intent is removed.
+
+A process that opens the archive finishes an intent first; each of its steps may be done twice. A folder without an
+intent was never decided, and is removed.
 """
 
 from __future__ import annotations
@@ -29,23 +33,24 @@ from typing import Any, NamedTuple, Self, TypeVar
 import msgspec
 
 from ...streams.errors import Busy, DataDirectoryError, InvalidArgument, NotFound, StorageFull
+from ...streams.private_files import FILE_MODE, opener
 
 FORMAT = 1
 """Version of the layout above."""
 NAME_BYTES = 255
-"""Limit of a directory's name, of the file system."""
+"""The file system's limit of a directory's name."""
 
 _OWN = "_headrace"
 _STATE, _INTENT, _READERS = "state.json", "intent.json", "readers.lock"
 _NO_NAMESPACE = "__HIVE_DEFAULT_PARTITION__"
-"""What Hive's layout has for an empty name."""
+"""Hive's name of an empty namespace."""
 _SPECIAL = re.compile(r"[^A-Za-z0-9._~@+ -]", re.ASCII)
 _GLOB = re.compile(r"[*?\[\]{}\\]")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _Document = TypeVar("_Document", bound=msgspec.Struct)
 
 
-class Gap(msgspec.Struct, frozen=True):
+class ArchiveGap(msgspec.Struct, frozen=True):
     """Offsets of a queue that retention removed before they were archived: from `start` up to `end` (exclusive)."""
 
     queue: int
@@ -53,17 +58,17 @@ class Gap(msgspec.Struct, frozen=True):
     end: int
 
 
-class State(msgspec.Struct, frozen=True):
-    """What is archived."""
+class ArchiveState(msgspec.Struct, frozen=True):
+    """The archived positions."""
 
     source: Mapping[str, Any]
-    """The provider and the streams: another is refused."""
+    """The provider and the streams. Others are refused."""
     positions: Sequence[int]
-    """By queue: all before it is in the archive, or in a gap."""
+    """By queue: each event before the position is in the archive, or in a gap."""
     run: int = 0
     """Number of the last change."""
     events: int = 0
-    gaps: Sequence[Gap] = ()
+    gaps: Sequence[ArchiveGap] = ()
     format: int = FORMAT
 
 
@@ -73,10 +78,10 @@ class Intent(msgspec.Struct, frozen=True):
     folder: str
     moves: Sequence[tuple[str, str]]
     removes: Sequence[str]
-    state: State
+    state: ArchiveState
 
 
-class Partition(NamedTuple):
+class DayDirectory(NamedTuple):
     """A directory of events, and the sizes in bytes of its files, by name."""
 
     path: str
@@ -84,13 +89,13 @@ class Partition(NamedTuple):
 
 
 Step = Callable[[str], object]
-"""Is told of each step of a change before it is taken: tests stop there."""
+"""Called with the name of each step of a change, before the step. Tests stop the change there."""
 
 
 class Archive:
     """An archive's directory, held by this process. All methods block."""
 
-    def __init__(self, path: Path, lock: Lock, state: State | None, on_step: Step) -> None:
+    def __init__(self, path: Path, lock: Lock, state: ArchiveState | None, on_step: Step) -> None:
         self.path = path
         self.state = state
         """None: nothing was archived yet."""
@@ -99,12 +104,12 @@ class Archive:
 
     @classmethod
     def open(cls, path: Path, on_step: Step = lambda _step: None) -> Self:
-        """Take the directory, made where it is missing, and finish what another process had begun.
+        """Lock the directory, create it if it is missing, and finish the change of another process.
 
-        Raises Busy while another process archives into it, DataDirectoryError where it is none, or of another version.
+        Raise Busy while another process archives into it, DataDirectoryError if it is no archive or of another version.
         """
         check_path(path)
-        with _telling(path):
+        with _file_errors(path):
             _check_ours(path)
             own = path / _OWN
             own.mkdir(parents=True, exist_ok=True)
@@ -129,16 +134,16 @@ class Archive:
         self.close()
 
     def new_folder(self) -> Path:
-        """For Spark to write to; not there yet. What a lingering process still writes goes to another."""
+        """Return a new folder for Spark, not created yet. A task that was left over from before has another folder."""
         run = 1 + (self.state.run if self.state else 0)
         return self.path / _OWN / f"run-{run}-{uuid.uuid4().hex}"
 
-    def change(self, folder: Path, state: State, removes: Sequence[str] = ()) -> int:
-        """Take in what was written to `folder`, remove files, and go to `state`. Returns the new files' number.
+    def change(self, folder: Path, state: ArchiveState, removes: Sequence[str] = ()) -> int:
+        """Move the files of `folder` into the archive, remove files, and replace the state. Return the number of moves.
 
-        Raises InvalidArgument for a namespace whose name is too long, StorageFull.
+        Raise InvalidArgument if the name of a namespace is too long, StorageFull.
         """
-        with _telling(self.path):
+        with _file_errors(self.path):
             moves = self._moves(folder, state.run)
             self._on_step("sync")
             for source, _ in moves:
@@ -149,26 +154,26 @@ class Archive:
             self._finish(intent)
         return len(moves)
 
-    def replace(self, state: State) -> None:
-        """Go to another state, with the same files."""
-        with _telling(self.path):
+    def replace(self, state: ArchiveState) -> None:
+        """Replace the state. The files stay."""
+        with _file_errors(self.path):
             write_json(self.path / _OWN / _STATE, state)
         self.state = state
 
     def readers_lock(self) -> Lock | None:
-        """Keeps readers out. None while there is one."""
+        """Return a lock against readers. None: a reader has it."""
         try:
             return Lock.take(self.path / _OWN / _READERS, "")
         except Busy:
             return None
 
-    def partitions(self) -> Iterator[Partition]:
-        """All directories of events."""
+    def partitions(self) -> Iterator[DayDirectory]:
+        """Yield all directories of events."""
         for namespace in sorted(self.path.glob("namespace=*")):
             for day in sorted(namespace.glob("date=*")):
                 files = [file for file in day.iterdir() if file.suffix == ".parquet" and file.name[0] not in "._"]
                 sizes = {file.name: file.stat().st_size for file in sorted(files)}
-                yield Partition(str(day.relative_to(self.path)), sizes)
+                yield DayDirectory(str(day.relative_to(self.path)), sizes)
 
     def _moves(self, folder: Path, run: int) -> list[tuple[str, str]]:
         found = sorted(folder.glob("n=*/date=*/part-*.parquet"))
@@ -178,7 +183,7 @@ class Archive:
         ]
 
     def _recover(self) -> None:
-        """Finish a change that another process had decided. Raises Busy where somebody reads what is to be removed."""
+        """Finish a decided change of another process. Raise Busy if it removes files and a reader has the archive."""
         intent = read_json(self.path / _OWN / _INTENT, Intent)
         if intent is not None and intent.removes:
             with Lock.take(self.path / _OWN / _READERS, f"archive {self.path} is read"):
@@ -187,7 +192,7 @@ class Archive:
             self._finish(intent)
 
     def _finish(self, intent: Intent) -> None:
-        """Do what is left of a change. Every step may have been done."""
+        """Complete a change. Each step may be done already."""
         own = self.path / _OWN
         for source, target in intent.moves:
             self._on_step("move")
@@ -215,26 +220,26 @@ class Archive:
         except FileNotFoundError:
             if not there.exists():
                 raise DataDirectoryError(
-                    f"archive {self.path}: damaged, {source} is gone, and not moved to {target} yet: bring it back, or "
+                    f"archive {self.path}: damaged, {source} is gone, and not moved to {target} yet: restore it, or "
                     "archive into another directory"
                 ) from None
 
     def _sweep(self) -> None:
-        """Remove what no intent has decided."""
+        """Remove the folders of undecided changes."""
         for folder in (self.path / _OWN).glob("run-*"):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 class Lock:
-    """A right to a directory, freed by `release` or when the process ends, however it ends."""
+    """A lock on a directory. `release` or the end of the process frees it."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     @classmethod
     def take(cls, path: Path, what: str, *, shared: bool = False) -> Self:
-        """At once. Raises Busy, saying `what` is going on, where another process has it."""
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        """Take the lock, without waiting. Raise Busy if another process has it; its text begins with `what`."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -259,13 +264,13 @@ class Lock:
 
 
 def lock_for_reading(path: Path) -> Lock:
-    """While it is held no compaction puts its files into place. One that was left half done is finished first.
+    """Return a lock that prevents the moves of compactions. A half done compaction is finished first.
 
-    Raises Busy at the moment when one does so, NotFound where there is no archive.
+    Raise Busy during the moves of a compaction, NotFound if there is no archive.
     """
     if not (path / _OWN).is_dir():
         raise NotFound(f"archive {path}: there is none: it has no {_OWN}")
-    with _telling(path):
+    with _file_errors(path):
         lock = Lock.take(path / _OWN / _READERS, f"archive {path} is compacted", shared=True)
         intent = read_json(path / _OWN / _INTENT, Intent)
         if intent is None or not intent.removes:
@@ -281,9 +286,9 @@ def check_path(path: Path) -> None:
         raise InvalidArgument(f"archive {path}: Spark takes one of *?[]{{}}\\ in a path for a pattern: name another")
 
 
-def read_state(path: Path) -> State | None:
-    """What is archived, None where nothing is. Raises DataDirectoryError for a damaged one, or another version's."""
-    state = read_json(path / _OWN / _STATE, State)
+def read_state(path: Path) -> ArchiveState | None:
+    """Return the archive's state, or None. Raise DataDirectoryError if it is damaged or of another version."""
+    state = read_json(path / _OWN / _STATE, ArchiveState)
     if state is not None and state.format != FORMAT:
         raise DataDirectoryError(
             f"archive {path}: has format {state.format}, this headrace reads format {FORMAT}: use the version that "
@@ -293,7 +298,7 @@ def read_state(path: Path) -> State | None:
 
 
 def folder_name(namespace: str) -> str:
-    """The directory's name of a namespace. Raises InvalidArgument where the file system has no such long names."""
+    """Return the directory's name of a namespace. Raise InvalidArgument if it is too long for the file system."""
     escaped = _SPECIAL.sub(lambda match: match[0] if match[0] > "\x7f" else f"%{ord(match[0]):02X}", namespace)
     if escaped == _NO_NAMESPACE:
         escaped = f"%5F{escaped[1:]}"
@@ -307,7 +312,7 @@ def folder_name(namespace: str) -> str:
 
 
 def _directory(file: Path) -> str:
-    """Where a file goes: Spark's `n=<namespace in hex>/date=<day>`."""
+    """Return the directory for a file of Spark, in `n=<namespace in hex>/date=<day>`."""
     namespace = bytes.fromhex(file.parent.parent.name.removeprefix("n=x")).decode()
     return f"{folder_name(namespace)}/{file.parent.name}"
 
@@ -320,8 +325,8 @@ def _check_ours(path: Path) -> None:
         )
 
 
-class _telling:  # noqa: N801 (used as a function)
-    """Errors of the file system as those of headrace."""
+class _file_errors:  # noqa: N801 (used as a function)
+    """Turns errors of the file system into errors of headrace."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -338,9 +343,9 @@ class _telling:  # noqa: N801 (used as a function)
 
 
 def write_json(path: Path, document: msgspec.Struct) -> None:
-    """Replace a file, durably: there is the old one, or the new one."""
+    """Replace a file, durably and atomically."""
     unfinished = path.with_name(f".{path.name}.unfinished")
-    with unfinished.open("wb") as file:
+    with open(unfinished, "wb", opener=opener) as file:
         file.write(msgspec.json.format(msgspec.json.encode(document)))
         file.flush()
         os.fsync(file.fileno())
@@ -358,10 +363,10 @@ def sync(path: Path) -> None:
 
 
 def read_json(path: Path, kind: type[_Document]) -> _Document | None:
-    """None where there is none. Raises DataDirectoryError for a damaged one."""
+    """Return the document in a file, or None if there is no file. Raise DataDirectoryError if it is damaged."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
         return None
     except msgspec.DecodeError as error:
-        raise DataDirectoryError(f"{path} is damaged: {error}: bring back a copy of it") from None
+        raise DataDirectoryError(f"{path} is damaged: {error}: restore a copy of it") from None

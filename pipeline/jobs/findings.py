@@ -1,4 +1,4 @@
-"""What an audit finds: of which class each event is, and details of what is wrong."""
+"""The result of an audit: the number of events of each class, and details of the problems."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ DELIVERED, DEAD, SKIPPED, FILTERED, PENDING = "delivered", "dead-lettered", "ski
 MISSING, DUPLICATE, CONTRADICTED, UNKNOWN = "missing", "duplicate", "delivered and dead-lettered", "unknown"
 PUBLISHED_TWICE = "published twice"
 CLASSES = (DELIVERED, DEAD, SKIPPED, FILTERED, PENDING, MISSING, DUPLICATE, CONTRADICTED)
-"""Each published event is one of these; `UNKNOWN` is what was delivered and never published."""
+"""Each published event is of one of these classes. `UNKNOWN`: delivered and never published."""
 PROBLEMS = (MISSING, DUPLICATE, CONTRADICTED, UNKNOWN, PUBLISHED_TWICE)
 
 
-class Finding(NamedTuple):
+class AuditFinding(NamedTuple):
     """Events of one stream that are of one class, for one reason."""
 
     kind: str
     namespace: str | None
-    """None with `key`: of whatever stream, where the events themselves are gone."""
+    """None, as `key` is: the stream is unknown, because the events are gone."""
     key: str | None
     queue: int
     first: SequenceToken
     last: SequenceToken
     events: int | None
-    """Of this kind, between both tokens; None where nobody knows, since they are gone."""
+    """Events of this kind between both tokens. None: unknown, because the events are gone."""
     reason: str
 
     def document(self) -> dict[str, Any]:
@@ -38,7 +38,7 @@ class Finding(NamedTuple):
 
 
 class SubscriptionAudit(NamedTuple):
-    """How a subscription stands to what was published for it."""
+    """The events of one subscription, by class."""
 
     name: str
     published: int
@@ -46,10 +46,10 @@ class SubscriptionAudit(NamedTuple):
     """Events by class: all of `CLASSES`, and `UNKNOWN`."""
     lost_offsets: int
     """Batches that retention removed before they were done, without a gap record."""
-    findings: Sequence[Finding]
+    findings: Sequence[AuditFinding]
     """The worst first, up to the limit."""
     exact: bool
-    """False where a silo does not say which streams are behind: then some count as pending that are not."""
+    """False: a silo does not name the streams that are behind, so some events count as pending that are done."""
 
     @property
     def ok(self) -> bool:
@@ -63,16 +63,16 @@ class SubscriptionAudit(NamedTuple):
 
 
 class Audited(NamedTuple):
-    """What an audit has found."""
+    """The result of an audit."""
 
     events: int
-    """That there are, of all streams that were looked at."""
+    """Events of all streams of the audit."""
     published_twice: int
     """Events with an id that an earlier one of the same stream has."""
     holes: int
-    """Offsets that the log should have and has not."""
-    findings: Sequence[Finding]
-    """Of what was published itself."""
+    """Offsets that are missing in the log."""
+    findings: Sequence[AuditFinding]
+    """Problems of the published events themselves."""
     subscriptions: Sequence[SubscriptionAudit]
 
     @property

@@ -1,7 +1,7 @@
-"""Publishing events at a chosen speed, each once, from where it stopped.
+"""Publishing events at a chosen speed, each once, also after a stop.
 
-Events come in one order that is always the same, and are cut into chunks that are always the same. The calls of the
-chunks have the numbers 1, 2, … of an idempotent producer, so the provider knows how far it came, exactly.
+The order of the events and their division into chunks are always the same. The calls of the chunks have the numbers
+1, 2, … of an idempotent producer, so the provider knows the exact progress.
 """
 
 from __future__ import annotations
@@ -14,40 +14,40 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from ...streams.client.connection import RECONNECT
+from ...client.connection import RECONNECT
 from ...streams.errors import HeadraceError
 from ...streams.publishing import ProducerSequence
 from ..columns import HEADERS, TIMESTAMP
 from ..grouping import Grouping
 from ..publishing import CUTTING, PATIENCE_S, Destination
-from ..staging import Chunk, Segment, chunks
+from ..staging import Chunk, StagedSegment, chunks
 
 NOTE_S = 5.0
-"""How often it is noted how far publishing is: what comes after the note is read once more, and not published."""
+"""How often the progress is saved, in seconds. After a stop, events behind it are read again, and not published."""
 
 _T = TypeVar("_T")
 
 
-class Place(NamedTuple):
-    """Where an event is in the order of the replay."""
+class EventPosition(NamedTuple):
+    """The position of an event in the order of the replay."""
 
     due_us: int
-    """The latest timestamp of its stream so far, so that a stream's own order is kept."""
+    """The latest timestamp of its stream up to the event, to keep the order of the stream."""
     queue: int
     offset: int
     index: int  # pyright: ignore[reportIncompatibleMethodOverride] (tuple.index is not missed)
 
 
-class Timed(NamedTuple):
-    """An event as it is to be published."""
+class TimedEvent(NamedTuple):
+    """An event to publish."""
 
-    place: Place
+    place: EventPosition
     columns: tuple[str, str, bytes, dict[str, str] | None, str | None, int]
     """Namespace, key, payload, headers, id, timestamp in microseconds."""
 
 
 class Cut(NamedTuple):
-    """How the events are cut into chunks: the same as long as a replay lasts."""
+    """The limits of a chunk: the same for a whole replay."""
 
     events: int
     tick_us: int
@@ -55,28 +55,28 @@ class Cut(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """How fast: one of them is given."""
+    """The speed: one of both is given, or none."""
 
     speed: float | None
-    """As a multiple of the original one."""
+    """Multiple of the original speed."""
     rate: float | None
     """Events per second."""
 
     @property
     def cut(self) -> Cut:
-        """A tenth of a second each."""
+        """Return the limits of chunks of a tenth of a second."""
         if self.rate is not None:
             return Cut(min(max(int(self.rate / 10), 1), 500), 0)
         return Cut(1000, max(int(100_000 * (self.speed or 1)), 1))
 
     def due_s(self, events: int, original_us: int) -> float:
-        """When something is due, in seconds from the start, that has so many events and so much time before it."""
+        """Return when an event is due, in seconds from the start: after so many events, or so much original time."""
         return events / self.rate if self.rate is not None else original_us / 1_000_000 / (self.speed or 1)
 
 
-def cut(events: Iterable[Timed], by: Cut) -> Iterator[list[Timed]]:
-    """Pure: the same from the start of any chunk on."""
-    chunk: list[Timed] = []
+def cut(events: Iterable[TimedEvent], by: Cut) -> Iterator[list[TimedEvent]]:
+    """Cut events into chunks. Pure: from the start of any chunk on, the rest is cut in the same way."""
+    chunk: list[TimedEvent] = []
     for event in events:
         if chunk and (len(chunk) >= by.events or _tick(event, by) != _tick(chunk[0], by)):
             yield chunk
@@ -86,30 +86,31 @@ def cut(events: Iterable[Timed], by: Cut) -> Iterator[list[Timed]]:
         yield chunk
 
 
-def _tick(event: Timed, by: Cut) -> int:
+def _tick(event: TimedEvent, by: Cut) -> int:
     return event.place.due_us // by.tick_us if by.tick_us else 0
 
 
-class Noted(NamedTuple):
-    """How far it is: so many calls, up to the event at `after`."""
+class PacedProgress(NamedTuple):
+    """The progress: the number of calls, the last event, and the number of events."""
 
     number: int
-    after: Place | None
+    after: EventPosition | None
     events: int
 
 
 async def publish(
     destination: Destination,
     producer: str,
-    events: Iterator[list[Timed]],
+    events: Iterator[list[TimedEvent]],
     *,
-    noted: Noted,
+    noted: PacedProgress,
     pace: Pace,
-    note: Callable[[Noted], object],
+    note: Callable[[PacedProgress], object],
 ) -> int:
-    """Publish the chunks that come after what is `noted`, each when it is due. Returns how many events.
+    """Publish the chunks behind the saved progress `noted`, each when it is due. Return the number of events.
 
-    What had been stored is left out, without waiting. `note` is called from time to time, and at the end, in a thread.
+    Stored chunks are skipped without waiting. `note` is called with the progress in a thread, from time to time and at
+    the end.
     """
     loop = asyncio.get_running_loop()
     stored = await destination.last_sequence(producer)
@@ -128,7 +129,7 @@ async def publish(
             published += len(chunk)
         else:
             number += len(calls)
-        noted = Noted(number, chunk[-1].place, noted.events + len(chunk))
+        noted = PacedProgress(number, chunk[-1].place, noted.events + len(chunk))
         if loop.time() >= note_at:
             await asyncio.to_thread(note, noted)
             note_at = loop.time() + NOTE_S
@@ -137,13 +138,13 @@ async def publish(
 
 
 async def _in_threads(items: Iterator[_T]) -> AsyncIterator[_T]:
-    """Each is waited for in a thread: the loop goes on."""
+    """Yield the items. A thread waits for each, so the loop is not blocked."""
     while (item := await asyncio.to_thread(next, items, None)) is not None:
         yield item
 
 
 async def _store(destination: Destination, call: Chunk, sequence: ProducerSequence) -> None:
-    """Tried again for a while: the number makes that harmless."""
+    """Store a chunk. Retry for `PATIENCE_S`: the number prevents storing it twice."""
     loop, spread = asyncio.get_running_loop(), random.Random()  # noqa: S311 (spreads attempts)
     until, failures = loop.time() + PATIENCE_S, 0
     while True:
@@ -158,7 +159,7 @@ async def _store(destination: Destination, call: Chunk, sequence: ProducerSequen
             return
 
 
-def _segment(chunk: Sequence[Timed]) -> Segment:
+def _segment(chunk: Sequence[TimedEvent]) -> StagedSegment:
     namespaces, keys, payloads, headers, ids, times = zip(*(event.columns for event in chunk), strict=True)
     columns: dict[str, Any] = {
         "namespace": pa.array(namespaces, pa.string()),
@@ -171,4 +172,4 @@ def _segment(chunk: Sequence[Timed]) -> Segment:
     grouped = Grouping().of(pa.RecordBatch.from_pydict(columns))
     tables = (np.array(column, np.uint32) for column in (grouped.lengths, grouped.counts, grouped.prefixes))
     lengths, counts, prefixes = tables
-    return Segment(b"".join(grouped.pieces), lengths, counts, prefixes)
+    return StagedSegment(b"".join(grouped.pieces), lengths, counts, prefixes)

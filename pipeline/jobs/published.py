@@ -1,4 +1,4 @@
-"""What an audit takes for published: what the log has, and below that an archive."""
+"""The published events of an audit: those of the log, and below its first offset those of an archive."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from pyspark.errors import PySparkException
 from pyspark.sql import functions as F  # noqa: N812
 
-from ...silo.wording import counted
 from ...streams.errors import InvalidArgument, NotFound
 from ...streams.identity import SequenceToken, StreamId
 from ...streams.subscriptions import Selector
-from ..place import Place
+from ...streams.wording import counted
+from ..place import ProviderPlace
 from .archive import read_archive
-from .files import State, read_state
-from .findings import PUBLISHED_TWICE, Finding
-from .running import told
+from .failures import headrace_error
+from .files import ArchiveState, read_state
+from .findings import PUBLISHED_TWICE, AuditFinding
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -29,22 +29,22 @@ Ranges = Mapping[int, Sequence[tuple[int, int]]]
 """Offsets by queue, each range with its exclusive end."""
 
 
-class Published(NamedTuple):
-    """The events there are, up to ends that are fixed."""
+class PublishedEvents(NamedTuple):
+    """The published events up to ends that are read once."""
 
     spark: SparkSession
-    place: Place
+    place: ProviderPlace
     options: Mapping[str, str]
     access: QueueAccess
     firsts: Sequence[int]
     ends: Sequence[int]
     archive: Path | None
     gone: Ranges
-    """What neither the log nor the archive has."""
+    """Offsets that are neither in the log nor in the archive."""
 
     @classmethod
-    def of(cls, spark: SparkSession, options: Mapping[str, str], archive: str | Path | None) -> Published:
-        place = Place.of(options)
+    def of(cls, spark: SparkSession, options: Mapping[str, str], archive: str | Path | None) -> PublishedEvents:
+        place = ProviderPlace.of(options)
         access = place.open()
         states = access.states()
         firsts, ends = [state.first for state in states], [state.next for state in states]
@@ -55,7 +55,7 @@ class Published(NamedTuple):
         return cls(spark, place, options, access, firsts, ends, path, gone)
 
     def events(self, selector: Selector, *columns: str) -> DataFrame:
-        """What the log has of some streams, and below that the archive."""
+        """Return the events of the selected streams, from the log, and below its first offset from the archive."""
         columns = ("namespace", "key", "queue", "offset", "index", *columns)
         logged = self._logged(selector, columns)
         if self.archive is None:
@@ -75,21 +75,21 @@ class Published(NamedTuple):
             try:
                 frame.isEmpty()
             except PySparkException as error:
-                if not isinstance(told(error), NotFound):
+                if not isinstance(headrace_error(error), NotFound):
                     raise
-                return reader.option("namespace", "*").load().limit(0)  # nothing was ever published to it
+                return reader.option("namespace", "*").load().limit(0)  # the namespace has no events
         return frame
 
 
-def _state(archive: Path) -> State:
+def _state(archive: Path) -> ArchiveState:
     state = read_state(archive)
     if state is None:
-        raise NotFound(f"archive {archive}: there is none")
+        raise NotFound(f"archive {archive}: it does not exist")
     return state
 
 
 def _gone(spark: SparkSession, archive: Path, provider: str, firsts: Sequence[int]) -> Ranges:
-    """What the archive has not, of what the log has no more. Raises InvalidArgument for another provider's."""
+    """Return the offsets that neither has. Raise InvalidArgument if the archive is of another provider."""
     state = _state(archive)
     if len(state.positions) != len(firsts) or state.source.get("provider") != provider:
         raise InvalidArgument(
@@ -111,11 +111,11 @@ def _gone(spark: SparkSession, archive: Path, provider: str, firsts: Sequence[in
 def _check_streams(archive: Path, selector: Selector) -> None:
     has = _state(archive).source.get("streams")
     if has not in ("*/*", selector.pattern):
-        raise InvalidArgument(f"archive {archive}: it has the streams {has}, and {selector.pattern} are looked for")
+        raise InvalidArgument(f"archive {archive}: its streams are {has}, not {selector.pattern}: name another archive")
 
 
 class _Matches:
-    """A selector, in Spark's workers."""
+    """A selector for Spark's workers: the pickled pattern."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
@@ -129,23 +129,23 @@ def _by_queue(offsets: Sequence[int]) -> str:
 
 
 def of_queue(values: Sequence[int]) -> Column:
-    """The value of a row's queue, null for a queue that there is not."""
+    """Return the value of a row's queue, null for a queue that does not exist."""
     return F.get(F.array(*(F.lit(value).cast("long") for value in values)), F.col("queue"))
 
 
 class Content(NamedTuple):
-    """How the events themselves are."""
+    """The state of the published events."""
 
     events: int
     published_twice: int
     """Events with an id that an earlier one of the same stream has."""
     holes: int
-    """Offsets that the log should have and has not."""
-    findings: Sequence[Finding]
+    """Offsets that are missing in the log."""
+    findings: Sequence[AuditFinding]
 
 
-def content(published: Published, selectors: Iterable[Selector], limit: int) -> Content:
-    """Of the streams of some subscriptions, on a data directory of all."""
+def content(published: PublishedEvents, selectors: Iterable[Selector], limit: int) -> Content:
+    """Check the events of the selected streams; on a data directory, of all streams."""
     whole = published.place.data is not None
     wanted = {"*/*"} if whole else {selector.pattern for selector in selectors}
     frames = [published.events(Selector(pattern), "id") for pattern in sorted(wanted)]
@@ -164,7 +164,7 @@ def content(published: Published, selectors: Iterable[Selector], limit: int) -> 
 
 
 def _counted(events: DataFrame, firsts: Sequence[int]) -> tuple[int, int]:
-    """Events, and batches of the log."""
+    """Count the events, and the batches of the log."""
     by_batch = events.groupBy("queue", "offset").count()
     logged = F.when(F.col("offset") >= of_queue(firsts), True)
     row = by_batch.agg(F.sum("count").alias("events"), F.count(logged).alias("batches")).first()
@@ -172,14 +172,14 @@ def _counted(events: DataFrame, firsts: Sequence[int]) -> tuple[int, int]:
     return row.events or 0, row.batches
 
 
-def _published_twice(events: DataFrame, limit: int) -> tuple[int, list[Finding]]:
+def _published_twice(events: DataFrame, limit: int) -> tuple[int, list[AuditFinding]]:
     token = F.struct("queue", "offset", "index")
     of_id = events.where("id IS NOT NULL").groupBy("namespace", "key", "id")
     twice = of_id.agg(F.count("*").alias("n"), F.min(token).alias("low"), F.max(token).alias("high")).where("n > 1")
     twice = twice.persist()
     row = twice.agg(F.sum(F.col("n") - 1).alias("more")).first()
     findings = [
-        Finding(
+        AuditFinding(
             PUBLISHED_TWICE, one.namespace, one.key, one.low.queue, SequenceToken(one.low.offset, one.low["index"]),
             SequenceToken(one.high.offset, one.high["index"]), one.n, f"{one.n} events have the id {one.id!r}",
         )

@@ -1,8 +1,8 @@
-"""`headrace pipeline replay`: what was published is published once more, from an archive or a provider.
+"""The job `replay`: publish the events of an archive or a provider again.
 
-A replay has a plan, a file in the staging directory of where it goes to: which events, in which steps, and how far it
-is. So the same replay goes on where it was, and repeats nothing: its steps are batches of one application of the sink;
-at a chosen speed they are the numbered calls of one producer (`pacing.py`).
+A replay has a plan, a file in the staging directory of its destination: the events, the steps, and the progress. So the
+same replay goes on after a stop, and repeats nothing. Its steps are batches of one application of the sink. At a chosen
+speed they are the numbered calls of one producer (`pacing.py`).
 """
 
 from __future__ import annotations
@@ -19,39 +19,33 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import click
 import msgspec
 from pyspark.errors import PySparkException
 from pyspark.sql import Window
 from pyspark.sql import functions as F  # noqa: N812
 
-from ...silo.commands.options import Place as CommandPlace
-from ...silo.commands.options import place_options
-from ...silo.commands.output import json_option
-from ...silo.commands.progress import events_progress
-from ...silo.datadir import open_data_directory
-from ...silo.wording import counted
+from ...store.datadir import open_data_directory
 from ...streams.errors import DefinitionConflict, InvalidArgument, NotFound
 from ...streams.identity import StreamId, unquote
+from ...streams.private_files import make_directory
 from ...streams.subscriptions import Selector
-from ..options import source_options
+from ..options import selector_options, source_options
 from ..place import OPTIONS as PLACE_OPTIONS
-from ..place import Place
+from ..place import ProviderPlace
 from ..publishing import open_destination, producer_of
 from ..staging import StagingFolder, staging_directory
 from .archive import Progress, by_queue, own_session, read_archive
+from .failures import headrace_error
 from .files import Lock, lock_for_reading, read_json, read_state, write_json
-from .pacing import Cut, Noted, Pace, Timed, cut, publish
-from .pacing import Place as EventPlace
-from .running import options_of, report, selecting, spark_options, spark_session, told
+from .pacing import Cut, EventPosition, Pace, PacedProgress, TimedEvent, cut, publish
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
 EVENTS_PER_STEP = 2_000_000
-"""A step of a replay as fast as possible: it waits in the staging directory before it is published."""
+"""Events of a step, if the replay is as fast as possible: a step is staged before it is published."""
 EVENTS_AT_ONCE = 20_000
-"""About so many events of a replay at a chosen speed are in memory at once."""
+"""How many events are in memory at once, at a chosen speed."""
 
 _BINS = 4_000
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -61,7 +55,7 @@ _WILDCARD = re.compile(r"([*?])")
 
 
 class Replayed(NamedTuple):
-    """What a call of `replay` did."""
+    """The result of `replay`."""
 
     id: str
     events: int
@@ -70,21 +64,21 @@ class Replayed(NamedTuple):
     """Events of the whole replay."""
 
 
-class Plan(msgspec.Struct):
-    """A replay and how far it is."""
+class ReplayPlan(msgspec.Struct):
+    """A replay and its progress."""
 
     definition: Mapping[str, Any]
     app: str
     ends: Sequence[Sequence[int]]
-    """Where each step ends, by queue; the first one is where the replay begins."""
+    """The ends of each step, by queue. The first ones are the start of the replay."""
     counts: Sequence[int]
     """Events of each step."""
     cut: Cut
-    """At a chosen speed, which may be another one when it goes on."""
+    """At a chosen speed: limits of the chunks. They stay if the replay goes on at another speed."""
     done: int = 0
-    """Steps that are published; at a chosen speed there are none but the last, which is done when all is."""
+    """Steps that are published. At a chosen speed: 0, and the number of steps after the last event."""
     noted: tuple[int, Sequence[int], int] | None = None
-    """At a chosen speed: calls, the place of the last event, and how many events."""
+    """At a chosen speed: calls, the position of the last event, and the number of events."""
     format: int = 1
 
 
@@ -103,18 +97,18 @@ def replay(
     progress: Progress = lambda _done, _total: None,
     **options: object,
 ) -> Replayed:
-    """Publish events once more: of an archive (its directory), or of a provider (the options that say where).
+    """Publish events again: of an archive (its directory), or of a provider (the options of its location).
 
-    `options` say where to, as for the sink, with `staging` where that is a silo. Chosen are the streams that `streams`
-    selects, and timestamps from `since` on and before `until`. Timestamps, ids and headers stay; streams have the same
-    names, or those of another namespace, `to_namespace`. Within each stream the order stays. What is published to a
-    provider after its replay has begun is not part of it.
+    `options` are those of the sink for the destination, with `staging` if it is a silo. The replay has the streams that
+    `streams` selects, with timestamps from `since` (inclusive) to `until` (exclusive). Timestamps, ids, headers and the
+    order within each stream stay. Streams keep their names, or get another namespace, `to_namespace`. Events that are
+    published after the replay has begun are not part of it.
 
-    As fast as possible, or `speed` times as fast as the timestamps say, or `rate` events per second.
+    It is as fast as possible, or has `speed` times the speed of the timestamps, or `rate` events per second.
 
-    Where it is killed or raises, the same call goes on, and each event is published once. With a `name` that holds for
-    ever: once it is done, the same call does nothing. Without, it then begins anew. Raises DefinitionConflict where the
-    name stands for another replay, Busy where another process is at it.
+    If it is killed or raises, the same call goes on, and each event is published once. With a `name`, the same call
+    does nothing after the replay is done. Without, it then begins a new replay. Raise DefinitionConflict if the name
+    belongs to another replay, Busy if another process runs it.
     """
     task = _Task.of(
         source, options, streams=streams, times=(since, until), to_namespace=to_namespace, pace=Pace(speed, rate)
@@ -124,12 +118,12 @@ def replay(
 
 
 class _Task(NamedTuple):
-    """What is to be done, checked."""
+    """The arguments of a replay, checked."""
 
     archived: Path | None
     source: Mapping[str, str]
     to: Mapping[str, str]
-    place: Place
+    place: ProviderPlace
     staging: Path
     selector: Selector
     since: datetime | None
@@ -142,16 +136,16 @@ class _Task(NamedTuple):
         cls, source: str | Path | Mapping[str, object], options: Mapping[str, object], *, streams: str,
         times: tuple[datetime | None, datetime | None], to_namespace: str | None, pace: Pace,
     ) -> _Task:  # fmt: skip
-        """Raises InvalidArgument for what cannot be."""
+        """Raise InvalidArgument for wrong arguments."""
         archived = Path(source).absolute() if isinstance(source, str | Path) else None
-        given = {} if isinstance(source, str | Path) else _texts(source, PLACE_OPTIONS) | selecting(streams)
+        given = {} if isinstance(source, str | Path) else _texts(source, PLACE_OPTIONS) | selector_options(streams)
         to = _texts(options, (*PLACE_OPTIONS, "staging"))
-        place = Place.of(to)
+        place = ProviderPlace.of(to)
         if given:
             source_options(given)
         if to_namespace is not None:
             StreamId(to_namespace, "")
-        elif given and _where(Place.of(given)) == _where(place):
+        elif given and _where(ProviderPlace.of(given)) == _where(place):
             raise InvalidArgument("a replay of a provider into itself needs another namespace: give --to-namespace")
         _check_pace(pace)
         if any(time is not None and time.tzinfo is None for time in times):
@@ -163,18 +157,18 @@ class _Task(NamedTuple):
 
     @property
     def definition(self) -> dict[str, Any]:
-        """What makes it the same replay."""
+        """Return the values that identify a replay."""
         pace = "fast" if self.pace == Pace(None, None) else "paced"
         return {
-            "from": _where(Place.of(self.source)) if self.archived is None else {"archive": str(self.archived)},
+            "from": _where(ProviderPlace.of(self.source)) if self.archived is None else {"archive": str(self.archived)},
             "to": _where(self.place), "streams": self.selector.pattern, "since": str(self.since),
             "until": str(self.until), "to_namespace": self.to_namespace, "pace": pace,
         }  # fmt: skip
 
     def bounds(self) -> tuple[list[int], list[int]]:
-        """Where the source begins and ends now, by queue."""
+        """Return the first and the next offset of the source, by queue."""
         if self.archived is None:
-            states = Place.of(self.source).open().states()
+            states = ProviderPlace.of(self.source).open().states()
             return [state.first for state in states], [state.next for state in states]
         state = read_state(self.archived)
         if state is None:
@@ -189,19 +183,19 @@ def _texts(options: Mapping[str, object], known: Sequence[str]) -> dict[str, str
     return {name: str(each).lower() if isinstance(each, bool) else str(each) for name, each in options.items()}
 
 
-def _where(place: Place) -> dict[str, Any]:
+def _where(place: ProviderPlace) -> dict[str, Any]:
     where = {"server": place.server} if place.data is None else {"data": str(Path(place.data).resolve())}
     return where | {"provider": place.provider}
 
 
-def _staging(to: Mapping[str, str], place: Place) -> Path:
+def _staging(to: Mapping[str, str], place: ProviderPlace) -> Path:
     chosen = next((text for name, text in to.items() if name.lower() == "staging"), None)
     if chosen is not None:
         return staging_directory("option 'staging':", chosen)
     if place.data is None:
         raise InvalidArgument(
-            "option 'staging' is missing: name a directory that the driver and all executors share, where the replay "
-            "notes how far it is, and events wait until they are published"
+            "option 'staging' is missing: name a directory that the driver and all executors share; the replay keeps "
+            "its progress in it, and events wait in it until they are published"
         )
     return Path(place.data) / "staging"
 
@@ -228,19 +222,19 @@ class _Replay:
     def run(self, events_per_step: int) -> Replayed:
         if self._task.place.data is not None:
             open_data_directory(self._task.place.data)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(self._path.parent)
         with Lock.take(self._path.with_suffix(".lock"), f"replay {self._name or 'of these events'} is run"):
             try:
                 plan = self._planned(events_per_step)
                 events = self._fast(plan) if self._task.pace == Pace(None, None) else self._paced(plan)
             except PySparkException as error:
-                raise told(error) or error from None
+                raise headrace_error(error) or error from None
             if self._name is None:
                 self._forget(plan)
             return Replayed(self._name or plan.app, events, sum(plan.counts))
 
-    def _planned(self, events_per_step: int) -> Plan:
-        plan = read_json(self._path, Plan)
+    def _planned(self, events_per_step: int) -> ReplayPlan:
+        plan = read_json(self._path, ReplayPlan)
         if plan is None:
             plan = self._new_plan(events_per_step)
             write_json(self._path, plan)
@@ -250,25 +244,25 @@ class _Replay:
             )
         return plan
 
-    def _new_plan(self, events_per_step: int) -> Plan:
+    def _new_plan(self, events_per_step: int) -> ReplayPlan:
         starts, ends = self._task.bounds()
         width = max(1, *((end - start) // _BINS for start, end in zip(starts, ends, strict=True)))
         found = self._events(starts, ends, ("namespace", "key", "timestamp", "queue", "offset"))
         binned = found.groupBy("queue", F.expr(f"`offset` div {width}").alias("bin")).count().collect()
         bins = [Bin(row["queue"], row["bin"] * width, row["count"]) for row in binned]
         steps, counts = steps_of(bins, width, starts, ends, events_per_step)
-        return Plan(
+        return ReplayPlan(
             self._task.definition, f"replay:{self._name or uuid.uuid4().hex}", steps, counts, self._task.pace.cut
         )
 
-    def _forget(self, plan: Plan) -> None:
-        """Nobody comes back to it."""
+    def _forget(self, plan: ReplayPlan) -> None:
+        """Remove the plan and the staging folder."""
         folder = StagingFolder.of(self._task.staging, self._task.place.provider, plan.app)
         shutil.rmtree(folder.path, ignore_errors=True)
         self._path.unlink()
 
     def _events(self, starts: Sequence[int], ends: Sequence[int], columns: Sequence[str]) -> DataFrame:
-        """The chosen events between these offsets, as they are."""
+        """Return the selected events between these offsets."""
         task = self._task
         if task.archived is None:
             reader = self._spark.read.format("headrace").options(**task.source, columns=",".join(columns))
@@ -288,7 +282,7 @@ class _Replay:
 
     # ---- as fast as possible
 
-    def _fast(self, plan: Plan) -> int:
+    def _fast(self, plan: ReplayPlan) -> int:
         total, before = sum(plan.counts), sum(plan.counts[: plan.done])
         self._progress(before, total)
         for step in range(plan.done, len(plan.counts)):
@@ -298,7 +292,7 @@ class _Replay:
             self._progress(sum(plan.counts[: plan.done]), total)
         return total - before
 
-    def _publish_step(self, plan: Plan, step: int) -> None:
+    def _publish_step(self, plan: ReplayPlan, step: int) -> None:
         events = self._events(plan.ends[step], plan.ends[step + 1], (*_EVENT, *_PLACE))
         rows = self._named(events).repartition("namespace", "key")
         rows = rows.sortWithinPartitions("namespace", "key", *_PLACE).select(*_EVENT)
@@ -307,16 +301,16 @@ class _Replay:
 
     # ---- at a chosen speed
 
-    def _paced(self, plan: Plan) -> int:
+    def _paced(self, plan: ReplayPlan) -> int:
         total = sum(plan.counts)
         if not plan.counts or plan.done == len(plan.counts):
             return 0
-        noted = Noted(0, None, 0)
+        noted = PacedProgress(0, None, 0)
         if plan.noted is not None:
-            noted = Noted(plan.noted[0], EventPlace(*plan.noted[1]), plan.noted[2])
+            noted = PacedProgress(plan.noted[0], EventPosition(*plan.noted[1]), plan.noted[2])
         self._progress(noted.events, total)
 
-        def note(reached: Noted) -> None:
+        def note(reached: PacedProgress) -> None:
             plan.noted = reached.number, list(reached.after or ()), reached.events
             write_json(self._path, plan)
             self._progress(reached.events, total)
@@ -326,7 +320,9 @@ class _Replay:
         write_json(self._path, plan)
         return published
 
-    async def _publish_paced(self, plan: Plan, noted: Noted, note: Callable[[Noted], object]) -> int:
+    async def _publish_paced(
+        self, plan: ReplayPlan, noted: PacedProgress, note: Callable[[PacedProgress], object]
+    ) -> int:
         events = self._in_order(plan, noted.after)
         try:
             async with open_destination(self._task.place) as destination:
@@ -336,9 +332,9 @@ class _Replay:
             with suppress(ValueError):  # a thread still waits for the next one
                 events.close()  # Spark's end of it must go before Spark does
 
-    def _in_order(self, plan: Plan, after: EventPlace | None) -> Generator[Timed]:
-        """All events of the plan by time, from a place on. Spark sorts them, and hands them over bit by bit."""
-        self._spark.conf.set("spark.sql.adaptive.enabled", "false")  # it would make large parts of small ones
+    def _in_order(self, plan: ReplayPlan, after: EventPosition | None) -> Generator[TimedEvent]:
+        """Yield the events of the plan by time, behind `after`. Spark sorts them, and sends a part at a time."""
+        self._spark.conf.set("spark.sql.adaptive.enabled", "false")  # it would merge small parts into large ones
         parts = min(max(sum(plan.counts) // EVENTS_AT_ONCE, 1), 2_000)
         self._spark.conf.set("spark.sql.shuffle.partitions", str(parts))
         of_stream = Window.partitionBy("namespace", "key").orderBy(*_PLACE).rowsBetween(Window.unboundedPreceding, 0)
@@ -348,14 +344,14 @@ class _Replay:
             frame = frame.where(F.struct("due", *_PLACE) > F.struct(*map(F.lit, after)))
         ordered = self._named(frame).orderBy("due", *_PLACE)
         for row in ordered.select("due", *_PLACE, *_EVENT[:-1], "us").toLocalIterator():
-            yield Timed(EventPlace(*row[:4]), (row[4], row[5], bytes(row[6]), *row[7:]))
+            yield TimedEvent(EventPosition(*row[:4]), (row[4], row[5], bytes(row[6]), *row[7:]))
 
 
-# ---- which events ----------------------------------------------------------------------------------------------------
+# ---- selected events -------------------------------------------------------------------------------------------------
 
 
 class Bin(NamedTuple):
-    """Some offsets of a queue, from `start` on, and how many chosen events they have."""
+    """Some offsets of a queue, from `start` on, and their number of selected events."""
 
     queue: int
     start: int
@@ -365,14 +361,14 @@ class Bin(NamedTuple):
 def steps_of(
     bins: Sequence[Bin], width: int, starts: Sequence[int], ends: Sequence[int], events_per_step: int
 ) -> tuple[list[list[int]], list[int]]:
-    """Where steps of about so many events begin and end, by queue, and how many each has. Pure.
+    """Return the ends of steps of about `events_per_step` events, by queue, and the events of each step. Pure.
 
-    All queues go forward together, each in proportion to its length.
+    All queues advance together, each in proportion to its length.
     """
     whole = [max(end - start, 1) for start, end in zip(starts, ends, strict=True)]
     in_turn = sorted(bins, key=lambda one: ((one.start - starts[one.queue]) / whole[one.queue], one.queue))
     reached = list(ends)
-    for one in reversed(in_turn):  # the first one of each queue is where that begins
+    for one in reversed(in_turn):  # the first one of each queue is the start of the queue
         reached[one.queue] = max(one.start, starts[one.queue])
     steps, counts, events = [list(reached)], list[int](), 0
     for at, one in enumerate(in_turn, 1):
@@ -386,7 +382,7 @@ def steps_of(
 
 
 def _between(starts: Sequence[int], ends: Sequence[int]) -> Column:
-    """Written so that Parquet's statistics leave out what is elsewhere."""
+    """Return a condition in a form that lets Parquet skip other parts by its statistics."""
     parts = [
         (F.col("queue") == queue) & (F.col("offset") >= start) & (F.col("offset") < end)
         for queue, (start, end) in enumerate(zip(starts, ends, strict=True))
@@ -396,7 +392,7 @@ def _between(starts: Sequence[int], ends: Sequence[int]) -> Column:
 
 
 def selected(selector: Selector) -> Column:
-    """The condition that rows are of selected streams."""
+    """Return the condition that rows are of selected streams."""
     namespace, _, key = selector.pattern.partition("/")
     return _matches("namespace", namespace) & _matches("key", key)
 
@@ -417,83 +413,8 @@ def _micros(time: datetime) -> int:
 
 
 def _days(since: datetime | None, until: datetime | None) -> Column:
-    """Leaves out whole directories of an archive."""
+    """Return a condition that leaves out whole directories of an archive."""
     days = F.lit(True)
     if since is not None:
         days = days & (F.col("date") >= F.lit(since.astimezone(UTC).date()))
     return days if until is None else days & (F.col("date") <= F.lit(until.astimezone(UTC).date()))
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
-
-
-def _from_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--archive`, `--from-data` or `--from-server`, with what belongs to it, handed to the command as `source`."""
-    file = click.Path(path_type=Path, dir_okay=False)
-    directory = click.Path(path_type=Path, file_okay=False)
-
-    @click.option("--archive", "archived", type=directory, metavar="DIR", help="Replay an archive.")
-    @click.option("--from-data", type=directory, metavar="DIR", help="Replay a data directory.")
-    @click.option("--from-server", metavar="HOST:PORT", help="Replay what silos have.")
-    @click.option("--from-provider", default="default", show_default=True, metavar="NAME", help="Provider there.")
-    @click.option("--from-token", envvar="HEADRACE_FROM_TOKEN", show_envvar=True, metavar="TOKEN", help="For the silo.")
-    @click.option("--from-ca", type=file, metavar="FILE", help="Use TLS, and trust these certificates (PEM).")
-    @click.option("--from-certificate", type=file, metavar="FILE", help="This client's own, with --from-key.")
-    @click.option("--from-key", type=file, metavar="FILE", help="Its key.")
-    @click.option("--from-tls", is_flag=True, help="Use TLS, and trust well-known authorities.")
-    @click.option("--from-insecure", is_flag=True, help="Send the token without TLS to another machine.")
-    @functools.wraps(command)
-    def with_source(*args: Any, archived: Path | None, **given: Any) -> Any:
-        said = {name: given.pop(name) for name in list(given) if name.startswith("from_")}
-        return command(*args, source=_source(archived, {name[5:]: each for name, each in said.items()}), **given)
-
-    return with_source
-
-
-def _source(archived: Path | None, said: dict[str, Any]) -> Path | dict[str, object]:
-    if sum(each is not None for each in (archived, said["data"], said["server"])) != 1:
-        raise click.UsageError("give one of --archive, --from-data and --from-server: what is replayed")
-    if archived is not None:
-        return archived
-    names = {"ca": "tlsCa", "certificate": "tlsCertificate", "key": "tlsKey"}
-    return {names.get(name, name): each for name, each in said.items() if each}
-
-
-class _Time(click.ParamType[datetime]):
-    name = "time"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> datetime:
-        try:
-            when = datetime.fromisoformat(value)
-        except ValueError:
-            self.fail(f"{value!r} is no time such as 2026-11-21T10:00", param, ctx)
-        return when if when.tzinfo else when.replace(tzinfo=UTC)
-
-
-@click.command("replay")
-@_from_options
-@place_options
-@click.option("--staging", type=click.Path(path_type=Path), metavar="DIR", help="Needed with --server: for notes.")
-@click.option("--streams", default="*/*", show_default=True, metavar="PATTERN", help="Which, as namespace/key.")
-@click.option("--since", type=_Time(), metavar="TIME", help="Events with this timestamp or a later one (UTC).")
-@click.option("--until", type=_Time(), metavar="TIME", help="Events with an earlier timestamp than this (UTC).")
-@click.option("--to-namespace", metavar="NAME", help="Publish to it.  [default: the same]")
-@click.option("--speed", type=float, metavar="X", help="X times as fast as the timestamps say.")
-@click.option("--rate", type=float, metavar="N", help="N events per second.  [default: as fast as possible]")
-@click.option("--id", "name", metavar="NAME", help="Do it once for ever: with the same one nothing comes again.")
-@spark_options
-@json_option
-def command(
-    *, source: Path | dict[str, object], place: CommandPlace, staging: Path | None,
-    master: str | None, spark_log: Path | None, as_json: bool, **how: Any,
-) -> None:  # fmt: skip
-    """Publish what was published once more, to --data or --server.
-
-    Streams, their order, timestamps, ids and headers stay. Whatever ends it, the same command goes on, and each event
-    is published once.
-    """
-    how |= options_of(place) | ({} if staging is None else {"staging": str(staging)})
-    with spark_session("headrace replay", master, spark_log) as spark, events_progress("replaying") as progress:
-        done = replay(spark, source, progress=progress, **how)
-    text = f"replayed {counted(done.events, 'event')}"
-    report(done._asdict(), as_json, text if done.events == done.total else f"{text}, {done.total:,} in all")

@@ -1,37 +1,29 @@
-"""`headrace pipeline rollup`: how many events, how large, how late, by windows of time, streams and namespaces.
+"""The job `rollup`: number, size and lateness of events, by windows of time, streams and namespaces.
 
-One streaming query with one state: Spark's checkpoint says what was read and which windows are open. A window is
-written once, when the watermark has passed its end. What a micro-batch writes is named by its number (a folder of
-Parquet, which a repeated batch replaces, and `txnVersion` of the sink, where the first one counts); so whatever is
-killed when, each window is there once.
+It is one streaming query with one state: Spark's checkpoint has the offsets that were read and the open windows. A
+window is written once, when the watermark has passed its end. The number of a micro-batch names its output: a folder of
+Parquet, which a repeated batch replaces, and a `txnVersion` of the sink, which publishes each version once. So each
+window is written once, also after a kill.
 """
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import click
 import msgspec
 from pyspark.sql import functions as F  # noqa: N812
 
-from ...silo.commands.options import Place as CommandPlace
-from ...silo.commands.options import place_options
-from ...silo.commands.output import json_option, note
-from ...silo.commands.progress import events_progress
-from ...silo.wording import counted
 from ...streams.errors import InvalidArgument
 from ...streams.identity import StreamId, unquote
 from ..options import source_options
 from ..place import OPTIONS as PLACE_OPTIONS
-from ..place import Place
+from ..place import ProviderPlace
 from ..sink import publish_batch
 from .files import read_json, write_json
-from .running import options_to_read, report, selecting, spark_options, spark_session
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -45,22 +37,21 @@ COLUMNS = (
     "window_start", "window_end", "by", "namespace", "key", "events", "bytes", "events_per_s", "bytes_per_s", "lag_ms",
     "latency_p50_ms", "latency_p95_ms", "latency_p99_ms",
 )  # fmt: skip
-"""Of what is written, in Parquet and in JSON. `by` is stream or namespace; a namespace's row has no `key`."""
+"""Columns of the output, in Parquet and in JSON. `by` is stream or namespace; a namespace's row has no `key`."""
 
 _CHECKPOINT = "_checkpoint"
 _SETTINGS = "rollup.json"
 _SOURCE_OPTIONS = ("namespace", "key", "start", "failOnDataLoss", "maxEventsPerTrigger", "maxBytesPerTrigger")
 _PERCENTILES = (0.5, 0.95, 0.99)
 _ACCURACY = 1000
-"""A percentile is off by a rank of one in so many at the most."""
+"""The rank of a percentile is right within one in so many."""
 _MS = 1000.0
-_EPOCH = datetime(1970, 1, 1)  # noqa: DTZ001 (as all of these, in UTC)
+_EPOCH = datetime(1970, 1, 1)  # noqa: DTZ001 (in UTC, as all times here)
 _FIRST, _LAST = datetime.min - _EPOCH, datetime.max - _EPOCH  # noqa: DTZ901
-_UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint is for. Under another one Spark would go on as well, and mix up both."""
+class RollupSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of a checkpoint. With other settings Spark would go on with it as well, and mix both."""
 
     id: str
     """Names the query to the sink."""
@@ -83,17 +74,17 @@ def rollup(
     every: timedelta | None = EVERY,
     **options: object,
 ) -> StreamingQuery:
-    """Start a query that counts events by windows of their timestamps; with `every` None it ends when what is there is
-    counted, else it looks for more that often.
+    """Start a query that counts events by windows of their timestamps. It looks for new events every `every`; with None
+    it ends when all stored events are counted.
 
     Rows with `COLUMNS` are written as Parquet under the directory `to`, or as JSON events into streams of
-    `to_namespace`, or both: each window once, when no event is expected in it any more. An event is, once another one
-    was read whose timestamp is `watermark` or more behind the window's end; one that comes later still is left out, and
-    counted by Spark (`numRowsDroppedByWatermark`).
+    `to_namespace`, or both. Each window is written once, after an event was read whose timestamp is `watermark` or more
+    behind the window's end. An event that comes after its window was written is left out, and Spark counts it
+    (`numRowsDroppedByWatermark`).
 
-    `options` are those of the source that say where, which streams, from where and how much at once, and the sink's
-    `staging`. `checkpoint` is by default the folder `_checkpoint` of `to`; `to` and `checkpoint` are directories that
-    the driver and all executors share. Raises InvalidArgument, also where a checkpoint is of other settings.
+    `options` are those of the source for location, streams, start and limits, and the sink's `staging`. `checkpoint` is
+    by default the folder `_checkpoint` of `to`. The driver and all executors must share the directories `to` and
+    `checkpoint`. Raise InvalidArgument, also if a checkpoint has other settings.
     """
     _check_spans(window, watermark)
     job = _Job.of(_Target.of(to, to_namespace, checkpoint), by, window, options)
@@ -107,8 +98,17 @@ def rollup(
     return query.trigger(processingTime=f"{_milliseconds(every)} milliseconds").start()
 
 
+class RollupResult(NamedTuple):
+    """The result of a query's run."""
+
+    events: int
+    """Events read."""
+    late: int
+    """Rows for a stream or a namespace that came after their window was closed."""
+
+
 class _Target(NamedTuple):
-    """Where a rollup is written, and where it keeps how far it is."""
+    """The destination of a rollup, and the directory of its progress."""
 
     path: Path | None
     namespace: str | None
@@ -123,19 +123,19 @@ class _Target(NamedTuple):
             )
         if checkpoint is None and to is None:
             raise InvalidArgument(
-                "the checkpoint is missing: without a directory (to), name one where the rollup keeps how far it is"
+                "the checkpoint is missing: without a directory (to), name one for the rollup's progress"
             )
         path = None if to is None else Path(to).absolute()
         where = Path(to or "", _CHECKPOINT) if checkpoint is None else Path(checkpoint)
         return cls(path, None if namespace is None else _named(namespace), where.absolute())
 
-    def as_begun(self, wanted: Settings) -> Settings:
-        """Those of the checkpoint, where there is one. Raises InvalidArgument for one that does not fit."""
-        stored = read_json(self.checkpoint / _SETTINGS, Settings)
+    def as_begun(self, wanted: RollupSettings) -> RollupSettings:
+        """Return the settings of the checkpoint, or `wanted` for a new one. Raise InvalidArgument if they differ."""
+        stored = read_json(self.checkpoint / _SETTINGS, RollupSettings)
         if stored is None:
             self._check_new()
             return wanted
-        for name in Settings.__struct_fields__[1:]:
+        for name in RollupSettings.__struct_fields__[1:]:
             has, asked = getattr(stored, name), getattr(wanted, name)
             if has != asked:
                 raise InvalidArgument(
@@ -149,20 +149,20 @@ class _Target(NamedTuple):
             raise InvalidArgument(f"checkpoint {self.checkpoint}: not empty, and no rollup's: name another directory")
         if self.path is not None and any(self.path.glob("batch=*")):
             raise InvalidArgument(
-                f"{self.path} has what a rollup wrote whose checkpoint is not {self.checkpoint}: name that checkpoint, "
+                f"{self.path} has the output of a rollup with another checkpoint than {self.checkpoint}: name that, "
                 "or another directory"
             )
 
 
 class _Job(NamedTuple):
-    """Where to read and to write."""
+    """The source and the destination of a rollup."""
 
     reads: Mapping[str, str]
     """Options of the source."""
     writes: Mapping[str, str]
     """Options of the sink, without the query's name."""
     target: _Target
-    settings: Settings
+    settings: RollupSettings
 
     @classmethod
     def of(cls, target: _Target, by: str, window: timedelta, options: Mapping[str, object]) -> _Job:
@@ -172,7 +172,7 @@ class _Job(NamedTuple):
         reads, writes = _split(options, target.checkpoint)
         if target.namespace is not None:
             _check_other(target.namespace, reads)
-        settings = Settings(
+        settings = RollupSettings(
             id=uuid.uuid4().hex,
             source={name: reads[name] for name in _IDENTITY if name in reads},
             by=by,
@@ -183,15 +183,15 @@ class _Job(NamedTuple):
         return cls(reads, writes, target, target.as_begun(settings))
 
     def begin(self) -> None:
-        """Note what the checkpoint is for, before Spark uses it."""
+        """Store the settings of the checkpoint, before Spark uses it."""
         checkpoint = self.target.checkpoint
         checkpoint.mkdir(parents=True, exist_ok=True)
         if not (checkpoint / _SETTINGS).exists():
             write_json(checkpoint / _SETTINGS, self.settings)
 
     def write(self, frame: DataFrame, batch: int) -> None:
-        """Write the windows that a micro-batch has closed: in its place, where it is repeated."""
-        frame = frame.persist()  # else each use would compute the windows anew
+        """Write the windows that a micro-batch has closed. If it is repeated, its output is replaced."""
+        frame = frame.persist()  # otherwise each use would compute the windows again
         try:
             if not frame.isEmpty():
                 self._write(frame, batch)
@@ -213,7 +213,7 @@ _IDENTITY = ("data", "server", "provider", "namespace", "key")
 
 
 def _split(options: Mapping[str, object], checkpoint: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Options of the source and of the sink. Raises InvalidArgument for others."""
+    """Return the options of the source and of the sink. Raise InvalidArgument for others."""
     known = {name.lower(): name for name in (*PLACE_OPTIONS, *_SOURCE_OPTIONS, "staging")}
     given: dict[str, str] = {}
     for name, value in options.items():
@@ -223,28 +223,28 @@ def _split(options: Mapping[str, object], checkpoint: Path) -> tuple[dict[str, s
     place = {name: given[name] for name in PLACE_OPTIONS if name in given}
     reads = place | {name: given[name] for name in _SOURCE_OPTIONS if name in given}
     source_options(reads)
-    if Place.of(reads).data is not None:
+    if ProviderPlace.of(reads).data is not None:
         reads["data"] = place["data"] = str(Path(reads["data"]).absolute())
     staging = given.get("staging") or (None if "data" in place else str(checkpoint / "headrace-staging"))
     return reads, place if staging is None else {**place, "staging": staging}
 
 
 def _named(text: str) -> str:
-    """The namespace that is meant. Raises InvalidArgument for a pattern."""
+    """Return the decoded name of a namespace. Raise InvalidArgument for a pattern."""
     if "*" in text or "?" in text:
         raise InvalidArgument(f"namespace {text!r} stands for several: name one to write to")
     return StreamId(unquote(text, text), "").namespace
 
 
 def _check_other(namespace: str, reads: Mapping[str, str]) -> None:
-    """Raise InvalidArgument where what is written is all that would be read."""
+    """Raise InvalidArgument if the rollup would read only its own output."""
     source = reads.get("namespace", "*")
     if not set("*?") & set(source) and unquote(source, source) == namespace:
-        raise InvalidArgument(f"namespace {source!r} is the one that is read: a rollup never reads what it writes")
+        raise InvalidArgument(f"namespace {source!r} is the one that is read: a rollup never reads its own output")
 
 
 def _quoted(namespace: str) -> str:
-    """As patterns and the text of streams have it."""
+    """Return the encoded name of a namespace, as in patterns and in the text of streams."""
     return str(StreamId(namespace, ""))[:-1]
 
 
@@ -265,16 +265,32 @@ def _worded(value: object) -> str:
     return str(value)
 
 
-# ---- what is computed ------------------------------------------------------------------------------------------------
+def follow(query: StreamingQuery, progress: Callable[[int, int], object]) -> RollupResult:
+    """Wait until a query has ended. Raise its error if it has failed."""
+    seen: dict[int, tuple[int, int]] = {}
+    ended = False
+    read = 0
+    while not ended:
+        ended = bool(query.awaitTermination(1))
+        for one in query.recentProgress:
+            late = sum(state.numRowsDroppedByWatermark for state in one.stateOperators)
+            events, dropped = seen.get(one.batchId, (0, 0))
+            seen[one.batchId] = max(events, one.numInputRows), max(dropped, late)
+        read = sum(events for events, _ in seen.values())
+        progress(read, read)
+    return RollupResult(read, sum(late for _, late in seen.values()))
+
+
+# ---- the computation -------------------------------------------------------------------------------------------------
 
 
 def _others(events: DataFrame, target: str | None) -> DataFrame:
-    """All but what the rollup itself has written."""
+    """Leave out the rollup's own output."""
     return events if target is None else events.where(F.col("namespace") != target)
 
 
 def _rolled(events: DataFrame, by: str, window: timedelta, watermark: timedelta) -> DataFrame:
-    now = F.current_timestamp()  # the same for all of a micro-batch, also when that is repeated
+    now = F.current_timestamp()  # the same for a whole micro-batch, also if it is repeated
     measured = events.select(
         "namespace", "key", _calendar("timestamp").alias("timestamp"),
         F.octet_length("payload").cast("long").alias("size"),
@@ -294,13 +310,13 @@ def _rolled(events: DataFrame, by: str, window: timedelta, watermark: timedelta)
 
 
 def _calendar(timestamp: str) -> Column:
-    """A time outside of the years 1 to 9999 as the nearest in them: windows beyond would overflow and end the query."""
+    """Move a time outside of the years 1 to 9999 to the nearest one inside: its window would overflow and fail."""
     first, last = (F.lit(time // timedelta(microseconds=1)) for time in (_FIRST, _LAST))
     return F.timestamp_micros(F.greatest(first, F.least(last, F.unix_micros(timestamp))))
 
 
 def _groups(by: str) -> Column:
-    """What an event counts for."""
+    """Return the rows that an event counts for."""
     stream = F.struct(F.lit("stream").alias("by"), F.col("key").alias("of"))
     namespace = F.struct(F.lit("namespace").alias("by"), F.lit(None).cast("string").alias("of"))
     return F.array(*{"stream": [stream], "namespace": [namespace], "both": [stream, namespace]}[by])
@@ -320,12 +336,12 @@ def _columns(seconds: float) -> list[Column]:
 
 
 def _ms_between(later: Column, earlier: Column) -> Column:
-    """As a fraction: the difference of far times does not fit a whole number, which would end the query."""
+    """Return a fraction: the difference of distant times does not fit into an integer, which would fail the query."""
     return (F.unix_micros(later).cast("double") - F.unix_micros(earlier).cast("double")) / F.lit(_MS)
 
 
 def _as_events(frame: DataFrame) -> DataFrame:
-    """One event for each row: its stream's key is what the row is about, in the text form of streams."""
+    """Make one event of each row. The key of its stream is the text of the row's stream or namespace."""
     text = F.udf(_stream_text, "string", useArrow=False)("namespace", "key")
     return frame.select(
         text.alias("key"), F.to_json(F.struct(*COLUMNS)).alias("payload"), F.col("window_end").alias("timestamp")
@@ -334,83 +350,3 @@ def _as_events(frame: DataFrame) -> DataFrame:
 
 def _stream_text(namespace: str, key: str | None) -> str:
     return _quoted(namespace) if key is None else str(StreamId(namespace, key))
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
-
-
-class Span(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
-    """A time such as 30s, 5m, 1h or 500ms."""
-
-    name = "time"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> timedelta:
-        if isinstance(value, timedelta):
-            return value
-        found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)(ms|[smhd])", str(value), re.ASCII)
-        if found is None:
-            self.fail(f"{value!r} is no time: write it as 30s, 5m, 1h or 1d", param, ctx)
-        return timedelta(seconds=float(found[1]) * _UNITS_S[found[2]])
-
-
-class Written(NamedTuple):
-    """What a run of the query has done."""
-
-    events: int
-    """Events read."""
-    late: int
-    """Rows for a stream or a namespace that came after their window was closed."""
-
-
-@click.command("rollup")
-@place_options
-@click.option("--streams", default="*/*", show_default=True, metavar="PATTERN", help="Which, as namespace/key.")
-@click.option("--to", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Write Parquet there.")
-@click.option("--to-namespace", metavar="NS", help="Write events into streams of this namespace, as JSON.")
-@click.option("--by", type=click.Choice(["stream", "namespace", "both"]), default="both", show_default=True)
-@click.option("--window", type=Span(), default="1m", show_default=True, help="Length of a window.")
-@click.option("--watermark", type=Span(), default="1m", show_default=True, help="How late an event may come.")
-@click.option("--once", is_flag=True, help="End when what is there is counted.")
-@click.option("--every", type=Span(), default="10s", show_default=True, help="Else how often to look for more.")
-@click.option(
-    "--checkpoint", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
-    help="Where it keeps how far it is.  [default: _checkpoint in the directory of --to]",
-)  # fmt: skip
-@click.option("--start", metavar="POSITION", help="Where a new rollup starts: earliest, latest or a time.")
-@click.option("--max-events", type=click.IntRange(min=1), metavar="N", help="Of a micro-batch, at most.")
-@spark_options
-@json_option
-def command(
-    *, place: CommandPlace, streams: str, once: bool, every: timedelta, start: str | None, max_events: int | None,
-    master: str | None, spark_log: Path | None, as_json: bool, **how: Any,
-) -> None:  # fmt: skip
-    """Count events by windows of their timestamps: rates, lags and latencies of streams and namespaces.
-
-    A window is written once, when the watermark has passed its end: when a newer event was read. Whatever ends it, the
-    same command goes on where it was.
-    """
-    options = selecting(streams) | options_to_read(place)
-    more = {"start": start, "maxEventsPerTrigger": max_events}
-    options |= {name: str(value) for name, value in more.items() if value is not None}
-    with spark_session("headrace rollup", master, spark_log) as spark, events_progress("counting") as progress:
-        query = rollup(spark, **how, every=None if once else every, **options)
-        done = follow(query, progress)
-    if done.late:
-        note(f"{counted(done.late, 'row')} came too late for a window: a longer --watermark would wait for them")
-    report(done._asdict(), as_json, f"counted {counted(done.events, 'event')}")
-
-
-def follow(query: StreamingQuery, progress: Callable[[int, int], object]) -> Written:
-    """Wait until a query has ended. Raises what it failed of."""
-    seen: dict[int, tuple[int, int]] = {}
-    ended = False
-    read = 0
-    while not ended:
-        ended = bool(query.awaitTermination(1))
-        for one in query.recentProgress:
-            late = sum(state.numRowsDroppedByWatermark for state in one.stateOperators)
-            events, dropped = seen.get(one.batchId, (0, 0))
-            seen[one.batchId] = max(events, one.numInputRows), max(dropped, late)
-        read = sum(events for events, _ in seen.values())
-        progress(read, read)
-    return Written(read, sum(late for _, late in seen.values()))

@@ -24,7 +24,7 @@ class DescribeClusterRequest(_message.Message):
 
     HERE_FIELD_NUMBER: _builtins.int
     here: _builtins.bool
-    """Of the silo that is called alone, which answers at once: nobody else is asked, and no lag is counted (it is 0)."""
+    """Describe only the called silo, which answers at once: no other silo is asked, and no lag is counted (it is 0)."""
     def __init__(
         self,
         *,
@@ -45,7 +45,7 @@ class DescribeClusterResponse(_message.Message):
     CLUSTER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def cluster(self) -> Global___Cluster:
-        """As it is now."""
+        """The current description."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class WatchClusterResponse(_message.Message):
     CLUSTER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def cluster(self) -> Global___Cluster:
-        """As it is now, whole: no difference to the one before."""
+        """The whole current description, not only the changes."""
 
     def __init__(
         self,
@@ -99,27 +99,67 @@ Global___WatchClusterResponse: _TypeAlias = WatchClusterResponse  # noqa: Y015
 
 @_typing.final
 class Cluster(_message.Message):
-    """What runs where."""
+    """The silos, and the providers and queues that each serves."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SILOS_FIELD_NUMBER: _builtins.int
+    UNSERVED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def silos(self) -> _containers.RepeatedCompositeFieldContainer[Global___Silo]:
-        """All that are up, and those that died and did not come back, by name."""
+        """All running silos, and dead silos that did not come back, by name."""
+
+    @_builtins.property
+    def unserved(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnservedQueue]:
+        """The queues that no silo serves now, as far as the answering silo knows."""
 
     def __init__(
         self,
         *,
         silos: _abc.Iterable[Global___Silo] | None = ...,
+        unserved: _abc.Iterable[Global___UnservedQueue] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["silos", b"silos"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["silos", b"silos", "unserved", b"unserved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Cluster: _TypeAlias = Cluster  # noqa: Y015
+
+@_typing.final
+class UnservedQueue(_message.Message):
+    """A queue that no silo serves."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROVIDER_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    SINCE_MS_FIELD_NUMBER: _builtins.int
+    provider: _builtins.str
+    """Name of its provider."""
+    index: _builtins.int
+    """The index of the queue within the provider, from 0."""
+    reason: _builtins.str
+    """The reason."""
+    since_ms: _builtins.int
+    """For how long, in milliseconds, as far as the answering silo knows."""
+    def __init__(
+        self,
+        *,
+        provider: _builtins.str = ...,
+        index: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        since_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "provider", b"provider", "reason", b"reason", "since_ms", b"since_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnservedQueue: _TypeAlias = UnservedQueue  # noqa: Y015
 
 @_typing.final
 class Silo(_message.Message):
@@ -127,25 +167,50 @@ class Silo(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class SettingsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NAME_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     PROVIDERS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     SILENT_MS_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name, unique in the cluster."""
     address: _builtins.str
-    """Where it serves gRPC, as host:port."""
+    """The address of its gRPC server, as host:port."""
     state: _builtins.str
-    """"running", "draining", "drained", "dead" or "unreachable". Of the last two is shown what the others know."""
+    """"running", "draining", "drained", "dead" or "unreachable". For the last two, the other fields are from other silos."""
     version: _builtins.str
     """Version of headrace."""
     silent_ms: _builtins.int
-    """Since when nothing was heard of it, in milliseconds, as the cluster's store has it."""
+    """The age of its last heartbeat in the cluster's store, in milliseconds."""
     @_builtins.property
     def providers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Provider]:
-        """What it serves."""
+        """The providers that the silo serves."""
+
+    @_builtins.property
+    def settings(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """The settings that all silos of a cluster should share, as text by name. Empty for a single silo."""
 
     def __init__(
         self,
@@ -156,10 +221,11 @@ class Silo(_message.Message):
         providers: _abc.Iterable[Global___Provider] | None = ...,
         version: _builtins.str = ...,
         silent_ms: _builtins.int = ...,
+        settings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "name", b"name", "providers", b"providers", "silent_ms", b"silent_ms", "state", b"state", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "name", b"name", "providers", b"providers", "settings", b"settings", "silent_ms", b"silent_ms", "state", b"state", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -176,14 +242,14 @@ class Provider(_message.Message):
     QUEUES_FIELD_NUMBER: _builtins.int
     QUEUE_COUNT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """As requests name it."""
+    """The name, as in requests."""
     adapter: _builtins.str
-    """Its queue technology, such as "log"."""
+    """The adapter, such as "log"."""
     queue_count: _builtins.int
-    """How many it has, at all silos together."""
+    """The number of its queues, at all silos together."""
     @_builtins.property
     def queues(self) -> _containers.RepeatedCompositeFieldContainer[Global___Queue]:
-        """Those whose agents this silo has, by index."""
+        """The queues whose agents this silo has, by index."""
 
     def __init__(
         self,
@@ -223,37 +289,39 @@ class Queue(_message.Message):
     DELAYED_EVENTS_FIELD_NUMBER: _builtins.int
     DUE_IN_MS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """Its number within the provider, from 0."""
+    """The index of the queue within the provider, from 0."""
     state: _builtins.str
-    """"running", "throttled", "faulted", "starting", "idle" or "stopped"; "unknown" where its silo does not answer."""
+    """"running", "throttled", "faulted", "starting", "idle" or "stopped"; "unknown" if its silo does not answer."""
     reason: _builtins.str
-    """Why, where that is not plain."""
+    """The reason for the state, if the state alone does not say it."""
     read_offset: _builtins.int
-    """Up to where it is read, exclusive."""
+    """The offset up to which the queue was read, exclusive."""
     end_offset: _builtins.int
-    """Where it ends: the offset of what is stored next."""
+    """The queue's end: the offset that the next batch will have."""
     cached_events: _builtins.int
-    """What its cache holds."""
+    """Events in its cache."""
     cached_bytes: _builtins.int
-    """The same in bytes, as the cache's limit counts them."""
+    """Bytes in its cache, counted as for the cache's limit."""
     epoch: _builtins.int
-    """Of the lease under which it is served; 0 where one silo serves by itself."""
+    """The epoch of the lease under which the queue is served; 0 for a single silo."""
     lag_ms: _builtins.int
-    """How long ago the oldest event was stored, or was due where it had a delay, that some subscription has not finished,
-    in milliseconds; 0 where there is none, or where the adapter does not know times.
+    """The age, in milliseconds, of the oldest event that some subscription has not finished: since it was stored or, for
+    a delayed event, since it was due. 0 if there is none, or if the adapter does not know times.
     """
     cache_limit_bytes: _builtins.int
-    """What the cache may hold, in bytes."""
+    """The cache's limit, in bytes."""
     lag_batches: _builtins.int
-    """Batches from the first that some subscription has not finished to the queue's end, without what is not due yet."""
+    """Batches from the first that some subscription has not finished to the queue's end, without those that are not due
+    yet.
+    """
     lag_events: _builtins.int
-    """The same in events; 0 where the adapter does not know."""
+    """Events of these batches; 0 if the adapter does not know."""
     lag_estimated: _builtins.bool
-    """Only the first of these events were counted, and the others estimated from their batches."""
+    """Whether only the first of these events were counted, and the others estimated from their batches."""
     delayed_events: _builtins.int
-    """Events that are not due yet, in the queue or parked for it; of many in a queue it is an estimate."""
+    """Events that are not due yet, in the queue or stored for it. An estimate if a queue has many."""
     due_in_ms: _builtins.int
-    """When the first of them is due, in milliseconds from now; 0 where there is none."""
+    """The time until the first of them is due, in milliseconds; 0 if there is none."""
     def __init__(
         self,
         *,
@@ -291,10 +359,10 @@ class StopAgentsRequest(_message.Message):
     provider: _builtins.str
     """Name of the provider; empty for "default"."""
     drain_ms: _builtins.int
-    """How long what is in flight may take to end, in milliseconds; 0 for the silo's own limit."""
+    """The time limit for events in flight, in milliseconds; 0 for the silo's own limit."""
     @_builtins.property
     def queues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """None: all queues. In a cluster they stay stopped wherever they go."""
+        """The queues; empty for all. In a cluster they stay stopped, also if they go to another silo."""
 
     def __init__(
         self,
@@ -336,7 +404,7 @@ class StartAgentsRequest(_message.Message):
     """Name of the provider; empty for "default"."""
     @_builtins.property
     def queues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """None: all queues."""
+        """The queues; empty for all."""
 
     def __init__(
         self,
@@ -376,7 +444,7 @@ class DrainSiloRequest(_message.Message):
     silo: _builtins.str
     """Name of the silo; empty for the one that is called."""
     drain_ms: _builtins.int
-    """How long what is in flight may take to end, in milliseconds; 0 for the silo's own limit."""
+    """The time limit for events in flight, in milliseconds; 0 for the silo's own limit."""
     def __init__(
         self,
         *,
@@ -440,3 +508,78 @@ class UndrainSiloResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UndrainSiloResponse: _TypeAlias = UndrainSiloResponse  # noqa: Y015
+
+@_typing.final
+class ForgetSiloRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SILO_FIELD_NUMBER: _builtins.int
+    silo: _builtins.str
+    """Name of the silo."""
+    def __init__(
+        self,
+        *,
+        silo: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["silo", b"silo"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetSiloRequest: _TypeAlias = ForgetSiloRequest  # noqa: Y015
+
+@_typing.final
+class ForgetSiloResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetSiloResponse: _TypeAlias = ForgetSiloResponse  # noqa: Y015
+
+@_typing.final
+class ProbeSiloRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SILO_FIELD_NUMBER: _builtins.int
+    silo: _builtins.str
+    """Name of the silo."""
+    def __init__(
+        self,
+        *,
+        silo: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["silo", b"silo"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeSiloRequest: _TypeAlias = ProbeSiloRequest  # noqa: Y015
+
+@_typing.final
+class ProbeSiloResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HERE_FIELD_NUMBER: _builtins.int
+    here: _builtins.bool
+    """Whether the answering process is this silo."""
+    def __init__(
+        self,
+        *,
+        here: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["here", b"here"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeSiloResponse: _TypeAlias = ProbeSiloResponse  # noqa: Y015

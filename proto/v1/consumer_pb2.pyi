@@ -35,8 +35,8 @@ class SubscribeRequest(_message.Message):
     RECLAIM_FIELD_NUMBER: _builtins.int
     MOVES_HEARD_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    """The client's number of this request, where it wants to know when its acknowledgements are saved: growing within
-    the call, not necessarily by 1.
+    """The client's number of this request, to learn when its acknowledgements are saved. It grows within the call, not
+    necessarily by 1.
     """
     close: _builtins.bool
     """Nothing more is sent by the client. The silo saves, and ends the call."""
@@ -45,10 +45,10 @@ class SubscribeRequest(_message.Message):
     one queue's silo to another's.
     """
     moves_heard: _builtins.int
-    """How many responses with `moves` have come on this call so far. Where the subscription was moved meanwhile, and the
-    news of it is still on its way, what this request acknowledges or rejects was delivered before: it is refused,
-    dead letters apart. Without this field it may be taken for what is delivered again. Consumers of a silo that is one
-    of several are not fenced in this way.
+    """The number of responses with `moves` on this call so far. If the subscription was moved and the client does not
+    know it yet, this request concerns events of before: its acknowledgements and rejections are refused, except those
+    of dead letters. Without this field they may count for events that are delivered again. In a cluster, consumers are
+    not fenced in this way.
     """
     @_builtins.property
     def open(self) -> Global___Open:
@@ -56,15 +56,15 @@ class SubscribeRequest(_message.Message):
 
     @_builtins.property
     def credit(self) -> Global___Credit:
-        """Adds to what is left."""
+        """Added to the credit that is left."""
 
     @_builtins.property
     def acknowledgements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Acknowledgement]:
-        """What is done. At most 100,000, with the rejections."""
+        """The events that are done. At most 100,000, with the rejections."""
 
     @_builtins.property
     def rejections(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rejection]:
-        """What could not be processed."""
+        """The events that could not be processed."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ Global___SubscribeRequest: _TypeAlias = SubscribeRequest  # noqa: Y015
 
 @_typing.final
 class Open(_message.Message):
-    """Who attaches, and to what."""
+    """The consumer that attaches, and its subscription."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -105,10 +105,10 @@ class Open(_message.Message):
     provider: _builtins.str
     """Name of the provider; empty for "default"."""
     subscription: _builtins.str
-    """Name of the subscription; empty where `definition` has it."""
+    """Name of the subscription; empty if `definition` has it."""
     consumer: _builtins.str
     """The consumer's id: at most 100 letters, digits, dots, dashes and underscores, starting with a letter or digit.
-    Whoever comes with the same one takes over from the one before. Empty: the silo makes one and says it; with mode
+    A consumer with the same id takes over from the one before. Empty: the silo makes one and says it; with mode
     broadcast only where the client keeps positions, for else a position is stored under it.
     """
     session_timeout_ms: _builtins.int
@@ -123,7 +123,7 @@ class Open(_message.Message):
     """
     @_builtins.property
     def definition(self) -> _subscriptions_pb2.SubscriptionDefinition:
-        """Creates the subscription where it does not exist. Another definition than it has is ALREADY_EXISTS."""
+        """Creates the subscription if it does not exist. ALREADY_EXISTS if it exists with another definition."""
 
     @_builtins.property
     def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Position]:
@@ -215,9 +215,9 @@ Global___Acknowledgement: _TypeAlias = Acknowledgement  # noqa: Y015
 
 @_typing.final
 class Rejection(_message.Message):
-    """These events could not be processed. They come again, and with them what follows in their parcel and was not
-    acknowledged: a retry is not overtaken. When the subscription's retries are exhausted, its failure policy holds for
-    them.
+    """These events could not be processed. They come again, with the events that follow in their parcel and were not
+    acknowledged: no event overtakes a retry. When the subscription's retries are exhausted, its failure policy applies
+    to them.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -228,6 +228,7 @@ class Rejection(_message.Message):
     COUNT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     DELAY_MS_FIELD_NUMBER: _builtins.int
+    UNAVAILABLE_FIELD_NUMBER: _builtins.int
     queue: _builtins.int
     """The batch's queue, as it was delivered."""
     offset: _builtins.int
@@ -237,9 +238,13 @@ class Rejection(_message.Message):
     count: _builtins.int
     """How many fail together; 0 for all to the end of the batch."""
     reason: _builtins.str
-    """Kept with the dead letter."""
+    """Kept with the dead letter, as far as 4,096 characters."""
     delay_ms: _builtins.int
-    """When they come again, in milliseconds. Absent: as the retry policy says."""
+    """When they come again, in milliseconds: up to 7 days. Absent: as the retry policy says."""
+    unavailable: _builtins.bool
+    """The consumer blames a dependency that is down, not the events. It does not count for the retry policy: they come
+    again for as long as it takes.
+    """
     def __init__(
         self,
         *,
@@ -249,10 +254,11 @@ class Rejection(_message.Message):
         count: _builtins.int = ...,
         reason: _builtins.str = ...,
         delay_ms: _builtins.int | None = ...,
+        unavailable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_delay_ms", b"_delay_ms", "delay_ms", b"delay_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delay_ms", b"_delay_ms", "count", b"count", "delay_ms", b"delay_ms", "index", b"index", "offset", b"offset", "queue", b"queue", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delay_ms", b"_delay_ms", "count", b"count", "delay_ms", b"delay_ms", "index", b"index", "offset", b"offset", "queue", b"queue", "reason", b"reason", "unavailable", b"unavailable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__delay_ms: _TypeAlias = _typing.Literal["delay_ms"]  # noqa: Y015
     _WhichOneofArgType__delay_ms: _TypeAlias = _typing.Literal["_delay_ms", b"_delay_ms"]  # noqa: Y015
@@ -280,8 +286,8 @@ class SubscribeResponse(_message.Message):
     saved: _builtins.int
     """Everything acknowledged in requests with this number or below is saved."""
     moves: _builtins.int
-    """The subscription's position was moved, for the time that `Opened.moves` counts: what comes from now on may be what was
-    acknowledged before. 0 where it was not.
+    """The new value of `Opened.moves`, if the subscription's position was moved: events that come from now on may have
+    been acknowledged before. 0 if it was not moved.
     """
     @_builtins.property
     def batches(self) -> _containers.RepeatedCompositeFieldContainer[_events_pb2.EventBatch]:
@@ -301,15 +307,17 @@ class SubscribeResponse(_message.Message):
 
     @_builtins.property
     def progress(self) -> Global___Progress:
-        """How the subscription and the consumer's credit stand."""
+        """The state of the subscription and of the consumer's credit."""
 
     @_builtins.property
     def gaps(self) -> _containers.RepeatedCompositeFieldContainer[_subscriptions_pb2.Gap]:
-        """What does not come, and why."""
+        """Events that the consumer does not get, and the reason."""
 
     @_builtins.property
     def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Position]:
-        """Mode broadcast, where the client keeps positions: give them back to go on after what is acknowledged by now."""
+        """Mode broadcast, if the client keeps positions: give them back to go on after the events that are acknowledged by
+        now.
+        """
 
     @_builtins.property
     def closing(self) -> Global___Closing:
@@ -344,7 +352,7 @@ Global___SubscribeResponse: _TypeAlias = SubscribeResponse  # noqa: Y015
 
 @_typing.final
 class Opened(_message.Message):
-    """What holds for this call."""
+    """The properties of this call."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -357,16 +365,16 @@ class Opened(_message.Message):
     consumer: _builtins.str
     """The consumer's id, to be used for reconnecting."""
     session_timeout_ms: _builtins.int
-    """As it holds."""
+    """The session timeout in effect, in milliseconds."""
     heartbeat_ms: _builtins.int
     """Send something at least this often."""
     resumed: _builtins.bool
-    """The silo still knew the consumer: what it acknowledged on its last connection counts, as far as it arrived.
-    Otherwise (the silo was started again, or gave it up) what was not saved comes again, to whomever.
+    """Whether the silo still knew the consumer: acknowledgements of its last connection count if they arrived. Otherwise
+    (the silo was restarted, or removed the consumer) unsaved events come again, to any consumer.
     """
     moves: _builtins.int
-    """How often the subscription's position was moved (SeekSubscription). Where that changed, forget what was acknowledged
-    and not yet saved: it may be meant to come again.
+    """How often the subscription's position was moved (SeekSubscription). If it has changed, forget acknowledgements that
+    are not saved yet: their events may come again.
     """
     @_builtins.property
     def definition(self) -> _subscriptions_pb2.SubscriptionDefinition:
@@ -422,7 +430,7 @@ Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
 
 @_typing.final
 class Assignment(_message.Message):
-    """The queues of a consumer in mode bound. Those that left are not sent any more; what is in flight of them may still be
+    """The queues of a consumer in mode bound. Events of other queues are not sent any more; those in flight may still be
     acknowledged.
     """
 
@@ -474,9 +482,9 @@ class Progress(_message.Message):
     needed_bytes: _builtins.int
     """Events wait, and the credit is too small for the next one, which needs so many bytes. 0 where none waits for credit."""
     waiting: _builtins.bool
-    """Events wait, and nobody has credit for them."""
+    """Events wait, and no consumer has credit for them."""
     needed_events: _builtins.int
-    """As needed_bytes: of what the consumer held before it came back, and gets again as one."""
+    """As needed_bytes, for the events that the consumer held before it came back, and gets again together."""
     @_builtins.property
     def queues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Of a call from another silo: the queues that this is said of."""
@@ -504,7 +512,7 @@ Global___Progress: _TypeAlias = Progress  # noqa: Y015
 
 @_typing.final
 class Position(_message.Message):
-    """Where a client that keeps positions is in a queue. The token is for the silo only."""
+    """The position in a queue of a client that keeps positions. Only the silo can read the token."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -537,7 +545,7 @@ class Closing(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     SETTLED_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """For people: why."""
+    """For people: the reason."""
     settled: _builtins.bool
     """Nothing is in the consumer's hands, and everything it acknowledged is saved."""
     def __init__(
@@ -567,6 +575,7 @@ class PullRequest(_message.Message):
     SESSION_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     ACKNOWLEDGEMENTS_FIELD_NUMBER: _builtins.int
     REJECTIONS_FIELD_NUMBER: _builtins.int
+    LEAVE_FIELD_NUMBER: _builtins.int
     provider: _builtins.str
     """Name of the provider; empty for "default"."""
     subscription: _builtins.str
@@ -578,16 +587,20 @@ class PullRequest(_message.Message):
     max_bytes: _builtins.int
     """At most; 0 for 1 MiB. One event is returned though it is larger."""
     wait_ms: _builtins.int
-    """How long to wait while there is nothing, in milliseconds; the call's deadline counts, too."""
+    """How long to wait while there is nothing, in milliseconds, at most a day; the call's deadline counts, too."""
     session_timeout_ms: _builtins.int
     """As in Open."""
+    leave: _builtins.bool
+    """The consumer ends: the silo saves its acknowledgements, gives its events in flight to other consumers at once, and
+    returns no events. Without this the silo waits for the consumer until its session timeout.
+    """
     @_builtins.property
     def acknowledgements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Acknowledgement]:
-        """For what an earlier call returned."""
+        """For events that an earlier call returned."""
 
     @_builtins.property
     def rejections(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rejection]:
-        """For what an earlier call returned."""
+        """For events that an earlier call returned."""
 
     def __init__(
         self,
@@ -601,10 +614,11 @@ class PullRequest(_message.Message):
         session_timeout_ms: _builtins.int = ...,
         acknowledgements: _abc.Iterable[Global___Acknowledgement] | None = ...,
         rejections: _abc.Iterable[Global___Rejection] | None = ...,
+        leave: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledgements", b"acknowledgements", "consumer", b"consumer", "max_bytes", b"max_bytes", "max_events", b"max_events", "provider", b"provider", "rejections", b"rejections", "session_timeout_ms", b"session_timeout_ms", "subscription", b"subscription", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledgements", b"acknowledgements", "consumer", b"consumer", "leave", b"leave", "max_bytes", b"max_bytes", "max_events", b"max_events", "provider", b"provider", "rejections", b"rejections", "session_timeout_ms", b"session_timeout_ms", "subscription", b"subscription", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -661,11 +675,11 @@ class AcknowledgeRequest(_message.Message):
     """As in the PullRequest."""
     @_builtins.property
     def acknowledgements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Acknowledgement]:
-        """What is done."""
+        """The events that are done."""
 
     @_builtins.property
     def rejections(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rejection]:
-        """What could not be processed."""
+        """The events that could not be processed."""
 
     def __init__(
         self,

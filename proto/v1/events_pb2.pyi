@@ -20,12 +20,12 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class EventBatch(_message.Message):
-    """Events of one stream, published together: what is stored, cached and delivered as a unit.
+    """Events of one stream, published together: the unit that is stored, cached and delivered.
 
     The layout is columnar so that a reader takes sizes and payload without touching a row: fixed-width columns are
     packed little-endian arrays, and all payloads are one field. A producer writes namespace and key first and payload
-    last; a reader accepts any order, as protobuf requires. Fields 16 to 20 are appended by whoever hands the batch
-    on: protobuf messages may be extended by concatenation.
+    last; a reader accepts any order, as protobuf requires. Fields 16 to 20 are appended by the process that delivers the
+    batch: protobuf messages may be extended by concatenation.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -58,39 +58,41 @@ class EventBatch(_message.Message):
     queue: _builtins.int
     """The queue, from 0."""
     attempt: _builtins.int
-    """Which delivery of its first event this is, from 2. Absent for the first one."""
+    """The number of this delivery of the first event, from 2. Absent for the first delivery."""
     redriven: _builtins.bool
-    """A dead letter, delivered once more. It is out of line: no part of a parcel, and before or behind events that are
-    later or earlier in its stream.
+    """The batch is a dead letter that is delivered once more. It is out of line: not part of a parcel, and not in the
+    order of its stream.
     """
     delay_us: _builtins.int
-    """When to deliver it. Only the producer sets these, for all events of the batch, and only for a provider whose adapter
-    can do it: any other one refuses the batch with FAILED_PRECONDITION, and stores nothing.
+    """The schedule of the delivery. Only the producer sets these fields, for all events of the batch, and only for a
+    provider that supports them: other providers refuse the batch with FAILED_PRECONDITION, and store nothing.
 
-    Not before so many microseconds after it is stored.
+    The delay: the least time between storing and delivery, in microseconds.
     """
     priority: _builtins.int
-    """From 0 to 99: of what is due, the highest goes first."""
+    """The priority, from 0 to 99: of the events that are due, the highest priority comes first."""
     @_builtins.property
     def sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Size of each event's payload in bytes; its length is the number of events."""
 
     @_builtins.property
     def timestamps_us(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """When each event happened, in microseconds since 1970-01-01 UTC: one per event, or a single one that holds for all."""
+        """When each event happened, in microseconds since 1970-01-01 UTC: one per event, or a single one that holds for all. In
+        the years 1 to 9999.
+        """
 
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Id of each event, "" where it has none. Absent where no event has one."""
+        """Id of each event, "" for none; at most 1,024 bytes each. Absent if no event has one."""
 
     @_builtins.property
     def headers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Headers]:
-        """Headers of each event. Absent where no event has any."""
+        """Headers of each event: at most 128, and 64 KiB of names and values together. Absent if no event has any."""
 
     @_builtins.property
     def indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Index of each event in the batch as it was published, where only some of its events are delivered: the others are
-        done, or come later. Absent where all are delivered: then they are 0, 1, 2 and so on.
+        """Index of each event in the published batch, if only some of its events are delivered: the others are done, or come
+        later. Absent if all are delivered: then the indices are 0, 1, 2 and so on.
         """
 
     def __init__(

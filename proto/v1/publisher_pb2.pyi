@@ -29,14 +29,16 @@ class ProducerSequence(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     PREVIOUS_FIELD_NUMBER: _builtins.int
     producer: _builtins.str
-    """The producer's id: unique, as a UUID is, and kept over reconnections."""
+    """The producer's id: 1 to 128 bytes, unique, as a UUID is, and kept over reconnections. It belongs to the client that
+    calls: another client that uses the same id is another producer.
+    """
     number: _builtins.int
-    """Number of this request, above that of the producer's request before, which makes it at least 1. A request whose
-    number was stored already stores nothing.
+    """Number of this request, above that of the producer's request before, which makes it at least 1; at most 2^63 - 1. A
+    request whose number was stored already stores nothing.
     """
     previous: _builtins.int
-    """Number of the producer's last request before this one, 0 for the first. Where another was stored last, the request
-    is refused with FAILED_PRECONDITION: an earlier one is missing.
+    """Number of the producer's last request before this one, 0 for the first. If another request was stored last, this
+    request is refused with FAILED_PRECONDITION: an earlier one is missing.
     """
     def __init__(
         self,
@@ -64,7 +66,7 @@ class PublishRequest(_message.Message):
     """Name of the provider; empty for "default"."""
     @_builtins.property
     def sequence(self) -> Global___ProducerSequence:
-        """Where it is given, the request is all or nothing, and storing it again stores nothing."""
+        """With a sequence, the request is stored as a whole or not at all, and a second time stores nothing."""
 
     @_builtins.property
     def batches(self) -> _containers.RepeatedCompositeFieldContainer[_events_pb2.EventBatch]:
@@ -111,7 +113,7 @@ Global___PublishResponse: _TypeAlias = PublishResponse  # noqa: Y015
 
 @_typing.final
 class Receipt(_message.Message):
-    """Where a batch is stored."""
+    """The position of a stored batch."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -121,9 +123,9 @@ class Receipt(_message.Message):
     queue: _builtins.int
     """The queue of its stream, from 0."""
     offset: _builtins.int
-    """Its position in the queue. Absent for a duplicate whose place is no longer known."""
+    """Its offset in the queue. Absent for a duplicate whose offset is no longer known."""
     duplicate: _builtins.bool
-    """It was stored before, by an earlier request with the same sequence."""
+    """Whether the batch was stored before, by an earlier request with the same sequence."""
     def __init__(
         self,
         *,
@@ -181,11 +183,11 @@ class PublishStreamResponse(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def receipts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Receipt]:
-        """One for each batch of the request, in order; none where it failed."""
+        """One for each batch of the request, in order; none if it failed."""
 
     @_builtins.property
     def error(self) -> Global___PublishError:
-        """Why the request failed. Absent where it was stored."""
+        """The reason why the request failed. Absent if it was stored."""
 
     def __init__(
         self,
@@ -231,7 +233,7 @@ class GetProducerResponse(_message.Message):
 
     NUMBER_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    """Number of its request that was stored last; 0 where none is known."""
+    """Number of its last stored request; 0 if none is known."""
     def __init__(
         self,
         *,
@@ -247,7 +249,7 @@ Global___GetProducerResponse: _TypeAlias = GetProducerResponse  # noqa: Y015
 
 @_typing.final
 class PublishError(_message.Message):
-    """Why one request of a stream failed."""
+    """The error of one request of a stream."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -260,7 +262,7 @@ class PublishError(_message.Message):
     code: _builtins.str
     """Stable code, such as "payload_too_large"."""
     message: _builtins.str
-    """For people: what was wrong and what to do."""
+    """For people: the error, and how to solve it."""
     retryable: _builtins.bool
     """Whether the same request may succeed later."""
     def __init__(

@@ -28,7 +28,7 @@ class GetQueuesRequest(_message.Message):
     provider: _builtins.str
     """Name of the provider; empty for "default"."""
     time_us: _builtins.int
-    """Also look for what was stored at or after this time, in microseconds since 1970-01-01 UTC by the store's clock."""
+    """Also find the first batch stored at or after this time, in microseconds since 1970-01-01 UTC by the store's clock."""
     def __init__(
         self,
         *,
@@ -69,7 +69,7 @@ Global___GetQueuesResponse: _TypeAlias = GetQueuesResponse  # noqa: Y015
 
 @_typing.final
 class QueueRange(_message.Message):
-    """What a queue retains."""
+    """The offsets that a queue retains."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -78,16 +78,29 @@ class QueueRange(_message.Message):
     EVENTS_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     TIME_OFFSET_FIELD_NUMBER: _builtins.int
+    PASSED_FIELD_NUMBER: _builtins.int
     first_offset: _builtins.int
-    """The first offset."""
+    """The first offset. For a caller that may not subscribe to, or manage, all namespaces: the offset of the first batch
+    that it may see.
+    """
     next_offset: _builtins.int
-    """The offset that the next batch will have: one behind the last."""
+    """The offset that the next batch will have: one behind the last. For such a caller: one behind the last batch that it
+    may see. All that it may read is below.
+    """
     events: _builtins.int
     """Events. Absent where the adapter does not know, or the caller may not subscribe to all namespaces."""
     bytes: _builtins.int
     """The same in bytes of encoded batches."""
     time_offset: _builtins.int
-    """Where the request has `time_us`: the offset of the first batch stored at or after it, or `next_offset`."""
+    """If the request has `time_us`: the offset of the first batch stored at or after it that the caller may see, or
+    `next_offset`.
+    """
+    @_builtins.property
+    def passed(self) -> _containers.RepeatedCompositeFieldContainer[Global___PassedRange]:
+        """The ranges from `first_offset` up to `next_offset` that were damaged and that an operator passed. Read leaves them
+        out.
+        """
+
     def __init__(
         self,
         *,
@@ -96,10 +109,11 @@ class QueueRange(_message.Message):
         events: _builtins.int | None = ...,
         bytes: _builtins.int | None = ...,
         time_offset: _builtins.int | None = ...,
+        passed: _abc.Iterable[Global___PassedRange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bytes", b"_bytes", "_events", b"_events", "_time_offset", b"_time_offset", "bytes", b"bytes", "events", b"events", "time_offset", b"time_offset"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bytes", b"_bytes", "_events", b"_events", "_time_offset", b"_time_offset", "bytes", b"bytes", "events", b"events", "first_offset", b"first_offset", "next_offset", b"next_offset", "time_offset", b"time_offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bytes", b"_bytes", "_events", b"_events", "_time_offset", b"_time_offset", "bytes", b"bytes", "events", b"events", "first_offset", b"first_offset", "next_offset", b"next_offset", "passed", b"passed", "time_offset", b"time_offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bytes: _TypeAlias = _typing.Literal["bytes"]  # noqa: Y015
     _WhichOneofArgType__bytes: _TypeAlias = _typing.Literal["_bytes", b"_bytes"]  # noqa: Y015
@@ -115,6 +129,32 @@ class QueueRange(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__time_offset) -> _WhichOneofReturnType__time_offset | None: ...
 
 Global___QueueRange: _TypeAlias = QueueRange  # noqa: Y015
+
+@_typing.final
+class PassedRange(_message.Message):
+    """Offsets of damaged batches."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_OFFSET_FIELD_NUMBER: _builtins.int
+    END_OFFSET_FIELD_NUMBER: _builtins.int
+    start_offset: _builtins.int
+    """The first offset."""
+    end_offset: _builtins.int
+    """One behind the last offset."""
+    def __init__(
+        self,
+        *,
+        start_offset: _builtins.int = ...,
+        end_offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_offset", b"end_offset", "start_offset", b"start_offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PassedRange: _TypeAlias = PassedRange  # noqa: Y015
 
 @_typing.final
 class ReachRequest(_message.Message):
@@ -135,9 +175,9 @@ class ReachRequest(_message.Message):
     end_offset: _builtins.int
     """One behind the last."""
     max_events: _builtins.int
-    """At most so many events; absent for no limit. Only streams that the caller may subscribe to are counted."""
+    """The most events; absent for no limit. Only streams that the caller may subscribe to are counted."""
     max_bytes: _builtins.int
-    """At most so many bytes of encoded batches; absent for no limit. Counted as the events."""
+    """The most bytes of encoded batches, of the same streams; absent for no limit."""
     def __init__(
         self,
         *,
@@ -169,8 +209,8 @@ class ReachResponse(_message.Message):
 
     END_OFFSET_FIELD_NUMBER: _builtins.int
     end_offset: _builtins.int
-    """One behind the last batch that is within both limits, at most the request's; above `start_offset`, unless there is
-    nothing. It may be lower than it could be where that would take long to find out: ask again from there.
+    """One behind the last batch within both limits; at most the request's end, and above `start_offset` unless there is
+    nothing. If the search would take long, it is lower than possible: ask again from there.
     """
     def __init__(
         self,
@@ -201,7 +241,7 @@ class ReadRequest(_message.Message):
     start_offset: _builtins.int
     """The first offset."""
     end_offset: _builtins.int
-    """One behind the last, which is there: at most the queue's `next_offset`."""
+    """One behind the last; at most the queue's `next_offset`."""
     selector: _builtins.str
     """Streams: namespace/key, where * stands for any text and ? for any one character, as a subscription's selector."""
     def __init__(
@@ -235,7 +275,7 @@ class ReadResponse(_message.Message):
 
     @_builtins.property
     def head(self) -> Global___ReadHead:
-        """What is said of them. In the encoded message it comes first, and the batches follow with nothing in between."""
+        """A description of the batches. In the encoded message it comes first, directly followed by the batches."""
 
     def __init__(
         self,
@@ -253,8 +293,8 @@ Global___ReadResponse: _TypeAlias = ReadResponse  # noqa: Y015
 
 @_typing.final
 class ReadHead(_message.Message):
-    """How far a response goes, and where its batches are: for readers that take them from the encoded message as they are,
-    without decoding one. The columns have a value for each batch.
+    """The end of a response, and the positions of its batches, for readers that take them from the encoded message without
+    decoding them. The columns have a value for each batch.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -266,20 +306,20 @@ class ReadHead(_message.Message):
     COUNTS_FIELD_NUMBER: _builtins.int
     OFFSETS_FIELD_NUMBER: _builtins.int
     next_offset: _builtins.int
-    """Everything selected below this was sent: where to go on after an interruption. The last response has the request's
-    `end_offset`.
+    """All selected batches below this offset were sent: go on from here after an interruption. The last response has the
+    request's `end_offset`.
     """
     @_builtins.property
     def starts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Where the batch begins, in bytes from the end of this head in the encoded response."""
+        """The start of the batch, in bytes from the end of this head in the encoded response."""
 
     @_builtins.property
     def sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """How many bytes it has without what was appended: offset and queue."""
+        """Its size in bytes, without the appended fields offset and queue."""
 
     @_builtins.property
     def prefixes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """How many of its bytes, from its first, are the fields namespace and key; 0 where they are not its first."""
+        """The size of the fields namespace and key at its start, in bytes; 0 if they are not at its start."""
 
     @_builtins.property
     def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

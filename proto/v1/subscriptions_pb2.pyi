@@ -26,25 +26,25 @@ class _Mode:
 class _ModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Mode.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     MODE_UNSPECIFIED: _Mode.ValueType  # 0
-    """As shared."""
+    """The same as shared."""
     MODE_SHARED: _Mode.ValueType  # 1
     """The next events of any stream go to a consumer with credit. The default."""
     MODE_BOUND: _Mode.ValueType  # 2
     """The queues are dealt out to the consumers, so all events of a stream go to the same one."""
     MODE_BROADCAST: _Mode.ValueType  # 3
-    """Every consumer gets everything, each with a position of its own."""
+    """Every consumer gets all events, each with its own position."""
 
 class Mode(_Mode, metaclass=_ModeEnumTypeWrapper):
     """How the consumers of a subscription share its events."""
 
 MODE_UNSPECIFIED: Mode.ValueType  # 0
-"""As shared."""
+"""The same as shared."""
 MODE_SHARED: Mode.ValueType  # 1
 """The next events of any stream go to a consumer with credit. The default."""
 MODE_BOUND: Mode.ValueType  # 2
 """The queues are dealt out to the consumers, so all events of a stream go to the same one."""
 MODE_BROADCAST: Mode.ValueType  # 3
-"""Every consumer gets everything, each with a position of its own."""
+"""Every consumer gets all events, each with its own position."""
 Global___Mode: _TypeAlias = Mode  # noqa: Y015
 
 class _OnFailure:
@@ -54,11 +54,11 @@ class _OnFailure:
 class _OnFailureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OnFailure.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ON_FAILURE_UNSPECIFIED: _OnFailure.ValueType  # 0
-    """As dead letter."""
+    """The same as dead letter."""
     ON_FAILURE_DEAD_LETTER: _OnFailure.ValueType  # 1
-    """It is kept as a dead letter. The default."""
+    """The event is kept as a dead letter. The default."""
     ON_FAILURE_SKIP: _OnFailure.ValueType  # 2
-    """It is skipped, and a gap record says so."""
+    """The event is skipped, and a gap record is stored."""
     ON_FAILURE_PAUSE: _OnFailure.ValueType  # 3
     """Its stream is paused until it is resumed."""
 
@@ -66,11 +66,11 @@ class OnFailure(_OnFailure, metaclass=_OnFailureEnumTypeWrapper):
     """What happens to an event when its retries are exhausted."""
 
 ON_FAILURE_UNSPECIFIED: OnFailure.ValueType  # 0
-"""As dead letter."""
+"""The same as dead letter."""
 ON_FAILURE_DEAD_LETTER: OnFailure.ValueType  # 1
-"""It is kept as a dead letter. The default."""
+"""The event is kept as a dead letter. The default."""
 ON_FAILURE_SKIP: OnFailure.ValueType  # 2
-"""It is skipped, and a gap record says so."""
+"""The event is skipped, and a gap record is stored."""
 ON_FAILURE_PAUSE: OnFailure.ValueType  # 3
 """Its stream is paused until it is resumed."""
 Global___OnFailure: _TypeAlias = OnFailure  # noqa: Y015
@@ -82,26 +82,26 @@ class _SlowConsumer:
 class _SlowConsumerEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SlowConsumer.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     SLOW_CONSUMER_UNSPECIFIED: _SlowConsumer.ValueType  # 0
-    """Detach where the queues can rewind, else throttle."""
+    """Detach if the queues can rewind, else throttle."""
     SLOW_CONSUMER_THROTTLE: _SlowConsumer.ValueType  # 1
     """The cache fills, and reading slows down to the slowest."""
     SLOW_CONSUMER_DETACH: _SlowConsumer.ValueType  # 2
-    """It leaves the cache and reads its own way through the queue."""
+    """The subscription leaves the cache and reads the queue by itself."""
 
 class SlowConsumer(_SlowConsumer, metaclass=_SlowConsumerEnumTypeWrapper):
     """What happens when a subscription is too slow for the silo's cache."""
 
 SLOW_CONSUMER_UNSPECIFIED: SlowConsumer.ValueType  # 0
-"""Detach where the queues can rewind, else throttle."""
+"""Detach if the queues can rewind, else throttle."""
 SLOW_CONSUMER_THROTTLE: SlowConsumer.ValueType  # 1
 """The cache fills, and reading slows down to the slowest."""
 SLOW_CONSUMER_DETACH: SlowConsumer.ValueType  # 2
-"""It leaves the cache and reads its own way through the queue."""
+"""The subscription leaves the cache and reads the queue by itself."""
 Global___SlowConsumer: _TypeAlias = SlowConsumer  # noqa: Y015
 
 @_typing.final
 class Start(_message.Message):
-    """Where a subscription starts, or is moved to. Nothing set: at the end."""
+    """The start position of a subscription, or the target of a seek. Nothing set: the end."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -110,13 +110,13 @@ class Start(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     TIME_US_FIELD_NUMBER: _builtins.int
     earliest: _builtins.bool
-    """The first event that is still there."""
+    """The first retained event."""
     latest: _builtins.bool
-    """What is published from now on."""
+    """Events that are published from now on."""
     token: _builtins.str
     """A position in the queue of the one stream that is selected, as OFFSET or OFFSET.INDEX."""
     time_us: _builtins.int
-    """The first event stored at or after this time, in microseconds since 1970-01-01 UTC."""
+    """The first event stored at or after this time, in microseconds since 1970-01-01 UTC. In the years 1 to 9999."""
     def __init__(
         self,
         *,
@@ -147,15 +147,15 @@ class RetryPolicy(_message.Message):
     MAX_DELAY_S_FIELD_NUMBER: _builtins.int
     MULTIPLIER_FIELD_NUMBER: _builtins.int
     max_attempts: _builtins.int
-    """Deliveries of one event at the most, the first included. Absent: 8."""
+    """Deliveries of one event at the most, the first included: 1 to 2,147,483,647. Absent: 8."""
     max_elapsed_s: _builtins.float
-    """Give up when this long has passed since the first attempt, in seconds. Absent: 300."""
+    """Give up when this long has passed since the first attempt, in seconds: up to 36,500 days. Absent: 300."""
     initial_delay_s: _builtins.float
-    """Absent: 0.1."""
+    """Before the second attempt, in seconds: up to 30 days. Absent: 0.1."""
     max_delay_s: _builtins.float
-    """Absent: 30."""
+    """Between two attempts at the most, in seconds: up to 30 days. Absent: 30."""
     multiplier: _builtins.float
-    """Absent: 2."""
+    """By which the delay grows: 1 to 1,000,000. Absent: 2."""
     def __init__(
         self,
         *,
@@ -194,7 +194,9 @@ Global___RetryPolicy: _TypeAlias = RetryPolicy  # noqa: Y015
 
 @_typing.final
 class SubscriptionDefinition(_message.Message):
-    """What a subscription is. Two are equal where all fields are, an absent one counting as what it stands for."""
+    """A subscription's definition. Two definitions are equal if all fields are equal; an absent field counts as its
+    default.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -206,10 +208,11 @@ class SubscriptionDefinition(_message.Message):
     SLOW_CONSUMER_FIELD_NUMBER: _builtins.int
     MODE_FIELD_NUMBER: _builtins.int
     FILTER_FIELD_NUMBER: _builtins.int
+    CIRCUIT_BREAKER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Letters, digits, dot, dash and underscore, at most 128, starting with a letter or digit."""
     selector: _builtins.str
-    """Which streams: namespace/key, where * stands for any text and ? for one character."""
+    """Which streams: namespace/key, where * stands for any text and ? for one character. At most 8,192 characters."""
     on_failure: Global___OnFailure.ValueType
     """What happens when the retries are exhausted."""
     slow_consumer: Global___SlowConsumer.ValueType
@@ -218,13 +221,15 @@ class SubscriptionDefinition(_message.Message):
     """How its consumers share its events."""
     filter: _builtins.str
     """Set by the silo: the name of a filter function, for a subscription of a handler in the silo."""
+    circuit_breaker: _builtins.bool
+    """Whether the subscription is held while deliveries of many streams fail. Absent: yes."""
     @_builtins.property
     def start(self) -> Global___Start:
-        """Where it begins. Absent: at the end."""
+        """The start position. Absent: the end."""
 
     @_builtins.property
     def retry(self) -> Global___RetryPolicy:
-        """Absent: with the values named there."""
+        """The retry policy. Absent: with its defaults."""
 
     def __init__(
         self,
@@ -237,12 +242,15 @@ class SubscriptionDefinition(_message.Message):
         slow_consumer: Global___SlowConsumer.ValueType = ...,
         mode: Global___Mode.ValueType = ...,
         filter: _builtins.str = ...,
+        circuit_breaker: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["retry", b"retry", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_circuit_breaker", b"_circuit_breaker", "circuit_breaker", b"circuit_breaker", "retry", b"retry", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "mode", b"mode", "name", b"name", "on_failure", b"on_failure", "retry", b"retry", "selector", b"selector", "slow_consumer", b"slow_consumer", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_circuit_breaker", b"_circuit_breaker", "circuit_breaker", b"circuit_breaker", "filter", b"filter", "mode", b"mode", "name", b"name", "on_failure", b"on_failure", "retry", b"retry", "selector", b"selector", "slow_consumer", b"slow_consumer", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__circuit_breaker: _TypeAlias = _typing.Literal["circuit_breaker"]  # noqa: Y015
+    _WhichOneofArgType__circuit_breaker: _TypeAlias = _typing.Literal["_circuit_breaker", b"_circuit_breaker"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__circuit_breaker) -> _WhichOneofReturnType__circuit_breaker | None: ...
 
 Global___SubscriptionDefinition: _TypeAlias = SubscriptionDefinition  # noqa: Y015
 
@@ -278,7 +286,7 @@ class CreateSubscriptionResponse(_message.Message):
 
     CREATED_FIELD_NUMBER: _builtins.int
     created: _builtins.bool
-    """Whether it was made now."""
+    """Whether it was created by this call."""
     def __init__(
         self,
         *,
@@ -340,7 +348,7 @@ Global___GetSubscriptionResponse: _TypeAlias = GetSubscriptionResponse  # noqa: 
 
 @_typing.final
 class Subscription(_message.Message):
-    """A subscription as it stands."""
+    """A subscription and its state."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -349,21 +357,26 @@ class Subscription(_message.Message):
     CONSUMERS_FIELD_NUMBER: _builtins.int
     DEAD_LETTERS_FIELD_NUMBER: _builtins.int
     GAPS_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     dead_letters: _builtins.int
-    """How many of its events were given up on and kept."""
+    """The number of its dead letters."""
     gaps: _builtins.int
-    """How many records there are of events that it does not get."""
+    """The number of its gap records."""
     @_builtins.property
     def definition(self) -> Global___SubscriptionDefinition:
-        """As it is stored."""
+        """The stored definition."""
 
     @_builtins.property
     def progress(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueProgress]:
-        """Where it stands, by queue."""
+        """Its positions, by queue."""
 
     @_builtins.property
     def consumers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Consumer]:
-        """The consumers attached at present. None where a handler in the silo is served, or nobody."""
+        """The consumers that are attached now. Empty also if a handler in the silo serves the subscription."""
+
+    @_builtins.property
+    def held(self) -> Global___Held:
+        """Set while the silo that answers holds the subscription."""
 
     def __init__(
         self,
@@ -373,18 +386,53 @@ class Subscription(_message.Message):
         consumers: _abc.Iterable[Global___Consumer] | None = ...,
         dead_letters: _builtins.int = ...,
         gaps: _builtins.int = ...,
+        held: Global___Held | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["definition", b"definition"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["definition", b"definition", "held", b"held"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumers", b"consumers", "dead_letters", b"dead_letters", "definition", b"definition", "gaps", b"gaps", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumers", b"consumers", "dead_letters", b"dead_letters", "definition", b"definition", "gaps", b"gaps", "held", b"held", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Subscription: _TypeAlias = Subscription  # noqa: Y015
 
 @_typing.final
+class Held(_message.Message):
+    """The state of a circuit breaker that holds a subscription: deliveries of many streams failed, and no event is given
+    up.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    SINCE_US_FIELD_NUMBER: _builtins.int
+    RESUMING_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """The failure that held it last."""
+    since_us: _builtins.int
+    """When it was held, in microseconds since 1970-01-01 UTC."""
+    resuming: _builtins.bool
+    """Whether a delivery succeeded since, and deliveries begin again at a rate that grows."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        since_us: _builtins.int = ...,
+        resuming: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "resuming", b"resuming", "since_us", b"since_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Held: _TypeAlias = Held  # noqa: Y015
+
+@_typing.final
 class QueueProgress(_message.Message):
-    """A subscription's position in one queue."""
+    """A subscription's position in one queue. A caller that may not subscribe to, or manage, all namespaces is told offsets
+    up to one behind the last batch that it may see; 0 if the adapter cannot go back to look.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -395,6 +443,7 @@ class QueueProgress(_message.Message):
     STREAMS_BEHIND_FIELD_NUMBER: _builtins.int
     STREAMS_PAUSED_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
+    FAULT_FIELD_NUMBER: _builtins.int
     queue: _builtins.int
     """The queue, from 0."""
     next_offset: _builtins.int
@@ -402,11 +451,13 @@ class QueueProgress(_message.Message):
     watermark: _builtins.int
     """The lowest offset that is not done."""
     end_offset: _builtins.int
-    """Where the queue ends: the offset of what is stored next."""
+    """The queue's end: the offset that the next batch will have."""
     streams_behind: _builtins.int
     """How many streams have something below `next_offset` that is not done."""
     streams_paused: _builtins.int
     """How many of those are paused after a failure."""
+    fault: _builtins.str
+    """The damaged record behind which the subscription cannot go on, with queue and offset. Empty: there is none."""
     @_builtins.property
     def paused(self) -> _containers.RepeatedCompositeFieldContainer[Global___PausedStream]:
         """The first of them: 100 at the most."""
@@ -421,10 +472,11 @@ class QueueProgress(_message.Message):
         streams_behind: _builtins.int = ...,
         streams_paused: _builtins.int = ...,
         paused: _abc.Iterable[Global___PausedStream] | None = ...,
+        fault: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_offset", b"end_offset", "next_offset", b"next_offset", "paused", b"paused", "queue", b"queue", "streams_behind", b"streams_behind", "streams_paused", b"streams_paused", "watermark", b"watermark"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_offset", b"end_offset", "fault", b"fault", "next_offset", b"next_offset", "paused", b"paused", "queue", b"queue", "streams_behind", b"streams_behind", "streams_paused", b"streams_paused", "watermark", b"watermark"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -439,7 +491,7 @@ class PausedStream(_message.Message):
     STREAM_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """Why."""
+    """The reason."""
     @_builtins.property
     def stream(self) -> Global___StreamName:
         """The stream."""
@@ -470,16 +522,21 @@ class Consumer(_message.Message):
     CREDIT_BYTES_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_EVENTS_FIELD_NUMBER: _builtins.int
     QUEUES_FIELD_NUMBER: _builtins.int
+    BLOCKED_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """As it attached, or as the silo named it."""
+    """The consumer's id, from the consumer or made by the silo."""
     connected: _builtins.bool
-    """Whether it has a connection now; one without is waited for."""
+    """Whether it has a connection now. The silo waits for a consumer without one."""
     credit_events: _builtins.int
     """Credit that is left."""
     credit_bytes: _builtins.int
     """The same in bytes."""
     in_flight_events: _builtins.int
     """Sent, and not yet acknowledged."""
+    blocked: _builtins.str
+    """For people: why the silo sends it nothing although it has credit. Empty: nothing but missing credit or events keeps
+    it from being sent some.
+    """
     @_builtins.property
     def queues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Mode bound: its queues."""
@@ -493,10 +550,11 @@ class Consumer(_message.Message):
         credit_bytes: _builtins.int = ...,
         in_flight_events: _builtins.int = ...,
         queues: _abc.Iterable[_builtins.int] | None = ...,
+        blocked: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "credit_bytes", b"credit_bytes", "credit_events", b"credit_events", "id", b"id", "in_flight_events", b"in_flight_events", "queues", b"queues"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocked", b"blocked", "connected", b"connected", "credit_bytes", b"credit_bytes", "credit_events", b"credit_events", "id", b"id", "in_flight_events", b"in_flight_events", "queues", b"queues"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -511,7 +569,7 @@ class ListSubscriptionsRequest(_message.Message):
     provider: _builtins.str
     """Name of the provider; empty for "default"."""
     after_name: _builtins.str
-    """Those with a greater name: go on from the last one's."""
+    """Return only subscriptions with a greater name: for the next page, pass the last name."""
     def __init__(
         self,
         *,
@@ -600,7 +658,7 @@ class SeekSubscriptionRequest(_message.Message):
     """Name of the subscription."""
     @_builtins.property
     def to(self) -> Global___Start:
-        """Where it goes on. A token only where the subscription selects one stream."""
+        """The new position. A token is allowed only if the subscription selects one stream."""
 
     def __init__(
         self,
@@ -781,11 +839,11 @@ class DeadLetter(_message.Message):
     payload: _builtins.bytes
     """As it was published."""
     event_id: _builtins.str
-    """"" where it has none."""
+    """Its id; "" for none."""
     timestamp_us: _builtins.int
     """Microseconds since 1970-01-01 UTC, as all times."""
     reason: _builtins.str
-    """What its last delivery failed with."""
+    """The error of its last delivery."""
     attempts: _builtins.int
     """How often it was delivered."""
     failed_at_us: _builtins.int
@@ -838,7 +896,7 @@ class ListDeadLettersRequest(_message.Message):
     limit: _builtins.int
     """At most so many; 0 for 100. At most 1,000, and no more than fit into a message."""
     after_id: _builtins.int
-    """Those with a greater id: go on from the last one's."""
+    """Return only dead letters with a greater id: for the next page, pass the last id."""
     def __init__(
         self,
         *,
@@ -890,7 +948,7 @@ class RedriveDeadLettersRequest(_message.Message):
     """Name of the subscription."""
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """None: all."""
+        """The ids; empty for all."""
 
     def __init__(
         self,
@@ -913,7 +971,7 @@ class RedriveDeadLettersResponse(_message.Message):
 
     COUNT_FIELD_NUMBER: _builtins.int
     count: _builtins.int
-    """How many there are of those."""
+    """How many of them were found."""
     def __init__(
         self,
         *,
@@ -940,7 +998,7 @@ class DeleteDeadLettersRequest(_message.Message):
     subscription: _builtins.str
     """Name of the subscription; it may be deleted by now."""
     all: _builtins.bool
-    """Has to be set where `ids` is empty: delete all."""
+    """Delete all. Required if `ids` is empty."""
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Which ones."""
@@ -993,7 +1051,7 @@ class ListGapsRequest(_message.Message):
     subscription: _builtins.str
     """Name of the subscription."""
     skip: _builtins.int
-    """Without so many of the first ones: go on behind those that are known."""
+    """The number of first records to leave out: for the next page, pass the number of known records."""
     def __init__(
         self,
         *,
@@ -1033,7 +1091,7 @@ Global___ListGapsResponse: _TypeAlias = ListGapsResponse  # noqa: Y015
 
 @_typing.final
 class Gap(_message.Message):
-    """Events that a subscription does not get, and why."""
+    """A range of events that a subscription does not get, and the reason."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1056,12 +1114,12 @@ class Gap(_message.Message):
     high_index: _builtins.int
     """That event's index in the batch."""
     reason: _builtins.str
-    """For people: why."""
+    """For people: the reason."""
     at_us: _builtins.int
-    """When that was noticed."""
+    """The time when the gap was found."""
     @_builtins.property
     def stream(self) -> Global___StreamName:
-        """The stream concerned. Absent where all of the queue are."""
+        """The stream. Absent if the gap concerns all streams of the queue."""
 
     def __init__(
         self,

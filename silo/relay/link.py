@@ -6,8 +6,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from ...client.connection import StreamCall
 from ...proto.v1 import consumer_pb2 as pb
-from ...streams.client.connection import StreamCall
 from ...streams.errors import InvalidArgument
 from ...streams.frames import Delivered, split
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from ...proto.v1 import consumer_pb2 as pb
+from ...server.guard import Call
 from ...streams.errors import HeadraceError, LimitExceeded
-from ..rpc.guard import Call
 from .relay import Relay
 
 log = logging.getLogger("headrace.silo")
@@ -23,8 +23,15 @@ SHORTEST_WAIT_S, LOOK_S = 0.005, 0.25
 """A pull waits no shorter, for what is cached is handed out in turns; and looks so often whether the silo stops."""
 NO_LIMIT = 1 << 62
 """What waits to be collected is bounded by the credit of one call."""
-DEADLINE_S = 0.05
-"""A pull answers so long before its caller's deadline."""
+ANSWER_SHARE, ANSWER_S = 0.25, 1.0
+"""A pull keeps a quarter of its caller's deadline for the answer's way back, at most a second."""
+
+
+def pull_wait_s(wait_s: float, remaining_s: float | None) -> float:
+    """How long a pull waits for events if its caller asks for `wait_s` and its deadline is in `remaining_s`."""
+    if remaining_s is not None:
+        wait_s = min(wait_s, remaining_s - min(remaining_s * ANSWER_SHARE, ANSWER_S))
+    return max(wait_s, SHORTEST_WAIT_S)
 
 
 class RelayPulls:
@@ -58,9 +65,18 @@ class RelayPulls:
         relay.gaps.clear()
         return b"".join((*frames, notices.SerializeToString()))
 
+    async def leave(self, request: pb.PullRequest) -> bytes:
+        """End in order: the silos save the acknowledgements, and the other events go to other consumers."""
+        relay = await asyncio.shield(self._relay)
+        await relay.apply(pb.SubscribeRequest(acknowledgements=request.acknowledgements, rejections=request.rejections))
+        try:
+            await relay.close()
+        finally:
+            self._task.cancel()
+        return pb.PullResponse(refused=relay.refused, gaps=relay.gaps).SerializeToString()
+
     async def _wait(self, call: Call, relay: Relay, request: pb.PullRequest) -> Sequence[bytes]:
-        wait_s = request.wait_ms / 1000
-        ends = self._loop.time() + max(min(wait_s, (call.remaining_s() or wait_s) - DEADLINE_S), SHORTEST_WAIT_S)
+        ends = self._loop.time() + pull_wait_s(request.wait_ms / 1000, call.remaining_s())
         relay.grant(request.max_events or PULL_EVENTS, request.max_bytes or PULL_BYTES)
         try:
             while not relay.full and not call.closing.is_set() and (left := ends - self._loop.time()) > 0:

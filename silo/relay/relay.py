@@ -18,19 +18,19 @@ from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Protocol
 
+from ...client.connection import StreamCall
 from ...proto.v1 import consumer_pb2 as pb
 from ...proto.v1 import subscriptions_pb2
-from ...streams.client.connection import StreamCall
+from ...store.rows import position_token
 from ...streams.cluster import SiloRecord
 from ...streams.errors import HeadraceError, InvalidArgument, Unavailable
 from ...streams.frames import Delivered
-from ...streams.rows import position_token
 from ...streams.subscriptions import Checkpoint, SubscriptionDefinition
 from .credit import Credit, Decision, Ledger
 from .link import METHOD, Link
 
 if TYPE_CHECKING:
-    from ..provider import Provider
+    from ..provider_core import ProviderCore
 
 log = logging.getLogger("headrace.silo")
 
@@ -88,11 +88,11 @@ class Silos(Protocol):
         """Begin a call of a silo, which may be this one."""
         ...
 
-    def lives(self, silo: str, incarnation: int) -> bool:
+    def is_alive(self, silo: str, incarnation: int) -> bool:
         """Whether it is there, as far as is known."""
         ...
 
-    def doubt(self, silo: str) -> None:
+    def report_unreachable(self, silo: str) -> None:
         """Nothing is heard of it: the connection to it may be dead."""
         ...
 
@@ -326,7 +326,7 @@ class Relay:
                     link.close()
         self._look_at_positions()
 
-    def excuse(self, late_s: float) -> None:
+    def extend_timeouts(self, late_s: float) -> None:
         """It was this process that did not listen."""
         self.heard_at += late_s
         for link in self._links.values():
@@ -351,11 +351,11 @@ class Relay:
             limit_s = self._timeout_s if link.opened else OPEN_S
             if link.abandoned:
                 continue
-            if not self._silos.lives(link.silo, link.incarnation):
+            if not self._silos.is_alive(link.silo, link.incarnation):
                 link.abandon()
             elif now - link.heard_at > limit_s and link.room.is_set():
                 link.abandon()
-                self._silos.doubt(link.silo)
+                self._silos.report_unreachable(link.silo)
             elif link.opened and now - link.said_at > self._timeout_s / HEARTBEATS / 2 and self._is_alive(now):
                 link.beat()
 
@@ -386,8 +386,7 @@ class Relay:
             self._forget(link)
         if link.owing:
             log.info("consumer %s connects again: %s", self._opening.consumer, error)
-            again = "" if "connect again" in str(error) else ": connect again"
-            self._end(error if not error.retryable else Unavailable(f"{error}{again}"))
+            self._end(Unavailable(f"silo {link.silo} delivers no more: {error}") if error.retryable else error)
         elif not error.retryable:
             self._end(error)
         else:
@@ -521,7 +520,7 @@ class Relays:
     @asynccontextmanager
     async def opened(
         self,
-        provider: Provider,
+        provider: ProviderCore,
         definition: SubscriptionDefinition,
         consumer: str,
         timeout_s: float,
@@ -557,7 +556,7 @@ class Relays:
         now = asyncio.get_running_loop().time()
         for relay in list(self._open):
             if late_s:
-                relay.excuse(late_s)
+                relay.extend_timeouts(late_s)
             if relay.impatient or now >= relay.due_at:
                 relay.look()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from ...proto.v1 import consumer_pb2 as pb
+from ...server.guard import Call, parsed
 from ...streams.errors import InvalidArgument, Unavailable
-from ..rpc.guard import Call, parsed
 from .relay import Relay
 
 SETTLE_S = 0.05

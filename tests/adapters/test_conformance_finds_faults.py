@@ -1,4 +1,4 @@
-"""The conformance suite fails on adapters with a fault each: what it tests can go wrong, and it sees it."""
+"""The conformance suite fails on adapters with a fault each: all that it tests can go wrong, and it sees it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from headrace import EventBatch, InvalidArgument, SequenceToken
 from headrace.adapters import (
     AdapterContext,
+    Backlog,
     Bounds,
     Capabilities,
     ProducerSequence,
@@ -27,7 +29,6 @@ from headrace.adapters.conformance import (
     ConformsToRewindable,
     harness,
 )
-from headrace.streams import EventBatch, InvalidArgument, SequenceToken
 
 
 class Receiver(QueueReceiver):
@@ -71,6 +72,9 @@ class Adapter(QueueAdapter):
 
     async def offset_at(self, queue: int, time_us: int) -> int:
         return await self.inner.offset_at(queue, time_us)
+
+    async def backlog(self, queue: int, offset: int) -> Backlog:
+        return await self.inner.backlog(queue, offset)
 
     async def last_sequence(self, producer: str) -> int:
         return await self.inner.last_sequence(producer)
@@ -274,6 +278,11 @@ class FindsTimesOneTooLate(Adapter):
         return min(await super().offset_at(queue, time_us) + 1, (await self.bounds(queue)).next)
 
 
+class FindsOnlyLaterTimes(Adapter):
+    async def offset_at(self, queue: int, time_us: int) -> int:
+        return await super().offset_at(queue, time_us + 1)
+
+
 class ReachesOneTooFar(Adapter):
     async def reach(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
         return min(await super().reach(queue, start, end, max_events, max_bytes) + 1, end)
@@ -331,6 +340,7 @@ FINDS: list[tuple[type[Adapter], str]] = [
     (ForgetsTheStart, "test_a_receiver_that_starts_at_the_next_offset_waits"),
     (StartsAboveTheEnd, "test_a_start_above_the_next_offset_is_refused"),
     (FindsTimesOneTooLate, "test_a_receiver_can_start_at_a_time"),
+    (FindsOnlyLaterTimes, "test_a_time_finds_the_batch_that_was_stored_at_exactly_that_time"),
     (FindsTimesOneTooLate, "test_the_offsets_of_times_before_and_after_everything_are_the_bounds"),
     (ReachesOneTooFar, "test_limits_reach_as_far_as_their_events_and_bytes"),
     (ReachesPastTheEnd, "test_limits_reach_to_the_end_that_is_given_and_to_that_of_the_queue"),
@@ -350,8 +360,8 @@ ARGUMENTS: dict[str, dict[str, int]] = {
 
 
 class Suite(ConformsToQueueAdapter, ConformsToRewindable, ConformsToDurable, ConformsToIdempotent):
-    """One test, over an adapter with a fault: the memory adapter, where it can do what the test needs, else the log.
-    Closes what a faulty adapter leaves open."""
+    """One test, over an adapter with a fault: the memory adapter if it can do all that the test needs, else the log.
+    Closes the adapters that a faulty one leaves open."""
 
     def __init__(self, fault: type[Adapter], test: str) -> None:
         self.fault = fault

@@ -1,4 +1,4 @@
-"""The conformance suite in a project of somebody else: no configuration, pytest-asyncio in its default mode."""
+"""The conformance suite in another project: no configuration, pytest-asyncio in its default mode."""
 
 import subprocess
 import sys

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.servers import RedisServer
 from headrace.adapters import AdapterContext, QueueAdapter, open_adapter
 from headrace.adapters.conformance import (
     ConformsToDelay,
@@ -12,7 +13,6 @@ from headrace.adapters.conformance import (
     ConformsToPriority,
     ConformsToQueueAdapter,
 )
-from headrace.benchmarks.servers import RedisServer
 from tests.servers import ValkeyServer, redis_server, valkey_server
 
 __all__ = ("redis_server", "valkey_server")

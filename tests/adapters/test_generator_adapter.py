@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from headrace import EventBatch, InvalidArgument, StorageError, StreamId
 from headrace.adapters import AdapterContext, QueueReceiver, Received, open_adapter
 from headrace.adapters.generator import POISON, GeneratorAdapter, GeneratorOptions
 from headrace.proto.v1 import events_pb2
-from headrace.streams import EventBatch, InvalidArgument, StorageError, StreamId
 
 Opening = Callable[..., GeneratorAdapter]
 
@@ -38,7 +38,7 @@ class Clock:
         self.now_s = 1000.0
 
     async def advance(self, seconds: float) -> None:
-        for step_s in (0.0, seconds):  # what is ready before has its turn before
+        for step_s in (0.0, seconds):  # tasks that are ready before have their turn before
             self.now_s += step_s
             for _ in range(5):
                 await asyncio.sleep(0)

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.adapters.generator.options import GeneratorOptions
-from headrace.adapters.generator.plan import Plan
+from headrace.adapters.generator.plan import GeneratorPlan
 from headrace.adapters.generator.timeline import Timeline
 
 
-def plan(**options: object) -> Plan:
-    return Plan(GeneratorOptions(**{"batch": 10, "payload_bytes": 4, "start_us": 0, **options}))  # type: ignore[arg-type]
+def plan(**options: object) -> GeneratorPlan:
+    return GeneratorPlan(GeneratorOptions(**{"batch": 10, "payload_bytes": 4, "start_us": 0, **options}))  # type: ignore[arg-type]
 
 
 def counts(timeline: Timeline, until: int) -> list[int]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from headrace import Closed, EventBatch, InvalidArgument, NotFound, QueueFull, StreamId
 from headrace.adapters import AdapterContext, Bounds, ProducerSequence, QueueReceiver, Receipt, open_adapter
 from headrace.adapters.memory import MemoryAdapter, MemoryOptions
-from headrace.streams import Closed, EventBatch, InvalidArgument, NotFound, QueueFull, StreamId
 
 STREAM = StreamId("tests", "memory")
 Opening = Callable[..., MemoryAdapter]
@@ -52,7 +52,7 @@ async def test_a_full_queue_refuses_where_the_producer_does_not_wait(opened: Ope
     adapter = opened(queues=3, capacity=10, segment_size=2, when_full="fail")
     for number in range(10):
         await adapter.enqueue([(number % 3, batch("x"))])
-    with pytest.raises(QueueFull, match="no room for 1 events, 0 are left of 10"):
+    with pytest.raises(QueueFull, match="no capacity for 1 events, 0 are free of 10"):
         await adapter.enqueue([(0, batch("x"))])
 
 
@@ -208,7 +208,7 @@ async def test_closing_refuses_the_calls_that_wait_for_room(opened: Opening):
     waiting = [begun(adapter.enqueue(singles("bc"))), begun(adapter.enqueue(singles("d")))]
     await adapter.aclose()
     for call in waiting:
-        with pytest.raises(Closed, match="waited for room"):
+        with pytest.raises(Closed, match="waited for capacity"):
             await call
 
 

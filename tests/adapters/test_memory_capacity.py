@@ -6,7 +6,7 @@ from headrace.adapters.memory.capacity import CapacityGate, cut
 
 
 class Steps:
-    """An entrant with a step for each weight; writes what it does into the shared log."""
+    """An entrant with a step for each weight; writes its steps into the shared log."""
 
     def __init__(self, log: list[str], name: str, *weights: int) -> None:
         self.log = log

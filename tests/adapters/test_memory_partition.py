@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from headrace.adapters.memory.partition import Partition, Reader
-from headrace.streams import InvalidArgument, NotFound
+from headrace import InvalidArgument, NotFound
+from headrace.adapters.memory.partition import MemoryPartition, PartitionReader
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Item:
 class Pulling:
     """Pull and commit as a consumer of a group does: a pull that is not committed comes again."""
 
-    def __init__(self, partition: Partition[Item], group: str = "g") -> None:
+    def __init__(self, partition: MemoryPartition[Item], group: str = "g") -> None:
         partition.join(group)
         self.partition = partition
         self.group = group
@@ -33,18 +33,18 @@ class Pulling:
         return self.partition.commit(self.group, self.reader.position)
 
 
-def values(reader: Reader[Item], at_most: int = sys.maxsize) -> list[int]:
+def values(reader: PartitionReader[Item], at_most: int = sys.maxsize) -> list[int]:
     return [item.value for item in reader.take(at_most, sys.maxsize)]
 
 
-def partition_of(*numbers: int, segment_size: int) -> Partition[Item]:
-    partition = Partition[Item](segment_size)
+def partition_of(*numbers: int, segment_size: int) -> MemoryPartition[Item]:
+    partition = MemoryPartition[Item](segment_size)
     for number in numbers:
         partition.append(Item(number))
     return partition
 
 
-def arrays(partition: Partition[Item]) -> list[int]:
+def arrays(partition: MemoryPartition[Item]) -> list[int]:
     """The identity of each segment's slot array, from head to tail."""
     return [id(segment.slots) for segment in partition.segments()]
 
@@ -94,7 +94,7 @@ def test_groups_have_positions_of_their_own():
 
 
 def test_offsets_are_unbounded_and_count_every_item():
-    partition = Partition[Item](2)
+    partition = MemoryPartition[Item](2)
     consumer = Pulling(partition)
     for number in range(9):
         assert partition.append(Item(number)) == number
@@ -113,7 +113,7 @@ def test_a_reader_goes_on_behind_what_it_took():
 
 
 def test_taking_stops_after_the_item_that_reaches_either_limit():
-    partition = Partition[Item](4)
+    partition = MemoryPartition[Item](4)
     partition.join("g")
     for number in range(6):
         partition.append(Item(number, count=10, nbytes=100))
@@ -125,7 +125,7 @@ def test_taking_stops_after_the_item_that_reaches_either_limit():
 
 
 def test_one_segment_is_made_at_the_start_and_another_only_when_it_is_full():
-    assert len(arrays(Partition[Item](4))) == 1
+    assert len(arrays(MemoryPartition[Item](4))) == 1
     assert len(arrays(partition_of(0, 1, segment_size=2))) == 1
     assert len(arrays(partition_of(0, 1, 2, segment_size=2))) == 2
 
@@ -187,7 +187,7 @@ def test_reuse_keeps_the_order():
 
 
 def test_a_steady_flow_needs_two_segments():
-    partition = Partition[Item](2)
+    partition = MemoryPartition[Item](2)
     consumer = Pulling(partition)
     seen: set[int] = set()
     for number in range(100):
@@ -248,7 +248,7 @@ def test_a_late_group_does_not_see_an_item_let_go_in_the_middle_of_a_segment():
 
 
 def test_an_item_is_let_go_when_the_last_group_commits_it():
-    partition = Partition[Item](4)
+    partition = MemoryPartition[Item](4)
     one, two = Pulling(partition, "one"), Pulling(partition, "two")
     for number in range(3):
         partition.append(Item(number, count=5, nbytes=7))

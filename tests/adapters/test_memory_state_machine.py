@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.adapters.limits import within_limits
-from headrace.adapters.memory.partition import Partition, Reader
+from headrace.adapters.memory.partition import MemoryPartition, PartitionReader
 
 GROUPS = ("red", "green", "blue")
 
@@ -25,11 +25,11 @@ class Partitions(RuleBasedStateMachine):
     @initialize(segment_size=st.integers(1, 4))
     def start(self, segment_size: int) -> None:
         self.segment_size = segment_size
-        self.partition = Partition[Item](segment_size)
+        self.partition = MemoryPartition[Item](segment_size)
         self.model: list[Item] = []
         self.committed: dict[str, int] = {}
         self.first = 0
-        self.readers: dict[str, tuple[Reader[Item], int]] = {}
+        self.readers: dict[str, tuple[PartitionReader[Item], int]] = {}
         self.kept: list[tuple[list[Item], list[Item]]] = []
 
     def let_go(self) -> int:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from headrace import CorruptRecord, EventBatch, StreamId
 from headrace.adapters import AdapterContext, QueueAdapter, open_adapter
-from headrace.adapters.reaching import Limits, Span, reach_by_reading
-from headrace.streams import CorruptRecord, EventBatch, StreamId
+from headrace.adapters.reaching import OffsetRange, RangeLimits, reach_by_reading
 from headrace.streams.errors import OffsetsGone
 
 Reach = Callable[[int, int, int | None, int | None], Awaitable[int]]
@@ -25,7 +25,7 @@ def ways(adapter: QueueAdapter) -> tuple[Reach, Reach]:
         return await adapter.reach(0, start, end, events, nbytes)
 
     async def by_reading(start: int, end: int, events: int | None, nbytes: int | None) -> int:
-        return await reach_by_reading(adapter, Span(0, start, end), Limits(events, nbytes))
+        return await reach_by_reading(adapter, OffsetRange(0, start, end), RangeLimits(events, nbytes))
 
     return own, by_reading
 
@@ -88,11 +88,11 @@ def spoil(adapter: Any, first: int) -> None:
 async def test_streams_that_do_not_count_take_nothing_of_the_limits(tmp_path: Path):
     adapter = await log(tmp_path)
     await adapter.enqueue([(0, batch_of(key, 2)) for key in "abababab"])
-    span = Span(0, 0, 8)
+    span = OffsetRange(0, 0, 8)
 
     async def reach(events: int, read_bytes: int | None = None) -> int:
         return await reach_by_reading(
-            adapter, span, Limits(events, None), counted=lambda stream: stream.key == "b", read_bytes=read_bytes
+            adapter, span, RangeLimits(events, None), counted=lambda stream: stream.key == "b", read_bytes=read_bytes
         )
 
     assert [await reach(events) for events in (0, 1, 2, 3, 4, 8)] == [1, 1, 3, 3, 5, 8]

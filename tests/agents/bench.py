@@ -7,18 +7,12 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from headrace import EventBatch, OnFailure, RetryPolicy, Selector, SlowConsumer, SubscriptionDefinition
 from headrace.adapters import Gap, QueueAdapter
 from headrace.agents import CacheLimits, Delivery, HandlerDelivery, PullingAgent, QueueCache
+from headrace.agents.catch_up_budget import CatchUpBudget
 from headrace.agents.cursor import StreamCursor
-from headrace.streams import (
-    Checkpoint,
-    EventBatch,
-    OnFailure,
-    RetryPolicy,
-    Selector,
-    SlowConsumer,
-    SubscriptionDefinition,
-)
+from headrace.streams import Checkpoint
 from headrace.streams.handlers import AnyHandler, Handler
 from tests.agents.line import NOW, Sink, stream
 from tests.agents.shelf import Shelf
@@ -37,13 +31,14 @@ class Bench:
         max_events: int = 80,
         max_bytes: int = 8 << 20,
         detach_after_s: float = 0.25,
+        budget: CatchUpBudget | None = None,
     ) -> None:
         self.adapter = adapter or Shelf(1)
         self.limits = CacheLimits(max_events=max_events, max_bytes=max_bytes)
         self.gaps: list[tuple[str, Gap]] = []
         self.sink = Sink()
         self.agent = PullingAgent(
-            self.adapter, 0, self.limits, detach_after_s=detach_after_s, rng=random.Random(1),
+            self.adapter, 0, self.limits, detach_after_s=detach_after_s, rng=random.Random(1), budget=budget,
             on_gap=lambda delivery, gap: self.gaps.append((delivery.name, gap)),
         )  # fmt: skip
 

@@ -4,10 +4,12 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+from headrace import CorruptRecord, EventBatch, HeadraceError, OnFailure, RetryPolicy, Selector
 from headrace.agents import Delivery, Edge, Events, Group, Member, QueueCache
 from headrace.agents.cursor import StreamCursor
-from headrace.agents.group_delivery import GroupDelivery
-from headrace.streams import Checkpoint, EventBatch, HeadraceError, OnFailure, RetryPolicy, Selector
+from headrace.agents.delivery.breaker import Gate
+from headrace.agents.delivery.group_delivery import GroupDelivery
+from headrace.streams import Checkpoint
 from headrace.streams.frames import Delivered, split
 from headrace.streams.subscriptions import Mode, SubscriptionDefinition
 from tests.agents.line import NOW, Sink, stream
@@ -25,6 +27,7 @@ class Lane:
     def __init__(self, circle: "Circle", queue: int, checkpoint: Checkpoint, max_events: int) -> None:
         self.queue = queue
         self.cache = QueueCache(max_events, 100 << 20)
+        self.damage: CorruptRecord | None = None
         self.cache.next_offset = checkpoint.watermark
         self.parked: list[StreamCursor] = []
         self._circle = circle
@@ -34,12 +37,13 @@ class Lane:
         """A delivery that starts at the checkpoint: at first, after a seek, or when the queue's agent starts again."""
         circle = self._circle
         delivery = circle.group.deliver(
-            circle.group.definition, self.queue, checkpoint, circle.sink, epoch=1, rewindable=circle.rewindable
-        )
+            circle.group.definition, self.queue, checkpoint, circle.sink, epoch=1, rewindable=circle.rewindable,
+            gate=circle.gate,
+        )  # fmt: skip
         assert isinstance(delivery, GroupDelivery)
         self.delivery = delivery
         self._start = checkpoint.watermark
-        self.parked = []  # what the delivery before it parks is nothing to this one
+        self.parked = []  # cursors that the former delivery parks do not count
         delivery.on_parked = self.parked.append
         delivery.feed = self
         for cursor in delivery.cursors.values():
@@ -98,6 +102,7 @@ class Circle:
         definition = SubscriptionDefinition(
             name="sub", selector=Selector(selector), retry=retry, on_failure=on_failure, mode=mode
         )
+        self.gate = Gate("sub")
         self.edge = edge or Edge()
         self.group = Group(definition, self.edge)
         self.sink = Sink()
@@ -131,7 +136,7 @@ class Circle:
         await asyncio.sleep(seconds)
 
     async def stop(self, drain_s: float = 0.0) -> Checkpoint:
-        """Exactly what is done of the first queue."""
+        """Stop, and return the exact progress in the first queue."""
         await asyncio.gather(*(lane.delivery.stop(drain_s) for lane in self.lanes))
         return self.lane.delivery.checkpoint(limit=None)
 
@@ -143,7 +148,7 @@ class Circle:
 
 
 class Consumer:
-    """A client: it counts what it was granted and sent, and does as it is told."""
+    """A client. It counts its credit and the events it was sent."""
 
     def __init__(self, group: Group, name: str, *, timeout_s: float = 30.0, pace_s: float = 0.0) -> None:
         self.group = group
@@ -164,7 +169,7 @@ class Consumer:
         self.connection += 1
         self.granted = self.sent = (0, 0)
         self.member = self.group.join(self.name, self.timeout_s)
-        self.gone = None  # only now: where it was connected still, its former connection has just been told to end
+        self.gone = None  # only now: a former connection, if there is one, has just been told to end
         self.member.on_outbox = self._send
         self.member.on_notice = self._notice
         self.member.on_gone = self._end
@@ -215,7 +220,7 @@ class Consumer:
         assert self.sent[0] <= self.granted[0], f"{self.sent[0]} events were sent, {self.granted[0]} granted"
         assert self.sent[1] <= self.granted[1], f"{self.sent[1]} bytes were sent, {self.granted[1]} granted"
 
-    # ---- what it says ----------------------------------------------------------------------------------------------
+    # ---- requests --------------------------------------------------------------------------------------------------
 
     def ack(self, of: Delivered, index: int | None = None, count: int = 0, *, up_to: bool = False) -> bool:
         """Acknowledge `count` events from `index` on: all of the batch where neither is said."""
@@ -223,13 +228,14 @@ class Consumer:
         return self.group.acknowledge(self.member, events, up_to=up_to)
 
     def reject(
-        self, of: Delivered, index: int | None = None, count: int = 0, *, reason: str = "no", delay_s: float | None = 0
-    ) -> bool:
+        self, of: Delivered, index: int | None = None, count: int = 0, *, reason: str = "no", delay_s: float | None = 0,
+        unavailable: bool = False,
+    ) -> bool:  # fmt: skip
         events = Events(of.queue, of.batch.offset, indexes(of)[0] if index is None else index, count)
-        return self.group.reject(self.member, events, reason, delay_s)
+        return self.group.reject(self.member, events, reason, delay_s, unavailable=unavailable)
 
     def ack_all(self) -> None:
-        """Acknowledge what came since it was last looked at, and grant as much again."""
+        """Acknowledge the events that came since the last call, and grant as much again."""
         for each in self.take():
             assert self.ack(each)
             self.grant(each.batch.count)

@@ -5,10 +5,8 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
-from headrace.agents import Delivery, HandlerDelivery, QueueCache
-from headrace.agents.cursor import StreamCursor
-from headrace.streams import (
-    Checkpoint,
+from headrace import (
+    CorruptRecord,
     Event,
     EventBatch,
     OnFailure,
@@ -17,7 +15,13 @@ from headrace.streams import (
     StreamId,
     SubscriptionDefinition,
 )
-from headrace.streams.handlers import AnyHandler, EventFilter, Handler
+from headrace.agents import Delivery, HandlerDelivery, QueueCache
+from headrace.agents.cursor import StreamCursor
+from headrace.agents.delivery.breaker import Gate
+from headrace.agents.delivery.delivery import Term
+from headrace.streams import Checkpoint
+from headrace.streams.handlers import AnyHandler, Handler
+from headrace.streams.options import EventFilter
 
 NOW = RetryPolicy(max_attempts=3, initial_delay_s=0.0)
 """Three attempts, no waiting."""
@@ -28,7 +32,7 @@ def stream(key: str) -> StreamId:
 
 
 class Sink:
-    """Remembers what was given up on, and fails first with each of `failures`."""
+    """Remembers the events that were given up on. Fails first, once with each of `failures`."""
 
     def __init__(self) -> None:
         self.dead: list[tuple[bytes, str, int]] = []
@@ -69,14 +73,21 @@ class Line:
         concurrency: int = 100,
         rewindable: bool = True,
         max_events: int = 10_000,
+        term: Term | None = None,
+        circuit_breaker: bool = True,
+        gate: Gate | None = None,
+        sink: "Sink | None" = None,
     ) -> None:
-        definition = SubscriptionDefinition(name="sub", selector=Selector(selector), retry=retry, on_failure=on_failure)
-        self.sink = Sink()
+        definition = SubscriptionDefinition(
+            name="sub", selector=Selector(selector), retry=retry, on_failure=on_failure, circuit_breaker=circuit_breaker
+        )
+        self.sink = sink or Sink()
         self.cache = QueueCache(max_events, 10 << 20)
+        self.damage: CorruptRecord | None = None
         self.parked: list[StreamCursor] = []
         self.delivery = HandlerDelivery(
             definition, 0, checkpoint, Handler.of(handler, batch=batch), self.sink, predicate=predicate,
-            concurrency=concurrency, rewindable=rewindable, rng=random.Random(1),
+            concurrency=concurrency, rewindable=rewindable, term=term, gate=gate, rng=random.Random(1),
         )  # fmt: skip
         self.delivery.on_parked = self.parked.append
         self.delivery.feed = self

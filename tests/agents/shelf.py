@@ -1,9 +1,10 @@
-"""Queues for simulations: lists that survive whoever reads them, with faults and retention at will."""
+"""Queues for simulations: lists that outlive their readers, with faults and retention on request."""
 
 import asyncio
 import random
 from collections.abc import Awaitable, Sequence
 
+from headrace import Closed, EventBatch, InvalidArgument, SequenceToken, StorageError
 from headrace.adapters import (
     Bounds,
     Capabilities,
@@ -15,7 +16,6 @@ from headrace.adapters import (
     Receipt,
     Received,
 )
-from headrace.streams import Closed, EventBatch, InvalidArgument, SequenceToken, StorageError
 
 
 class Shelf(QueueAdapter):
@@ -123,7 +123,7 @@ class ShelfReceiver(QueueReceiver):
         return Received(batches, start + len(batches), gap)
 
     async def acknowledge(self, offset: int) -> None:
-        raise AssertionError("nobody acknowledges where it can rewind")
+        raise AssertionError("a queue that can rewind is not acknowledged")
 
     async def aclose(self) -> None:
         self._closed = True

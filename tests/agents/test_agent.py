@@ -1,4 +1,4 @@
-"""One agent: who is served by which feed, slow consumers, memory, faults, gaps. In virtual time."""
+"""One agent: which feed serves a delivery, slow consumers, memory, faults, gaps. In virtual time."""
 # pyright: reportPrivateUsage=false
 
 import asyncio
@@ -7,19 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
+from headrace import Event, OnFailure, RetryPolicy, SequenceToken, SlowConsumer, StorageError
 from headrace.adapters import AdapterContext, Gap
 from headrace.adapters.memory import MemoryAdapter
 from headrace.agents.agent import FIRST_TICK_S, MAX_CATCH_UPS
+from headrace.agents.catch_up_budget import CatchUpBudget
 from headrace.agents.cursor import State
-from headrace.streams import (
-    Checkpoint,
-    Event,
-    OnFailure,
-    RetryPolicy,
-    SequenceToken,
-    SlowConsumer,
-    StorageError,
-)
+from headrace.streams import Checkpoint
 from headrace.streams.subscriptions import Behind
 from tests.agents.bench import FINE, Bench
 from tests.agents.line import Recorder, stream
@@ -120,6 +114,39 @@ async def test_more_catch_ups_than_there_is_room_for_all_come_to_the_end() -> No
     assert most == MAX_CATCH_UPS
     for number, recorder in enumerate(recorders):
         assert recorder.seen == numbers(300 - number, number)
+
+
+@virtual_time
+async def test_catch_ups_together_hold_no_more_than_their_budget() -> None:
+    budget = CatchUpBudget(1 << 20)
+    recorders = [Recorder() for _ in range(MAX_CATCH_UPS)]
+    most = 0
+
+    async def look() -> None:
+        nonlocal most
+        while True:
+            most = max(most, sum(feed.cache.bytes for feed in bench.agent._catch_ups.values()))
+            await asyncio.sleep(FINE)
+
+    async with Bench(Shelf(1, latency_s=0.01), max_events=1000, budget=budget) as bench:
+        looking = asyncio.create_task(look())
+        payloads = [b"%d" % number + bytes(100_000) for number in range(50)]
+        for payload in payloads:
+            await bench.publish("a", payload)
+        bench.attach("live", Recorder(), 50)
+        await until(lambda: bench.agent.main is not None)
+        gates = [recorder.hold(payloads[0].decode()) for recorder in recorders]
+        for number, recorder in enumerate(recorders):
+            bench.attach(f"late{number}", recorder)
+        await asyncio.sleep(1)
+        for gate in gates:
+            gate.set()
+        await bench.caught_up()
+        await until(lambda: not bench.agent._catching)
+        looking.cancel()
+    assert budget.limit // 2 < most <= budget.limit
+    assert budget.held == 0
+    assert [len(recorder.seen) for recorder in recorders] == [50] * MAX_CATCH_UPS
 
 
 @virtual_time
@@ -298,7 +325,7 @@ async def test_streams_that_get_stuck_where_their_catch_up_ends_hold_no_more_tha
 
 @virtual_time
 async def test_a_lonely_slow_stream_does_not_read_the_queue_over_and_over() -> None:
-    """What is left behind alone in its catch-up holds up nobody there."""
+    """A stream that is alone in its catch-up holds up no other stream there."""
 
     async def crawl(event: Event) -> None:
         if event.stream == stream("slow"):
@@ -567,7 +594,7 @@ async def test_a_slow_consumer_of_a_queue_that_cannot_rewind_sets_the_pace() -> 
     assert stuck.seen == other.seen == numbers(1000)
 
 
-# ---- what was done out of order ------------------------------------------------------------------------------------
+# ---- events done out of order --------------------------------------------------------------------------------------
 
 
 @virtual_time

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from headrace import StorageError, StreamId
 from headrace.adapters import AdapterContext
 from headrace.adapters.memory import MemoryAdapter
 from headrace.agents import CacheLimits
-from headrace.streams import Checkpoint, StorageError, StreamId
-from headrace.streams.store import ControlStore
+from headrace.store.control_store import ControlStore
+from headrace.streams import Checkpoint
 from tests.agents.shelf import Shelf
 from tests.agents.world import POISON, PROVIDER, UNWANTED, World, consumer_of
 from tests.virtual_time import run
@@ -25,9 +26,9 @@ def simulate(seed: int, *, kind: str = "rewindable", steps: int = 60) -> World:
     rng = random.Random(seed)
     latency = rng.choice((0.0, 0.0, 0.01, 0.1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headrace.agents.manager.CHECKPOINT_S", 1.0)  # so that crashes find more that is not saved
+        patch.setattr("headrace.agents.checkpointer.CHECKPOINT_S", 1.0)  # so that crashes find more that is not saved
         # Two clocks are real ones.
-        patch.setattr("headrace.agents.handling.TURN_S", rng.choice((-1.0, math.inf)))
+        patch.setattr("headrace.agents.delivery.handling.TURN_S", rng.choice((-1.0, math.inf)))
         patch.setattr("headrace.agents.feed.monotonic", lambda: 0.0, raising=False)
         return run(_simulate(rng, kind, steps), limit_s=100_000, latency=lambda: latency * rng.random())
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from headrace.adapters.seam import Gap
+from headrace import EventBatch, SequenceToken, StreamId
+from headrace.adapters.receiving import Gap
 from headrace.agents.cache import BATCH_OVERHEAD_BYTES, BUCKETS, EMPTY, Cursor, QueueCache
-from headrace.streams import EventBatch, SequenceToken, StreamId
 
 PLENTY = 1 << 40
 
@@ -97,6 +97,14 @@ def test_pressure_begins_with_the_byte_that_fills_the_tenth_bucket() -> None:
     assert [len(bucket.batches) for bucket in cache.buckets] == [2] * 10
 
 
+def test_large_batches_do_not_exceed_the_bytes() -> None:
+    cache = QueueCache(1_000_000, 10_000)
+    cache.add([batch("a", 0, nbytes=4000)])
+    assert not cache.pressure
+    cache.add([batch("a", 1, nbytes=4000)])
+    assert cache.pressure
+
+
 def test_a_bucket_that_lacks_one_byte_takes_one_more_batch() -> None:
     cache = QueueCache(1_000_000, 10 * (BATCH_OVERHEAD_BYTES + 100))
     cache.add([batch("a", 0, nbytes=99), batch("a", 1), batch("a", 2)])
@@ -144,8 +152,17 @@ def test_room_is_what_is_left_of_both_limits() -> None:
 def test_room_is_at_least_one_event_and_one_byte() -> None:
     cache = QueueCache(10, 1000)
     cache.add([batch("a", 0, count=500, nbytes=5000)])
-    assert not cache.pressure
+    assert cache.pressure
     assert cache.room == (1, 1)
+
+
+def test_large_batches_exceed_the_capacity_by_one_batch_in_all() -> None:
+    cache, large = QueueCache(1_000_000, 100_000), 60_000
+    offset = 0
+    while not cache.pressure:
+        cache.add([batch("a", offset, nbytes=large)])
+        offset += 1
+    assert cache.bytes < 100_000 + large + BATCH_OVERHEAD_BYTES
 
 
 def test_room_comes_back_with_a_purge() -> None:
@@ -410,7 +427,7 @@ def test_parking_twice_gives_back_one_pin() -> None:
     assert pins(cache) == [1]
 
 
-# ---- what is there -------------------------------------------------------------------------------------------------
+# ---- contents ------------------------------------------------------------------------------------------------------
 
 
 def test_the_first_batch_at_or_after_an_offset() -> None:

@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.adapters.seam import Gap
+from headrace import EventBatch, SequenceToken, StreamId
+from headrace.adapters.receiving import Gap
 from headrace.agents.cache import BATCH_OVERHEAD_BYTES, BUCKETS, EMPTY, Cursor, QueueCache
-from headrace.streams import EventBatch, SequenceToken, StreamId
 
 STREAMS = [StreamId("s", key) for key in "abc"]
 
@@ -28,7 +28,7 @@ class Item:
 
 @dataclass
 class Reader:
-    """A cursor, and what the model knows about it. `on`: its batch; `pinned`: whether the cache must keep that."""
+    """A cursor, and its state in the model. `on`: its batch; `pinned`: whether the cache must keep that."""
 
     cursor: Cursor
     stream: StreamId
@@ -83,7 +83,7 @@ class Caches(RuleBasedStateMachine):
         return events >= max(1, self.max_events // 10) or size >= max(1, self.max_bytes // 10)
 
     def buckets(self) -> list[list[Item]]:
-        """Only whole buckets go, so what is held splits as it always did."""
+        """Only whole buckets are dropped, so the other batches keep their buckets."""
         buckets: list[list[Item]] = []
         for item in self.held:
             if not buckets or self.full(buckets[-1]):
@@ -301,9 +301,11 @@ class Caches(RuleBasedStateMachine):
         assert self.cache.room == (max(1, capacity[0] - events), max(1, capacity[1] - size))
 
     @invariant()
-    def pressure_is_ten_full_buckets(self) -> None:
-        full = [bucket for bucket in self.buckets() if self.full(bucket)]
-        assert self.cache.pressure == (len(full) >= BUCKETS)
+    def pressure_is_when_one_more_batch_does_not_fit(self) -> None:
+        events, size = sum(item.count for item in self.held), sum(item.charge for item in self.held)
+        capacity = BUCKETS * max(1, self.max_events // BUCKETS), BUCKETS * max(1, self.max_bytes // BUCKETS)
+        newest = self.history[-1].charge if self.history else 0
+        assert self.cache.pressure == (events >= capacity[0] or (size > 0 and size + newest > capacity[1]))
 
     @invariant()
     def every_last_pin_was_announced(self) -> None:

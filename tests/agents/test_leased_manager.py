@@ -1,4 +1,5 @@
-"""A manager in a cluster: what it reads, and from where, when it has the leases of some queues. In virtual time."""
+"""A manager in a cluster: which queues it reads, and from which positions, with leases of some queues. In virtual
+time."""
 
 import asyncio
 import logging
@@ -8,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from headrace import DeadLetter, EventBatch, Selector, SequenceToken, StorageError
 from headrace.agents import CacheLimits, HandlerService, PullingManager
-from headrace.streams import Checkpoint, DeadLetter, EventBatch, Selector, SequenceToken, StorageError
+from headrace.store.control_store import ControlStore
+from headrace.streams import Checkpoint
 from headrace.streams.handlers import Handler
-from headrace.streams.store import ControlStore, Refused
+from headrace.streams.progress import RefusedProgress
 from headrace.streams.subscriptions import SubscriptionDefinition
 from tests.agents.line import NOW, Recorder, stream
 from tests.agents.shelf import Shelf
@@ -48,7 +51,9 @@ class Calls:
             raise StorageError(f"{name} fails")
         return getattr(self._store, name)
 
-    async def save_checkpoints(self, provider: str, progress: Any, leases: Mapping[int, int] | None = None) -> Refused:
+    async def save_checkpoints(
+        self, provider: str, progress: Any, leases: Mapping[int, int] | None = None
+    ) -> RefusedProgress:
         leases = leases and dict(leases)
         if self.holding is not None:
             self.held.set()
@@ -70,12 +75,12 @@ class Tenant:
         cluster = self.store.cluster()
         me = await cluster.join(f"silo {queue}", "", [PROVIDER])
         (lease,) = await cluster.acquire(me, [(PROVIDER, queue)], ALWAYS_S)
-        await self.manager.gain(queue, lease.epoch, Term())
+        await self.manager.queue_host.gain(queue, lease.epoch, Term())
 
     async def handler(self, name: str) -> Recorder:
         definition, recorder = SubscriptionDefinition(name=name, selector=Selector("s/*"), retry=NOW), Recorder()
         await self.store.create_subscription(PROVIDER, definition, {0: Checkpoint(0), 1: Checkpoint(0)})
-        await self.manager.serve(definition, HandlerService(Handler.of(recorder, batch=False), None, 100))
+        await self.manager.subscriptions.serve(definition, HandlerService(Handler.of(recorder, batch=False), None, 100))
         return recorder
 
     async def elsewhere(self, name: str, positions: Mapping[int, Checkpoint]) -> None:
@@ -156,9 +161,9 @@ async def test_what_was_done_of_a_queue_is_saved_when_it_is_given_back_once_more
         await asyncio.sleep(1)
         silo.calls.failing = "save_checkpoints"
         with pytest.raises(StorageError):
-            await silo.manager.lose(0, 1.0)
+            await silo.manager.queue_host.lose(0, 1.0)
         silo.calls.failing = ""
-        await silo.manager.lose(0, 1.0)
+        await silo.manager.queue_host.lose(0, 1.0)
         assert recorder.seen == ["x"]
         assert (await silo.store.checkpoints(PROVIDER, "g"))[0] == Checkpoint(1)
 
@@ -172,10 +177,10 @@ async def test_a_queue_that_is_not_given_back_after_all_goes_on_behind_what_was_
         await asyncio.sleep(1)
         silo.calls.failing = "save_checkpoints"
         with pytest.raises(StorageError):
-            await silo.manager.lose(0, 1.0)
+            await silo.manager.queue_host.lose(0, 1.0)
         silo.calls.failing = ""
         assert silo.manager.leases is not None
-        await silo.manager.gain(0, silo.manager.leases[0], Term())
+        await silo.manager.queue_host.gain(0, silo.manager.leases[0], Term())
         await silo.shelf.enqueue([(0, EventBatch.of(stream("a"), [b"y"]))])
         await asyncio.sleep(1)
         assert recorder.seen == ["x", "y"]
@@ -190,12 +195,12 @@ async def test_what_was_done_before_a_lease_was_over_is_not_saved_later() -> Non
         await asyncio.sleep(1)
         silo.calls.failing = "save_checkpoints"
         with pytest.raises(StorageError):
-            await silo.manager.lose(0, 1.0)
+            await silo.manager.queue_host.lose(0, 1.0)
         silo.calls.failing = ""
         assert silo.manager.leases is not None
         epoch = silo.manager.leases[0]
-        silo.manager.cut(0)
-        await silo.manager.gain(0, epoch + 1, Term())
+        silo.manager.queue_host.cut(0)
+        await silo.manager.queue_host.gain(0, epoch + 1, Term())
         await asyncio.sleep(1)
         assert recorder.seen == ["x", "x"]
 
@@ -206,15 +211,15 @@ async def test_progress_that_is_refused_under_an_older_lease_does_not_end_the_on
         recorder, cluster = await silo.handler("g"), silo.store.cluster()
         me = await cluster.join("me", "", [PROVIDER])
         (lease,) = await cluster.acquire(me, [(PROVIDER, 0)], ALWAYS_S)
-        await silo.manager.gain(0, lease.epoch, Term())
+        await silo.manager.queue_host.gain(0, lease.epoch, Term())
         await silo.shelf.enqueue([(0, EventBatch.of(stream("a"), [b"x"]))])
         await asyncio.sleep(1)
         silo.calls.holding = asyncio.Event()
-        saving = asyncio.create_task(silo.manager.save())
+        saving = asyncio.create_task(silo.manager.checkpointer.save())
         await silo.calls.held.wait()
-        silo.manager.cut(0)
+        silo.manager.queue_host.cut(0)
         (lease,) = await cluster.acquire(me, [(PROVIDER, 0)], ALWAYS_S)
-        await silo.manager.gain(0, lease.epoch, Term())
+        await silo.manager.queue_host.gain(0, lease.epoch, Term())
         silo.calls.holding.set()
         await saving
         await silo.shelf.enqueue([(0, EventBatch.of(stream("a"), [b"y"]))])

@@ -1,15 +1,15 @@
 """More streams behind than a periodic checkpoint lists. In virtual time."""
 
-from headrace.agents.delivery import FULL_S, MAX_BEHIND
-from headrace.streams import EventBatch
+from headrace import EventBatch
+from headrace.agents.delivery.delivery import FULL_S, MAX_BEHIND
+from tests.agents.delivery.test_group_manager import connected, house, rest
 from tests.agents.line import stream
-from tests.agents.test_group_manager import connected, house, rest
 from tests.virtual_time import virtual_time
 
 
 @virtual_time
 async def test_what_is_acknowledged_is_told_to_be_saved_however_many_streams_stay_behind() -> None:
-    """Else a consumer, which remembers what is not saved, would stop when that is too much."""
+    """A consumer remembers the events that are not saved, and stops if they are too many."""
     async with house() as built:
         group = await built.group("g")
         consumer = connected(group)

@@ -1,8 +1,8 @@
 """A world to simulate: queues, a control store, and subscriptions whose handlers check every event they are given.
 
-What each subscription may be given next is a single number per stream, so the model is exact: an event comes when all
-before it are done and it is not; after a crash the numbers are what the stored checkpoints say, and those must never be
-ahead of what was done; after a clean stop they must be exactly it.
+The model is exact: for each subscription and stream, it has the number of the next event. An event comes when all
+before it are done and it is not. After a crash the numbers are those of the stored checkpoints, which must never be
+ahead of the events done. After a clean stop both must be equal.
 """
 # pyright: reportPrivateUsage=false
 
@@ -12,10 +12,7 @@ from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from headrace.adapters import QueueAdapter
-from headrace.agents import CacheLimits, Delivery, HandlerService, PullingAgent, PullingManager
-from headrace.streams import (
-    Checkpoint,
+from headrace import (
     Event,
     EventBatch,
     OnFailure,
@@ -26,8 +23,12 @@ from headrace.streams import (
     StreamId,
     SubscriptionDefinition,
 )
+from headrace.adapters import QueueAdapter
+from headrace.agents import CacheLimits, Delivery, HandlerService, PullingAgent, PullingManager
+from headrace.agents.failure_recorder import FailureRecorder
+from headrace.store.control_store import ControlStore
+from headrace.streams import Checkpoint
 from headrace.streams.handlers import Handler
-from headrace.streams.store import ControlStore
 from tests.agents.shelf import Shelf
 from tests.virtual_time import VirtualTimeLoop
 
@@ -43,7 +44,7 @@ class FailedOnPurposeError(Exception):
 
 @dataclass
 class Consumer:
-    """A subscription, and what the model knows about it."""
+    """A subscription, and its state in the model."""
 
     definition: SubscriptionDefinition
     batches: bool
@@ -61,18 +62,20 @@ class Consumer:
         return self.definition.name
 
 
-class WatchedManager(PullingManager):
-    """Tells the world of what is given up on, once that is durable."""
+def watch_recorder(recorder: FailureRecorder, world: "World") -> None:
+    """Tell the world which events a delivery gave up on, once that is durable."""
+    dead_letter, skipped = recorder.dead_letter, recorder.skipped
 
-    world: "World"
+    async def watched_dead_letter(delivery: Delivery, events: Sequence[Event], reason: str, attempts: int) -> None:
+        await dead_letter(delivery, events, reason, attempts)
+        world.gave_up(delivery.name, events)
 
-    async def dead_letter(self, delivery: Delivery, events: Sequence[Event], reason: str, attempts: int) -> None:
-        await super().dead_letter(delivery, events, reason, attempts)
-        self.world.gave_up(delivery.name, events)
+    async def watched_skipped(delivery: Delivery, events: Sequence[Event], reason: str) -> None:
+        await skipped(delivery, events, reason)
+        world.gave_up(delivery.name, events)
 
-    async def skipped(self, delivery: Delivery, events: Sequence[Event], reason: str) -> None:
-        await super().skipped(delivery, events, reason)
-        self.world.gave_up(delivery.name, events)
+    recorder.dead_letter = watched_dead_letter  # pyright: ignore[reportAttributeAccessIssue]
+    recorder.skipped = watched_skipped  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class World:
@@ -138,7 +141,7 @@ class World:
 
     async def serve(self, consumer: Consumer) -> None:
         self.note(f"serve {consumer.name} from {consumer.done}")
-        await self.manager.serve(
+        await self.manager.subscriptions.serve(
             consumer.definition,
             HandlerService(self._handler(consumer), passes if consumer.filtered else None, consumer.concurrency),
         )
@@ -147,7 +150,7 @@ class World:
 
     async def withdraw(self, consumer: Consumer, drain_s: float) -> None:
         self.note(f"withdraw {consumer.name}, {drain_s} s")
-        await self.manager.withdraw(consumer.name, drain_s)
+        await self.manager.subscriptions.withdraw(consumer.name, drain_s)
         await self._compare(consumer, exact=True)
 
     async def seek(self, consumer: Consumer, start: Callable[[int, int], Checkpoint]) -> None:
@@ -186,7 +189,7 @@ class World:
         await self.serve(consumer)
 
     def retain(self, queue: int, below: int) -> None:
-        """Retention takes what is below, finished or not."""
+        """Retention deletes all events below, finished or not."""
         assert isinstance(self.adapter, Shelf)
         self.note(f"retention of queue {queue} to {below}")
         self.adapter.drop(queue, below)
@@ -204,7 +207,7 @@ class World:
             await self.serve(consumer)
 
     async def crash(self) -> None:
-        """Everything in the process is gone; what was stored stays."""
+        """Lose all state of the process. Stored data stays."""
         self.note("crash")
         served = [self.consumers[name] for name in self.manager.served]
         self.generation += 1
@@ -267,10 +270,10 @@ class World:
             self._got_everything(consumer)
 
     def _open(self) -> None:
-        self.manager = WatchedManager(
+        self.manager = PullingManager(
             PROVIDER, self.queues, self.adapter, self.store, self.limits, detach_after_s=self.detach_after_s
         )
-        self.manager.world = self
+        watch_recorder(self.manager.recorder, self)
         for agent in self.manager.agents:
             agent._rng = self.rng
             agent.acknowledge = self._acknowledging(agent)  # pyright: ignore[reportAttributeAccessIssue]
@@ -398,7 +401,8 @@ class World:
         return [stream for stream in self.tokens if matches(stream)]
 
     async def _compare(self, consumer: Consumer, *, exact: bool, new: bool = False) -> None:
-        """What is stored is never ahead of what was done, and where `exact` not behind. From now on it is the model."""
+        """Check that stored positions are not ahead of the events done and, if `exact`, not behind. Make them the
+        model."""
         stored = dict(await self.store.checkpoints(PROVIDER, consumer.name))
         for stream in self._streams(consumer):
             done = self._next(consumer, stream, self._done(consumer, stream))

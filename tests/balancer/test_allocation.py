@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace import InvalidArgument
 from headrace.balancer import average_allocation, sticky_allocation
-from headrace.streams import InvalidArgument
 
 Allocation = Mapping[str, Sequence[int]]
 

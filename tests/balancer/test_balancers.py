@@ -1,6 +1,7 @@
 """Balancers: every queue once, even, few moves, agreed upon; the golden vectors of Orleans' best fit."""
 
 import sys
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace import InvalidArgument, NotFound
 from headrace.balancer import (
     Balancer,
     Placement,
@@ -25,10 +27,9 @@ from headrace.balancer import (
     ring,
     static,
 )
-from headrace.streams import InvalidArgument, NotFound
 
 COVERING: Sequence[Balancer] = (average, best_fit_live, lease_count, ring)
-"""Those which give out every queue as long as anybody is there."""
+"""Those which give out every queue as long as any silo is there."""
 EVEN: Sequence[Balancer] = (average, best_fit_live, lease_count)
 WITHOUT_HISTORY: Sequence[Balancer] = (average, best_fit_fixed, best_fit_live, ring, static)
 EVERY: Sequence[Balancer] = (*WITHOUT_HISTORY, lease_count)
@@ -63,7 +64,10 @@ def each(balancers: Sequence[Balancer]) -> pytest.MarkDecorator:
 
 @st.composite
 def placements(draw: st.DrawFn, *, with_list: bool = True) -> Placement:
-    """Some silos there, some away, some new; anybody may have had any queue. All members are on the list."""
+    """Some silos there, some away, some new. Any queue may have had any owner: a silo there or away, or a stranger.
+
+    All members are on the list.
+    """
     silos = draw(st.permutations(NAMES))
     there, away, new = draw(st.integers(1, 6)), draw(st.integers(0, 3)), draw(st.integers(0, 2))
     queues = draw(st.lists(st.integers(0, 80), unique=True, max_size=40))
@@ -189,7 +193,7 @@ def test_a_silo_named_twice_is_refused(balancer: Balancer):
 
 
 def fewest_moves(placement: Placement) -> int:
-    """With any even shares: the larger ones go to those who have too many."""
+    """With any even shares: the larger ones go to silos that have too many."""
     held = counts({q: s for q, s in placement.owners.items() if q in placement.queues}, placement.members)
     least, more = divmod(len(placement.queues), len(placement.members))
     kept = sum(min(mine, least) for mine in held) + min(more, sum(mine > least for mine in held))
@@ -226,7 +230,7 @@ def test_lease_count_plays_orleans_cluster_of_six_queues():
 @few
 @given(placements())
 def test_what_lease_count_lent_stays_where_it_is_lent(placement: Placement):
-    """Unless that makes somebody's share too large."""
+    """Unless that makes a silo's share too large."""
     at_home = homes(lease_count, placement)
     lent = lease_count(placement._replace(owners=at_home, homes=at_home))
     gone = placement._replace(owners=lent, homes=at_home, away=())
@@ -254,7 +258,8 @@ def spot(text: str) -> int:
 
 def unbounded(queues: Sequence[int], silos: Sequence[str]) -> dict[int, str]:
     points = sorted((spot(f"{silo}-{point}"), silo) for silo in silos for point in range(256))
-    return {q: next((s for at, s in points if at > spot(f"queue {q}")), points[0][1]) for q in queues}
+    spots = [at for at, _ in points]
+    return {queue: points[bisect_right(spots, spot(f"queue {queue}")) % len(points)][1] for queue in queues}
 
 
 ring_members = st.lists(st.sampled_from([f"{kind}-{n}" for kind in "ab" for n in range(12)]), unique=True, min_size=2)
@@ -421,7 +426,7 @@ def test_an_installed_balancer_is_found_by_its_name():
 
 @pytest.mark.usefixtures("installed")
 def test_an_installed_balancer_that_gives_queues_to_strangers_is_refused():
-    with pytest.raises(InvalidArgument, match=r"balancer 'wrong' gave queue 0 to 'nobody'"):
+    with pytest.raises(InvalidArgument, match=r"balancer 'wrong' assigned queue 0 to silo 'nobody'"):
         find_balancer("wrong")(Placement(["a"], range(2)))
 
 

@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 from headrace.balancer import (
     Balancer,
     Placement,
-    Standing,
     average,
     best_fit_fixed,
     best_fit_live,
     homes,
     lease_count,
     ring,
-    standing,
 )
+from headrace.balancer.maturity import EligibleSilos, eligible_silos
 from headrace.streams.cluster import SiloRecord, SiloState
 
 NOW_S, MATURITY_S, SILENT_S = 10_000, 30, 10
@@ -31,14 +30,14 @@ def silo(name: str, joined_s: float, seen_s: float = 0, state: SiloState = SiloS
     return SiloRecord(name, 1, "", [serves], state, joined_us, seen_us, ())
 
 
-def stand(*silos: SiloRecord, known: Sequence[str] = (), maturity_s: float = MATURITY_S) -> Standing:
+def stand(*silos: SiloRecord, known: Sequence[str] = (), maturity_s: float = MATURITY_S) -> EligibleSilos:
     now_us = NOW_S * 1_000_000
-    return standing(silos, "main", now_us, known=known, maturity_s=maturity_s, silent_s=SILENT_S)
+    return eligible_silos(silos, "main", now_us, known=known, maturity_s=maturity_s, silent_s=SILENT_S)
 
 
 def test_a_newcomer_waits_until_it_is_mature():
-    assert stand(silo("a", 900), silo("b", 29)) == Standing(["a"], [], ["b"])
-    assert stand(silo("a", 900), silo("b", 30)) == Standing(["a", "b"], [], [])
+    assert stand(silo("a", 900), silo("b", 29)) == EligibleSilos(["a"], [], ["b"])
+    assert stand(silo("a", 900), silo("b", 30)) == EligibleSilos(["a", "b"], [], [])
 
 
 def test_silos_that_start_a_cluster_together_do_not_wait():
@@ -53,7 +52,7 @@ def test_who_counted_does_not_cease_to_count_when_the_first_one_is_mature():
 
 def test_newcomers_count_when_nobody_else_is_there():
     gone = silo("a", 900, 12, SiloState.DEAD)
-    assert stand(gone, silo("c", 2), silo("b", 3)) == Standing(["b", "c"], ["a"], [])
+    assert stand(gone, silo("c", 2), silo("b", 3)) == EligibleSilos(["b", "c"], ["a"], [])
 
 
 def test_a_silo_that_restarts_is_no_newcomer():
@@ -62,27 +61,27 @@ def test_a_silo_that_restarts_is_no_newcomer():
 
 @pytest.mark.parametrize("state", [SiloState.LEFT, SiloState.DEAD, SiloState.LEAVING])
 def test_who_is_gone_for_a_short_time_is_away_and_then_forgotten(state: SiloState):
-    assert stand(silo("a", 900), silo("b", 900, 29, state)) == Standing(["a"], ["b"], [])
-    assert stand(silo("a", 900), silo("b", 900, 30, state)) == Standing(["a"], [], [])
+    assert stand(silo("a", 900), silo("b", 900, 29, state)) == EligibleSilos(["a"], ["b"], [])
+    assert stand(silo("a", 900), silo("b", 900, 30, state)) == EligibleSilos(["a"], [], [])
 
 
 def test_who_is_silent_for_longer_than_a_lease_is_away_though_nobody_declared_it_dead():
     assert stand(silo("a", 900), silo("b", 900, 10)).members == ["a", "b"]
-    assert stand(silo("a", 900), silo("b", 900, 11)) == Standing(["a"], ["b"], [])
+    assert stand(silo("a", 900), silo("b", 900, 11)) == EligibleSilos(["a"], ["b"], [])
 
 
 def test_nothing_is_kept_for_a_newcomer_that_goes():
-    assert stand(silo("a", 900), silo("b", 25, 5, SiloState.LEFT)) == Standing(["a"], [], [])
+    assert stand(silo("a", 900), silo("b", 25, 5, SiloState.LEFT)) == EligibleSilos(["a"], [], [])
 
 
 def test_only_silos_that_can_serve_the_provider_count():
     others = silo("b", 900, serves="other"), silo("c", 900, 12, SiloState.DEAD, serves="other")
-    assert stand(silo("a", 900), *others) == Standing(["a"], [], [])
+    assert stand(silo("a", 900), *others) == EligibleSilos(["a"], [], [])
 
 
 def test_without_maturity_everybody_counts_at_once_and_nobody_is_awaited():
     assert stand(silo("a", 900), silo("b", 0), maturity_s=0).members == ["a", "b"]
-    assert stand(silo("a", 900), silo("b", 900, 1, SiloState.LEFT), maturity_s=0) == Standing(["a"], [], [])
+    assert stand(silo("a", 900), silo("b", 900, 1, SiloState.LEFT), maturity_s=0) == EligibleSilos(["a"], [], [])
 
 
 # -- whole clusters --------------------------------------------------------------------------------------------------
@@ -123,7 +122,9 @@ class Cluster:
 
     def balance(self) -> None:
         now_us, known = self.now_s * 1_000_000, set(self.homes.values())
-        stand = standing([*self.silos.values()], "main", now_us, known=known, maturity_s=MATURITY_S, silent_s=SILENT_S)
+        stand = eligible_silos(
+            [*self.silos.values()], "main", now_us, known=known, maturity_s=MATURITY_S, silent_s=SILENT_S
+        )
         placement = Placement(
             stand.members, self.queues, self.owners, self.homes, stand.away, stand.newcomers, self.fixed
         )

@@ -3,7 +3,7 @@
 import os
 import time
 
-from headrace.benchmarks.harness import Gate
+from benchmarks.harness import Gate
 
 
 def count(gate: Gate, *, events: int) -> dict[str, int]:

@@ -1,13 +1,13 @@
-"""What is measured of delayed events, on few of them: it counts what it says it counts. arq, which has to be installed
-apart, is left to the command."""
+"""The measurements of delayed events, on few of them: they count the events that they claim to count. arq, which needs
+an installation of its own, is left to the command."""
 
 import pytest
 
-from headrace.benchmarks.delays import __main__ as delays
-from headrace.benchmarks.delays.cases import Arrivals
-from headrace.benchmarks.delays.kinds import KINDS
-from headrace.benchmarks.delays.runs import due, parked, throughput
-from headrace.benchmarks.harness import Rounds
+from benchmarks.delays import __main__ as delays
+from benchmarks.delays.cases import Arrivals
+from benchmarks.delays.kinds import KINDS
+from benchmarks.delays.runs import delayed, due, throughput
+from benchmarks.harness import Rounds
 
 NAMES = [name for name in KINDS if name != "arq"]
 
@@ -29,8 +29,8 @@ def test_events_come_after_their_delays(kind: str):
     assert set(result.cpu_s) == {"producer", "consumer", "server"}
 
 
-def test_what_is_parked_together_takes_less():
-    apart, together = (parked("provider", events=2000, batch=100, apart=apart).rss_bytes for apart in (True, False))
+def test_what_is_delayed_together_takes_less():
+    apart, together = (delayed("provider", events=2000, batch=100, apart=apart).rss_bytes for apart in (True, False))
     assert 100 * 2000 < together < apart
 
 

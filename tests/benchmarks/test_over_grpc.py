@@ -1,11 +1,11 @@
-"""What is measured over gRPC, on few events: it counts what it says it counts."""
+"""The measurements over gRPC, on few events: their counts are right."""
 
 import pytest
 
-from headrace.benchmarks import fairness, fan_reference, grpc_sections
-from headrace.benchmarks.harness import Rounds
-from headrace.benchmarks.peers import PEERS
-from headrace.benchmarks.suite import sections
+from benchmarks import fairness, fan_reference, grpc_sections
+from benchmarks.harness import Rounds
+from benchmarks.peers import PEERS
+from benchmarks.suite import sections
 
 
 @pytest.mark.parametrize(("consumers", "remote_publisher"), [(1, False), (3, False), (1, True)])

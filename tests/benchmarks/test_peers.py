@@ -1,9 +1,9 @@
-"""Each peer's measurements, on few events: they count what they say they count."""
+"""Each peer's measurements, on few events: their counts are right."""
 
 import pytest
 
-from headrace.benchmarks.harness import NotAvailable
-from headrace.benchmarks.peers import PEERS
+from benchmarks.harness import NotAvailable
+from benchmarks.peers import PEERS
 
 # RabbitMQ is left to `make bench`: it takes long to install and to start.
 NAMES = ["redis", "redis-asyncio", "redis-always", "nats", "kafka"]

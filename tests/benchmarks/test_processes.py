@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.benchmarks.harness import Job, WorkerFailed, run, together
+from benchmarks.harness import Job, WorkerFailed, run, together
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,10 @@
-"""Rounds, ratios, and what is made of them for people."""
+"""Rounds, ratios, and their report for people."""
 
 from dataclasses import replace
 
 import pytest
 
-from headrace.benchmarks.harness import Latency, NotAvailable, Result, Rounds, count, interleaved, machine, table
+from benchmarks.harness import Latency, NotAvailable, Result, Rounds, count, interleaved, machine, table
 
 
 def result(rate: float) -> Result:

@@ -11,7 +11,7 @@ from subprocess import PIPE
 
 import pytest
 
-from headrace.benchmarks.servers import INSTALL, LOOPBACK, NotAvailable, RedisServer, Server, find_program, process_tree
+from benchmarks.servers import INSTALL, LOOPBACK, NotAvailable, RedisServer, Server, find_program, process_tree
 
 
 class ShellServer(Server):
@@ -80,7 +80,7 @@ def _runs(pid: int) -> bool:
 def test_a_server_does_not_outlive_a_killed_owner():
     owner = """
 import sys
-from headrace.benchmarks.servers import RedisServer
+from benchmarks.servers import RedisServer
 server = RedisServer()
 server.start()
 print(server.pid, server.directory, flush=True)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import headrace, start
 from tests.client.silos import SiloProcess
-from tests.silo.conftest import forking, headrace, start
 
-__all__ = ("forking", "headrace", "start")
+__all__ = ("headrace", "start")
 
 Silos = Callable[..., SiloProcess]
 
@@ -31,5 +31,5 @@ def silos(tmp_path: Path) -> Iterator[Silos]:
 
 @pytest.fixture
 def silo(silos: Silos) -> SiloProcess:
-    """A silo that everybody on this machine may use."""
+    """A silo that needs no token."""
     return silos()

@@ -1,4 +1,4 @@
-"""What the tests of consumers share."""
+"""Helpers that the tests of consumers share."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from headrace.streams import StreamId
-from headrace.streams.client import Client, Consumer, ReceivedBatch
+from headrace import Client, Consumer, ReceivedBatch, StreamId
 
 PATIENCE_S = 60
 
@@ -44,7 +43,7 @@ def numbers(batches: Iterable[ReceivedBatch]) -> list[int]:
 
 
 class Seen:
-    """What a user was handed, in order, by stream."""
+    """The events that a user received, in order, by stream."""
 
     def __init__(self) -> None:
         self.streams: dict[StreamId, list[int]] = {}

@@ -16,7 +16,7 @@ class CuttingProxy:
         self.target = target
         self.address = ""
         self.connections = 0
-        """How many there were."""
+        """Number of connections so far."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
         self._flows = asyncio.Event()
@@ -37,14 +37,14 @@ class CuttingProxy:
             await asyncio.gather(*proxy._tasks, return_exceptions=True)
 
     def cut(self) -> None:
-        """Break all connections off, with what is on its way."""
+        """Break all connections, and lose the bytes on their way."""
         for writer in self._writers:
             writer.transport.abort()
         for task in self._tasks:
             task.cancel()
 
     def hush(self) -> None:
-        """From now on nothing comes through, of which nobody is told; new connections work."""
+        """Drop all bytes of the open connections silently from now on. New connections work."""
         self._flows.clear()
         self._flows = asyncio.Event()
         self._flows.set()

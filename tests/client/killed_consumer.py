@@ -1,4 +1,4 @@
-"""A consumer to be killed: `killed_consumer.py ADDRESS`. It writes what it is handed, and what is saved, line by line:
+"""A consumer to be killed: `killed_consumer.py ADDRESS`. It prints delivered events, and saved ones, line by line:
 `got KEY NUMBER` and, once everything before is saved, `saved`.
 """
 
@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 
-from headrace.streams.client import Client
+from headrace import Client
 
 SAVED_EVERY = 300
 

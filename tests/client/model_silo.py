@@ -1,7 +1,8 @@
 """A silo as `proto/v1/consumer.proto` describes it, in a few lines: one consumer attached, others nearby.
 
 It is as unkind as the contract allows: messages are lost with their connection, a restart forgets all that was not
-saved, and a consumer that stays away loses what it held. Whatever it sends is really encoded, and paid with credit.
+saved, and a consumer that stays away loses the events it held. Everything that it sends is really encoded, and paid
+with credit.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from headrace.streams import EventBatch, StreamId
-from headrace.streams.client.session import Ack, Rejected, Request
+from headrace import EventBatch, StreamId
+from headrace.client.session import Ack, Rejected, Request
 from headrace.streams.frames import frame, part
 
 Position = tuple[int, int]
@@ -32,12 +33,12 @@ class Response(NamedTuple):
 
 @dataclass
 class Parcel:
-    """What is held of one stream, in order, and by whom."""
+    """The held events of one stream, in order, with their consumers."""
 
     mine: bool
     held: list[Position]
     failing: list[Position] = field(default_factory=list[Position])
-    """They fail once what is before them is done."""
+    """They fail once the events before them are done."""
     number: int = 0
 
 
@@ -50,9 +51,9 @@ class ModelSilo:
     saved_done: set[Position] = field(default_factory=set[Position])
     dead: set[Position] = field(default_factory=set[Position])
     acknowledged: set[Position] = field(default_factory=set[Position])
-    """What the consumer said is done."""
+    """Events that the consumer said are done."""
     moves: int = 0
-    # What a restart forgets:
+    # State that a restart forgets:
     done: set[Position] = field(default_factory=set[Position])
     parcels: dict[StreamId, Parcel] = field(default_factory=dict[StreamId, Parcel])
     attempts: dict[Position, int] = field(default_factory=dict[Position, int])
@@ -63,7 +64,7 @@ class ModelSilo:
     """The consumer was there before, and was not given up."""
     resending: bool = False
     strict: bool = False
-    """What a consumer acknowledges before it was sent again what it held is without effect."""
+    """An acknowledgement has no effect until the consumer was sent the events again that it held."""
     credit_events: int = 0
     credit_bytes: int = 0
     applied: int = 0

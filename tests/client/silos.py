@@ -10,9 +10,10 @@ from collections import defaultdict
 from pathlib import Path
 from threading import Thread
 
+from headrace import EventBatch, Start, StreamId
 from headrace.silo.provider import Provider
-from headrace.streams import EventBatch, Start, StreamId
-from tests.silo.commandline import ENVIRONMENT, SCRIPT
+from tests.cli.commandline import ENVIRONMENT
+from tests.cli.forking import Process, forking
 
 READY = re.compile(rb"silo is ready: .*; gRPC on (\S+)")
 
@@ -25,13 +26,13 @@ class SiloProcess:
         self.data = folder / "d"
         self.address = "127.0.0.1:0"
         self._flags = flags
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
         self._reader: Thread | None = None
 
     def start(self) -> str:
         """Start it, or start it again, and return its address when it serves."""
-        command = [SCRIPT, "silo", "--data", str(self.data), "--listen", self.address, *self._flags]
-        self._process = subprocess.Popen(command, cwd=self.folder, env=ENVIRONMENT, stderr=subprocess.PIPE)
+        arguments = ["silo", "--data", str(self.data), "--listen", self.address, *self._flags]
+        self._process = forking().start(arguments, cwd=self.folder, env=ENVIRONMENT, stderr=subprocess.PIPE)
         assert self._process.stderr is not None
         lines: list[bytes] = []
         for line in self._process.stderr:

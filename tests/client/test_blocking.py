@@ -13,7 +13,8 @@ from inspect import signature
 
 import pytest
 
-from headrace.streams import (
+from headrace import (
+    Client,
     Closed,
     InvalidArgument,
     NotFound,
@@ -23,8 +24,7 @@ from headrace.streams import (
     SubscriptionDefinition,
     Unavailable,
 )
-from headrace.streams.client import Client
-from headrace.streams.client.blocking import LoopThread, SyncClient
+from headrace.client.blocking import LoopThread, SyncClient
 from tests.client.silos import SiloProcess, stored
 
 S = StreamId("n", "k")
@@ -131,7 +131,7 @@ def test_it_has_the_methods_of_the_client_with_their_arguments():
     def named(kind: type) -> set[str]:
         return {name for name in dir(kind) if not name.startswith("_")}
 
-    others = {"aclose", "close", "close_consumers", "connection", "provider"}
+    others = {"aclose", "close", "close_consumers", "connection", "open_consumer", "provider"}
     assert named(Client) - others == named(SyncClient) - others
     for name in named(SyncClient) - others - {"subscribe"}:
         ours, theirs = (list(signature(getattr(kind, name)).parameters) for kind in (SyncClient, Client))
@@ -140,10 +140,13 @@ def test_it_has_the_methods_of_the_client_with_their_arguments():
 
 def test_a_consumer_is_used_within_with_and_has_no_handler(silo: SiloProcess):
     with SyncClient(silo.address) as client:
+        consumer = client.subscribe("s", "n/*")
         with pytest.raises(Closed, match="`with`"):
-            next(client.subscribe("s", "n/*"))
+            next(consumer)
+        with consumer:
+            assert consumer.take(0) is None
         with pytest.raises(InvalidArgument, match="no handlers"):
-            client.subscribe("s", "n/*", handler=print)
+            client.subscribe("s", "n/*", handler=print)  # type: ignore[arg-type]
 
 
 def test_threads_publish_at_the_same_time(silo: SiloProcess):
@@ -187,9 +190,9 @@ def test_before_and_after_it_is_open_it_says_so(silo: SiloProcess):
 
 INTERRUPTED = """
 import sys
-from headrace.streams import StreamId
-from headrace.streams.client import Client
-from headrace.streams.client.blocking import SyncClient
+from headrace import StreamId
+from headrace import Client
+from headrace.client.blocking import SyncClient
 with SyncClient(sys.argv[1]) as client:
     client.publish(StreamId("n", "k"), b"0")
     print("published", flush=True)
@@ -228,8 +231,8 @@ def test_a_program_that_forgets_to_close_ends(silo: SiloProcess):
 
 FORKED = """
 import os, sys
-from headrace.streams import HeadraceError, StreamId
-from headrace.streams.client.blocking import SyncClient
+from headrace import HeadraceError, StreamId
+from headrace.client.blocking import SyncClient
 
 def publish(client):
     try:

@@ -5,8 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from headrace.streams.client import UNKNOWN_PLACE, connection, publishing
-from headrace.streams.client.window import WindowLimits
+from headrace.client import UNKNOWN_PLACE, connection, publishing
+from headrace.client.window import WindowLimits
 from headrace.streams.events import MAX_EVENT_BYTES
 from headrace.streams.publishing import MAX_BATCH_BYTES
 from tests.client.silos import SiloProcess
@@ -30,7 +30,7 @@ def test_a_producer_of_its_own_goes_on(silo: SiloProcess):
     imports, body = EXAMPLES[1].split("\n\n", 1)
     indented = "".join(f"        {line}\n" for line in body.splitlines())
     program = (
-        f"import asyncio\n{imports}\nfrom headrace.streams import Client, StreamId\n"
+        f"import asyncio\n{imports}\nfrom headrace import Client, StreamId\n"
         "items = [(StreamId('n', 'k'), b'x')]\n"
         f"async def main():\n    async with Client('127.0.0.1:9465') as client:\n{indented}"
         "        print(done)\nasyncio.run(main())\n"

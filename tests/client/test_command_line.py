@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from headrace.silo.cli import main
+from headrace import Event, OnFailure, RetryPolicy, Start, StreamId
+from headrace.cli.main import main
 from headrace.silo.provider import Provider
-from headrace.streams import Event, OnFailure, RetryPolicy, Start, StreamId
 from tests.certificates import Authority
+from tests.cli.commandline import ENVIRONMENT, Headrace, Ran, ended
+from tests.cli.commandline import Start as StartProcess
+from tests.cli.conftest import start
 from tests.client.conftest import Silos
 from tests.client.silos import SiloProcess, stored
-from tests.silo.commandline import ENVIRONMENT, Headrace, Ran, ended
-from tests.silo.commandline import Start as StartProcess
-from tests.silo.conftest import start
 from tests.silo.talking import silos as cluster_of
 
 __all__ = ("start",)
@@ -91,7 +91,7 @@ def test_a_token_is_needed_and_taken_from_the_variable(headrace: Headrace, silos
     made = headrace("tokens", "create", "t", "--data", "d", "--publish", "n").out.strip()
     silo = silos("--auth", "tokens")
     publish = ("publish", "--server", silo.address, "--format", "raw")
-    assert "no token: give --token, or" in headrace(*publish, "--stream", "n/k", stdin=b"x\n").refused(1)
+    assert "--token or HEADRACE_TOKEN: the silo at" in headrace(*publish, "--stream", "n/k", stdin=b"x\n").refused(1)
     assert headrace(*publish, "--stream", "n/k", stdin=b"0\n", HEADRACE_TOKEN=made).code == 0
     assert headrace(*publish, "--stream", "n/k", "--token", made, stdin=b"1\n").code == 0
     assert "may not publish to namespace 'other'" in headrace(
@@ -107,14 +107,14 @@ def test_tls_trusts_whom_it_is_told_to(headrace: Headrace, silos: Silos, tmp_pat
     silo = silos("--certificate", str(own.certificate), "--key", str(own.key), "--client-ca", trusted)
     listed = ("subscriptions", "list", "--json", "--server", silo.address)
     assert headrace(*listed, "--ca", trusted, "--certificate", client.certificate, "--key", client.key).json == []
-    says = "whether it wants TLS (--ca FILE or --tls), or with TLS a client's certificate (--certificate and --key)"
+    says = "whether it requires TLS (--ca FILE or --tls) or a client's certificate (--certificate)"
     assert says in headrace(*listed).refused(1)
     assert says in headrace(*listed, "--ca", trusted).refused(1)
-    assert "is not trusted: give its authority's as --ca" in headrace(*listed, "--tls").refused(1)
+    assert "is not trusted: give the certificate of its authority" in headrace(*listed, "--tls").refused(1)
     assert (
         headrace(*listed[:-1], "192.0.2.1:1", "--token", "hr_x")
         .refused(2)
-        .endswith("unencrypted: give --ca FILE or --tls, or --insecure in a network you trust")
+        .endswith("unencrypted: use --ca FILE or --tls, or --insecure in a network you trust")
     )
     assert "--ca: missing.pem: No such file" in headrace(*listed, "--ca", "missing.pem").refused(2)
 
@@ -146,12 +146,12 @@ def test_after_mending_a_line_nothing_is_doubled(headrace: Headrace, silo: SiloP
     assert headrace(*publish).refused(1).startswith("f:3: not JSON")
     file.write_bytes(b"1\n2\n3\n4\n")
     ran = headrace(*publish)
-    assert "f: the first 2 lines are published already, going on after them" in ran.err
+    assert "f: continuing after line 2: an earlier run published the lines up to it" in ran.err
     assert ran.code == 0
     file.write_bytes(b"1\n2\nno\n")
     headrace(*publish)
     file.write_bytes(b"1\n5\nno\n")
-    assert "f: changed within the 2 lines that are published already, starting anew" in headrace(*publish).err
+    assert "f: lines up to 2 have changed since" in headrace(*publish).err
     assert events_of(silo) == [b"1", b"2", b"3", b"4", b"1", b"2", b"1", b"5"]
 
 
@@ -185,9 +185,9 @@ def test_by_other_addresses_of_the_same_cluster_it_goes_on(headrace: Headrace, t
             return headrace("publish", "--server", addresses, "--stream", "n/k", "f")
 
         assert publish(f"{a.address},{b.address}", 1).code == 1
-        assert "the first 1 lines are published already" in publish(f"{b.address},{a.address}", 2).err
-        assert "the first 2 lines are published already" in publish(b.address, 3).err
-        assert "the first 3 lines are published already" in publish(a.address.replace("127.0.0.1", "localhost"), 4).err
+        assert "continuing after line 1:" in publish(f"{b.address},{a.address}", 2).err
+        assert "continuing after line 2:" in publish(b.address, 3).err
+        assert "continuing after line 3:" in publish(a.address.replace("127.0.0.1", "localhost"), 4).err
         assert not [*state.glob("*.json")]
         for silo in (a, b):
             silo.signal(signal.SIGTERM)
@@ -206,8 +206,8 @@ def test_another_cluster_gets_the_whole_file(headrace: Headrace, silos: Silos, t
 
     assert publish(one, b"1\n2\nno\n").code == 1
     assert "already" not in publish(other, b"1\nno\n").err
-    assert "the first 2 lines are published already" in publish(one, b"1\n2\n3\n").err
-    assert "the first 1 lines are published already" in publish(other, b"1\n2\n3\n").err
+    assert "continuing after line 2:" in publish(one, b"1\n2\n3\n").err
+    assert "continuing after line 1:" in publish(other, b"1\n2\n3\n").err
     assert not [*state.glob("*.json")]
     assert events_of(one) == events_of(other) == [b"1", b"2", b"3"]
 
@@ -222,7 +222,7 @@ def test_what_the_log_of_a_silo_has_forgotten_is_known_by_its_addresses(
     noted = json.loads(path.read_text())
     path.write_text(json.dumps(noted | {"producer": "forgotten", "done": noted["next"]}))
     (tmp_path / "f").write_bytes(b"1\n2\n3\n")
-    assert "the first 2 lines are published already" in headrace(*publish, f"{silo.address},127.0.0.1:1").err
+    assert "continuing after line 2:" in headrace(*publish, f"{silo.address},127.0.0.1:1").err
     assert events_of(silo) == [b"1", b"2", b"3"]
 
 
@@ -243,7 +243,7 @@ def test_a_file_is_not_published_twice_at_once(headrace: Headrace, silo: SiloPro
     (path,) = (state / "locks" / ".publish").iterdir()
     with path.open("r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert "f is being published already by process" in headrace(*publish).refused(1)
+        assert "'f' is being published already by process" in headrace(*publish).refused(1)
 
 
 def test_where_nothing_can_be_remembered_it_says_so_and_publishes(
@@ -329,14 +329,14 @@ def test_a_silo_answers_as_a_data_directory(
 
 def test_subscriptions_are_changed_on_a_silo(headrace: Headrace, silo: SiloProcess):
     at = ["--server", silo.address]
-    assert headrace("subscriptions", "create", "s", "n/*", *at).err == "headrace: subscription s is created\n"
+    assert headrace("subscriptions", "create", "s", "n/*", *at).err == "headrace: subscription 's' is created\n"
     assert headrace("subscriptions", "create", "s", "n/*", *at, "--json").json == {"name": "s", "created": False}
     headrace("publish", *STREAM, *at, stdin=b"x\n")
     (one,) = headrace("subscriptions", "list", *at, "--json").json
     assert (one["name"], one["lag"]) == ("s", 1)
     assert headrace("subscriptions", "seek", "s", "latest", *at, "--json").json == {"name": "s", "moved": True}
     assert headrace("subscriptions", "show", "s", *at, "--json").json["lag"] == 0
-    assert headrace("subscriptions", "delete", "s", *at).err == "headrace: subscription s is deleted\n"
+    assert headrace("subscriptions", "delete", "s", *at).err == "headrace: subscription 's' is deleted\n"
     assert headrace("subscriptions", "list", *at, "--json").json == []
 
 

@@ -1,4 +1,4 @@
-"""Coming to a silo: addresses, TLS, tokens, and what is said where that does not work."""
+"""Connecting to a silo: addresses, TLS, tokens, and the errors of failed connections."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from headrace.streams import (
+from headrace import (
     Closed,
     CorruptRecord,
     HeadraceError,
@@ -25,12 +25,12 @@ from headrace.streams import (
     Unauthenticated,
     Unavailable,
 )
-from headrace.streams.client.client import Client
-from headrace.streams.client.connection import Address, Connection, Tls, parse_addresses, remote_error, status_error
+from headrace.client.client import Client
+from headrace.client.connection import Address, Connection, Tls, parse_addresses, remote_error, status_error
 from tests.certificates import Authority
+from tests.cli.commandline import ENVIRONMENT, Headrace, Start, ended
 from tests.client.conftest import Silos
 from tests.client.silos import READY, SiloProcess
-from tests.silo.commandline import ENVIRONMENT, Headrace, Start, ended
 
 S = StreamId("n", "k")
 
@@ -114,7 +114,7 @@ async def test_something_else_is_no_silo():
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        with pytest.raises(NotSupported, match="is it a headrace silo"):
+        with pytest.raises(NotSupported, match="check that it is a headrace silo"):
             async with Client(f"127.0.0.1:{port}"):
                 pass
     finally:
@@ -178,9 +178,12 @@ async def test_tls_checks_the_silo(silos: Silos, tmp_path: Path):
     async with Client(silo.address, tls=Tls(ca=authority.certificate.read_bytes())) as client:
         await client.publish(S, b"")
     for wrong, says in (
-        (None, "whether it wants TLS, or with TLS a client's certificate$"),
-        (True, r"is not trusted: give its authority's as tls\.ca$"),
-        (Tls(ca=other.certificate), r"is not trusted: give its authority's as tls\.ca$"),
+        (None, r"whether it requires TLS \(tls\) or a client's certificate \(tls\.certificate\)$"),
+        (True, r"^tls\.ca: .* is not trusted: give the certificate of its authority$"),
+        (
+            Tls(ca=other.certificate),
+            r"^tls\.ca: .* is not trusted: give the certificate of its authority$",
+        ),
     ):
         with pytest.raises(Unavailable, match=says):
             async with Client(silo.address, tls=wrong, connect_timeout_s=0.2):
@@ -201,7 +204,7 @@ def test_what_tls_cannot_use_is_named(tmp_path: Path):
 
 FAILS = """
 import asyncio, sys
-from headrace.streams import Client, Unavailable
+from headrace import Client, Unavailable
 
 async def main():
     try:
@@ -220,7 +223,7 @@ def test_a_handshake_that_fails_writes_nothing(start: Start, tmp_path: Path):
     plain = start("silo", "--data", "plain", "--listen", "127.0.0.1:0")
     flags = ("--certificate", str(own.certificate), "--key", str(own.key))
     secured = start("silo", "--data", "secured", "--listen", "127.0.0.1:0", *flags)
-    trials = ((plain, {"tls": "does not speak TLS"}), (secured, {"": "wants TLS", "tls": "is not trusted"}))
+    trials = ((plain, {"tls": "does not speak TLS"}), (secured, {"": "requires TLS", "tls": "is not trusted"}))
     for silo, attempts in trials:
         assert silo.stderr is not None
         while (ready := READY.search(silo.stderr.readline())) is None:
@@ -242,7 +245,7 @@ async def test_mutual_tls_shows_the_client_s_certificate(silos: Silos, tmp_path:
     with_certificate = Tls(ca=authority.certificate, certificate=client_s.certificate, key=client_s.key)
     async with Client(silo.address, tls=with_certificate) as client:
         await client.publish(S, b"")
-    with pytest.raises(Unavailable, match=r"a client's certificate$"):
+    with pytest.raises(Unavailable, match=r"a client's certificate \(tls\.certificate\)$"):
         async with Client(silo.address, tls=Tls(ca=authority.certificate), connect_timeout_s=0.2):
             pass
 

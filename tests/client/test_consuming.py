@@ -1,4 +1,4 @@
-"""Consumers of a silo: what they take, acknowledge and reject, and how they stand."""
+"""Consumers of a silo: taking, acknowledging and rejecting events, and their state."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from headrace.silo.host import Silo
-from headrace.streams import (
+from headrace import (
     Busy,
+    Client,
     Closed,
+    Consumer,
     DefinitionConflict,
     Event,
     Fenced,
@@ -26,14 +27,16 @@ from headrace.streams import (
     NotFound,
     NotSupported,
     OnFailure,
+    ReceivedBatch,
     RetryPolicy,
     SequenceToken,
+    SessionState,
     Start,
     StreamId,
 )
-from headrace.streams.client import Client, Consumer, ReceivedBatch, SessionState
+from headrace.silo.host import Silo
 from tests.client.consumers import PATIENCE_S, numbers, publish, take, until
-from tests.silo.rpc.calling import opened
+from tests.silo.services.calling import opened
 
 ORDERS = "orders/*"
 QUICK = RetryPolicy(max_attempts=3, initial_delay_s=0.0)
@@ -112,11 +115,11 @@ async def test_single_events_are_acknowledged_in_any_order(client: Client):
         assert [event.token for event in batch] == [SequenceToken(batch.offset, index) for index in (1, 3, 5)]
         assert batch.token == SequenceToken(batch.offset, 1)
         await batch.ack(SequenceToken(batch.offset, 3))
-        with pytest.raises(InvalidArgument, match="not of this batch"):
+        with pytest.raises(InvalidArgument, match="use events of this batch"):
             batch.ack(events[0])
-        with pytest.raises(InvalidArgument, match="not of this batch"):
+        with pytest.raises(InvalidArgument, match="use events of this batch"):
             batch.ack(Event(b"", stream=StreamId("orders", "b"), token=batch.token))
-        with pytest.raises(InvalidArgument, match="not of this batch"):
+        with pytest.raises(InvalidArgument, match="use events of this batch"):
             batch.ack(Event(b"never delivered"))
         await batch.ack()
     assert await left(client) == 0
@@ -258,7 +261,7 @@ async def reasons_are(client: Client, *endings: str) -> None:
 async def test_a_stream_that_is_paused_after_a_failure_is_resumed(client: Client):
     await publish(client, ["a"], 2)
     options: dict[str, Any] = {"retry": RetryPolicy(max_attempts=1), "on_failure": OnFailure.PAUSE}
-    async with client.subscribe("s", ORDERS, start="earliest", **options) as consumer:
+    async with client.subscribe("s", ORDERS, None, start="earliest", **options) as consumer:
         batch = await next_of(consumer)
         await batch.nack("halt")
         stream = StreamId("orders", "a")
@@ -278,7 +281,7 @@ async def test_a_stream_that_is_paused_after_a_failure_is_resumed(client: Client
 @pytest.mark.parametrize("bounds", [{"max_events": 10}, {"max_bytes": 400}])
 async def test_a_consumer_never_holds_more_than_it_may(client: Client, bounds: dict[str, Any]):
     await publish(client, "abcdefgh", 40)
-    async with client.subscribe("s", ORDERS, start="earliest", **bounds) as consumer:
+    async with client.subscribe("s", ORDERS, None, start="earliest", **bounds) as consumer:
         done = 0
         async with asyncio.timeout(PATIENCE_S):
             async for batch in consumer:
@@ -378,9 +381,9 @@ async def test_mode_shared_gives_each_event_to_one_consumer(client: Client):
 async def test_mode_bound_tells_which_queues_are_whose(client: Client):
     await publish(client, "abcdefgh", 1)
     options: dict[str, Any] = {"mode": Mode.BOUND, "start": "earliest"}
-    async with client.subscribe("s", ORDERS, consumer="one", **options) as one:
+    async with client.subscribe("s", ORDERS, None, consumer="one", **options) as one:
         await until(lambda: one.assignment == frozenset({0, 1}))
-        async with client.subscribe("s", ORDERS, consumer="two", **options) as two:
+        async with client.subscribe("s", ORDERS, None, consumer="two", **options) as two:
             for batch in await take(one, 1):
                 await batch.ack()
             taken = asyncio.create_task(drain(one))
@@ -402,31 +405,31 @@ async def test_mode_broadcast_gives_everything_to_everybody(client: Client):
     options: dict[str, Any] = {"mode": Mode.BROADCAST, "start": "earliest"}
     await publish(client, ["a"], 3)
     async with (
-        client.subscribe("s", ORDERS, consumer="one", **options) as one,
-        client.subscribe("s", ORDERS, consumer="two", **options) as two,
+        client.subscribe("s", ORDERS, None, consumer="one", **options) as one,
+        client.subscribe("s", ORDERS, None, consumer="two", **options) as two,
     ):
         for consumer in (one, two):
             batches = await take(consumer, 3)
             assert numbers(batches) == [0, 1, 2]
             await batches[-1].ack_until(batches[-1].events()[-1])
     await publish(client, ["a"], 1, first=3)
-    async with client.subscribe("s", ORDERS, consumer="one", **options) as one:
+    async with client.subscribe("s", ORDERS, None, consumer="one", **options) as one:
         assert numbers([await next_of(one)]) == [3]
 
 
 async def test_a_consumer_may_keep_its_position_itself(client: Client):
     options: dict[str, Any] = {"mode": Mode.BROADCAST, "start": "earliest", "keeps_positions": True}
     await publish(client, "abc", 5)
-    async with client.subscribe("s", ORDERS, **options) as consumer:
+    async with client.subscribe("s", ORDERS, None, **options) as consumer:
         batches = await take(consumer, 15)
         for batch in batches[:7]:
             await batch.ack()
         await consumer.saved()
         kept = dict(consumer.positions)
     rest = sorted((batch.stream, batch.token) for batch in batches[7:])
-    async with client.subscribe("s", ORDERS, positions=kept, **options) as consumer:
+    async with client.subscribe("s", ORDERS, None, positions=kept, **options) as consumer:
         assert sorted((batch.stream, batch.token) for batch in await take(consumer, 8)) == rest
-    async with client.subscribe("s", ORDERS, **options) as consumer:
+    async with client.subscribe("s", ORDERS, None, **options) as consumer:
         assert len(await take(consumer, 15)) == 15
 
 
@@ -478,7 +481,7 @@ async def test_the_state_tells_when_all_is_done(client: Client):
     states: list[SessionState] = []
     await publish(client, ["a"], 1)
     options: dict[str, Any] = {"session_timeout_s": 0.5, "on_state": states.append}
-    async with client.subscribe("s", ORDERS, start="earliest", **options) as consumer:
+    async with client.subscribe("s", ORDERS, None, start="earliest", **options) as consumer:
         assert consumer.state is SessionState.OPEN
         await (await next_of(consumer)).ack()
         await until(lambda: consumer.state is SessionState.CAUGHT_UP)
@@ -501,7 +504,7 @@ async def test_gaps_are_told(client: Client, silo: Silo):
     told: list[GapRecord] = []
     await publish(client, ["a"], 2)
     options: dict[str, Any] = {"retry": RetryPolicy(max_attempts=1), "on_failure": OnFailure.SKIP}
-    async with client.subscribe("s", ORDERS, start="earliest", on_gap=told.append, **options) as consumer:
+    async with client.subscribe("s", ORDERS, None, start="earliest", on_gap=told.append, **options) as consumer:
         batch = await next_of(consumer)
         await batch.nack("skip it")
         assert numbers([await next_of(consumer)]) == [1]
@@ -532,12 +535,12 @@ async def test_what_cannot_be_is_refused_before_anything_happens(client: Client)
         with pytest.raises(error):
             client.subscribe(**options)
     with pytest.raises(InvalidArgument, match="no handler"):
-        await client.subscribe("s", ORDERS)
+        await client.subscribe("s", ORDERS)  # type: ignore[misc]
 
     async def handle(event: Event) -> None: ...
 
     with pytest.raises(InvalidArgument, match="has a handler"):
-        async with client.subscribe("s", ORDERS, handle):
+        async with client.subscribe("s", ORDERS, handle):  # type: ignore[attr-defined]
             pass
     assert await client.subscriptions() == []
 
@@ -604,8 +607,19 @@ async def test_batches_are_pulled_and_acknowledged_in_calls_of_their_own(client:
     ],
 )
 async def test_a_pull_that_cannot_be_meant_is_refused(client: Client, options: dict[str, Any]):
-    with pytest.raises(InvalidArgument, match=f"{next(iter(options))} of a pull|what is acknowledged"):
+    with pytest.raises(InvalidArgument, match=f"^{next(iter(options))} is |what is acknowledged"):
         await client.pull("s", "me", **options)
+
+
+async def test_a_consumer_that_pulled_leaves_when_its_client_is_closed(silo: Silo, client: Client):
+    await publish(client, ["a"], 1)
+    async with client.subscribe("s", ORDERS, start="earliest", retry=QUICK):
+        pass
+    async with Client(silo.grpc_address or "") as another:
+        assert numbers(await another.pull("s", "me", wait_s=5)) == [0]
+        assert [consumer.id for consumer in (await client.subscription("s")).consumers] == ["me"]
+    assert not (await client.subscription("s")).consumers
+    assert numbers(await client.pull("s", "other", wait_s=5)) == [0]
 
 
 async def test_what_is_acknowledged_was_pulled(client: Client):
@@ -615,7 +629,7 @@ async def test_what_is_acknowledged_was_pulled(client: Client):
 
 async def test_who_iterates_or_enters_the_wrong_way_is_told_what_to_write(client: Client):
     with pytest.raises(InvalidArgument, match="write `async with client"):
-        aiter(client.subscribe("s", ORDERS))
+        aiter(client.subscribe("s", ORDERS))  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="with SyncClient"):
         client.__enter__()
     assert await client.subscriptions() == []

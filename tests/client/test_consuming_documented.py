@@ -1,4 +1,4 @@
-"""The examples of docs/consuming.md, run as they stand but for the address."""
+"""The examples of docs/consuming.md, run unchanged, except for the address."""
 
 import re
 import subprocess
@@ -13,7 +13,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "consuming.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 PUBLISH = """
 import asyncio
-from headrace.streams import Client
+from headrace import Client
 
 async def main():
     async with Client("127.0.0.1:9465") as client:

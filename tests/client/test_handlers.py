@@ -10,11 +10,21 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from headrace import (
+    Client,
+    Event,
+    EventBatch,
+    Fenced,
+    HeadraceError,
+    InvalidArgument,
+    NotFound,
+    RetryPolicy,
+    SessionState,
+    StreamId,
+)
 from headrace.silo.host import Silo
-from headrace.streams import Event, EventBatch, Fenced, HeadraceError, InvalidArgument, NotFound, RetryPolicy, StreamId
-from headrace.streams.client import Client, SessionState
 from tests.client.consumers import PATIENCE_S, publish, until
-from tests.silo.rpc.calling import opened
+from tests.silo.services.calling import opened
 
 ORDERS = "orders/*"
 QUICK = RetryPolicy(max_attempts=3, initial_delay_s=0.0)
@@ -284,3 +294,18 @@ async def test_a_seek_replays_to_the_handler(client: Client):
     await subscription.caught_up()
     assert seen == [0, 1, 2, 3, 4] * 2
     await subscription.close()
+
+
+async def test_the_first_failure_is_a_warning_with_its_traceback(client: Client, caplog: pytest.LogCaptureFixture):
+    async def handle(event: Event) -> None:
+        raise ValueError(event.payload)
+
+    await publish(client, "a", 2)
+    subscription = await client.subscribe("s", ORDERS, handle, start="earliest", retry=QUICK)
+    await subscription.caught_up()
+    await subscription.close()
+    failed = [record for record in caplog.records if record.name == "headrace.client" and record.exc_info]
+    assert [record.levelname for record in failed] == ["WARNING", "WARNING"]
+    first, second = (record.getMessage() for record in failed)
+    assert first.endswith("attempt 1: ValueError: b'0'")
+    assert second.endswith("ValueError: b'1' (2 more failures are not shown)")

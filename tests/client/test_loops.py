@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from headrace.streams import Event, InvalidArgument, StreamId
-from headrace.streams.client import Client
+from headrace import Client, Event, InvalidArgument, StreamId
 from tests.client.silos import SiloProcess
 
 ROUNDS = 6
 PROGRAM = """
 import asyncio, os, signal, sys
-from headrace.streams import Client, StreamId
+from headrace import Client, StreamId
 
 ADDRESS, SILO = sys.argv[1], int(sys.argv[2])
 
@@ -47,7 +46,7 @@ for number in range(ROUNDS):
 
 @pytest.mark.parametrize("what", ["publish", "consume", "cut_off"])
 def test_a_client_leaves_nothing_for_the_next_loop(silo: SiloProcess, what: str):
-    """What grpc still had to tell a loop that is closed, it would write to stderr."""
+    """If grpc still had a callback for a closed loop, it would write an error to stderr."""
     program = PROGRAM.replace("ROUNDS", str(ROUNDS)).replace("WHAT", what)
     command = [sys.executable, "-c", program, silo.address, str(silo.pid)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
@@ -112,7 +111,7 @@ async def test_in_another_loop_a_client_says_to_which_it_belongs(silo: SiloProce
 
 LATER = """
 import asyncio, sys
-from headrace.streams import Client
+from headrace import Client
 async def opened():
     return await Client(sys.argv[1]).__aenter__()
 client = asyncio.run(opened())

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.silo.provider import Provider
-from headrace.streams import (
+from headrace import (
     DefinitionConflict,
     Event,
     InvalidArgument,
@@ -22,7 +21,8 @@ from headrace.streams import (
     SubscriptionDefinition,
     Unavailable,
 )
-from headrace.streams.client.client import Client
+from headrace.client.client import Client
+from headrace.silo.provider import Provider
 from tests.client.conftest import Silos
 from tests.client.silos import SiloProcess
 

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from headrace.streams import Closed, Event, RetryPolicy, Unavailable
-from headrace.streams.client import Client, Consumer, ReceivedBatch, SessionState
+from headrace import Client, Closed, Consumer, Event, ReceivedBatch, RetryPolicy, SessionState, Unavailable
 from tests.client.conftest import Silos
 from tests.client.consumers import PATIENCE_S, Seen, numbers, publish, take, until
 from tests.client.cutting import CuttingProxy
@@ -78,7 +77,7 @@ async def test_lost_connections_are_not_noticed(silo: SiloProcess, proxy: Cuttin
 
 
 class Fickle:
-    """A user who acknowledges some events, rejects others, and checks what he is handed."""
+    """A user that acknowledges some events, rejects others, and checks the delivered ones."""
 
     def __init__(self, consumer: Consumer, rng: random.Random) -> None:
         self.consumer = consumer
@@ -278,7 +277,7 @@ async def collect(consumer: Consumer, lines: list[str]) -> None:
 
 
 async def killed_after(address: str, output: Path, lines: int) -> list[str]:
-    """What a consumer wrote that was killed after so many lines, or a little later."""
+    """Return the lines of a consumer that was killed after `lines` lines, or a little later."""
     script = Path(__file__).parent / "killed_consumer.py"
     with output.open("wb") as file:
         process = await asyncio.create_subprocess_exec(sys.executable, str(script), address, stdout=file)

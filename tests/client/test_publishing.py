@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace.streams import (
+from headrace import (
     Closed,
     Event,
     EventBatch,
@@ -24,13 +24,13 @@ from headrace.streams import (
     StreamId,
     Unavailable,
 )
-from headrace.streams.client import publishing
-from headrace.streams.client.client import UNKNOWN_PLACE, Client
-from headrace.streams.client.window import Window
+from headrace.client import publishing
+from headrace.client.client import UNKNOWN_PLACE, Client
+from headrace.client.window import PublishWindow
 from headrace.streams.publishing import ProducerSequence, Receipt
+from tests.cli.commandline import Headrace
 from tests.client.conftest import Silos
 from tests.client.silos import SiloProcess, stored
-from tests.silo.commandline import Headrace
 
 S = StreamId("n", "k")
 
@@ -41,7 +41,7 @@ async def failure(publish: Awaitable[object]) -> HeadraceError:
     return caught.value
 
 
-def window_of(client: Client) -> Window:
+def window_of(client: Client) -> PublishWindow:
     return client._publishing._window  # pyright: ignore[reportPrivateUsage]
 
 
@@ -107,7 +107,7 @@ async def test_what_carries_a_sequence_is_stored_once(silo: SiloProcess):
         ({"a": 1}, InvalidArgument),
         (bytes((1 << 20) + 1), PayloadTooLarge),
         (Event(b"", priority=1), NotSupported),
-        (Event(b"", headers={"h": "x" * (4 << 20)}), PayloadTooLarge),
+        (Event(b"", headers={"h": "x" * (4 << 20)}), InvalidArgument),
     ],
     ids=["text", "nothing", "dict", "large", "priority", "large headers"],
 )
@@ -275,7 +275,7 @@ async def published(client: Client, payload: bytes) -> HeadraceError | SequenceT
 
 
 async def test_given_up_events_are_never_stored_after_later_ones(silo: SiloProcess):
-    """Whatever is told, the events of the stream are in order, none is twice, and those told stored are there."""
+    """With any outcomes, stored events are in order, none is stored twice, and those reported as stored are there."""
     told: list[int] = []
     async with Client(silo.address, timeout_s=0.3) as client:
         for round_ in range(4):

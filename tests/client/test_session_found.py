@@ -1,4 +1,4 @@
-"""What the model of a consumer's account has found, step by step, which it may not find again for thousands of runs."""
+"""Errors that the model of a consumer's account found, step by step. Thousands of runs may not find them again."""
 
 from __future__ import annotations
 

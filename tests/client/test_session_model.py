@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.streams import StreamId
-from headrace.streams.client.received import ReceivedBatch
-from headrace.streams.client.session import NOTICES, Session
+from headrace import StreamId
+from headrace.client.received import ReceivedBatch
+from headrace.client.session import NOTICES, Session
 from headrace.streams.frames import split
 
 from .model_silo import ModelSilo, Position, Response
@@ -21,7 +21,7 @@ MAX_EVENTS, MAX_BYTES = 12, 1500
 
 
 class Hand:
-    """A batch as the user of the model holds it: what he can still acknowledge of it."""
+    """A batch that the user of the model holds, with the events that can still be acknowledged."""
 
     def __init__(self, batch: ReceivedBatch) -> None:
         self.batch = batch
@@ -143,7 +143,7 @@ class ConsumerAndSilo(RuleBasedStateMachine):
 
     @rule(most=st.integers(1, 15), kept=st.integers(0, 2))
     def talk(self, most: int, kept: int) -> None:
-        """What happens all the time, at once; the last messages stay on their way."""
+        """Do all the usual steps at once; the last messages stay in flight."""
         if not self.silo.connected:
             self.connect()
         self.send()
@@ -244,7 +244,7 @@ class ConsumerAndSilo(RuleBasedStateMachine):
         self._given_back(hand, chosen)
 
     def _given_back(self, hand: Hand, first: Position) -> None:
-        """The batch from `first` on, and what came with it of its stream and is behind it."""
+        """The batch from `first` on, and the later batches of its stream that came with it."""
         arrival, stream = hand.batch.arrival, hand.batch.stream
         for each in list(self.hands):
             together = each.batch.stream == stream and each.batch.arrival == arrival
@@ -258,7 +258,7 @@ class ConsumerAndSilo(RuleBasedStateMachine):
     @invariant()
     def the_account_is_right(self) -> None:
         state = self.session.statistics()
-        if not self.lost:  # else what the user holds may come again in parts, and weighs more than those
+        if not self.lost:  # else events that the user holds may come again in parts, and weigh more than those
             assert state.held_events + state.credit_events <= self.session.max_events
             assert state.held_bytes + state.credit_bytes <= self.session.max_bytes + 36 * state.held_events
         assert self.silo.acknowledged <= self.ever_acked
@@ -294,7 +294,7 @@ class ConsumerAndSilo(RuleBasedStateMachine):
         assert state.credit_events * 4 >= MAX_EVENTS * 3 - 4
 
     def _settle(self) -> bool:
-        """One round of everything that has to happen. Whether nothing was left to do."""
+        """Do one round of all pending work. Return whether nothing was left to do."""
         silo = self.silo
         while silo.outbox:
             self.receive()

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 from typing import Any
 
 import pytest
 
-from headrace.streams import Event, StreamId
-from headrace.streams.client import SyncClient
+from headrace import Event, StreamId, SyncClient
+from tests.cli.commandline import Headrace, Ran, Start, ended
+from tests.cli.conftest import start
+from tests.cli.forking import Process
 from tests.client.conftest import Silos
 from tests.client.silos import SiloProcess
-from tests.silo.commandline import Headrace, Ran, Start, ended
-from tests.silo.conftest import start
 
 __all__ = ("start",)
 
@@ -45,7 +44,7 @@ def raw(ran: Ran) -> list[int]:
     return [int(line) for line in ran.out.splitlines()]
 
 
-def next_line(process: subprocess.Popen[bytes]) -> bytes:
+def next_line(process: Process) -> bytes:
     assert process.stdout is not None
     return process.stdout.readline()
 
@@ -128,15 +127,16 @@ def test_killed_it_loses_nothing(silo: SiloProcess, start: Start, headrace: Head
     following = ("subscribe", "--server", silo.address, "shop/*", "--name", "s", "--format", "raw")
     publish(silo, *range(5))
     printed: set[int] = set()
-    for _ in range(3):
+    for number in range(5, 7):
         process = start(*following, "--from", "earliest")
+        publish(silo, number)  # the process before may have finished all others
         printed.add(int(next_line(process)))
         process.kill()
         printed |= {int(line) for line in ended(process).out.split()}
         silo.kill()
         silo.start()
     printed |= set(raw(headrace(*following, "--no-follow")))
-    assert printed == {*range(5)}
+    assert printed == {*range(7)}
 
 
 def test_commands_with_one_name_share_the_events(silo: SiloProcess, start: Start):

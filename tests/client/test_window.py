@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from headrace.streams import (
+from headrace import (
     HeadraceError,
     InvalidArgument,
     NotFound,
@@ -24,7 +24,7 @@ from headrace.streams import (
     Unauthenticated,
     Unavailable,
 )
-from headrace.streams.client.window import Piece, Publication, Request, Window, WindowLimits
+from headrace.client.window import Publication, PublicationPiece, PublishWindow, WindowedRequest, WindowLimits
 from headrace.streams.publishing import Receipt
 
 SMALL = WindowLimits(request_bytes=30, request_batches=4, requests=3, bytes=60)
@@ -39,7 +39,7 @@ class Sent(NamedTuple):
     batches: tuple[bytes, ...]
 
 
-def on_the_wire(window: Window, request: Request) -> Sent:
+def on_the_wire(window: PublishWindow, request: WindowedRequest) -> Sent:
     frames = tuple(frame for piece in request.pieces for frame in piece.frames)
     return Sent(window.producer, request.number, request.previous, frames)
 
@@ -72,7 +72,7 @@ class Line:
 
     def __init__(self, limits: WindowLimits = SMALL) -> None:
         producers = count(1)
-        self.window = Window(lambda: f"producer-{next(producers)}", limits)
+        self.window = PublishWindow(lambda: f"producer-{next(producers)}", limits)
         self.silo = ModelSilo()
         self.requests: deque[Sent] = deque()
         self.answers: deque[list[Receipt] | HeadraceError] = deque()
@@ -83,7 +83,7 @@ class Line:
         publication = Publication()
         for text in texts:
             batch = b"%03d%s" % (next(self.numbers), text.encode())
-            self.window.add(Piece(publication, [batch], 1, len(batch)))
+            self.window.add(PublicationPiece(publication, [batch], 1, len(batch)))
         return publication
 
     def send(self) -> bool:
@@ -103,7 +103,7 @@ class Line:
             self.window.stored(answer)
 
     def disconnect(self) -> list[Sent]:
-        """What was under way, and may reach the silo yet."""
+        """Return the requests in flight, which may still reach the silo."""
         left = list(self.requests)
         self.requests.clear()
         self.answers.clear()
@@ -141,7 +141,7 @@ def test_no_more_is_under_way_than_the_limits_say():
     while line.send():
         sent += 1
     assert sent == SMALL.requests
-    assert line.window.asked == SMALL.requests
+    assert line.window.in_flight == SMALL.requests
 
 
 def test_a_batch_above_the_limit_of_a_request_travels_alone():
@@ -215,9 +215,9 @@ def test_a_failure_that_may_pass_is_waited_for():
     line.send()
     line.process(lambda sent: StorageError("the disk hangs"))
     line.receive()
-    assert (line.window.setbacks, str(line.window.trouble)) == (1, "the disk hangs")
+    assert (line.window.failed_rounds, str(line.window.trouble)) == (1, "the disk hangs")
     line.settle()
-    assert (line.window.setbacks, line.window.trouble) == (0, None)
+    assert (line.window.failed_rounds, line.window.trouble) == (0, None)
     assert line.silo.log == [b"000a"]
 
 
@@ -256,7 +256,7 @@ def test_a_silo_that_is_at_odds_with_the_numbers_is_told_to_whom_it_concerns():
     line = Line()
     line.publish("a")
     line.settle()
-    line.silo.last[line.window.producer] = 1000  # as if somebody else published under this id
+    line.silo.last[line.window.producer] = 1000  # as if another client published under this id
     lost = line.publish("b")
     line.silo.last[line.window.producer] = -5
     line.settle()
@@ -285,7 +285,7 @@ class Published(NamedTuple):
     abandoned: list[None]
 
     def check(self, log: set[bytes], *, at_odds: bool) -> None:
-        """What the publisher was told is true."""
+        """The publisher was told the truth."""
         error = self.publication.error
         if not self.publication.over or self.abandoned:
             return
@@ -303,9 +303,10 @@ class Published(NamedTuple):
 
 
 class WindowMachine(RuleBasedStateMachine):
-    """Whatever fails: each piece is stored at most once and in order, what is told is true, and only the refused fail.
+    """With any failures, each piece is stored at most once and in order, and the client reports the truth.
 
-    Only where a request was stored, its answer was lost, and it is refused the next time, the client does not know.
+    Only refused pieces fail. The client cannot know the truth in one case: a request was stored, its answer was lost,
+    and the next attempt is refused.
     """
 
     def __init__(self) -> None:

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from headrace import StreamId
 from headrace.agents import Edge, Events, Group, Member
-from headrace.streams import StreamId
 from headrace.streams.frames import Delivered, split
 
 if TYPE_CHECKING:
@@ -18,11 +18,11 @@ CREDIT_BYTES = 1 << 30
 TIMEOUT_S = 5.0
 RECONNECT_S = 0.5
 WAIT_S = 0.2
-"""What is sent to or from a silo that is cut off is tried again after this time."""
+"""Seconds after which a message to or from a silo that is cut off is tried again."""
 
 
 class Way:
-    """One direction of a link: what is sent arrives in order."""
+    """One direction of a link: messages arrive in order."""
 
     def __init__(self, link: "Link", receiver: Callable[[Callable[[], None]], None]) -> None:
         self._link = link
@@ -63,7 +63,7 @@ class Link:
         self._to_silo.send(self._join)
 
     def _at_silo(self, message: Callable[[], None]) -> None:
-        """What arrives waits while the silo stands still."""
+        """Deliver a message to the silo. It waits while the silo is paused."""
         asyncio.get_running_loop().call_soon(lambda: self.up and message(), context=self.silo.machine.context)
 
     # ---- in the silo -----------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class Consumer:
             self.found(silo)
 
     def vanish(self) -> None:
-        """It says nothing any more; its connections stay, as those of a machine without power."""
+        """Fall silent, with all connections left open, like a machine that lost its power."""
         self.vanished = True
 
     def receives(self, link: Link, message: bytes) -> None:
@@ -221,7 +221,7 @@ class Consumer:
 
 
 class WatchedEdge(Edge):
-    """Tells the world what is handed out."""
+    """Tells the world which events are handed out."""
 
     def __init__(self, silo: "Silo") -> None:
         super().__init__()

@@ -6,6 +6,9 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from tests.virtual_time import VirtualTimeLoop
@@ -15,13 +18,28 @@ BEGINNING = 1000.0
 ROUNDING_S = 2e-9
 """So much later than asked for a timer is due, so that it is never early by the clock of its machine."""
 WALL = time.time()
-LIBRARY = "/headrace/"
+LIBRARY = "headrace.streams", "headrace.adapters", "headrace.agents", "headrace.balancer", "headrace.silo"
 Site = tuple[str, int]
 """File and line of an `await` of the library."""
 
 
+@cache
+def library_file(path: str) -> str | None:
+    """Return the path of a library file within `headrace`, such as `agents/agent.py`. None: another program's file.
+
+    The folder of the checkout may have any name, `headrace` too, and an editable install runs from that folder.
+    """
+    for package in LIBRARY:
+        spec = find_spec(package)
+        assert spec is not None, f"{package} is not installed"
+        for folder in spec.submodule_search_locations or ():
+            if Path(path).is_relative_to(folder):
+                return str(Path(path).relative_to(Path(folder).parent))
+    return None
+
+
 class Step:
-    """What a machine is about to do."""
+    """A callback that a machine is about to run."""
 
     __slots__ = ("args", "callback", "handle", "machine")
 
@@ -41,8 +59,8 @@ class Step:
         waits: Any = task.get_coro() if hasattr(task, "get_coro") else None
         found: list[Site] = []
         while (frame := getattr(waits, "cr_frame", None)) is not None:
-            if LIBRARY in frame.f_code.co_filename:
-                found.append((frame.f_code.co_filename.rpartition(LIBRARY)[2], frame.f_lineno))
+            if (file := library_file(frame.f_code.co_filename)) is not None:
+                found.append((file, frame.f_lineno))
             waits = waits.cr_await
         return tuple(found)
 
@@ -51,19 +69,19 @@ class Machine:
     def __init__(self, name: str, *, rate: float = 1.0, starts_at: float = BEGINNING) -> None:
         self.name = name
         self.rate = rate
-        """How fast its monotonic clock is."""
+        """Speed of its monotonic clock; 1: the simulation's."""
         self.starts_at = starts_at
         self.wall_s = 0.0
-        """How far its wall clock is off."""
+        """Error of its wall clock, in seconds."""
         self.paused = False
         self.dead = False
         self.gone = False
-        """It was killed: what it still does, as the world is cleared away, counts for nothing."""
+        """It was killed. Its steps while the world is cleared away do not count."""
         self.fuse = 0
-        """After so many steps it is killed; 0: it is not."""
+        """Number of steps after which the machine is killed; 0: it is not."""
         self.on_fuse: Callable[[Step], None] = lambda _: None
         self.watch: Callable[[Step], None] | None = None
-        """Told of each step before it is taken."""
+        """Called with each step before the step is taken."""
         self.context = copy_context()
         self.context.run(_machine.set, self)
         self._still = False
@@ -76,7 +94,7 @@ class Machine:
         return self.starts_at + (now - BEGINNING) * self.rate
 
     def now(self, at: float) -> float:
-        """When its clock shows `at`."""
+        """Return the simulation's time at which its clock shows `at`."""
         return BEGINNING + (at - self.starts_at) / self.rate
 
     def kill(self) -> None:
@@ -118,11 +136,11 @@ _machine: ContextVar[Machine | None] = ContextVar("machine", default=None)
 
 
 class MachineLoop(VirtualTimeLoop):
-    """Whatever a machine wants to be called goes through it."""
+    """An event loop that runs each callback of a machine as one of its steps."""
 
     @property
     def now(self) -> float:
-        """By the simulation's own clock, whoever asks."""
+        """The time of the simulation's own clock, in every machine."""
         return self._now
 
     def time(self) -> float:
@@ -130,7 +148,7 @@ class MachineLoop(VirtualTimeLoop):
         return self._now if machine is None else machine.time(self._now)
 
     def outside_at(self, when: float, callback: Callable[[], Any]) -> asyncio.TimerHandle:
-        """Call it in no machine, when the simulation's own clock shows `when`, whoever asks."""
+        """Call `callback` outside of all machines, when the simulation's own clock shows `when`."""
         return super().call_at(when, callback, context=OUTSIDE)
 
     def call_soon(self, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> asyncio.Handle:  # type: ignore[override]
@@ -156,7 +174,7 @@ class MachineLoop(VirtualTimeLoop):
 
 
 OUTSIDE = Context()
-"""Of what happens in no machine."""
+"""The context of callbacks that belong to no machine."""
 
 
 def wall_ns() -> int:

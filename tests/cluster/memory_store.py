@@ -1,4 +1,4 @@
-"""The control store as plain data: what the simulation runs on most of the time, because it is far quicker.
+"""The control store as plain data. Most simulations run on it, because it is much faster than a database.
 
 It has those methods that managers and memberships call, with the semantics of `ControlStore` and `ClusterStore`:
 `test_memory_store.py` compares the two step by step. Nothing in a method waits, so each is one transaction.
@@ -6,10 +6,10 @@ It has those methods that managers and memberships call, with the semantics of `
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
-from headrace.streams import (
-    Checkpoint,
+from headrace import (
     DeadLetter,
     DefinitionConflict,
     Fenced,
@@ -19,15 +19,16 @@ from headrace.streams import (
     SequenceToken,
     SubscriptionDefinition,
 )
+from headrace.store.cluster_store import ENOUGH_VOTES
+from headrace.store.rows import differences, plain, printable
+from headrace.streams import Checkpoint
 from headrace.streams.cluster import LIVING, ClusterView, Lease, SiloRecord, SiloState, Superseded
-from headrace.streams.cluster_store import ENOUGH_VOTES
-from headrace.streams.rows import differences, plain, printable
-from headrace.streams.store import Attachment, Orders, Refused
+from headrace.streams.progress import Attachment, ControlRequests, RefusedProgress
 
 Clock = Callable[[Any], int]
 Progress = Sequence[tuple[str, int, Mapping[int, Checkpoint]]]
 Letter = tuple[str, str, int, SequenceToken]
-"""What makes a dead letter the same: provider, subscription, queue, token."""
+"""The identity of a dead letter: provider, subscription, queue, token."""
 
 
 class Subscription:
@@ -80,7 +81,8 @@ class MemoryStore:
         if found.definition != definition:
             raise DefinitionConflict(
                 f"subscription {definition.name!r} exists with another definition: "
-                f"{differences(found.definition, definition)}; use another name, or delete it first"
+                f"{differences(found.definition, definition)}; give the stored values, use another name, or give its "
+                "progress up with 'headrace subscriptions delete' and create it again"
             )
         return False
 
@@ -115,7 +117,7 @@ class MemoryStore:
 
     async def save_checkpoints(
         self, provider: str, progress: Progress, leases: Mapping[int, int] | None = None
-    ) -> Refused:
+    ) -> RefusedProgress:
         refused = self._refused(provider, {queue for _, _, each in progress for queue in each}, leases)
         stale = list[str]()
         for name, epoch, positions in progress:
@@ -124,7 +126,7 @@ class MemoryStore:
                 stale.append(name)
             else:
                 found.write(epoch, {queue: at for queue, at in positions.items() if queue not in refused})
-        return Refused(stale, refused)
+        return RefusedProgress(stale, refused)
 
     def _refused(self, provider: str, queues: Collection[int], leases: Mapping[int, int] | None) -> frozenset[int]:
         if leases is None:
@@ -152,10 +154,10 @@ class MemoryStore:
                     lowest[queue] = min(at.watermark, lowest.get(queue, at.watermark))
         return lowest
 
-    async def orders(self, provider: str, names: Sequence[str]) -> Orders:
+    async def control_requests(self, provider: str, names: Sequence[str]) -> ControlRequests:
         found = {name: self._subscriptions.get((provider, name)) for name in names}
         epochs = {name: one.epoch for name, one in found.items() if one is not None}
-        return Orders(epochs, frozenset(queue for of, queue in self._stopped if of == provider))
+        return ControlRequests(epochs, frozenset(queue for of, queue in self._stopped if of == provider))
 
     async def stop_queues(self, provider: str, queues: Sequence[int]) -> None:
         self._stopped.update((provider, queue) for queue in queues)
@@ -194,7 +196,7 @@ class MemoryStore:
             raise Fenced(f"subscription {name!r} of {provider!r} has been deleted")
         if found.epoch != epoch:
             at = f"at epoch {found.epoch}, not {epoch}"
-            raise Fenced(f"subscription {name!r} of {provider!r} is {at}: somebody else has taken it over")
+            raise Fenced(f"subscription {name!r} of {provider!r} is {at}: another process took it over")
 
     def _add_dead_letter(self, letter: DeadLetter) -> int:
         key = letter.provider, letter.subscription, letter.queue, letter.token
@@ -241,7 +243,9 @@ class MemoryStore:
         asked = (letter for letter in letters if letter.redrive and letter.subscription in names)
         return [letter for letter in asked if queues is None or letter.queue in queues][:limit]
 
-    async def finish_redrive(self, letter_id: int, *, delivered: bool, reason: str | None, attempts: int) -> None:
+    async def finish_redrive(
+        self, letter_id: int, *, delivered: bool, reason: str | None, attempts: int, failed_at_us: int
+    ) -> None:
         letter = self._letters.get(letter_id)
         if letter is None:
             return
@@ -250,7 +254,9 @@ class MemoryStore:
             del self._ids[letter.provider, letter.subscription, letter.queue, letter.token]
             return
         why = letter.reason if reason is None else printable(reason)
-        self._letters[letter_id] = letter._replace(redrive=False, attempts=attempts, reason=why)
+        self._letters[letter_id] = letter._replace(
+            redrive=False, attempts=attempts, reason=why, failed_at_us=failed_at_us
+        )
 
     async def add_gaps(self, records: Sequence[GapRecord], leases: Mapping[int, int] | None = None) -> None:
         self._require_leases(records, leases)
@@ -271,7 +277,7 @@ class Members:
     votes: dict[str, dict[str, tuple[int, int, int]]] = field(
         default_factory=dict[str, dict[str, tuple[int, int, int]]]
     )
-    """By silo and voter: the incarnations of both, and until when it counts."""
+    """By silo and voter: the incarnations of both, and the heartbeat of the silo."""
 
 
 class MemoryClusterStore:
@@ -282,10 +288,20 @@ class MemoryClusterStore:
         self._leases, self._silos, self._votes = members.leases, members.silos, members.votes
         self._now = clock
 
-    async def join(self, name: str, address: str, serves: Sequence[str]) -> SiloRecord:
+    async def join(
+        self,
+        name: str,
+        address: str,
+        serves: Sequence[str],
+        settings: Mapping[str, str] = MappingProxyType({}),
+        process: str = "",
+    ) -> SiloRecord:
         self._members.incarnation += 1
         now = self._now(None)
-        me = SiloRecord(name, self._members.incarnation, address, tuple(serves), SiloState.ACTIVE, now, now, ())
+        me = SiloRecord(
+            name, self._members.incarnation, address, tuple(serves), SiloState.ACTIVE, now, now, (),
+            settings=dict(settings), process=process,
+        )  # fmt: skip
         self._silos[name] = me
         self._votes.pop(name, None)
         return me
@@ -319,25 +335,26 @@ class MemoryClusterStore:
 
     async def beat(self, me: SiloRecord, lease_s: float) -> ClusterView:
         now = self._now(None)
-        self._silos[me.name] = self._require(me)._replace(heartbeat_at_us=now)
+        living = self._require(me)
+        self._silos[me.name] = living._replace(heartbeat_at_us=now, heartbeats=living.heartbeats + 1)
         for lease in self._held_by(me):
-            if lease.expires_at_us > now:
-                self._keep(lease._replace(expires_at_us=now + _us(lease_s)))
+            self._keep(lease._replace(renewals=lease.renewals + 1, length_us=_us(lease_s)))
         return self._view(now)
 
     async def view(self) -> ClusterView:
         return self._view(self._now(None))
 
     def _view(self, now: int) -> ClusterView:
-        silos = [silo._replace(suspected_by=self._voters(silo, now)) for _, silo in sorted(self._silos.items())]
+        silos = [silo._replace(suspected_by=self._voters(silo)) for _, silo in sorted(self._silos.items())]
         return ClusterView(now, silos, [lease for _, lease in sorted(self._leases.items())])
 
-    def _voters(self, silo: SiloRecord, now: int) -> tuple[str, ...]:
+    def _voters(self, silo: SiloRecord) -> tuple[str, ...]:
         votes = self._votes.get(silo.name)
         if not votes:
             return ()
         counted = ((voter, vote) for voter, vote in sorted(votes.items()))
-        return tuple(voter for voter, (of, _, until) in counted if of == silo.incarnation and until > now)
+        at = silo.incarnation, silo.heartbeats
+        return tuple(voter for voter, (of, _, heartbeats) in counted if (of, heartbeats) == at)
 
     async def acquire(
         self,
@@ -345,22 +362,24 @@ class MemoryClusterStore:
         wanted: Sequence[tuple[str, int]],
         lease_s: float,
         homes: Mapping[tuple[str, int], str] | None = None,
+        over: Collection[Lease] = (),
     ) -> list[Lease]:
         if self._require(me).state is not SiloState.ACTIVE:
             return []
-        now, homes = self._now(None), homes or {}
-        granted = [self._grant(me, queue, now, homes.get(queue, "")) for queue in sorted(set(wanted))]
-        leases = [lease._replace(expires_at_us=now + _us(lease_s)) for lease in granted if lease is not None]
+        homes, ended = homes or {}, {(one.provider, one.queue): (one.epoch, one.renewals) for one in over}
+        granted = [self._grant(me, queue, ended.get(queue), homes.get(queue, "")) for queue in sorted(set(wanted))]
+        leases = [lease._replace(length_us=_us(lease_s)) for lease in granted if lease is not None]
         for lease in leases:
             self._keep(lease)
         return leases
 
-    def _grant(self, me: SiloRecord, queue: tuple[str, int], now: int, home: str) -> Lease | None:
+    def _grant(self, me: SiloRecord, queue: tuple[str, int], ended: tuple[int, int] | None, home: str) -> Lease | None:
         lease = self._leases.get(queue) or Lease(*queue, "", 0, 0, 0)
         mine = (lease.owner, lease.incarnation) == (me.name, me.incarnation)
-        if lease.owner and lease.expires_at_us > now and not mine:
+        if lease.owner and (lease.epoch, lease.renewals) != ended and not mine:
             return None
-        return lease._replace(owner=me.name, incarnation=me.incarnation, epoch=lease.epoch + 1, home=home)
+        epoch, renewals = lease.epoch + 1, lease.renewals + 1
+        return lease._replace(owner=me.name, incarnation=me.incarnation, epoch=epoch, renewals=renewals, home=home)
 
     async def settle(self, me: SiloRecord, homes: Mapping[tuple[str, int], str]) -> None:
         for lease in self._held_by(me):
@@ -379,7 +398,7 @@ class MemoryClusterStore:
     async def leave(self, me: SiloRecord) -> None:
         self._end(me, SiloState.LEFT)
 
-    async def bury(self, silo: SiloRecord) -> None:
+    async def declare_dead(self, silo: SiloRecord) -> None:
         self._end(silo, SiloState.DEAD)
 
     def _end(self, silo: SiloRecord, state: SiloState) -> None:
@@ -389,38 +408,40 @@ class MemoryClusterStore:
         for lease in self._held_by(silo):
             self._keep(_nobodys(lease))
 
-    async def suspect(self, me: SiloRecord, suspect: SiloRecord, dead_after_s: float) -> bool:
+    async def suspect(self, me: SiloRecord, suspect: SiloRecord, peers: Collection[str]) -> bool:
         self._require(me)
         living = self._living(suspect)
-        if living is None or me.name == suspect.name:
+        if living is None or me.name == suspect.name or living.heartbeats != suspect.heartbeats:
             return False
-        now, after = self._now(None), _us(dead_after_s)
-        self._votes.setdefault(suspect.name, {})[me.name] = suspect.incarnation, me.incarnation, now + after
-        if now - living.heartbeat_at_us <= after or not self._outvoted(me, suspect, now, after):
+        votes = self._votes.setdefault(suspect.name, {})
+        votes[me.name] = suspect.incarnation, me.incarnation, suspect.heartbeats
+        if not self._outvoted(me, suspect, peers):
             return False
         self._silos[suspect.name] = living._replace(state=SiloState.DEAD)
         self._votes.pop(suspect.name, None)
         return True
 
-    def _outvoted(self, me: SiloRecord, suspect: SiloRecord, now: int, after: int) -> bool:
+    def _outvoted(self, me: SiloRecord, suspect: SiloRecord, others: Collection[str]) -> bool:
         peers = {
             silo.name: silo.incarnation
             for silo in self._silos.values()
-            if silo.state in LIVING
-            and silo.name != suspect.name
-            and (silo.name == me.name or silo.heartbeat_at_us >= now - after)
+            if silo.state in LIVING and silo.name != suspect.name and (silo.name == me.name or silo.name in others)
         }
+        at = suspect.incarnation, suspect.heartbeats
         votes = self._votes[suspect.name].items()
-        against = [
-            v for v, (of, by, until) in votes if of == suspect.incarnation and peers.get(v) == by and until > now
-        ]
+        against = [v for v, (of, by, heartbeats) in votes if (of, heartbeats) == at and peers.get(v) == by]
         return len(against) >= min(ENOUGH_VOTES, len(peers))
+
+    async def remove(self, silo: SiloRecord) -> None:
+        known = self._silos.get(silo.name)
+        if known is not None and known.incarnation == silo.incarnation and known.state not in LIVING:
+            del self._silos[silo.name]
+            for lease in list(self._leases.values()):
+                if lease.home == silo.name:
+                    self._keep(lease._replace(home=""))
 
     async def forget(self, before_s: float) -> int:
         now = self._now(None)
-        for votes in self._votes.values():
-            for voter in [voter for voter, (_, _, until) in votes.items() if until <= now]:
-                del votes[voter]
         ended = [
             name
             for name, silo in self._silos.items()
@@ -436,4 +457,4 @@ def _us(seconds: float) -> int:
 
 
 def _nobodys(lease: Lease) -> Lease:
-    return lease._replace(owner="", incarnation=0, expires_at_us=0)
+    return lease._replace(owner="", incarnation=0)

@@ -1,17 +1,18 @@
-"""What must be so, whatever happens to a cluster: asked whenever something is handed out, finished, or stored."""
+"""Invariants of a cluster under all failures, checked when an event is handed out, finished, or stored."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from headrace.streams import Checkpoint, StreamId
+from headrace import StreamId
+from headrace.streams import Checkpoint
 
 Place = tuple[object, int, object]
-"""In whose hands something is: which silo, under which epoch, which member of its group."""
+"""The holder of an event: the silo, its epoch, and the member of its group."""
 
 
 class Did(NamedTuple):
-    """Who finished an event last, and when."""
+    """The holder that finished an event last, and the time."""
 
     who: Any
     at: float
@@ -28,7 +29,7 @@ class Progress:
         self.hands: dict[int, Place] = {}
 
     def finish(self, number: int, did: Did) -> bool:
-        """False where it was done before."""
+        """Note that an event was handled. Return False if it was handled before."""
         self.hands.pop(number, None)
         self.last_done[number] = did
         if number < self.low or number in self.done:
@@ -46,7 +47,7 @@ class Progress:
 
 
 Again = Callable[[str, Did], None]
-"""What comes although it is done, and who did it."""
+"""Called with an event that comes again after it was done, and with the consumer that did it."""
 
 
 class Model:
@@ -111,7 +112,7 @@ class Model:
         return (offset, index) < behind.token or any(at == offset and a <= index < b for at, a, b in behind.done)
 
     def takes_back(self, subscription: str, stream: StreamId, place: Place) -> None:
-        """What is in these hands of a stream is in them no more, or it is not known how much."""
+        """Forget the events of the stream that `place` holds: it lost them, or holds an unknown part of them."""
         hands = self.of(subscription, stream).hands
         for number in [number for number, whose in hands.items() if whose == place]:
             del hands[number]

@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from headrace.streams import StorageError
+from headrace import StorageError
 from tests.cluster.machines import Machine
 
 
@@ -22,28 +22,28 @@ class Weather:
     loss: float = 0.0
     """Share of calls of which something is lost, and the same share comes twice."""
     slow: float = 0.0
-    """Share of calls whose answer takes long,"""
+    """Share of calls whose answer takes long."""
     slow_s: float = 0.0
-    """up to so long."""
+    """Longest delay of such an answer."""
     timeout_s: float = 1.0
     outage: bool = False
 
 
 class Place(Protocol):
-    """Where a line begins."""
+    """The end at which a line begins."""
 
     machine: Machine
     cut_off: bool
     congested: bool
     """Calls and their answers take long."""
     answers_after_s: float
-    """So late the next renewal is answered, and then nothing gets through; 0: as always."""
+    """Delay of the answer to the next renewal, after which nothing gets through; 0: no delay."""
     answered_late: int
-    """How many were answered so."""
+    """Number of renewals that were answered so."""
 
 
 class Line:
-    """What a machine has instead of the store."""
+    """A machine's connection to the store, used in place of the store."""
 
     def __init__(self, weather: Weather, place: Place, target: object) -> None:
         self._weather = weather
@@ -66,7 +66,7 @@ class Line:
         await self._reach()
         lost = weather.loss and rng.random() < weather.loss
         if lost and rng.random() < 0.5:
-            if name != "join" and rng.random() < 0.5:  # who starts again under its name waits for longer
+            if name != "join" and rng.random() < 0.5:  # a silo that starts again under its name waits for longer
                 self._later(carry_out)
             raise StorageError(f"{name}: the request is lost")
         if weather.loss and rng.random() < weather.loss:
@@ -86,7 +86,7 @@ class Line:
         return result
 
     def _later(self, carry_out: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        """It is on its way, and comes to the store although nobody waits for it any more."""
+        """Let a request reach the store later. No task waits for its answer any more."""
 
         async def arrives() -> None:
             await asyncio.sleep(self._weather.rng.random() * self._weather.slow_s)
@@ -104,5 +104,5 @@ class Line:
 
 
 def _as_it_is(value: Any) -> Any:
-    """What is on its way does not change any more."""
+    """Copy a mutable value: an argument that is sent does not change any more."""
     return copy(value) if type(value) in (dict, list) else value

@@ -8,24 +8,30 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from headrace import SequenceToken
 from headrace.agents import Delivery, PullingManager
 from headrace.agents.cursor import State, StreamCursor
-from headrace.balancer.membership import Held, Membership
-from headrace.streams import Checkpoint, SequenceToken
-from headrace.streams.cluster import ClusterView
+from headrace.agents.queue_host import QueueHost
+from headrace.balancer.membership import HeldLease, Membership
+from headrace.balancer.sightings import Sightings
+from headrace.streams import Checkpoint
+from headrace.streams.cluster import ClusterView, Lease, SiloRecord
+from tests.cluster.memory_store import MemoryClusterStore
 
 
 def no_fencing(stack: ExitStack) -> None:
-    """Whoever had a lease goes on as if nothing had happened, and the store takes what it writes."""
+    """A silo whose lease is over goes on, and the store accepts its writes."""
     begin = PullingManager.__init__
 
-    def begin_unfenced(manager: PullingManager, *args: Any, **options: Any) -> None:
-        begin(manager, *args, **options)
-        manager._store = _Unfenced(manager._store)  # type: ignore[assignment]
+    def begin_unfenced(
+        manager: PullingManager, provider: str, queues: int, adapter: Any, store: Any, *args: Any, **options: Any
+    ) -> None:
+        unfenced: Any = _Unfenced(store)
+        begin(manager, provider, queues, adapter, unfenced, *args, **options)
 
     stack.enter_context(patch.object(PullingManager, "__init__", begin_unfenced))
     stack.enter_context(patch.object(Delivery, "over", property(lambda delivery: delivery._stopping)))
-    stack.enter_context(patch.object(Membership, "_look_at_time", _ignore))
+    stack.enter_context(patch.object(Membership, "_on_timer", _ignore))
 
 
 def _ignore(_: object) -> None: ...
@@ -48,18 +54,18 @@ class _Unfenced:
 def release_before_drain(stack: ExitStack) -> None:
     """The next owner may begin while the former one still delivers."""
 
-    async def moved_out(membership: Membership, held: Held) -> None:
+    async def moved_out(membership: Membership, held: HeldLease) -> None:
         lease = held.lease
         held.started = False
         await membership._store.release(membership.me, [lease])
         await membership._owners[lease.provider].lose(lease.queue, membership._options.drain_s)
         membership.held.pop((lease.provider, lease.queue), None)
 
-    stack.enter_context(patch.object(Membership, "_moved_out", moved_out))
+    stack.enter_context(patch.object(Membership, "_give_up", moved_out))
 
 
 def checkpoint_of_the_maximum(stack: ExitStack) -> None:
-    """What is stored is how far anybody got, whoever is behind."""
+    """The checkpoint has the furthest position, and leaves out the streams that are behind."""
 
     def checkpoint(delivery: Delivery, *, limit: int | None = None) -> Checkpoint:
         return Checkpoint(delivery.position)
@@ -69,12 +75,12 @@ def checkpoint_of_the_maximum(stack: ExitStack) -> None:
 
 def lease_from_the_answer(stack: ExitStack) -> None:
     """A lease is counted from when its renewal is answered, not from before it was asked for."""
-    renewed = Membership._renewed
+    renewed = Membership._renew
 
     def renewed_late(membership: Membership, view: ClusterView, began: float) -> None:
         renewed(membership, view, membership._loop.time())
 
-    stack.enter_context(patch.object(Membership, "_renewed", renewed_late))
+    stack.enter_context(patch.object(Membership, "_renew", renewed_late))
 
 
 def lease_by_the_wall_clock(stack: ExitStack) -> None:
@@ -105,16 +111,17 @@ class _WallClock:
 def start_from_what_was_known(stack: ExitStack) -> None:
     """A queue that comes is served from where its checkpoints were when this process last saw them."""
 
-    async def gain(manager: PullingManager, queue: int, epoch: int, term: Any) -> None:
-        assert manager.leases is not None
-        manager.leases[queue], manager._terms[queue] = epoch, term
-        manager._attach_all(queue)
+    async def gain(host: QueueHost, queue: int, epoch: int, term: Any) -> None:
+        state = host._state
+        assert state.leases is not None
+        state.leases[queue], state.terms[queue] = epoch, term
+        state.attach_all(queue)
 
-    stack.enter_context(patch.object(PullingManager, "gain", gain))
+    stack.enter_context(patch.object(QueueHost, "gain", gain))
 
 
 def done_when_handed_out(stack: ExitStack) -> None:
-    """What is in somebody's hands counts as done."""
+    """Events that were handed out count as done."""
     needed = Delivery._needed
 
     def needed_behind_it(delivery: Delivery, cursor: StreamCursor) -> SequenceToken:
@@ -122,6 +129,90 @@ def done_when_handed_out(stack: ExitStack) -> None:
         return SequenceToken(token.offset + 1) if cursor.state is State.RUNNING else token
 
     stack.enter_context(patch.object(Delivery, "_needed", needed_behind_it))
+
+
+def leaving_is_told_once(stack: ExitStack) -> None:
+    """A drain whose calls fail is not repeated, and leases that the store still has are not released."""
+    leaving = Membership._tell_leaving
+
+    async def tell_leaving_once(membership: Membership) -> None:
+        try:
+            await leaving(membership)
+        finally:
+            membership._left_as = membership.me.incarnation
+
+    stack.enter_context(patch.object(Membership, "_tell_leaving", tell_leaving_once))
+    stack.enter_context(patch.object(Membership, "_finish_leaving", _finish_nothing))
+
+
+async def _finish_nothing(_: Membership, view: ClusterView) -> None: ...
+
+
+def lease_by_the_clock_of_the_store(stack: ExitStack) -> None:
+    """A lease is over when the store's clock says so, as it was before silos timed the leases of others."""
+    keep, look, grant, see = (
+        MemoryClusterStore._keep,
+        MemoryClusterStore._view,
+        MemoryClusterStore._grant,
+        Sightings.see,
+    )
+    kept_us: dict[tuple[str, int], int] = {}
+
+    def is_over(store: MemoryClusterStore, lease: Lease) -> bool:
+        return kept_us[lease.provider, lease.queue] + lease.length_us <= store._now(None)
+
+    def keep_timed(store: MemoryClusterStore, lease: Lease) -> None:
+        kept_us[lease.provider, lease.queue] = store._now(None)
+        keep(store, lease)
+
+    def look_timed(store: MemoryClusterStore, now: int) -> ClusterView:
+        view = look(store, now)
+        over = frozenset((lease.provider, lease.queue) for lease in view.leases if is_over(store, lease))
+        return view._replace(over=over)
+
+    def grant_timed(store: MemoryClusterStore, me: SiloRecord, queue: Any, _: Any, home: str) -> Any:
+        lease = store._leases.get(queue)
+        ended = (lease.epoch, lease.renewals) if lease is not None and is_over(store, lease) else None
+        return grant(store, me, queue, ended, home)
+
+    def see_timed(sightings: Sightings, view: ClusterView, now: float) -> ClusterView:
+        return see(sightings, view, now)._replace(over=view.over)
+
+    stack.enter_context(patch.object(MemoryClusterStore, "_keep", keep_timed))
+    stack.enter_context(patch.object(MemoryClusterStore, "_view", look_timed))
+    stack.enter_context(patch.object(MemoryClusterStore, "_grant", grant_timed))
+    stack.enter_context(patch.object(Sightings, "see", see_timed))
+
+
+def taken_unseen(stack: ExitStack) -> None:
+    """A lease is taken although its owner renewed it after this silo looked."""
+    grant = MemoryClusterStore._grant
+
+    def grant_always(store: MemoryClusterStore, me: SiloRecord, queue: Any, ended: Any, home: str) -> Any:
+        lease = store._leases.get(queue)
+        return grant(store, me, queue, (lease.epoch, lease.renewals) if ended and lease else ended, home)
+
+    stack.enter_context(patch.object(MemoryClusterStore, "_grant", grant_always))
+
+
+def death_by_the_clock_of_the_store(stack: ExitStack) -> None:
+    """How long a silo was not heard of is counted by the clock of the store."""
+    now_us: dict[int, int] = {}
+    see = Sightings.see
+
+    def see_timed(sightings: Sightings, view: ClusterView, now: float) -> ClusterView:
+        now_us[id(sightings)] = view.now_us
+        return see(sightings, view, now)
+
+    def silent_by_store(sightings: Sightings, silo: SiloRecord, _: float) -> float:
+        return (now_us[id(sightings)] - silo.heartbeat_at_us) / 1e6
+
+    def timed_by_store(_: Sightings, view: ClusterView, now: float) -> list[SiloRecord]:
+        return [*view.silos]
+
+    stack.enter_context(patch.object(Sightings, "see", see_timed))
+    stack.enter_context(patch.object(Sightings, "silent_s", silent_by_store))
+    stack.enter_context(patch.object(Sightings, "timed", timed_by_store))
 
 
 BUGS: Mapping[str, Callable[[ExitStack], None]] = {
@@ -132,6 +223,10 @@ BUGS: Mapping[str, Callable[[ExitStack], None]] = {
     "lease by the wall clock": lease_by_the_wall_clock,
     "start from what was known": start_from_what_was_known,
     "done when handed out": done_when_handed_out,
+    "leaving is told once": leaving_is_told_once,
+    "lease by the clock of the store": lease_by_the_clock_of_the_store,
+    "taken unseen": taken_unseen,
+    "death by the clock of the store": death_by_the_clock_of_the_store,
 }
 
 

@@ -127,7 +127,7 @@ def _run(cases: Sequence[Case]) -> int:
 
 
 def _until_interrupted(outcomes: Iterator[Outcome]) -> Iterator[Outcome]:
-    """Who stops it hears of what there is."""
+    """Yield outcomes. After an interrupt, the caller reports those that came so far."""
     try:
         yield from outcomes
     except KeyboardInterrupt:

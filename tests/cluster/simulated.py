@@ -1,10 +1,12 @@
 """Whole clusters in one process: silos with their memberships, managers and agents over one control store and one set
 of queues, in virtual time, with a seed.
 
-What goes wrong is said in `Life`; what must be so all the same, in `Model`: nothing is skipped or overtaken, nobody
-serves a queue under an older lease once it was served under a newer one, nothing comes again that is stored as done. In
-the end everything is finished, every queue has one owner, and where nothing but planned moves happened, everything came
-exactly once; where the store only failed for less than a lease, no queue was lost.
+`Life` has the faults. `Model` has the rules that hold in spite of them: no event is skipped or overtakes another, no
+silo serves a queue under an older lease once it was served under a newer one, and no event comes again that is stored
+as done.
+
+In the end all events are done, and every queue has one owner. If there were only planned moves, each event came exactly
+once. If the store only failed for less than a lease, no queue was lost.
 """
 # pyright: reportPrivateUsage=false
 
@@ -21,6 +23,16 @@ from typing import Any
 
 import pytest
 
+from headrace import (
+    Event,
+    EventBatch,
+    RetryPolicy,
+    Selector,
+    StorageError,
+    StreamId,
+    SubscriptionDefinition,
+    Unavailable,
+)
 from headrace.agents import (
     CacheLimits,
     Delivery,
@@ -31,21 +43,14 @@ from headrace.agents import (
     PullingManager,
 )
 from headrace.balancer import Balancer, average, lease_count, ring
-from headrace.balancer.membership import ClusterOptions, Membership
-from headrace.streams import (
-    Checkpoint,
-    Event,
-    EventBatch,
-    RetryPolicy,
-    Selector,
-    StorageError,
-    StreamId,
-    SubscriptionDefinition,
-)
+from headrace.balancer.cluster_options import ClusterOptions
+from headrace.balancer.membership import Membership
+from headrace.store.control_store import ControlStore
+from headrace.streams import Checkpoint
 from headrace.streams.cluster import SiloRecord
 from headrace.streams.frames import Delivered
 from headrace.streams.handlers import Handler
-from headrace.streams.store import ControlStore, Refused
+from headrace.streams.progress import RefusedProgress
 from tests.agents.shelf import Shelf
 from tests.cluster.consumers import Consumer, Link, WatchedEdge
 from tests.cluster.machines import Machine, MachineLoop, Step, wall_ns
@@ -57,16 +62,16 @@ PROVIDER = "simulated"
 PATIENT = RetryPolicy(max_attempts=1_000_000, max_elapsed_s=1e9, initial_delay_s=0.05, max_delay_s=0.5)
 HASTY = RetryPolicy(max_attempts=2, max_elapsed_s=1e9, initial_delay_s=0.05, max_delay_s=0.5)
 LIMITS = CacheLimits(max_events=1000, max_bytes=1 << 20)
-KINDS = ("planned", "outages", "crashes", "pauses", "network", "answers", "everything")
+KINDS = ("planned", "drains", "clocks", "outages", "crashes", "pauses", "network", "answers", "everything")
 REAL_STORE = 50
-"""Of so many seeds one runs on the real control store."""
+"""One of this many seeds runs on the real control store."""
 TICK_S = 1.0
 CHECKPOINT_S = 1.0
-"""Ten times as long as by default, so that crashes find more that is not saved."""
+"""Ten times the default, so that crashes find more unsaved progress."""
 LONGEST_S = 10_000.0
-"""No cluster is simulated for so long, unless it is stuck."""
+"""Longest simulated time of a cluster. A cluster that takes longer is stuck."""
 CLOCKS = 0.01
-"""How much the monotonic clocks of silos may be wrong."""
+"""Largest relative error of the silos' monotonic clocks."""
 
 
 class FailedOnPurposeError(Exception):
@@ -88,24 +93,34 @@ class SeededGroup(Group):
 
 
 class SeededManager(PullingManager):
-    """Tells the world what is given up on, and which queues are cut off."""
+    """Tells the world which events deliveries give up on, and which queues are cut off."""
 
     def __init__(self, silo: "Silo", *args: Any, **options: Any) -> None:
-        self.silo = silo
         super().__init__(*args, **options)
+        self.silo = silo
+        self._new_agent, self._cut, self._dead_letter = (
+            self.state.new_agent, self.queue_host.cut, self.recorder.dead_letter,
+        )  # fmt: skip
+        self.state.new_agent = self._seeded_agent
+        self.queue_host.cut = self.checkpointer.on_queue_refused = self._watched_cut
+        self.recorder.dead_letter = self._watched_dead_letter  # pyright: ignore[reportAttributeAccessIssue]
+        for agent in self.agents:
+            agent._rng = silo.world.rng
 
-    def _agent(self, queue: int) -> PullingAgent:
-        agent = super()._agent(queue)
+    def _seeded_agent(self, queue: int) -> PullingAgent:
+        agent = self._new_agent(queue)
         agent._rng = self.silo.world.rng
         return agent
 
-    def cut(self, queue: int) -> None:
+    def _watched_cut(self, queue: int) -> None:
         if not self.silo.machine.gone:
             self.silo.world.cuts += 1
-        super().cut(queue)
+        self._cut(queue)
 
-    async def dead_letter(self, delivery: Delivery, events: Sequence[Event], reason: str, attempts: int) -> None:
-        await super().dead_letter(delivery, events, reason, attempts)
+    async def _watched_dead_letter(
+        self, delivery: Delivery, events: Sequence[Event], reason: str, attempts: int
+    ) -> None:
+        await self._dead_letter(delivery, events, reason, attempts)
         if not self.silo.machine.gone:
             for event in events:
                 assert event.token is not None
@@ -113,7 +128,7 @@ class SeededManager(PullingManager):
 
 
 class WatchedStore:
-    """Tells the model what is stored."""
+    """Tells the model which checkpoints are stored."""
 
     def __init__(self, store: Any, model: Model) -> None:
         self._store = store
@@ -127,8 +142,8 @@ class WatchedStore:
         provider: str,
         progress: Sequence[tuple[str, int, Mapping[int, Checkpoint]]],
         leases: Mapping[int, int] | None = None,
-    ) -> Refused:
-        refused: Refused = await self._store.save_checkpoints(provider, progress, leases)
+    ) -> RefusedProgress:
+        refused: RefusedProgress = await self._store.save_checkpoints(provider, progress, leases)
         for name, _, positions in progress:
             if name not in refused.subscriptions:
                 written: Mapping[int, Checkpoint] = await self._store.checkpoints(provider, name)
@@ -155,10 +170,13 @@ class Silo:
         self.answers_after_s = 0.0
         self.answered_late = 0
         self.up = False
+        self.drained = False
+        """The silo was told to give its queues away and to take none again."""
         self.groups: dict[str, Group] = {}
         self.links: list[Link] = []
         self.leaving = asyncio.Event()
         self.wakes = asyncio.Event()
+        self._change: asyncio.Task[None] | None = None
         self.manager: SeededManager
         self.membership: Membership
         self.task = self.machine.run(self._run(), f"silo {name}")
@@ -175,7 +193,7 @@ class Silo:
             Line(world.weather, self, world.leases),  # type: ignore[arg-type]
             self.name,
             address=self.name,
-            owners={PROVIDER: self.manager},
+            owners={PROVIDER: self.manager.queue_host},
             peers=self,
             options=world.options,
             rng=world.rng,
@@ -188,7 +206,8 @@ class Silo:
         self.up = True
         await self.leaving.wait()
         serving.cancel()
-        await self.membership.leave()
+        with suppress(Unavailable):  # what could not be saved comes again
+            await self.membership.leave()
         self.up = False
         for link in list(self.links):
             link.ends()
@@ -214,15 +233,15 @@ class Silo:
         if definition.name in self.world.grouped:
             group = SeededGroup(definition, self.edge)
             group.rng = self.world.rng
-            await self.manager.serve(definition, group)
+            await self.manager.subscriptions.serve(definition, group)
             self.groups[definition.name] = group
         else:
             service = SeededService(Handler.of(self._handler(definition.name), batch=False), None, 3)
             service.rng = self.world.rng
-            await self.manager.serve(definition, service)
+            await self.manager.subscriptions.serve(definition, service)
 
     async def _tick(self) -> None:
-        """As `headrace.silo` does it for its groups."""
+        """Do the periodic work that `headrace.silo` does for its groups."""
         loop = asyncio.get_running_loop()
         while True:
             began = loop.time()
@@ -232,7 +251,7 @@ class Silo:
                 link.hear()
             for group in self.groups.values():
                 if late_s > TICK_S:
-                    group.excuse(late_s)
+                    group.extend_timeouts(late_s)
                 group.tick()
 
     def _superseded(self, told: asyncio.Future[None]) -> None:
@@ -254,13 +273,31 @@ class Silo:
             except StorageError:
                 await asyncio.sleep(0.1)
 
+    @property
+    def changing(self) -> bool:
+        """Whether the silo is being drained or undrained."""
+        return self._change is not None and not self._change.done()
+
+    def change(self, how: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._change = self.machine.run(how(), f"drains {self.name}")
+
+    async def drain(self) -> None:
+        """Drain the silo. An unavailable store is no error: the silo is drained later all the same."""
+        self.drained = True
+        with suppress(Unavailable):
+            await self.membership.drain()
+
+    async def undrain(self) -> None:
+        await self._until_done(self.membership.undrain)
+        self.drained = False
+
     async def reach(self, silo: SiloRecord) -> bool:
-        """As the others' `Peers`."""
+        """Whether the other silo answers. Takes the place of `Peers` of a real silo."""
         await asyncio.sleep(self.world.rng.random() * 0.2)
         other = self.world.silos.get(silo.name)
         return not (other is None or other.machine.gone or other.machine.paused or other.cut_off or self.cut_off)
 
-    # ---- what it hands out -----------------------------------------------------------------------------------------
+    # ---- events that it hands out ----------------------------------------------------------------------------------
 
     def epoch(self, queue: int) -> int:
         return (self.manager.leases or {}).get(queue, -1)
@@ -315,6 +352,8 @@ class World:
         """Subscriptions whose events remote consumers get."""
         self.crashed_at = set[tuple[str, int]]()
         self.cuts = 0
+        self.store_s = 1e6
+        """How far the store's clock is off: it starts anywhere, and is set."""
         self.unsaved_s = 0.0
         """The longest time between an event being done and the death of its silo, of those that came again."""
         self.model = Model(self.problem, lambda: self.now, self._comes_again)
@@ -361,7 +400,7 @@ class World:
             silo.wakes.set()
 
     def _store_us(self, _: object) -> int:
-        return round(self.now * 1e6)
+        return round((self.now + self.store_s) * 1e6)
 
     @property
     def now(self) -> float:
@@ -382,7 +421,7 @@ class World:
         self.problems.append(text)
 
     def _comes_again(self, what: str, did: Did) -> None:
-        """Where silos were only killed, it was done by one that is dead, and too short before to be saved."""
+        """If silos were only killed, a dead silo did it, too short a time before its death to save it."""
         if self.kind not in ("planned", "crashes"):
             return
         if (killed_at := did.who.killed_at) is None:
@@ -394,8 +433,10 @@ class World:
 
     @property
     def save_within_s(self) -> float:
-        """What was done longer ago than this is saved: it waits for a checkpoint, which may wait for another one to be
-        written, and is written itself."""
+        """Seconds after which progress is saved.
+
+        It waits for a checkpoint, which may wait for another one to be written, and is written itself.
+        """
         return CHECKPOINT_S * (1 + CLOCKS) + 2 * 2 * self.weather.latency_s + 0.001
 
     def queue_of(self, stream: StreamId) -> int:
@@ -423,12 +464,14 @@ class World:
         return not self.left and not self.unsettled()
 
     def unsettled(self) -> str:
-        """What is not as it should be at rest."""
+        """Return the first difference from the state that a cluster has at rest, or an empty text."""
         owners = self.owners()
         if any(len(names) != 1 for names in owners.values()):
             return f"the owners are {owners}"
         held = Counter(name for names in owners.values() for name in names)
-        shares = [held[name] for name in self.silos]
+        if idle := [name for name, silo in self.silos.items() if silo.drained and held[name]]:
+            return f"the drained silos {idle} have queues: {dict(held)}"
+        shares = [held[name] for name, silo in self.silos.items() if not silo.drained]
         even = max(shares) - min(shares) <= 1 or self.options.balancer is ring
         return "" if even else f"the queues are spread as {dict(held)}"
 
@@ -459,7 +502,7 @@ class World:
             del self.silos[name]
 
     async def clear(self) -> None:
-        """What was killed is cleared away, without any effect."""
+        """Clear the killed machines away, without any effect."""
         for silo in self.ever:
             silo.machine.bury()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[operator]
@@ -472,7 +515,7 @@ class World:
 
 
 class Life:
-    """What happens, at random."""
+    """Random events in the life of a cluster."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -526,11 +569,17 @@ class Life:
         elif what == "kill":
             self._down.append(name)
             world.kill(world.silos[name])
+        elif what == "drain":
+            self._drain(world.silos[name])
         elif what == "fuse":
             self._down.append(name)
             world.silos[name].machine.fuse = rng.randrange(1, 1000)
         elif what == "wall clock":
             world.silos[name].machine.wall_s += rng.choice((-1, 1)) * 10 ** rng.uniform(-1, 7)
+        elif what == "store clock":
+            by_s = rng.choice((-1, 1)) * 10 ** rng.uniform(-1, 5)
+            world.note(f"the store's clock is set by {by_s:.1f} s")
+            world.store_s += by_s
         elif what == "short outage" and world.now < self._calm_until:
             pass  # two that follow one another are a long one
         elif what in ("vanish", "break"):
@@ -544,6 +593,15 @@ class Life:
         if name in self._down:
             self._down.remove(name)
         self.world.start(name)
+
+    def _drain(self, silo: Silo) -> None:
+        """Or the other way round; one silo is left to serve."""
+        working = [other for other in self.world.silos.values() if other.up and not other.drained]
+        if not silo.up or silo.changing or (not silo.drained and len(working) < 2):
+            return
+        what = "undrain" if silo.drained else "drain"
+        self.world.note(f"{what} {silo.name}")
+        silo.change(silo.undrain if silo.drained else silo.drain)
 
     def _consumers(self, what: str) -> None:
         world = self.world
@@ -604,14 +662,14 @@ class Life:
             await asyncio.sleep(0.05)
 
     def _late_s(self) -> float:
-        """As late as an answer may be to a silo that still counts on its lease, or a bit less."""
+        """Return a delay of an answer close to the longest after which a silo still relies on its lease."""
         options, weather = self.world.options, self.world.weather
         late_s = 0.88 * options.lease_s - 1.4 * options.period_s - 3 * weather.latency_s
         return max(0.001, late_s * self.rng.uniform(0.5, 1.0))
 
     @property
     def under_way(self) -> list[str]:
-        """What has not passed yet."""
+        """Names of the disturbances that are not over yet."""
         return [task.get_name() for task in self._under_way if not task.done()]
 
     async def settle(self) -> None:
@@ -623,7 +681,7 @@ class Life:
         for silo in list(world.silos.values()):
             silo.machine.fuse = 0
         world.weather.loss, world.weather.slow, world.weather.outage = 0.0, 0.0, False
-        if not world.silos:
+        if all(silo.drained for silo in world.silos.values()):
             self._start()
         world.note("settle")
         await self._wait(300.0, lambda: not world.left)
@@ -663,6 +721,8 @@ class Life:
 
 _HAPPENINGS: dict[str, Sequence[str]] = {
     "planned": ("start", "leave", "wall clock"),
+    "drains": ("start", "drain", "drain", "drain", "outage", "outage"),
+    "clocks": ("start", "leave", "kill", "pause", "cut off", "store clock", "store clock", "store clock"),
     "outages": ("short outage", "short outage", "wall clock"),
     "crashes": ("start", "start", "start", "leave", "kill", "fuse", "fuse", "vanish", "break"),
     "pauses": ("start", "leave", "pause", "pause", "wall clock"),
@@ -696,13 +756,13 @@ def simulate(
     rng = random.Random(f"{kind}/{seed}")
     real = seed % REAL_STORE == 0 if real is None else real
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headrace.agents.manager.CHECKPOINT_S", CHECKPOINT_S)
-        for name in ("REDRIVE_S", "LOOK_S"):  # nobody asks for what these look for
-            patch.setattr(f"headrace.agents.manager.{name}", 5.0)
-        patch.setattr("headrace.agents.handling.TURN_S", math.inf)  # these clocks are real ones
+        patch.setattr("headrace.agents.checkpointer.CHECKPOINT_S", CHECKPOINT_S)
+        for name in ("redriver.REDRIVE_S", "control_requests.POLL_S", "subscription_runner.RETRY_S"):
+            patch.setattr(f"headrace.agents.{name}", 5.0)  # no requests come here
+        patch.setattr("headrace.agents.delivery.handling.TURN_S", math.inf)  # these clocks are real ones
         patch.setattr("headrace.agents.feed.monotonic", lambda: 0.0)
         for name in ("edge.perf_counter", "edge.thread_time", "group_delivery.perf_counter"):
-            patch.setattr(f"headrace.agents.{name}", lambda: 0.0)
+            patch.setattr(f"headrace.agents.delivery.{name}", lambda: 0.0)
         patch.setattr("time.time_ns", wall_ns)
         return _run(rng, kind, steps, real, eye)
 

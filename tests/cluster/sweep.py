@@ -36,7 +36,7 @@ def crash_of(text: str) -> Crash:
 
 
 def recorded(kind: str, seed: int) -> dict[Crash, Way]:
-    """Where it may be killed, and at what it stands then."""
+    """The steps before which a silo may be killed, with the `await`s at which it is then."""
     found: dict[Crash, Way] = {}
     steps: dict[int, int] = {}
 
@@ -51,7 +51,7 @@ def recorded(kind: str, seed: int) -> dict[Crash, Way]:
 
 
 def crashed(crash: Crash) -> World:
-    """The same cluster, where a silo is killed before a step, and mostly comes back."""
+    """Simulate the same cluster, but kill a silo before a step. In most cases it comes back."""
     return simulate(crash.seed, kind=crash.kind, eye=_killer(crash))
 
 
@@ -79,7 +79,8 @@ def _again(world: World, name: str) -> None:
 
 
 def chosen(places: Mapping[Crash, Way], many: int) -> list[Crash]:
-    """At each way one, from the beginning to the end of the runs, and then evenly; all, where there are no more."""
+    """Choose one crash at each way, from the beginning to the end of the runs, and then further ones evenly. If there
+    are not more than `many`, choose all."""
     at: dict[Way, list[Crash]] = {}
     for crash, way in places.items():
         at.setdefault(way, []).append(crash)
@@ -94,7 +95,7 @@ def _evenly(crashes: Sequence[Crash], many: int) -> list[Crash]:
     return [crashes[number * len(crashes) // many] for number in range(many)]
 
 
-# ---- what there is to be hit -----------------------------------------------------------------------------------------
+# ---- the `await`s of the library -------------------------------------------------------------------------------------
 
 
 class Await(NamedTuple):
@@ -106,7 +107,7 @@ class Await(NamedTuple):
 
 @cache
 def awaits(file: str) -> tuple[Await, ...]:
-    """All of a file of the library, such as `agents/manager.py`."""
+    """All of a file of the library, such as `agents/checkpointer.py`."""
     source = (Path(headrace.agents.__file__).parents[1] / file).read_text()
     return tuple(_awaits(file, ast.parse(source), ""))
 

@@ -9,24 +9,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from headrace.streams import (
-    Checkpoint,
-    DeadLetter,
-    GapRecord,
-    HeadraceError,
-    Selector,
-    SequenceToken,
-    StreamId,
-    SubscriptionDefinition,
-)
+from headrace import DeadLetter, GapRecord, HeadraceError, Selector, SequenceToken, StreamId, SubscriptionDefinition
+from headrace.store.control_store import ControlStore
+from headrace.streams import Checkpoint
 from headrace.streams.cluster import Lease, SiloRecord
-from headrace.streams.store import ControlStore
 from headrace.streams.subscriptions import Behind
 from tests.cluster.memory_store import MemoryStore
 
 STEPS = settings(max_examples=15, stateful_step_count=50, deadline=None)
 LEASE_S = 10
-DEAD_AFTER_S = 6
 SILOS = st.sampled_from(["a", "b", "c"])
 QUEUE = st.integers(0, 1)
 QUEUES = st.lists(QUEUE, min_size=1, max_size=2)
@@ -65,7 +56,7 @@ class BothStores(RuleBasedStateMachine):
         self.runner.close()
 
     def both(self, method: str, *args: Any, **options: Any) -> Any:
-        """What the real control store answers; the other one says the same, or fails with the same words."""
+        """Return the answer of the real control store. The other must give the same answer or the same error."""
         return self._compare((self.real, self.simulated), method, args, options)
 
     def cluster(self, method: str, *args: Any) -> Any:
@@ -86,12 +77,13 @@ class BothStores(RuleBasedStateMachine):
 class Leases(BothStores):
     members = Bundle[SiloRecord]("members")
     grants = Bundle[tuple[SiloRecord, Lease]]("grants")
+    seen = Bundle[list[Lease]]("seen")
 
-    @rule(target=members, name=SILOS, provider=PROVIDERS)
-    def join(self, name: str, provider: str) -> SiloRecord:
-        return self.cluster("join", name, f"address of {name}", [provider])
+    @rule(target=members, name=SILOS, provider=PROVIDERS, period=st.sampled_from(["1", "2"]))
+    def join(self, name: str, provider: str, period: str) -> SiloRecord:
+        return self.cluster("join", name, f"address of {name}", [provider], {"period_s": period}, f"process of {name}")
 
-    @rule(seconds=st.sampled_from([1, DEAD_AFTER_S, LEASE_S]))
+    @rule(seconds=st.sampled_from([1, LEASE_S]))
     def time_passes(self, seconds: int) -> None:
         self.now_s += seconds
 
@@ -99,12 +91,22 @@ class Leases(BothStores):
     def beat(self, me: SiloRecord) -> None:
         self.cluster("beat", me, LEASE_S)
 
-    @rule(target=grants, me=members, provider=PROVIDERS, queues=QUEUES, homes=HOMES, pick=QUEUE)
+    @rule(target=seen)
+    def look(self) -> list[Lease]:
+        return list(self.cluster("view").leases)
+
+    @rule(target=grants, me=members, provider=PROVIDERS, queues=QUEUES, homes=HOMES, pick=QUEUE, over=seen)
     def acquire(
-        self, me: SiloRecord, provider: str, queues: list[int], homes: dict[int, str], pick: int
+        self,
+        me: SiloRecord,
+        provider: str,
+        queues: list[int],
+        homes: dict[int, str],
+        pick: int,
+        over: list[Lease],
     ) -> tuple[SiloRecord, Lease]:
         theirs = {(provider, queue): home for queue, home in homes.items()}
-        granted = self.cluster("acquire", me, [(provider, queue) for queue in queues], LEASE_S, theirs)
+        granted = self.cluster("acquire", me, [(provider, queue) for queue in queues], LEASE_S, theirs, over)
         return me, (granted[pick % len(granted)] if granted else NOTHING)
 
     @rule(me=members, homes=HOMES)
@@ -119,13 +121,13 @@ class Leases(BothStores):
     def leaving(self, me: SiloRecord) -> None:
         self.cluster("leaving", me)
 
-    @rule(me=members, how=st.sampled_from(["leave", "bury"]))
+    @rule(me=members, how=st.sampled_from(["leave", "declare_dead", "remove"]))
     def end(self, me: SiloRecord, how: str) -> None:
         self.cluster(how, me)
 
-    @rule(me=members, suspect=members)
-    def suspect(self, me: SiloRecord, suspect: SiloRecord) -> None:
-        self.cluster("suspect", me, suspect, DEAD_AFTER_S)
+    @rule(me=members, suspect=members, heartbeats=st.integers(0, 3), peers=st.lists(SILOS))
+    def suspect(self, me: SiloRecord, suspect: SiloRecord, heartbeats: int, peers: list[str]) -> None:
+        self.cluster("suspect", me, suspect._replace(heartbeats=heartbeats), peers)
 
     @rule(before_s=st.integers(0, 20))
     def forget(self, before_s: int) -> None:
@@ -137,13 +139,13 @@ class Leases(BothStores):
 
 
 class Progress(BothStores):
-    """Of the subscriptions "one" and "two" in the queues that the silo "a" has, or had."""
+    """Progress of the subscriptions "one" and "two" in the queues that the silo "a" has, or had."""
 
     def __init__(self) -> None:
         super().__init__()
         self.me = self.cluster("join", "a", "", ["p"])
         self.held: dict[int, Lease] = {}
-        """What was granted last."""
+        """The lease of each queue that was granted last."""
 
     @rule(queue=QUEUE)
     def acquire(self, queue: int) -> None:
@@ -195,7 +197,7 @@ class Progress(BothStores):
     @rule(method=st.sampled_from(["stop_queues", "start_queues"]), queues=QUEUES)
     def stop_and_start(self, method: str, queues: list[int]) -> None:
         self.both(method, "p", queues)
-        self.both("orders", "p", ["one", "two"])
+        self.both("control_requests", "p", ["one", "two"])
 
     @rule(name=NAMES, ids=st.none() | st.lists(st.integers(1, 5)))
     def ask_for_redrive(self, name: str, ids: list[int] | None) -> None:
@@ -203,7 +205,9 @@ class Progress(BothStores):
 
     @rule(number=st.integers(1, 5), delivered=st.booleans(), reason=st.none() | st.just("again\0"))
     def redrive(self, number: int, delivered: bool, reason: str | None) -> None:
-        self.both("finish_redrive", number, delivered=delivered, reason=reason, attempts=number)
+        self.both(
+            "finish_redrive", number, delivered=delivered, reason=reason, attempts=number, failed_at_us=1000 * number
+        )
 
     @rule(name=NAMES, leased=st.booleans(), late=RARELY, low=TOKENS, whole=st.booleans(), queue=QUEUE)
     def miss(self, name: str, leased: bool, late: bool, low: SequenceToken, whole: bool, queue: int) -> None:

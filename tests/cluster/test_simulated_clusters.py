@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from headrace.agents import PullingManager
-from headrace.balancer.membership import ClusterOptions, Membership
-from headrace.streams import StorageError
+from headrace import StorageError
+from headrace.agents.checkpointer import Checkpointer
+from headrace.balancer.cluster_options import ClusterOptions
+from headrace.balancer.membership import Membership
 from headrace.streams.cluster import SiloRecord
 from tests.cluster.machines import MachineLoop
 from tests.cluster.memory_store import MemoryStore
@@ -30,6 +31,10 @@ FOUND_BY = {
     "lease by the wall clock": "outages",
     "start from what was known": "crashes",
     "done when handed out": "crashes",
+    "leaving is told once": "drains",
+    "lease by the clock of the store": "clocks",
+    "taken unseen": "pauses",
+    "death by the clock of the store": "clocks",
 }
 
 
@@ -86,10 +91,10 @@ def test_every_bug_that_is_found_here_can_be_planted() -> None:
 
 
 PLACES = {
-    "join", "_join", "_run", "_beat", "_acquire", "_started", "_moved_out", "_give_back", "leave", "drain", "_told",
-    "gain", "lose", "_save_stopped", "_save_last", "save", "_stop_agent", "aclose", "detach",
+    "join", "_join", "_run", "_beat", "_acquire", "_start", "_give_up", "_give_back", "leave", "drain", "_leave_store",
+    "gain", "lose", "save_stopped", "_save_last", "save", "_stop_agent", "aclose", "detach",
 }  # fmt: skip
-"""Where queues come and go: a silo waits in each of these functions at some time."""
+"""Functions that gain or lose queues. A silo waits in each of them at some time."""
 
 
 def test_nothing_is_lost_wherever_a_silo_is_killed() -> None:
@@ -110,13 +115,13 @@ def test_with_every_step_chosen_each_is_taken_once() -> None:
 def test_what_comes_again_after_a_crash_could_not_be_saved_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silos that save more rarely than they should are found."""
     assert any(simulate(seed, kind="crashes").unsaved_s for seed in range(1, 11))
-    save = PullingManager.save
+    save = Checkpointer.save
 
-    async def save_rarely(manager: PullingManager) -> None:
+    async def save_rarely(checkpointer: Checkpointer) -> None:
         await asyncio.sleep(3)
-        await save(manager)
+        await save(checkpointer)
 
-    monkeypatch.setattr(PullingManager, "save", save_rarely)
+    monkeypatch.setattr(Checkpointer, "save", save_rarely)
     problems = [problem for seed in range(1, 40) for problem in simulate(seed, kind="crashes").problems]
     assert any("comes again, and was done" in problem for problem in problems)
 
@@ -168,7 +173,7 @@ async def test_a_silo_that_does_not_hear_that_it_joined_again_is_not_superseded_
     )
     await membership.join()
     await asyncio.sleep(3)
-    await store.bury(membership.me)
+    await store.declare_dead(membership.me)
     store.losing = 2
     await asyncio.sleep(10)
     assert not membership.superseded.done()

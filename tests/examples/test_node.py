@@ -1,4 +1,4 @@
-"""The Node.js example against a real silo: events go from producer to consumers, whoever is killed meanwhile."""
+"""The Node.js example against a real silo: events reach the consumers, also if one of them or the silo is killed."""
 
 import contextlib
 import os
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.benchmarks.servers import find_program
-from headrace.benchmarks.silo_server import SiloServer
+from benchmarks.servers import find_program
+from benchmarks.silo_server import SiloServer
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "node"
 TIMEOUT_S = 60.0
@@ -45,7 +45,7 @@ class Program:
         return text[: text.rfind("\n") + 1].splitlines()
 
     def until(self, condition: Callable[[list[str]], bool]) -> list[str]:
-        """Wait for what it has printed to be so."""
+        """Wait until its output fulfils the condition."""
         deadline = time.monotonic() + TIMEOUT_S
         while not condition(lines := self.lines):
             assert self.process.poll() is None, f"it ended with {self.process.returncode}: {lines[-10:]}"
@@ -82,7 +82,7 @@ class Wire:
         self._lost = True
 
     def cut(self) -> None:
-        """Close what is open. New connections are good."""
+        """Close the open connections. New connections are good."""
         self._lost = False
         while self._open:
             end = self._open.pop()

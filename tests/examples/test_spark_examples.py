@@ -1,4 +1,4 @@
-"""The examples for Spark, as processes, on flights: what they find is what plain Python finds."""
+"""The examples for Spark, as processes, on flights: plain Python finds the same."""
 
 import asyncio
 import json
@@ -13,11 +13,10 @@ from typing import Any
 import pyspark
 import pytest
 
-from headrace.benchmarks.servers import java_home
-from headrace.silo import Provider
-from headrace.silo.demo.flights import Flights, load_flights
-from headrace.streams import Event, Start, StreamId
-from tests.silo.flights_file import write_flights
+from benchmarks.servers import java_home
+from headrace import Event, Provider, Start, StreamId
+from headrace.cli.demo.flights import Flights, load_flights
+from tests.cli.flights_file import write_flights
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 SUBMIT = Path(pyspark.__file__).parent / "bin" / "spark-submit"

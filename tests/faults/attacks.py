@@ -1,7 +1,7 @@
 """Attacks on a silo's port, as a program of its own: `python -m tests.faults.attacks HOST:PORT SEED SECONDS`.
 
-It attacks for that long, in several ways at a time; where that is 0, once in each way. stdout gets one JSON document:
-how calls ended, and which of them as none should.
+It attacks for that many seconds, in several ways at a time; with 0, once in each way. It prints one JSON document: how
+calls ended, and the calls with an outcome that no call should have.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 
-from headrace.proto.v1 import cluster_pb2, consumer_pb2, events_pb2, publisher_pb2, subscriptions_pb2
+from headrace.proto.v1 import cluster_pb2, consumer_pb2, events_pb2, publisher_pb2, reader_pb2, subscriptions_pb2
 from tests.faults.mutations import NAMES, absurd, mutated
 
 SPARE = b"\x0a\x05spare"
@@ -43,7 +43,7 @@ class Target(NamedTuple):
 
 
 def _targets() -> list[Target]:
-    files = (publisher_pb2, consumer_pb2, subscriptions_pb2, cluster_pb2, health_pb2)
+    files = (publisher_pb2, consumer_pb2, subscriptions_pb2, reader_pb2, cluster_pb2, health_pb2)
     found: list[Target] = []
     for file in files:
         for service in file.DESCRIPTOR.services_by_name.values():
@@ -140,7 +140,7 @@ class Attacker:
     # ---- requests --------------------------------------------------------------------------------------------------
 
     async def requests(self) -> None:
-        """Every method, with what is no request, or an absurd one."""
+        """Call every method with bytes that are no request, or with an absurd request."""
         async with self._channel() as channel:
             targets = [target for target in TARGETS for _ in range(3)]
             await asyncio.gather(*(self._call(channel, target) for target in targets))

@@ -1,5 +1,5 @@
-"""Loaded by the silos of a cluster (`modules`): a handler, which writes down what it gets and under which lease, and
-each checkpoint that the store takes."""
+"""Loaded by the silos of a cluster (`modules`): a handler that notes its events and their lease. Each checkpoint
+that the store accepts is noted, too."""
 
 import asyncio
 import random
@@ -7,25 +7,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.agents import PullingManager
+from headrace import EventBatch, SequenceToken, Start
+from headrace.agents.queue_host import QueueHost
 from headrace.balancer import StreamQueueMapper
-from headrace.balancer.membership import Term
-from headrace.streams import Checkpoint, EventBatch, SequenceToken, Start
+from headrace.balancer.membership import LeaseTerm
+from headrace.store.control_store import ControlStore
+from headrace.streams import Checkpoint
 from headrace.streams.handlers import subscription
-from headrace.streams.store import ControlStore, Refused
+from headrace.streams.progress import RefusedProgress
 from tests.faults.cluster_notes import GOT, SAVED, Note, Notebook, now_ns
 
 HANDLED = "handled"
 SILO = Path.cwd().name
 _notebook = Notebook(Path("notes"))
-_managers: list[PullingManager] = []
+_hosts: list[QueueHost] = []
 _mappers: dict[int, StreamQueueMapper] = {}
-_gain, _save = PullingManager.gain, ControlStore.save_checkpoints
+_gain, _save = QueueHost.gain, ControlStore.save_checkpoints
 
 
-async def gain(self: PullingManager, queue: int, epoch: int, term: Term) -> None:
-    if self not in _managers:
-        _managers.append(self)
+async def gain(self: QueueHost, queue: int, epoch: int, term: LeaseTerm) -> None:
+    if self not in _hosts:
+        _hosts.append(self)
         _mappers[self.queues] = StreamQueueMapper(self.queues)
     await _gain(self, queue, epoch, term)
 
@@ -35,7 +37,7 @@ async def save_checkpoints(
     provider: str,
     progress: Sequence[tuple[str, int, Mapping[int, Checkpoint]]],
     leases: Mapping[int, int] | None = None,
-) -> Refused:
+) -> RefusedProgress:
     notes, began = [note for name, _, done in progress for note in _noted(name, done, leases or {})], now_ns()
     refused = await _save(self, provider, progress, leases)
     taken = [note for note in notes if note.subscription not in refused.subscriptions]
@@ -62,10 +64,10 @@ def place(token: SequenceToken) -> tuple[int, int]:
 
 @subscription(HANDLED, "n/*", batch=True, start=Start.earliest())
 async def handle(batch: EventBatch) -> None:
-    (manager,) = _managers
+    (host,) = _hosts
     events = list(batch)
-    queue = _mappers[manager.queues].queue_of(batch.stream)
-    epoch = (manager.leases or {}).get(queue, 0)
+    queue = _mappers[host.queues].queue_of(batch.stream)
+    epoch = (host.leases or {}).get(queue, 0)
     numbers, places = [int(event.payload) for event in events], [place(_token(event)) for event in events]
     now = now_ns()
     _notebook.write(Note(now, now, GOT, SILO, HANDLED, queue, epoch, str(batch.stream), numbers, places))
@@ -76,5 +78,5 @@ def _token(event: Any) -> SequenceToken:
     return event.token
 
 
-PullingManager.gain = gain
+QueueHost.gain = gain
 ControlStore.save_checkpoints = save_checkpoints

@@ -1,4 +1,4 @@
-"""What the silos of a cluster write down while they run, and what has to hold of all of it together.
+"""The notes that the silos of a cluster write while they run, and checks of all notes together.
 
 Times are those of the machine's monotonic clock, which all its processes share.
 """
@@ -86,12 +86,12 @@ def now_ns() -> int:
     return time.monotonic_ns()
 
 
-# ---- what has to hold ------------------------------------------------------------------------------------------------
+# ---- checks ----------------------------------------------------------------------------------------------------------
 
 
 def check_owners(notes: Sequence[Note]) -> None:
-    """A lease belongs to one silo. No handler was called, and nothing saved, under an older lease of a queue once
-    something was under a newer one: so nobody served a queue beside its owner."""
+    """Each lease belongs to one silo. Once a handler was called or a checkpoint saved under a newer lease of a queue,
+    none is under an older one: only the owner serves a queue."""
     owners: dict[tuple[int, int], str] = {}
     for note in notes:
         assert note.epoch, f"{note} without a lease"
@@ -119,7 +119,7 @@ def _both_ends(notes: Sequence[Note]) -> Iterable[tuple[int, bool, Note]]:
 
 
 def check_saved_stays_done(notes: Sequence[Note], subscription: str) -> None:
-    """No handler was called with what a checkpoint says is done, once the store had taken that."""
+    """No handler got an event that is done by a checkpoint which the store had accepted before."""
     latest: dict[int, Note] = {}
     of_it = [note for note in notes if note.subscription == subscription]
     times = [(note.ended_ns if note.what == SAVED else note.began_ns, note) for note in of_it]

@@ -1,7 +1,7 @@
-"""A cluster of silos, as processes that are killed, stopped and cut off, and who publishes and consumes meanwhile.
+"""A cluster of silos as processes that are killed, stopped and cut off, with publishers and consumers.
 
-Three subscriptions get everything: `handled` in the silos, `shared` by clients, `raw` by consumers that know no more
-than the protocol. What each got is written down, with the machine's monotonic clock.
+Three subscriptions get everything: `handled` in the silos, `shared` by clients, `raw` by consumers that use
+nothing but the protocol. Each notes its events, with times of the machine's monotonic clock.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import NamedTuple
 
+from headrace import Client, Consumer, StreamId
 from headrace.balancer import StreamQueueMapper
-from headrace.silo.datadir import DataDirectory
-from headrace.streams import Client, Consumer, StreamId
+from headrace.store.control_store import ControlStore
+from headrace.store.datadir import DataDirectory
 from headrace.streams.cluster import ClusterView
-from headrace.streams.store import ControlStore
 from tests.faults import raw_consumer
 from tests.faults.cluster_notes import (
     GOT,
@@ -88,7 +88,7 @@ class Cluster:
         self._store = store
         self._times = times
         self._addresses = addresses
-        """Where others reach a silo, where that is not where it serves."""
+        """Addresses by silo at which others reach it, if they differ from the one it listens at."""
         self._control: ControlStore | None = None
         self._notes = Notes()
 
@@ -131,7 +131,7 @@ class Cluster:
         names = [*first, *(name for name in self.silos if name not in first)]
         return ",".join(self.silos[name].address for name in names)
 
-    # ---- what the control store knows ------------------------------------------------------------------------------
+    # ---- contents of the control store -----------------------------------------------------------------------------
 
     async def control(self) -> ControlStore:
         if self._control is None:
@@ -147,9 +147,9 @@ class Cluster:
             await self._control.aclose()
 
     async def owners(self) -> Mapping[int, str]:
-        """Of queues with a lease that is not over."""
+        """Of queues that have one, or had one that died."""
         view = await self.view()
-        return {lease.queue: lease.owner for lease in view.leases if lease.owner and lease.expires_at_us > view.now_us}
+        return {lease.queue: lease.owner for lease in view.valid}
 
     async def epochs(self) -> Mapping[int, int]:
         return {lease.queue: lease.epoch for lease in (await self.view()).leases}
@@ -167,7 +167,7 @@ class Cluster:
         return await self.view()
 
     async def is_writable(self) -> bool:
-        """Whether nobody is amid a transaction of a control store that has one writer at a time."""
+        """Whether no process has a transaction open. Only matters if the control store has one writer at a time."""
         return self._store is not None or await asyncio.to_thread(_is_writable, self._directory / "data")
 
     async def until_said(self, what: str, times: int) -> None:
@@ -206,7 +206,7 @@ async def until(condition: Callable[[], Awaitable[bool]], explain: Callable[[], 
         raise AssertionError(f"it does not come about: {await explain()}") from None
 
 
-# ---- who publishes and consumes --------------------------------------------------------------------------------------
+# ---- publishers and consumers ----------------------------------------------------------------------------------------
 
 
 class Got(NamedTuple):
@@ -260,7 +260,7 @@ class ClientConsumer:
 
 
 class Load:
-    """Events that flow, and who consumes them."""
+    """Publishers and consumers."""
 
     def __init__(self, cluster: Cluster, rng: random.Random) -> None:
         self.cluster = cluster
@@ -316,7 +316,7 @@ class Load:
                 await asyncio.sleep(0.03)
 
     async def flowing(self) -> None:
-        """Return once everybody has something of what is published from now on."""
+        """Return once every consumer got an event published after this call."""
         stream = self.rng.choice(STREAMS)
         number = self.published[stream] + 3
 
@@ -352,7 +352,7 @@ class Load:
         await until(got, self.standing)
 
     async def is_publishing(self) -> bool:
-        """Whether what is published now is stored within a moment."""
+        """Whether an event published now is stored within a second."""
         try:
             async with asyncio.timeout(1):
                 await self.until_published(1)
@@ -405,7 +405,7 @@ class Load:
             if isinstance(ended, Exception):
                 raise ended
 
-    # ---- what was written down -------------------------------------------------------------------------------------
+    # ---- notes -----------------------------------------------------------------------------------------------------
 
     def events(self) -> Mapping[str, Sequence[tuple[str, int]]]:
         """What came to each subscription, in the order in which it did."""
@@ -432,9 +432,10 @@ class Load:
         return f"{sum(self.published.values()):,} events; came again: {again}"
 
     def check(self, *, once: bool = False, stood_still: bool = False) -> None:
-        """Nothing lost, nothing out of order, one owner at a time; and what is acknowledged does not come again.
+        """Check that no event is lost or out of order, that each queue has one owner at a time, and that no
+        acknowledged event comes again.
 
-        With `stood_still`, silos were stopped: what was on its way through one may come late, and is not acknowledged
+        With `stood_still`, silos were stopped: events on their way through one may come late, and are not acknowledged
         twice.
         """
         notes = self.cluster.notes()
@@ -463,8 +464,8 @@ async def playing(
     addresses: Mapping[str, str] = {},
     silos: dict[str, SiloProcess] | None = None,
 ) -> AsyncGenerator[Cluster]:
-    """A cluster of silos, of which nothing survives the end. Where it fails, what they said is printed. `addresses` are
-    where others reach a silo that has another one than its own, `silos` is where they are kept."""
+    """A cluster of silos. All its processes end with the block; if that fails, their output is printed. `addresses` has
+    the addresses at which others reach silos, if they differ from their own. `silos` is filled with the processes."""
     cluster = Cluster(directory, store, times, addresses, {} if silos is None else silos)
     try:
         await cluster.add(*names)

@@ -1,4 +1,4 @@
-"""What clusters are tested over, as fixtures. Import them, and those of PostgreSQL, where a test uses them."""
+"""Fixtures: the stores and queues of clusters. A test that uses them imports them, and the fixtures of PostgreSQL."""
 
 import os
 import random
@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from headrace.benchmarks.servers import PostgresServer, process_tree
+from benchmarks.servers import PostgresServer, process_tree
 
 STORES = ("sqlite", "postgres")
 LONG = "CHAOS_SECONDS" in os.environ

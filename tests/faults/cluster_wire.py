@@ -18,7 +18,7 @@ class Wire:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def cut(self) -> None:
-        """Nothing comes through any more, and nobody is told."""
+        """Drop everything from now on, without closing the connection."""
         self._whole.clear()
 
     def mend(self) -> None:

@@ -2,9 +2,9 @@
 
     python -m tests.faults.raw_consumer HOST:PORT SUBSCRIPTION CONSUMER DIARY [--hold] [--timeout-ms N] [--seed N]
 
-It writes down what happened to it, one line each, with the system's monotonic clock. It connects again when it loses
-its connection or is told to, takes a random moment over what it gets, and acknowledges in any order. With --hold it
-acknowledges nothing until SIGUSR1.
+It writes a line for each thing that happens, with the time of the system's monotonic clock. It connects again when it
+loses its connection or the silo asks for it. It works a random moment on each event, and acknowledges in any order.
+With --hold it acknowledges nothing until SIGUSR1.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import NamedTuple
 
 import grpc.aio
 
-from tests.silo.rpc.calling import Refused, connecting
-from tests.silo.rpc.sessions import Got, Session, begin
+from tests.silo.services.calling import Refused, connecting
+from tests.silo.services.sessions import Got, Session, begin
 
 GOT, SENT, SAVED, REFUSED, OPENED, CLOSING, ENDED = "got", "sent", "saved", "refused", "opened", "closing", "ended"
 CREDIT = 200
 
 
 class Entry(NamedTuple):
-    """A line of a diary. For what concerns an event: its stream, its number (payload), and where it is stored."""
+    """A line of a diary. Lines about an event have its stream, its number (payload) and its position."""
 
     at_ns: int
     what: str
@@ -106,7 +106,7 @@ class Consumer:
 
 
 class _Work:
-    """On what one session is given."""
+    """The work on the events of one session."""
 
     def __init__(self, session: Session, diary: Diary, rng: random.Random, may_acknowledge: asyncio.Event) -> None:
         self._session = session

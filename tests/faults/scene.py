@@ -1,4 +1,4 @@
-"""A silo, consumers and a publisher, each to be killed, and what has to hold of what they wrote down."""
+"""A silo, consumers and a publisher that tests kill, and checks of their notes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import grpc.aio
 from headrace.proto.v1 import publisher_pb2, subscriptions_pb2
 from tests.faults.raw_consumer import GOT, OPENED, REFUSED, SAVED, SENT, Entry, read_diary
 from tests.faults.silo_process import SiloProcess, silo_process
-from tests.silo.rpc.calling import SUBSCRIPTIONS, Refused, batch, connecting
+from tests.silo.services.calling import SUBSCRIPTIONS, Refused, batch, connecting
 
 ROOT = Path(__file__).parents[2]
 STREAMS = tuple(f"n/{number}" for number in range(6))
@@ -103,7 +103,7 @@ class Scene:
                         return
                 await asyncio.sleep(0.05)
 
-    # ---- what was written down -------------------------------------------------------------------------------------
+    # ---- notes -----------------------------------------------------------------------------------------------------
 
     def entries(self, *kinds: str) -> list[Entry]:
         """Of all consumers, in the order in which it happened."""
@@ -120,7 +120,8 @@ class Scene:
                 await asyncio.sleep(0.1)
 
     async def until_all_is_done(self) -> None:
-        """For the silo: who acknowledged it may have been killed before it could be told."""
+        """Return when the silo has everything as done. A consumer may have been killed before it heard that its
+        acknowledgement is saved."""
         request = subscriptions_pb2.AwaitCaughtUpRequest(name="s")
         kind = subscriptions_pb2.AwaitCaughtUpResponse
         try:
@@ -152,7 +153,7 @@ async def playing(directory: Path, rng: random.Random, *, config: str = "") -> A
                 consumer.clean_up()
 
 
-# ---- what has to hold ------------------------------------------------------------------------------------------------
+# ---- checks ----------------------------------------------------------------------------------------------------------
 
 
 def check_history(consumers: Iterable[Sequence[Entry]]) -> None:

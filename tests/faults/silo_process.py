@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from tests.silo.commandline import ENVIRONMENT, SCRIPT
+from tests.cli.commandline import ENVIRONMENT, SCRIPT
 
 READY = re.compile(r"silo is ready: .*; gRPC on (\S+):(\d+)\n")
 PATIENCE_S = 60

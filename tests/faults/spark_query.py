@@ -1,7 +1,8 @@
 """Two streaming queries in one process, to be killed: all events of a namespace go to Parquet, and into streams.
 
 Arguments: the folder for checkpoints, Parquet and results, and where to read and to write, as Spark's options in JSON.
-Where the folder has a file STOP, it ends when there is nothing more to read, and leaves in RESULT what has arrived.
+If the folder has a file STOP, the program ends when there is nothing more to read, and lists the arrived events in
+RESULT.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Silos of a cluster are killed and restarted, as processes, while events flow.
 
-`make chaos` does it for longer: CHAOS_SECONDS says how long. CHAOS_SEED repeats what a run did.
+`make chaos` does it for longer: CHAOS_SECONDS says how long. CHAOS_SEED repeats a run.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What is asked of the notes of a cluster's silos would find what is not to happen."""
+"""The checks of the notes of a cluster's silos find each fault."""
 
 from pathlib import Path
 

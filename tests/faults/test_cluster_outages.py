@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.benchmarks.servers import PostgresServer
+from benchmarks.servers import PostgresServer
 from tests.faults.cluster_scene import Cluster, Load, Times, loaded, playing
 from tests.faults.cluster_stores import frozen, over, own_server, rng, store
 from tests.faults.cluster_wire import wired
@@ -39,7 +39,7 @@ async def test_a_silo_that_stood_still_beyond_its_lease_comes_back_to_what_is_le
 
 
 async def freeze(cluster: Cluster, load: Load, name: str) -> None:
-    """Stop a silo, but not amid a transaction: on one machine nobody else could write meanwhile."""
+    """Stop a silo, but not during a transaction: on one machine no other process could write meanwhile."""
     while True:
         cluster.silos[name].signal(signal.SIGSTOP)
         if await cluster.is_writable() and await load.is_publishing():

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace import Provider
 from headrace.adapters.log.doorbell import Doorbell
-from headrace.silo import Provider
 from headrace.streams.errors import DataDirectoryError
 
 PATIENCE_S = 20

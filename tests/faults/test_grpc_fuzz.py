@@ -19,8 +19,8 @@ import pytest
 
 from headrace.proto.v1 import subscriptions_pb2
 from tests.faults.silo_process import SiloProcess, silo_process
-from tests.silo.rpc.calling import SUBSCRIPTIONS, Caller, batch, connecting
-from tests.silo.rpc.sessions import Session, begin, defined
+from tests.silo.services.calling import SUBSCRIPTIONS, Caller, batch, connecting
+from tests.silo.services.sessions import Session, begin, defined
 
 FUZZ_S = float(os.environ.get("FUZZ_SECONDS", "8"))
 SEED = int(os.environ.get("FUZZ_SEED", str(random.randrange(1 << 32))))
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 PATIENCE_S = 30
 STREAMS = ("good/0", "good/1", "good/2")
 GROWTH_BYTES = 96 << 20
-"""What memory may grow by in the second half: much less than what the attackers sent meanwhile."""
+"""How much memory may grow in the second half: much less than the attackers sent meanwhile."""
 DESCRIPTORS = 10
 """Open files at the end, besides those after the first attacks."""
 CONFIG = """

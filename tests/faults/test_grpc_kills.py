@@ -1,6 +1,6 @@
 """Consumers and silos are killed, stopped and starved, as processes, while events flow.
 
-`make chaos` does it for longer: CHAOS_ROUNDS says how often. CHAOS_SEED repeats what a run did.
+`make chaos` does it for longer: CHAOS_ROUNDS says how often. CHAOS_SEED repeats a run.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ import pytest_asyncio
 
 from tests.faults.raw_consumer import CLOSING, ENDED, GOT, OPENED, REFUSED, SAVED, SENT
 from tests.faults.scene import Scene, check_history, playing
-from tests.silo.rpc.calling import Refused, batch, connecting
+from tests.silo.services.calling import Refused, batch, connecting
 
 ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "3"))
 SEED = int(os.environ.get("CHAOS_SEED", str(random.randrange(1 << 32))))

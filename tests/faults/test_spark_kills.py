@@ -1,6 +1,6 @@
 """Streaming queries of Spark are killed, and silos that they read from, as processes, while events flow.
 
-`make chaos` does it for longer: CHAOS_ROUNDS says how often, a third of it here. CHAOS_SEED repeats what a run did.
+`make chaos` does it for longer: CHAOS_ROUNDS says how often, a third of it here. CHAOS_SEED repeats a run.
 """
 
 import asyncio
@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.benchmarks.servers import java_home
-from headrace.silo import Provider
-from headrace.streams import Client, StreamId
+from benchmarks.servers import java_home
+from headrace import Client, Provider, StreamId
 from tests.faults.cluster_scene import playing
 from tests.faults.cluster_stores import rng
 from tests.faults.spark_query import SOURCE

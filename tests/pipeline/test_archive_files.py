@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.pipeline.jobs.files import Archive, State, folder_name, lock_for_reading, read_state
+from headrace.pipeline.jobs.files import Archive, ArchiveState, folder_name, lock_for_reading, read_state
 from headrace.streams.errors import Busy, DataDirectoryError, InvalidArgument
 
 SOURCE = {"data": "data"}
@@ -17,7 +17,7 @@ class Killed(BaseException):
 
 
 class Kill:
-    """Ends what it is told of before the step `at`, counted from 0."""
+    """Stops the caller before the step number `at`, counted from 0."""
 
     def __init__(self, at: int) -> None:
         self.left = at
@@ -39,19 +39,19 @@ def written(archive: Archive, *names: str) -> Path:
 
 
 def contents(path: Path) -> list[str]:
-    """What a reader sees."""
+    """Return the contents that a reader sees."""
     return sorted(file.read_text() for file in path.glob("namespace=*/date=*/*.parquet"))
 
 
 def first_change(path: Path) -> None:
     with Archive.open(path) as archive:
-        archive.change(written(archive, "old", "kept"), State(SOURCE, [5], 1, 2))
+        archive.change(written(archive, "old", "kept"), ArchiveState(SOURCE, [5], 1, 2))
 
 
 def change(archive: Archive) -> None:
     """Two files are added, one is removed."""
     (old,) = (str(file.relative_to(archive.path)) for file in archive.path.glob("namespace=old/*/*"))
-    archive.change(written(archive, "new", "newer"), State(SOURCE, [9], 2, 4), [old])
+    archive.change(written(archive, "new", "newer"), ArchiveState(SOURCE, [9], 2, 4), [old])
 
 
 def kills(tmp_path: Path) -> Iterator[Path]:

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace import Event, Selector, StreamId
 from headrace.pipeline.access import Chunk
 from headrace.pipeline.columns import TYPES, ColumnReader
 from headrace.proto.v1 import events_pb2
-from headrace.streams import Event, Selector, StreamId
 from headrace.streams.errors import CorruptRecord
 from headrace.streams.events import EventBatch
 
 ALL = tuple(TYPES)
 NAMES = st.text("ab/é*", min_size=1, max_size=5)
 STREAMS = st.builds(StreamId, NAMES, NAMES)
-TIMES = st.integers(-(1 << 62), 1 << 62)
+TIMES = st.integers(-(1 << 55), 1 << 57)
 EVENTS = st.builds(
     Event,
     payload=st.binary(max_size=300),
@@ -36,7 +36,7 @@ BATCHES = st.builds(
 
 
 def chunk_of(batches: Sequence[EventBatch], *, first: int = 0, known: bool = True, gap: bytes = b"\x1a\x22") -> Chunk:
-    """As they may lie in a buffer, with something else between them."""
+    """Return the batches as they may lie in a buffer, with other bytes between them."""
     source, starts = b"", list[int]()
     for batch in batches:
         source += gap

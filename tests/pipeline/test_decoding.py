@@ -1,4 +1,4 @@
-"""Payloads that are not what they were said to be: named, or null, and never the value of another one."""
+"""Payloads that do not fit their schema: an error that names them, or null, and never the value of another payload."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,10 @@ def payloads(*values: bytes) -> pa.BinaryArray:
 
 
 def protobuf() -> ProtobufDecoder:
-    """Of messages of proto2, whose strings nobody checks, with a string, a map of strings and a timestamp."""
+    """Return a decoder of messages of proto2, which checks no strings.
+
+    A message has a string, a map of strings and a timestamp.
+    """
     file = descriptor_pb2.FileDescriptorProto(
         name="m.proto", package="x", syntax="proto2", dependency=["google/protobuf/timestamp.proto"]
     )

@@ -1,5 +1,7 @@
-"""What Spark's search for formats finds, in Pythons that lack one thing or another. It goes as Spark's own worker does:
-see pyspark/sql/worker/lookup_data_sources.py."""
+"""The formats that Spark's search finds in Pythons that lack a package.
+
+The tests search as Spark's own worker does: see pyspark/sql/worker/lookup_data_sources.py.
+"""
 
 import subprocess
 import sys

@@ -1,20 +1,20 @@
-"""Which Java Spark is started with, and the one line where there is none. The programs here answer as Java does."""
+"""The Java that Spark is started with, and the one-line error without one. The programs here answer as Java does."""
 
 import os
-import sys
+import shlex
 from pathlib import Path
 
 import pytest
 
-from headrace.benchmarks.servers import java_home
+from benchmarks.servers import java_home
+from headrace import NotFound
 from headrace.pipeline import java
 from headrace.pipeline.java import ask, find_java, use_java
-from headrace.streams import NotFound
 
 
 @pytest.fixture(autouse=True)
 def nothing_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("JAVA_HOME", "")  # so that it is put back as it was, also where it was not set
+    monkeypatch.setenv("JAVA_HOME", "")  # so that it is restored, also if it was not set
     monkeypatch.delenv("JAVA_HOME")
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     monkeypatch.setattr(java, "_INSTALLED", tmp_path / "jvm")
@@ -24,7 +24,7 @@ def install(home: Path, version: str, script: Path | None = None) -> Path:
     program = script or home / "bin" / "java"
     program.parent.mkdir(parents=True, exist_ok=True)
     answer = f"Property settings:\n    java.home = {home}\n    java.specification.version = {version}\n"
-    program.write_text(f"#!{sys.executable}\nimport sys\nsys.stderr.write({answer!r})\n")
+    program.write_text(f"#!/bin/sh\nprintf %s {shlex.quote(answer)} >&2\n")
     program.chmod(0o755)
     return home
 
@@ -78,7 +78,7 @@ def test_a_missing_or_old_java_is_told_in_one_line(
         find_java()
     assert str(raised.value) == (
         says.format(jvm=tmp_path / "jvm", jdk=home) + ": install Java 17 or newer (Debian: apt-get install "
-        "openjdk-17-jre-headless), or set JAVA_HOME to where it is"
+        "openjdk-17-jre-headless), or set JAVA_HOME to its folder"
     )
 
 

@@ -1,4 +1,4 @@
-"""The source's options: what is right is read, and what is wrong is named."""
+"""The source's options: valid ones are read, and an error names the option that is wrong."""
 
 import pytest
 
@@ -47,10 +47,29 @@ def test_positions():
     assert options(namespace="n", key="k", start="12").start == Token(12)
 
 
+def test_positions_may_have_the_names_of_sparks_kafka_source():
+    assert options(startingOffsets="latest", endingOffsets='{"1": -1}').start == "latest"
+    assert options(startingOffsets='{"0": -2, "1": 7}').start == Offsets({0: -2, 1: 7})
+    assert options(startingTimestamp="1500", endingTimestamp="2000")[1:3] == (At(1_500_000), At(2_000_000))
+
+
+def test_a_micro_batch_may_wait_for_events():
+    assert options(minEventsPerTrigger="10").max_delay_s == 900
+    found = options(minEventsPerTrigger="10", maxTriggerDelay="1500ms")
+    assert (found.min_events, found.max_delay_s) == (10, 1.5)
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
         ({"colums": "key"}, "option 'colums' is unknown: there are data"),
+        ({"maxOffsetsPerTrigger": "5"}, "'maxOffsetsPerTrigger' belongs to Spark's Kafka source: here it is maxEvents"),
+        ({"start": "latest", "startingTimestamp": "1"}, "options 'start' and 'startingTimestamp' both give a position"),
+        ({"startingTimestamp": "2026-01-01"}, "option 'startingTimestamp' is a time in milliseconds"),
+        ({"startingOffsets": "12"}, "option 'startingOffsets' is earliest, latest or"),
+        ({"start": '{"0": -3}'}, "option 'start': expected the offset of each queue"),
+        ({"maxTriggerDelay": "5s"}, "option 'maxTriggerDelay' needs the option 'minEventsPerTrigger'"),
+        ({"minEventsPerTrigger": "5", "maxTriggerDelay": "5"}, "option 'maxTriggerDelay' is a duration such as 500ms"),
         ({"columns": "key,nothing"}, "option 'columns': there is no column 'nothing'"),
         ({"columns": "key,key"}, "option 'columns' names one twice"),
         ({"namespace": "a/b"}, "option 'namespace' has a slash"),
@@ -59,9 +78,8 @@ def test_positions():
         ({"start": "2026-01-01T00:00:00"}, "option 'start': the time '2026-01-01T00:00:00' has no zone"),
         ({"start": "12"}, "option 'start': a token such as '12' belongs to one stream"),
         ({"namespace": "n", "key": "k", "start": "12.3"}, "option 'start': reading begins with a batch: write 12"),
-        ({"start": "{1: 2}"}, "option 'start' has offsets as"),
-        ({"start": '{"1": "2"}'}, "option 'start' has offsets as"),
-        ({"start": '{"1": -2}'}, "option 'start' has offsets as"),
+        ({"start": "{1: 2}"}, "option 'start': expected the offset of each queue"),
+        ({"start": '{"1": "2"}'}, "option 'start': expected the offset of each queue"),
         ({"end": "soon"}, "option 'end' is earliest"),
         ({"maxEventsPerTrigger": "0"}, "option 'maxEventsPerTrigger' is a number from 1 on, not '0'"),
         ({"maxBytesPerTrigger": "1k"}, "option 'maxBytesPerTrigger' is a number"),

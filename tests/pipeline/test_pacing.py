@@ -3,12 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.pipeline.jobs.pacing import Cut, Pace, Place, Timed, cut
+from headrace.pipeline.jobs.pacing import Cut, EventPosition, Pace, TimedEvent, cut
 from headrace.pipeline.jobs.replay import Bin, steps_of
 
 
-def timed(time_us: int, number: int) -> Timed:
-    return Timed(Place(time_us, 0, number, 0), ("n", "k", b"", None, None, time_us))
+def timed(time_us: int, number: int) -> TimedEvent:
+    return TimedEvent(EventPosition(time_us, 0, number, 0), ("n", "k", b"", None, None, time_us))
 
 
 @given(

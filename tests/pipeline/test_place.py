@@ -1,4 +1,4 @@
-"""Where a provider is: options are checked where they are given, and a place is opened once in each process."""
+"""The place of a provider: options are checked when they are given, and each process opens a place once."""
 
 import asyncio
 import pickle
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from headrace import InvalidArgument, StreamId, Unavailable
 from headrace.pipeline.access import LogAccess
-from headrace.pipeline.place import OPTIONS, Place
+from headrace.pipeline.place import OPTIONS, ProviderPlace
 from headrace.pipeline.remote import RemoteAccess
 from headrace.silo.provider import Provider
-from headrace.streams import InvalidArgument, StreamId, Unavailable
 from tests.certificates import Authority
 from tests.client.silos import SiloProcess
 
@@ -21,25 +21,27 @@ TOKEN = "hr_secret"
 
 
 def test_options_in_any_case_make_a_place():
-    place = Place.of({"Server": "a:1,b:2", "PROVIDER": "p", "token": TOKEN, "tlsca": "ca.pem", "namespace": "n"})
+    place = ProviderPlace.of(
+        {"Server": "a:1,b:2", "PROVIDER": "p", "token": TOKEN, "tlsca": "ca.pem", "namespace": "n"}
+    )
     assert place.server == "a:1,b:2"
     assert (place.data, place.provider, place.token, place.insecure) == (None, "p", TOKEN, False)
     assert place.tls is not None
     assert place.tls.ca == "ca.pem"
-    assert Place.of({"server": "a:1", "tls": "TRUE"}).tls == (None, None, None)
-    assert Place.of({"server": "a:1"}).tls is None
+    assert ProviderPlace.of({"server": "a:1", "tls": "TRUE"}).tls == (None, None, None)
+    assert ProviderPlace.of({"server": "a:1"}).tls is None
     assert all(name in OPTIONS for name in ("data", "server", "provider", "tlsCertificate"))
 
 
 def test_a_place_travels_and_does_not_show_its_token():
-    place = Place.of({"server": "127.0.0.1:1", "token": TOKEN})
+    place = ProviderPlace.of({"server": "127.0.0.1:1", "token": TOKEN})
     assert pickle.loads(pickle.dumps(place)) == place
     assert TOKEN not in f"{place} {place!r}"
 
 
 def test_a_directory_is_the_same_wherever_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    assert Place.of({"data": "d"}).data == str(tmp_path / "d")
+    assert ProviderPlace.of({"data": "d"}).data == str(tmp_path / "d")
 
 
 WRONG: Mapping[str, tuple[Mapping[str, str], str]] = {
@@ -50,11 +52,17 @@ WRONG: Mapping[str, tuple[Mapping[str, str], str]] = {
     "TLS for data": ({"data": "d", "tlsCA": "f"}, "option 'tlsCa' is for 'server', not for 'data'"),
     "no address": ({"server": "nowhere"}, "option 'server': 'nowhere' is no address: write it as host:port"),
     "a bad provider": ({"data": "d", "provider": "../x"}, "option 'provider': '../x' is no provider name"),
-    "an empty token": ({"server": "a:1", "token": "", "tls": "true"}, "option 'token': the token has characters"),
-    "a token in the open": ({"server": "a:1", "token": TOKEN}, "unencrypted: give the option 'tlsCa' or 'tls'"),
+    "an empty token": (
+        {"server": "a:1", "token": "", "tls": "true"},
+        "option 'token': the token is empty, or has characters",
+    ),
+    "a token in the open": (
+        {"server": "a:1", "token": TOKEN},
+        "use option 'tlsCa' or 'tls', or option 'insecure' in",
+    ),
     "half a certificate": (
         {"server": "a:1", "tlsKey": "f"},
-        "options 'tlsCertificate' and 'tlsKey' go together",
+        "option 'tlsCertificate': a client certificate and its key go together: give both, or neither",
     ),
     "a bad flag": ({"server": "a:1", "insecure": "yes"}, "option 'insecure' is true or false, not 'yes'"),
     "TLS that is not": ({"server": "a:1", "tls": "false", "tlsCa": "f"}, "option 'tls' is false, and others name"),
@@ -64,7 +72,7 @@ WRONG: Mapping[str, tuple[Mapping[str, str], str]] = {
 @pytest.mark.parametrize(("given", "text"), WRONG.values(), ids=WRONG)
 def test_what_is_wrong_is_said_of_the_option(given: Mapping[str, str], text: str):
     with pytest.raises(InvalidArgument) as caught:
-        Place.of(given)
+        ProviderPlace.of(given)
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
     assert "secret" not in str(caught.value)
@@ -77,7 +85,7 @@ async def publish(data: Path) -> None:
 
 def test_a_data_directory_is_opened_once_in_each_process(tmp_path: Path):
     asyncio.run(publish(tmp_path))
-    place = Place.of({"data": str(tmp_path)})
+    place = ProviderPlace.of({"data": str(tmp_path)})
     access = place.open()
     assert isinstance(access, LogAccess)
     assert access is pickle.loads(pickle.dumps(place)).open()
@@ -87,9 +95,9 @@ def test_a_data_directory_is_opened_once_in_each_process(tmp_path: Path):
 
 FORKED = """
 import os, sys
-from headrace.pipeline.place import Place
-from headrace.streams import NotSupported
-place = Place.of({"data": sys.argv[1]})
+from headrace.pipeline.place import ProviderPlace
+from headrace import NotSupported
+place = ProviderPlace.of({"data": sys.argv[1]})
 access = place.open()
 if not (child := os.fork()):
     try:
@@ -119,13 +127,13 @@ def test_silos_are_opened_with_token_and_tls(tmp_path: Path):
     silo = SiloProcess(tmp_path, *flags)
     silo.start()
     try:
-        place = Place.of({"server": silo.address, "tlsCa": str(authority.certificate)})
+        place = ProviderPlace.of({"server": silo.address, "tlsCa": str(authority.certificate)})
         access = place.open()
         assert isinstance(access, RemoteAccess)
         assert access is place.open()
         assert len(access.states()) == access.queues
         access.close()
-        missing = Place.of({"server": silo.address, "tlsCa": str(tmp_path / "missing.pem")})
+        missing = ProviderPlace.of({"server": silo.address, "tlsCa": str(tmp_path / "missing.pem")})
         with pytest.raises(InvalidArgument, match=r"^option 'tlsCa': .*missing.pem: No such file"):
             missing.open()
     finally:
@@ -134,7 +142,7 @@ def test_silos_are_opened_with_token_and_tls(tmp_path: Path):
 
 def test_where_nobody_answers_it_is_said_and_tried_again_the_next_time(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headrace.pipeline.place.CONNECT_S", 0.2)
-    place = Place.of({"server": "127.0.0.1:1"})
+    place = ProviderPlace.of({"server": "127.0.0.1:1"})
     for _ in range(2):
         with pytest.raises(Unavailable, match=r"no silo answers at 127\.0\.0\.1:1"):
             place.open()

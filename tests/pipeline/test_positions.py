@@ -1,4 +1,4 @@
-"""Where a query starts and ends, and how a limit is dealt out."""
+"""The start and end of a query, and the division of a limit among queues."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace import Selector, StreamId
 from headrace.balancer import StreamQueueMapper
 from headrace.pipeline.access import Chunk, QueueAccess, QueueState
 from headrace.pipeline.options import At, Offsets, Token
-from headrace.pipeline.positions import from_spark, resolve, shares, spark_offset
-from headrace.streams import Selector, StreamId
+from headrace.pipeline.positions import from_spark, lag, resolve, shares, spark_offset
 from headrace.streams.errors import InvalidArgument
 
 ALL = Selector("*/*")
@@ -35,6 +35,9 @@ class Queues(QueueAccess):
     def read(self, queue: int, start: int, end: int, selector: Selector) -> Iterator[Chunk]:
         raise NotImplementedError
 
+    def passed(self, queue: int, start: int, end: int) -> Sequence[tuple[int, int]]:
+        raise NotImplementedError
+
     def close(self) -> None: ...
 
 
@@ -47,6 +50,7 @@ def test_positions_of_each_kind():
     assert resolve("start", At(7), ALL, TWO) == [7, 7]
     assert resolve("start", Offsets({1: 3}), ALL, TWO) == [5, 3]
     assert resolve("end", Offsets({1: 3}), ALL, TWO) == [10, 3]
+    assert resolve("start", Offsets({0: -1, 1: -2}), ALL, TWO) == [10, 0]
 
 
 def test_a_token_is_of_the_streams_queue():
@@ -57,10 +61,18 @@ def test_a_token_is_of_the_streams_queue():
 
 
 def test_positions_that_are_not_there_are_named():
-    with pytest.raises(InvalidArgument, match="option 'start' names queue 2: there are queues 0 to 1"):
+    with pytest.raises(InvalidArgument, match="'startingOffsets': there is no queue 2, there are queues 0 to 1"):
         resolve("start", Offsets({2: 0}), ALL, TWO)
-    with pytest.raises(InvalidArgument, match="option 'end' names offset 21 of queue 1, which ends at 20"):
+    with pytest.raises(InvalidArgument, match="'endingOffsets': queue 1 ends at offset 20, before 21"):
         resolve("end", Offsets({1: 21}), ALL, TWO)
+
+
+def test_lag_counts_the_batches_of_all_sources_that_are_not_read_yet():
+    ours = {"endOffset": '{"0": 5, "1": 2, "streams": "*/*"}', "latestOffset": '{"0": 9, "1": 2, "streams": "*/*"}'}
+    other = {"endOffset": '{"topic": {"0": 1}}', "latestOffset": '{"topic": {"0": 7}}'}
+    assert lag({"sources": [ours, other, ours]}) == 8
+    with pytest.raises(InvalidArgument, match="no source of the format headrace"):
+        lag({"sources": [other, {"endOffset": None, "latestOffset": None}]})
 
 
 def test_progress_is_always_the_same_text():

@@ -1,4 +1,4 @@
-"""Publishing what was staged: once, whoever dies or comes twice, and wherever."""
+"""Publishing staged batches: once, even if a process dies or repeats the work at any step."""
 
 import asyncio
 import itertools
@@ -11,13 +11,19 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from headrace import Provider, StreamId
 from headrace.pipeline import publishing
 from headrace.pipeline.grouping import Grouping
-from headrace.pipeline.place import Place
-from headrace.pipeline.publishing import Destination, InData, OnSilo, Publishing, open_destination, producer_of
+from headrace.pipeline.place import ProviderPlace
+from headrace.pipeline.publishing import (
+    BatchPublisher,
+    Destination,
+    EmbeddedDestination,
+    SiloDestination,
+    open_destination,
+    producer_of,
+)
 from headrace.pipeline.staging import Chunk, Cutting, Manifest, Staged, StagedFile, StagingFolder
-from headrace.silo import Provider
-from headrace.streams import StreamId
 from headrace.streams.errors import HeadraceError, NotFound, NotSupported, StorageError, Unavailable
 from headrace.streams.publishing import ProducerSequence
 from tests.client.conftest import silo, silos
@@ -26,7 +32,7 @@ from tests.client.silos import SiloProcess, stored
 __all__ = ("silo", "silos")
 
 SMALL = Cutting(70, 3)
-"""So that a batch has several chunks."""
+"""Small enough that a batch has several chunks."""
 
 
 class KilledError(Exception):
@@ -96,8 +102,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(str(tmp_path / "d"), None)
+def place(tmp_path: Path) -> ProviderPlace:
+    return ProviderPlace(str(tmp_path / "d"), None)
 
 
 def folder_of(tmp_path: Path, app: str, kind: type[StagingFolder] = StagingFolder) -> StagingFolder:
@@ -105,7 +111,7 @@ def folder_of(tmp_path: Path, app: str, kind: type[StagingFolder] = StagingFolde
 
 
 def stage(folder: StagingFolder, namespace: str, text: str, *, tasks: int = 2, rows: int = 12) -> list[Staged]:
-    """What some tasks wrote. All rows of the first come before those of the second, in each of four streams."""
+    """Return the messages of some tasks. In each of four streams, all rows of the first come before the second's."""
     found: list[Staged] = []
     for task in range(tasks):
         keys = [f"k{row % 4}" for row in range(rows)]
@@ -132,26 +138,26 @@ def of_namespace(found: dict[StreamId, list[bytes]], namespace: str) -> dict[Str
     return {stream: payloads for stream, payloads in found.items() if stream.namespace == namespace}
 
 
-def look(place: Place) -> dict[StreamId, list[bytes]]:
+def look(place: ProviderPlace) -> dict[StreamId, list[bytes]]:
     assert place.data is not None
     return asyncio.run(stored(Path(place.data)))
 
 
-def commit(place: Place, folder: StagingFolder, app: str, batch: int, files: Sequence[Staged]) -> None:
+def commit(place: ProviderPlace, folder: StagingFolder, app: str, batch: int, files: Sequence[Staged]) -> None:
     publishing.commit(place, folder, app, batch, files)
 
 
 # ---- one batch -------------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_is_published_in_order_and_leaves_no_files(place: Place, tmp_path: Path) -> None:
+def test_a_batch_is_published_in_order_and_leaves_no_files(place: ProviderPlace, tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "app")
     commit(place, folder, "app", 0, stage(folder, "n", "a"))
     assert look(place) == content("n", "a")
     assert [path.name for path in folder.path.iterdir()] == ["0.done"]
 
 
-def test_a_batch_that_comes_again_is_not_published_again(place: Place, tmp_path: Path) -> None:
+def test_a_batch_that_comes_again_is_not_published_again(place: ProviderPlace, tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "app")
     for text in "abc":
         commit(place, folder, "app", 5, stage(folder, "n", text))
@@ -159,7 +165,7 @@ def test_a_batch_that_comes_again_is_not_published_again(place: Place, tmp_path:
     assert [path.name for path in folder.path.iterdir()] == ["5.done"]
 
 
-def test_the_log_knows_what_was_published_where_the_folder_has_forgotten(place: Place, tmp_path: Path) -> None:
+def test_the_log_knows_what_was_published_where_the_folder_has_forgotten(place: ProviderPlace, tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "app")
     commit(place, folder, "app", 5, stage(folder, "n", "a"))
     (folder.path / "5.done").unlink()
@@ -167,7 +173,7 @@ def test_the_log_knows_what_was_published_where_the_folder_has_forgotten(place: 
     assert look(place) == content("n", "a")
 
 
-def test_batches_and_applications_go_beside_each_other(place: Place, tmp_path: Path) -> None:
+def test_batches_and_applications_go_beside_each_other(place: ProviderPlace, tmp_path: Path) -> None:
     for app, batch in itertools.product(("a", "b" * 500), (0, 1, 7)):
         folder = folder_of(tmp_path, app)
         commit(place, folder, app, batch, stage(folder, f"{app[0]}{batch}", "x"))
@@ -176,7 +182,7 @@ def test_batches_and_applications_go_beside_each_other(place: Place, tmp_path: P
         assert of_namespace(found, f"{app}{batch}") == content(f"{app}{batch}", "x")
 
 
-def test_an_empty_batch_is_done(place: Place, tmp_path: Path) -> None:
+def test_an_empty_batch_is_done(place: ProviderPlace, tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "app")
     commit(place, folder, "app", 0, stage(folder, "n", "a", rows=0))
     assert [path.name for path in folder.path.iterdir()] == ["0.done"]
@@ -199,10 +205,10 @@ async def commit_stepping(
     folder = folder_of(tmp_path, app, SteppingFolder)
     assert isinstance(folder, SteppingFolder)
     folder.steps = steps
-    await Publishing(SteppingDestination(destination, steps), folder, app).commit(3, files)
+    await BatchPublisher(SteppingDestination(destination, steps), folder, app).commit(3, files)
 
 
-async def killed_everywhere(place: Place, tmp_path: Path) -> dict[str, str]:
+async def killed_everywhere(place: ProviderPlace, tmp_path: Path) -> dict[str, str]:
     """Commit again and again, each time killed at one step later, and then once more with other rows. Returns by
     namespace which rows are to be there."""
     wanted: dict[str, str] = {}
@@ -214,7 +220,7 @@ async def killed_everywhere(place: Place, tmp_path: Path) -> dict[str, str]:
                 await commit_stepping(destination, tmp_path, app, steps, stage(folder, app, "a"))
             except KilledError:
                 claimed = folder.manifest(3) is not None or folder.done() == 3
-                await Publishing(destination, folder, app).commit(3, stage(folder, app, "b"))
+                await BatchPublisher(destination, folder, app).commit(3, stage(folder, app, "b"))
                 wanted[app] = "a" if claimed else "b"
                 assert folder.done() == 3
                 assert list(folder.path.glob("*.manifest")) == []
@@ -225,7 +231,7 @@ async def killed_everywhere(place: Place, tmp_path: Path) -> dict[str, str]:
     raise AssertionError
 
 
-def test_whoever_is_killed_anywhere_the_batch_is_published_once(place: Place, tmp_path: Path) -> None:
+def test_whoever_is_killed_anywhere_the_batch_is_published_once(place: ProviderPlace, tmp_path: Path) -> None:
     wanted = asyncio.run(killed_everywhere(place, tmp_path))
     assert set(wanted.values()) == {"a", "b"}
     found = look(place)
@@ -234,14 +240,14 @@ def test_whoever_is_killed_anywhere_the_batch_is_published_once(place: Place, tm
 
 
 def test_the_same_over_grpc(silo: SiloProcess, tmp_path: Path) -> None:
-    wanted = asyncio.run(killed_everywhere(Place(None, silo.address), tmp_path))
+    wanted = asyncio.run(killed_everywhere(ProviderPlace(None, silo.address), tmp_path))
     silo.stop()
     found = asyncio.run(stored(silo.data))
     for app, text in wanted.items():
         assert of_namespace(found, app) == content(app, text), app
 
 
-def test_another_driver_at_any_step_stores_nothing_twice(place: Place, tmp_path: Path) -> None:
+def test_another_driver_at_any_step_stores_nothing_twice(place: ProviderPlace, tmp_path: Path) -> None:
     """One driver stands still somewhere, another one does the whole batch meanwhile, then the first goes on."""
 
     async def main() -> int:
@@ -272,8 +278,8 @@ def test_another_driver_at_any_step_stores_nothing_twice(place: Place, tmp_path:
         assert of_namespace(found, app) in (content(app, "a"), content(app, "b")), app
 
 
-def test_going_on_stores_only_what_is_missing(place: Place, tmp_path: Path) -> None:
-    class Counting(InData):
+def test_going_on_stores_only_what_is_missing(place: ProviderPlace, tmp_path: Path) -> None:
+    class Counting(EmbeddedDestination):
         numbers: list[int]
 
         def store(self, chunk: Chunk, sequence: ProducerSequence) -> Awaitable[object]:
@@ -286,7 +292,7 @@ def test_going_on_stores_only_what_is_missing(place: Place, tmp_path: Path) -> N
         counting = Counting(provider)
         counting.numbers = []
         try:
-            await Publishing(counting, folder, "app").commit(0, stage(folder, "n", "a"))
+            await BatchPublisher(counting, folder, "app").commit(0, stage(folder, "n", "a"))
         except KilledError:
             return counting.numbers
         return [*counting.numbers, -1]
@@ -304,8 +310,8 @@ def test_going_on_stores_only_what_is_missing(place: Place, tmp_path: Path) -> N
     assert look(place) == content("n", "a")
 
 
-def test_what_may_pass_is_tried_again(place: Place, tmp_path: Path) -> None:
-    class Failing(InData):
+def test_what_may_pass_is_tried_again(place: ProviderPlace, tmp_path: Path) -> None:
+    class Failing(EmbeddedDestination):
         failures: Iterator[HeadraceError]
 
         async def store(self, chunk: Chunk, sequence: ProducerSequence) -> None:
@@ -319,7 +325,7 @@ def test_what_may_pass_is_tried_again(place: Place, tmp_path: Path) -> None:
         async with Provider.open(place.data) as provider:
             failing = Failing(provider)
             failing.failures = iter([Unavailable("stored, but the answer is lost"), StorageError("not stored")])
-            await Publishing(failing, folder, "app").commit(0, stage(folder, "n", "a"))
+            await BatchPublisher(failing, folder, "app").commit(0, stage(folder, "n", "a"))
 
     folder = folder_of(tmp_path, "app")
     asyncio.run(main())
@@ -327,7 +333,7 @@ def test_what_may_pass_is_tried_again(place: Place, tmp_path: Path) -> None:
 
 
 def test_a_silo_that_is_away_for_a_moment_is_waited_for(silo: SiloProcess, tmp_path: Path) -> None:
-    class Away(OnSilo):
+    class Away(SiloDestination):
         calls = 0
 
         def store(self, chunk: Chunk, sequence: ProducerSequence) -> Awaitable[object]:
@@ -338,10 +344,10 @@ def test_a_silo_that_is_away_for_a_moment_is_waited_for(silo: SiloProcess, tmp_p
             return super().store(chunk, sequence)
 
     async def main() -> None:
-        async with open_destination(Place(None, silo.address)) as destination:
-            assert isinstance(destination, OnSilo)
+        async with open_destination(ProviderPlace(None, silo.address)) as destination:
+            assert isinstance(destination, SiloDestination)
             destination.__class__ = Away
-            await Publishing(destination, folder, "app").commit(0, stage(folder, "n", "a"))
+            await BatchPublisher(destination, folder, "app").commit(0, stage(folder, "n", "a"))
 
     folder = folder_of(tmp_path, "app")
     asyncio.run(main())
@@ -352,20 +358,20 @@ def test_a_silo_that_is_away_for_a_moment_is_waited_for(silo: SiloProcess, tmp_p
 # ---- batches of one application that are not in order ----------------------------------------------------------------
 
 
-def begin(place: Place, folder: StagingFolder, batch: int, files: Sequence[Staged], chunks: int) -> None:
+def begin(place: ProviderPlace, folder: StagingFolder, batch: int, files: Sequence[Staged], chunks: int) -> None:
     """Publish some chunks of a batch, and be gone."""
 
     async def main() -> None:
         async with open_destination(place) as destination:
             dying = SteppingDestination(destination, Steps(2 + 2 * chunks, kill))
             with pytest.raises(KilledError):
-                await Publishing(dying, folder, "app").commit(batch, files)
+                await BatchPublisher(dying, folder, "app").commit(batch, files)
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 2])
-def test_an_earlier_batch_that_was_left_is_finished_first(place: Place, tmp_path: Path, chunks: int) -> None:
+def test_an_earlier_batch_that_was_left_is_finished_first(place: ProviderPlace, tmp_path: Path, chunks: int) -> None:
     folder = folder_of(tmp_path, "app")
     begin(place, folder, 5, stage(folder, "n", "a"), chunks)
     commit(place, folder, "app", 6, stage(folder, "n", "b"))
@@ -374,7 +380,7 @@ def test_an_earlier_batch_that_was_left_is_finished_first(place: Place, tmp_path
     assert [path.name for path in folder.path.iterdir()] == ["6.done"]
 
 
-def test_a_batch_after_a_later_one_counts_as_published(place: Place, tmp_path: Path) -> None:
+def test_a_batch_after_a_later_one_counts_as_published(place: ProviderPlace, tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "app")
     commit(place, folder, "app", 6, stage(folder, "n", "b"))
     commit(place, folder, "app", 5, stage(folder, "n", "a"))
@@ -384,7 +390,7 @@ def test_a_batch_after_a_later_one_counts_as_published(place: Place, tmp_path: P
 # ---- refused ---------------------------------------------------------------------------------------------------------
 
 
-def test_half_a_batch_without_its_manifest_is_not_gone_on_with(place: Place, tmp_path: Path) -> None:
+def test_half_a_batch_without_its_manifest_is_not_gone_on_with(place: ProviderPlace, tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "app")
     begin(place, folder, 5, stage(folder, "n", "a"), 2)
     (folder.path / "5.manifest").unlink()
@@ -394,9 +400,9 @@ def test_half_a_batch_without_its_manifest_is_not_gone_on_with(place: Place, tmp
 
 
 def test_a_batch_that_was_left_until_its_producer_was_forgotten_is_not_gone_on_with(
-    place: Place, tmp_path: Path
+    place: ProviderPlace, tmp_path: Path
 ) -> None:
-    class Forgetful(InData):
+    class Forgetful(EmbeddedDestination):
         def __init__(self, provider: Provider) -> None:
             super().__init__(provider)
             self.last_sequence = self.forgotten
@@ -406,7 +412,7 @@ def test_a_batch_that_was_left_until_its_producer_was_forgotten_is_not_gone_on_w
 
     async def main() -> None:
         async with Provider.open(place.data) as provider:
-            await Publishing(Forgetful(provider), folder, "app").commit(5, stage(folder, "n", "b"))
+            await BatchPublisher(Forgetful(provider), folder, "app").commit(5, stage(folder, "n", "b"))
 
     folder = folder_of(tmp_path, "app")
     begin(place, folder, 5, stage(folder, "n", "a"), 1)
@@ -418,7 +424,7 @@ def test_a_batch_that_was_left_until_its_producer_was_forgotten_is_not_gone_on_w
         asyncio.run(main())
 
 
-def test_staged_files_that_are_not_here_are_named(place: Place, tmp_path: Path) -> None:
+def test_staged_files_that_are_not_here_are_named(place: ProviderPlace, tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "app")
     files = stage(folder, "n", "a")
     (folder.path / files[0].name).unlink()
@@ -427,7 +433,7 @@ def test_staged_files_that_are_not_here_are_named(place: Place, tmp_path: Path) 
     assert folder.manifest(5) is None
 
 
-def test_staged_files_that_a_manifest_names_and_are_gone_are_named(place: Place, tmp_path: Path) -> None:
+def test_staged_files_that_a_manifest_names_and_are_gone_are_named(place: ProviderPlace, tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "app")
     files = stage(folder, "n", "a")
     begin(place, folder, 5, files, 1)
@@ -440,7 +446,7 @@ def test_queues_that_forget_are_refused(tmp_path: Path) -> None:
     async def main() -> None:
         async with Provider.open(tmp_path / "d", adapter="memory"):
             pass
-        async with open_destination(Place(str(tmp_path / "d"), None)):
+        async with open_destination(ProviderPlace(str(tmp_path / "d"), None)):
             pass
 
     with pytest.raises(NotSupported, match="provider 'default': the sink needs an adapter that is durable"):
@@ -451,7 +457,7 @@ def test_a_server_that_is_not_there_is_one_line(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(publishing, "CONNECT_S", 0.2)
     folder = folder_of(tmp_path, "app")
     with pytest.raises(Unavailable, match=r"no silo answers at 127\.0\.0\.1:1") as refused:
-        commit(Place(None, "127.0.0.1:1"), folder, "app", 0, stage(folder, "n", "a"))
+        commit(ProviderPlace(None, "127.0.0.1:1"), folder, "app", 0, stage(folder, "n", "a"))
     assert "\n" not in str(refused.value)
 
 
@@ -468,7 +474,7 @@ def stage_later(folder: StagingFolder, namespace: str, **columns: float) -> list
     return [file.finish()]
 
 
-def test_what_is_delayed_is_parked_once_where_the_provider_can(place: Place, tmp_path: Path) -> None:
+def test_what_is_delayed_is_stored_once_where_the_provider_can(place: ProviderPlace, tmp_path: Path) -> None:
     later = place._replace(delays="store")
     for _ in range(2):
         folder = folder_of(tmp_path, "app")
@@ -476,7 +482,7 @@ def test_what_is_delayed_is_parked_once_where_the_provider_can(place: Place, tmp
 
     async def waiting() -> int:
         async with Provider.open(place.data, delays="store") as provider:
-            return sum(each.events for each in (await provider.store.parking().waiting("default")).values())
+            return sum(each.events for each in (await provider.store.delay_store().backlogs("default")).values())
 
     assert asyncio.run(waiting()) == 1
     assert [payload for of in look(place).values() for payload in of] == [b"now"]
@@ -486,7 +492,7 @@ def test_what_is_delayed_is_parked_once_where_the_provider_can(place: Place, tmp
     ("columns", "told"), [({"delay": 1.0}, "cannot delay events"), ({"priority": 1}, "has no priorities")]
 )
 def test_what_the_provider_cannot_do_is_refused_and_nothing_of_the_call_is_stored(
-    place: Place, tmp_path: Path, columns: dict[str, float], told: str
+    place: ProviderPlace, tmp_path: Path, columns: dict[str, float], told: str
 ) -> None:
     folder = folder_of(tmp_path, "app")
     with pytest.raises(NotSupported, match=told):

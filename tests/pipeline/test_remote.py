@@ -11,12 +11,7 @@ from typing import Any
 import pytest
 from pyspark.sql.types import StringType, StructField, StructType
 
-from headrace.pipeline.access import Chunk, LogAccess, QueueAccess
-from headrace.pipeline.place import Place
-from headrace.pipeline.remote import RemoteAccess, chunk_of
-from headrace.pipeline.source import HeadraceSource
-from headrace.silo.provider import Provider
-from headrace.streams import (
+from headrace import (
     Closed,
     Event,
     EventBatch,
@@ -29,11 +24,16 @@ from headrace.streams import (
     Unauthenticated,
     Unavailable,
 )
-from headrace.streams.client.connection import Connection
+from headrace.client.connection import Connection
+from headrace.pipeline.access import Chunk, LogAccess, QueueAccess
+from headrace.pipeline.place import ProviderPlace
+from headrace.pipeline.remote import RemoteAccess, chunk_of
+from headrace.pipeline.source import HeadraceSource
+from headrace.silo.provider import Provider
 from headrace.streams.errors import OffsetsGone
 from tests.client.silos import SiloProcess
-from tests.silo.rpc.calling import Allowed, batch, connecting, make_tokens, opened
-from tests.silo.rpc.test_reader import ONE_QUEUE, adapter_of, damage
+from tests.silo.services.calling import Allowed, batch, connecting, make_tokens, opened
+from tests.silo.services.test_reader import ONE_QUEUE, adapter_of, damage
 
 ALL = Selector("*/*")
 MIB = 1 << 20
@@ -77,7 +77,7 @@ def of(key: str, *events: bytes | Event) -> EventBatch:
 
 
 def taken(chunks: Iterable[Chunk]) -> list[tuple[int, bytes, int, int]]:
-    """Of each batch its offset, bytes, length of its name, and number of events."""
+    """Return the offset, bytes, length of the name, and number of events of each batch."""
     return [
         (offset, chunk.source[start:end], prefix, count)
         for chunk in chunks
@@ -105,7 +105,7 @@ def test_it_is_what_the_data_directory_has(tmp_path: Path, silos: Callable[[], S
     with remote(silo.address) as access, closing(LogAccess(silo.data, "default")) as log:
         assert access.queues == log.queues == 3
         assert list(access.states()) == list(log.states())
-        for time_us in (0, 1 << 60):
+        for time_us in (0, 1 << 57):
             assert list(access.offsets_at(time_us)) == list(log.offsets_at(time_us))
         for queue, state in enumerate(log.states()):
             assert everything(access, queue) == everything(log, queue)
@@ -136,7 +136,7 @@ def test_small_batches_come_many_at_a_time(tmp_path: Path, silos: Callable[[], S
 
 
 def large(tmp_path: Path) -> int:
-    """More than what is on its way at once."""
+    """Store more batches than are in flight at once. Return their number."""
     fill(tmp_path, *(of(f"{number % 5}", os.urandom(100_000)) for number in range(600)))
     return 600
 
@@ -201,7 +201,7 @@ def test_whoever_leaves_off_in_the_middle_may_begin_again(tmp_path: Path, silos:
         access.states()
 
 
-# What is refused
+# Refused reads
 
 
 async def test_what_retention_removed_is_said_with_what_is_left(tmp_path: Path):
@@ -256,12 +256,12 @@ async def test_a_token_opens_what_it_allows_and_no_more(tmp_path: Path):
 
 
 def _plans(options: dict[str, str]) -> None:
-    """Also for a namespace that is empty: what others there are it may not know."""
+    """Also plan for an empty namespace: the caller may not know which other namespaces exist."""
     for namespace in ("shop", "new"):
         assert len(_parts({**options, "namespace": namespace})) == 1
     with pytest.raises(PermissionDenied):
         _parts({**options, "namespace": "bank"})
-    Place.of(options).open().close()
+    ProviderPlace.of(options).open().close()
 
 
 def _parts(options: dict[str, str]) -> Sequence[object]:

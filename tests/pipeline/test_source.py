@@ -1,4 +1,4 @@
-"""What the source reads of a log that is not as it was: deleted, made anew, an older copy, damaged. Without Spark."""
+"""Reads of a log that has changed: deleted, created again, an older copy, damaged. Without Spark."""
 
 import asyncio
 import shutil
@@ -11,11 +11,10 @@ from pyspark.sql.datasource import InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 from pyspark.sql.types import BinaryType, LongType, StringType, StructField, StructType
 
+from headrace import Provider, Selector, StreamId
 from headrace.pipeline.access import LogAccess
-from headrace.pipeline.place import Place
+from headrace.pipeline.place import ProviderPlace
 from headrace.pipeline.source import BatchReader, HeadraceSource, StreamReader
-from headrace.silo import Provider
-from headrace.streams import Selector, StreamId
 from headrace.streams.errors import CorruptRecord, DataDirectoryError, InvalidArgument, OffsetsGone
 
 SCHEMA = StructType(
@@ -42,8 +41,8 @@ def data(tmp_path: Path) -> Iterator[Path]:
     publish(path, b"0", b"1", b"2", b"3", b"4")
     yield path
     shutil.rmtree(path)
-    with pytest.raises(DataDirectoryError):  # closes what was opened
-        Place.of({"data": str(path)}).open()
+    with pytest.raises(DataDirectoryError):  # closes the opened directory
+        ProviderPlace.of({"data": str(path)}).open()
 
 
 def made_anew(data: Path) -> None:
@@ -73,7 +72,7 @@ def payloads(reader: BatchReader | StreamReader, parts: Sequence[InputPartition]
 
 
 def test_a_log_ends_where_it_ends(data: Path):
-    access = Place.of({"data": str(data)}).open()
+    access = ProviderPlace.of({"data": str(data)}).open()
     assert isinstance(access, LogAccess)
     with pytest.raises(InvalidArgument, match="queue 0 ends at offset 5: it cannot be read to 6"):
         list(access.read(0, 3, 6, Selector("*/*")))
@@ -114,7 +113,7 @@ def test_a_micro_batch_that_is_repeated_reads_nothing_of_another_log(data: Path)
 
 
 async def _delete_below(data: Path, offset: int) -> None:
-    """What retention does, at once."""
+    """Apply retention at once."""
     async with Provider.open(data, options={"retain_bytes": 1}) as provider:
         await provider.adapter.apply_retention({0: offset})
 
@@ -147,3 +146,17 @@ def test_one_may_read_around_damage_in_a_namespace_that_is_named(tmp_path: Path)
     assert batch(tmp_path, namespace="n", start='{"0": 1}') == [b"1"]
     with pytest.raises(CorruptRecord, match="queue 0, offset 0"):
         batch(tmp_path, namespace="n")
+
+
+def test_a_micro_batch_waits_for_events_but_not_for_ever(data: Path):
+    reader = streaming(data, minEventsPerTrigger="6", maxTriggerDelay="1h")
+    start = reader.initialOffset()
+    assert reader.latestOffset(start, ReadAllAvailable()) == start
+    publish(data, b"5")
+    assert reader.latestOffset(start, ReadAllAvailable())["0"] == 6
+    assert (
+        streaming(data, minEventsPerTrigger="7", maxTriggerDelay="0s").latestOffset(start, ReadAllAvailable())["0"] == 6
+    )
+    reader = streaming(data, minEventsPerTrigger="7")
+    reader.prepareForTriggerAvailableNow()
+    assert reader.latestOffset(start, ReadAllAvailable())["0"] == 6

@@ -1,4 +1,4 @@
-"""The folder in which a sink keeps what is written and not published yet."""
+"""The folder in which a sink keeps rows that are written and not published yet."""
 
 import os
 import time
@@ -14,9 +14,9 @@ from headrace.pipeline.staging import (
     ORPHAN_AGE_S,
     Cutting,
     Manifest,
-    Segment,
     Staged,
     StagedFile,
+    StagedSegment,
     StagingFolder,
     chunks,
     read_segments,
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> StagingFolder:
 
 
 def grouped(*elements: bytes) -> Grouped:
-    """What need not be batches, to a folder."""
+    """Group any bytes: a folder does not check that they are batches."""
     return Grouped(list(elements), [len(each) for each in elements], [1] * len(elements), [0] * len(elements))
 
 
@@ -97,7 +97,7 @@ def test_chunks_have_everything_in_order_within_the_limits(
         if some:
             file.add(grouped(*some))
     name = file.finish().name
-    segments: Sequence[Segment] = list(read_segments(folder.path / name)) if name else []
+    segments: Sequence[StagedSegment] = list(read_segments(folder.path / name)) if name else []
     found: list[bytes] = []
     for chunk in chunks(segments, CUTTING):
         parts = [span.segment.elements[span.start : span.end] for span in chunk]

@@ -15,7 +15,7 @@ PATIENCE_S = 30
 
 
 class Silos(list[Silo]):
-    """Those that run, by number."""
+    """The running silos, by number."""
 
     def __init__(self, config: SiloConfig) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Silos(list[Silo]):
         self._stacks: list[AsyncExitStack] = []
 
     async def start(self, number: int) -> None:
-        """The next one, or one that was stopped, again."""
+        """Start the next silo, or a stopped one again."""
         stack = AsyncExitStack()
         silo = await stack.enter_async_context(Silo.opened(_numbered(self._config, number)))
         if number < len(self):
@@ -37,10 +37,10 @@ class Silos(list[Silo]):
         await self._stacks[number].aclose()
 
     async def shared(self, among: Collection[int] | None = None) -> None:
-        """Return when these silos, or all, have all queues, evenly, and everybody knows it."""
+        """Return when these silos, or all, share all queues evenly, and each of them knows it."""
         silos = [silo for number, silo in enumerate(self) if among is None or number in among]
         async with asyncio.timeout(PATIENCE_S):
-            while not _even(silos):  # noqa: ASYNC110 (they tell nobody)
+            while not _even(silos):  # noqa: ASYNC110 (silos do not notify)
                 await asyncio.sleep(0.02)
 
 
@@ -53,13 +53,13 @@ def _even(silos: Sequence[Silo]) -> bool:
 
 
 def queues(silo: Silo, provider: str = "default") -> list[int]:
-    """Those that a silo has leases of."""
+    """Return the queues that a silo has leases of."""
     return sorted(silo.providers[provider].manager.leases or ())
 
 
 @asynccontextmanager
 async def clustered(config: SiloConfig, count: int) -> AsyncGenerator[Silos]:
-    """So many silos, which share the queues evenly. The first stops first."""
+    """Run `count` silos, which share the queues evenly. The first stops first."""
     silos = Silos(config)
     try:
         for number in range(count):

@@ -1,4 +1,4 @@
-"""Silos of a cluster, and supervisors of them, as real processes whose words are read."""
+"""Silos of a cluster, and their supervisors, as real processes whose output is read."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from typing import Any, NamedTuple
 import grpc
 
 from headrace.proto.v1 import cluster_pb2 as pb
-from tests.silo.commandline import ENVIRONMENT, SCRIPT
+from tests.cli.commandline import ENVIRONMENT
+from tests.cli.forking import forking
 
 PATIENCE_S = 60
 TIMES = "period_s = 0.1\nlease_s = 15\ndead_after_s = 10\nmaturity_s = 0.2\n"
 
 
 class Talking:
-    """A process, and all that it has said on stderr."""
+    """A process, and everything that it has written to stderr."""
 
     def __init__(self, directory: Path, *arguments: object) -> None:
-        self.process = subprocess.Popen(
-            [SCRIPT, *map(str, arguments)], cwd=directory, env=ENVIRONMENT,
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        self.process = forking().start(
+            list(map(str, arguments)), cwd=directory, env=ENVIRONMENT,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
         )  # fmt: skip
         self.directory = directory
         self.said = ""
@@ -48,7 +49,7 @@ class Talking:
             self._news.notify_all()
 
     def until_said(self, pattern: str, after: int = 0) -> re.Match[str]:
-        """Wait until it has said so, `after` so many characters of what it said before."""
+        """Wait until its output matches `pattern`. The first `after` characters are not searched."""
         with self._news:
             self._news.wait_for(
                 lambda: re.search(pattern, self.said[after:]) or self.process.poll() is not None, PATIENCE_S
@@ -65,7 +66,7 @@ class Talking:
         return True
 
     def ended(self) -> int:
-        """Wait for its end, and for that of all who write where it does. Returns the exit code."""
+        """Wait for its end, and for the end of all processes that share its stderr. Return the exit code."""
         code = self.process.wait(PATIENCE_S)
         self._reading.join(PATIENCE_S)
         assert not self._reading.is_alive(), self.said
@@ -87,12 +88,19 @@ class SiloOfCluster(NamedTuple):
 
 
 @contextmanager
-def silos(directory: Path, names: Iterable[str], *, store: str = "", grpc: str = "") -> Generator[list[SiloOfCluster]]:
-    """They serve, for the length of a `with`; whatever is left of them is killed."""
+def silos(
+    directory: Path,
+    names: Iterable[str],
+    *,
+    store: str = "",
+    grpc: str = "",
+    times: str = TIMES,
+) -> Generator[list[SiloOfCluster]]:
+    """They serve for the length of a `with`; processes that are left at its end are killed."""
     with ExitStack() as stack:
         started: list[tuple[str, Talking]] = []
         for name in names:
-            cluster = f'[cluster]\nname = "{name}"\n{TIMES}' + (f'store = "{store}"\n' if store else "")
+            cluster = f'[cluster]\nname = "{name}"\n{times}' + (f'store = "{store}"\n' if store else "")
             (directory / f"{name}.toml").write_text(f'data = "data"\n[grpc]\nport = 0\n{grpc}\n{cluster}')
             started.append((name, Talking(directory, "silo", f"{name}.toml")))
             stack.callback(started[-1][1].clean_up)
@@ -118,7 +126,7 @@ def wait_until(address: str, good: Callable[[pb.Cluster], bool]) -> None:
 
 
 def shares(cluster: pb.Cluster) -> dict[str, int]:
-    """How many queues each silo has that answers."""
+    """Return the number of queues of each silo that answers."""
     return {
         silo.name: sum(len(provider.queues) for provider in silo.providers)
         for silo in cluster.silos

@@ -1,4 +1,4 @@
-"""Configuration of a silo: file, variables, flags, and what is refused."""
+"""Configuration of a silo: file, variables, flags, and refused values."""
 
 from pathlib import Path
 from typing import Any
@@ -6,20 +6,17 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives import serialization
 
+from headrace import InvalidArgument
+from headrace.server.config import GrpcConfig, HttpConfig, read_credentials
+from headrace.server.limits import ClientLimits
 from headrace.silo.config import (
     CacheConfig,
-    GrpcConfig,
-    HttpConfig,
     ProviderConfig,
     SiloConfig,
     check,
-    load_config,
     parse_address,
-    read_credentials,
-    unknown_variables,
 )
-from headrace.silo.limits import ClientLimits
-from headrace.streams import InvalidArgument
+from headrace.silo.config_loader import load_config, unknown_variables
 from tests.certificates import Authority
 
 FULL = """
@@ -160,6 +157,7 @@ def default(**options: Any) -> SiloConfig:
         ("HTTP__PORT", "0", SiloConfig(http=HttpConfig(port=0))),
         ("GRPC__PORT", "0", SiloConfig(grpc=GrpcConfig(port=0))),
         ("GRPC__INSECURE", "true", SiloConfig(grpc=GrpcConfig(insecure=True))),
+        ("GRPC__INSECURE", "1", SiloConfig(grpc=GrpcConfig(insecure=True))),
         ("GRPC__AUTH", "none", SiloConfig(grpc=GrpcConfig(auth="none"))),
         ("GRPC__SESSION_TIMEOUT_S", "2.5", SiloConfig(grpc=GrpcConfig(session_timeout_s=2.5))),
         ("GRPC__LIMITS__CALLS", "9", SiloConfig(grpc=GrpcConfig(limits=ClientLimits(calls=9)))),
@@ -230,19 +228,19 @@ def balanced(text: str, providers: str = "") -> str:
     ("text", "providers", "message"),
     [
         ("balancer = 'best-fit-fixed'", "",
-         "cluster.balancer is 'best-fit-fixed', which goes by cluster.fixed, and that is not given"),
+         "cluster.balancer is 'best-fit-fixed', which needs cluster.fixed: give it"),
         ("balancer = 'best-fit-live'", "",
-         "cluster.balancer is 'best-fit-live', which goes by cluster.fixed, and that is not given"),
-        ("balancer = 'static'", "", "cluster.balancer is 'static', which goes by cluster.mapping, and that"),
-        ("fixed = ['a']", "", "cluster.fixed is given, and cluster.balancer is 'lease-count', which takes no"),
-        ("balancer = 'average'\nfixed = ['a']", "", "cluster.fixed is given, and cluster.balancer is 'average', which"),
-        ("balancer = 'ring'\nmapping = { 0 = 'a' }", "", "cluster.mapping is given, and cluster.balancer is 'ring', "),
+         "cluster.balancer is 'best-fit-live', which needs cluster.fixed: give it"),
+        ("balancer = 'static'", "", "cluster.balancer is 'static', which needs cluster.mapping: give it"),
+        ("fixed = ['a']", "", "cluster.fixed is given, and the balancer 'lease-count' ignores it: leave it out"),
+        ("balancer = 'average'\nfixed = ['a']", "", "cluster.fixed is given, and the balancer 'average' ignores"),
+        ("balancer = 'ring'\nmapping = { 0 = 'a' }", "", "cluster.mapping is given, and the balancer 'ring' ignores"),
         ("balancer = 'static'\nmapping = { 0 = 'a' }\nfixed = ['a']", "",
-         "cluster.fixed is given, and cluster.balancer is 'static', which takes no notice of it"),
+         "cluster.fixed is given, and the balancer 'static' ignores it"),
         ("balancer = 'best-fit-live'\nmapping = { 0 = 'a' }\nfixed = ['a']", "",
-         "cluster.mapping is given, and cluster.balancer is 'best-fit-live', which takes no notice of it"),
+         "cluster.mapping is given, and the balancer 'best-fit-live' ignores it"),
         ("balancer = 'static'\nmapping = { 0 = 'a', 4 = 'b' }", "[providers]\na.queues = 2\nb.queues = 4",
-         "cluster.mapping: no provider has a queue 4: the most queues of one are 4, from 0"),
+         "cluster.mapping: no provider has a queue 4: the highest queue is 3"),
         ("balancer = 'static'\nmapping = { x = 'a' }", "", "cluster.mapping: 'x' is no queue: queues are numbers"),
         ("balancer = 'rign'", "", "cluster.balancer: there is no balancer 'rign'; installed are: average, best-fit-"),
     ],
@@ -280,35 +278,40 @@ def test_a_variable_that_is_no_option_is_told_of():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("prot = 3", "FILE: unknown option prot: accepted at the top are data, modules, drain_s, workers, log_level,"),
-        ("[http]\nprot = 3", "FILE: unknown option http.prot: accepted there are host, port"),
+        ("prot = 3", "FILE: prot: unknown option; accepted are data, modules, drain_s, workers, log_level,"),
+        ("[http]\nprot = 3", "FILE: [http] prot: unknown option; accepted are host, port"),
         ("[providers.a.cache]\nmax = 3",
-         "FILE: unknown option providers.a.cache.max: accepted there are max_events, max_bytes"),
+         "FILE: [providers.a.cache] max: unknown option; accepted are max_events, max_bytes"),
         ("[providers.a]\ndelays = 'http://u:secret@h'",
-         "FILE: option providers.a: delays is \"store\", redis://host[:port][/number], or left out, not 'h'"),
-        ("[providers.a]\nqueue = 3", "FILE: unknown option providers.a.queue: accepted there are adapter, queues, opt"),
-        ("[providers.a]\nqueues = 'x'", "FILE: option providers.a.queues: Expected int | null, got str"),
-        ("[providers.a]\nqueues = 0", "FILE: option providers.a.queues: Expected int >= 1"),
-        ("[providers.a]\nqueues = true", "FILE: option providers.a.queues: Expected int | null, got bool"),
-        ("[http]\nport = 65536", "FILE: option http.port: Expected int <= 65535"),
-        ("http = 3", "FILE: option http is a table, not 3"),
-        ("providers = []", "FILE: option providers is a table, not []"),
-        ("modules = 'shop'", "FILE: option modules: Expected array, got str"),
-        ("modules = [1]", "FILE: option modules: Expected str, got int"),
-        ("[grpc]\nport = -1", "FILE: option grpc.port: Expected int >= 0"),
-        ("[grpc]\nprot = 1", "FILE: unknown option grpc.prot: accepted there are host, port, insecure, certificate, "),
-        ("[grpc]\ninsecure = 'yes'", "FILE: option grpc.insecure: Expected bool, got str"),
-        ("[grpc]\nauth = 'token'",
-         "FILE: option grpc.auth: Invalid enum value 'token': accepted are tokens, none"),
-        ("[grpc]\nsession_timeout_s = 0", "FILE: option grpc.session_timeout_s: Expected float > 0.0"),
+         "FILE: [providers.a]: delays is \"store\", redis://host[:port][/number], or left out, not 'h'"),
+        ("[providers.a]\nqueue = 3", "FILE: [providers.a] queue: unknown option; accepted are adapter, queues, opt"),
+        ("[providers.a]\nqueues = 'x'", 'FILE: [providers.a] queues = "x": expected an integer >= 1'),
+        ("[providers.a]\n[providers.b]\nqueues = '8'",
+         'FILE: [providers.b] queues = "8": expected an integer >= 1; write queues = 8'),
+        ("[providers.a]\nqueues = 0", "FILE: [providers.a] queues = 0: expected an integer >= 1"),
+        ("[providers.a]\nqueues = true", "FILE: [providers.a] queues = true: expected an integer >= 1"),
+        ("[http]\nport = 65536", "FILE: [http] port = 65536: expected an integer >= 0 and <= 65535"),
+        ("http = 3", "FILE: http = 3: expected a table"),
+        ("providers = []", "FILE: providers = []: expected a table"),
+        ("providers.a = 1", "FILE: [providers] a = 1: expected a table"),
+        ("modules = 'shop'", 'FILE: modules = "shop": expected a list of texts; write modules = ["shop"]'),
+        ("modules = [1]", "FILE: modules = [1]: expected a list of texts"),
+        ("data = 3", 'FILE: data = 3: expected text; write data = "3"'),
+        ("data = { password = 's3cret' }", "FILE: data: expected text"),
+        ("[grpc]\nport = -1", "FILE: [grpc] port = -1: expected an integer >= 0"),
+        ("[grpc]\nprot = 1", "FILE: [grpc] prot: unknown option; accepted are host, port, insecure, certificate, "),
+        ("[grpc]\ninsecure = 'yes'", 'FILE: [grpc] insecure = "yes": expected true or false'),
+        ("[grpc]\nauth = 'token'", 'FILE: [grpc] auth = "token": expected "none" or "tokens"'),
+        ("[grpc]\nsession_timeout_s = 0", "FILE: [grpc] session_timeout_s = 0: expected a number > 0"),
         ("[grpc]\nlimits = { call = 1 }",
-         "FILE: unknown option grpc.limits.call: accepted there are connections, calls, requests_per_s, burst, "),
-        ("[grpc]\nlimits = { calls = 0 }", "FILE: option grpc.limits.calls: Expected int >= 1"),
-        ("[grpc]\nlimits = { requests_per_s = 0 }", "FILE: option grpc.limits.requests_per_s: Expected float > 0.0"),
-        ("[grpc]\nlimits = { publish_bytes = 1 }", "FILE: option grpc.limits: publish_bytes is 1, below message_"),
-        ("[grpc]\nlimits = 3", "FILE: option grpc.limits is a table, not 3"),
-        ("log_level = 'loud'", "FILE: option log_level: Invalid enum value 'loud': accepted are debug, info, "),
-        ("drain_s = -1", "FILE: option drain_s: Expected float >= 0.0"),
+         "FILE: [grpc.limits] call: unknown option; accepted are connections, calls, requests_per_s, burst, "),
+        ("[grpc]\nlimits = { calls = 0 }", "FILE: [grpc.limits] calls = 0: expected an integer >= 1"),
+        ("[grpc]\nlimits = { requests_per_s = 0 }", "FILE: [grpc.limits] requests_per_s = 0: expected a number > 0"),
+        ("[grpc]\nlimits = { publish_bytes = 1 }", "FILE: [grpc.limits]: publish_bytes is 1, below message_"),
+        ("[grpc]\nlimits = 3", "FILE: [grpc] limits = 3: expected a table"),
+        ("[cluster]\nmapping = { 0 = 'a', 1 = 2 }", 'FILE: [cluster.mapping] 1 = 2: expected text; write 1 = "2"'),
+        ("log_level = 'loud'", 'FILE: log_level = "loud": expected "debug", "error", "info" or "warning"'),
+        ("drain_s = -1", "FILE: drain_s = -1: expected a number >= 0"),
         ("x =", "FILE: not TOML: Invalid value (at end of document)"),
     ],
 )  # fmt: skip
@@ -319,11 +322,11 @@ def test_what_is_wrong_in_a_file_is_named_with_its_place(tmp_path: Path, text: s
 @pytest.mark.parametrize(
     ("variable", "text", "message"),
     [
-        ("HTTP__PROT", "3", "variable HEADRACE_HTTP__PROT: unknown option prot: accepted there are host, port"),
-        ("HTTP__PORT", "x", "variable HEADRACE_HTTP__PORT: Expected int | null, got str"),
-        ("HTTP__PORT__X", "1", "variable HEADRACE_HTTP__PORT__X: there is nothing below x"),
-        ("PROVIDERS__A__X", "1", "variable HEADRACE_PROVIDERS__A__X: unknown option x: accepted there are adapter, "),
-        ("DRAIN_S", "soon", "variable HEADRACE_DRAIN_S: Expected float, got str"),
+        ("HTTP__PROT", "3", "HEADRACE_HTTP__PROT: unknown option; accepted are host, port"),
+        ("HTTP__PORT", "x", 'HEADRACE_HTTP__PORT = "x": expected an integer >= 0 and <= 65535'),
+        ("HTTP__PORT__X", "1", "HEADRACE_HTTP__PORT__X: expected an integer >= 0"),
+        ("PROVIDERS__A__X", "1", "HEADRACE_PROVIDERS__A__X: unknown option; accepted are adapter, "),
+        ("DRAIN_S", "soon", 'HEADRACE_DRAIN_S = "soon": expected a number >= 0'),
     ],
 )  # fmt: skip
 def test_what_is_wrong_in_a_variable_is_named(tmp_path: Path, variable: str, text: str, message: str):
@@ -337,11 +340,11 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path):
 
 
 def test_a_wrong_flag_is_refused(tmp_path: Path):
-    with pytest.raises(InvalidArgument, match=r"configuration: option http\.port: Expected"):
+    with pytest.raises(InvalidArgument, match=r"command line: \[http\] port = -1: expected an integer >= 0"):
         load(tmp_path, "", {}, {"http": {"port": -1}})
 
 
-# gRPC: what goes together, and what would let in whoever comes
+# gRPC: options that go together, and options that would admit every caller
 
 
 def grpc(**options: Any) -> SiloConfig:
@@ -407,7 +410,7 @@ def test_who_is_asked_for_a_token(options: dict[str, Any], asks: bool):
         (grpc(port=None, key="c.key"), "grpc.key is given without grpc.certificate: TLS needs both"),
         (grpc(client_ca="ca.pem"),
          "grpc.client_ca is given without grpc.certificate and grpc.key: it is part of TLS"),
-        (grpc(insecure=True, **TLS), "grpc.insecure means without TLS, and grpc.certificate with it: leave out one"),
+        (grpc(insecure=True, **TLS), "grpc.insecure turns TLS off, and grpc.certificate turns it on: leave out one"),
         (SiloConfig(grpc=GrpcConfig(port=0, auth="tokens")),
          "grpc.auth is tokens, and tokens are kept in a data directory: name it with --data, with HEADRACE_DATA, or "),
         (SiloConfig(grpc=GrpcConfig(port=0, host="0.0.0.0", **TLS)), "grpc.auth is tokens, and tokens are kept in a"),
@@ -458,7 +461,7 @@ def test_another_text_is_no_address(text: str):
 
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Files by what they are."""
+    """Return the paths of the files by their content."""
     folder = tmp_path_factory.mktemp("tls")
     authority = Authority(folder)
     certificate, key = authority.issue("localhost")

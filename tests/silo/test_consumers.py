@@ -1,4 +1,4 @@
-"""What looks after the groups of consumers."""
+"""The part of a silo that looks after the groups of consumers."""
 
 import asyncio
 from pathlib import Path
@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from headrace.silo import Provider, consumers
-from headrace.silo.consumers import Consumers, Place
-from headrace.streams import Busy, LimitExceeded, Mode, Selector
+from headrace import Busy, LimitExceeded, Mode, Provider, Selector
+from headrace.silo import consumers
+from headrace.silo.consumers import AttachedConsumer, Consumers
 from headrace.streams.subscriptions import SubscriptionDefinition
 
 
@@ -16,7 +16,7 @@ async def test_a_group_that_cannot_be_looked_after_keeps_no_other_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Provider.open(tmp_path / "data", queues=1) as provider, Consumers.opened(provider, 10.0) as served:
-        places: list[Place] = []
+        places: list[AttachedConsumer] = []
         for name in ("bad", "good"):
             definition = SubscriptionDefinition(name=name, selector=Selector("n/*"))
             await provider.create_subscription(definition)
@@ -27,7 +27,7 @@ async def test_a_group_that_cannot_be_looked_after_keeps_no_other_from_it(
             while good.group.members:  # noqa: ASYNC110 (that somebody went tells nobody)
                 await asyncio.sleep(0.05)
         assert bad.group.members
-        assert "looking at the consumers of bad failed" in caplog.text
+        assert "the check of the consumers of bad failed" in caplog.text
         caplog.clear()
 
 
@@ -55,7 +55,7 @@ async def test_consumers_of_a_subscription_join_one_after_the_other(
     definition = SubscriptionDefinition(name="s", selector=Selector("n/*"))
     async with Provider.open(tmp_path / "data", queues=1) as provider, Consumers.opened(provider, 10.0) as served:
         await provider.create_subscription(definition)
-        serve, joins, at_once = provider.serve, list[asyncio.Task[Place]](), [0, 0]
+        serve, joins, at_once = provider.serve, list[asyncio.Task[AttachedConsumer]](), [0, 0]
 
         def join() -> None:
             joins.append(asyncio.create_task(served.join(definition, f"c{len(joins)}", 10.0)))
@@ -78,5 +78,5 @@ async def test_consumers_of_a_subscription_join_one_after_the_other(
         failed, *others = await asyncio.wait_for(asyncio.gather(*joins[:2], return_exceptions=True), 30)
         others.append(await asyncio.wait_for(joins[2], 30))
         assert isinstance(failed, Busy)
-        assert [place.member.id for place in others if isinstance(place, Place)] == ["c1", "c2"]
+        assert [place.member.id for place in others if isinstance(place, AttachedConsumer)] == ["c1", "c2"]
         assert at_once == [0, 1]

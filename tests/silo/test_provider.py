@@ -1,4 +1,4 @@
-"""The provider: what it refuses, and what it does about a log that lost its end."""
+"""The provider: its refusals, and its handling of a log that lost its end."""
 
 import asyncio
 import shutil
@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.silo import Provider
-from headrace.streams import Busy, Event, InvalidArgument, SequenceToken, Start, StreamId
+from headrace import Busy, Event, InvalidArgument, Provider, SequenceToken, Start, StreamId
 
 
 async def ignore(_: Event) -> None: ...
@@ -67,7 +66,7 @@ async def test_a_pattern_does_not_go_to_a_token(tmp_path: Path) -> None:
         subscription = await provider.subscribe("all", "orders/*", ignore)
         with pytest.raises(InvalidArgument, match="use a time"):
             await subscription.seek(Start.at(SequenceToken(0)))
-        assert provider.manager.serving("all").definition.name == "all"
+        assert provider.manager.subscriptions.serving("all").definition.name == "all"
 
 
 async def test_subscribing_twice_says_that_it_is_this_process(tmp_path: Path) -> None:
@@ -99,12 +98,27 @@ async def test_closing_goes_on_when_who_waits_for_it_is_cancelled(tmp_path: Path
         assert checkpoint.next_offset == 1
 
 
-async def test_a_checkpoint_past_the_end_of_the_log_skips_nothing_new_and_leaves_a_gap(tmp_path: Path) -> None:
+async def test_a_subscription_may_be_closed_again_also_after_it_was_deleted(tmp_path: Path) -> None:
     async with Provider.open(tmp_path, queues=1) as provider:
+        subscription = await provider.subscribe("all", "orders/*", ignore)
+        await subscription.close()
+        await subscription.close()
+        assert [each.name for each in await provider.subscriptions()] == ["all"]
+        await subscription.delete()
+        await subscription.close()
+
+
+async def test_a_checkpoint_past_the_end_of_the_log_skips_nothing_new_and_leaves_a_gap(tmp_path: Path) -> None:
+    log = tmp_path / "providers" / "default" / "log"
+    async with Provider.open(tmp_path, queues=1):
+        pass
+    shutil.copytree(log, tmp_path / "earlier")
+    async with Provider.open(tmp_path) as provider:
         subscription = await provider.subscribe("all", "orders/*", ignore)
         await provider.stream("orders", "42").publish(b"lost")
         await subscription.caught_up()
-    shutil.rmtree(tmp_path / "providers" / "default" / "log")  # a crash of the machine, with relaxed durability
+    shutil.rmtree(log)  # a crash of the machine, with relaxed durability
+    (tmp_path / "earlier").rename(log)
     got: list[bytes] = []
 
     async def handler(event: Event) -> None:

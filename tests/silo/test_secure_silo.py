@@ -1,7 +1,6 @@
-"""Who may do what with a silo, over gRPC: tokens, TLS and certificates, tried on real processes."""
+"""Access to a silo over gRPC: tokens, TLS and certificates, tried on real processes."""
 
 import re
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,8 @@ import pytest
 
 from headrace.proto.v1 import consumer_pb2, events_pb2, publisher_pb2, subscriptions_pb2
 from tests.certificates import Authority
-from tests.silo.commandline import Headrace, Start, ended
+from tests.cli.commandline import Headrace, Start, ended
+from tests.cli.forking import Process
 
 READY = re.compile(rb"silo is ready: .*; gRPC on (\S+)")
 
@@ -97,7 +97,7 @@ def serve(start: Start) -> Serve:
     return begin
 
 
-def drain(process: "subprocess.Popen[bytes]") -> None:
+def drain(process: Process) -> None:
     assert process.stderr is not None
     for _ in process.stderr:
         pass
@@ -129,7 +129,7 @@ def token(headrace: Headrace, name: str, *flags: str) -> str:
 
 
 def trusting(authority: Authority, *names: str) -> grpc.ChannelCredentials:
-    """TLS with the silos that the authority vouches for, and a certificate of it for `names`, where some are given."""
+    """Return TLS credentials that trust silos of the authority, with its certificate for `names` if there are any."""
     certificate = authority.certificate.read_bytes()
     if not names:
         return grpc.ssl_channel_credentials(certificate)

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.silo.commandline import ENVIRONMENT, Headrace, Start, ended
+from tests.cli.commandline import ENVIRONMENT, Headrace, Start, ended
+from tests.cli.forking import Process
 
 HANDLERS = """
 import asyncio
-from headrace.streams import Event, Start, subscription
+from headrace import Event, Start, subscription
 
 @subscription("printer", "shop/*", start=Start.earliest(), concurrency=1)
 async def printer(event: Event) -> None:
@@ -42,7 +43,7 @@ def printed(directory: Path) -> list[int]:
     return [int(line) for line in file.read_text().split()] if file.exists() else []
 
 
-def ready(process: "subprocess.Popen[bytes]") -> str:
+def ready(process: Process) -> str:
     """Wait until the silo serves. Returns its address."""
     assert process.stderr is not None
     for line in process.stderr:
@@ -51,7 +52,7 @@ def ready(process: "subprocess.Popen[bytes]") -> str:
     raise AssertionError(ended(process))
 
 
-def until_printed(directory: Path, process: "subprocess.Popen[bytes]", count: int) -> None:
+def until_printed(directory: Path, process: Process, count: int) -> None:
     while len(printed(directory)) < count:
         assert process.poll() is None, ended(process)
 
@@ -65,13 +66,13 @@ def get(url: str) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
-def until_handling(address: str, process: "subprocess.Popen[bytes]") -> None:
+def until_handling(address: str, process: Process) -> None:
     running = 'headrace_handlers_running{provider="default",subscription="printer"} 1.0'
     while running not in get(f"{address}/metrics")[1]:
         assert process.poll() is None, ended(process)
 
 
-def has_ended(process: "subprocess.Popen[bytes]", within_s: float) -> bool:
+def has_ended(process: Process, within_s: float) -> bool:
     try:
         process.wait(within_s)
     except subprocess.TimeoutExpired:
@@ -89,7 +90,7 @@ def test_it_delivers_what_others_publish_and_stops_in_order(tmp_path: Path, head
 
     ran = ended(process)
     assert (ran.code, ran.out) == (0, "")
-    assert "silo has stopped: what is done is saved" in ran.err
+    assert "silo has stopped: its progress is saved" in ran.err
     publish(headrace, 4)
     process = start("silo", "silo.toml")
     ready(process)
@@ -197,7 +198,7 @@ def test_any_request_is_answered_or_hung_up_on(request_: bytes, status: bytes, s
             while more := connection.recv(65536):
                 answer += more
         except ConnectionResetError:
-            pass  # it did not read what it has no use for
+            pass  # the silo does not read the part that it has no use for
     assert answer[: len(status) or None] == status
     assert get(f"http://{host}:{port}/healthz")[0] == 200
 
@@ -212,12 +213,12 @@ def test_a_port_in_use_is_one_line(headrace: Headrace):
 def test_an_unknown_option_is_one_line(tmp_path: Path, headrace: Headrace):
     (tmp_path / "silo.toml").write_text(CONFIG + "[providers.default.cach]\n")
     refused = headrace("silo", "silo.toml").refused(2)
-    assert refused.startswith("silo.toml: unknown option providers.default.cach: accepted there are adapter, queues")
+    assert refused.startswith("silo.toml: [providers.default] cach: unknown option; accepted are adapter, queues")
 
 
 def test_an_unknown_option_of_the_adapter_is_one_line(tmp_path: Path, headrace: Headrace):
     (tmp_path / "silo.toml").write_text(CONFIG + 'options = { durabilty = "commit" }\n')
-    assert "options of adapter 'log'" in headrace("silo", "silo.toml").refused(2)
+    assert "options: adapter 'log'" in headrace("silo", "silo.toml").refused(2)
 
 
 def test_a_missing_file_is_one_line(headrace: Headrace):
@@ -232,7 +233,11 @@ def test_a_missing_file_is_one_line(headrace: Headrace):
         ("def f(:", "SyntaxError: invalid syntax"),
         (
             "from headrace.streams import subscription\n@subscription('a', 'b')\nasync def f(e): ...",
-            "selects no stream",
+            "'b' selects no stream: .*, at .*handlers.py:2$",
+        ),
+        (
+            "from headrace.streams import subscription\n\n@subscription('a', 'b/c')\ndef f(e): ...",
+            "handler f is a plain function: write async def f, at .*handlers.py:3$",
         ),
     ],
 )
@@ -255,7 +260,8 @@ def test_a_subscription_that_another_process_serves_is_refused(headrace: Headrac
     ran = headrace("silo", "silo.toml")
     assert ran.code == 1
     assert ran.err.splitlines()[-1] == (
-        f"headrace: subscription printer of provider default is served by process {process.pid}: stop that one first"
+        "headrace: subscription 'printer' of provider 'default' is served by process "
+        f"{process.pid}: stop that one first"
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
-from headrace.benchmarks.servers import java_home
+from benchmarks.servers import java_home
 from tests.spark.processes import JAVA_OPTIONS, session_members
 
 HERE = Path(__file__).parent
@@ -39,11 +39,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def spark_environment() -> Iterator[None]:
-    """What Spark must find in the environment before its JVM starts, here and in processes that a test starts."""
+def spark_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Set the variables that Spark needs before its JVM starts, here and in processes that a test starts."""
+    python = Path(sys.executable)
+    if " " in str(python):  # Spark finds no formats with such a Python
+        environment = tmp_path_factory.mktemp("python") / "environment"
+        environment.symlink_to(sys.prefix)
+        python = environment / "bin" / python.name
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAVA_HOME", str(java_home()))
-        patch.setenv("PYSPARK_PYTHON", sys.executable)
+        patch.setenv("PYSPARK_PYTHON", str(python))
         patch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
         for variable in ("PYSPARK_SUBMIT_ARGS", "SPARK_REMOTE", "SPARK_HOME", "SPARK_CONF_DIR"):
             patch.delenv(variable, raising=False)

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 START_SOON = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
-JAVA_OPTIONS = " ".join((*START_SOON, f"-Dlog4j2.configurationFile=file:{Path(__file__).parent}/log4j2.properties"))
-"""Of a JVM that starts soon, and says little."""
+LOG_SETTINGS = (Path(__file__).parent / "log4j2.properties").as_uri()  # a path with a space would be two options
+JAVA_OPTIONS = " ".join((*START_SOON, f"-Dlog4j2.configurationFile={LOG_SETTINGS}"))
+"""Options of a JVM that starts quickly and logs little."""
 
 
 def session_members(session: int) -> list[int]:

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 import headrace.streams
 import pyspark_headrace
-from headrace.benchmarks.servers import LOOPBACK, Server, free_port, java_home
+from benchmarks.servers import LOOPBACK, Server, free_port, java_home
 from tests.spark.processes import JAVA_OPTIONS, START_SOON
 
 SPARK_HOME = Path(pyspark.__file__).parent
@@ -64,7 +64,7 @@ class Master(Daemon):
         return self.workers() >= 0
 
     def workers(self) -> int:
-        """How many are there; -1 while it cannot tell."""
+        """Return the number of workers, or -1 while the master cannot tell."""
         with urllib.request.urlopen(f"http://{LOOPBACK}:{self._web_port}/json/", timeout=5) as answer:
             text = answer.read()
         return int(json.loads(text)["aliveworkers"]) if text.startswith(b"{") else -1  # its web pages come first
@@ -116,8 +116,10 @@ def submit(script: Path, master: str, *options: str, **environment: str) -> subp
 
 
 def pack(archive: Path) -> None:
-    """What `pip install --target FOLDER headrace` brings, as an archive: headrace and what it needs, without Spark's
-    own pyarrow and numpy."""
+    """Make an archive of the files that `pip install --target FOLDER headrace` brings: headrace and its dependencies.
+
+    Spark's own pyarrow and numpy are not in it.
+    """
     folder = Path(headrace.streams.__file__).parent.parent
     with zipfile.ZipFile(archive, "w") as packed:
         for path in _files_of(folder):
@@ -130,7 +132,7 @@ def pack(archive: Path) -> None:
 
 
 def _files_of(folder: Path) -> Iterator[Path]:
-    """Also behind links: so it is where the package is no wheel, but the repository."""
+    """Yield the files of a folder, also behind links: the package may be the repository instead of a wheel."""
     for parent, _, names in os.walk(folder, followlinks=True):
         yield from (Path(parent, name) for name in names if not name.endswith(".pyc"))
 

@@ -19,11 +19,11 @@ import pyarrow.parquet as pq
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
+from headrace import Event, Provider, StreamId
 from headrace.pipeline import Archived, archive, read_archive
 from headrace.pipeline.jobs.files import lock_for_reading
-from headrace.silo import Provider
-from headrace.streams import Event, StreamId
 from headrace.streams.errors import Busy, DataDirectoryError, InvalidArgument, NotFound, OffsetsGone
+from headrace.streams.field_limits import MAX_TIME_US, MIN_TIME_US
 
 DAY_US = 86_400_000_000
 NOON_US = 1_763_726_400_000_000  # 2025-11-21T12:00Z
@@ -51,10 +51,10 @@ def event(number: int) -> Event:
 
 
 def remove_all_but(data: Path, batches: int) -> None:
-    """What retention does, at once, to each queue: in a process of its own, as a silo would."""
+    """Apply retention to each queue at once, in a separate process, as a silo does."""
     program = f"""
 import asyncio
-from headrace.silo import Provider
+from headrace import Provider
 
 async def run():
     async with Provider.open({str(data)!r}, options={{"retain_bytes": 1}}) as provider:
@@ -94,7 +94,7 @@ class Killed(BaseException):
 
 
 class KillAt:
-    """Ends a run at a step; where it is taken several times, at the second."""
+    """Ends a run at a step; if the step comes several times, at the second."""
 
     def __init__(self, step: str) -> None:
         self._step = step
@@ -116,7 +116,7 @@ def test_an_archive_has_every_event_once_and_all_columns(spark: SparkSession, da
 
 
 def test_an_event_may_have_any_timestamp(spark: SparkSession, data: Path, kept: Path):
-    times = [-(1 << 63), -1, 0, 253_402_300_800_000_000, (1 << 63) - 1]
+    times = [MIN_TIME_US, -1, 0, 1, MAX_TIME_US]
 
     async def run() -> None:
         async with Provider.open(data) as provider:

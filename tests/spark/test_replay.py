@@ -1,4 +1,4 @@
-"""Replays: what was published is published once more, in order, once, whatever is killed when."""
+"""Replays: events are published again in order and exactly once, even if any process is killed at any time."""
 
 import asyncio
 import json
@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
+from headrace import Event, Provider, StreamId
 from headrace.pipeline import archive, replay
-from headrace.silo import Provider
-from headrace.streams import Event, StreamId
 from headrace.streams.errors import DefinitionConflict, InvalidArgument, NotFound
 
 START = datetime(2026, 11, 21, 10, tzinfo=UTC)
@@ -21,7 +20,7 @@ Streams = Mapping[tuple[str, str], list[tuple[Any, ...]]]
 
 
 def publish(data: Path, first: int, count: int, queues: int = 2) -> None:
-    """Numbered events of six streams in two namespaces, one millisecond after the other, but for every tenth."""
+    """Publish numbered events of six streams in two namespaces, one a millisecond; the time of every tenth is late."""
 
     async def run() -> None:
         async with Provider.open(data, queues=queues) as provider:
@@ -135,7 +134,7 @@ def test_with_a_name_a_replay_is_done_once_for_ever(spark: SparkSession, data: P
     assert sum(map(len, streams(spark, other).values())) == 80
 
 
-@pytest.mark.parametrize(("rate", "speed"), [(500, None), (None, 0.5)])  # both take 1.6 s, less what one chunk takes
+@pytest.mark.parametrize(("rate", "speed"), [(500, None), (None, 0.5)])  # both take 1.6 s, minus the time of one chunk
 def test_at_a_chosen_speed_all_comes_in_order_once_and_not_sooner(
     spark: SparkSession, data: Path, other: Path, rate: float | None, speed: float | None
 ):

@@ -13,10 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 from pyspark.sql import Row, SparkSession
 
+from headrace import Event, InvalidArgument
 from headrace.pipeline.jobs import rollup as job
 from headrace.pipeline.jobs.rollup import COLUMNS, follow, rollup
-from headrace.streams import Event, InvalidArgument
-from tests.silo.commandline import SCRIPT
+from headrace.streams.field_limits import MAX_TIME_US, MIN_TIME_US
+from tests.cli.commandline import SCRIPT
 from tests.spark.test_source import publish
 
 MINUTE_US = 60_000_000
@@ -28,7 +29,7 @@ def at(minutes: float, stream: str = "a/1", size: int = 10) -> tuple[str, Event]
     return stream, Event(b"x" * size, timestamp_us=BEGIN_US + int(minutes * MINUTE_US))
 
 
-def run(spark: SparkSession, data: Path, to: Path | None, **options: Any) -> job.Written:
+def run(spark: SparkSession, data: Path, to: Path | None, **options: Any) -> job.RollupResult:
     return follow(rollup(spark, to=to, every=None, data=str(data), **options), lambda _done, _total: None)
 
 
@@ -59,9 +60,9 @@ def test_windows_have_counts_rates_and_latencies_of_streams_and_namespaces(spark
     assert spark.read.parquet(str(to)).columns == [*COLUMNS, "batch"]
 
 
-def test_a_timestamp_beyond_the_calendar_does_not_end_the_query(spark: SparkSession, tmp_path: Path):
+def test_a_timestamp_at_the_end_of_the_calendar_does_not_end_the_query(spark: SparkSession, tmp_path: Path):
     data, to = tmp_path / "data", tmp_path / "to"
-    publish(data, [at(0), *(("a/1", Event(b"", timestamp_us=time_us)) for time_us in (-(1 << 63), (1 << 63) - 1))])
+    publish(data, [at(0), *(("a/1", Event(b"", timestamp_us=time_us)) for time_us in (MIN_TIME_US, MAX_TIME_US))])
     assert run(spark, data, to).events == 3
     assert minutes(written(spark, to)) == [(0, "namespace", None, 1), (0, "stream", "1", 1)]
 
@@ -70,20 +71,20 @@ def test_late_events_count_while_their_window_is_open_and_are_told_of_after(spar
     data, to = tmp_path / "data", tmp_path / "to"
     chosen = {"by": "stream", "watermark": timedelta(minutes=2)}
     publish(data, [at(0.1), at(2.5)])
-    assert run(spark, data, to, **chosen) == job.Written(2, 0)
+    assert run(spark, data, to, **chosen) == job.RollupResult(2, 0)
     assert written(spark, to) == []  # 2.5 less 2 is within the first minute
     publish(data, [at(0.9), at(3.1)])  # late, and in time
-    assert run(spark, data, to, **chosen) == job.Written(2, 0)
+    assert run(spark, data, to, **chosen) == job.RollupResult(2, 0)
     assert minutes(written(spark, to)) == [(0, "stream", "1", 2)]
     publish(data, [at(0.5), at(6)])  # too late
-    assert run(spark, data, to, **chosen) == job.Written(2, 1)
+    assert run(spark, data, to, **chosen) == job.RollupResult(2, 1)
     assert minutes(written(spark, to)) == [(0, "stream", "1", 2), (2, "stream", "1", 1), (3, "stream", "1", 1)]
 
 
 def test_events_of_a_rollup_are_in_streams_and_not_read_by_it(spark: SparkSession, tmp_path: Path):
     data, checkpoint = tmp_path / "data", tmp_path / "checkpoint"
     publish(data, [at(0, "a b/1/2"), at(9, "a b/1/2")])
-    for _ in range(3):  # what the first wrote is there when the second reads
+    for _ in range(3):  # the first run's events are stored when the second run reads
         run(spark, data, None, to_namespace="sums", checkpoint=checkpoint)
     found = spark.read.format("headrace").options(data=str(data), namespace="sums").load().orderBy("key").collect()
     assert [row.key for row in found] == ["a b", "a b/1/2"]
@@ -117,7 +118,7 @@ def test_a_checkpoint_goes_with_one_rollup_and_its_directory(spark: SparkSession
     run(spark, data, to)
     with pytest.raises(InvalidArgument, match="its rollup has window_ms 60000, not 1000"):
         run(spark, data, to, window=timedelta(seconds=1))
-    with pytest.raises(InvalidArgument, match="has what a rollup wrote whose checkpoint is not"):
+    with pytest.raises(InvalidArgument, match="has the output of a rollup with another checkpoint than"):
         run(spark, data, to, checkpoint=tmp_path / "other")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()

@@ -11,9 +11,8 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
+from headrace import Event, Provider, Start, StreamId
 from headrace.pipeline import publisher
-from headrace.silo import Provider
-from headrace.streams import Event, Start, StreamId
 from headrace.streams.events import EventBatch
 from tests.client.conftest import silo, silos
 from tests.client.silos import SiloProcess, stored
@@ -80,7 +79,7 @@ class Input:
 
 
 def run(frame: DataFrame, checkpoint: Path, **options: str) -> None:
-    """Write what there is, and end."""
+    """Write the available rows, and end."""
     writer = frame.writeStream.format("headrace").option("checkpointLocation", str(checkpoint)).options(**options)
     end(writer.trigger(availableNow=True).start())
 
@@ -240,6 +239,6 @@ def test_rows_may_come_later(spark: SparkSession, tmp_path: Path) -> None:
 
     async def waiting() -> int:
         async with Provider.open(data) as provider:
-            return sum(each.events for each in (await provider.store.parking().waiting("default")).values())
+            return sum(each.events for each in (await provider.store.delay_store().backlogs("default")).values())
 
     assert asyncio.run(waiting()) == 5

@@ -1,4 +1,4 @@
-"""Reading streams with Spark: what was published is what is read, by batches and by streaming queries."""
+"""Reading streams with Spark: batch and streaming queries read exactly the published events."""
 
 import asyncio
 import json
@@ -12,9 +12,9 @@ from google.protobuf import descriptor_pb2
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
+from headrace import Event, Provider, StreamId
+from headrace.pipeline import lag
 from headrace.proto.v1 import events_pb2
-from headrace.silo import Provider
-from headrace.streams import Event, StreamId
 
 
 def publish(data: Path, items: Iterable[tuple[str, bytes | Event]], *, queues: int = 2, **options: Any) -> None:
@@ -95,12 +95,16 @@ def test_large_queues_are_cut_and_small_ones_share_a_partition(spark: SparkSessi
         ({"colums": "key"}, "option 'colums' is unknown"),
         ({"columns": "keys"}, "option 'columns': there is no column 'keys'"),
         ({"start": "yesterday"}, "option 'start' is earliest, latest, a time"),
-        ({"start": '{"7": 1}'}, "option 'start' names queue 7: there are queues 0 to 1"),
-        ({"start": '{"0": 1000}'}, "option 'start' names offset 1000 of queue 0, which ends at"),
+        ({"start": '{"7": 1}'}, "options 'start' and 'startingOffsets': there is no queue 7, there are queues 0 to 1"),
+        ({"start": '{"0": 1000}'}, "options 'start' and 'startingOffsets': queue 0 ends at offset"),
         ({"namespace": "other"}, "option 'namespace': no event was ever published to 'other'; there are: n"),
-        ({"provider": "other"}, "has no log: its provider is not there"),
+        ({"provider": "other"}, "has no log: there is no such provider"),
         ({"server": "127.0.0.1:1"}, "option 'data' or 'server': give one of them"),
         ({"decode": "json"}, "option 'payloadSchema' is missing"),
+        (
+            {"decode": "json", "payloadSchema": "a INT, b TEXT"},
+            "option 'payloadSchema': expected a type such as STRING, INT, DOUBLE or ARRAY<STRING>, found 'TEXT'",
+        ),
         (
             {"decode": "json", "payloadSchema": "a DATE"},
             "option 'payloadSchema': a has a type that JSON has no form of",
@@ -199,7 +203,7 @@ def test_protobuf_payloads_become_columns(spark: SparkSession, tmp_path: Path):
 
 
 def run_available(frame: DataFrame, folder: Path) -> list[int]:
-    """Write what is available to Parquet, and return how many rows each micro-batch had."""
+    """Write the available events to Parquet, and return the number of rows of each micro-batch."""
     query = (
         frame.writeStream.format("parquet")
         .option("path", str(folder / "out"))
@@ -241,15 +245,42 @@ def test_micro_batches_are_bounded_in_bytes(spark: SparkSession, tmp_path: Path)
     assert written(spark, tmp_path) == list(range(100))
 
 
-def test_progress_reports_the_latest_offsets(spark: SparkSession, tmp_path: Path):
+@pytest.mark.parametrize("trigger", [{"availableNow": True}, {"processingTime": "0 seconds"}])
+def test_progress_has_the_latest_offset_and_so_the_lag(spark: SparkSession, tmp_path: Path, trigger: dict[str, Any]):
     publish(tmp_path / "data", numbered(10, streams=1), queues=1)
-    query = stream(spark, tmp_path / "data").writeStream.format("noop").trigger(availableNow=True).start()
+    frame = stream(spark, tmp_path / "data", maxEventsPerTrigger="4")
+    query = frame.writeStream.format("noop").trigger(**trigger).start()
+    if "availableNow" not in trigger:
+        query.processAllAvailable()
+        query.stop()
     query.awaitTermination()
-    assert json.loads(query.recentProgress[0]["sources"][0]["endOffset"])["0"] == 10
+    read = [progress for progress in query.recentProgress if progress["numInputRows"]]
+    assert [json.loads(progress["sources"][0]["latestOffset"])["0"] for progress in read] == [10, 10, 10]
+    assert [lag(progress) for progress in read] == [6, 2, 0]
+
+
+def test_a_table_keeps_the_options_it_was_created_with(spark: SparkSession, tmp_path: Path):
+    data = tmp_path / "it's"
+    publish(data, numbered(20))
+    create = "CREATE TABLE {0} USING headrace OPTIONS (data '{1}', namespace 'n', columns 'key,payload'{2})"
+    escaped = str(data).replace("'", "\\'")
+    with pytest.raises(PySparkException) as caught:
+        spark.sql(create.format("refused", escaped, ", token 'hr_x'"))
+    told(caught, "option 'token': all users of the table could read it")
+    with pytest.raises(PySparkException) as caught:
+        spark.sql(create.format("refused", escaped, ", nothing 'x'"))
+    told(caught, "option 'nothing' is unknown")
+    spark.sql(create.format("kept", escaped, ""))
+    try:
+        assert spark.sql("SELECT count(*) AS n FROM kept").collect()[0].n == 20
+        assert spark.sql("SELECT count(*) AS n FROM kept WITH (key '1')").collect()[0].n == 4
+        assert run_available(spark.readStream.table("kept"), tmp_path) == [20]
+    finally:
+        spark.sql("DROP TABLE kept")
 
 
 def delete_below(data: Path, queue: int, offset: int) -> None:
-    """What retention does, at once."""
+    """Apply retention at once."""
 
     async def run() -> None:
         async with Provider.open(data, options={"retain_bytes": 1}) as provider:
@@ -299,4 +330,4 @@ def test_end_is_not_for_streaming(spark: SparkSession, tmp_path: Path):
     publish(tmp_path / "data", numbered(5))
     with pytest.raises(PySparkException) as caught:
         run_available(stream(spark, tmp_path / "data", end="earliest"), tmp_path)
-    told(caught, "option 'end' is for spark.read")
+    told(caught, "options 'end', 'endingOffsets' and 'endingTimestamp' are for spark.read")

@@ -10,8 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from headrace.silo import Provider
-from headrace.streams import StreamId
+from headrace import Provider, StreamId
 from tests.spark.standalone import Master, Worker, pack, submit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -64,7 +63,10 @@ def master(spark_environment: None, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def program(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Begins with the test's parameter. Copies what is published, in another namespace, and tells what it saw."""
+    """Return a Spark program that begins with the test's parameter.
+
+    It copies the published events into another namespace, and prints its observations.
+    """
 
     async def publish() -> None:
         async with Provider.open(tmp_path / "data", queues=2) as provider:
@@ -114,7 +116,7 @@ def test_executors_get_the_package_in_an_archive(master: str, program: Path, tmp
 
 
 def cluster_packages(folder: Path) -> Path:
-    """What the Python of a cluster has for Spark: pyarrow and numpy, and not headrace."""
+    """The packages that a cluster's Python has for Spark: pyarrow and numpy, and not headrace."""
     folder.mkdir()
     for module in (np, pa):
         package = Path(str(module.__file__)).parent

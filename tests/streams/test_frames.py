@@ -1,4 +1,4 @@
-"""Batches on the wire: what is put into a response comes out of it, and both agree with the protobuf library."""
+"""Batches on the wire: they are read from a response as they were written, and both agree with the protobuf library."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace import Event, EventBatch, InvalidArgument, SequenceToken, StreamId
 from headrace.proto.v1 import consumer_pb2, publisher_pb2
-from headrace.streams import Event, EventBatch, InvalidArgument, SequenceToken, StreamId
 from headrace.streams.frames import elements, frame, part, split
 
 STREAMS = st.builds(StreamId, st.text("abü/", min_size=0, max_size=200), st.text("k%0", max_size=140))

@@ -1,4 +1,4 @@
-"""Streams, queues and tokens: what they are called, and what is refused."""
+"""Streams, queues and tokens: accepted and refused names."""
 
 import copy
 import pickle
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from headrace.streams import InvalidArgument, QueueId, SequenceToken, StreamId
+from headrace import InvalidArgument, QueueId, SequenceToken, StreamId
 from headrace.streams.identity import MAX_NAME_BYTES, varint
 
 ANY_NAME = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)

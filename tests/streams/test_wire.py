@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.proto.v1 import subscriptions_pb2 as pb
-from headrace.streams import (
+from headrace import (
     DeadLetter,
     GapRecord,
     InvalidArgument,
@@ -19,6 +18,8 @@ from headrace.streams import (
     StreamId,
     SubscriptionDefinition,
 )
+from headrace.proto.v1 import subscriptions_pb2 as pb
+from headrace.streams.field_limits import MAX_ATTEMPTS, MAX_TIME_US, MIN_TIME_US
 from headrace.streams.subscriptions import StartKind
 from headrace.streams.wire import (
     dead_letter_message,
@@ -33,7 +34,7 @@ from headrace.streams.wire import (
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
 SECONDS = st.floats(0, 1e6)
-TIMES = st.integers(-(1 << 63), (1 << 63) - 1)
+TIMES = st.integers(MIN_TIME_US, MAX_TIME_US)
 STREAMS = st.builds(StreamId, TEXT, TEXT)
 TOKENS = st.builds(SequenceToken, st.integers(0, (1 << 63) - 1), st.integers(0, (1 << 32) - 1))
 STARTS = st.one_of(
@@ -43,7 +44,7 @@ STARTS = st.one_of(
 )
 RETRIES = st.builds(
     RetryPolicy,
-    max_attempts=st.integers(1, (1 << 32) - 1),
+    max_attempts=st.integers(1, MAX_ATTEMPTS),
     max_elapsed_s=SECONDS,
     initial_delay_s=SECONDS,
     max_delay_s=SECONDS,
@@ -130,13 +131,16 @@ def bad(**fields: object) -> pb.SubscriptionDefinition:
     ("message", "text"),
     [
         (bad(selector="shop"), "definition.selector: 'shop' selects no stream"),
-        (bad(selector="shop/" + "*" * 8192), "definition.selector has 8,197 characters, the limit is 8,192"),
+        (bad(selector="shop/" + "*" * 8192), "definition.selector: a selector has at most 8,192 characters, not 8,197"),
         (bad(name="../x"), "definition: '../x' is no subscription name"),
         (bad(mode=7), "definition.mode: 7 is none of the known values 0, 1, 2, 3"),
         (bad(on_failure=-1), "definition.on_failure: -1 is none"),
         (bad(slow_consumer=99), "definition.slow_consumer: 99 is none"),
-        (bad(retry=pb.RetryPolicy(max_attempts=0)), "definition.retry: retry.max_attempts is at least 1"),
-        (bad(retry=pb.RetryPolicy(max_delay_s=float("nan"))), "definition.retry: retry.max_delay_s is a finite"),
+        (bad(retry=pb.RetryPolicy(max_attempts=0)), "definition.retry: retry.max_attempts is a whole number from 1 to"),
+        (
+            bad(retry=pb.RetryPolicy(max_delay_s=float("nan"))),
+            "definition.retry: retry.max_delay_s is a number",
+        ),
         (bad(start=pb.Start(token="soon")), "definition.start.token: 'soon' is no token"),
         (bad(start=pb.Start(token="7")), "definition: subscription printer: a token is a position in one queue"),
         (bad(start=pb.Start(earliest=False)), "definition.start.earliest is true or left out"),

@@ -1,4 +1,4 @@
-"""The log adapter as its users see it: what is published is read, from wherever one starts."""
+"""The log adapter as its users see it: published batches are read, from any start."""
 
 import asyncio
 import time
@@ -6,15 +6,15 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from headrace import Closed, EventBatch, InvalidArgument, PayloadTooLarge, SequenceToken, StreamId
 from headrace.adapters import Bounds, QueueReceiver, Receipt, Received
 from headrace.adapters.log import MAX_BATCH_BYTES, LogAdapter
 from headrace.adapters.log import receiver as receiver_module
-from headrace.adapters.log.blocks import Want
+from headrace.adapters.log.blocks import ReadBudget
 from headrace.adapters.log.receiver import QueueReader
-from headrace.streams import Closed, EventBatch, InvalidArgument, PayloadTooLarge, SequenceToken, StreamId
 
 OpenLog = Callable[..., Awaitable[LogAdapter]]
-Read = Callable[[QueueReader, int, Want], Received]
+Read = Callable[[QueueReader, int, ReadBudget], Received]
 STREAM = StreamId("tests", "log")
 
 
@@ -138,13 +138,13 @@ async def test_a_large_block_is_read_in_a_thread_also_behind_small_ones(
 ):
     threaded: list[int] = []
 
-    def read(reader: QueueReader, position: int, want: Want, original: Read = QueueReader.read) -> Received:
+    def read(reader: QueueReader, position: int, want: ReadBudget, original: Read = QueueReader.read) -> Received:
         threaded.append(position)
         return original(reader, position, want)
 
     monkeypatch.setattr(QueueReader, "read", read)
     adapter = await open_log()
-    large = "x" * receiver_module.FRESH_BYTES  # and what a block says about it
+    large = "x" * receiver_module.FRESH_BYTES  # in a block, metadata comes on top
     await publish(adapter, small)
     await adapter.enqueue([(0, batch(large))])
     receiver = await adapter.open_receiver(0, 0)

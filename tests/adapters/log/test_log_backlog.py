@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from headrace import EventBatch, StreamId
 from headrace.adapters import Backlog
 from headrace.adapters.log import LogAdapter
 from headrace.adapters.log import backlog as backlog_module
-from headrace.streams import EventBatch, StreamId
 
 OpenLog = Callable[..., Awaitable[LogAdapter]]
 

@@ -4,13 +4,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.adapters.log.blocks import Block, BlockEncoder, DamagedBlockError, StreamTable, Want, read_header, split
-from headrace.streams import Event, EventBatch, StreamId
+from headrace import Event, EventBatch, StreamId
+from headrace.adapters.log.blocks import (
+    Block,
+    BlockEncoder,
+    BlockPlace,
+    DamagedBlockError,
+    ReadBudget,
+    StreamTable,
+    check_block,
+    passed_record,
+    read_header,
+    split,
+)
 
-EVERYTHING = Want(1 << 30, 1 << 30)
+EVERYTHING = ReadBudget(1 << 30, 1 << 30)
+PLACE = BlockPlace(3, 7)
 GOLDEN = (
-    "48524231"  # magic
-    "cf741dfa"  # checksum
+    "48524232"  # magic
+    "98e903f9"  # checksum, of the place too
     "15cd5b0700000000"  # time
     "02000000"  # batches
     "03000000"  # events
@@ -32,8 +44,8 @@ def batch(key: str, *payloads: bytes) -> EventBatch:
     return EventBatch.of(StreamId("tests", key), payloads, now_us=1)
 
 
-def encode(*batches: EventBatch, time_us: int = 0) -> bytes:
-    with BlockEncoder().encode(batches, time_us) as record:
+def encode(*batches: EventBatch, time_us: int = 0, place: BlockPlace = PLACE) -> bytes:
+    with BlockEncoder().encode(place, batches, time_us) as record:
         return bytes(record)
 
 
@@ -42,7 +54,7 @@ def test_format_is_as_documented():
     second = EventBatch.of(StreamId("a", "d"), [b""], now_us=2)
     record = encode(first, second, time_us=123456789)
     assert record.hex() == GOLDEN
-    assert Block(bytes.fromhex(GOLDEN)).batches(7, 0, EVERYTHING, StreamTable()) == [
+    assert Block(bytes.fromhex(GOLDEN), PLACE).batches(0, EVERYTHING, StreamTable()) == [
         EventBatch(first.stream, first.encoded, 2, 7),
         EventBatch(second.stream, second.encoded, 1, 8),
     ]
@@ -55,7 +67,8 @@ payloads = st.lists(st.binary(max_size=50), min_size=1, max_size=5)
 @given(st.lists(st.tuples(names, names, payloads), min_size=1, max_size=20), st.integers(0, 1 << 40))
 def test_batches_come_back_as_they_were(streams: list[tuple[str, str, list[bytes]]], first: int):
     batches = [EventBatch.of(StreamId(space, key), events) for space, key, events in streams]
-    found = Block(encode(*batches)).batches(first, 0, EVERYTHING, StreamTable(limit=2))
+    place = BlockPlace(0, first)
+    found = Block(encode(*batches, place=place), place).batches(0, EVERYTHING, StreamTable(limit=2))
     assert [(b.stream, b.encoded, b.count) for b in found] == [(b.stream, b.encoded, b.count) for b in batches]
     assert [b.offset for b in found] == list(range(first, first + len(batches)))
 
@@ -71,13 +84,13 @@ def test_reading_stops_after_the_batch_that_reaches_a_limit(
         expected.append(one)
         if sum(b.count for b in expected) >= max_events or sum(b.nbytes for b in expected) >= max_bytes:
             break
-    found = Block(encode(*batches)).batches(0, start, Want(max_events, max_bytes), StreamTable())
+    found = Block(encode(*batches), PLACE).batches(start, ReadBudget(max_events, max_bytes), StreamTable())
     assert [b.encoded for b in found] == [b.encoded for b in expected]
 
 
 def test_large_batches_come_back_too():
     batches = [batch("s", b"x" * 100_000), batch("t", b"y" * 200_000)]
-    found = Block(encode(*batches)).batches(0, 1, EVERYTHING, StreamTable())
+    found = Block(encode(*batches), PLACE).batches(1, EVERYTHING, StreamTable())
     assert [b.encoded for b in found] == [batches[1].encoded]
     assert found[0].stream == StreamId("tests", "t")
 
@@ -86,7 +99,7 @@ def test_a_batch_whose_fields_are_in_another_order_keeps_its_stream():
     plain = EventBatch.of(StreamId("a", "b"), [b"x"])
     size = len(plain.stream.prefix)
     foreign = EventBatch.decode(plain.encoded[size:] + plain.encoded[:size])
-    [found] = Block(encode(foreign)).batches(0, 0, EVERYTHING, StreamTable())
+    [found] = Block(encode(foreign), PLACE).batches(0, EVERYTHING, StreamTable())
     assert (found.stream, found.encoded) == (StreamId("a", "b"), foreign.encoded)
 
 
@@ -100,7 +113,7 @@ def test_the_table_of_streams_is_bounded():
 
 def test_headers_and_ids_are_kept():
     event = Event(b"x", headers={"a": "b"}, id="7")
-    [found] = Block(encode(EventBatch.of(StreamId("a", "b"), [event]))).batches(0, 0, EVERYTHING, StreamTable())
+    [found] = Block(encode(EventBatch.of(StreamId("a", "b"), [event])), PLACE).batches(0, EVERYTHING, StreamTable())
     assert found.events()[0].headers == {"a": "b"}
 
 
@@ -109,20 +122,38 @@ def test_no_changed_byte_goes_unnoticed(position: int, change: int):
     record = bytearray(encode(batch("s", b"payload", b""), batch("t", b"x")))
     record[position % len(record)] ^= change
     with pytest.raises(DamagedBlockError):
-        Block(bytes(record))
+        Block(bytes(record), PLACE)
+
+
+@pytest.mark.parametrize("place", [BlockPlace(2, 7), BlockPlace(3, 8)])
+def test_a_block_at_a_wrong_place_is_damaged(place: BlockPlace):
+    record = encode(batch("s", b"payload"))
+    assert check_block(record, PLACE).batches == 1
+    with pytest.raises(DamagedBlockError, match="checksum"):
+        check_block(record, place)
+    passed = passed_record(PLACE, 1, 0, "reason")
+    assert check_block(passed, PLACE).passed
+    with pytest.raises(DamagedBlockError, match="checksum"):
+        check_block(passed, place)
+
+
+def test_a_block_of_the_first_format_is_read():
+    record = bytearray(bytes.fromhex(GOLDEN))
+    record[:8] = bytes.fromhex("48524231cf741dfa")
+    assert len(Block(bytes(record), PLACE).batches(0, EVERYTHING, StreamTable())) == 2
 
 
 @pytest.mark.parametrize("size", [0, 3, 23, 24, 40, -1])
 def test_a_block_cut_short_is_refused(size: int):
     record = encode(batch("s", b"payload"), batch("t", b"x"))
     with pytest.raises(DamagedBlockError):
-        Block(record[:size])
+        Block(record[:size], PLACE)
 
 
 def test_sizes_are_checked_even_where_the_checksum_is_not():
     record = encode(batch("s", b"payload"))
     with pytest.raises(DamagedBlockError, match="sizes"):
-        Block(record + b"more", check=False)
+        Block(record + b"more", PLACE, check=False)
 
 
 def test_the_header_tells_time_and_counts():
@@ -145,6 +176,6 @@ def test_one_buffer_serves_block_after_block():
     encoder = BlockEncoder()
     for payload in ([b"long"] * 1000, [b"short"], [b"x" * 1_000_000] * 3, [b"again"]):
         expected = batch("s", *payload)
-        with encoder.encode([expected], 0) as record:
-            [found] = Block(bytes(record)).batches(0, 0, EVERYTHING, StreamTable())
+        with encoder.encode(PLACE, [expected], 0) as record:
+            [found] = Block(bytes(record), PLACE).batches(0, EVERYTHING, StreamTable())
         assert found.encoded == expected.encoded

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace import EventBatch, SequenceConflict, StorageError, StorageFull, StreamId
 from headrace.adapters import Bounds, ProducerSequence
 from headrace.adapters.log import LogAdapter, LogOptions, committer
 from headrace.adapters.log.acknowledgements import Acknowledgements
 from headrace.adapters.log.blocks import BlockEncoder
 from headrace.adapters.log.committer import groups
 from headrace.adapters.log.environment import LogEnvironment, acquire, release
-from headrace.adapters.log.group import Call, Group
+from headrace.adapters.log.group import CommitGroup, CommitRequest
 from headrace.adapters.log.timesearch import offset_at
-from headrace.streams import EventBatch, SequenceConflict, StorageError, StorageFull, StreamId
 
 OpenLog = Callable[..., Awaitable[LogAdapter]]
 STREAM = StreamId("tests", "commit")
@@ -69,7 +69,7 @@ async def test_a_call_is_one_commit_however_many_bytes(open_log: OpenLog):
 @given(st.lists(st.integers(0, 20), max_size=30), st.integers(1, 50))
 def test_groups_end_with_the_call_that_reaches_the_limit(sizes: list[int], limit: int):
     loop = asyncio.new_event_loop()
-    calls = [Call((), size, loop.create_future()) for size in sizes]
+    calls = [CommitRequest((), size, loop.create_future()) for size in sizes]
     loop.close()
     found = list(groups(calls, limit))
     assert [call for group in found for call in group] == calls
@@ -85,8 +85,8 @@ def test_commit_times_never_go_back(tmp_path: Path):
         answer = runner.get_loop().create_future()
         for now_us in (100, 50, 200):
             with environment.writing() as changes:
-                group = Group(changes, BlockEncoder(), now_us)
-                group.add(Call([(0, batch(b"x"))], 1, answer))
+                group = CommitGroup(changes, BlockEncoder(), now_us)
+                group.add(CommitRequest([(0, batch(b"x"))], 1, answer))
                 assert group.write() == {0}
     with environment.reading() as snapshot:
         assert [snapshot.header(0, offset).time_us for offset in range(3)] == [100, 100, 200]
@@ -225,7 +225,7 @@ LIMITED = """
 import asyncio, resource, sys
 from pathlib import Path
 from headrace.adapters import AdapterContext, open_adapter
-from headrace.streams import EventBatch, StorageFull, StreamId
+from headrace import EventBatch, StorageFull, StreamId
 
 async def main():
     adapter = await open_adapter("log", AdapterContext(provider="tests", queues=2, directory=Path(sys.argv[1])), {})

@@ -7,9 +7,10 @@ from pathlib import Path
 import lmdb
 import pytest
 
+from headrace import CorruptRecord, DataDirectoryError, EventBatch, StreamId
 from headrace.adapters import Bounds
 from headrace.adapters.log import LogAdapter
-from headrace.streams import CorruptRecord, EventBatch, StreamId
+from headrace.adapters.log.rows import Tail
 
 OpenLog = Callable[..., Awaitable[LogAdapter]]
 STREAM = StreamId("tests", "corruption")
@@ -44,11 +45,84 @@ async def test_a_damaged_block_is_named_after_what_is_before_it_was_read(
     assert [batch.offset for batch in (await receiver.receive(100, 100_000)).batches] == [0, 1, 2]
     with pytest.raises(CorruptRecord):
         await receiver.receive(100, 100_000)
-    with pytest.raises(CorruptRecord, match="queue 0, offset 3: the stored record is damaged") as caught:
+    with pytest.raises(CorruptRecord, match="queue 0, offsets 3 to 5: the stored record is damaged") as caught:
         await receiver.receive(100, 100_000)
     assert (caught.value.queue, caught.value.offset, caught.value.next_offset) == (0, 3, 6)
     resumed = await adapter.open_receiver(0, caught.value.next_offset)
     assert [batch.offset for batch in (await resumed.receive(100, 100_000)).batches] == [6, 7, 8]
+
+
+async def test_a_missing_block_is_named_like_a_damaged_one(open_log: OpenLog, tmp_path: Path) -> None:
+    await make(open_log)
+    with lmdb.open(str(tmp_path / "log"), max_dbs=10, map_size=1 << 30) as environment:
+        blocks = environment.open_db(b"queue-00000")
+        with environment.begin(write=True, db=blocks) as txn:
+            txn.delete((3).to_bytes(8, "big"))
+            txn.put((1 << 60).to_bytes(8, "big"), b"behind the end of the queue")
+    adapter = await open_log()
+    receiver = await adapter.open_receiver(0, 0)
+    assert [batch.offset for batch in (await receiver.receive(100, 100_000)).batches] == [0, 1, 2]
+    with pytest.raises(CorruptRecord, match="it is missing") as caught:
+        await receiver.receive(100, 100_000)
+    assert (caught.value.offset, caught.value.next_offset) == (3, 6)
+    resumed = await adapter.open_receiver(0, 6)
+    assert [batch.offset for batch in (await resumed.receive(100, 100_000)).batches] == [6, 7, 8]
+
+
+async def test_a_block_behind_the_end_is_no_end_of_what_is_damaged(open_log: OpenLog, tmp_path: Path) -> None:
+    await make(open_log)
+    damage(tmp_path / "log", 6, 30)
+    with lmdb.open(str(tmp_path / "log"), max_dbs=10, map_size=1 << 30) as environment:
+        blocks = environment.open_db(b"queue-00000")
+        with environment.begin(write=True, db=blocks) as txn:
+            txn.put((1 << 60).to_bytes(8, "big"), b"behind the end of the queue")
+    adapter = await open_log()
+    receiver = await adapter.open_receiver(0, 6)
+    with pytest.raises(CorruptRecord) as caught:
+        await receiver.receive(1, 1)
+    assert (caught.value.offset, caught.value.next_offset) == (6, 9)
+
+
+async def test_blocks_that_are_all_behind_the_end_are_named_and_other_queues_are_read(
+    open_log: OpenLog, tmp_path: Path
+):
+    """With durability `relaxed` a power failure may leave the blocks on the disk, and an older end of the queue."""
+    adapter = await open_log(durability="relaxed")
+    for number in range(3):
+        await adapter.enqueue([(queue, EventBatch.of(STREAM, [b"%d" % number])) for queue in (0, 0, 1)])
+    await adapter.aclose()
+    with lmdb.open(str(tmp_path / "log"), max_dbs=10, map_size=1 << 30) as environment:
+        state, blocks = environment.open_db(b"state"), environment.open_db(b"queue-00000")
+        with environment.begin(write=True) as txn:
+            txn.put(bytes(4), Tail(next=1).pack(), db=state)
+            txn.delete(bytes(8), db=blocks)
+    adapter = await open_log(durability="relaxed")
+    with pytest.raises(CorruptRecord, match="its oldest block is behind the queue's end") as caught:
+        await adapter.bounds(0)
+    assert (caught.value.offset, caught.value.next_offset) == (1, 2)
+    assert await adapter.bounds(1) == Bounds(0, 3)
+
+
+@pytest.mark.parametrize(
+    ("database", "key", "value", "message"),
+    [
+        (b"queue-00000", bytes(9), b"block", "a key or a row has 9 bytes, not 8"),
+        (b"state", bytes(4), b"end", "a key or a row has 3 bytes, not 40"),
+    ],
+)
+async def test_a_key_or_row_of_another_size_is_damage(
+    open_log: OpenLog, tmp_path: Path, database: bytes, key: bytes, value: bytes, message: str
+):
+    """A page in the place of another one, as a power failure may leave it with durability `relaxed`."""
+    await make(open_log)
+    with lmdb.open(str(tmp_path / "log"), max_dbs=10, map_size=1 << 30) as environment:
+        opened = environment.open_db(database)
+        with environment.begin(write=True, db=opened) as txn:
+            txn.delete(bytes(8))
+            txn.put(key, value)
+    adapter = await open_log()
+    with pytest.raises(DataDirectoryError, match=rf"log: the log is damaged: {message}"):
+        await adapter.bounds(0)
 
 
 async def test_a_damaged_last_block_ends_at_the_next_offset(open_log: OpenLog, tmp_path: Path):

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import struct
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from subprocess import Popen
@@ -10,9 +11,10 @@ from typing import Any
 import lmdb
 import pytest
 
+from headrace import DataDirectoryError, EventBatch, InvalidArgument, NotSupported, StorageError, StreamId
 from headrace.adapters import AdapterContext, open_adapter
 from headrace.adapters.log import LogAdapter
-from headrace.streams import DataDirectoryError, EventBatch, InvalidArgument, NotSupported, StorageError, StreamId
+from headrace.adapters.log.inspection import LogInspection
 
 OpenLog = Callable[..., Awaitable[LogAdapter]]
 
@@ -76,6 +78,66 @@ async def test_a_log_cut_short_is_refused_and_does_not_kill_the_process(open_log
     os.truncate(tmp_path / "log" / "data.mdb", 20_000)
     with pytest.raises(DataDirectoryError, match=r"cut short: 20,000 bytes of \d+"):
         await open_log()
+
+
+TRANSACTION, LAST_PAGE, NAMES_ROOT = 16 + 128, 16 + 120, 16 + 112
+"""Offsets of these numbers in a meta page of LMDB."""
+
+
+def meta_number(log: Path, field: int, page: int) -> int:
+    return struct.unpack_from("<Q", (log / "data.mdb").read_bytes(), page * 4096 + field)[0]
+
+
+def newer_page(log: Path) -> int:
+    return max((0, 1), key=lambda page: meta_number(log, TRANSACTION, page))
+
+
+def flip(log: Path, field: int, bit: int, *, newer: bool) -> None:
+    page = newer_page(log) if newer else 1 - newer_page(log)
+    number = meta_number(log, field, page) ^ (1 << bit)
+    with (log / "data.mdb").open("r+b") as file:
+        file.seek(page * 4096 + field)
+        file.write(number.to_bytes(8, "little"))
+
+
+@pytest.mark.parametrize("newer", [True, False])
+@pytest.mark.parametrize("bit", [0, 2, 3, 17, 63])
+async def test_meta_pages_that_do_not_follow_each_other_are_refused(
+    open_log: OpenLog, tmp_path: Path, bit: int, newer: bool
+):
+    await make(open_log)
+    flip(tmp_path / "log", TRANSACTION, bit, newer=newer)
+    message = r"data\.mdb is damaged: its meta pages are of transactions \d+ and \d+,"
+    with pytest.raises(DataDirectoryError, match=message):
+        await open_log()
+    with pytest.raises(DataDirectoryError, match=message):
+        await asyncio.to_thread(LogInspection, tmp_path / "log")
+
+
+@pytest.mark.parametrize(
+    ("field", "bit", "message"),
+    [(NAMES_ROOT, 40, "points to page"), (LAST_PAGE, 4, "cut short|last page")],
+)
+async def test_a_meta_page_with_a_wrong_page_number_is_refused(
+    open_log: OpenLog, tmp_path: Path, field: int, bit: int, message: str
+):
+    await make(open_log)
+    flip(tmp_path / "log", field, bit, newer=True)
+    with pytest.raises(DataDirectoryError, match=message):
+        await open_log()
+
+
+async def test_a_log_that_was_relaxed_once_may_have_meta_pages_of_any_transactions(open_log: OpenLog, tmp_path: Path):
+    """A power failure may have left the older page as it was long ago, also if durability is `commit` by now."""
+    adapter = await open_log(durability="relaxed")
+    for number in range(5):
+        await adapter.enqueue([(0, EventBatch.of(StreamId("tests", "a"), [b"%d" % number]))])
+    await adapter.aclose()
+    old = meta_number(tmp_path / "log", TRANSACTION, 1 - newer_page(tmp_path / "log"))
+    flip(tmp_path / "log", TRANSACTION, old.bit_length() - 1, newer=False)
+    again = await open_log()
+    assert (await again.bounds(0)).next == 5
+    await again.aclose()
 
 
 async def test_a_log_of_a_later_format(open_log: OpenLog, tmp_path: Path):
@@ -152,7 +214,7 @@ FORKING = """
 import asyncio, os, sys
 from pathlib import Path
 from headrace.adapters import AdapterContext, open_adapter
-from headrace.streams import EventBatch, NotSupported, StreamId
+from headrace import EventBatch, NotSupported, StreamId
 
 context = AdapterContext(provider="tests", queues=2, directory=Path(sys.argv[1]))
 batch = EventBatch.of(StreamId("tests", "fork"), [b"x"])

@@ -10,13 +10,13 @@ from subprocess import Popen
 
 import pytest
 
+from headrace import EventBatch, StreamId
 from headrace.adapters import Received
 from headrace.adapters.log import LogAdapter, LogOptions, doorbell
-from headrace.adapters.log.blocks import StreamTable, Want
+from headrace.adapters.log.blocks import ReadBudget, StreamTable
 from headrace.adapters.log.doorbell import Doorbell, Ringer
 from headrace.adapters.log.environment import acquire, release
 from headrace.adapters.log.receiver import LogReceiver, QueueReader
-from headrace.streams import EventBatch, StreamId
 
 OpenLog = Callable[..., Awaitable[LogAdapter]]
 BATCH = EventBatch.of(StreamId("tests", "doorbell"), [b"x"])
@@ -64,25 +64,25 @@ async def test_a_handle_wakes_its_own_receivers(open_log: OpenLog):
 async def test_a_waiting_receiver_looks_again_only_when_it_is_rung(tmp_path: Path):
     environment = await asyncio.to_thread(acquire, tmp_path / "log", LogOptions(), "tests", 1)
     looks: asyncio.Queue[int] = asyncio.Queue()
-    rung = asyncio.Event()
+    grown = asyncio.Event()
 
     class Reader(QueueReader):
-        def look(self, position: int, want: Want) -> Received | None:
+        def read_fresh(self, position: int, budget: ReadBudget) -> Received | None:
             looks.put_nowait(position)
-            return super().look(position, want)
+            return super().read_fresh(position, budget)
 
     async def read(_: Callable[[], Received]) -> Received:
         raise AssertionError
 
     reader = Reader(environment, 0, StreamTable())
-    receiver = LogReceiver(reader, 0, rung=rung, run=read, acknowledge=print, closed=print)
+    receiver = LogReceiver(reader, 0, grown=grown, run=read, acknowledge=print, on_close=print)
     waiting = asyncio.create_task(receiver.receive(1, 1))
     for _ in range(3):
         await looks.get()
         for _ in range(20):
             await asyncio.sleep(0)
         assert looks.empty()
-        rung.set()
+        grown.set()
     waiting.cancel()
     await asyncio.wait([waiting])
     await asyncio.to_thread(release, environment)
@@ -92,10 +92,10 @@ async def test_a_handle_that_comes_later_is_rung_too(bell: Doorbell, tmp_path: P
     ringer = Ringer(tmp_path, "somebody else")
     await asyncio.to_thread(os.utime, tmp_path, (0, 0))
     await asyncio.to_thread(ringer.ring, {0})
-    rung = await bell.listen(0)
-    rung.clear()
+    grown = await bell.listen(0)
+    grown.clear()
     await asyncio.to_thread(ringer.ring, {0})
-    await rung.wait()
+    await grown.wait()
     ringer.close()
 
 
@@ -122,17 +122,17 @@ async def test_a_handle_does_not_ring_its_own_fifo(bell: Doorbell, tmp_path: Pat
 
 
 async def test_very_many_queues_are_rung_all_together(bell: Doorbell, tmp_path: Path):
-    rung = await bell.listen(7)
-    rung.clear()
+    grown = await bell.listen(7)
+    grown.clear()
     ringer = Ringer(tmp_path, "somebody else")
     await asyncio.to_thread(ringer.ring, range(1000, 4000))
-    await rung.wait()
+    await grown.wait()
     ringer.close()
 
 
 async def test_a_full_fifo_wakes_everybody(bell: Doorbell, tmp_path: Path):
-    rung = await bell.listen(7)
-    rung.clear()
+    grown = await bell.listen(7)
+    grown.clear()
     fifo = os.open(tmp_path / bell.name, os.O_WRONLY | os.O_NONBLOCK)
     with suppress(BlockingIOError):
         while True:
@@ -140,7 +140,7 @@ async def test_a_full_fifo_wakes_everybody(bell: Doorbell, tmp_path: Path):
     os.close(fifo)
     ringer = Ringer(tmp_path, "somebody else")
     in_thread(ringer.ring, {7})
-    await rung.wait()
+    await grown.wait()
     ringer.close()
 
 
@@ -178,10 +178,10 @@ async def test_a_lost_ring_is_made_good_by_the_safety_poll(
     bell: Doorbell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(doorbell, "SAFETY_POLL_S", 0.001)
-    rung = await bell.listen(0)
+    grown = await bell.listen(0)
     for _ in range(3):
-        rung.clear()
-        await rung.wait()
+        grown.clear()
+        await grown.wait()
 
 
 WAITING = """

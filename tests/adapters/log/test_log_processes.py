@@ -10,8 +10,8 @@ from subprocess import Popen
 import pytest
 from lmdb.verify import verify  # pyright: ignore[reportUnknownVariableType]
 
+from headrace import EventBatch, StreamId
 from headrace.adapters.log import LogAdapter
-from headrace.streams import EventBatch, StreamId
 
 OpenLog = Callable[..., Awaitable[LogAdapter]]
 RunScript = Callable[..., Popen[str]]
@@ -20,7 +20,7 @@ PUBLISHER = """
 import asyncio, sys
 from pathlib import Path
 from headrace.adapters import AdapterContext, ProducerSequence, open_adapter
-from headrace.streams import EventBatch, StreamId
+from headrace import EventBatch, StreamId
 
 directory, name, durability, limit = sys.argv[1:]
 context = AdapterContext(provider="tests", queues=2, directory=Path(directory))

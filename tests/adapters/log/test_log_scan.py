@@ -1,4 +1,4 @@
-"""Reading a log's blocks by ranges, beside whoever publishes and deletes."""
+"""Reading a log's blocks by ranges, while others publish and delete."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from headrace import EventBatch, StreamId
 from headrace.adapters.log import LogAdapter, LogScan
-from headrace.adapters.log.blocks import Block, StreamTable, Want
-from headrace.streams import EventBatch, StreamId
+from headrace.adapters.log.blocks import Block, BlockPlace, ReadBudget, StreamTable
 from headrace.streams.errors import InvalidArgument, NotFound, OffsetsGone
 
 OpenLog = Callable[..., Awaitable[LogAdapter]]
@@ -35,7 +35,7 @@ def scanned(scan: LogScan, start: int, end: int) -> list[tuple[int, bytes]]:
     for read in scan.blocks(0, start, end):
         for at, following in zip(read.blocks, [*read.blocks[1:], None], strict=True):
             record = read.records[at.at : following.at if following else None]
-            batches = Block(record).batches(at.first, 0, Want(1 << 20, 1 << 30), StreamTable())
+            batches = Block(record, BlockPlace(0, at.first)).batches(0, ReadBudget(1 << 20, 1 << 30), StreamTable())
             found += [(batch.offset, batch.payloads()[0]) for batch in batches]
     return found
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from headrace import EventBatch, InvalidArgument, SequenceConflict, SequenceToken, StreamId
 from headrace.adapters import Bounds, ProducerSequence, Receipt
 from headrace.adapters.log import LogAdapter, LogOptions
 from headrace.adapters.log.environment import acquire, release
 from headrace.adapters.log.retention import PRODUCER_AGE_S, expire_producers
 from headrace.adapters.log.rows import ProducerRow
-from headrace.streams import EventBatch, InvalidArgument, SequenceConflict, SequenceToken, StreamId
 
 OpenLog = Callable[..., Awaitable[LogAdapter]]
 

@@ -1,4 +1,4 @@
-"""The log adapter against a model: per queue, a list of what was published."""
+"""The log adapter against a model: per queue, a list of the published batches."""
 
 import asyncio
 import shutil
@@ -11,10 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from headrace import EventBatch, SequenceConflict, SequenceToken, StreamId
 from headrace.adapters import AdapterContext, Bounds, ProducerSequence, Receipt, open_adapter
 from headrace.adapters.log import LogAdapter
 from headrace.adapters.log.receiver import LogReceiver
-from headrace.streams import EventBatch, SequenceConflict, SequenceToken, StreamId
 
 QUEUES = 2
 OPTIONS = {"retain_bytes": 3000, "group_bytes": 2000, "map_bytes": 64 << 20}

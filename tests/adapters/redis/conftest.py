@@ -10,8 +10,8 @@ import pytest
 import pytest_asyncio
 from redis import Redis
 
+from benchmarks.servers import RedisServer
 from headrace.adapters.redis import RedisOptions, RedisQueue
-from headrace.benchmarks.servers import RedisServer
 from tests.adapters.redis.looking import Clock, scripts_of_tests
 from tests.servers import redis_server
 
@@ -22,7 +22,7 @@ _numbers = itertools.count()
 
 @pytest.fixture
 def options(redis_server: RedisServer) -> RedisOptions:
-    """The session's server, under a prefix that nobody else has."""
+    """The session's server, under a prefix of the test's own."""
     return RedisOptions(url=f"redis://{redis_server.address}", prefix=f"test{next(_numbers)}")
 
 
@@ -36,7 +36,7 @@ def url(redis_server: RedisServer) -> str:
 
 @pytest.fixture
 def direct(redis_server: RedisServer) -> Iterator[Redis]:
-    """The server as anybody sees it."""
+    """The server as any client sees it."""
     with Redis(port=redis_server.port) as client:
         yield client
 

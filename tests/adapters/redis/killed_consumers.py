@@ -2,8 +2,8 @@
 
     python -m tests.adapters.redis.killed_consumers URL PREFIX FOLDER TIMEOUT_S SEED
 
-Each consumer notes in a file of its own in FOLDER what it got (`got ID BEFORE AFTER ATTEMPTS`: the call was made and
-answered at these times) and what it has acknowledged (`done ID`). Prints how many were killed.
+Each consumer notes two things in a file of its own in FOLDER: the events it got (`got ID BEFORE AFTER ATTEMPTS`: the
+call was made and answered at these times) and those it has acknowledged (`done ID`). Prints how many were killed.
 """
 
 from __future__ import annotations

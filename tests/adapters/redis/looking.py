@@ -14,7 +14,7 @@ from headrace.adapters.redis.scripts import TESTS_CLOCK, Scripts
 
 @cache
 def scripts_of_tests() -> Scripts:
-    """The scripts as they are, but for where they have the time from."""
+    """The scripts as they are, except that they read the time from a key of the shard."""
     return Scripts.with_clock(TESTS_CLOCK)
 
 

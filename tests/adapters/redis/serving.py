@@ -11,8 +11,7 @@ import asyncio
 import os
 import sys
 
-from headrace.silo import Provider
-from headrace.streams import Event
+from headrace import Event, Provider
 
 
 async def main(data: str, url: str, file: str) -> None:

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 import pytest
 from redis import Redis
 
+from headrace import EventBatch, StorageError, StreamId
 from headrace.adapters import AdapterContext
 from headrace.adapters.redis import RedisAdapter, RedisOptions, RedisQueue, open_adapter
 from headrace.adapters.redis.keys import ShardKeys
-from headrace.streams import EventBatch, StorageError, StreamId
 from tests.adapters.redis.looking import check_agreement
 
 ANY = 1 << 30

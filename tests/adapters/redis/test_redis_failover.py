@@ -9,10 +9,10 @@ from typing import Any, cast
 
 from redis import Redis
 
+from benchmarks.servers import LOOPBACK, RedisServer
+from headrace import EventBatch, StreamId
 from headrace.adapters import AdapterContext
 from headrace.adapters.redis import RedisAdapter, open_adapter
-from headrace.benchmarks.servers import LOOPBACK, RedisServer
-from headrace.streams import EventBatch, StreamId
 
 ANY = 1 << 30
 

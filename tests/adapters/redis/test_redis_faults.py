@@ -17,6 +17,8 @@ import pytest
 from redis import Redis
 from redis.exceptions import ResponseError
 
+from benchmarks.servers import RedisServer
+from headrace import Closed, Event, EventBatch, StorageError, StreamId
 from headrace.adapters import AdapterContext
 from headrace.adapters.redis import (
     Pushed,
@@ -31,8 +33,6 @@ from headrace.adapters.redis import (
 from headrace.adapters.redis.keys import ShardKeys, due_of, priority_of, score_of
 from headrace.adapters.redis.scripts import RETURNS_PER_STEP
 from headrace.adapters.redis.shard import RedisShard
-from headrace.benchmarks.servers import RedisServer
-from headrace.streams import Closed, Event, EventBatch, StorageError, StreamId
 from headrace.streams.errors import InvalidArgument, QueueFull, StorageFull
 from tests.adapters.redis.looking import Clock, check_agreement, scripts_of_tests
 
@@ -156,9 +156,9 @@ async def test_what_a_lost_answer_had_comes_with_the_next_one(redis_server: Redi
         await opened.enqueue([(0, batch("a"))])
         (first,) = await take(reader, 1)
         await opened.enqueue([(0, batch("b")), (0, batch("c"))])
-        seat = reader.seats[0]
-        assert seat.reader is not None
-        lost = await seat.shard.hold(seat.reader, seat.next, 0, 10, ANY)
+        shard_reader = reader.readers[0]
+        assert shard_reader.reader is not None
+        lost = await shard_reader.shard.hold(shard_reader.reader, shard_reader.next, 0, 10, ANY)
         assert lost is not None
         assert len(lost.events) == 2
         second = await take(reader, 2)
@@ -173,14 +173,14 @@ async def test_more_than_one_step_of_lost_answers_comes_back(redis_server: Redis
         events = 2 * RETURNS_PER_STEP + 5
         reader = cast("receiver.RedisReceiver", await opened.open_receiver(0))
         await opened.enqueue([(0, batch(str(number))) for number in range(events)])
-        seat = reader.seats[0]
-        assert seat.reader is not None
-        await seat.shard.hold(seat.reader, 0, 0, events, ANY)
+        shard_reader = reader.readers[0]
+        assert shard_reader.reader is not None
+        await shard_reader.shard.hold(shard_reader.reader, 0, 0, events, ANY)
         assert sorted(texts(await take(reader, events))) == sorted(str(number) for number in range(events))
 
 
 async def test_a_server_that_was_frozen_stores_a_publish_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It carries out later what nobody waits for any more, and what was sent again, in any order."""
+    """It later carries out calls that no client waits for any more, and calls that were sent again, in any order."""
     monkeypatch.setattr(server, "COMMAND_S", 0.2)
     monkeypatch.setattr(server, "BLOCK_S", 0.5)
     with RedisServer() as redis:
@@ -299,7 +299,7 @@ STEPS: dict[str, Callable[[RedisQueue], Awaitable[object]]] = {
 
 @pytest.mark.parametrize("step", STEPS)
 async def test_a_step_that_a_crash_cuts_off_is_done_whole_or_not_at_all(step: str, tmp_path: Path) -> None:
-    """Whatever part of it is in the server's file: who starts with that has what was there before it, or after."""
+    """Whatever part of it is in the server's file: a server that starts with it has the state before it, or after."""
 
     def state(redis: RedisServer) -> tuple[dict[str, set[str]], object]:
         with Redis(port=redis.port) as direct:
@@ -381,7 +381,7 @@ async def test_a_reader_from_before_a_loss_is_superseded_too(redis_server: Redis
 
 
 async def test_a_reader_that_waits_is_closed_at_any_moment(redis_server: RedisServer) -> None:
-    """The client of Redis may miss a cancellation; nobody waits for the end of what it does then."""
+    """The client of Redis may miss a cancellation; nothing waits for the end of its call then."""
     async with adapter(f"redis://{redis_server.address}", "closing") as opened:
         for turns in range(60):
             reader = await opened.open_receiver(0)

@@ -1,4 +1,4 @@
-"""The programs in docs/redis.md, run as they stand but for the addresses."""
+"""The programs in docs/redis.md, run as they stand, except for the addresses."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, cast
 import pytest
 from redis import Redis
 
+from benchmarks.servers import RedisServer, free_port
 from headrace.adapters.redis import RedisOptions
 from headrace.adapters.registry import read_options
-from headrace.benchmarks.servers import RedisServer, free_port
-from tests.silo.commandline import ENVIRONMENT, SCRIPT
+from tests.cli.commandline import ENVIRONMENT, SCRIPT
 
 GUIDE = Path(__file__).parents[3] / "docs" / "redis.md"
 
@@ -50,7 +50,7 @@ def test_the_program_with_a_queue_empties_it(guide: str, tmp_path: Path) -> None
     lines = run([sys.executable, "-c", block(guide, "python", 2)], tmp_path).splitlines()
     assert lines[0] == "bill-7 b'bill' 9 1"
     assert [line.split()[1] for line in (lines[1], lines[3])] == ["b'news'", "b'welcome'"]
-    assert lines[-1] == "1 done; Size(ready=0, delayed=0, claimed=0, held=0)"
+    assert lines[-1] == "1 done; ShardSize(ready=0, delayed=0, claimed=0, held=0)"
 
 
 def test_others_publish_by_way_of_the_silo(guide: str, tmp_path: Path) -> None:

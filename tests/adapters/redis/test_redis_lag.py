@@ -1,4 +1,4 @@
-"""How far subscriptions are behind on queues in Redis: what is not due yet is no lag, and nobody waits for it."""
+"""Lag of subscriptions on queues in Redis: events that are not due yet are no lag, and no call waits for them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 
-from headrace.silo import Provider
-from headrace.streams import Event, Selector, StreamId, SubscriptionDefinition
-from headrace.streams.client import Client, Consumer
+from headrace import Client, Consumer, Event, Provider, Selector, StreamId, SubscriptionDefinition
+from tests.cli.commandline import Headrace
+from tests.cli.conftest import headrace
 from tests.client.silos import SiloProcess
-from tests.silo.commandline import Headrace
-from tests.silo.conftest import forking, headrace
 
-__all__ = ("forking", "headrace")
+__all__ = ("headrace",)
 
 STREAM = StreamId("orders", "1")
 HOUR = timedelta(hours=1)
@@ -163,7 +161,7 @@ async def test_a_silo_shows_lag_without_what_is_not_due(tmp_path: Path, url: str
         for one in await _queues(headrace, address):
             assert (one["lag_batches"], one["lag_events"], one["lag_s"]) == (0, 0, 0.0)
         shown = await asyncio.to_thread(headrace, "queues", "--server", address)
-        assert "delayed   due in s" in shown.out
+        assert "delayed  due in s" in shown.out
 
 
 async def test_a_data_directory_shows_what_is_due_and_what_is_not(tmp_path: Path, url: str, headrace: Headrace) -> None:

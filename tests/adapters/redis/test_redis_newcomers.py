@@ -1,4 +1,4 @@
-"""What somebody does wrong in the first hour, and the line that says so."""
+"""Mistakes of a user's first hour, and the line that names each of them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from typing import Any, cast
 
 import pytest
 
+from benchmarks.servers import RedisServer, free_port
+from headrace import Closed, InvalidArgument, Provider, StorageError
 from headrace.adapters.redis import RedisOptions, RedisQueue, ShardOptions
-from headrace.benchmarks.servers import RedisServer, free_port
-from headrace.silo import Provider
-from headrace.streams import Closed, InvalidArgument, StorageError
-from tests.silo.commandline import ENVIRONMENT, SCRIPT, Ran
+from tests.cli.commandline import ENVIRONMENT, SCRIPT, Ran
 
 
 def headrace(*arguments: str, cwd: Path) -> Ran:
@@ -143,12 +142,9 @@ def test_commands_on_a_data_directory_take_the_adapters_options(options: RedisOp
 
 def test_commands_without_the_options_say_how_they_are_given(options: RedisOptions, tmp_path: Path) -> None:
     of_redis = ("--option", f"url={options.url}", "--option", f"prefix={options.prefix}")
-    (tmp_path / "lines").write_text("1\n")
-    headrace("publish", "--data", "d", "--adapter", "redis", *of_redis, "--stream", "a/b", "lines", cwd=tmp_path)
-    for command in ("queues", "streams", "subscriptions list", "deadletters list"):
-        refused = headrace(*command.split(), "--data", "d", cwd=tmp_path).refused(2)
-        assert "give either url, as redis://localhost:6379, or shards" in refused
-        assert "; here by --option NAME=VALUE" in refused
-        assert refused.endswith(", or ask a silo: --server") == (command != "streams"), refused
+    new = ("subscriptions", "create", "--data", "d", "--adapter", "redis", "s", "a/*")
+    refused = headrace(*new, cwd=tmp_path).refused(2)
+    assert refused.startswith("--option NAME=VALUE: adapter 'redis': give either url, as redis://localhost:6379,")
+    assert refused.endswith("; or ask a silo: --server")
     silo = headrace("queues", "--server", "127.0.0.1:1", *of_redis, cwd=tmp_path).refused(2)
     assert silo.startswith("--option is for --data")

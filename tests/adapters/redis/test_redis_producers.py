@@ -1,4 +1,4 @@
-"""Idempotent producers: a call sent again is stored once, whoever sends it, whenever, and whatever the number."""
+"""Idempotent producers: a call sent again is stored once, by any sender, at any time, with any number."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import msgspec
 import pytest
 from redis import Redis
 
+from benchmarks.servers import RedisServer
+from headrace import EventBatch, StorageError, StreamId
 from headrace.adapters import AdapterContext
 from headrace.adapters.redis import Pushed, RedisAdapter, RedisOptions, ShardOptions, open_adapter, producers
 from headrace.adapters.redis.keys import ranked
 from headrace.adapters.redis.producers import Producers
 from headrace.adapters.redis.server import ServerAway
-from headrace.benchmarks.servers import RedisServer
-from headrace.streams import EventBatch, StorageError, StreamId
 from headrace.streams.publishing import ProducerSequence, Receipt
 
 
@@ -201,7 +201,7 @@ async def test_producers_go_on_when_a_server_is_added(three: list[RedisServer]) 
 
 
 async def test_a_server_that_was_taken_out_for_a_while_does_not_stop_producers(three: list[RedisServer]) -> None:
-    """Its ledgers are old then: where one says too little, the others are asked."""
+    """Its ledgers are old then: if one says too little, the others are asked."""
     async with adapter(over(three, "abc")) as opened:
         for producer in PRODUCERS:
             await call(opened, 1, 0, producer=producer)

@@ -15,14 +15,13 @@ from typing import Any, cast
 import pytest
 from redis import Redis
 
-from headrace.adapters.redis.keys import ShardKeys
-from headrace.agents import manager
-from headrace.benchmarks.servers import RedisServer
-from headrace.silo import Provider
-from headrace.streams import (
+from benchmarks.servers import RedisServer
+from headrace import (
+    Client,
     Event,
     InvalidArgument,
     NotSupported,
+    Provider,
     RetryPolicy,
     Selector,
     Start,
@@ -30,13 +29,14 @@ from headrace.streams import (
     StreamId,
     SubscriptionDefinition,
 )
-from headrace.streams.client import Client
+from headrace.adapters.redis.keys import ShardKeys
+from headrace.agents import checkpointer
 from tests.adapters.redis.looking import check_agreement
+from tests.cli.commandline import Headrace
+from tests.cli.conftest import headrace
 from tests.client.silos import SiloProcess
-from tests.silo.commandline import Headrace
-from tests.silo.conftest import forking, headrace
 
-__all__ = ("forking", "headrace")
+__all__ = ("headrace",)
 
 STREAM = StreamId("orders", "1")
 
@@ -153,7 +153,7 @@ async def test_what_fails_is_tried_again_and_ends_as_a_dead_letter_that_can_be_r
 
 
 async def test_a_process_killed_again_and_again_loses_nothing(tmp_path: Path, url: str) -> None:
-    """What was acknowledged by a saved checkpoint does not come again; what was not does, to whoever comes next."""
+    """Events acknowledged by a saved checkpoint do not come again; the others do, to the next process."""
     events, notes, rng = 400, tmp_path / "notes", random.Random(1)
     arguments = (str(tmp_path / "d"), url, str(notes))
 
@@ -190,8 +190,8 @@ async def test_a_process_killed_again_and_again_loses_nothing(tmp_path: Path, ur
 async def test_nothing_is_removed_before_the_checkpoint_that_says_it_is_done_is_stored(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a crash in between leaves a subscription that waits for what is gone, which is a gap."""
-    monkeypatch.setattr(manager, "CHECKPOINT_S", 3600.0)
+    """Else a crash in between leaves a subscription that waits for events that are gone, which is a gap."""
+    monkeypatch.setattr(checkpointer, "CHECKPOINT_S", 3600.0)
     got: list[bytes] = []
 
     async def handle(event: Event) -> None:
@@ -202,10 +202,10 @@ async def test_nothing_is_removed_before_the_checkpoint_that_says_it_is_done_is_
         await provider.stream(STREAM).publish([b"a", b"b"])
         await until(lambda: len(got) == 2)
         queue = provider.queue_of(STREAM)
-        await provider.manager.acknowledge()
+        await provider.manager.acknowledger.acknowledge()
         assert (await provider.adapter.backlog(queue, 0)).batches == 1
-        await provider.manager.save()
-        await provider.manager.acknowledge()
+        await provider.manager.checkpointer.save()
+        await provider.manager.acknowledger.acknowledge()
         assert (await provider.adapter.backlog(queue, 0)).batches == 0
 
 
@@ -224,7 +224,7 @@ async def test_what_was_done_before_a_stop_does_not_come_again(tmp_path: Path, u
         names = [f"{key}{number}" for key in "ab" for number in range(10)]
         await provider.publish_many([(StreamId("orders", name), name.encode()) for name in names])
         await until(lambda: len(got) == 19)
-        await provider.manager.save()
+        await provider.manager.checkpointer.save()
         await provider.aclose(drain_s=0)
     assert b"a0" not in got
     got.clear()
@@ -251,7 +251,7 @@ async def test_a_subscription_that_is_not_served_holds_its_events(tmp_path: Path
         await provider.withdraw("b")
         await provider.stream(STREAM).publish([b"1", b"2"])
         await until(lambda: got["a"] == [b"1", b"2"])
-        await provider.manager.save()
+        await provider.manager.checkpointer.save()
         await provider.stream(STREAM).publish(b"3")
         await until(lambda: len(got["a"]) == 3)
     async with opened(tmp_path, url) as provider:
@@ -364,7 +364,7 @@ async def test_a_provider_without_a_server_says_where_it_looked(tmp_path: Path) 
 
 
 class LoadsSlowly(RedisServer):
-    """From its second start on it needs seconds, and says so to everybody who asks."""
+    """From its second start on it needs seconds, and says so to every client that asks."""
 
     def command(self) -> Sequence[str]:
         return (*super().command(), "--key-load-delay", "100")
@@ -401,7 +401,7 @@ async def test_a_server_that_still_loads_is_waited_for(tmp_path: Path) -> None:
 
 
 class Snapshots(RedisServer):
-    """Keeps what it has only where it is told to."""
+    """Keeps its data only when it is told to."""
 
     def command(self) -> Sequence[str]:
         return (*super().command(), "--appendonly", "no")
@@ -437,8 +437,8 @@ async def test_subscriptions_go_on_with_a_server_that_forgot_what_came_after_its
 
 @pytest.mark.parametrize("appendfsync", ["always", "everysec"])
 async def test_a_server_killed_under_load_keeps_what_it_acknowledged(tmp_path: Path, appendfsync: str) -> None:
-    """kill -9 at any point leaves no event in two places, or in none. With `everysec`, what is acknowledged while the
-    server syncs its file may not be in it yet."""
+    """kill -9 at any point leaves no event in two places, or in none. With `everysec`, an event that is acknowledged
+    while the server syncs its file may not be in it yet."""
     got: Counter[bytes] = Counter()
 
     async def handle(event: Event) -> None:

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 from redis import Redis
 
+from headrace import InvalidArgument
 from headrace.adapters.redis import Pushed, RedisOptions, RedisQueue, Taken
-from headrace.streams import InvalidArgument
 from tests.adapters.redis.looking import Clock, check_agreement
 from tests.servers import redis_and_valkey as redis_server
 
@@ -97,7 +97,7 @@ async def test_a_part_of_a_millisecond_brings_nothing_early(timed: RedisQueue, c
 
 
 async def test_what_is_not_acknowledged_comes_again_after_its_timeout(timed: RedisQueue, clock: Clock) -> None:
-    """Without anybody watching: whoever pops next takes it back."""
+    """No process watches for it: the next consumer that pops takes it back."""
     await timed.push_many([Pushed(b"%d" % number) for number in range(10)])
     first = await timed.pop(10, timeout_s=1)
     clock.advance(0.999)
@@ -174,7 +174,7 @@ async def test_what_is_acknowledged_is_gone(timed: RedisQueue, clock: Clock, dir
 async def test_the_acknowledgement_of_a_claim_that_is_over_is_refused(
     timed: RedisQueue, clock: Clock, direct: Redis
 ) -> None:
-    """Else who was slow would delete what another is at work on."""
+    """Else a slow consumer would delete an event that another consumer is working on."""
     await timed.push(b"x")
     slow = await one(timed, timeout_s=1)
     clock.advance(2)

@@ -1,4 +1,4 @@
-"""A `RedisQueue` over several servers: who is read, and how often; and what one does that is away."""
+"""A `RedisQueue` over several servers: which is read and how often, and the effect of one that is away."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
+from benchmarks.servers import RedisServer
+from headrace import StorageError
 from headrace.adapters.redis import Pushed, RedisOptions, RedisQueue, ShardOptions
-from headrace.benchmarks.servers import RedisServer
-from headrace.streams import StorageError
 
 
 def over(one: RedisServer, other: RedisServer) -> RedisOptions:

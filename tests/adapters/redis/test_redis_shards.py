@@ -16,6 +16,8 @@ from typing import Any, cast
 
 import pytest
 
+from benchmarks.servers import LOOPBACK, RedisServer, find_program, free_port
+from headrace import Event, EventBatch, InvalidArgument, Provider, StorageError, StreamId
 from headrace.adapters import AdapterContext, QueueAdapter, open_adapter
 from headrace.adapters.conformance import (
     ConformsToDelay,
@@ -25,9 +27,6 @@ from headrace.adapters.conformance import (
     ConformsToQueueAdapter,
 )
 from headrace.adapters.redis import Pushed, RedisAdapter, RedisOptions, RedisQueue, ShardOptions, server
-from headrace.benchmarks.servers import LOOPBACK, RedisServer, find_program, free_port
-from headrace.silo import Provider
-from headrace.streams import Event, EventBatch, InvalidArgument, StorageError, StreamId
 from headrace.streams.publishing import ProducerSequence
 
 ANY = 1 << 30

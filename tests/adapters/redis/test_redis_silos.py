@@ -12,9 +12,8 @@ from typing import Any, cast
 
 from redis import Redis
 
-from headrace.benchmarks.servers import RedisServer, process_tree
-from headrace.streams import Selector, StreamId, SubscriptionDefinition
-from headrace.streams.client import Client
+from benchmarks.servers import RedisServer, process_tree
+from headrace import Client, Selector, StreamId, SubscriptionDefinition
 from tests.client.silos import SiloProcess
 
 EVENTS = 1200

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from redis import Redis
 
+from benchmarks.servers import RedisServer
 from headrace.adapters.redis import Pushed, RedisOptions, RedisQueue, Taken
-from headrace.benchmarks.servers import RedisServer
 from tests.adapters.redis.looking import Clock, check_agreement, scripts_of_tests
 from tests.servers import redis_and_valkey as redis_server
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from headrace import InvalidArgument, StorageError
 from headrace.adapters import AdapterContext
 from headrace.adapters.redis import RedisOptions, RedisQueue, open_adapter
-from headrace.adapters.redis.server import Server, address_of
-from headrace.streams import InvalidArgument, StorageError
+from headrace.adapters.redis.server import RedisConnection, address_of
 
 WRONG = [
     ("redis://:secr/et@127.0.0.1:1", "written %2F"),
@@ -28,7 +28,7 @@ WRONG = [
 @pytest.mark.parametrize(("url", "why"), WRONG)
 def test_a_wrong_url_is_refused_without_showing_a_part_of_it(url: str, why: str) -> None:
     with pytest.raises(InvalidArgument, match="the url of a Redis is") as raised:
-        Server(url)
+        RedisConnection(url)
     assert why in str(raised.value)
     assert "secr" not in str(raised.value)
 
@@ -49,7 +49,7 @@ def test_a_cluster_has_no_numbered_databases() -> None:
     ],
 )
 def test_an_address_is_shown_without_user_and_password(url: str, address: str) -> None:
-    assert Server(url).address == address
+    assert RedisConnection(url).address == address
 
 
 async def test_a_server_that_is_away_is_named_without_its_password() -> None:

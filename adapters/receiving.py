@@ -1,0 +1,63 @@
+"""Reading one queue: a part of the adapter seam (`headrace.adapters.seam`)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..streams.events import EventBatch
+
+
+class Gap(NamedTuple):
+    """Offsets `low` (inclusive) to `high` (exclusive) of a queue cannot be read, because of `reason`."""
+
+    low: int
+    high: int
+    reason: str
+    passed: bool = False
+    """They were damaged, and an operator passed them: all readers skip them."""
+
+
+class Received(NamedTuple):
+    """The result of one `receive`: batches in the order of their offsets. If there is a `gap`, they come after it.
+
+    Every retained batch below `next_offset` has been returned by this receiver, in this result or an earlier one.
+    """
+
+    batches: Sequence[EventBatch]
+    next_offset: int
+    gap: Gap | None = None
+
+
+class Bounds(NamedTuple):
+    """Retained offsets of a queue: `first` (inclusive) to `next` (exclusive, the offset of the next batch stored)."""
+
+    first: int
+    next: int
+
+
+class QueueReceiver(ABC):
+    """Reads one queue. Two `receive` calls must not run at once; open a second receiver instead."""
+
+    @abstractmethod
+    async def receive(self, max_events: int, max_bytes: int) -> Received:
+        """Return at least one batch or a gap. Wait only if the queue has no batch; do not wait for more of them.
+
+        Stop after the batch that reaches or exceeds either limit, so a batch above the limit is returned alone. A
+        cancelled call loses nothing: the next call returns the same batches.
+
+        Raises StorageError if reading failed (the position is unchanged: call again), Closed after `aclose`.
+        """
+
+    @abstractmethod
+    async def acknowledge(self, offset: int) -> None:
+        """Declare every batch below `offset` finished for all subscriptions: it may be deleted. Never moves backwards.
+
+        Batches that were received but not acknowledged are received again from the next receiver that is opened with
+        `start=None`.
+        """
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Stop receiving. A waiting `receive` raises Closed. Idempotent."""

@@ -1,0 +1,143 @@
+"""Checkpoints: the progress of all served subscriptions, stored in one transaction.
+
+Every write carries the subscription's epoch and, in a cluster, the epochs of the leases. So an owner that was
+superseded is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+
+from ..streams.progress import RefusedProgress
+from ..streams.subscriptions import Checkpoint
+from .host_state import HostState
+from .periodic import run_periodically
+from .progress_store import ProgressStore
+from .served import ServedSubscription
+
+log = logging.getLogger("headrace.agents")
+
+CHECKPOINT_S = 0.1
+"""How often progress is stored, in seconds. Events that were done since come again after a crash."""
+
+
+class Checkpointer:
+    """Stores progress: all the time, and when queues or subscriptions stop."""
+
+    def __init__(self, state: HostState, store: ProgressStore) -> None:
+        self.lock = asyncio.Lock()
+        """Held while progress is stored or moved."""
+        self.on_queue_refused: Callable[[int], None] = lambda _: None
+        """Called with a queue that another silo owns by now."""
+        self.on_subscription_refused: Callable[[str], None] = lambda _: None
+        """Called with the name of a subscription that another process took over."""
+        self._state = state
+        self._store = store
+        self._unsaved: dict[int, dict[tuple[str, int], Checkpoint]] = {}
+        """Progress in queues that are not read any more, by subscription and epoch, until it is stored."""
+
+    async def run(self) -> None:
+        """Store progress periodically. Does not end."""
+        await run_periodically(self.save, CHECKPOINT_S)
+
+    async def save(self) -> None:
+        """Store the checkpoints that changed, in one transaction. Stop queues and subscriptions that it refuses."""
+        state = self._state
+        async with self.lock:
+            leases = state.leases_now()
+            progress = [(served, _changed(served)) for served in state.served.values() if served.service.stored]
+            saved = [(name, served.service.saving()) for name, served in state.served.items()]
+            # After progress was read: a crash between a checkpoint and the gaps before it would hide the gaps.
+            await state.recorder.save_gaps()
+            rows = [(served.definition.name, served.epoch, changed) for served, changed in progress]
+            refused = await self._store.save_checkpoints(state.provider, rows, leases) if rows else RefusedProgress()
+            stale = refused.subscriptions
+            for served, changed in progress:
+                if served.definition.name not in stale:
+                    served.saved.update({q: at for q, at in changed.items() if q not in refused.queues})
+        for queue in self._no_longer_held(refused.queues, leases):
+            log.warning(
+                "queue %d of %s has another owner by now: it is not served here any more", queue, state.provider
+            )
+            self.on_queue_refused(queue)
+        for name, confirm in saved:
+            if name not in stale and not refused.queues:
+                confirm()
+        for name in stale:
+            self.on_subscription_refused(name)
+
+    def _no_longer_held(self, refused: Iterable[int], leases: Mapping[int, int] | None) -> list[int]:
+        """Refused queues that are still served under the refused lease. This silo may have a newer one by now."""
+        now = self._state.leases or {}
+        return [queue for queue in refused if queue in now and now[queue] == (leases or {}).get(queue)]
+
+    # ---- subscriptions and queues that stop --------------------------------------------------------------------------
+
+    async def save_withdrawn(
+        self, served: ServedSubscription, final: Mapping[int, Checkpoint], leases: Mapping[int, int] | None
+    ) -> None:
+        """Store the last checkpoints of a subscription, read under these leases."""
+        confirm = served.service.saving()
+        async with self.lock:
+            await self._state.recorder.save_gaps()
+            if served.service.stored and not await self._save_last(served, final, leases):
+                return
+        confirm()
+
+    async def _save_last(
+        self, served: ServedSubscription, final: Mapping[int, Checkpoint], leases: Mapping[int, int] | None
+    ) -> bool:
+        name = served.definition.name
+        refused = await self._store.save_checkpoints(self._state.provider, [(name, served.epoch, final)], leases)
+        if refused.queues:
+            log.warning("subscription %s: queues %s have another owner by now", name, sorted(refused.queues))
+        if refused.subscriptions:
+            log.warning("subscription %s was taken over: its last checkpoint is not saved", name)
+            return False
+        served.saved.update(final)
+        return True
+
+    async def save_stopped(self, done: Mapping[int, Mapping[str, Checkpoint]]) -> None:
+        """Store progress in queues that are not read any more, given by queue and subscription."""
+        state = self._state
+        finals = [(served, self._finals(served, done)) for served in state.served.values()]
+        async with self.lock:
+            await state.recorder.save_gaps()
+            for served, final in finals:
+                if not served.service.stored:
+                    served.saved.update(final)
+                elif final and not await self._save_last(served, final, state.leases):
+                    self.on_subscription_refused(served.definition.name)
+        for queue in done:
+            self._unsaved.pop(queue, None)
+
+    def _finals(
+        self, served: ServedSubscription, done: Mapping[int, Mapping[str, Checkpoint]]
+    ) -> dict[int, Checkpoint]:
+        """A subscription's progress in these queues: from `done`, or from an earlier call that could not store it. It
+        is kept until it is stored."""
+        key, finals = (served.definition.name, served.epoch), dict[int, Checkpoint]()
+        for queue, checkpoints in done.items():
+            unsaved = self._unsaved.setdefault(queue, {})
+            if served.definition.name in checkpoints:
+                served.deliveries.pop(queue, None)
+                unsaved[key] = checkpoints[served.definition.name]
+            if key in unsaved:
+                finals[queue] = unsaved[key]
+        return finals
+
+    async def save_unsaved(self, queues: Iterable[int]) -> None:
+        """Store what earlier calls of `save_stopped` could not store. Call it before these queues are read again."""
+        if unsaved := [queue for queue in queues if queue in self._unsaved]:
+            await self.save_stopped({queue: {} for queue in unsaved})
+
+    def drop_unsaved(self, queue: int) -> None:
+        """Forget progress that is not stored: the lease under which it was made is over."""
+        self._unsaved.pop(queue, None)
+
+
+def _changed(served: ServedSubscription) -> dict[int, Checkpoint]:
+    now = {queue: delivery.periodic_checkpoint() for queue, delivery in served.deliveries.items()}
+    return {queue: checkpoint for queue, checkpoint in now.items() if served.saved.get(queue) != checkpoint}

@@ -1,0 +1,1 @@
+"""Delivery: handlers, groups of remote consumers, credit, and fair sharing between subscriptions."""

@@ -1,0 +1,501 @@
+"""Groups: the consumers attached to a subscription, and who of them gets what.
+
+Mode *shared*: the next parcel of any stream goes to the next member in line that has credit. Mode *bound*: the queues
+are dealt out by average allocation (EQueue), and one changes hands only after what its former member holds is done, or
+taken back. (Mode *broadcast* is a group of one for each consumer.)
+
+A member that is not heard for its timeout is gone: what it held goes to others. One whose connection broke is waited
+for as long; it gets again what it held, before anything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from ...balancer import average_allocation
+from ...streams.errors import Busy, Closed, Fenced, HeadraceError, Unavailable
+from ...streams.subscriptions import Checkpoint, GapRecord, Mode, SubscriptionDefinition
+from .delivery import Delivery, Failure, FailureSink
+from .edge import Edge
+from .group_delivery import GroupDelivery, Rejected
+from .member import Events, Member, MemberStatistics
+
+log = logging.getLogger("headrace.agents")
+
+MAX_MEMBERS = 10_000
+RESEND_S = 2.0
+"""How long a member of another silo may take to come by credit for what it held."""
+SPACE_S = 5.0
+"""How long a member waits until there is space for one batch, before it is tried with another one."""
+DRAIN_S = 10.0
+"""Mode bound: how long a member may keep what it holds of a queue that another is to have, in seconds."""
+
+
+class Group:
+    """The members of one subscription in this process, over all its queues. A `DeliveryService`.
+
+    `stored` says whether the control store keeps the position. All on one loop; `tick` is to be called about every
+    second, or more often.
+    """
+
+    def __init__(
+        self, definition: SubscriptionDefinition, edge: Edge, *, stored: bool = True, queues: Sequence[int] = ()
+    ) -> None:
+        """With mode bound, `queues` are all that are dealt out, also those that other silos have; none: those that are
+        delivered here."""
+        self.definition = definition
+        self._queues = queues
+        self.edge = edge
+        self._stored = stored
+        self.members: dict[str, Member] = {}
+        self.deliveries: dict[int, GroupDelivery] = {}
+        self.empty_since = asyncio.get_running_loop().time()
+        """When the last member left, while there is none."""
+        self._bound = definition.mode is Mode.BOUND
+        self._line: deque[Member] = deque()
+        self._owners: dict[int, str] = {}
+        self._moving: dict[int, float] = {}
+        """Mode bound: queues that are to change hands, and until when that waits."""
+        self._unserved: set[int] = set()
+        """Queues for which nobody could be given something: their deliveries wait to be woken."""
+        self._wanting: list[asyncio.Future[None]] = []
+        self._rebalancing = False
+        self._loop = asyncio.get_running_loop()
+
+    # ---- as the manager's service ----------------------------------------------------------------------------------
+
+    @property
+    def stored(self) -> bool:
+        return self._stored
+
+    def deliver(
+        self, definition: SubscriptionDefinition, queue: int, checkpoint: Checkpoint, sink: FailureSink, **options: Any
+    ) -> Delivery:
+        delivery = GroupDelivery(definition, queue, checkpoint, self, sink, **options)
+        self.deliveries[queue] = delivery
+        for member in self.members.values():
+            if member.relayed:
+                member.on_notice()
+        if self._bound and not self._rebalancing:
+            self._rebalancing = True
+            self._loop.call_soon(self._rebalance)
+        return delivery
+
+    def lost(self, queue: int, *, saved: bool) -> None:
+        """The queue is another silo's. Who held something of it when it was stopped has to come again, and, where
+        what was done was not `saved`, everybody: a client knows what it acknowledged."""
+        delivery = self.deliveries.pop(queue, None)
+        self._owners.pop(queue, None)
+        self._moving.pop(queue, None)
+        self._unserved.discard(queue)
+        if delivery is None:
+            return
+        for member in list(self.members.values()) if not saved else delivery.interrupted:
+            member.on_gone(Unavailable(f"queue {queue} moved to another silo: connect again"))
+        self._tell_queues()
+        for member in self.members.values():
+            member.on_notice()
+
+    def gap(self, record: GapRecord) -> None:
+        for member in self.members.values():
+            member.on_gap(record)
+
+    def saving(self) -> Callable[[], None]:
+        if self._stored and not all(delivery.exact for delivery in self.deliveries.values()):
+            return _not_all
+        members = self.members.values()
+        marks = [(member, member.connections, member.applied) for member in members if member.applied > member.saved]
+        return lambda: _saved(marks)
+
+    async def fenced(self, error: HeadraceError) -> None:
+        self.dissolve(error)
+
+    async def completed(self, limit_s: float) -> None:
+        self.dissolve(Fenced(f"subscription {self.definition.name!r} was deleted, or is not served here any more"))
+
+    def dissolve(self, error: HeadraceError) -> None:
+        """The subscription is not served here any more: all members are told why."""
+        for member in list(self.members.values()):
+            self._remove(member)
+            member.on_gone(error)
+
+    def moved(self, moves: int) -> None:
+        """The subscription is going to be moved, for the time that `moves` counts: members are told."""
+        for member in self.members.values():
+            member.moves = moves
+            member.on_notice()
+
+    # ---- members come and go ---------------------------------------------------------------------------------------
+
+    def join(
+        self,
+        id: str,  # noqa: A002 (the word of the field)
+        timeout_s: float,
+        *,
+        pulls: bool = False,
+        client: Hashable = None,
+    ) -> Member:
+        """A consumer connects. Whoever had its id is superseded; what that one held is sent again, as the new credit
+        allows; or, where it `pulls` through another silo, when it has had it for its timeout. What waits to be sent to
+        it counts for `client`, by default for itself alone. Raises Busy where there are too many members."""
+        member = self.members.get(id)
+        resumed = member is not None
+        if member is None:
+            if len(self.members) >= MAX_MEMBERS:
+                raise Busy(f"subscription {self.definition.name!r} has {MAX_MEMBERS:,} consumers already: stop some")
+            member = self.members[id] = Member(id, timeout_s, self.edge.budget.account(client))
+        else:
+            member.on_gone(taken_over(id))
+            self.disconnect(member)
+            member.account = self.edge.budget.account(client)
+            member.to_resend.extend([] if pulls else member.parcels())
+            member.resend_until = self._loop.time() + RESEND_S
+        member.timeout_s, member.pulls = timeout_s, pulls
+        member.resumed = resumed
+        member.connected = member.attached = True
+        member.connections += 1
+        member.applied = member.saved = 0
+        self.heard(member)
+        self._rebalance()
+        return member
+
+    def heard(self, member: Member) -> None:
+        member.heard_at = self._loop.time()
+
+    def disconnect(self, member: Member) -> None:
+        """Its connection is gone; it is waited for."""
+        self.heard(member)
+        member.disconnect()
+        self._unlist(member)
+        self.edge.sent(member)
+        self._give_up_redriven(member)
+        for delivery in self.deliveries.values():
+            delivery.progressed()
+
+    def leave(self, member: Member) -> None:
+        """It goes in order: what it holds comes again, to others. Idempotent."""
+        if self.members.get(member.id) is member:
+            self._remove(member)
+            self._rebalance()
+
+    def _remove(self, member: Member) -> None:
+        del self.members[member.id]
+        on_gone = member.on_gone
+        self.disconnect(member)
+        member.on_gone = on_gone
+        for parcel in member.parcels():
+            parcel.delivery.take_back(parcel)
+        if not self.members:
+            self.empty_since = self._loop.time()
+
+    def _give_up_redriven(self, member: Member) -> None:
+        for outcome in member.redriven.values():
+            if not outcome.done():
+                outcome.set_result(Closed(f"consumer {member.id!r} is gone"))
+
+    def extend_timeouts(self, late_s: float) -> None:
+        """Nobody could be heard for so long: what members said is not read yet."""
+        for member in self.members.values():
+            member.heard_at += late_s
+
+    def tick(self) -> None:
+        """Give up members that were not heard, and moves that took too long; let those who wait for more credit have
+        what is left of theirs."""
+        now = self._loop.time()
+        for member in list(self.members.values()):
+            if now - member.heard_at > member.timeout_s:
+                self._time_out(member)
+            elif member.resending and member.relayed and now > member.resend_until:
+                self._resend(member, patient=False)
+                self.available(member)
+            elif member.account.wanted:
+                if now >= member.retry_at:  # the batch for which it waits may be with another member by now
+                    member.account.stop_waiting()
+                    self._go_on(member)
+            elif member.open and not (member.listed or member.resending or member.needed_bytes):
+                member.patient = False
+                self.available(member)
+            if member.pulls:
+                self._take_back_late(member, now)
+        for queue in [queue for queue, until in self._moving.items() if now >= until]:
+            for parcel in list(self.deliveries[queue].parcels):
+                parcel.delivery.take_back(parcel)
+
+    @staticmethod
+    def _take_back_late(member: Member, now: float) -> None:
+        """What a consumer that pulls has had for its timeout."""
+        for parcel in member.parcels():
+            if now - parcel.handed_at > member.timeout_s:
+                parcel.delivery.take_back(parcel)
+
+    def _time_out(self, member: Member) -> None:
+        log.warning("%s: consumer %s was not heard for %.1f s", self.definition.name, member.id, member.timeout_s)
+        self._remove(member)
+        member.on_gone(Unavailable(f"consumer {member.id!r} was not heard for {member.timeout_s:g} s"))
+        self._rebalance()
+
+    # ---- credit ----------------------------------------------------------------------------------------------------
+
+    def grant(self, member: Member, events: int, size: int) -> None:
+        """More may be sent to a member. One that came back gets first what it held."""
+        member.grant(events, size)
+        self._go_on(member)
+
+    def _go_on(self, member: Member) -> None:
+        if member.resending and member.credited:
+            self._resend(member)
+        self.available(member)
+
+    def wait_for_space(self, member: Member, size: int) -> None:
+        """The member gets nothing until so many more bytes may wait to be sent to it."""
+        member.retry_at = self._loop.time() + SPACE_S
+        member.account.wait(size, partial(self._go_on, member))
+
+    def _resend(self, member: Member, *, patient: bool = True) -> None:
+        """What does not fit into its credit is taken back; where another silo divides it, more may come."""
+        while member.to_resend:
+            parcel = member.to_resend[0]
+            if parcel in parcel.delivery.parcels:
+                if patient and member.relayed and not parcel.delivery.may_resend(parcel):
+                    member.on_notice()
+                    return
+                if not (parcel.shed or member.account.fits(parcel.size)):
+                    self.wait_for_space(member, parcel.size)
+                    return
+                if not parcel.delivery.resend(parcel):
+                    parcel.delivery.take_back(parcel)
+            member.to_resend.popleft()
+        member.needed_events = member.needed_bytes = 0
+
+    def sent(self, member: Member) -> bool:
+        """A message to a member went out. Whether there is more to send."""
+        more = self.edge.sent(member)
+        self.available(member)
+        return more
+
+    def available(self, member: Member) -> None:
+        """It may be that it can be given something now: into the line, where it does not stand there yet."""
+        if not member.open or member.resending:
+            return
+        if self._wanting:
+            self.tell_somebody()
+        if member.listed:
+            return
+        member.listed = True
+        if not self._bound:
+            self._line.append(member)
+        unserved, self._unserved = self._unserved, set()
+        for queue in unserved:
+            self.deliveries[queue].wake()
+
+    def next_member(self, queue: int) -> Member | None:
+        """Who gets the next parcel of a queue; None where nobody can take one, and the queue's delivery is woken
+        later."""
+        owner = self._owner(queue) if self._bound else None
+        if self._bound:
+            if owner is not None and owner.listed and owner.open:
+                return owner
+            if owner is not None:
+                owner.listed = False
+        line = self._line
+        while line:
+            if line[0].open:
+                return line[0]
+            line.popleft().listed = False
+        self.ask_for_credit(queue)
+        return None
+
+    def ask_for_credit(self, queue: int) -> None:
+        """Events of a queue wait, and no member can be given them: tell the members whose credit other silos divide."""
+        if queue not in self.deliveries:
+            return
+        self._unserved.add(queue)
+        owner = self._owner(queue)
+        self._tell_waiting(self.members.values() if not self._bound else [owner] if owner is not None else [])
+
+    def _tell_waiting(self, members: Iterable[Member]) -> None:
+        for member in members:
+            if member.relayed and not member.waiting:
+                member.waiting = True
+                member.on_notice()
+
+    def relay(self, member: Member) -> None:
+        """Another silo speaks for it."""
+        member.relayed = True
+        if any(not self._bound or self._owner(queue) is member for queue in self._unserved):
+            self._tell_waiting([member])
+
+    def _owner(self, queue: int) -> Member | None:
+        return None if queue in self._moving else self.members.get(self._owners.get(queue, ""))
+
+    def candidates(self, queue: int) -> Sequence[Member]:
+        """Who can be given something of a queue: the first of them is next."""
+        if not self._bound:
+            return [member for member in self._line if member.open]
+        owner = self._owner(queue)
+        return [] if owner is None or not owner.open or owner.resending else [owner]
+
+    def is_accepting(self, queue: int) -> bool:
+        """Whether a member can be given events of a queue. A member that pulls has credit only while a call waits, so
+        the next events are kept ready for it."""
+        return bool(self.candidates(queue)) or any(member.pulls for member in self.members.values())
+
+    def pass_over(self, member: Member) -> None:
+        """Its credit is too small for what is next: it waits for more."""
+        if member.needed_bytes:
+            member.on_notice()
+        self._tell_waiting([member])
+        self._unlist(member)
+
+    def needs(self, member: Member, size: int) -> None:
+        """So many bytes of credit are needed for what is out of line."""
+        if member.needed_bytes != size:
+            member.needed_bytes = size
+            member.on_notice()
+
+    def _unlist(self, member: Member) -> None:
+        if member.listed and not self._bound:
+            self._line.remove(member)
+        member.listed = False
+
+    def rotate(self, member: Member) -> None:
+        """It had its share: the next one's turn."""
+        if not self._bound and self._line and self._line[0] is member:
+            self._line.rotate(-1)
+
+    def share(self, ready: int) -> int:
+        """How many of so many streams that are ready one member gets at a time."""
+        return ready if self._bound else -(-ready // max(len(self._line), 1))
+
+    async def somebody(self) -> None:
+        """Wait until who can be given something may have changed, or the end."""
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._wanting.append(future)
+        await future
+
+    def tell_somebody(self) -> None:
+        wanting, self._wanting = self._wanting, []
+        for future in wanting:
+            if not future.done():
+                future.set_result(None)
+
+    # ---- what members say ------------------------------------------------------------------------------------------
+
+    def acknowledge(self, member: Member, events: Events, *, up_to: bool = False) -> bool:
+        """Events are done; with `up_to` also everything of the stream before them that the member holds. False where
+        it does not hold them."""
+        if member.redriven and self._redriven(member, events, None):
+            return True
+        parcel = member.in_flight.get((events.queue, events.offset))
+        if parcel is None:
+            return False
+        member.account.prove()
+        at = parcel.find(events.offset)
+        piece = parcel.pieces[at]
+        if not up_to:
+            return parcel.delivery.done(parcel, at, events.index, events.end(piece.stop))
+        if not piece.start <= events.index < piece.stop:
+            return False
+        parcel.delivery.done_up_to(parcel, at, events.end(piece.stop))
+        return True
+
+    def reject(
+        self, member: Member, events: Events, reason: str, delay_s: float | None = None, *, unavailable: bool = False
+    ) -> bool:
+        """Events failed, or, with `unavailable`, a dependency of the consumer. They, and what follows in the parcel,
+        come again. False if the member does not hold them."""
+        if member.redriven and self._redriven(member, events, Rejected(reason)):
+            return True
+        parcel = member.in_flight.get((events.queue, events.offset))
+        if parcel is None:
+            return False
+        member.account.prove()
+        at = parcel.find(events.offset)
+        failure = Failure(events.end(parcel.pieces[at].stop), reason, delay_s=delay_s, unavailable=unavailable)
+        return parcel.delivery.reject(parcel, at, events.index, failure)
+
+    def _redriven(self, member: Member, events: Events, error: HeadraceError | None) -> bool:
+        outcome = member.redriven.get(events[:3])
+        if outcome is None or outcome.done():
+            return False
+        outcome.set_result(error)
+        return True
+
+    # ---- mode bound ------------------------------------------------------------------------------------------------
+
+    def _rebalance(self) -> None:
+        """Deal the queues out anew. One of which something is in hands waits until they are empty."""
+        self._rebalancing = False
+        if not self._bound:
+            return
+        wanted = self._wanted_owners()
+        for queue, delivery in self.deliveries.items():
+            if self._owners.get(queue) == wanted.get(queue):
+                if self._moving.pop(queue, None) is not None:
+                    delivery.wake()
+            elif delivery.parcels:
+                self._moving.setdefault(queue, self._loop.time() + DRAIN_S)
+            else:
+                self._move(queue, wanted.get(queue))
+        self._tell_queues()
+
+    def _wanted_owners(self) -> Mapping[int, str]:
+        queues = sorted(self._queues or self.deliveries)
+        dealt = average_allocation(len(queues), sorted(self.members))
+        return {queues[position]: member for member, positions in dealt.items() for position in positions}
+
+    def _move(self, queue: int, owner: str | None) -> None:
+        self._moving.pop(queue, None)
+        if owner is None:
+            self._owners.pop(queue, None)
+        else:
+            self._owners[queue] = owner
+            self.deliveries[queue].wake()
+            self.tell_somebody()
+
+    def drained(self, queue: int) -> None:
+        """Nothing of a queue is in anybody's hands."""
+        if queue in self._moving:
+            self._move(queue, self._wanted_owners().get(queue))
+            self._tell_queues()
+
+    def _tell_queues(self) -> None:
+        for member in self.members.values():
+            owned = (q for q, owner in self._owners.items() if owner == member.id and q not in self._moving)
+            queues = tuple(sorted(owned))
+            if queues != member.queues:
+                member.queues = queues
+                member.on_notice()
+
+    # ---- what others see -------------------------------------------------------------------------------------------
+
+    @property
+    def caught_up(self) -> bool:
+        """Nothing is left that could be delivered now."""
+        return all(delivery.idle for delivery in self.deliveries.values())
+
+    def positions(self) -> Mapping[int, Checkpoint]:
+        return {queue: delivery.checkpoint() for queue, delivery in self.deliveries.items()}
+
+    def statistics(self) -> Sequence[MemberStatistics]:
+        return [member.statistics() for member in self.members.values()]
+
+
+def taken_over(consumer: str) -> Fenced:
+    return Fenced(f"another connection took over consumer {consumer!r}: give each consumer an id of its own")
+
+
+def _not_all() -> None:
+    """What is stored leaves some of it out: nothing is confirmed before all is in it."""
+
+
+def _saved(marks: Sequence[tuple[Member, int, int]]) -> None:
+    for member, connections, number in marks:
+        if member.connections == connections and number > member.saved:
+            member.saved = number
+            member.on_notice()

@@ -1,0 +1,583 @@
+"""Delivery to the members of a group: remote consumers with credit.
+
+One parcel of a stream is in flight: consecutive events, handed to one member, until they are done, rejected or taken
+back. So order within a stream holds although members outnumber queues, and a retry never overtakes. Acknowledgements
+come in any order; the cursor moves over what is done from its position on, and remembers what is done behind that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from ...streams.errors import Closed, HeadraceError, InvalidArgument
+from ...streams.events import Event, EventBatch
+from ...streams.frames import frame
+from ...streams.identity import StreamId
+from ...streams.subscriptions import Checkpoint, SubscriptionDefinition
+from ..cursor import READY, RUNNING, State, StreamCursor, Trouble
+from .breaker import Admission
+from .delivery import CANCEL_S, Delivery, Failure, FailureSink, described
+from .edge import DeliveryActor
+from .parcel import Parcel, Piece, first_left, left
+
+if TYPE_CHECKING:
+    from .group import Group
+    from .member import Member
+
+log = logging.getLogger("headrace.agents")
+
+PARCEL_EVENTS = 4096
+PARCEL_BYTES = 256 << 10
+"""A parcel of several batches has no more than this."""
+FRAME_BYTES = 64
+"""A frame has less than this besides its batch and its indexes."""
+INDEX_BYTES = 3
+"""An index takes no more."""
+EVENT_OVERHEAD_BYTES = 16
+"""Of an event in an encoded batch, besides payload, id and headers."""
+
+
+class GroupDelivery(Delivery):
+    """Hands parcels to the members of `group`. `options` are those of `Delivery`."""
+
+    def __init__(
+        self,
+        definition: SubscriptionDefinition,
+        queue: int,
+        checkpoint: Checkpoint,
+        group: Group,
+        sink: FailureSink,
+        **options: Any,
+    ) -> None:
+        super().__init__(definition, queue, checkpoint, sink, **options)
+        self.group = group
+        self.parcels: dict[Parcel, None] = {}
+        """In flight, in the order in which they were handed out."""
+        self.interrupted: list[Member] = []
+        """Who held something when it stopped."""
+        self._actor = DeliveryActor(f"{definition.name}/{queue}", self)
+        self._giving_up: set[asyncio.Task[None]] = set()
+        self._redriving: set[asyncio.Future[HeadraceError | None]] = set()
+
+    def _wake(self) -> None:
+        if self._ready and not self._stopping and not self.withheld:
+            self.group.edge.wake(self._actor)
+
+    def wake(self) -> None:
+        """A member can be given something."""
+        self._wake()
+
+    @property
+    def is_accepting(self) -> bool:
+        return self.group.is_accepting(self.queue)
+
+    async def wait_until_accepting(self) -> None:
+        while not self.is_accepting:
+            self.group.ask_for_credit(self.queue)
+            await self.group.somebody()
+
+    # ---- parcels are handed out ------------------------------------------------------------------------------------
+
+    def turn(self, ends: float) -> bool:
+        """Hand parcels to members in turn, until nothing is ready, nobody can take more, or the time is up. Whether
+        it could go on."""
+        ready, group = self._ready, self.group
+        if self.over:
+            return False
+        share = group.share(len(ready))
+        while ready and not self._stopping:
+            member = group.next_member(self.queue)
+            if member is None:
+                return False
+            if not member.busy and not group.edge.may_send():
+                return True
+            self._hand_some(member, share, ends)
+            if self.withheld or perf_counter() >= ends:
+                break
+        return bool(ready) and not self._stopping and not self.withheld
+
+    def _hand_some(self, member: Member, share: int, ends: float) -> None:
+        """So many parcels for one member, where it can take them and the time is not up; then it is another's turn."""
+        ready, gate, breaker = self._ready, self.gate, self.gate.breaker
+        while ready and share and member.open:
+            admission = gate.ask(self) if breaker.limiting else Admission.ANY
+            if admission is Admission.NONE:
+                break
+            cursor = ready.popleft()
+            if cursor.state is not READY:
+                continue
+            if not self._hand(cursor, member, one=admission is Admission.PROBE):
+                return
+            if breaker.limiting:
+                gate.begin()
+            share -= 1
+            if perf_counter() >= ends:
+                break
+        self.group.rotate(member)
+
+    def _hand(self, cursor: StreamCursor, member: Member, *, one: bool) -> bool:
+        """Hand a member what is ready of a stream, or `one` event of it, as its credit allows. False if it allows
+        nothing."""
+        parcel, frames = Parcel(self, cursor, member), list[bytes]()
+        batch = cursor.batch
+        assert batch is not None
+        try:
+            added = self._add_first(parcel, frames, batch, one=one)
+        except InvalidArgument as error:
+            self._pause(cursor, described(error))
+            return True
+        if not added:
+            self._ready.appendleft(cursor)
+            self.group.pass_over(member)
+            return False
+        # The rest of a stream only follows whole batches: a part ends where the credit does.
+        if (
+            not one
+            and cursor.bucket is not None
+            and batch.following is not None
+            and cursor.done is None
+            and parcel.pieces[0].stop == batch.count
+        ):
+            self._add_following(parcel, frames, batch)
+        self._handed(parcel, frames)
+        return True
+
+    def _add_first(self, parcel: Parcel, frames: list[bytes], batch: EventBatch, *, one: bool) -> bool:
+        """What is left of the cursor's batch, or a part of that. False where its member cannot take it now."""
+        cursor, member = parcel.cursor, parcel.member
+        if member.redriven and self._confusing(member, batch):
+            return False
+        size = min(batch.nbytes + FRAME_BYTES, member.credit_bytes)
+        if not member.account.fits(size):
+            self.group.wait_for_space(member, size)
+            return False
+        if (
+            one
+            or cursor.index
+            or cursor.done is not None
+            or batch.count > member.credit_events
+            or batch.nbytes + FRAME_BYTES > member.credit_bytes
+        ):
+            return self._add_part(parcel, frames, batch, one=one)
+        self._add(parcel, frames, batch)
+        return True
+
+    def _confusing(self, member: Member, batch: EventBatch) -> bool:
+        """Whether an acknowledgement could be taken for that of a dead letter which the member was given, too."""
+        return any(key[:2] == (self.queue, batch.offset) for key in member.redriven)
+
+    def _add_following(self, parcel: Parcel, frames: list[bytes], first: EventBatch) -> None:
+        """What is cached of the stream behind the first batch, up to what a parcel has and the credit allows."""
+        member, batch = parcel.member, first
+        events = min(member.credit_events, PARCEL_EVENTS)
+        size = min(member.credit_bytes, PARCEL_BYTES, member.account.space)
+        while (
+            (batch := batch.following) is not None
+            and parcel.events + batch.count <= events
+            and parcel.size + batch.nbytes + FRAME_BYTES <= size
+            and not (member.redriven and self._confusing(member, batch))
+        ):
+            self._add(parcel, frames, batch)
+
+    def _add(self, parcel: Parcel, frames: list[bytes], batch: EventBatch) -> None:
+        """A whole batch."""
+        trouble = parcel.cursor.trouble
+        attempt = 1 if trouble is None else _attempt(trouble, (batch.offset, 0))
+        if attempt == 1:
+            encoded = self.group.edge.frame(batch, self.queue)
+        else:
+            encoded = frame(batch.encoded, self.queue, batch.offset, attempt=attempt)
+        frames.append(encoded)
+        parcel.pieces.append(Piece(batch, 0, batch.count))
+        parcel.events += batch.count
+        parcel.size += len(encoded)
+
+    def _add_part(self, parcel: Parcel, frames: list[bytes], batch: EventBatch, *, one: bool) -> bool:
+        """The first events of the cursor's batch that are not done, as many as the credit allows. False where that is
+        none, or waiting for more is better: what the member holds is going to be done."""
+        cursor, member = parcel.cursor, parcel.member
+        indexes, whole = first_left(cursor, batch, 1 if one else member.credit_events)
+        wanted = len(indexes)
+        indexes, encoded = self._fitting(batch, indexes, member)
+        whole = whole and len(indexes) == wanted
+        if not indexes or (not whole and not one and member.in_flight and member.patient):
+            return False
+        attempt = 1 if cursor.trouble is None else _attempt(cursor.trouble, cursor.token)
+        frames.append(frame(encoded, self.queue, batch.offset, attempt=attempt, indexes=indexes))
+        parcel.pieces.append(Piece(batch, cursor.index, batch.count if whole else indexes[-1] + 1))
+        parcel.events += len(indexes)
+        parcel.size += len(frames[-1])
+        member.patient = True
+        return True
+
+    def _fitting(self, batch: EventBatch, indexes: Sequence[int], member: Member) -> tuple[Sequence[int], bytes]:
+        """Those of the events, from the first on, that fit into the member's credit, and their encoding."""
+        sizes, room = batch.sizes(), member.credit_bytes - len(batch.stream.prefix) - FRAME_BYTES
+        for count, index in enumerate(indexes):
+            room -= sizes[index] + EVENT_OVERHEAD_BYTES
+            if room < 0:
+                indexes = indexes[: max(count, 1)]
+                break
+        while indexes:
+            encoded = self.group.edge.part(batch, self.queue, indexes)
+            size = len(encoded) + FRAME_BYTES + INDEX_BYTES * len(indexes)
+            if size <= member.credit_bytes:
+                return indexes, encoded
+            if len(indexes) == 1:
+                member.needed_bytes = size
+            indexes = indexes[: len(indexes) // 2]  # ids and headers take more than was thought
+        return indexes, b""
+
+    def _handed(self, parcel: Parcel, frames: list[bytes]) -> None:
+        cursor, member = parcel.cursor, parcel.member
+        cursor.state = RUNNING
+        cursor.parcel = parcel
+        last = parcel.pieces[-1]
+        parcel.end = last.batch.offset, last.stop
+        self._in_flight += 1
+        self.parcels[parcel] = None
+        for piece in parcel.pieces:
+            member.in_flight[self.queue, piece.batch.offset] = parcel
+        member.in_flight_events += parcel.events
+        member.in_flight_bytes += parcel.size
+        member.charge(parcel.events, parcel.size)
+        if member.pulls:
+            parcel.handed_at = self._loop.time()
+        # In one response: else the rest could still be on its way when its beginning is rejected.
+        self.group.edge.put(member, frames[0] if len(frames) == 1 else b"".join(frames))
+
+    def may_resend(self, parcel: Parcel) -> bool:
+        """Whether its member's credit is enough for it; else that says how much is needed."""
+        member, size = parcel.member, parcel.size + FRAME_BYTES + INDEX_BYTES * parcel.events
+        if parcel.events <= member.credit_events and size <= member.credit_bytes:
+            return True
+        member.needed_events, member.needed_bytes = parcel.events, size
+        return False
+
+    def resend(self, parcel: Parcel) -> bool:
+        """Its member came back: send again what it had not acknowledged. False where its credit is too small, the
+        events have to be read again, or the queue's lease is over."""
+        member = parcel.member
+        if self.lost or parcel.shed or parcel.events > member.credit_events:
+            return False
+        self._note_return(parcel)
+        try:
+            message = b"".join(self._frame_left(parcel, at) for at in range(parcel.head, len(parcel.pieces)))
+        except InvalidArgument:
+            return False
+        if len(message) > member.credit_bytes:
+            return False
+        member.in_flight_bytes += len(message) - parcel.size
+        parcel.size = len(message)
+        member.charge(parcel.events, len(message))
+        self.group.edge.put(member, message)
+        return True
+
+    def _frame_left(self, parcel: Parcel, at: int) -> bytes:
+        """What of a piece is not done; empty where nothing is."""
+        batch, indexes = parcel.pieces[at].batch, parcel.left(at)
+        if not indexes:
+            return b""
+        assert parcel.cursor.trouble is not None
+        attempt = _attempt(parcel.cursor.trouble, (batch.offset, indexes[0]))
+        if len(indexes) == batch.count:
+            return frame(batch.encoded, self.queue, batch.offset, attempt=attempt)
+        encoded = self.group.edge.part(batch, self.queue, indexes)
+        return frame(encoded, self.queue, batch.offset, attempt=attempt, indexes=indexes)
+
+    # ---- parcels come to their end ---------------------------------------------------------------------------------
+
+    def done(self, parcel: Parcel, at: int, first: int, last: int) -> bool:
+        """Events `first` to `last`, exclusive, of a piece are done. False where it does not have them."""
+        piece = parcel.pieces[at]
+        first, last = max(first, piece.start), min(last, piece.stop)
+        if first >= last or at < parcel.head:
+            return False
+        cursor = parcel.cursor
+        if at == parcel.head and first <= cursor.index:
+            if last > cursor.index:
+                self._advance(parcel, last)
+        else:
+            if cursor.done is None:
+                cursor.done = {}
+            indexes = cursor.done.setdefault(piece.batch.offset, set())
+            before = len(indexes)
+            indexes.update(range(first, last))
+            self._count(parcel, len(indexes) - before)
+        if self.gate.breaker.watching:
+            self.gate.succeeded(cursor.stream)
+        return True
+
+    def done_up_to(self, parcel: Parcel, at: int, last: int) -> None:
+        """Everything before event `last` of a piece is done."""
+        while parcel.head < at:
+            self.done(parcel, parcel.head, 0, parcel.pieces[parcel.head].stop)
+        if parcel.head == at:
+            self.done(parcel, at, 0, last)
+
+    def _count(self, parcel: Parcel, events: int) -> None:
+        parcel.events -= events
+        parcel.member.in_flight_events -= events
+        self._delivered_events += events
+
+    def _advance(self, parcel: Parcel, index: int) -> None:
+        """Everything below `index` in the head piece is done."""
+        cursor, piece = parcel.cursor, parcel.pieces[parcel.head]
+        offset = piece.batch.offset
+        if cursor.done is None:
+            self._count(parcel, index - cursor.index)
+        else:
+            self._count(parcel, sum(1 for _ in left(cursor, offset, cursor.index, index)))
+        while True:
+            cursor.index = index
+            if cursor.done is not None:
+                cursor.skip_done()
+            if cursor.trouble is not None:
+                cursor.went_on()
+            if cursor.index < piece.stop:
+                return
+            if piece.stop == piece.batch.count:
+                self._delivered_batches += 1
+            del parcel.member.in_flight[self.queue, offset]
+            parcel.head += 1
+            if parcel.head == len(parcel.pieces):
+                self._complete(parcel, piece)
+                return
+            piece = parcel.pieces[parcel.head]
+            self._step(cursor, piece.batch)
+            offset, index = piece.batch.offset, piece.start
+
+    def _step(self, cursor: StreamCursor, batch: EventBatch) -> None:
+        """On to the next batch of the parcel."""
+        if cursor.done is not None:
+            cursor.forget_batch()
+        if cursor.bucket is None:
+            cursor.stand_on(batch)
+        else:
+            cursor.advance()
+            assert cursor.batch is batch
+
+    def _complete(self, parcel: Parcel, piece: Piece) -> None:
+        """All its pieces are done: on with the stream, or with what made it fail."""
+        cursor, failure = parcel.cursor, parcel.failure
+        self._end(parcel)
+        if failure is not None:
+            assert parcel.failing is not None
+            if parcel.failing.offset != piece.offset:
+                self._step(cursor, parcel.failing)
+            self._note_return(parcel)
+            self._fail(parcel, failure)
+        elif piece.stop < piece.batch.count:
+            self._resume(cursor)
+        else:
+            self._finished(cursor)
+        if self._ready:
+            self._wake()
+
+    def _resume(self, cursor: StreamCursor) -> None:
+        """Go on at the cursor's event. What left its cache meanwhile is read again rather than held outside of it."""
+        if cursor.bucket is None and self._rewindable:
+            cursor.park()
+        self._go_on(cursor)
+
+    def reject(self, parcel: Parcel, at: int, first: int, failure: Failure) -> bool:
+        """From event `first` of a piece on, the parcel fails, up to `failure.end`: what follows is taken back, and what
+        is before it stays in flight. False where it does not have that event."""
+        piece, cursor = parcel.pieces[at], parcel.cursor
+        if at < parcel.head or not parcel.begin(at) <= first < piece.stop or cursor.is_done(first, piece.offset):
+            return False
+        parcel.failure, parcel.failing = failure, piece.batch
+        self._cut(parcel, at + 1)
+        if first > parcel.begin(at):
+            self._forgo(parcel, sum(index >= first for index in parcel.left(at)))
+            piece.stop = first
+            return True
+        self._cut(parcel, at)
+        if at == parcel.head:
+            self._end(parcel)
+            self._note_return(parcel)
+            self._fail(parcel, failure)
+        return True
+
+    def _cut(self, parcel: Parcel, at: int) -> None:
+        """Take the pieces from `at` on out of its member's hands."""
+        for number in range(at, len(parcel.pieces)):
+            self._forgo(parcel, len(parcel.left(number)))
+            del parcel.member.in_flight[self.queue, parcel.pieces[number].offset]
+        del parcel.pieces[at:]
+
+    def _forgo(self, parcel: Parcel, events: int) -> None:
+        parcel.events -= events
+        parcel.member.in_flight_events -= events
+
+    def _fail(self, parcel: Parcel, failure: Failure) -> None:
+        """At the cursor's event."""
+        cursor = parcel.cursor
+        if self._stopping:
+            cursor.state = READY
+        elif not self._again(cursor, failure):
+            if parcel.shed:
+                cursor.troubled().doomed = cursor.token, failure
+                self._resume(cursor)
+            else:
+                self._start_giving_up(cursor, failure)
+
+    def _start_giving_up(self, cursor: StreamCursor, failure: Failure) -> None:
+        """To record it takes a task."""
+        batch = cursor.batch
+        assert batch is not None
+        cursor.state = RUNNING
+        task = self._loop.create_task(
+            self._exhausted(cursor, batch, failure), name=f"headrace give up {self.name}/{self.queue}"
+        )
+        self._giving_up.add(task)
+        task.add_done_callback(self._gave_up_on)
+
+    def _gave_up_on(self, task: asyncio.Task[None]) -> None:
+        self._giving_up.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log.error("delivery of %s, queue %d failed and goes on", self.name, self.queue, exc_info=error)
+        self._wake()
+        self._notify()
+
+    def _enlist(self, cursor: StreamCursor) -> None:
+        trouble = cursor.trouble
+        if trouble is not None and trouble.doomed is not None and not self._stopping:
+            (token, failure), trouble.doomed = trouble.doomed, None
+            if token == cursor.token:
+                self._start_giving_up(cursor, failure)
+                return
+        super()._enlist(cursor)
+
+    def take_back(self, parcel: Parcel) -> None:
+        """Its member is gone, or the queue changes hands: what is not done comes again."""
+        for piece in parcel.pieces[parcel.head :]:
+            del parcel.member.in_flight[self.queue, piece.batch.offset]
+        self._end(parcel)
+        self._note_return(parcel)
+        if self._stopping:
+            parcel.cursor.state = READY
+        else:
+            self._resume(parcel.cursor)
+
+    def _note_return(self, parcel: Parcel) -> None:
+        """What was sent of it, and not finished, comes again."""
+        trouble = parcel.cursor.troubled()
+        trouble.deliveries += 1
+        trouble.again = max(trouble.again, parcel.end)
+
+    def _end(self, parcel: Parcel) -> None:
+        member = parcel.member
+        member.in_flight_events -= parcel.events
+        member.in_flight_bytes -= parcel.size
+        parcel.cursor.parcel = None
+        del self.parcels[parcel]
+        self._in_flight -= 1
+        self.group.available(member)
+        if not self.parcels:
+            self.group.drained(self.queue)
+            self._notify()
+
+    # ---- leaving a cache -------------------------------------------------------------------------------------------
+
+    def detach(self, cursor: StreamCursor) -> None:
+        super().detach(cursor)
+        if cursor.parcel is not None and self._rewindable:
+            cursor.parcel.shed_bytes()
+
+    def held(self, cursor: StreamCursor) -> int:
+        # What is in a consumer's hands need not be in this process, where it can be read again.
+        return 0 if cursor.parcel is not None and self._rewindable else super().held(cursor)
+
+    # ---- out of line -----------------------------------------------------------------------------------------------
+
+    async def redrive(self, event: Event) -> BaseException | None:
+        """Deliver one event out of line, to whoever can take it first. Raises Closed where the delivery ends before."""
+        assert event.token is not None
+        key = self.queue, event.token.offset, event.token.index
+        batch = EventBatch.of(event.stream or StreamId("", ""), [event])
+        encoded = frame(batch.encoded, self.queue, event.token.offset, indexes=[event.token.index], redriven=True)
+        while True:
+            member = await self._somebody(key, len(encoded))
+            error = await self._redrive_to(member, key, encoded)
+            if not isinstance(error, Closed):
+                self._delivered_events += error is None
+                return error
+
+    async def _redrive_to(self, member: Member, key: tuple[int, int, int], encoded: bytes) -> HeadraceError | None:
+        """Its answer; Closed where it goes before."""
+        outcome = member.redriven[key] = self._loop.create_future()
+        self._redriving.add(outcome)
+        member.charge(1, len(encoded))
+        self.group.edge.put(member, encoded)
+        try:
+            return await outcome
+        finally:
+            self._redriving.discard(outcome)
+            del member.redriven[key]
+            self.group.available(member)
+            self.group.tell_somebody()
+
+    async def _somebody(self, key: tuple[int, int, int], size: int) -> Member:
+        """Who has credit for it, and nothing in hands that its acknowledgement could be taken for."""
+        while not self._stopping:
+            for member in self.group.candidates(self.queue):
+                if key in member.redriven or key[:2] in member.in_flight:
+                    continue
+                if size > member.credit_bytes:
+                    self.group.needs(member, size)
+                elif member.account.fits(size):
+                    return member
+            await self.group.somebody()
+        raise Closed(f"subscription {self.name} stopped before dead letters were delivered once more")
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is left that could be delivered now."""
+        if self._stopping or self.feed is None or not self.feed.caught_up:
+            return False
+        return all(cursor.state is State.PAUSED for cursor in self.cursors.values())
+
+    async def stop(self, drain_s: float) -> None:
+        self.halt()
+        self.group.edge.forget(self._actor)
+        self.group.tell_somebody()
+        try:
+            async with asyncio.timeout(drain_s):
+                while self._giving_up or any(parcel.member.attached for parcel in self.parcels):
+                    await self._progress()
+        except TimeoutError:
+            if drain_s > 0:  # else nobody was to be waited for
+                log.warning(
+                    "%d parcels of %s, queue %d were not acknowledged within %.1f s and come again",
+                    len(self.parcels), self.name, self.queue, drain_s,
+                )  # fmt: skip
+        finally:
+            self.interrupted += [parcel.member for parcel in self.parcels]
+            for parcel in list(self.parcels):
+                self.take_back(parcel)
+            for outcome in self._redriving:
+                if not outcome.done():
+                    outcome.set_result(Closed(f"subscription {self.name} stopped"))
+            for task in self._giving_up:
+                task.cancel()
+        if self._giving_up:
+            await asyncio.wait(self._giving_up, timeout=CANCEL_S)
+        self._notify()
+
+
+class Rejected(HeadraceError):
+    """A consumer rejected an event that was delivered to it out of line."""
+
+    code = "rejected"
+
+
+def _attempt(trouble: Trouble, token: tuple[int, int]) -> int:
+    """Which delivery of an event it is, as far as is known."""
+    return 1 + trouble.deliveries if token < trouble.again else 1

@@ -1,0 +1,300 @@
+"""Delivery to a handler in this process.
+
+Up to `concurrency` workers call handlers. A worker is a task that goes from cursor to cursor. As long as handlers do
+not suspend, thousands of streams cost one task. When a handler suspends, the next turn of the loop starts another
+worker for the cursors that are ready. So handlers always run in a real task (timeouts and context variables work), and
+an additional task is only started when a handler waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from time import monotonic
+from typing import Any
+
+from ...streams.errors import Unavailable
+from ...streams.events import Event, EventBatch, SomeEvents
+from ...streams.failure_log import FailureLog, failure_text
+from ...streams.handlers import Handler
+from ...streams.identity import StreamId
+from ...streams.options import EventFilter
+from ...streams.subscriptions import Checkpoint, SubscriptionDefinition
+from ..cursor import READY, RUNNING, StreamCursor
+from .breaker import Admission
+from .delivery import CANCEL_S, Delivery, Failure, FailureSink, described
+
+log = logging.getLogger("headrace.agents")
+
+YIELD_EVENTS = 1024
+"""After so many events of one batch, a worker whose handler never suspends lets other tasks run."""
+TURN_S = 0.005
+"""How long a worker runs before it lets other tasks run, in seconds (QMQ's actor quota)."""
+PROCESS_ENDS = (SystemExit, KeyboardInterrupt)
+
+
+class HandlerDelivery(Delivery):
+    """Calls a handler. `options` are those of `Delivery`."""
+
+    def __init__(
+        self,
+        definition: SubscriptionDefinition,
+        queue: int,
+        checkpoint: Checkpoint,
+        handler: Handler,
+        sink: FailureSink,
+        *,
+        predicate: EventFilter | None = None,
+        concurrency: int = 100,
+        failures: FailureLog | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(definition, queue, checkpoint, sink, **options)
+        self._failures = failures or FailureLog()
+        self._handler = handler
+        self.predicate = predicate
+        self._handle = self._handle_batch if handler.on_batch else self._handle_events
+        self.concurrency = concurrency
+        self._workers: set[asyncio.Task[None]] = set()
+        self._spreading = False
+        self._yielding = 0
+
+    def _wake(self) -> None:
+        if self.withheld:
+            return
+        if not self._workers:
+            self._start_worker()
+        elif not self._spreading and len(self._workers) < self.concurrency:
+            self._spreading = True
+            self._loop.call_soon(self._spread)
+
+    def _spread(self) -> None:
+        """Called one turn of the loop after a cursor became ready: those still ready wait behind handlers that
+        suspended."""
+        self._spreading = False
+        if self._ready and not self.withheld and not self._yielding and len(self._workers) < self.concurrency:
+            self._start_worker()
+
+    def _start_worker(self) -> None:
+        if self._stopping:
+            return
+        task = self._loop.create_task(self._work(), name=f"headrace deliver {self.name}/{self.queue}")
+        self._workers.add(task)
+        task.add_done_callback(self._worker_ended)
+
+    def _worker_ended(self, task: asyncio.Task[None]) -> None:
+        self._workers.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log.error("delivery of %s, queue %d failed and goes on", self.name, self.queue, exc_info=error)
+        if self._ready:
+            self._wake()
+
+    # ---- handlers run ----------------------------------------------------------------------------------------------
+
+    async def _work(self) -> None:  # noqa: C901, PLR0912 (see its docstring)
+        """Call handlers until no cursor is ready. The body is not divided into functions: each costs a call per
+        batch."""
+        ready, handle, gate, breaker = self._ready, self._handle, self.gate, self.gate.breaker
+        turn_ends = monotonic() + TURN_S
+        if len(ready) > 1:
+            self._wake()
+        while ready and not self.over:
+            probe = False
+            if breaker.limiting:
+                admission = gate.ask(self)
+                if admission is Admission.NONE:
+                    break
+                probe = admission is Admission.PROBE
+            cursor = ready.popleft()
+            if cursor.state is not READY:
+                continue
+            batch = cursor.batch
+            assert batch is not None
+            if breaker.limiting:
+                gate.begin()
+            cursor.state = RUNNING
+            self._in_flight += 1
+            start = cursor.index
+            try:
+                handled = await (self._handle_one if probe else handle)(cursor, batch)
+            except BaseException as error:  # noqa: BLE001 (a handler's failure is not ours)
+                await self._raised(cursor, batch, error, start, one=probe)
+            else:
+                if breaker.watching and handled:
+                    gate.succeeded(cursor.stream)
+                if not probe or cursor.index >= batch.count:
+                    self._delivered_batches += 1
+                    self._finished(cursor)
+                else:
+                    self._enlist(cursor)
+            finally:
+                self._in_flight -= 1
+            if monotonic() > turn_ends:
+                await self._yield_turn()
+                turn_ends = monotonic() + TURN_S
+        self._notify()
+
+    async def _yield_turn(self) -> None:
+        """Let other tasks run. No other worker is started meanwhile, because this one does not wait for anything."""
+        self._yielding += 1
+        try:
+            await asyncio.sleep(0)
+        finally:
+            self._yielding -= 1
+        if len(self._ready) > 1:
+            self._wake()
+
+    async def _raised(
+        self, cursor: StreamCursor, batch: EventBatch, error: BaseException, start: int, *, one: bool
+    ) -> None:
+        """A handler that began at event `start` raised. `one`: it was given a single event, even if it takes
+        batches."""
+        cancelled = isinstance(error, asyncio.CancelledError)
+        if (cancelled and self.over) or isinstance(error, PROCESS_ENDS) or not self._loop.is_running():
+            cursor.state = READY  # it goes on at its token later
+            self._ready.appendleft(cursor)
+            raise error
+        if cursor.index > start and self.predicate is None and self.gate.breaker.watching:
+            self.gate.succeeded(cursor.stream)
+        end = batch.count if self._handler.on_batch and not one else cursor.index + 1
+        failure = Failure(end, described(error), error, unavailable=isinstance(error, Unavailable))
+        await self._failed(cursor, batch, failure)
+        task = asyncio.current_task()
+        if cancelled and task is not None and task.cancelling():
+            raise error  # a handler cancelled the task that it runs in: another worker goes on
+
+    async def _handle_events(self, cursor: StreamCursor, batch: EventBatch) -> bool:
+        """Return whether the handler was given anything."""
+        on_event = self._handler.on_event
+        assert on_event is not None
+        start, leased, handled = cursor.index, self._term is not None, False
+        for index, event in enumerate(batch.events(start), start):
+            if self._stopping or (leased and self.over):
+                raise asyncio.CancelledError
+            if cursor.done is not None and cursor.is_done(index):
+                continue
+            if self.predicate is None or self._wanted(event):
+                await on_event(event)
+                self._delivered_events += 1
+                handled = True
+            else:
+                self._filtered += 1
+            cursor.index = index + 1
+            cursor.trouble = None
+            if not index % YIELD_EVENTS and index:
+                await self._yield_turn()
+        return handled
+
+    async def _handle_one(self, cursor: StreamCursor, batch: EventBatch) -> bool:
+        """Give the handler the cursor's event alone, or the next one that passes the filter."""
+        for index, event in enumerate(batch.events(cursor.index), cursor.index):
+            if cursor.is_done(index):
+                continue
+            cursor.index = index
+            if wanted := self._wanted(event):
+                await self._call(batch, event)
+                self._delivered_events += 1
+            else:
+                self._filtered += 1
+            cursor.index = index + 1
+            cursor.trouble = None
+            if wanted:
+                return True
+        cursor.index = batch.count
+        return False
+
+    async def _call(self, batch: EventBatch, event: Event) -> None:
+        if self._handler.on_event:
+            await self._handler.on_event(event)
+        elif self._handler.on_batch:
+            await self._handler.on_batch(SomeEvents(batch, [event]))
+
+    async def _handle_batch(self, cursor: StreamCursor, batch: EventBatch) -> bool:
+        on_batch = self._handler.on_batch
+        assert on_batch is not None
+        left = batch.count - cursor.index
+        if cursor.index or self.predicate is not None or cursor.done is not None:
+            events = batch.events(cursor.index)
+            if cursor.done is not None:
+                events = [e for i, e in enumerate(events, cursor.index) if not cursor.is_done(i)]
+            left = len(events)
+            batch = SomeEvents(batch, [e for e in events if self._wanted(e)])
+        if batch.count:
+            await on_batch(batch)
+        self._delivered_events += batch.count
+        self._filtered += left - batch.count
+        return batch.count > 0
+
+    def _wanted(self, event: Event) -> bool:
+        try:
+            if self.predicate is None or self.predicate(event):
+                return True
+        except PROCESS_ENDS:
+            raise
+        except BaseException:
+            log.warning(
+                "the filter of subscription %r raised on event %s of stream %s: it is delivered",
+                self.name, event.token, event.stream, exc_info=True,
+            )  # fmt: skip
+            return True
+        return False
+
+    def _log_failure(self, cursor: StreamCursor, failure: Failure, outcome: str) -> None:
+        assert failure.error is not None
+        trouble = cursor.troubled()
+        message = failure_text(self.name, cursor.stream, cursor.token, outcome, failure.reason)
+        first = trouble.attempts + trouble.excused == 1
+        self._failures.write(log, self._loop.time(), message, failure.error, first=first)
+
+    async def _gave_up(self, failure: Failure) -> None:
+        if self._handler.on_error is None or not isinstance(failure.error, Exception):
+            return
+        try:
+            await self._handler.on_error(failure.error)
+        except Exception:
+            log.exception("on_error of %s raised", self.name)
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    async def redrive(self, event: Event) -> BaseException | None:
+        """Deliver one event outside of its stream's order. Return the handler's exception, None if it was handled."""
+        assert event.token is not None
+        batch = EventBatch.of(event.stream or StreamId("", ""), [event])
+        batch.offset = event.token.offset
+        try:
+            await self._call(batch, event)
+        except PROCESS_ENDS:
+            raise
+        except BaseException as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
+            return error
+        self._delivered_events += 1
+        return None
+
+    def runs_here(self) -> bool:
+        """Whether the current task is a worker of this delivery."""
+        return asyncio.current_task() in self._workers
+
+    async def stop(self, drain_s: float) -> None:
+        """Start nothing more. Running handlers have `drain_s` seconds to end, then they are cancelled. If this call is
+        cancelled, they are cancelled, too, and it does not wait for them."""
+        self.halt()
+        late = set(self._workers)
+        try:
+            if late:
+                _, late = await asyncio.wait(late, timeout=drain_s)
+        finally:
+            for task in late:
+                task.cancel()
+        if late:
+            log.warning(
+                "%d handlers of %s, queue %d did not end within %.1f s", len(late), self.name, self.queue, drain_s
+            )
+            _, left = await asyncio.wait(late, timeout=CANCEL_S)
+            if left:
+                log.error(
+                    "%d handlers of %s, queue %d ignore that they are cancelled", len(left), self.name, self.queue
+                )
+        self._notify()

@@ -1,0 +1,77 @@
+"""Durable records of events that were not delivered: dead letters and gaps."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+from ..adapters.receiving import Gap
+from ..streams.events import Event
+from ..streams.identity import SequenceToken, StreamId
+from ..streams.subscriptions import DeadLetter, GapRecord
+from .delivery.delivery import Delivery
+from .progress_store import ProgressStore
+
+log = logging.getLogger("headrace.agents")
+
+
+class FailureRecorder:
+    """Records dead letters and gaps of one provider's deliveries: the `FailureSink` of all of them."""
+
+    def __init__(self, provider: str, store: ProgressStore, leases: Mapping[int, int] | None) -> None:
+        """`leases`: epochs of the leases by queue, None if this process has all queues."""
+        self._provider = provider
+        self._store = store
+        self._leases = leases
+        self._gaps: list[GapRecord] = []
+        """Gaps that are not stored yet."""
+
+    async def dead_letter(self, delivery: Delivery, events: Sequence[Event], reason: str, attempts: int) -> None:
+        letters = [_letter(self._provider, delivery, event, reason, attempts) for event in events]
+        await self._store.add_dead_letters(letters, delivery.epoch or None, self._leases)
+
+    async def skipped(self, delivery: Delivery, events: Sequence[Event], reason: str) -> None:
+        records = [
+            self._gap_record(delivery, e.stream, e.token, SequenceToken(e.token.offset, e.token.index + 1), reason)
+            for e in events
+            if e.token is not None
+        ]
+        await self._store.add_gaps(records, self._leases)
+
+    def record_gap(self, delivery: Delivery, gap: Gap) -> GapRecord:
+        """Log a gap, and keep its record until `save_gaps`."""
+        log.error(
+            "subscription %r misses offsets %d to %d of queue %d: %s",
+            delivery.name, gap.low, max(gap.low, gap.high - 1), delivery.queue, gap.reason,
+        )  # fmt: skip
+        low, high = SequenceToken(max(gap.low, delivery.watermark)), SequenceToken(gap.high)
+        record = self._gap_record(delivery, None, low, high, gap.reason)
+        self._gaps.append(record)
+        return record
+
+    async def save_gaps(self) -> None:
+        """Store gaps. Call it before checkpoints past them are stored: a crash in between would hide the gaps."""
+        if self._gaps:
+            gaps = list(self._gaps)
+            await self._store.add_gaps(gaps)
+            del self._gaps[: len(gaps)]
+
+    def _gap_record(
+        self, delivery: Delivery, stream: StreamId | None, low: SequenceToken, high: SequenceToken, reason: str
+    ) -> GapRecord:
+        return GapRecord(self._provider, delivery.name, delivery.queue, stream, low, high, reason, now_us())
+
+
+def _letter(provider: str, delivery: Delivery, event: Event, reason: str, attempts: int) -> DeadLetter:
+    assert event.stream is not None
+    assert event.token is not None
+    return DeadLetter(
+        0, provider, delivery.name, delivery.queue, event.stream, event.token, event.payload, dict(event.headers),
+        event.id, event.timestamp_us or 0, reason, attempts, now_us(),
+    )  # fmt: skip
+
+
+def now_us() -> int:
+    """Microseconds since 1970 UTC."""
+    return time.time_ns() // 1000

@@ -1,0 +1,69 @@
+"""The store that pulling agents need: a part of the control store (`headrace.store`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+from ..streams.progress import Attachment, ControlRequests, RefusedProgress
+from ..streams.subscriptions import Checkpoint, DeadLetter, GapRecord
+
+
+class ProgressStore(Protocol):
+    """Progress, dead letters and gaps of subscriptions. Every method is one transaction: durable when it returns,
+    without effect when it raises a HeadraceError."""
+
+    async def attach(self, provider: str, name: str, *, exclusive: bool = True) -> Attachment:
+        """Take over a subscription under a new epoch. If it is not `exclusive`, share the epoch in effect.
+
+        Raises NotFound."""
+        ...
+
+    async def save_checkpoints(
+        self,
+        provider: str,
+        progress: Sequence[tuple[str, int, Mapping[int, Checkpoint]]],
+        leases: Mapping[int, int] | None = None,
+    ) -> RefusedProgress:
+        """Store progress, given as (subscription, epoch, checkpoint by queue). `leases` has the lease's epoch by queue.
+
+        Returns the subscriptions and queues with another owner by now: their progress is not stored."""
+        ...
+
+    async def seek(self, provider: str, name: str, positions: Mapping[int, Checkpoint], reason: str) -> int:
+        """Move a subscription. Returns its new epoch. Raises NotFound."""
+        ...
+
+    async def checkpoints_of_queue(self, provider: str, queue: int) -> Mapping[str, Checkpoint]:
+        """Checkpoints in a queue by subscription."""
+        ...
+
+    async def watermarks(self, provider: str, *, apart_from: Sequence[str] = ()) -> Mapping[int, int]:
+        """The lowest offset still needed by any subscription that is not in `apart_from`, by queue."""
+        ...
+
+    async def control_requests(self, provider: str, names: Sequence[str]) -> ControlRequests:
+        """Changes of these subscriptions, and stopped queues."""
+        ...
+
+    async def add_gaps(self, records: Sequence[GapRecord], leases: Mapping[int, int] | None = None) -> None:
+        """Store gap records. Raises Fenced if one of the queues has another owner by now."""
+        ...
+
+    async def add_dead_letters(
+        self, letters: Sequence[DeadLetter], epoch: int | None, leases: Mapping[int, int] | None = None
+    ) -> object:
+        """Store events that a subscription gave up on. Raises Fenced if it or a queue has another owner by now."""
+        ...
+
+    async def redrives(
+        self, provider: str, names: Sequence[str], *, queues: Collection[int] | None = None
+    ) -> Sequence[DeadLetter]:
+        """The first dead letters of these subscriptions and queues that are to be delivered once more."""
+        ...
+
+    async def finish_redrive(
+        self, letter_id: int, *, delivered: bool, reason: str | None, attempts: int, failed_at_us: int
+    ) -> None:
+        """Delete a dead letter that was delivered, or store its new failure."""
+        ...

@@ -1,0 +1,140 @@
+"""The queues of one provider in this process: their leases begin and end, and their agents stop and start."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..streams.subscriptions import Checkpoint
+from .checkpointer import Checkpointer
+from .delivery.delivery import Term
+from .host_state import HostState
+from .progress_store import ProgressStore
+from .served import ServedSubscription
+
+
+class QueueHost:
+    """Starts and stops the agents of queues. In a cluster it is the `QueueOwner` of `headrace.balancer`."""
+
+    def __init__(self, state: HostState, store: ProgressStore, checkpointer: Checkpointer) -> None:
+        self.queues = state.queues
+        self.leases = state.leases
+        """Epochs of the leases by queue. None: this process has all queues."""
+        self._state = state
+        self._store = store
+        self._checkpointer = checkpointer
+        self._cutting: set[asyncio.Task[Any]] = set()
+        self._giving_back: set[asyncio.Task[None]] = set()
+        self._losing: dict[int, tuple[float, asyncio.Future[None]]] = {}
+        """Queues to give back: how long each may drain, and the future that its callers await."""
+
+    async def aclose(self) -> None:
+        """Stop all agents at once, and wait for those that stop already."""
+        agents = self._state.agents
+        await asyncio.gather(*(agent.aclose() for agent in agents), *self._cutting, *self._giving_back)
+
+    # ---- agents stop and start on request ----------------------------------------------------------------------------
+
+    async def stop_agents(self, queues: Sequence[int], drain_s: float) -> None:
+        """Stop reading these queues. Events in flight have `drain_s` seconds to end, then exactly the progress made is
+        stored. Queues that are stopped already stay so."""
+        async with self._state.changing:
+            self._state.stopped.update(queues)
+            stopping = [self._stop_agent(queue, drain_s) for queue in queues]
+            done = dict(zip(queues, await asyncio.gather(*stopping), strict=True))
+            await self._checkpointer.save_stopped(done)
+
+    async def start_agents(self, queues: Sequence[int]) -> None:
+        """Read these queues again, from their stored checkpoints on."""
+        async with self._state.changing:
+            await self._checkpointer.save_unsaved(queues)
+            for queue in self._state.stopped.intersection(queues):
+                self._state.stopped.discard(queue)
+                self._state.attach_all(queue)
+
+    async def _stop_agent(self, queue: int, drain_s: float) -> dict[str, Checkpoint]:
+        agents = self._state.agents
+        agent, agents[queue] = agents[queue], self._state.new_agent(queue)
+        return await agent.aclose(drain_s)
+
+    # ---- leases begin and end ----------------------------------------------------------------------------------------
+
+    async def gain(self, queue: int, epoch: int, term: Term) -> None:
+        """The lease of a queue began: serve it from its stored checkpoints on, as long as the term lasts."""
+        state = self._state
+        assert state.leases is not None
+        async with state.changing:
+            await asyncio.gather(*self._cutting, return_exceptions=True)
+            if state.leases.get(queue) == epoch:  # the same lease: the queue was not given back after all
+                await self._checkpointer.save_unsaved([queue])
+            self._checkpointer.drop_unsaved(queue)
+            here = [served for served in state.served.values() if served.service.stored]
+            stored: Mapping[str, Checkpoint] = {}
+            if here:
+                stored = await self._store.checkpoints_of_queue(state.provider, queue)
+            for served in here:
+                _note_stored(served, queue, stored.get(served.definition.name))
+            state.leases[queue], state.terms[queue] = epoch, term
+            state.attach_all(queue)
+
+    async def lose(self, queue: int, drain_s: float) -> None:
+        """Give a queue back: events in flight have `drain_s` seconds to end, then exactly the progress made is stored.
+
+        Queues that are given back at the same time drain together. If storing fails, this raises, and may be called
+        again."""
+        if not self._losing:
+            task = asyncio.create_task(self._lose_all(), name=f"headrace gives back queues of {self._state.provider}")
+            self._giving_back.add(task)
+            task.add_done_callback(self._giving_back.discard)
+        _, lost = self._losing.setdefault(queue, (drain_s, asyncio.get_running_loop().create_future()))
+        await asyncio.shield(lost)
+
+    async def _lose_all(self) -> None:
+        async with self._state.changing:
+            losing, self._losing = self._losing, {}
+            try:
+                await self._lose_some({queue: drain_s for queue, (drain_s, _) in losing.items()})
+            except Exception as error:  # noqa: BLE001 (the callers of `lose` get it)
+                for _, lost in losing.values():
+                    lost.set_exception(error)
+                    lost.exception()  # mark it as retrieved: the callers may be cancelled by now
+            else:
+                for _, lost in losing.values():
+                    lost.set_result(None)
+
+    async def _lose_some(self, losing: Mapping[int, float]) -> None:
+        leases = self._state.leases
+        assert leases is not None
+        stopping = [self._stop_agent(queue, drain_s) for queue, drain_s in losing.items()]
+        done = dict(zip(losing, await asyncio.gather(*stopping), strict=True))
+        await self._checkpointer.save_stopped(done)
+        for queue in losing:
+            leases.pop(queue, None)
+            self._report_lost(queue, saved=True)
+
+    def cut(self, queue: int) -> None:
+        """The lease is over: stop at once, and store nothing."""
+        state = self._state
+        assert state.leases is not None
+        state.leases.pop(queue, None)
+        self._checkpointer.drop_unsaved(queue)
+        for served in state.served.values():
+            if (delivery := served.deliveries.pop(queue, None)) is not None:
+                delivery.cut()
+        self._report_lost(queue, saved=False)
+        closing = asyncio.create_task(self._stop_agent(queue, 0.0), name=f"headrace cut {state.provider}/{queue}")
+        self._cutting.add(closing)
+        closing.add_done_callback(self._cutting.discard)
+
+    def _report_lost(self, queue: int, *, saved: bool) -> None:
+        for served in self._state.served.values():
+            served.service.lost(queue, saved=saved)
+
+
+def _note_stored(served: ServedSubscription, queue: int, stored: Checkpoint | None) -> None:
+    """Note the stored checkpoint of a queue. None: the subscription does not read the queue, or was deleted."""
+    if stored is None:
+        served.saved.pop(queue, None)
+    else:
+        served.saved[queue] = stored

@@ -1,0 +1,86 @@
+"""Redrives: dead letters that are delivered once more."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+from ..streams.errors import Closed, HeadraceError
+from ..streams.events import Event
+from ..streams.subscriptions import DeadLetter
+from .delivery.delivery import described
+from .failure_recorder import now_us
+from .host_state import HostState
+from .periodic import run_periodically
+from .progress_store import ProgressStore
+
+log = logging.getLogger("headrace.agents")
+
+REDRIVE_S = 1.0
+MAX_REDRIVES = 16
+"""Dead letters of a subscription that are delivered once more at the same time."""
+
+
+class Redriver:
+    """Delivers the dead letters whose redrive was requested, for the subscriptions that this process serves."""
+
+    def __init__(self, state: HostState, store: ProgressStore) -> None:
+        self._state = state
+        self._store = store
+        self._redriving: dict[int, tuple[str, asyncio.Task[None]]] = {}
+        """Subscription and task by the id of the dead letter."""
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """Redrives under way."""
+        return [task for _, task in self._redriving.values()]
+
+    async def run(self) -> None:
+        """Start requested redrives periodically. Does not end."""
+        await run_periodically(self._start_redrives, REDRIVE_S)
+
+    async def _start_redrives(self) -> None:
+        state = self._state
+        busy = Counter(name for name, _ in self._redriving.values())
+        names = [name for name, one in state.served.items() if busy[name] < MAX_REDRIVES and one.gate.held is None]
+        queues = [queue for queue in range(state.queues) if state.reads(queue)]
+        letters: Sequence[DeadLetter] = ()
+        if names and queues:
+            letters = await self._store.redrives(state.provider, names, queues=queues)
+        for letter in letters:
+            if letter.id not in self._redriving and busy[letter.subscription] < MAX_REDRIVES:
+                busy[letter.subscription] += 1
+                task = asyncio.create_task(self._redrive(letter), name=f"headrace redrive {letter.id}")
+                self._redriving[letter.id] = letter.subscription, task
+                task.add_done_callback(lambda _, number=letter.id: self._redriving.pop(number))
+
+    async def _redrive(self, letter: DeadLetter) -> None:
+        served = self._state.served.get(letter.subscription)
+        delivery = served.deliveries.get(letter.queue) if served else None
+        if delivery is None:
+            return
+        try:
+            error = await delivery.redrive(_event(letter))
+        except Closed:
+            return  # it is delivered when its queue is served again
+        reason = None if error is None else described(error)
+        if error is not None:
+            log.warning("%s failed again on dead letter %d", letter.subscription, letter.id, exc_info=error)
+        try:
+            await self._store.finish_redrive(
+                letter.id,
+                delivered=error is None,
+                reason=reason,
+                attempts=letter.attempts + 1,
+                failed_at_us=now_us(),
+            )
+        except HeadraceError as failure:
+            log.warning("cannot record that dead letter %d was redriven, so it comes again: %s", letter.id, failure)
+
+
+def _event(letter: DeadLetter) -> Event:
+    return Event(
+        letter.payload, letter.headers, letter.event_id, letter.timestamp_us, stream=letter.stream, token=letter.token
+    )

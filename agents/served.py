@@ -1,0 +1,133 @@
+"""Subscriptions that this process serves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from ..streams.errors import HeadraceError
+from ..streams.failure_log import FailureLog
+from ..streams.handlers import Handler
+from ..streams.options import EventFilter
+from ..streams.subscriptions import Checkpoint, GapRecord, SubscriptionDefinition
+from .delivery.breaker import Gate
+from .delivery.delivery import Delivery, FailureSink, Term
+from .delivery.handling import HandlerDelivery
+
+log = logging.getLogger("headrace.agents")
+
+
+class DeliveryService(Protocol):
+    """Delivers a subscription's events: to handlers in this process, or to the members of a group."""
+
+    @property
+    def stored(self) -> bool:
+        """Whether the control store keeps its progress. Otherwise its consumers do."""
+        ...
+
+    def deliver(
+        self,
+        definition: SubscriptionDefinition,
+        queue: int,
+        checkpoint: Checkpoint,
+        sink: FailureSink,
+        *,
+        epoch: int,
+        term: Term | None,
+        rewindable: bool,
+        gate: Gate,
+    ) -> Delivery:
+        """Return a delivery of one queue's events from the checkpoint on."""
+        ...
+
+    def gap(self, record: GapRecord) -> None:
+        """Events were gone before they were delivered."""
+        ...
+
+    def lost(self, queue: int, *, saved: bool) -> None:
+        """The lease of a queue has ended. `saved`: it was given back, and all progress is stored."""
+        ...
+
+    def moved(self, moves: int) -> None:
+        """The subscription's position was moved, for the `moves`-th time."""
+        ...
+
+    def saving(self) -> Callable[[], None]:
+        """Called when progress was read and before it is stored. The caller calls the result once it is durable."""
+        ...
+
+    async def fenced(self, error: HeadraceError) -> None:
+        """Another process took over the subscription. It is not served here any more."""
+        ...
+
+    async def completed(self, limit_s: float) -> None:
+        """The subscription was closed or deleted. It is not served here any more. Returns within `limit_s` seconds."""
+        ...
+
+
+@dataclass(eq=False)
+class HandlerService:
+    """Delivers to handlers in this process."""
+
+    handler: Handler
+    predicate: EventFilter | None
+    concurrency: int
+    stored: bool = True
+    failures: FailureLog = field(default_factory=FailureLog)
+
+    def deliver(
+        self, definition: SubscriptionDefinition, queue: int, checkpoint: Checkpoint, sink: FailureSink, **options: Any
+    ) -> Delivery:
+        return HandlerDelivery(
+            definition, queue, checkpoint, self.handler, sink,
+            predicate=self.predicate, concurrency=self.concurrency, failures=self.failures, **options,
+        )  # fmt: skip
+
+    def gap(self, record: GapRecord) -> None: ...
+
+    def lost(self, queue: int, *, saved: bool) -> None: ...
+
+    def moved(self, moves: int) -> None: ...
+
+    def saving(self) -> Callable[[], None]:
+        return _ignore
+
+    async def fenced(self, error: HeadraceError) -> None:
+        if self.handler.on_error is not None:
+            try:
+                await self.handler.on_error(error)
+            except Exception:
+                log.exception("on_error raised")
+
+    async def completed(self, limit_s: float) -> None:
+        if self.handler.on_completed is None:
+            return
+        completing = asyncio.ensure_future(self.handler.on_completed())
+        try:
+            await asyncio.wait([completing], timeout=limit_s)
+        finally:
+            completing.cancel()
+        if not completing.done():
+            log.warning("on_completed did not end within %.1f s", limit_s)
+        elif not completing.cancelled() and (error := completing.exception()):
+            log.error("on_completed raised", exc_info=error)
+
+
+def _ignore() -> None: ...
+
+
+class ServedSubscription(NamedTuple):
+    """A subscription that this process serves."""
+
+    definition: SubscriptionDefinition
+    epoch: int
+    service: DeliveryService
+    deliveries: dict[int, Delivery]
+    """By queue. A queue whose agent is stopped is missing."""
+    saved: dict[int, Checkpoint]
+    """Stored checkpoints by queue, so that only changes are written."""
+    gate: Gate
+    """The subscription's circuit breaker."""

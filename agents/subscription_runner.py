@@ -1,0 +1,176 @@
+"""The subscriptions of one provider that this process serves: they begin, move, end, and are taken over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+
+from ..streams.errors import Busy, Fenced, HeadraceError, InvalidArgument, NotFound, Unavailable
+from ..streams.progress import Attachment
+from ..streams.subscriptions import Checkpoint, SubscriptionDefinition
+from .checkpointer import Checkpointer
+from .delivery.breaker import Gate
+from .host_state import HostState
+from .progress_store import ProgressStore
+from .served import DeliveryService, ServedSubscription
+
+log = logging.getLogger("headrace.agents")
+
+RETRY_S = 1.0
+"""Wait before the store is asked again about a subscription that was moved, in seconds."""
+
+
+class SubscriptionRunner:
+    """Serves subscriptions, and stops serving them."""
+
+    def __init__(self, state: HostState, store: ProgressStore, checkpointer: Checkpointer) -> None:
+        self.on_fenced: Callable[[str], None] = lambda _: None
+        """Called with the name of a subscription that another process took over, once it is not served here."""
+        self.moves: Callable[[str], Awaitable[int]] = _never
+        """Return how often a subscription, given by its name, was moved so far."""
+        self.tasks: set[asyncio.Task[None]] = set()
+        """Stop subscriptions that other processes took over."""
+        self._state = state
+        self._store = store
+        self._checkpointer = checkpointer
+
+    async def serve(
+        self,
+        definition: SubscriptionDefinition,
+        service: DeliveryService,
+        start: Mapping[int, Checkpoint] | None = None,
+    ) -> None:
+        """Deliver a subscription of the store from its checkpoints on, or one that is not stored from `start` on.
+        Raises Busy if it is served here already, NotFound if it does not exist."""
+        self._check_unserved(definition.name)
+        async with self._state.changing:  # a queue that is gained meanwhile reads its checkpoints after this
+            if service.stored:
+                attachment = await self._attachment(definition.name)
+            else:
+                attachment = Attachment(0, start or {})
+            self._check_unserved(definition.name)
+            self._deliver(definition, service, attachment)
+
+    async def _attachment(self, name: str) -> Attachment:
+        return await self._store.attach(self._state.provider, name, exclusive=self._state.leases is None)
+
+    def _check_unserved(self, name: str) -> None:
+        if name in self._state.served:
+            raise Busy(f"subscription {name!r} is already served by this process")
+
+    def _deliver(self, definition: SubscriptionDefinition, service: DeliveryService, attachment: Attachment) -> None:
+        gate = Gate(definition.name, enabled=definition.circuit_breaker)
+        served = ServedSubscription(definition, attachment.epoch, service, {}, dict(attachment.checkpoints), gate)
+        self._state.served[definition.name] = served
+        for queue, checkpoint in attachment.checkpoints.items():
+            if self._state.reads(queue):
+                self._state.attach(served, queue, checkpoint)
+
+    async def move(self, name: str, positions: Mapping[int, Checkpoint], reason: str, drain_s: float) -> None:
+        """Go on from other positions. If the store fails, raise its error, and go on from the former ones."""
+        await self._agents_settled()
+        served = self.serving(name)
+        del self._state.served[name]
+        here = await self._detach(served, drain_s)
+        attachment = Attachment(served.epoch, {**served.saved, **here})
+        try:
+            served.service.moved(await self.moves(name))  # nothing is in flight now: later events are delivered anew
+            if served.service.stored:
+                async with self._checkpointer.lock:
+                    await self._store.seek(self._state.provider, name, positions, reason)
+                    attachment = await self._attachment(name)
+            else:
+                attachment = Attachment(served.epoch, {**attachment.checkpoints, **positions})
+        finally:
+            self._deliver(served.definition, served.service, attachment)
+
+    async def withdraw(self, name: str, drain_s: float) -> ServedSubscription:
+        """Stop serving: running handlers have `drain_s` seconds to end, then exactly the progress made is stored.
+        Raises NotFound if it is not served here."""
+        await self._agents_settled()
+        served = self.serving(name)
+        del self._state.served[name]
+        leases = self._state.leases_now()
+        final = await self._detach(served, drain_s)
+        await self._checkpointer.save_withdrawn(served, final, leases)
+        return served
+
+    async def _detach(self, served: ServedSubscription, drain_s: float) -> dict[int, Checkpoint]:
+        """Stop all its deliveries. Return exactly the progress made."""
+        name, queues = served.definition.name, list(served.deliveries)
+        done = await asyncio.gather(*(self._state.agents[queue].detach(name, drain_s) for queue in queues))
+        return {queue: cp for queue, cp in zip(queues, done, strict=True) if cp is not None}
+
+    async def _agents_settled(self) -> None:
+        async with self._state.changing:
+            pass
+
+    def serving(self, name: str) -> ServedSubscription:
+        """Raises NotFound if it is not served here."""
+        if name not in self._state.served:
+            raise NotFound(f"subscription {name!r} is not served by this process")
+        return self._state.served[name]
+
+    def check_outside(self, name: str) -> None:
+        """Raise InvalidArgument if a handler of the subscription calls: stopping it would wait for that handler."""
+        served = self._state.served.get(name)
+        if served is not None and any(delivery.runs_here() for delivery in served.deliveries.values()):
+            raise InvalidArgument(
+                f"a handler of subscription {name!r} cannot wait until the subscription is closed, moved or deleted: "
+                "that waits for the handler; do it in a task of its own"
+            )
+
+    # ---- another process moved, deleted or took over a subscription ------------------------------------------------
+
+    def stop_fenced(self, name: str) -> None:
+        """Stop a subscription that another process changed, in a task: the other subscriptions do not wait for it."""
+        task = asyncio.create_task(self._stop_fenced(name), name=f"headrace fenced {name}")
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _stop_fenced(self, name: str) -> None:
+        """Stop. Progress that is still made here is refused anyway. In a cluster, go on from the new position."""
+        served = self._state.served.pop(name, None)
+        if served is None:
+            return
+        await self._detach(served, 0.0)
+        if self._state.leases is None:
+            log.error("subscription %s was moved, deleted or taken over elsewhere: this process stops serving it", name)
+        elif await self._attached_again(served):
+            return
+        else:
+            log.info("subscription %s was deleted: it is not served any more", name)
+        self.on_fenced(name)
+        await served.service.fenced(Fenced(f"subscription {name!r} was moved, deleted or taken over elsewhere"))
+
+    async def _attached_again(self, served: ServedSubscription) -> bool:
+        """In a cluster, another silo may have moved the subscription: go on from there. Return False if it was deleted.
+        While the store fails, ask it again."""
+        name = served.definition.name
+        while True:
+            try:
+                return await self._attach_again(served)
+            except HeadraceError as error:
+                log.warning("subscription %s was moved, and waits for the control store: %s", name, error)
+            await asyncio.sleep(RETRY_S)
+
+    async def _attach_again(self, served: ServedSubscription) -> bool:
+        name = served.definition.name
+        async with self._state.changing:
+            if name in self._state.served:  # another service serves it by now
+                await served.service.fenced(Unavailable(f"subscription {name!r} was moved: connect again"))
+                return True
+            try:
+                attachment = await self._attachment(name)
+            except NotFound:
+                return False
+            # Before events are delivered: a consumer that hears of it early only drops state it no longer needs.
+            served.service.moved(await self.moves(name))
+            log.info("subscription %s was moved: going on from where it is now", name)
+            self._deliver(served.definition, served.service, attachment)
+        return True
+
+
+async def _never(_: str) -> int:
+    return 0

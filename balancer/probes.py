@@ -1,0 +1,75 @@
+"""Probes silos that send no heartbeats, and votes that they are dead."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+from ..streams.cluster import LIVING, SiloRecord
+from ..streams.errors import HeadraceError, StorageError
+from .sightings import Sightings
+
+log = logging.getLogger("headrace.balancer")
+
+
+class Peers(Protocol):
+    """The connections to the other silos."""
+
+    async def reach(self, silo: SiloRecord) -> bool:
+        """Return whether the silo itself answers. Takes a bounded time."""
+        ...
+
+
+class VoteStore(Protocol):
+    """The part of `headrace.store.cluster_store.ClusterStore` that takes votes about dead silos."""
+
+    async def suspect(self, me: SiloRecord, suspect: SiloRecord, peers: Collection[str]) -> bool: ...
+
+
+class SiloProbes:
+    """The probes of one silo. Belongs to one event loop."""
+
+    def __init__(
+        self, store: VoteStore, peers: Peers, sightings: Sightings, dead_after_s: float, me: Callable[[], SiloRecord]
+    ) -> None:
+        """`me` returns the probing silo as the cluster knows it now. `dead_after_s`: see `ClusterOptions`."""
+        self._store = store
+        self._peers = peers
+        self._sightings = sightings
+        self._dead_after_s = dead_after_s
+        self._me = me
+        self._loop = asyncio.get_running_loop()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.silos: Sequence[SiloRecord] = ()
+        """The silos of the view that `sightings` has seen last."""
+
+    @property
+    def tasks(self) -> Collection[asyncio.Task[None]]:
+        """The probes that are running. Cancel and await them to end."""
+        return self._tasks.values()
+
+    def start(self) -> None:
+        """Probe the silos that have sent no heartbeat for `dead_after_s`."""
+        for silo in self.silos:
+            is_silent = silo.state in LIVING and not self._is_heard(silo)
+            if is_silent and silo.name != self._me().name and silo.name not in self._tasks:
+                task = self._loop.create_task(self._probe(silo), name=f"headrace probe {silo.name}")
+                self._tasks[silo.name] = task
+                task.add_done_callback(lambda _, name=silo.name: self._tasks.pop(name, None))
+
+    def _is_heard(self, silo: SiloRecord) -> bool:
+        return self._sightings.silent_s(silo, self._loop.time()) < self._dead_after_s
+
+    async def _probe(self, silo: SiloRecord) -> None:
+        try:
+            if await self._peers.reach(silo):
+                return
+            peers = [peer.name for peer in self.silos if self._is_heard(peer)]
+            if await self._store.suspect(self._me(), silo, peers):
+                log.warning("silo %s is dead: it sends no heartbeats, and its peers cannot reach it", silo.name)
+        except StorageError as error:
+            log.warning("silo %s cannot vote against silo %s: %s", self._me().name, silo.name, error)
+        except HeadraceError as error:
+            log.info("silo %s cannot vote against silo %s: %s", self._me().name, silo.name, error)

@@ -1,0 +1,5 @@
+"""Run the benchmarks: `python -m benchmarks`, in the checkout."""
+
+from .suite import command
+
+command(prog_name="python -m benchmarks")

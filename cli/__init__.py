@@ -1,0 +1,1 @@
+"""The command line: `headrace COMMAND`. Commands are imported when they are called."""

@@ -1,0 +1,50 @@
+"""`headrace pipeline`: the commands of the jobs in `headrace.pipeline.jobs`. They need the extra `headrace[spark]`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import click
+
+from ....streams.outcomes import Failed
+from ..help import CommandGroup
+
+JOBS = {
+    "archive": "Keep streams as Parquet files, by namespace and date.",
+    "replay": "Publish an archive or a log once more.",
+    "rollup": "Count events by time and stream: rates, lags, latencies.",
+    "audit": "Compare what was published with what was delivered.",
+}
+"""Each job's module in this package (it has the command as `command`) and its summary."""
+_OF_SPARK = ("pyspark", "py4j", "pyarrow", "numpy")
+
+
+class Jobs(CommandGroup):
+    """Imports a job's module when it is called, and not for the list of jobs."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(JOBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in JOBS:
+            return None
+        try:
+            module = import_module(f".{cmd_name}", __package__)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] not in _OF_SPARK:
+                raise
+            raise Failed(
+                f"headrace pipeline needs Spark, and {error.name} is missing: install headrace[spark]"
+            ) from None
+        command: click.Command = module.command
+        command.short_help = JOBS[cmd_name]
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Jobs"):
+            formatter.write_dl(list(JOBS.items()))
+
+
+@click.group("pipeline", cls=Jobs)
+def command() -> None:
+    """Jobs on Spark, for data that one process cannot hold. They need Java, and the extra headrace[spark]."""

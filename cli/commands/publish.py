@@ -1,0 +1,286 @@
+"""`headrace publish`."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from ...streams import Event, NotSupported, StreamId
+from ...streams.events import MAX_DELAY, MAX_PRIORITY
+from ...streams.outcomes import Failed, Interrupted
+from ...streams.publishing import scheduled
+from ...streams.wording import counted
+from .help import Command
+from .journal import ControlStoreJournals, FileReader, JournalStore, PublishJournal, UserFileJournals, state_folder
+from .lines import BadLine, LineFormat, Lines, read_lines
+from .options import ProviderPlace, SiloPlace, check_how, connected, creation_options, opened, place_options
+from .output import json_option, note, print_json
+from .progress import Advance, progress
+from .running import run
+
+if TYPE_CHECKING:
+    from ...client import Client
+
+STDIN = Path("-")
+LINES_AT_ONCE = 4096
+"""Most lines of a call. Each may go to another stream, and a request to a silo has a limit of streams."""
+Item = tuple[StreamId, bytes | Event]
+PublishMany = Callable[..., Awaitable[object]]
+"""`publish_many` of a provider or of a client."""
+
+
+@click.command("publish", cls=Command)
+@place_options
+@creation_options
+@click.option("--stream", metavar="NS/KEY", help="Publish everything to this stream.")
+@click.option("--namespace", metavar="NS", help="Publish to streams of this namespace …")
+@click.option("--key-field", metavar="FIELD", help="… with the key in this field.")
+@click.option("--id-field", metavar="FIELD", help="Field with the id of each event.")
+@click.option(
+    "--time-field",
+    metavar="FIELD",
+    help="Field with the time of each event: ISO 8601 with a zone, or seconds since 1970.",
+)
+@click.option(
+    "--delay",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="Deliver the events this much later. Needs an adapter with delays, such as redis, or the provider's delays.",
+)
+@click.option(
+    "--priority",
+    type=click.IntRange(0, MAX_PRIORITY),
+    metavar="0-99",
+    help="Of the events that are due, the highest goes first. Needs an adapter with priorities, such as redis.",
+)
+@click.option(
+    "--format", type=click.Choice(["json", "raw"]), default="json", show_default=True, help="Format of a line."
+)
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, allow_dash=True), default="-")
+@json_option
+def command(
+    *,
+    place: ProviderPlace,
+    how: Mapping[str, Any],
+    file: Path,
+    as_json: bool,
+    delay: float | None,
+    priority: int | None,
+    **form: Any,
+) -> None:
+    """Publish each line of FILE, or of stdin, as an event.
+
+    The payload is the line without its end. With --format json it has to be JSON, and blank lines are left out. With
+    --format raw every line is an event.
+
+    A line that is no event stops the command with its number; the lines before it are published. Correct the file and
+    run the same command again: it continues after the published lines, also after kill -9, if they have not changed.
+    Once the whole file is published, the same command publishes it once more. For a silo, this machine stores how far
+    the file is published. Nothing is stored for stdin.
+    """
+    try:
+        check_how(place, how)
+        result = run(_publish(place, how, file, LineFormat(**form), _schedule(delay, priority)))
+    except Interrupted:
+        raise Interrupted("interrupted" if file == STDIN else "interrupted: run it again to continue") from None
+    except BadLine as bad:
+        before = "the lines before it are published" if bad.number > 1 else "nothing is published"
+        raise Failed(f"{_name(file)}:{bad.number}: {bad.reason}; {before}") from None
+    if as_json:
+        print_json(result._asdict())
+    else:
+        done = f"{counted(result.events, 'event')} from {counted(result.lines, 'line')}"
+        note(f"published {done} in {result.seconds:.1f} s")
+
+
+class PublishResult(NamedTuple):
+    """The result of one run of the command."""
+
+    events: int
+    lines: int
+    skipped_lines: int
+    """Lines published by an earlier run that was interrupted."""
+    seconds: float
+
+
+class PublishTarget(NamedTuple):
+    """The provider that gets the lines."""
+
+    publish_many: PublishMany
+    notes: JournalStore | None
+    """None: the adapter does not support sequences, so there is no journal."""
+
+
+@asynccontextmanager
+async def _target(place: ProviderPlace, how: Mapping[str, Any]) -> AsyncGenerator[PublishTarget]:
+    if isinstance(place, SiloPlace):
+        async with connected(place) as client:
+            yield PublishTarget(client.publish_many, await _remote_notes(client, place.address))
+        return
+    async with opened(place, how, create=True) as provider:
+        can_tell = provider.adapter.capabilities.idempotent
+        yield PublishTarget(provider.publish_many, ControlStoreJournals(provider) if can_tell else None)
+
+
+async def _remote_notes(client: Client, address: str) -> JournalStore | None:
+    try:
+        await client.last_sequence("-")
+        return UserFileJournals(client, [one.strip() for one in address.split(",")])
+    except NotSupported:
+        return None
+    except OSError as error:
+        why = f"{state_folder()} cannot be used: {error.strerror}"
+        note(f"{why}; after an interruption, the next run publishes the file from its start")
+        return None
+
+
+class Schedule(NamedTuple):
+    """Delay and priority of all events of a run."""
+
+    delay: timedelta | None
+    priority: int | None
+
+
+def _schedule(delay_s: float | None, priority: int | None) -> Schedule | None:
+    if delay_s is None and priority is None:
+        return None
+    if delay_s is not None and not delay_s <= MAX_DELAY.total_seconds():
+        raise click.UsageError(f"--delay {delay_s:g} is more than {MAX_DELAY.days:,} days")
+    return Schedule(None if delay_s is None else timedelta(seconds=delay_s), priority)
+
+
+async def _publish(
+    place: ProviderPlace, how: Mapping[str, Any], file: Path, form: LineFormat, schedule: Schedule | None
+) -> PublishResult:
+    began = time.monotonic()
+    async with _target(place, how) as target:
+        with _descriptor(file) as descriptor:
+            journal = _journal(target, file, form, descriptor)
+            with journal.alone(file) if journal else nullcontext(), progress(_size(descriptor)) as advance:
+                publishing = LinePublisher(target.publish_many, form, journal, advance, schedule)
+                skipped = await publishing.resume(descriptor, _name(file))
+                lines = await publishing.publish(descriptor, skipped + 1)
+        return PublishResult(publishing.events, lines, skipped, time.monotonic() - began)
+
+
+class LinePublisher:
+    """Publishes the lines of one file, with or without a journal."""
+
+    def __init__(
+        self,
+        publish_many: PublishMany,
+        form: LineFormat,
+        journal: PublishJournal | None,
+        advance: Advance,
+        schedule: Schedule | None = None,
+    ) -> None:
+        self.events = 0
+        self._schedule = schedule
+        self._publish_many = publish_many
+        self._form = form
+        self._journal = journal
+        self._advance = advance
+        self._reader = FileReader()
+
+    async def resume(self, descriptor: int, name: str) -> int:
+        """Move to the place where an earlier run stopped. Return the number of lines before it."""
+        if self._journal is None:
+            return 0
+        stored = await self._journal.stored()
+        if stored is not None and self._reader.move_to(descriptor, stored):
+            if stored.lines:
+                note(f"{name}: continuing after line {stored.lines:,}: an earlier run published the lines up to it")
+            self._advance(stored.bytes, 0)
+            return stored.lines
+        if stored is not None:
+            note(
+                f"{name}: lines up to {stored.lines:,} have changed since an earlier run published them: "
+                "publishing all lines"
+            )
+            os.lseek(descriptor, 0, os.SEEK_SET)
+        self._journal.start_anew()
+        self._reader = FileReader()
+        return 0
+
+    async def publish(self, descriptor: int, first: int) -> int:
+        """Publish the lines that follow. Return their number. Raises BadLine after publishing the lines before it."""
+        count = 0
+        async with aclosing(read_lines(descriptor, first)) as source:
+            async for read in source:
+                for lines in read.cut(LINES_AT_ONCE):
+                    items, bad = self._understand(lines)
+                    good = len(lines.lines) if bad is None else bad.number - lines.first
+                    await self._store(items, lines.raw(good), good)
+                    count += good
+                    if bad is not None:
+                        raise bad
+        if self._journal is not None:
+            await self._journal.forget()
+        return count
+
+    def _understand(self, lines: Lines) -> tuple[list[Item], BadLine | None]:
+        items: list[Item] = []
+        for number, line in enumerate(lines.lines, lines.first):
+            try:
+                item = self._form.event(line)
+            except ValueError as error:
+                return items, BadLine(number, str(error))
+            if item is not None:
+                items.append(item)
+        return items, None
+
+    def _scheduled(self, items: list[Item]) -> list[Item]:
+        if self._schedule is None:
+            return items
+        return [(stream, scheduled([event], *self._schedule)[0]) for stream, event in items]
+
+    async def _store(self, items: list[Item], raw: bytes, lines: int) -> None:
+        self._reader.add(raw, lines)
+        items = self._scheduled(items)
+        if items and self._journal is not None:
+            position = self._reader.position
+            sequence = await self._journal.intend(position)
+            await self._publish_many(items, sequence=sequence)
+            self._journal.published(position)
+        elif items:
+            await self._publish_many(items)
+        self.events += len(items)
+        self._advance(len(raw), len(items))
+
+
+def _descriptor(file: Path) -> AbstractContextManager[int]:
+    return nullcontext(sys.stdin.fileno()) if file == STDIN else _opened(file)
+
+
+@contextmanager
+def _opened(file: Path) -> Generator[int]:
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _size(descriptor: int) -> int | None:
+    status = os.fstat(descriptor)
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def _journal(target: PublishTarget, file: Path, form: LineFormat, descriptor: int) -> PublishJournal | None:
+    """The journal; None for a pipe, which cannot be read again."""
+    if target.notes is None or file == STDIN or not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return None
+    return PublishJournal(target.notes, os.path.realpath(file), form)
+
+
+def _name(file: Path) -> str:
+    return "stdin" if file == STDIN else str(file)

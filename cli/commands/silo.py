@@ -1,0 +1,133 @@
+"""`headrace silo`."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...silo.config import SiloConfig, parse_address
+from ...silo.config_loader import load_config, unknown_variables
+from ...silo.host import Silo
+from ...silo.supervisor import Supervisor, configurations
+from ...silo.tuning import tune_interpreter
+from ...streams.outcomes import DONE
+from .help import Command, Option
+from .running import handle_signals
+
+log = logging.getLogger("headrace.silo")
+
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_grpc_option = functools.partial(click.option, cls=Option, section="gRPC")
+_http_option = functools.partial(click.option, cls=Option, section="HTTP")
+
+
+def grpc_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of the section `[grpc]`, passed to the command as the table `grpc`."""
+
+    @_grpc_option(
+        "--listen", metavar="HOST:PORT", help="Address of the gRPC server; port 0: a free one. [default: no gRPC]"
+    )
+    @_grpc_option("--insecure", is_flag=True, default=None, help="Serve other machines without TLS.")
+    @_grpc_option("--certificate", metavar="FILE", help="Certificate of the silo for TLS, PEM.")
+    @_grpc_option("--key", metavar="FILE", help="Key of the certificate, PEM.")
+    @_grpc_option("--client-ca", metavar="FILE", help="Clients need a certificate signed by one of these.")
+    @_grpc_option(
+        "--auth", metavar="HOW", help="tokens: clients need tokens; or none.  [default: see docs/security.md]"
+    )
+    @functools.wraps(command)
+    def with_grpc(
+        *args: Any,
+        listen: str | None,
+        insecure: bool | None,
+        certificate: str | None,
+        key: str | None,
+        client_ca: str | None,
+        auth: str | None,
+        **rest: Any,
+    ) -> Any:
+        host, port = (None, None) if listen is None else parse_address(listen)
+        tls = _given(insecure=insecure, certificate=certificate, key=key, client_ca=client_ca, auth=auth)
+        return command(*args, grpc=_given(host=host, port=port) | tls, **rest)
+
+    return with_grpc
+
+
+@click.command("silo", cls=Command)
+@click.argument("config", type=click.Path(path_type=Path, dir_okay=False), required=False)
+@click.option("--data", metavar="DIR", help="Data directory, relative to the working directory.")
+@click.option("--module", "modules", multiple=True, metavar="MODULE", help="Module with handlers; may be repeated.")
+@click.option("--drain", "drain_s", type=float, metavar="SECONDS", help="How long handlers may take to end.")
+@click.option("--workers", type=int, metavar="N", help="Run N silos as a cluster, on consecutive ports.")
+@_http_option("--host", help="Host of /metrics and /healthz.")
+@_http_option("--port", type=int, help="Port of /metrics and /healthz; 0: a free one.  [default: none]")
+@grpc_options
+@click.option("--log-level", help="debug, info, warning or error.")
+def command(
+    *,
+    config: Path | None,
+    modules: Sequence[str],
+    host: str | None,
+    port: int | None,
+    grpc: Mapping[str, Any],
+    **top: Any,
+) -> int:
+    """Run a silo, with the handlers that your modules declare, and gRPC with --listen, until SIGTERM or SIGINT.
+
+    CONFIG is a TOML file; its data = is relative to its folder. HEADRACE_* variables, such as HEADRACE_HTTP__PORT,
+    override it. Flags override both. At the first signal the silo waits for running handlers, saves their progress, and
+    exits with 0. A second signal stops it at once.
+
+    With --workers, N processes serve the data directory. Each has its own name, and consecutive ports from the given
+    ones on. A process that dies is started again.
+    """
+    flags = _given(**top, modules=list(modules) or None, http=_given(host=host, port=port) or None, grpc=grpc or None)
+    loaded = load_config(config, os.environ, flags)
+    logging.basicConfig(level=loaded.log_level.upper(), format=FORMAT)
+    for line in unknown_variables(os.environ):
+        log.warning("%s", line)
+    if loaded.workers is None:
+        asyncio.run(serve(loaded, None))
+        return DONE
+    return asyncio.run(_supervise(configurations(loaded, loaded.workers)))
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+async def serve(
+    config: SiloConfig, stop_requested: asyncio.Event | None, ready: Callable[[Silo], object] = lambda _: None
+) -> None:
+    """Run a silo until a signal, or until `stop_requested` is set."""
+    stop_requested = stop_requested or asyncio.Event()
+    handle_signals(lambda _: stop_requested.set())
+    async with Silo.opened(config) as silo:
+        tune_interpreter()
+        ready(silo)
+        await _first(stop_requested.wait(), silo.until_superseded())
+
+
+async def _supervise(configs: Sequence[SiloConfig]) -> int:
+    supervisor = Supervisor(configs)
+    handle_signals(lambda _: supervisor.stop(), supervisor.kill)
+    return await supervisor.run()
+
+
+async def _first(*ends: Coroutine[Any, Any, object]) -> None:
+    """Return or raise as the first of the coroutines does."""
+    tasks = [asyncio.create_task(end, name="headrace silo end") for end in ends]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

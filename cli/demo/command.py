@@ -1,0 +1,113 @@
+"""`headrace demo`."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import click
+
+from ...silo.tuning import tune_interpreter
+from ...streams import InvalidArgument
+from ...streams.outcomes import Failed, Interrupted
+from ..commands.output import json_option, note, print_json
+from ..commands.running import run
+from .flights import Flights, installed_flights, load_flights
+from .jobs import open_jobs
+from .run import DEFAULTS, Run, Settings, begin, opened
+from .stage import Stage, Verdict, check_only_the_demo
+from .watching import report, watched
+
+
+@click.command("demo")
+@click.option("--events", type=click.IntRange(min=1), metavar="N", help="Only the first N flights.  [default: all]")
+@click.option("--data", type=click.Path(path_type=Path), help="Data directory.  [default: a temporary one]")
+@click.option("--durability", type=click.Choice(["commit", "relaxed"]), help="What a publish waits for.")
+@click.option("--policy", type=click.Choice(["throttle", "detach"]), help="How a slow consumer is treated.")
+@click.option(
+    "--slow",
+    type=click.IntRange(min=1),
+    default=14_000,
+    help="Events a second of the slow consumer.",
+    show_default=True,
+)
+@click.option("--flights", type=click.Path(path_type=Path), help="Another flights.csv or flights.csv.zip.")
+@json_option
+def command(*, data: Path | None, flights: Path | None, slow: int, as_json: bool, **wanted: Any) -> None:
+    """The flights out of New York in 2013 through one silo.
+
+    Every flight is published in order of departure, one stream per aircraft, and delivered to three subscriptions:
+    delay statistics per carrier, an order check per aircraft, and a consumer that is slow on purpose. At the end it
+    compares the deliveries with the file. The exit code is 1 if an event is missing or out of order, or was delivered
+    twice in a run that was not interrupted.
+
+    With the same --data, an interrupted run continues, and a finished run starts over.
+    """
+    path = data or Path(mkdtemp(prefix="headrace-demo-"))
+    try:
+        verdict = _run(path, flights, slow, Settings(**wanted))
+    except Interrupted:
+        raise Interrupted(f"interrupted: `headrace demo --data {shlex.quote(str(path))}` continues it") from None
+    if as_json:
+        print_json(_document(verdict))
+    else:
+        report(verdict)
+    if not verdict.ok:
+        raise Failed(*verdict.problems, f"the data is in {path}")
+    if data is None:
+        shutil.rmtree(path)
+
+
+def _run(path: Path, file: Path | None, slow: int, wanted: Settings) -> Verdict:
+    with opened(path, wanted) as (directory, left):
+        settings = wanted if left is None or left.state == "ended" else left.settings
+        flights = _load(file or installed_flights(), settings.events)
+        if left is not None and left.state == "ended":
+            run(check_only_the_demo(directory, left.settings.events or 0))
+        chosen = Settings(
+            events=len(flights),
+            policy=settings.policy or DEFAULTS.policy,
+            durability=settings.durability or DEFAULTS.durability,
+        )
+        this = begin(directory, left, chosen, flights.fingerprint)
+        if this.resumed:
+            note(f"continuing the interrupted run in {path}")
+        return _finish(this, flights, slow)
+
+
+def _load(path: Path, events: int | None) -> Flights:
+    flights = load_flights(path, events)
+    if events is not None and len(flights) < events:
+        raise InvalidArgument(f"--events {events}: there are only {len(flights):,} flights in {path}")
+    return flights
+
+
+def _finish(this: Run, flights: Flights, slow: int) -> Verdict:
+    stage = Stage(this, flights, open_jobs(this.folder, flights, slow))
+    try:
+        run(_play(stage))
+    except Interrupted:
+        this.save("stopped")
+        raise
+    verdict = stage.verdict()
+    this.save("ended")
+    return verdict
+
+
+async def _play(stage: Stage) -> None:
+    tune_interpreter()
+    async with stage.opened() as provider, watched(stage, provider):
+        await stage.play(provider)
+
+
+def _document(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "events": verdict.events,
+        "streams": verdict.streams,
+        "subscriptions": {name: tally._asdict() for name, tally in verdict.subscriptions.items()},
+        "seconds": round(verdict.seconds, 3),
+        "ok": verdict.ok,
+    }

@@ -1,0 +1,86 @@
+"""The command line: `headrace COMMAND`.
+
+The result of a command goes to stdout, everything else to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage,
+130 interrupted. The modules of a command are imported when it is called.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import version
+
+import click
+
+from ..streams.outcomes import DONE, USAGE
+from .commands.help import CommandGroup
+from .interrupts import interrupts_kill
+from .outcome import exit_code, message
+
+COMMANDS = {
+    "demo": ("..demo.command", "Run 336,776 flights through one silo, watch, and check the result."),
+    "silo": (".silo", "Run the handlers of your modules until SIGTERM or SIGINT."),
+    "publish": (".publish", "Publish the lines of a file or of stdin."),
+    "subscribe": (".subscribe", "Print the events of a stream, or of all streams that match a pattern."),
+    "streams": (".streams", "List the streams that have events."),
+    "subscriptions": (".subscriptions", "List, inspect, create, move and delete subscriptions."),
+    "deadletters": (".deadletters", "List, inspect, redrive and delete events that were given up."),
+    "queues": (".queues", "Show how full each queue is, and the progress of its subscriptions."),
+    "check": (".check", "Read all of a data directory, and report damage."),
+    "repair": (".repair", "Continue after data was damaged or lost."),
+    "cluster": (".cluster", "Show the silos that share the queues; drain them, stop and start agents."),
+    "tokens": (".tokens", "Create, list and revoke the tokens of clients."),
+    "pipeline": (".pipeline", "Jobs on Spark: archive, replay, rollup, audit."),
+}
+"""Module of each command, with the function `command`, and its short help."""
+
+
+class LazyGroup(CommandGroup):
+    """Imports a command's module when the command is called, and not for the list of commands."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        with interrupts_kill():
+            module = import_module(COMMANDS[cmd_name][0], f"{__package__}.commands")
+        command: click.Command = module.command
+        command.short_help = COMMANDS[cmd_name][1]
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(version("headrace"), prog_name="headrace")
+def cli() -> None:
+    """Persistent streams for Python: publish, subscribe, and inspect the stored events."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    try:
+        code: object = cli.main(arguments, prog_name="headrace", standalone_mode=False)
+        sys.stdout.flush()
+    except BaseException as error:  # noqa: BLE001 (an unexpected error is raised again, with its traceback)
+        return _failed(error)
+    return code if isinstance(code, int) else DONE
+
+
+def _failed(error: BaseException) -> int:
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        error.show()
+        return USAGE
+    code = exit_code(error)
+    if code is None:
+        raise error
+    for line in message(error).splitlines():
+        click.echo(f"headrace: {line}", err=True)
+    if isinstance(error, BrokenPipeError):
+        sys.stdout = None  # its reader is gone: flushing the buffer at the end would raise again
+    return code

@@ -1,0 +1,12 @@
+"""The entry point of the `headrace` command. It imports nothing else of headrace before SIGINT is handled."""
+
+from __future__ import annotations
+
+from .interrupts import interrupts_kill
+
+
+def main() -> int:
+    """Run the command line and return the exit code."""
+    with interrupts_kill():
+        from .main import main  # noqa: PLC0415 (SIGINT during this import must end the process)
+    return main()

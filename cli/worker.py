@@ -1,0 +1,68 @@
+"""The process of one silo that a supervisor keeps running: see `headrace.silo.supervisor`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+
+import msgspec
+
+from ..silo.config import SiloConfig
+from ..silo.host import Silo
+from ..silo.supervisor import WorkerStatus
+from .commands.silo import FORMAT, serve
+from .outcome import exit_code, message
+
+log = logging.getLogger("headrace.silo")
+
+
+def main(reports: int) -> int:
+    """Serve with the configuration from stdin, until a signal or the end of stdin. `reports` is the file descriptor for
+    the worker's status."""
+    os.set_inheritable(reports, False)  # processes that handlers start would keep it open
+    line = sys.stdin.readline()
+    if not line.endswith("\n"):
+        return 1  # the supervisor is gone already
+    config = msgspec.json.decode(line, type=SiloConfig)
+    assert config.cluster is not None
+    name = FORMAT.replace("%(name)s", f"{config.cluster.name} %(name)s")
+    logging.basicConfig(level=config.log_level.upper(), format=name)
+    try:
+        asyncio.run(_serve(config, reports))
+    except BaseException as error:
+        code = exit_code(error)
+        if code is None:
+            raise
+        _report(reports, WorkerStatus(error=message(error)))
+        return code
+    return 0
+
+
+async def _serve(config: SiloConfig, reports: int) -> None:
+    stopping = asyncio.Event()
+    asyncio.get_running_loop().add_reader(0, _stop, stopping)
+
+    def ready(silo: Silo) -> None:
+        _report(reports, WorkerStatus(address=silo.grpc_address or ""))
+
+    await serve(config, stopping, ready)
+
+
+def _stop(stopping: asyncio.Event) -> None:
+    """The supervisor closed its end of stdin, so it is gone: it writes nothing more to stdin."""
+    asyncio.get_running_loop().remove_reader(0)
+    log.warning("the supervisor is gone: this silo stops")
+    stopping.set()
+
+
+def _report(reports: int, status: WorkerStatus) -> None:
+    try:
+        os.write(reports, msgspec.json.encode(status) + b"\n")
+    except BrokenPipeError:
+        pass  # the supervisor is gone
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

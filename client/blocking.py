@@ -1,0 +1,306 @@
+"""The client for programs without asyncio: the same calls, which block until they are done.
+
+with SyncClient("127.0.0.1:9465") as client:
+    client.stream("orders", "42").publish(b"paid")
+    with client.subscribe("printer", "orders/*") as consumer:
+        for batch in consumer:
+            ...
+            batch.ack()
+
+All clients of a process share one thread, in which an event loop runs. They may be used from any thread, and from
+several threads at a time. Events that several threads publish at the same time travel in one request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Generic, ParamSpec, Self, TypeVar, Unpack, cast
+
+from ..streams.arguments import check_options
+from ..streams.errors import Closed, InvalidArgument
+from ..streams.events import Event
+from ..streams.identity import SequenceToken, StreamId
+from ..streams.publishing import ProducerSequence, Receipt
+from ..streams.subscriptions import DeadLetter, GapRecord, Start, SubscriptionDefinition
+from .blocking_consumer import SyncConsumer, SyncPulled
+from .client import Client
+from .consuming import Pulled
+from .management import SubscriptionState
+from .options import ClientOptions, ConsumerOptions
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class LoopThread:
+    """A thread with an event loop. It ends when its last user releases it."""
+
+    _shared: LoopThread | None = None
+    _users = 0
+    _lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._process = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="headrace client", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def acquire(cls) -> LoopThread:
+        """Return the thread of this process. Call `release` when it is no longer needed."""
+        with cls._lock:
+            if cls._shared is None or cls._shared.forked:
+                cls._shared, cls._users = LoopThread(), 0
+            cls._users += 1
+            return cls._shared
+
+    def release(self) -> None:
+        """End the use of the thread. It ends with its last user."""
+        with self._lock:
+            if self is not LoopThread._shared:
+                return  # it belongs to the process that this one was forked from
+            LoopThread._users -= 1
+            if LoopThread._users:
+                return
+            LoopThread._shared = None
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked from the process that has the thread."""
+        return self._process != os.getpid()
+
+    def call(self, function: Callable[_P, Awaitable[_T]], *args: _P.args, **options: _P.kwargs) -> _T:
+        """Call an async function in the thread, and return its result. If the caller is interrupted, as by Ctrl-C, the
+        function is cancelled."""
+        if self.forked:
+            raise Closed(
+                "a client does not survive fork: start processes with spawn, or fork before the first client is opened"
+            )
+        if threading.current_thread() is self._thread:
+            raise InvalidArgument(
+                "a SyncClient cannot be called in its own thread, as the call would wait for itself: call it elsewhere"
+            )
+        call = _LoopCall(functools.partial(function, *args, **options))
+        try:
+            self._loop.call_soon_threadsafe(call.begin)
+            return call.outcome.result()
+        except BaseException:
+            self._loop.call_soon_threadsafe(call.cancel)
+            raise
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            for task in (left := asyncio.all_tasks(self._loop)):
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        finally:
+            self._loop.close()
+
+
+class _LoopCall(Generic[_T]):
+    """A call in the loop of another thread. `asyncio.run_coroutine_threadsafe` cannot be interrupted early enough."""
+
+    def __init__(self, function: Callable[[], Awaitable[_T]]) -> None:
+        self.outcome: Future[_T] = Future()
+        self._function = function
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="headrace call")
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            self.outcome.set_result(await self._function())
+        except asyncio.CancelledError:
+            self.outcome.cancel()
+        except BaseException as error:  # noqa: BLE001 (the caller gets it)
+            self.outcome.set_exception(error)
+
+
+class SyncStream:
+    """A handle on one stream: see `headrace.streams.Stream`."""
+
+    __slots__ = ("_client", "id")
+
+    def __init__(self, id: StreamId, client: SyncClient) -> None:  # noqa: A002 (the word of the field)
+        self.id = id
+        self._client = client
+
+    def publish(
+        self,
+        events: bytes | Event | Iterable[bytes | Event],
+        *,
+        delay: timedelta | None = None,
+        priority: int | None = None,
+    ) -> SequenceToken:
+        """Publish one event or several, in order: see `Stream.publish`."""
+        return self._client.publish(self.id, events, delay=delay, priority=priority)
+
+    def __repr__(self) -> str:
+        return f"SyncStream({self.id!s})"
+
+
+class SyncClient:
+    """A provider of a silo, over gRPC, for threads. Open it with `with`. Its methods are documented in `Client`.
+
+    It does not survive `os.fork`. A process that was forked after a client was opened can open no client.
+    """
+
+    def __init__(self, address: str, **options: Unpack[ClientOptions]) -> None:
+        """`options` are those of `Client`. Raises InvalidArgument."""
+        check_options("SyncClient", options, ClientOptions.__annotations__)
+        self._client = Client(address, **options)
+        self._thread: LoopThread | None = None
+
+    def __enter__(self) -> Self:
+        self._thread = LoopThread.acquire()
+        try:
+            self._call(self._client.__aenter__)
+        except BaseException:
+            self._release()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for the events that other threads are publishing, as long as these would wait, and close. Idempotent."""
+        if self._thread is not None:
+            try:
+                self._call(self._client.aclose)
+            finally:
+                self._release()
+
+    # ---- publishing ------------------------------------------------------------------------------------------------
+
+    def stream(self, namespace: str | StreamId, key: str | None = None) -> SyncStream:
+        """A handle on a stream, by namespace and key or by id."""
+        return SyncStream(self._client.stream(namespace, key).id, self)
+
+    def publish(
+        self,
+        stream: StreamId,
+        events: bytes | Event | Iterable[bytes | Event],
+        *,
+        delay: timedelta | None = None,
+        priority: int | None = None,
+    ) -> SequenceToken:
+        return self._call(self._client.publish, stream, events, delay=delay, priority=priority)
+
+    def publish_many(
+        self, items: Iterable[tuple[StreamId, bytes | Event]], *, sequence: ProducerSequence | None = None
+    ) -> Sequence[Receipt]:
+        return self._call(self._client.publish_many, items, sequence=sequence)
+
+    def last_sequence(self, producer: str) -> int:
+        return self._call(self._client.last_sequence, producer)
+
+    def flush(self) -> None:
+        self._call(self._client.flush)
+
+    # ---- subscriptions ---------------------------------------------------------------------------------------------
+
+    def subscribe(
+        self,
+        name: str,
+        selector: str | StreamId | None = None,
+        handler: None = None,
+        **options: Unpack[ConsumerOptions],
+    ) -> SyncConsumer:
+        """Consume the durable subscription `name`: `with client.subscribe(...) as consumer: for batch in consumer`.
+
+        `options` are those of `Client.subscribe` without a handler. A handler is refused, because it would be async.
+        The functions `on_state` and `on_gap` are called in the client's thread, and must not call the client.
+        """
+        if cast("object", handler) is not None or not {"batch", "concurrency"}.isdisjoint(options):
+            raise InvalidArgument("a SyncClient has no handlers: iterate over the consumer, or use Client")
+        return SyncConsumer(self._client.subscribe(name, selector, **options), self._call)
+
+    def pull(
+        self,
+        name: str,
+        consumer: str,
+        *,
+        max_events: int = 0,
+        max_bytes: int = 0,
+        wait_s: float = 0.0,
+        session_timeout_s: float | None = None,
+        after: SyncPulled | None = None,
+    ) -> SyncPulled:
+        pulled = self._call(
+            self._client.pull,
+            name,
+            consumer,
+            max_events=max_events,
+            max_bytes=max_bytes,
+            wait_s=wait_s,
+            session_timeout_s=session_timeout_s,
+            after=None if after is None else _pulled(after),
+        )
+        return SyncPulled(pulled, self._call)
+
+    def acknowledge(self, pulled: SyncPulled) -> int:
+        return self._call(self._client.acknowledge, _pulled(pulled))
+
+    def create_subscription(self, definition: SubscriptionDefinition) -> bool:
+        return self._call(self._client.create_subscription, definition)
+
+    def subscription(self, name: str) -> SubscriptionState:
+        return self._call(self._client.subscription, name)
+
+    def subscriptions(self) -> list[SubscriptionDefinition]:
+        return self._call(self._client.subscriptions)
+
+    def delete_subscription(self, name: str) -> None:
+        self._call(self._client.delete_subscription, name)
+
+    def seek(self, name: str, start: Start | str) -> None:
+        self._call(self._client.seek, name, start)
+
+    def caught_up(self, name: str) -> None:
+        self._call(self._client.caught_up, name)
+
+    def resume(self, name: str, stream: StreamId) -> bool:
+        return self._call(self._client.resume, name, stream)
+
+    def dead_letters(self, subscription: str | None = None, *, limit: int = 100, after_id: int = 0) -> list[DeadLetter]:
+        return self._call(self._client.dead_letters, subscription, limit=limit, after_id=after_id)
+
+    def redrive(self, subscription: str, ids: Sequence[int] | None = None) -> int:
+        return self._call(self._client.redrive, subscription, ids)
+
+    def delete_dead_letters(self, subscription: str, ids: Sequence[int] | None = None) -> int:
+        return self._call(self._client.delete_dead_letters, subscription, ids)
+
+    def gaps(self, subscription: str) -> list[GapRecord]:
+        return self._call(self._client.gaps, subscription)
+
+    def _call(self, function: Callable[_P, Awaitable[_T]], *args: _P.args, **options: _P.kwargs) -> _T:
+        if self._thread is None:
+            raise Closed("the client is not open: use it in a `with` block")
+        return self._thread.call(function, *args, **options)
+
+    def _release(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.release()
+
+
+def _pulled(pulled: SyncPulled) -> Pulled:
+    """The `Pulled` inside. The client refuses any other object."""
+    return getattr(pulled, "pulled", cast("Pulled", pulled))

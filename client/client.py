@@ -1,0 +1,196 @@
+"""A provider in another process. It has the methods of a provider in this process: see `headrace.silo.provider`.
+
+async with Client("127.0.0.1:9465") as client:
+    await client.stream("orders", "42").publish(b"paid")
+    async with client.subscribe("printer", "orders/*") as consumer:
+        async for batch in consumer:
+            ...
+            await batch.ack()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import NoReturn, Self, cast
+
+from ..proto.v1 import publisher_pb2 as pb
+from ..streams.arguments import check_flag, check_seconds, check_text, refused
+from ..streams.errors import InvalidArgument, PayloadTooLarge
+from ..streams.events import Event, EventBatch
+from ..streams.identity import SequenceToken, StreamId
+from ..streams.publishing import (
+    MAX_REQUEST_BATCHES,
+    ProducerSequence,
+    Receipt,
+    check_producer,
+    check_sequence,
+    check_stream,
+    encoded,
+    grouped,
+    listed,
+    scheduled,
+)
+from ..streams.stream import Stream
+from .connection import Connection, Tls
+from .consuming import Consuming
+from .management import parsed
+from .publishing import PublishPipeline, frame, receipts_of
+
+UNKNOWN_PLACE = SequenceToken(-1)
+"""The token of published events whose position is unknown: they were stored before an outage, and the silo has
+forgotten their position."""
+MAX_REQUEST_BYTES = 4 << 20
+"""Limit of one request with a sequence."""
+
+
+class Client(Consuming):
+    """A provider of a silo, over gRPC. Open it with `async with`; it belongs to that event loop.
+
+    When the silo cannot be reached, calls wait and try again for `timeout_s`, and then raise Unavailable. Also in this
+    case, published events are stored once and in order: see `publish`.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        provider: str = "default",
+        token: str | None = None,
+        tls: Tls | bool | None = None,
+        insecure: bool = False,
+        connect_timeout_s: float = 10.0,
+        timeout_s: float = 30.0,
+        linger_s: float = 0.0,
+    ) -> None:
+        """`address` is host:port, or several with commas between: when one does not answer, the next is tried. `tls` is
+        True, or a `Tls` with certificates. A token goes over an unencrypted connection only within this machine, or
+        with `insecure=True`.
+
+        `connect_timeout_s` is for opening, `timeout_s` for every call afterwards, in seconds. `linger_s` is how long a
+        request waits for more events, in seconds. With 0 it has the events published in one turn of the loop.
+
+        Raises InvalidArgument.
+        """
+        for name, text in (("address", address), ("provider", provider)):
+            check_text(name, text)
+        if token is not None:
+            check_text("token", token)
+        if tls is not None and not isinstance(cast("object", tls), bool | Tls):
+            raise refused("tls", tls, "True, False, None or a Tls, such as Tls(ca='ca.pem')")
+        check_flag("insecure", insecure)
+        for name, value in (("connect_timeout_s", connect_timeout_s), ("timeout_s", timeout_s)):
+            check_seconds(name, value, above_zero=True)
+        check_seconds("linger_s", linger_s)
+        super().__init__(Connection(address, token=token, tls=tls, insecure=insecure), provider, timeout_s)
+        self._connect_timeout_s = connect_timeout_s
+        self._publishing = PublishPipeline(self._connection, provider, timeout_s=timeout_s, linger_s=linger_s)
+
+    async def __aenter__(self) -> Self:
+        self._connection.check_loop()
+        try:
+            await self._connection.open(self._connect_timeout_s)
+        except BaseException:
+            await self._connection.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def __enter__(self) -> NoReturn:
+        raise InvalidArgument("a Client is opened with `async with`: without asyncio, use `with SyncClient(...)`")
+
+    def __exit__(self, *_: object) -> None: ...
+
+    async def aclose(self) -> None:
+        """Close the consumers, wait for events that are being published, as long as their callers would, and close.
+        Idempotent. Afterwards every call raises Closed."""
+        self._connection.check_loop()
+        try:
+            await self.close_consumers()  # first: handlers that end may still publish
+            await self._publishing.aclose()
+        finally:
+            await self._connection.aclose()
+
+    # ---- publishing ------------------------------------------------------------------------------------------------
+
+    def stream(self, namespace: str | StreamId, key: str | None = None) -> Stream:
+        """A handle on a stream, by namespace and key or by id."""
+        if isinstance(namespace, StreamId):
+            return Stream(namespace, self)
+        if key is None:
+            raise InvalidArgument("a stream has a namespace and a key: client.stream('orders', '42')")
+        return Stream(StreamId(namespace, key), self)
+
+    async def publish(
+        self,
+        stream: StreamId,
+        events: bytes | Event | Iterable[bytes | Event],
+        *,
+        delay: timedelta | None = None,
+        priority: int | None = None,
+    ) -> SequenceToken:
+        """Publish to one stream, in order: see `Stream.publish`. Events of concurrent callers travel together.
+
+        Returns the token of the first event; `UNKNOWN_PLACE` if it was stored before an outage and the silo has
+        forgotten its position.
+
+        After an outage the events are sent again, and stored once. Raises Unavailable after `timeout_s`: then they may
+        be stored or not. The message tells if nothing is stored. They are never stored after events that are published
+        later.
+        """
+        check_stream(stream)
+        publishing = self._publishing
+        deadline = await publishing.wait_for_space() if publishing.full else None
+        if type(events) is bytes and delay is None and priority is None:
+            batches = [EventBatch.of(stream, [events])]
+        else:
+            batches = encoded(stream, scheduled(listed(events), delay, priority))
+        receipts = await publishing.publish(batches, deadline)
+        return receipts[0].token or UNKNOWN_PLACE
+
+    async def publish_many(
+        self, items: Iterable[tuple[StreamId, bytes | Event]], *, sequence: ProducerSequence | None = None
+    ) -> Sequence[Receipt]:
+        """Publish to several streams at once, in order within each stream. Return one receipt per stored batch.
+
+        With `sequence`, a retry stores nothing twice, and one call stores all or nothing. Such a call is a separate
+        request: it is limited to 4 MiB, and has no order with other events that are published meanwhile.
+        """
+        if sequence is not None:
+            check_sequence(sequence)
+            check_producer(sequence.producer)
+        by_stream = grouped(items)
+        if sequence is not None:
+            batches = [batch for stream, events in by_stream.items() for batch in encoded(stream, events)]
+            return await self._publish_once(batches, sequence)
+        if not by_stream:
+            return []
+        deadline = await self._publishing.wait_for_space() if self._publishing.full else None
+        batches = [batch for stream, events in by_stream.items() for batch in encoded(stream, events)]
+        return await self._publishing.publish(batches, deadline)
+
+    async def last_sequence(self, producer: str) -> int:
+        """The highest number stored for a producer of `publish_many` with sequences; 0 if there is none."""
+        check_producer(producer, "producer")
+        request = pb.GetProducerRequest(provider=self._provider, producer=producer).SerializeToString()
+        answer = await self._connection.call("PublisherService/GetProducer", request, timeout_s=self._timeout_s)
+        return parsed(pb.GetProducerResponse, answer).number
+
+    async def flush(self) -> None:
+        """Return when all events published before are stored or have failed. Failures are raised to their callers."""
+        self._connection.check_loop()
+        await self._publishing.flush()
+
+    async def _publish_once(self, batches: Sequence[EventBatch], sequence: ProducerSequence) -> Sequence[Receipt]:
+        head = pb.PublishRequest(provider=self._provider, sequence=pb.ProducerSequence(**sequence._asdict()))
+        request = b"".join([head.SerializeToString(), *[part for batch in batches for part in frame(batch)]])
+        if len(request) > MAX_REQUEST_BYTES:
+            raise PayloadTooLarge("a request with a sequence", len(request), MAX_REQUEST_BYTES)
+        if len(batches) > MAX_REQUEST_BATCHES:
+            raise InvalidArgument(
+                f"one sequence publishes to at most {MAX_REQUEST_BATCHES:,} streams, not {len(batches):,}: use several"
+            )
+        answer = await self._connection.call("PublisherService/Publish", request, timeout_s=self._timeout_s)
+        return receipts_of(parsed(pb.PublishResponse, answer))

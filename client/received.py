@@ -1,0 +1,268 @@
+"""Batches that a consumer holds, with the state of each event."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Awaitable, Generator, Sequence
+from datetime import timedelta
+from typing import Protocol, cast
+
+from ..streams.arguments import refused
+from ..streams.errors import InvalidArgument
+from ..streams.events import Event, EventBatch, SomeEvents
+from ..streams.frames import Delivered
+from ..streams.identity import SequenceToken
+
+FRAME_BYTES = 32
+"""Upper bound of the bytes around a batch on the wire. In a part of a batch, each event has an index, too."""
+INDEX_BYTES = 3
+
+OPEN, MARKED, DEFERRED = 0, 1, 2
+"""State of an event: not handled yet; acknowledged or rejected; its rejection waits until the event comes again."""
+QUEUED, TAKEN, OVER = 0, 1, 2
+"""State of a batch: waits to be taken; handed to the user; done or given back. Plain numbers, because they are read
+several times for each batch."""
+
+
+class BatchHolder(Protocol):
+    """Gets the acknowledgements and rejections of a batch. `first` and `last` (exclusive) are places among its
+    events."""
+
+    is_congested: bool
+    """Much waits to be sent: let the loop turn."""
+
+    def acknowledge(self, batch: ReceivedBatch) -> None: ...
+
+    def acknowledge_some(self, batch: ReceivedBatch, first: int, last: int) -> None: ...
+
+    def acknowledge_until(self, batch: ReceivedBatch, last: int) -> None: ...
+
+    def reject(
+        self, batch: ReceivedBatch, place: int | None, reason: str, delay: timedelta | None, unavailable: bool = False
+    ) -> None: ...
+
+
+class _NoWait:
+    """An awaitable that is done at once."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        return
+        yield
+
+
+class _LoopTurn:
+    """An awaitable that lets the loop turn once."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield
+
+
+DONE, TURN = _NoWait(), _LoopTurn()
+
+
+class ReceivedBatch(EventBatch):
+    """Events of one stream, delivered to this consumer. Acknowledge or reject each.
+
+    Read it like any `EventBatch`: iterate its events, or take its `payloads()`. If the consumer ends, its other events
+    go to another consumer. Acknowledgements are collected and sent in the background: to await them costs next to
+    nothing. A late acknowledgement has no effect: the event was rejected, or another consumer has it. All methods raise
+    Closed once the consumer is closed.
+    """
+
+    __slots__ = (
+        "arrival",
+        "attempt",
+        "carried",
+        "deferred",
+        "holder",
+        "left",
+        "marks",
+        "plain",
+        "queue",
+        "size",
+        "state",
+    )
+
+    def __init__(self, holder: BatchHolder, delivered: Delivered, arrival: int) -> None:
+        batch, self.queue, self.attempt, _, _ = delivered
+        self.stream = batch.stream
+        self.encoded = batch.encoded
+        self.count = self.left = batch.count
+        self.offset = batch.offset
+        self.size = len(batch.encoded) + FRAME_BYTES
+        self.holder = holder
+        self.arrival = arrival
+        """Number of the last response that brought it."""
+        self.plain = True
+        """Whole, untouched, and of the present connection: one short acknowledgement covers it."""
+        self.carried = False
+        """The user had it when a connection was lost."""
+        self.state = QUEUED
+        self.marks: bytearray | None = None
+        """State of each event, if they differ: OPEN, MARKED or DEFERRED."""
+        self.deferred: tuple[int | None, str, timedelta | None, bool] | None = None
+        """A rejection that waits until the batch comes again: place of the event (None: all), reason, delay,
+        unavailable."""
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.stream!s}, queue={self.queue}, offset={self.offset}, count={self.count}, "
+            f"attempt={self.attempt})"
+        )
+
+    def ack(self, event: Event | SequenceToken | None = None) -> Awaitable[None]:
+        """Acknowledge this event, or all of them. Raises InvalidArgument for an event of another batch."""
+        if event is None:
+            self.holder.acknowledge(self)
+        else:
+            place = self._place(event)
+            self.holder.acknowledge_some(self, place, place + 1)
+        return TURN if self.holder.is_congested else DONE
+
+    def ack_until(self, event: Event | SequenceToken) -> Awaitable[None]:
+        """Acknowledge this event and all earlier ones of its stream that the consumer holds, in any batch."""
+        self.holder.acknowledge_until(self, self._place(event) + 1)
+        return TURN if self.holder.is_congested else DONE
+
+    def nack(
+        self,
+        reason: str = "",
+        *,
+        delay: timedelta | None = None,
+        event: Event | SequenceToken | None = None,
+        unavailable: bool = False,
+    ) -> Awaitable[None]:
+        """Reject this event, or together all events that are not acknowledged. They are delivered again after `delay`,
+        or when the subscription's retry policy says. Later events of their stream follow after them.
+
+        When the retries are exhausted, the subscription's failure policy applies; a dead letter keeps `reason`. Later
+        events of the stream that the consumer holds count as given back.
+
+        With `unavailable` a dependency is down, and the events are not to blame: the rejection does not count for the
+        retry policy, and they are delivered again for as long as it takes.
+        """
+        _check_rejection(reason, delay)
+        self.holder.reject(self, None if event is None else self._place(event), reason, delay, unavailable)
+        return TURN if self.holder.is_congested else DONE
+
+    @property
+    def indexes(self) -> Sequence[int]:
+        """Index of each event in the published batch."""
+        return range(self.count)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it has all events of the published batch."""
+        return True
+
+    @property
+    def redriven(self) -> bool:
+        """Whether it is a dead letter that is delivered once more, outside of the order of its stream."""
+        return False
+
+    def place_of(self, index: int) -> int:
+        """The place of the event that has this index in the published batch. Raises ValueError."""
+        if not 0 <= index < self.count:
+            raise ValueError
+        return index
+
+    def first_open(self) -> int | None:
+        """The first place that is neither acknowledged nor rejected; None if the user does not have the batch."""
+        if self.state != TAKEN:
+            return None
+        if self.marks is None:
+            return 0
+        place = self.marks.find(OPEN)
+        return None if place < 0 else place
+
+    def end(self) -> None:
+        """All its events are done or given back. Free the bytes of a batch that no user has taken."""
+        if self.state == QUEUED:
+            self.clear()
+        self.state = OVER
+        self.left = 0
+
+    def clear(self) -> None:
+        self.encoded = b""
+
+    def _place(self, event: Event | SequenceToken) -> int:
+        if not isinstance(cast("object", event), Event | SequenceToken):
+            raise refused("event", event, "an Event of this batch, or its token")
+        stream, token = (event.stream, event.token) if isinstance(event, Event) else (self.stream, event)
+        try:
+            if token is not None and token[0] == self.offset and stream == self.stream:
+                return self.place_of(token[1])
+        except ValueError:
+            pass
+        raise InvalidArgument(f"event {token} of {stream} is not in the batch {self!r}: use events of this batch")
+
+
+def _check_rejection(reason: object, delay: object) -> None:
+    """Raises InvalidArgument with the right call: `ack` takes an event first, and other systems take seconds."""
+    if not isinstance(reason, str):
+        raise InvalidArgument(
+            f"the reason of a rejection is text, not {type(reason).__name__}: batch.nack('why', event=event)"
+        )
+    if delay is not None and not isinstance(delay, timedelta):
+        raise InvalidArgument(f"the delay of a rejection is a timedelta, not {delay!r}: timedelta(seconds=5)")
+
+
+class ReceivedPart(ReceivedBatch):
+    """Some events of a batch. The others are done, come later, or were handed to the user already."""
+
+    __slots__ = ("_indexes", "_part", "_redriven")
+
+    def __init__(self, holder: BatchHolder, delivered: Delivered, arrival: int) -> None:
+        super().__init__(holder, delivered, arrival)
+        self._part: EventBatch | None = delivered.batch
+        self._indexes = delivered.indexes or range(delivered.batch.count)
+        self._redriven = delivered.redriven
+        self.plain = False
+        self.size += INDEX_BYTES * self.count
+
+    @classmethod
+    def some(cls, received: ReceivedBatch, batch: EventBatch, places: Sequence[int]) -> ReceivedPart:
+        """The events of a received batch at these places. `batch` contains the events."""
+        events = batch.events()
+        part = SomeEvents(batch, [events[place] for place in places])
+        indexes = [received.indexes[place] for place in places]
+        delivered = Delivered(part, received.queue, received.attempt, indexes, received.redriven)
+        return cls(received.holder, delivered, received.arrival)
+
+    @property
+    def token(self) -> SequenceToken:
+        return SequenceToken(self.offset, self._indexes[0])
+
+    @property
+    def indexes(self) -> Sequence[int]:
+        return self._indexes
+
+    @property
+    def whole(self) -> bool:
+        return False
+
+    @property
+    def redriven(self) -> bool:
+        return self._redriven
+
+    def place_of(self, index: int) -> int:
+        place = bisect_left(self._indexes, index)
+        if place == self.count or self._indexes[place] != index:
+            raise ValueError
+        return place
+
+    def clear(self) -> None:
+        super().clear()
+        self._part = None
+
+    def events(self, start: int = 0) -> list[Event]:
+        return self._part.events(start) if self._part else []
+
+    def payloads(self) -> list[bytes]:
+        return self._part.payloads() if self._part else []
+
+    def sizes(self) -> Sequence[int]:
+        return self._part.sizes() if self._part else ()
+
+    def timestamps_us(self) -> Sequence[int]:
+        return self._part.timestamps_us() if self._part else ()

@@ -1,0 +1,155 @@
+"""Run the gRPC server of a silo: port, TLS, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from ..client.grpc_process import use_grpc
+from ..streams.errors import Busy, InvalidArgument
+from .access import Authenticator
+from .config import Credentials, GrpcConfig, read_credentials
+from .guard import Guard, Method
+from .limits import ClientLimits, Limits
+from .probes import HEALTH, Health, reflection_methods
+
+log = logging.getLogger("headrace.silo")
+
+KEEPALIVE_S = 20.0
+"""Silence of a connection before the server pings it, in seconds."""
+KEEPALIVE_TIMEOUT_S = 10.0
+"""Time for the answer to a ping, in seconds. Then the connection is closed."""
+MIN_PING_S = 5.0
+"""Shortest interval of a client's pings, in seconds. A faster client is disconnected (ENHANCE_YOUR_CALM)."""
+PENDING_CALLS = 20_000
+"""Most calls that wait to be begun, of all clients together: limits do not count them yet."""
+IDLE_S = 600.0
+"""Time after which a connection without a call is closed, in seconds."""
+HANDSHAKE_S = 10.0
+"""Time for the handshake of TLS and HTTP/2, in seconds. Then the connection is closed."""
+FLUSH_S = 1.0
+"""Time for sending finished answers when the server stops, in seconds."""
+
+
+@asynccontextmanager
+async def serving(
+    config: GrpcConfig,
+    authenticator: Authenticator,
+    services: Callable[[Guard], Sequence[Method]],
+    *,
+    drain_s: float,
+) -> AsyncGenerator[str]:
+    """Serve the methods of `services`, health and reflection for the length of an `async with`. Yield HOST:PORT.
+
+    At its end, health reports NOT_SERVING and new calls are refused. Open calls have `drain_s` seconds to end.
+
+    Raises Busy if the port is taken, OSError if the address cannot be used for another reason, InvalidArgument for
+    certificates that cannot be read.
+    """
+    guard = Guard(authenticator, _limits(config.limits), certificates=config.client_ca is not None)
+    server = _server(guard, services(guard), config.limits)
+    credentials = await asyncio.to_thread(read_credentials, config)
+    port = await _bind(server, config, credentials)
+    await server.start()
+    try:
+        yield config.at(port)
+    finally:
+        await _stop(server, guard, drain_s)
+
+
+def _limits(limits: ClientLimits) -> Limits:
+    return Limits(limits, asyncio.get_running_loop().time)
+
+
+def _server(guard: Guard, methods: Sequence[Method], limits: ClientLimits) -> grpc.aio.Server:
+    use_grpc()
+    server = grpc.aio.server(options=_options(limits))
+    own = sorted({method.service for method in methods})
+    probes = [*Health(guard).methods(), *reflection_methods([*own, HEALTH])]
+    for service, handlers in guard.handlers([*methods, *probes]).items():
+        server.add_registered_method_handlers(service, dict(handlers))
+    return server
+
+
+def _options(limits: ClientLimits) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.so_reuseport", 0),  # else two silos share a port, and each gets some of the calls
+        # Above the limit itself: the guard refuses most messages that are too large, with a better text than gRPC.
+        ("grpc.max_receive_message_length", 2 * limits.message_bytes),
+        ("grpc.max_concurrent_streams", limits.calls),
+        # Above this, gRPC cancels calls of any client without a reason. The guard refuses calls of the one client.
+        ("grpc.server.max_pending_requests", PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS),
+        ("grpc.keepalive_time_ms", _ms(KEEPALIVE_S)),
+        ("grpc.keepalive_timeout_ms", _ms(KEEPALIVE_TIMEOUT_S)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", _ms(MIN_PING_S)),
+        ("grpc.max_connection_idle_ms", _ms(IDLE_S)),
+        ("grpc.server_handshake_timeout_ms", _ms(HANDSHAKE_S)),
+    ]
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1000)
+
+
+async def _bind(server: grpc.aio.Server, config: GrpcConfig, credentials: Credentials | None) -> int:
+    """Bind the port and return it. Raise Busy, OSError."""
+    assert config.port is not None
+    await _check_free(config.host, config.port)
+    where = config.at(config.port)
+    try:
+        if credentials is None:
+            return server.add_insecure_port(where)
+        return server.add_secure_port(where, _tls(credentials))
+    except RuntimeError as error:
+        raise OSError(errno.EADDRNOTAVAIL, f"gRPC cannot be served on {where}: {error}") from None
+
+
+async def _check_free(host: str, port: int) -> None:
+    """Try to bind the address before gRPC does: gRPC gives no reason for a failure. Raise Busy, OSError."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise InvalidArgument(f"grpc.host: {host!r} is no address of this machine: {error.strerror}") from None
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as probe:
+            if os.name == "posix":
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _try_to_bind(probe, address)
+
+
+def _try_to_bind(probe: socket.socket, address: Any) -> None:
+    try:
+        probe.bind(address)
+    except OSError as error:
+        where = f"{address[0]}:{address[1]}"
+        if error.errno != errno.EADDRINUSE:
+            raise OSError(error.errno, f"gRPC cannot be served on {where}: {error.strerror}") from None
+        raise Busy(f"{where} is in use by another process: name another port for gRPC, or leave it out") from None
+
+
+def _tls(credentials: Credentials) -> grpc.ServerCredentials:
+    pair = (credentials.key, credentials.certificate)
+    ca = credentials.client_ca
+    return grpc.ssl_server_credentials([pair], root_certificates=ca, require_client_auth=ca is not None)
+
+
+async def _stop(server: grpc.aio.Server, guard: Guard, drain_s: float) -> None:
+    for service in guard.services:
+        guard.close(service)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(drain_s):
+            await guard.ended()
+    if guard.open_calls:
+        log.warning("gRPC calls did not end within %.1f s and are cancelled: %d", drain_s, guard.open_calls)
+    await server.stop(FLUSH_S if not guard.open_calls else None)

@@ -1,0 +1,356 @@
+"""The guard of the gRPC server: it authenticates each caller, applies limits, and turns errors into statuses.
+
+A service is a list of methods. Each has a handler that takes a `Call` and encoded messages, and returns encoded ones:
+
+    async def get(call: Call, request: bytes) -> bytes:                 # Kind.UNARY
+        wanted = parsed(pb.GetSubscriptionRequest, request)
+        call.principal.require_selector(Permission.MANAGE, ...)
+        return pb.GetSubscriptionResponse(...).SerializeToString()
+
+    async def watch(call: Call, request: bytes) -> None:                # Kind.RESPONSES: one request, many responses
+        await call.write(...)
+
+    async def subscribe(call: Call) -> None:                            # Kind.STREAM: both ways
+        while (message := await call.read()) is not None:
+            await call.write(...)
+
+    METHODS = [Method("headrace.v1.SubscriptionService/GetSubscription", Kind.UNARY, get), ...]
+
+An exception ends the call. A HeadraceError becomes its gRPC status, with the text as details and trailing metadata
+`headrace-code`, and `headrace-retry-after-ms` if a later retry can succeed. Any other exception is a bug: the caller
+gets only INTERNAL, and the log has the traceback. When the caller cancels the call, the handler is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError, Message
+
+from ..streams.errors import HeadraceError, InvalidArgument, PayloadTooLarge, Unauthenticated, Unavailable
+from ..streams.field_limits import MAX_OFFSET
+from .access import EVERYTHING, PEER, Authenticator, Principal, account_of_certificate
+from .limits import UNLIMITED, CallUsage, Limits, Usage, client_of
+
+log = logging.getLogger("headrace.silo")
+
+CODE, RETRY_AFTER_MS = "headrace-code", "headrace-retry-after-ms"
+"""Trailing metadata of a call that failed."""
+RETRY_MS = 200
+"""The pause before a retry that clients are told, in milliseconds."""
+MAX_DETAILS = 1000
+"""Most characters of an error's text that are sent: it may quote a long request, and HTTP/2 headers are small."""
+NAME_LIMITS = {"provider": 128, "subscription": 256, "name": 256, "after_name": 256, "consumer": 100, "silo": 255}
+"""Most characters of the fields that name an existing thing. New names have lower limits."""
+NUMBER_LIMITS = {
+    "start_offset": MAX_OFFSET,
+    "end_offset": MAX_OFFSET,
+    "wait_ms": 24 * 3600 * 1000,
+    "drain_ms": 24 * 3600 * 1000,
+}
+"""Highest values of number fields."""
+
+_STATUS = {cast("tuple[int, str]", status.value)[0]: status for status in grpc.StatusCode}
+_INTERNAL = "the silo failed on this call, which is a bug: its log says more"
+_M = TypeVar("_M", bound=Message)
+
+Context = grpc.aio.ServicerContext[bytes, bytes]
+
+
+class Kind(enum.Enum):
+    """The sides of a call that are streams."""
+
+    UNARY = "unary"
+    """`async def handler(call, request: bytes) -> bytes`"""
+    RESPONSES = "responses"
+    """One request, many responses: `async def handler(call, request: bytes) -> None`"""
+    STREAM = "stream"
+    """Both: `async def handler(call) -> None`"""
+
+
+class Method(NamedTuple):
+    """One method of a service."""
+
+    name: str
+    """Service and method, as in "headrace.v1.PublisherService/Publish"."""
+    kind: Kind
+    handler: Callable[..., Awaitable[Any]]
+    while_closing: bool = False
+    """May be called while the silo stops: it finishes earlier calls."""
+    probe: bool = False
+    """Needs no token, and may be called while the silo stops, which does not wait for its end."""
+
+    @property
+    def service(self) -> str:
+        return self.name.partition("/")[0]
+
+
+class Call:
+    """A call, for its handler.
+
+    Attributes:
+        principal: the caller with its permissions. Call `call.principal.require(Permission.PUBLISH, namespace)` or
+            another check before any look-up.
+        peer: the caller's address in gRPC's form.
+        closing: set when the silo stops, or sends callers of the service to other silos: end the call soon, in order.
+    """
+
+    __slots__ = ("_context", "_guard", "_usage", "closing", "peer", "principal")
+
+    def __init__(
+        self, guard: Guard, context: Context, principal: Principal, usage: CallUsage, closing: asyncio.Event
+    ) -> None:
+        self.principal = principal
+        self.peer = context.peer()
+        self.closing = closing
+        self._guard = guard
+        self._context = context
+        self._usage = usage
+
+    async def read(self) -> bytes | None:
+        """Return the next message of a stream, None at its end. Only one `read` at a time.
+
+        Raises Unauthenticated if the token was revoked meanwhile, LimitExceeded if messages arrive too fast, and
+        PayloadTooLarge.
+        """
+        message = await self._context.read()
+        if message is grpc.aio.EOF:
+            return None
+        self.check_valid()
+        self._usage.request()
+        self._guard.check_size(message)
+        return message
+
+    async def write(self, message: bytes) -> None:
+        """Send a message on a stream. Wait while the caller does not read earlier messages.
+
+        Only one `write` at a time: two at once end the call.
+        """
+        await self._context.write(message)
+
+    def check_valid(self) -> None:
+        """Raise Unauthenticated if the token was revoked since the call began. `read` checks this itself."""
+        if self.principal is not EVERYTHING and not self._guard.authenticator.still_valid(self.principal):
+            raise Unauthenticated("the token was revoked while the call was open")
+
+    def remaining_s(self) -> float | None:
+        """Seconds until the caller's deadline, None without a deadline."""
+        return self._context.time_remaining()
+
+    def hold(self, nbytes: int) -> None:
+        """Count bytes that are being published. The end of the call releases them. Raise LimitExceeded."""
+        self._usage.hold(nbytes)
+
+    def release(self, nbytes: int) -> None:
+        """Release counted bytes that are now stored or refused."""
+        self._usage.release(nbytes)
+
+    def end(self) -> None:
+        """Only for the guard: end the call's count."""
+        self._usage.end()
+
+
+class Guard:
+    """Admits or refuses calls, and reports their errors."""
+
+    def __init__(self, authenticator: Authenticator, limits: Limits, *, certificates: bool = False) -> None:
+        """With `certificates`, a caller that needs no token has the name in its certificate."""
+        self.authenticator = authenticator
+        self._closing: dict[str, asyncio.Event] = {}
+        self.change = asyncio.Event()
+        """Set when a service is closed or reopened; each change has a new event."""
+        self._limits = limits
+        self._unlimited = Limits(UNLIMITED, asyncio.get_running_loop().time)
+        """For other silos: they limit their own clients."""
+        self._certificates = certificates
+        self._open = 0
+        self._none_open = asyncio.Event()
+        self._none_open.set()
+
+    def handlers(self, methods: Iterable[Method]) -> Mapping[str, Mapping[str, grpc.RpcMethodHandler[bytes, bytes]]]:
+        """Return gRPC's handlers by service and method."""
+        handlers: dict[str, dict[str, grpc.RpcMethodHandler[bytes, bytes]]] = {}
+        for method in methods:
+            self._closing.setdefault(method.service, asyncio.Event())
+            handlers.setdefault(method.service, {})[method.name.partition("/")[2]] = self._handler(method)
+        return handlers
+
+    @property
+    def services(self) -> Mapping[str, bool]:
+        """Whether each service is open, by name."""
+        return {name: not closing.is_set() for name, closing in self._closing.items()}
+
+    def close(self, service: str) -> None:
+        """Refuse new calls, and tell the open ones to end."""
+        self._closing[service].set()
+        self._notify()
+
+    def reopen(self, service: str) -> None:
+        """Admit calls again. Calls that were told to end still end."""
+        self._closing[service] = asyncio.Event()
+        self._notify()
+
+    def _notify(self) -> None:
+        self.change.set()
+        self.change = asyncio.Event()
+
+    async def ended(self) -> None:
+        """Return when no call is open. Probes do not count."""
+        await self._none_open.wait()
+
+    def usage(self) -> Usage:
+        """The present usage of all clients together."""
+        return self._limits.usage()
+
+    @property
+    def open_calls(self) -> int:
+        return self._open
+
+    def check_size(self, message: bytes) -> None:
+        limit = self._limits.limits.message_bytes
+        if len(message) > limit:
+            raise PayloadTooLarge("the message", len(message), limit)
+
+    def _handler(self, method: Method) -> grpc.RpcMethodHandler[bytes, bytes]:
+        if method.kind is Kind.UNARY:
+            return grpc.unary_unary_rpc_method_handler(self._answering(method))
+        if method.kind is Kind.RESPONSES:
+            return grpc.unary_stream_rpc_method_handler(self._answering(method))
+        return grpc.stream_stream_rpc_method_handler(self._conversing(method))
+
+    def _answering(self, method: Method) -> Any:
+        async def answer(request: bytes, context: Context) -> Any:
+            return await self._serve(method, context, request)
+
+        return answer
+
+    def _conversing(self, method: Method) -> Any:
+        async def converse(_: object, context: Context) -> None:
+            await self._serve(method, context)
+
+        return converse
+
+    async def _serve(self, method: Method, context: Context, *requests: bytes) -> Any:
+        try:
+            if not method.probe:
+                await self.authenticator.prepare(_authorization(context))
+            call = self._admit(method, context)
+            try:
+                for request in requests:
+                    self.check_size(request)
+                if method.kind is not Kind.UNARY:
+                    # Now: while a first message is being sent, gRPC cannot send an error.
+                    await context.send_initial_metadata(())
+                return await method.handler(call, *requests)
+            finally:
+                self._leave(method, call)
+        except Exception as error:  # noqa: BLE001 (the caller gets a status, and the log the bugs)
+            await _fail(method, context, error)
+
+    def _admit(self, method: Method, context: Context) -> Call:
+        closing = self._closing[method.service]
+        if closing.is_set() and not (method.while_closing or method.probe):
+            raise Unavailable("the silo stops, or is drained: try again later, or call another silo")
+        principal = EVERYTHING if method.probe else self._principal(context)
+        peer = context.peer()
+        limits = self._unlimited if principal is PEER else self._limits
+        usage = limits.begin(client_of(principal, peer), peer)
+        if not method.probe:
+            self._open += 1
+            self._none_open.clear()
+        return Call(self, context, principal, usage, closing)
+
+    def _leave(self, method: Method, call: Call) -> None:
+        call.end()
+        if not method.probe:
+            self._open -= 1
+            if not self._open:
+                self._none_open.set()
+
+    def _principal(self, context: Context) -> Principal:
+        principal = self.authenticator.authenticate(_authorization(context))
+        if self._certificates and principal is EVERYTHING:
+            name = _common_name(context)
+            return Principal(name, EVERYTHING.grants, account_of_certificate(name))
+        return principal
+
+
+def parsed(kind: type[_M], encoded: bytes) -> _M:
+    """Decode a request. Raise InvalidArgument for other bytes."""
+    try:
+        message = kind.FromString(encoded)
+    except DecodeError:
+        name = kind.DESCRIPTOR.full_name
+        raise InvalidArgument(
+            f"the request is no {name}: its {len(encoded):,} bytes cannot be decoded; encode it as proto/v1 says"
+        ) from None
+    check_fields(message)
+    return message
+
+
+def check_fields(message: Message) -> None:
+    """Raise InvalidArgument if a field of the message itself is above `NAME_LIMITS` or `NUMBER_LIMITS`."""
+    for field, limit, size_of in _limited_fields(type(message)):
+        if (size := size_of(getattr(message, field))) > limit:
+            found = f"has {size:,} characters" if size_of is len else f"is {size:,}"
+            raise InvalidArgument(f"{field} {found}, the limit is {limit:,}")
+
+
+@cache
+def _limited_fields(kind: type[Message]) -> Sequence[tuple[str, int, Callable[[Any], int]]]:
+    """The limited fields of a request: name, limit, and the function that measures the value."""
+    names = [(name, limit, len) for name, limit in NAME_LIMITS.items() if name in kind.DESCRIPTOR.fields_by_name]
+    numbers = [(name, limit, int) for name, limit in NUMBER_LIMITS.items() if name in kind.DESCRIPTOR.fields_by_name]
+    return names + numbers
+
+
+class CallFailure(NamedTuple):
+    """An error as the caller gets it."""
+
+    status: grpc.StatusCode
+    details: str
+    trailers: Sequence[tuple[str, str]]
+
+
+def failure_of(error: HeadraceError) -> CallFailure:
+    trailers = [(CODE, error.code)]
+    if error.retryable:
+        trailers.append((RETRY_AFTER_MS, str(RETRY_MS)))
+    return CallFailure(_STATUS[error.status], details_of(error), trailers)
+
+
+def details_of(error: HeadraceError) -> str:
+    """The error's text, shortened for sending."""
+    text = str(error).encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= MAX_DETAILS else f"{text[:MAX_DETAILS]}..."
+
+
+async def _fail(method: Method, context: Context, error: Exception) -> NoReturn:
+    if isinstance(error, HeadraceError):
+        failure = failure_of(error)
+        if type(error) is HeadraceError:
+            log.error("%s failed", method.name, exc_info=error)
+    else:
+        log.error("%s failed", method.name, exc_info=error)
+        failure = CallFailure(grpc.StatusCode.INTERNAL, _INTERNAL, [(CODE, HeadraceError.code)])
+    await context.abort(failure.status, failure.details, tuple(failure.trailers))
+
+
+def _authorization(context: Context) -> str | bytes | None:
+    for key, value in context.invocation_metadata() or ():
+        if key == "authorization":
+            return value
+    return None
+
+
+def _common_name(context: Context) -> str:
+    """The name in the caller's certificate, "" without a certificate."""
+    names = cast("Mapping[str, Sequence[bytes]]", context.auth_context()).get("x509_common_name", ())
+    return names[0].decode("utf-8", "replace") if names else ""

@@ -1,0 +1,377 @@
+"""Delays for adapters that have none.
+
+A provider stores delayed batches in its control store or in a Redis, and publishes each once into its queue when it is
+due.
+
+Each process that has the provider open does this. The first process that looks claims the batches that are due;
+`headrace.store.delays` explains why none is lost or published twice. A process wakes up in time for the batches that it
+knows. It looks every few seconds for batches of other processes, which may have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from ..adapters import ProducerSequence, QueueAdapter, Receipt
+from ..store.control_store import ControlStore
+from ..store.delays import RELEASE_BATCHES, RELEASE_BYTES, DelayedCall, DelayStore, Release
+from ..streams.delays import STORE
+from ..streams.errors import Closed, HeadraceError, InvalidArgument, NotFound, NotSupported, StorageError
+from ..streams.events import EventBatch, ScheduledBatch
+from ..streams.identity import SequenceToken
+
+if TYPE_CHECKING:
+    from ..adapters.redis.delays import RedisDelayStore
+
+log = logging.getLogger("headrace.silo")
+
+LOOK_S = 5.0
+"""Interval of looking for batches that other processes stored, in seconds."""
+HOLD_S = 5.0
+"""How long a claim of batches lasts, in seconds. If it is too short, processes repeat work; nothing else happens."""
+FORGET_S = 3600.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0
+
+_T = TypeVar("_T")
+
+Placed = tuple[int, EventBatch]
+"""The index of a queue, and a batch for it."""
+
+_Unstored = tuple[DelayedCall, asyncio.Future[Mapping[int, int]]]
+"""A call that is not stored yet, and the future for its result."""
+
+
+class DelayStatistics(NamedTuple):
+    """Counts of this process."""
+
+    delays_stored_events: int
+    released_events: int
+    failing: str
+    """Why delayed events cannot be published now; "" if they can."""
+
+
+class DelayScheduler:
+    """A provider's delays in this process. `start` before use, `aclose` after; the caller closes the store."""
+
+    def __init__(self, provider: str, adapter: QueueAdapter, store: DelayStore) -> None:
+        self.store = store
+        self._provider = provider
+        self._adapter = adapter
+        self._holder = uuid.uuid4().hex
+        self._loop = asyncio.get_running_loop()
+        self._lines: dict[str, asyncio.Future[Any]] = {}
+        """The last call under way of each idempotent producer."""
+        self._storing: set[asyncio.Future[Any]] = set()
+        self._unstored: deque[_Unstored] = deque()
+        """Calls that wait for the transaction under way: the next one takes them together."""
+        self._adding: asyncio.Future[None] | None = None
+        self._wake = asyncio.Event()
+        self._wakes_at = 0.0
+        """Until when nothing is to be done, as far as is known; by the loop's clock."""
+        self._task: asyncio.Task[None] | None = None
+        self._closing = False
+        self._stored = self._released = 0
+        self._failures: dict[int | None, tuple[str, float]] = {}
+        """Why nothing can be published into a queue, and when that was found; under None, why into none."""
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"headrace delays {self._provider}")
+
+    async def aclose(self, drain_s: float) -> None:
+        """Finish storing; and publishing, within `drain_s` seconds. Other processes publish the rest."""
+        self._closing = True
+        self._wake.set()
+        await asyncio.gather(*self._storing, return_exceptions=True)
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=drain_s)
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def statistics(self) -> DelayStatistics:
+        return DelayStatistics(self._stored, self._released, self._failing())
+
+    # ---- publishing ------------------------------------------------------------------------------------------------
+
+    def enqueue(
+        self, batches: Sequence[Placed], *, sequence: ProducerSequence | None = None
+    ) -> Awaitable[Sequence[Receipt]]:
+        """As `QueueAdapter.enqueue`, with two differences.
+
+        A call that fails may have stored a part, the delayed or the other batches. If it is sent again with its
+        `sequence`, the rest is stored. The token of a delayed batch is lower than its later token in the queue.
+        """
+        if self._closing:
+            raise Closed(f"provider {self._provider!r} is closed")
+        parts = _Parts.of(batches)
+        if sequence is None:
+            return self._enqueue(parts) if parts.delayed else self._adapter.enqueue(batches)
+        before = self._lines.get(sequence.producer)
+        if before is None and not parts.delayed:
+            answer: asyncio.Future[Sequence[Receipt]] = asyncio.ensure_future(
+                self._adapter.enqueue(batches, sequence=sequence)
+            )
+        else:
+            answer = self._begun(self._enqueue_after(before, parts, sequence))
+        self._line_up(sequence.producer, answer)
+        return asyncio.shield(answer) if parts.delayed or before is not None else answer
+
+    def _line_up(self, producer: str, answer: asyncio.Future[Any]) -> None:
+        self._lines[producer] = answer
+
+        def leave(_: object) -> None:
+            if self._lines.get(producer) is answer:
+                del self._lines[producer]
+
+        answer.add_done_callback(leave)
+
+    def _begun(self, storing: Coroutine[Any, Any, _T]) -> asyncio.Future[_T]:
+        """Run `storing` to its end, also if the caller is cancelled."""
+        task = asyncio.create_task(storing, name=f"headrace delay {self._provider}")
+        self._storing.add(task)
+        task.add_done_callback(self._storing.discard)
+        task.add_done_callback(_look_at)
+        return task
+
+    def _enqueue(self, parts: _Parts) -> Awaitable[Sequence[Receipt]]:
+        """Store a call without a sequence. Immediate batches go to the adapter at once: later calls stay behind."""
+        storing = asyncio.ensure_future(self._adapter.enqueue(parts.immediate)) if parts.immediate else None
+
+        async def both() -> Sequence[Receipt]:
+            adding = asyncio.ensure_future(self._add(parts.delayed, None))
+            if storing is None:
+                return parts.receipts(await adding, [])
+            for error in await asyncio.gather(adding, storing, return_exceptions=True):
+                if isinstance(error, BaseException):
+                    raise error
+            return parts.receipts(adding.result(), storing.result())
+
+        return asyncio.shield(self._begun(both()))
+
+    async def _enqueue_after(
+        self, before: asyncio.Future[Any] | None, parts: _Parts, sequence: ProducerSequence
+    ) -> Sequence[Receipt]:
+        """Store a call with a sequence, after the producer's call `before`.
+
+        The number of the producer in the queues proves that the whole call is stored. So the delayed batches are stored
+        first. If the call gets no further than that, the delay store knows it by its number.
+        """
+        if before is not None:
+            await asyncio.wait([before])
+        added: Sequence[Receipt] = []
+        if parts.delayed and await self._adapter.last_sequence(sequence.producer) == sequence.previous:
+            added = await self._add(parts.delayed, sequence)
+        receipts = await self._adapter.enqueue(parts.immediate, sequence=sequence)
+        duplicate = any(receipt.duplicate for receipt in receipts) or not added
+        return parts.receipts([Receipt(None, duplicate=True)] * len(parts.delayed) if duplicate else added, receipts)
+
+    async def _add(
+        self, delayed: Sequence[tuple[int, ScheduledBatch]], sequence: ProducerSequence | None
+    ) -> Sequence[Receipt]:
+        ends = await self._add_with_others(DelayedCall(delayed, sequence))
+        self._stored += sum(batch.count for _, batch in delayed)
+        if self._loop.time() + min(batch.delay_us for _, batch in delayed) / 1e6 < self._wakes_at:
+            self._wake.set()
+        return [Receipt(SequenceToken(ends[queue])) for queue, _ in delayed]
+
+    async def _add_with_others(self, call: DelayedCall) -> Mapping[int, int]:
+        """Returns where the queues ended before it was stored."""
+        answer: asyncio.Future[Mapping[int, int]] = self._loop.create_future()
+        self._unstored.append((call, answer))
+        if self._adding is None:
+            self._adding = self._begun(self._add_all())
+        return await answer
+
+    async def _add_all(self) -> None:
+        try:
+            while self._unstored:
+                await self._add_some(_some(self._unstored))
+        finally:
+            self._adding = None
+
+    async def _add_some(self, some: Sequence[_Unstored]) -> None:
+        calls = [call for call, _ in some]
+        queues = {queue for call in calls for queue, _ in call.batches}
+        try:
+            ends = {queue: (await self._adapter.bounds(queue)).next for queue in queues}
+            await self.store.add_all(self._provider, calls)
+        except Exception as error:  # noqa: BLE001 (each of them is told)
+            for _, answer in some:
+                if not answer.done():
+                    answer.set_exception(error)
+            return
+        for _, answer in some:
+            if not answer.done():
+                answer.set_result(ends)
+
+    # ---- due batches -----------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        pause_s, forget_at = FIRST_PAUSE_S, 0.0
+        while not self._closing:
+            self._wake.clear()
+            self._wakes_at = float("inf")  # until it is known, whatever is delayed wakes
+            try:
+                if self._loop.time() >= forget_at:
+                    forget_at = self._loop.time() + FORGET_S
+                    await self.store.forget_calls(self._provider)
+                wait_s = await self.look()
+                pause_s = FIRST_PAUSE_S
+                self._failures.pop(None, None)
+            except HeadraceError as error:
+                self._note_failure(None, str(error))
+                wait_s, pause_s = pause_s, min(2 * pause_s, MAX_PAUSE_S)
+            except Exception as error:
+                log.exception("provider %s: what is due cannot be published yet", self._provider)
+                self._failures[None] = str(error), self._loop.time()
+                wait_s, pause_s = pause_s, min(2 * pause_s, MAX_PAUSE_S)
+            await self._wait(wait_s)
+
+    def _note_failure(self, queue: int | None, why: str) -> None:
+        level = logging.DEBUG if queue in self._failures else logging.WARNING
+        of = "" if queue is None else f" in queue {queue}"
+        log.log(level, "provider %s: what is due%s cannot be published yet: %s", self._provider, of, why)
+        self._failures[queue] = why, self._loop.time()
+
+    def _failing(self) -> str:
+        """The reason of a recent failure. An old one does not count: another process may have published since."""
+        heard_since = self._loop.time() - 3 * HOLD_S
+        return next((why for why, at in self._failures.values() if at >= heard_since), "")
+
+    async def _wait(self, wait_s: float) -> None:
+        self._wakes_at = self._loop.time() + wait_s
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+
+    async def look(self) -> float:
+        """Publish the batches that are due. Return the time until the next look, in seconds."""
+        due_in_s = await self.store.due_in_s(self._provider, self._holder)
+        if due_in_s is None or due_in_s > 0:
+            return LOOK_S if due_in_s is None else min(due_in_s, LOOK_S)
+        releases = await self.store.claim(self._provider, self._holder, HOLD_S)
+        if not releases:
+            return FIRST_PAUSE_S  # another process was faster, and publishes it
+        await self._publish_all(releases)
+        return 0.0
+
+    async def _publish_all(self, releases: Sequence[Release]) -> None:
+        """Publish releases independently. Any process can take a failed one after its claim has ended."""
+        outcomes = await asyncio.gather(*map(self._publish, releases), return_exceptions=True)
+        done = [release for release, error in zip(releases, outcomes, strict=True) if error is None]
+        if done:
+            await self.store.released(self._provider, {release.queue: release.number for release in done})
+        self._released += sum(batch.count for release in done for batch in release.batches)
+        for release, error in zip(releases, outcomes, strict=True):
+            if error is None:
+                self._failures.pop(release.queue, None)
+            elif isinstance(error, HeadraceError):
+                self._note_failure(release.queue, str(error))
+                self._holder = uuid.uuid4().hex
+            else:
+                raise error
+
+    async def _publish(self, release: Release) -> None:
+        if release.damage:
+            raise StorageError(release.damage)
+        last = await self._adapter.last_sequence(release.producer)
+        if last < release.number and release.batches:
+            # After `last`, not after `number - 1`: the queue may have forgotten that number, but never `last`.
+            sequence = ProducerSequence(release.producer, release.number, last)
+            await self._adapter.enqueue([(release.queue, batch) for batch in release.batches], sequence=sequence)
+
+
+class _Parts(NamedTuple):
+    """The batches of a call, divided into delayed and immediate ones."""
+
+    delayed: Sequence[tuple[int, ScheduledBatch]]
+    immediate: Sequence[Placed]
+    order: Sequence[bool]
+    """Of each batch, whether it is delayed."""
+
+    @classmethod
+    def of(cls, batches: Sequence[Placed]) -> _Parts:
+        order = [is_delayed(batch) for _, batch in batches]
+        delayed = [(queue, batch) for queue, batch in batches if isinstance(batch, ScheduledBatch) and batch.delay_us]
+        immediate = [placed for placed, later in zip(batches, order, strict=True) if not later]
+        return cls(delayed, immediate, order)
+
+    def receipts(self, added: Sequence[Receipt], stored: Sequence[Receipt]) -> Sequence[Receipt]:
+        """In the order of the call."""
+        later, now = iter(added), iter(stored)
+        return [next(later if delayed else now) for delayed in self.order]
+
+
+def _some(waiting: deque[_Unstored]) -> Sequence[_Unstored]:
+    """The first ones, taken out: so many that a transaction stays short, at least one."""
+    some: list[_Unstored] = []
+    batches = nbytes = 0
+    while waiting and batches < RELEASE_BATCHES and nbytes < RELEASE_BYTES:
+        some.append(waiting.popleft())
+        batches += len(some[-1][0].batches)
+        nbytes += sum(len(batch.encoded) for _, batch in some[-1][0].batches)
+    return some
+
+
+def is_delayed(batch: EventBatch) -> bool:
+    return isinstance(batch, ScheduledBatch) and batch.delay_us > 0
+
+
+def check_delays_possible(provider: str, name: str, adapter: QueueAdapter, *, private: bool) -> None:
+    """Raise InvalidArgument or NotSupported if delays are impossible or not needed with the adapter.
+
+    `private`: the delayed events are stored in the memory of this process.
+    """
+    can = adapter.capabilities
+    if can.delay:
+        raise InvalidArgument(f"provider {provider!r}: the adapter {name!r} delays by itself: leave out delays")
+    if not can.idempotent:
+        raise NotSupported(
+            f"provider {provider!r}: delays need an adapter with idempotent producers, to publish each event once, and "
+            f"{name!r} has none: leave out delays, or choose another adapter"
+        )
+    if not (can.durable or private):
+        raise NotSupported(
+            f"provider {provider!r}: the queues of the adapter {name!r} are one process's own, and events in a data "
+            f'directory or in Redis outlast it: leave out delays, or take "{STORE}" without a data directory'
+        )
+
+
+async def open_delay_store(provider: str, delays: str, store: ControlStore, owner: str) -> DelayStore:
+    """Open the store that the option names. `owner` is the one that adapters get.
+
+    Raises NotFound if its package is not installed, InvalidArgument for an unsuitable server. A server that does not
+    answer causes errors only later, at its use.
+    """
+    if delays == STORE:
+        return store.delay_store()
+    kind = await asyncio.to_thread(_redis_delay_store)  # imports: files
+    delay_store = kind(delays, owner=owner)
+    try:
+        await delay_store.check(provider)
+    except BaseException:
+        await delay_store.aclose()
+        raise
+    return delay_store
+
+
+def _redis_delay_store() -> type[RedisDelayStore]:
+    try:
+        from ..adapters.redis.delays import RedisDelayStore  # noqa: PLC0415 (it needs an extra)
+    except ModuleNotFoundError as error:
+        raise NotFound(
+            f"delays in Redis need the package {error.name!r}, which is not installed: pip install 'headrace[redis]'"
+        ) from None
+    return RedisDelayStore
+
+
+def _look_at(answer: asyncio.Future[Any]) -> None:
+    """Mark the error of an answer as seen: without a waiter, asyncio would warn that it was never retrieved."""
+    if not answer.cancelled():
+        answer.exception()

@@ -1,0 +1,150 @@
+"""Publish events into the queues of a provider."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterable, Sequence
+from datetime import timedelta
+from functools import partial
+
+from ..adapters import ProducerSequence, Receipt
+from ..streams.errors import InvalidArgument
+from ..streams.events import Event, EventBatch
+from ..streams.identity import SequenceToken, StreamId
+from ..streams.publishing import (
+    UnderWay,
+    check_producer,
+    check_schedules,
+    check_sequence,
+    check_stream,
+    encoded,
+    grouped,
+    listed,
+    scheduled,
+)
+from ..streams.stream import Stream
+from .opening import ProviderParts
+from .queue_positions import QueuePositions
+
+
+class EventPublisher(QueuePositions):
+    """The part of a provider that publishes."""
+
+    def __init__(self, parts: ProviderParts) -> None:
+        super().__init__(parts)
+        self.published_events = 0
+        self.published_bytes = 0
+        delays = parts.options.delays is not None
+        self._can_delay = parts.adapter.capabilities.delay or delays
+        self._scheduler = parts.delay_schedulers[0] if delays else None
+        self._publishing = UnderWay()
+
+    def stream(self, namespace: str | StreamId, key: str | None = None) -> Stream:
+        """A handle on a stream, by namespace and key or by id."""
+        if isinstance(namespace, StreamId):
+            return Stream(namespace, self)
+        if key is None:
+            raise InvalidArgument("a stream has a namespace and a key: provider.stream('orders', '42')")
+        return Stream(StreamId(namespace, key), self)
+
+    async def publish(
+        self,
+        stream: StreamId,
+        events: bytes | Event | Iterable[bytes | Event],
+        *,
+        delay: timedelta | None = None,
+        priority: int | None = None,
+    ) -> SequenceToken:
+        """Publish to one stream: see `Stream.publish`."""
+        check_stream(stream)
+        number = self._publishing.begin()
+        try:
+            if type(events) is bytes and delay is None and priority is None:  # the fast path of the most common call
+                batch = EventBatch.of(stream, [events])
+                receipts = await self.adapter.enqueue(((self.queue_of(stream), batch),))
+                self.published_events += 1
+                self.published_bytes += len(batch.encoded)
+            else:
+                queue = self.queue_of(stream)
+                batches = [(queue, batch) for batch in self._encode(stream, scheduled(listed(events), delay, priority))]
+                receipts = await self._enqueue(batches)
+                self._count(batches)
+        finally:
+            self._publishing.end(number)
+        token = receipts[0].token
+        assert token is not None  # only duplicates of an idempotent producer have none
+        return token
+
+    async def publish_many(
+        self, items: Iterable[tuple[StreamId, bytes | Event]], *, sequence: ProducerSequence | None = None
+    ) -> Sequence[Receipt]:
+        """Publish to several streams at once, in order within each. One receipt per stored batch.
+
+        With `sequence`, a retry stores nothing twice; one call is then all or nothing.
+        """
+        if sequence is not None:
+            check_sequence(sequence)
+            check_producer(sequence.producer)
+        by_stream = grouped(items)
+        batches = [
+            (self.queue_of(stream), batch)
+            for stream, events in by_stream.items()
+            for batch in self._encode(stream, events)
+        ]
+        number = self._publishing.begin()
+        try:
+            receipts = await self._enqueue(batches, sequence=sequence)
+        finally:
+            self._publishing.end(number)
+        if not (receipts and receipts[0].duplicate):
+            self._count(batches)
+        return receipts
+
+    async def last_sequence(self, producer: str) -> int:
+        """The highest number stored for a producer of `publish_many` with sequences; 0 if there is none."""
+        return await self.adapter.last_sequence(check_producer(producer, "producer"))
+
+    async def flush(self) -> None:
+        """Return when all events published before are stored or have failed. The publishing callers get the errors."""
+        await self._publishing.flush()
+
+    def publish_encoded(
+        self, batches: Sequence[EventBatch], *, sequence: ProducerSequence | None = None
+    ) -> asyncio.Future[Sequence[Receipt]]:
+        """Store batches that the caller encoded and checked.
+
+        Batches are stored in the order of the calls, also without awaiting in between. Otherwise as `publish_many`.
+        """
+        self._check_schedules(batches)
+        placed = [(self.queue_of(batch.stream), batch) for batch in batches]
+        number = self._publishing.begin()
+        answer = asyncio.ensure_future(self._enqueue(placed, sequence=sequence))
+        answer.add_done_callback(partial(self._note_stored, placed))
+        answer.add_done_callback(lambda _: self._publishing.end(number))
+        return answer
+
+    def _note_stored(self, placed: Sequence[tuple[int, EventBatch]], answer: asyncio.Future[Sequence[Receipt]]) -> None:
+        if answer.cancelled() or answer.exception() is not None:
+            return
+        if not any(receipt.duplicate for receipt in answer.result()):
+            self._count(placed)
+
+    def _enqueue(
+        self, batches: Sequence[tuple[int, EventBatch]], *, sequence: ProducerSequence | None = None
+    ) -> Awaitable[Sequence[Receipt]]:
+        return (self._scheduler or self.adapter).enqueue(batches, sequence=sequence)
+
+    def _encode(self, stream: StreamId, events: list[bytes | Event]) -> list[EventBatch]:
+        batches = encoded(stream, events)
+        self._check_schedules(batches)
+        return batches
+
+    def _check_schedules(self, batches: Sequence[EventBatch]) -> None:
+        priorities = self.adapter.capabilities.priority
+        if not (self._can_delay and priorities):
+            check_schedules(batches, self.name, delay=self._can_delay, priority=priorities)
+
+    def _count(self, batches: Sequence[tuple[int, EventBatch]]) -> None:
+        for _, batch in batches:
+            self.published_events += batch.count
+            self.published_bytes += len(batch.encoded)

@@ -1,0 +1,136 @@
+"""Open the parts of a provider: data directory, control store, adapter, mapper and delays."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, NamedTuple
+
+from ..adapters import AdapterContext, QueueAdapter, open_adapter
+from ..balancer import StreamQueueMapper
+from ..balancer.mapper import VERSION as MAPPER_VERSION
+from ..store.control_store import ControlStore
+from ..store.datadir import DataDirectory, open_data_directory
+from ..streams.delays import STORE, check_delays
+from ..streams.errors import NotSupported
+from .delays import DelayScheduler, check_delays_possible, open_delay_store
+from .options import DEFAULT_ADAPTER, DEFAULT_QUEUES, ProviderOptions
+from .ownership import check_known, check_queues, check_same_directory
+
+log = logging.getLogger("headrace.silo")
+
+LEASED_TIMEOUT_S = 5.0
+"""Timeout of a control store's calls in a cluster, where leases depend on them, in seconds."""
+
+
+class ProviderParts(NamedTuple):
+    """The open parts of a provider. `aclose` closes them."""
+
+    options: ProviderOptions
+    adapter_name: str
+    directory: DataDirectory | None
+    store: ControlStore
+    adapter: QueueAdapter
+    mapper: StreamQueueMapper
+    leased: bool
+    """The provider belongs to a silo in a cluster: it serves the queues of which the silo has leases."""
+    delay_schedulers: Sequence[DelayScheduler]
+    """Publish delayed events when they are due. The first also takes new ones, if the provider has the option `delays`;
+    another one has events that were delayed before the option changed."""
+
+    async def aclose(self) -> None:
+        for each in self.delay_schedulers:
+            await each.store.aclose()
+        await self.adapter.aclose()
+        await self.store.aclose()
+
+
+async def open_parts(
+    data: str | os.PathLike[str] | None, options: ProviderOptions, *, control: str | None, leased: bool, create: bool
+) -> ProviderParts:
+    """Open the parts of a provider: see `Provider.start`."""
+    timeout_s = LEASED_TIMEOUT_S if leased else None
+    async with AsyncExitStack() as stack:
+        store = directory = None
+        if control is not None:  # before a directory is claimed for it: its URL may be mistyped
+            store = await ControlStore.open(control, timeout_s=timeout_s)
+            stack.push_async_callback(store.aclose)
+        if data is not None:
+            directory = await asyncio.to_thread(open_data_directory, data, control)
+        if store is None:
+            store = await ControlStore.open(directory.control_db if directory else "memory", timeout_s=timeout_s)
+            stack.push_async_callback(store.aclose)
+        if not create:
+            await check_known(store, options.name, data)
+        parts = await _open_queues(directory, store, options, leased=leased)
+        stack.pop_all()
+        return parts
+
+
+async def _open_queues(
+    directory: DataDirectory | None, store: ControlStore, options: ProviderOptions, *, leased: bool
+) -> ProviderParts:
+    known = {record.name: record for record in await store.providers()}.get(options.name)
+    adapter_name = options.adapter or (known.adapter if known else DEFAULT_ADAPTER)
+    default = known.queues if known else DEFAULT_QUEUES
+    mapper = StreamQueueMapper(default if options.queues is None else options.queues)
+    check_delays(options.delays)
+    options.cache.per_queue(mapper.queues)
+
+    async def register(location: Mapping[str, Any] | None = None) -> None:
+        await store.register_provider(
+            options.name, adapter=adapter_name, queues=mapper.queues, mapper=MAPPER_VERSION, options=location
+        )
+
+    if known:
+        await register()  # refuses options that contradict the stored ones
+        await check_same_directory(store, options.name, directory)
+    own = await asyncio.to_thread(directory.provider_dir, options.name) if directory else None
+    owner = "" if store.private else await store.value_or(f"owner/{options.name}", uuid.uuid4().hex)
+    context = AdapterContext(
+        provider=options.name, queues=mapper.queues, directory=own, queue_of=mapper.queue_of, owner=owner,
+        used_before=known is not None, location=known.options if known else {},
+    )  # fmt: skip
+    async with AsyncExitStack() as stack:
+        adapter = await open_adapter(adapter_name, context, options.options)
+        stack.push_async_callback(adapter.aclose)
+        if leased:
+            _check_shareable(options.name, adapter_name, adapter)
+        if options.delays is not None:
+            private = store.private and options.delays == STORE
+            check_delays_possible(options.name, adapter_name, adapter, private=private)
+        await check_queues(store, options.name, adapter, mapper.queues, directory, known=known is not None)
+        if not known or adapter.location != known.options:
+            await register(adapter.location)  # only now: a provider that cannot be opened is not stored
+        schedulers = await _delay_schedulers(options, adapter, store, owner)
+        stack.pop_all()
+        return ProviderParts(options, adapter_name, directory, store, adapter, mapper, leased, schedulers)
+
+
+async def _delay_schedulers(
+    options: ProviderOptions, adapter: QueueAdapter, store: ControlStore, owner: str
+) -> Sequence[DelayScheduler]:
+    former: list[DelayScheduler] = []
+    if (
+        options.delays != STORE
+        and adapter.capabilities.idempotent
+        and await store.delay_store().due_in_s(options.name, "") is not None
+    ):
+        log.info("provider %s publishes events that were delayed before its option `delays` changed", options.name)
+        former.append(DelayScheduler(options.name, adapter, store.delay_store()))
+    if options.delays is None:
+        return former
+    delay_store = await open_delay_store(options.name, options.delays, store, owner)
+    return [DelayScheduler(options.name, adapter, delay_store), *former]
+
+
+def _check_shareable(provider: str, name: str, adapter: QueueAdapter) -> None:
+    if not adapter.capabilities.durable:
+        raise NotSupported(
+            f"provider {provider!r}: the queues of the adapter {name!r} are one process's own, so a cluster cannot "
+            "share them: choose another adapter, or leave out [cluster]"
+        )

@@ -1,0 +1,71 @@
+"""The part of a provider that the services of a silo use: publishing, serving, delays and statistics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from ..store.delays import DelayedBacklog
+from ..streams.arguments import check_seconds
+from .event_publisher import EventPublisher
+from .opening import ProviderParts
+from .subscription_host import DRAIN_S, SubscriptionHost
+from .views import ProviderStatistics, provider_statistics
+
+
+class ProviderCore(EventPublisher, SubscriptionHost):
+    """An open provider, without the ways in which code of this process subscribes."""
+
+    def __init__(self, parts: ProviderParts) -> None:
+        super().__init__(parts)
+        self.delay_schedulers = parts.delay_schedulers
+        self._parts = parts
+        self._closing: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """Read the queues, and publish delayed events that are due."""
+        self.manager.start()
+        for each in self.delay_schedulers:
+            each.start()
+
+    async def aclose(self, drain_s: float = DRAIN_S) -> None:
+        """Stop reading, give running handlers `drain_s` seconds to end, save their progress, and close. Idempotent."""
+        check_seconds("drain_s", drain_s)
+        if self._closing is None:
+            for name in self.manager.served:
+                self.manager.subscriptions.check_outside(name)
+            self._closing = asyncio.create_task(self._close(drain_s), name=f"headrace close {self.name}")
+        # A cancelled caller does not leave the provider half closed.
+        await asyncio.shield(self._closing)
+
+    async def _close(self, drain_s: float) -> None:
+        served = list(self.manager.served.values())
+        try:
+            await self.manager.aclose(drain_s)
+            for one in served:
+                await one.service.completed(drain_s)
+        finally:
+            self._unlock_all()
+            for each in self.delay_schedulers:
+                await each.aclose(drain_s)
+            await self._parts.aclose()
+
+    async def delayed_backlogs(self) -> Mapping[int, DelayedBacklog]:
+        """The stored delayed events, by queue, in all places."""
+        found: dict[int, DelayedBacklog] = {}
+        for each in self.delay_schedulers:
+            for queue, waiting in (await each.store.backlogs(self.name)).items():
+                found[queue] = waiting.plus(found[queue]) if queue in found else waiting
+        return found
+
+    def statistics(self) -> ProviderStatistics:
+        """A cheap snapshot of queues, caches, cursors and deliveries."""
+        statistics = provider_statistics(self.manager, self.published_events, self.published_bytes)
+        for each in self.delay_schedulers:
+            stored, released, failing = each.statistics()
+            statistics = statistics._replace(
+                delays_stored_events=statistics.delays_stored_events + stored,
+                released_events=statistics.released_events + released,
+                release_failing=statistics.release_failing or bool(failing),
+            )
+        return statistics

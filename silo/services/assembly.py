@@ -1,0 +1,62 @@
+"""Put the gRPC services of a silo together."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from ...agents import Edge, SendBudget
+from ...server.access import PEER
+from ...server.guard import Guard, Method
+from ..consumers import Consumers
+from ..local import LocalConnection
+from ..provider import Provider
+from . import publisher
+from .cluster import ClusterService, RunningSilo
+from .consumer import ConsumerService
+from .reader import ReaderService
+from .subscriptions import SubscriptionService
+from .visible import VisibleBounds
+
+
+@asynccontextmanager
+async def opened(silo: RunningSilo) -> AsyncGenerator[Callable[[Guard], Sequence[Method]]]:
+    """Open the services for the length of an `async with`. The result returns their methods."""
+    timeout_s = silo.config.grpc.session_timeout_s
+    budget = SendBudget()
+    async with AsyncExitStack() as stack:
+        consumers = {
+            name: await stack.enter_async_context(_consumers(provider, timeout_s, Edge(budget=budget)))
+            for name, provider in silo.providers.items()
+        }
+        cluster = await stack.enter_async_context(ClusterService.opened(silo))
+        clustering = silo.clustering
+        visible = VisibleBounds()
+        relays = clustering.relays if clustering is not None else None
+        consuming = ConsumerService(silo.providers, consumers, visible, relays)
+        stack.push_async_callback(consuming.aclose)
+
+        def methods(guard: Guard) -> Sequence[Method]:
+            every = [
+                *publisher.methods(silo.providers),
+                *consuming.methods(),
+                *SubscriptionService(silo.providers, consumers, visible, clustering).methods(),
+                *ReaderService(silo.providers, visible).methods(),
+                *cluster.methods(guard),
+            ]
+            if clustering is not None:
+                clustering.services = LocalConnection(every, PEER)
+            return every
+
+        yield methods
+
+
+@asynccontextmanager
+async def _consumers(provider: Provider, timeout_s: float, edge: Edge) -> AsyncGenerator[Consumers]:
+    """Open the groups of remote consumers. Consumers of this process join them meanwhile."""
+    async with Consumers.opened(provider, timeout_s, edge) as consumers:
+        provider.consumers = consumers
+        try:
+            yield consumers
+        finally:
+            provider.consumers = None

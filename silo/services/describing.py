@@ -1,0 +1,154 @@
+"""Descriptions of silos and their queues for the cluster service."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from ...adapters import Backlog
+from ...balancer.membership import Membership
+from ...proto.v1 import cluster_pb2 as pb
+from ...store.delays import DelayedBacklog
+from ...streams.cluster import ClusterView, SiloRecord
+from ...streams.errors import HeadraceError
+from ..provider_core import ProviderCore
+from ..views import QueueView, age_s, due_in_s, lag_of
+
+
+async def described(provider: ProviderCore, *, counted: bool) -> pb.Provider:
+    """Describe a provider with the queues that this silo reads. With `counted`, read the queues to count the lag."""
+    leases = provider.manager.leases
+    views = [view for view in provider.statistics().queues if leases is None or view.index in leases]
+    lags = await _lags(provider, [view.index for view in views]) if counted else {}
+    queues = [await _queue(provider, view, lags.get(view.index, Backlog(0, 0))) for view in views]
+    return pb.Provider(name=provider.name, adapter=provider.adapter_name, queues=queues, queue_count=provider.queues)
+
+
+async def _lags(provider: ProviderCore, queues: Sequence[int]) -> dict[int, Backlog]:
+    unfinished, delayed = await _unfinished(provider), dict[int, DelayedBacklog]()
+    with suppress(HeadraceError):  # the store of the delayed events does not answer; the log has the reason
+        delayed.update(await provider.delayed_backlogs())
+    return {queue: await _backlog(provider, queue, unfinished, delayed) for queue in queues}
+
+
+async def _unfinished(provider: ProviderCore) -> dict[int, int]:
+    """The lowest unfinished offset of all subscriptions, by queue. For subscriptions that this process serves it is the
+    present one, for others the saved one. A queue that no subscription reads is missing."""
+    served = provider.manager.served
+    lowest = await provider.store.watermarks(provider.name, apart_from=list(served))
+    for one in served.values():
+        for queue, saved in one.saved.items():
+            delivery = one.deliveries.get(queue)
+            at = saved.watermark if delivery is None else delivery.watermark
+            lowest[queue] = min(at, lowest.get(queue, at))
+    return lowest
+
+
+async def _queue(provider: ProviderCore, view: QueueView, lag: Backlog) -> pb.Queue:
+    stopped = view.index in provider.manager.stopped
+    leases = provider.manager.leases
+    return pb.Queue(
+        index=view.index,
+        state="stopped" if stopped else view.state,
+        reason="" if stopped else view.reason,
+        read_offset=view.next_offset,
+        end_offset=(await provider.adapter.bounds(view.index)).next,
+        cached_events=view.cache_events,
+        cached_bytes=view.cache_bytes,
+        cache_limit_bytes=view.max_bytes,
+        epoch=0 if leases is None else leases.get(view.index, 0),
+        lag_batches=lag.batches,
+        lag_events=lag.events or 0,
+        lag_estimated=lag.estimated,
+        lag_ms=round(1000 * (age_s(lag) or 0.0)),
+        delayed_events=lag.later_events,
+        due_in_ms=math.ceil(1000 * (due_in_s(lag) or 0.0)),
+    )
+
+
+async def _backlog(
+    provider: ProviderCore, queue: int, unfinished: Mapping[int, int], delayed: Mapping[int, DelayedBacklog]
+) -> Backlog:
+    lowest = unfinished.get(queue)
+    try:
+        return await lag_of(provider.adapter, queue, lowest, delayed.get(queue))
+    except HeadraceError:  # a damaged record: the queue's state reports it
+        end = (await provider.adapter.bounds(queue)).next
+        return Backlog(0, 0) if lowest is None else Backlog(max(end - lowest, 0))
+
+
+def silent(record: SiloRecord, state: str, view: ClusterView, providers: Mapping[str, ProviderCore]) -> pb.Silo:
+    """Describe a silo that does not answer, from the view of the cluster."""
+    return pb.Silo(
+        name=record.name,
+        address=record.address,
+        state=state,
+        providers=[_silent_provider(record, name, view, providers.get(name)) for name in record.serves],
+        silent_ms=silent_ms(record, view),
+        settings=record.settings,
+    )
+
+
+def _silent_provider(record: SiloRecord, name: str, view: ClusterView, own: ProviderCore | None) -> pb.Provider:
+    queues = [
+        pb.Queue(index=lease.queue, state="unknown", reason="its silo does not answer", epoch=lease.epoch)
+        for lease in view.valid
+        if (lease.provider, lease.owner) == (name, record.name)
+    ]
+    return pb.Provider(name=name, queues=queues, queue_count=0 if own is None else own.queues)
+
+
+def unserved(
+    silos: Sequence[pb.Silo], membership: Membership, providers: Mapping[str, ProviderCore]
+) -> list[pb.UnservedQueue]:
+    """The queues that none of these silos serves, with the reason and for how long."""
+    served = {
+        (provider.name, queue.index)
+        for silo in silos
+        if silo.state not in ("dead", "unreachable")
+        for provider in silo.providers
+        for queue in provider.queues
+    }
+    missing = [
+        (name, queue)
+        for name, provider in sorted(providers.items())
+        for queue in range(provider.queues)
+        if (name, queue) not in served
+    ]
+    return [
+        pb.UnservedQueue(provider=name, index=queue, reason=reason, since_ms=max(round(1000 * since_s), 0))
+        for (name, queue), (reason, since_s) in zip(missing, membership.why_unserved(missing), strict=True)
+    ]
+
+
+def silent_ms(record: SiloRecord, view: ClusterView) -> int:
+    """The time since a silo's last heartbeat in the store, in milliseconds."""
+    return max(view.now_us - record.heartbeat_at_us, 0) // 1000
+
+
+def bare(cluster: pb.Cluster) -> pb.Cluster:
+    """Return the description without amounts."""
+    shown = pb.Cluster()
+    shown.CopyFrom(cluster)
+    for silo in shown.silos:
+        for provider in silo.providers:
+            queues = [pb.Queue(index=queue.index, state=queue.state) for queue in provider.queues]
+            del provider.queues[:]
+            provider.queues.extend(queues)
+    return shown
+
+
+def differ(one: pb.Cluster | None, other: pb.Cluster) -> bool:
+    """Whether two descriptions differ, apart from the passing of time."""
+    return one is None or _timeless(one) != _timeless(other)
+
+
+def _timeless(cluster: pb.Cluster) -> pb.Cluster:
+    same = pb.Cluster()
+    same.CopyFrom(cluster)
+    for silo in same.silos:
+        silo.silent_ms = 0
+    for queue in same.unserved:
+        queue.since_ms = 0
+    return same

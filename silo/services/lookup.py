@@ -1,0 +1,76 @@
+"""Look up the providers and subscriptions that requests name, for callers with a permission on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ...server.access import Permission
+from ...server.guard import Call
+from ...streams.errors import DefinitionConflict, NotFound
+from ...streams.subscriptions import SubscriptionDefinition
+from ..provider_core import ProviderCore
+from .visible import VisibleBounds
+
+Providers = Mapping[str, ProviderCore]
+"""The silo's providers, by name."""
+
+TO_PUBLISH = (Permission.PUBLISH,)
+TO_CONSUME = (Permission.SUBSCRIBE,)
+TO_MANAGE = (Permission.MANAGE,)
+TO_KNOW = (Permission.SUBSCRIBE, Permission.MANAGE)
+
+
+def provider_of(call: Call, providers: Providers, name: str, permissions: Sequence[Permission]) -> ProviderCore:
+    """Return the provider that a request names; "" is "default". The caller needs one of `permissions`.
+
+    Raises PermissionDenied without a permission, whether the provider exists or not; NotFound.
+    """
+    call.principal.require_somewhere(*permissions)
+    provider = providers.get(name or "default")
+    if provider is None:
+        raise NotFound(f"this silo has no provider {name or 'default'!r}: name one of its configuration")
+    return provider
+
+
+async def subscription_of(
+    call: Call, provider: ProviderCore, name: str, permissions: tuple[Permission, ...]
+) -> SubscriptionDefinition:
+    """Return a subscription. The caller needs one of `permissions` on all streams that it selects.
+
+    Raises PermissionDenied without a permission, with the same text if the subscription does not exist. Raises NotFound
+    only if the caller may know all names.
+    """
+    definition = await _stored(provider, name)
+    try:
+        call.principal.require_subscription(permissions, name, definition and definition.selector.pattern)
+    except NotFound:  # in the words of the store
+        raise NotFound(f"provider {provider.name!r} has no subscription {name!r}") from None
+    assert definition is not None
+    return definition
+
+
+async def create_subscription(
+    call: Call, provider: ProviderCore, definition: SubscriptionDefinition, visible: VisibleBounds
+) -> bool:
+    """Create a subscription. Return False if an equal one exists.
+
+    The caller needs `subscribe` or `manage` on all streams that it selects.
+
+    If one with another definition exists: raises DefinitionConflict if the caller may know it, else PermissionDenied.
+    """
+    selector = definition.selector.pattern
+    if not call.principal.allows_selector(Permission.MANAGE, selector):
+        call.principal.require_selector(Permission.SUBSCRIBE, selector)
+    await visible.check_start(call.principal, provider, definition.selector, definition.start)
+    try:
+        return await provider.create_subscription(definition)
+    except DefinitionConflict:
+        await subscription_of(call, provider, definition.name, TO_KNOW)
+        raise
+
+
+async def _stored(provider: ProviderCore, name: str) -> SubscriptionDefinition | None:
+    try:
+        return await provider.store.subscription(provider.name, name)
+    except NotFound:
+        return None

@@ -1,0 +1,242 @@
+"""PublisherService: check the batches of producers, and store them as the producers encoded them.
+
+The requests of a stream begin in order, without waiting for each other, and are answered in order. The number and the
+bytes of unanswered requests are bounded: at the bound the silo reads no more, and HTTP/2 slows the producer down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+from ...proto.v1 import publisher_pb2 as pb
+from ...server.access import Permission
+from ...server.guard import Call, Kind, Method, details_of, parsed
+from ...streams import frames
+from ...streams.errors import HeadraceError, InvalidArgument, LimitExceeded, Unavailable
+from ...streams.events import EventBatch
+from ...streams.incoming import accepted
+from ...streams.publishing import MAX_REQUEST_BATCHES, ProducerSequence, Receipt, check_producer, check_sequence
+from ..provider_core import ProviderCore
+from .lookup import TO_PUBLISH, Providers, provider_of
+
+SERVICE = "headrace.v1.PublisherService"
+STREAM_REQUESTS = 1_000
+"""Most unanswered requests of one stream."""
+STREAM_BYTES = 8 << 20
+"""Most bytes of unanswered requests of one stream. A single request may be larger."""
+
+_BATCHES = 3
+"""The number of the field `batches` in both requests."""
+_OTHER_FIELDS = 100
+"""Most other fields of a request, including those of later versions."""
+_AT_ONCE = 256
+"""Batches that are checked before other tasks run."""
+
+_R = TypeVar("_R", pb.PublishRequest, pb.PublishStreamRequest)
+
+
+def methods(providers: Providers) -> list[Method]:
+    publisher = PublisherService(providers)
+    return [
+        Method(f"{SERVICE}/Publish", Kind.UNARY, publisher.publish),
+        Method(f"{SERVICE}/PublishStream", Kind.STREAM, publisher.publish_stream),
+        Method(f"{SERVICE}/GetProducer", Kind.UNARY, publisher.producer),
+    ]
+
+
+class PublisherService:
+    """The service: see the module."""
+
+    def __init__(self, providers: Providers) -> None:
+        self._providers = providers
+
+    async def publish(self, call: Call, message: bytes) -> bytes:
+        call.hold(len(message))
+        request, batches = await _decoded(pb.PublishRequest, message)
+        storing = self._store(call, request.provider, request, batches)
+        return pb.PublishResponse(receipts=storing.receipts(await storing.answer)).SerializeToString()
+
+    async def publish_stream(self, call: Call) -> None:
+        pending = _PendingAnswers(call)
+        reading = asyncio.create_task(self._read(call, pending), name="headrace publish stream")
+        stopping = asyncio.create_task(_cancel_when(call.closing, reading), name="headrace publish stream end")
+        try:
+            while (first := await pending.first()) is not None:
+                await call.write(await first.response())
+                pending.pop()
+        finally:
+            reading.cancel()
+            stopping.cancel()
+            pending.cancel()
+            await asyncio.gather(reading, stopping, return_exceptions=True)
+        if call.closing.is_set():
+            raise Unavailable("the silo stops: everything answered is stored; send the rest again when it is back")
+        reading.result()
+
+    async def producer(self, call: Call, message: bytes) -> bytes:
+        request = parsed(pb.GetProducerRequest, message)
+        provider = provider_of(call, self._providers, request.provider, TO_PUBLISH)
+        number = await provider.adapter.last_sequence(_producer(call, request.producer, "producer"))
+        return pb.GetProducerResponse(number=number).SerializeToString()
+
+    async def _read(self, call: Call, pending: _PendingAnswers) -> None:
+        provider: str | None = None
+        try:
+            while (message := await call.read()) is not None:
+                await pending.wait_for_space(len(message))
+                try:
+                    call.hold(len(message))
+                except LimitExceeded as error:
+                    pending.add(_Answer(0, error))
+                    continue
+                try:
+                    request, batches = await _decoded(pb.PublishStreamRequest, message)
+                    provider = request.provider if provider is None else provider
+                    pending.add(_Answer(len(message), self._store(call, provider, request, batches)))
+                except HeadraceError as error:
+                    pending.add(_Answer(len(message), error))
+        finally:
+            pending.end()
+
+    def _store(self, call: Call, provider: str, request: _R, batches: Sequence[EventBatch]) -> _Storing:
+        for namespace in {batch.stream.namespace for batch in batches}:
+            call.principal.require(Permission.PUBLISH, namespace)
+        found = provider_of(call, self._providers, provider, TO_PUBLISH)
+        sequence = _sequence(call, request.sequence) if request.HasField("sequence") else None
+        return _Storing(found, batches, found.publish_encoded(batches, sequence=sequence))
+
+
+class _Storing(NamedTuple):
+    """Batches that are being stored."""
+
+    provider: ProviderCore
+    batches: Sequence[EventBatch]
+    answer: asyncio.Future[Sequence[Receipt]]
+
+    def receipts(self, receipts: Sequence[Receipt]) -> list[pb.Receipt]:
+        return [
+            pb.Receipt(
+                queue=self.provider.queue_of(batch.stream),
+                offset=None if receipt.token is None else receipt.token.offset,
+                duplicate=receipt.duplicate,
+            )
+            for batch, receipt in zip(self.batches, receipts, strict=True)
+        ]
+
+
+class _Answer:
+    """The present or future answer to a request of a stream. When it is sent, `held` bytes are released."""
+
+    __slots__ = ("_outcome", "held")
+
+    def __init__(self, held: int, outcome: _Storing | HeadraceError) -> None:
+        self.held = held
+        self._outcome = outcome
+
+    async def response(self) -> bytes:
+        try:
+            if isinstance(self._outcome, HeadraceError):
+                return _error_response(self._outcome)
+            # Shielded: else cancelling this wait would cancel the first request alone, and later ones could be stored.
+            receipts = self._outcome.receipts(await asyncio.shield(self._outcome.answer))
+        except HeadraceError as error:
+            return _error_response(error)
+        return pb.PublishStreamResponse(receipts=receipts).SerializeToString()
+
+    def cancel(self) -> None:
+        if isinstance(self._outcome, _Storing):
+            self._outcome.answer.cancel()
+
+
+class _PendingAnswers:
+    """The answers that a stream still owes, in the order of the requests."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._answers: deque[_Answer] = deque()
+        self._bytes = 0
+        self._ended = False
+        self._grown = asyncio.Event()
+        self._shrunk = asyncio.Event()
+
+    async def wait_for_space(self, nbytes: int) -> None:
+        """Return when another request of this size may begin."""
+        while self._answers and (len(self._answers) >= STREAM_REQUESTS or self._bytes + nbytes > STREAM_BYTES):
+            self._shrunk.clear()
+            await self._shrunk.wait()
+
+    def add(self, answer: _Answer) -> None:
+        self._answers.append(answer)
+        self._bytes += answer.held
+        self._grown.set()
+
+    def end(self) -> None:
+        """Note that no more requests follow."""
+        self._ended = True
+        self._grown.set()
+
+    async def first(self) -> _Answer | None:
+        """Return the oldest answer; None when all requests are answered and no more follow."""
+        while not self._answers and not self._ended:
+            self._grown.clear()
+            await self._grown.wait()
+        return self._answers[0] if self._answers else None
+
+    def pop(self) -> None:
+        """Remove the oldest answer, which was sent."""
+        answer = self._answers.popleft()
+        self._bytes -= answer.held
+        self._call.release(answer.held)
+        self._shrunk.set()
+
+    def cancel(self) -> None:
+        """Cancel all requests that the store has not begun, all at the same moment."""
+        for answer in self._answers:
+            answer.cancel()
+
+
+async def _cancel_when(event: asyncio.Event, task: asyncio.Task[None]) -> None:
+    await event.wait()
+    task.cancel()
+
+
+async def _decoded(kind: type[_R], message: bytes) -> tuple[_R, list[EventBatch]]:
+    """Decode a request and its batches. Raise InvalidArgument."""
+    encoded, rest = frames.elements(message, _BATCHES, MAX_REQUEST_BATCHES + _OTHER_FIELDS)
+    request = parsed(kind, rest)
+    if request.batches:
+        raise InvalidArgument("batches: their tag is not in its shortest form: encode it in one byte")
+    if not 0 < len(encoded) <= MAX_REQUEST_BATCHES:
+        raise InvalidArgument(f"batches: a request has 1 to {MAX_REQUEST_BATCHES:,} of them, not {len(encoded):,}")
+    now_us = time.time_ns() // 1000
+    batches: list[EventBatch] = []
+    for index, each in enumerate(encoded):
+        try:
+            batches.append(accepted(each, now_us))
+        except InvalidArgument as error:
+            error.args = (f"batches[{index}]: {error}",)
+            raise
+        if index % _AT_ONCE == _AT_ONCE - 1:
+            await asyncio.sleep(0)
+    return request, batches
+
+
+def _sequence(call: Call, message: pb.ProducerSequence) -> ProducerSequence:
+    producer = _producer(call, message.producer, "sequence.producer")
+    return check_sequence(ProducerSequence(producer, message.number, message.previous))
+
+
+def _producer(call: Call, name: str, field: str) -> str:
+    """Return the id of the caller's producer in the provider: the ids of two clients are never equal."""
+    return call.principal.producer_of(check_producer(name, field))
+
+
+def _error_response(error: HeadraceError) -> bytes:
+    failure = pb.PublishError(
+        status=error.status, code=error.code, message=details_of(error), retryable=error.retryable
+    )
+    return pb.PublishStreamResponse(error=failure).SerializeToString()

@@ -1,0 +1,404 @@
+"""SubscriptionService: definitions, positions, dead letters and gaps of subscriptions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from ...proto.v1 import subscriptions_pb2 as pb
+from ...server.access import PEER, Permission
+from ...server.guard import Call, Kind, Method, parsed
+from ...store.schema import MAX_POSITION
+from ...streams import wire
+from ...streams.errors import Closed, InvalidArgument, NotFound, Unavailable
+from ...streams.identity import StreamId
+from ...streams.subscriptions import (
+    CONSUMER_SEPARATOR,
+    EPHEMERAL,
+    Checkpoint,
+    DeadLetter,
+    SubscriptionDefinition,
+    is_parent,
+)
+from ..consumers import Consumers
+from ..provider_core import ProviderCore
+from ..relay.relay import Silos
+from ..views import fault_at
+from .lookup import TO_KNOW, TO_MANAGE, Providers, create_subscription, provider_of, subscription_of
+from .visible import VisibleBounds, sees_everything
+
+SERVICE = "headrace.v1.SubscriptionService"
+LIST_BYTES = 3 << 20
+"""Most bytes of a list with more than one element: gRPC clients accept messages of 4 MiB."""
+LETTERS, MAX_LETTERS = 100, 1000
+MAX_PAUSED = 100
+MAX_IDS = 10_000
+LETTERS_AT_ONCE = 20
+"""Dead letters read from the store at a time: each may have a MiB."""
+LOOK_S = 0.25
+"""Interval of reading the position of a subscription that another silo serves, in seconds."""
+
+_T = TypeVar("_T")
+_M = TypeVar("_M", bound=Message)
+
+
+class SubscriptionService:
+    """`consumers` are the silo's, by provider. `silos` is the silo's cluster, None without one."""
+
+    def __init__(
+        self,
+        providers: Providers,
+        consumers: Mapping[str, Consumers],
+        visible: VisibleBounds,
+        silos: Silos | None = None,
+    ) -> None:
+        self._providers = providers
+        self._visible = visible
+        self._consumers = consumers
+        self._silos = silos
+
+    def methods(self) -> list[Method]:
+        handlers = {
+            "CreateSubscription": self.create,
+            "GetSubscription": self.get,
+            "ListSubscriptions": self.list,
+            "DeleteSubscription": self.delete,
+            "SeekSubscription": self.seek,
+            "AwaitCaughtUp": self.await_caught_up,
+            "ResumeStream": self.resume,
+            "ListDeadLetters": self.dead_letters,
+            "RedriveDeadLetters": self.redrive,
+            "DeleteDeadLetters": self.delete_dead_letters,
+            "ListGaps": self.gaps,
+        }
+        return [Method(f"{SERVICE}/{name}", Kind.UNARY, handler) for name, handler in handlers.items()]
+
+    # ---- definitions -----------------------------------------------------------------------------------------------
+
+    async def create(self, call: Call, message: bytes) -> bytes:
+        request = parsed(pb.CreateSubscriptionRequest, message)
+        definition = wire.definition_of(request.definition)
+        if definition.filter is not None:
+            raise InvalidArgument("definition.filter names a function in the silo, which sets it itself: leave it out")
+        provider = provider_of(call, self._providers, request.provider, TO_KNOW)
+        created = await create_subscription(call, provider, definition, self._visible)
+        return pb.CreateSubscriptionResponse(created=created).SerializeToString()
+
+    async def get(self, call: Call, message: bytes) -> bytes:
+        request = parsed(pb.GetSubscriptionRequest, message)
+        provider = provider_of(call, self._providers, request.provider, TO_KNOW)
+        definition = await subscription_of(call, provider, request.name, TO_KNOW)
+        found = pb.Subscription(
+            definition=wire.definition_message(definition),
+            progress=await self._progress(call, provider, definition),
+            consumers=_consumers(self._consumers[provider.name], definition),
+            **await _left_behind(provider, definition),
+            held=await _held(provider, definition),
+        )
+        return pb.GetSubscriptionResponse(subscription=found).SerializeToString()
+
+    async def _progress(
+        self, call: Call, provider: ProviderCore, definition: SubscriptionDefinition
+    ) -> Sequence[pb.QueueProgress]:
+        progress = await _progress(provider, definition)
+        if not sees_everything(call.principal):
+            for each in progress:
+                end = (await self._visible.bounds(call.principal, provider, each.queue)).next
+                each.next_offset = min(each.next_offset, end)
+                each.watermark = min(each.watermark, end)
+                each.end_offset = min(each.end_offset, end)
+        return progress
+
+    async def list(self, call: Call, message: bytes) -> bytes:
+        request = parsed(pb.ListSubscriptionsRequest, message)
+        provider = provider_of(call, self._providers, request.provider, TO_KNOW)
+        definitions = [
+            wire.definition_message(definition)
+            for definition in await provider.store.subscriptions(provider.name)
+            if definition.name > request.after_name and _visible(call, definition)
+        ]
+        return pb.ListSubscriptionsResponse(definitions=_fitting(definitions)).SerializeToString()
+
+    async def delete(self, call: Call, message: bytes) -> bytes:
+        request = parsed(pb.DeleteSubscriptionRequest, message)
+        provider = provider_of(call, self._providers, request.provider, TO_KNOW)
+        permissions = TO_KNOW if request.name.startswith(EPHEMERAL) else TO_MANAGE
+        await subscription_of(call, provider, request.name, permissions)
+        await provider.delete_subscription(request.name)
+        return pb.DeleteSubscriptionResponse().SerializeToString()
+
+    # ---- positions -------------------------------------------------------------------------------------------------
+
+    async def seek(self, call: Call, message: bytes) -> bytes:
+        request = parsed(pb.SeekSubscriptionRequest, message)
+        start = wire.start_of(request.to, "to")
+        provider = provider_of(call, self._providers, request.provider, TO_MANAGE)
+        definition = await subscription_of(call, provider, request.name, TO_MANAGE)
+        await self._visible.check_start(call.principal, provider, definition.selector, start)
+        for name in await _position_names(provider, definition):
+            await provider.seek(name, start, f"asked for by {call.principal}")
+        return pb.SeekSubscriptionResponse().SerializeToString()
+
+    async def await_caught_up(self, call: Call, message: bytes) -> bytes:
+        request = parsed(pb.AwaitCaughtUpRequest, message)
+        provider = provider_of(call, self._providers, request.provider, TO_KNOW)
+        definition = await subscription_of(call, provider, request.name, TO_KNOW)
+        await _unless_closing(call, _all_caught_up(provider, definition))
+        return pb.AwaitCaughtUpResponse().SerializeToString()
+
+    async def resume(self, call: Call, message: bytes) -> bytes:
+        request = parsed(pb.ResumeStreamRequest, message)
+        stream = StreamId(request.namespace, request.key)
+        provider = provider_of(call, self._providers, request.provider, TO_MANAGE)
+        definition = await subscription_of(call, provider, request.name, TO_MANAGE)
+        if self._silos is not None and call.principal is not PEER:
+            owner = self._silos.owner(provider.name, provider.queue_of(stream))
+            if owner:
+                return await self._silos.call(owner, "SubscriptionService/ResumeStream", message)
+        resumed = [await provider.resume(name, stream) for name in await _position_names(provider, definition)]
+        return pb.ResumeStreamResponse(resumed=any(resumed)).SerializeToString()
+
+    # ---- dead letters and gaps -------------------------------------------------------------------------------------
+
+    async def dead_letters(self, call: Call, message: bytes) -> bytes:
+        request = parsed(pb.ListDeadLettersRequest, message)
+        provider = provider_of(call, self._providers, request.provider, TO_MANAGE)
+        names = (
+            await _names_of_letters(call, provider, request.subscription)
+            if request.subscription
+            else await _names_of_all_letters(call, provider)
+        )
+        limit = min(request.limit or LETTERS, MAX_LETTERS)
+        letters = await _letters(provider, names, limit, min(request.after_id, MAX_POSITION))
+        return pb.ListDeadLettersResponse(dead_letters=_fitting(letters)).SerializeToString()
+
+    async def redrive(self, call: Call, message: bytes) -> bytes:
+        request = parsed(pb.RedriveDeadLettersRequest, message)
+        provider = provider_of(call, self._providers, request.provider, TO_MANAGE)
+        definition = await subscription_of(call, provider, request.subscription, TO_MANAGE)
+        ids = _ids(request.ids) if request.ids else None
+        counts = [
+            await provider.store.request_redrive(provider.name, name, ids)
+            for name in await _position_names(provider, definition)
+        ]
+        return pb.RedriveDeadLettersResponse(count=sum(counts)).SerializeToString()
+
+    async def delete_dead_letters(self, call: Call, message: bytes) -> bytes:
+        request = parsed(pb.DeleteDeadLettersRequest, message)
+        if request.all == bool(request.ids):
+            raise InvalidArgument("say which dead letters to delete: ids, or all, and not both")
+        provider = provider_of(call, self._providers, request.provider, TO_MANAGE)
+        names = await _names_of_letters(call, provider, request.subscription)
+        ids = None if request.all else _ids(request.ids)
+        counts = [await provider.store.delete_dead_letters(provider.name, name, ids) for name in names]
+        return pb.DeleteDeadLettersResponse(count=sum(counts)).SerializeToString()
+
+    async def gaps(self, call: Call, message: bytes) -> bytes:
+        request = parsed(pb.ListGapsRequest, message)
+        provider = provider_of(call, self._providers, request.provider, TO_MANAGE)
+        definition = await subscription_of(call, provider, request.subscription, TO_MANAGE)
+        names = await _position_names(provider, definition)
+        gaps = [gap for name in names for gap in await provider.store.gaps(provider.name, name)]
+        return pb.ListGapsResponse(gaps=_fitting(map(wire.gap_message, gaps[request.skip :]))).SerializeToString()
+
+
+async def _position_names(provider: ProviderCore, definition: SubscriptionDefinition) -> Sequence[str]:
+    """The names of the stored positions: the subscription's own, or with mode broadcast those of its consumers."""
+    if not is_parent(definition):
+        return [definition.name]
+    own = f"{definition.name}{CONSUMER_SEPARATOR}"
+    stored = await provider.store.subscriptions(provider.name)
+    return [each.name for each in stored if each.name.startswith(own)]
+
+
+def _visible(call: Call, definition: SubscriptionDefinition) -> bool:
+    """Whether the caller sees it in a list. Subscriptions of single consumers are never listed."""
+    allows = call.principal.allows_selector
+    return CONSUMER_SEPARATOR not in definition.name and any(
+        allows(permission, definition.selector.pattern) for permission in TO_KNOW
+    )
+
+
+async def _progress(provider: ProviderCore, definition: SubscriptionDefinition) -> Sequence[pb.QueueProgress]:
+    lowest: dict[int, Checkpoint] = {}
+    for name in await _position_names(provider, definition):
+        for queue, at in (await _positions(provider, name)).items():
+            if queue not in lowest or at.watermark < lowest[queue].watermark:
+                lowest[queue] = at
+    return [
+        pb.QueueProgress(
+            queue=queue,
+            next_offset=at.next_offset,
+            watermark=at.watermark,
+            end_offset=(await provider.ends(queue, [at.watermark]))[at.watermark],
+            streams_behind=len(at.behind),
+            streams_paused=sum(bool(one.paused) for one in at.behind.values()),
+            paused=islice(_paused(at), MAX_PAUSED),
+            fault=await fault_at(provider.adapter, queue, [at]),
+        )
+        for queue, at in sorted(lowest.items())
+    ]
+
+
+def _paused(at: Checkpoint) -> Iterator[pb.PausedStream]:
+    for stream, behind in at.behind.items():
+        if behind.paused:
+            name = pb.StreamName(namespace=stream.namespace, key=stream.key)
+            yield pb.PausedStream(stream=name, reason=behind.paused)
+
+
+async def _held(provider: ProviderCore, definition: SubscriptionDefinition) -> pb.Held | None:
+    """Why this silo's circuit breaker holds it, or one of its consumers with mode broadcast; None if it does not."""
+    for name in await _position_names(provider, definition):
+        served = provider.manager.served.get(name)
+        if served is not None and (held := served.gate.held) is not None:
+            return pb.Held(**held._asdict())
+    return None
+
+
+async def _left_behind(provider: ProviderCore, definition: SubscriptionDefinition) -> dict[str, int]:
+    counts = [
+        await provider.store.count_left_behind(provider.name, name)
+        for name in await _position_names(provider, definition)
+    ]
+    return {"dead_letters": sum(letters for letters, _ in counts), "gaps": sum(gaps for _, gaps in counts)}
+
+
+async def _positions(provider: ProviderCore, name: str) -> Mapping[int, Checkpoint]:
+    """The positions: the present ones if this process serves the subscription, otherwise the saved ones."""
+    served = provider.manager.served.get(name)
+    if served is None:
+        return await provider.store.checkpoints(provider.name, name)
+    now = {queue: delivery.checkpoint() for queue, delivery in served.deliveries.items()}
+    if provider.leased and served.service.stored:  # other silos serve other queues
+        return {**await provider.store.checkpoints(provider.name, name), **now}
+    return served.saved | now
+
+
+def _consumers(consumers: Consumers, definition: SubscriptionDefinition) -> list[pb.Consumer]:
+    return [
+        pb.Consumer(
+            id=member.id,
+            connected=member.connected,
+            credit_events=max(member.credit_events, 0),
+            credit_bytes=max(member.credit_bytes, 0),
+            in_flight_events=member.in_flight_events,
+            queues=member.queues,
+            blocked=member.blocked,
+        )
+        for member in consumers.members(definition)
+    ]
+
+
+async def _all_caught_up(provider: ProviderCore, definition: SubscriptionDefinition) -> None:
+    ends = {queue: await provider.due_end(queue) for queue in range(provider.queues)}
+    for name in await _position_names(provider, definition):
+        await caught_up(provider, name, ends)
+
+
+async def caught_up(provider: ProviderCore, name: str, ends: Mapping[int, int]) -> None:
+    """Return when all events below `ends` are done, in any process."""
+    left = dict(ends)
+    while True:
+        positions = await _positions(provider, name)
+        queue = next((queue for queue, at in positions.items() if not _done(at, left[queue])), None)
+        if queue is None:
+            return
+        served = provider.manager.served.get(name)
+        delivery = served.deliveries.get(queue) if served else None
+        if delivery is None:
+            await asyncio.sleep(LOOK_S)
+            continue
+        try:
+            await delivery.wait_until(left[queue])
+            left[queue] = 0
+        except Closed:  # it was moved, or its agent stopped: look again
+            await asyncio.sleep(LOOK_S)
+
+
+def _done(at: Checkpoint, end: int) -> bool:
+    return at.next_offset >= end and all(behind.paused or behind.token.offset >= end for behind in at.behind.values())
+
+
+async def _unless_closing(call: Call, work: Coroutine[Any, Any, _T]) -> _T:
+    """Return the result of a long wait. Raise Unavailable if the silo stops meanwhile."""
+    working = asyncio.create_task(work, name="headrace call")
+    closing = asyncio.create_task(call.closing.wait(), name="headrace call end")
+    try:
+        await asyncio.wait([working, closing], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Unavailable("the silo stops: ask again when it is back, or ask another silo")
+        return working.result()
+    finally:
+        for task in (working, closing):
+            task.cancel()
+        await asyncio.gather(working, closing, return_exceptions=True)
+
+
+async def _names_of_letters(call: Call, provider: ProviderCore, name: str) -> Sequence[str]:
+    """The names under which a subscription's dead letters are stored. They stay when it is deleted; then only a caller
+    that may manage all namespaces gets them. Raises as `subscription_of`."""
+    try:
+        definition = await subscription_of(call, provider, name, TO_MANAGE)
+    except NotFound:  # raised only if the caller may know all names
+        call.principal.require_everywhere(Permission.MANAGE)
+        if not await provider.store.dead_letters(provider.name, name, limit=1):
+            raise
+        return [name]
+    return await _position_names(provider, definition)
+
+
+async def _names_of_all_letters(call: Call, provider: ProviderCore) -> Sequence[str] | None:
+    """The names for all subscriptions that the caller may manage; None for all, including deleted ones."""
+    if call.principal.allows_everywhere(Permission.MANAGE):
+        return None
+    allows = call.principal.allows_selector
+    stored = await provider.store.subscriptions(provider.name)
+    return [one.name for one in stored if allows(Permission.MANAGE, one.selector.pattern)]
+
+
+async def _letters(
+    provider: ProviderCore, names: Sequence[str] | None, limit: int, after_id: int
+) -> list[pb.DeadLetter]:
+    """The first dead letters under these names, or of all, by id: at most `limit`, and at most one message."""
+    name = names[0] if names and len(names) == 1 else None
+    letters: list[pb.DeadLetter] = []
+    size = 0
+    while len(letters) < limit and size < LIST_BYTES:
+        # Several names together: pages of single names would end at different ids.
+        found = await provider.store.dead_letters(provider.name, name, limit=LETTERS_AT_ONCE, after_id=after_id)
+        wanted = [letter for letter in found if names is None or letter.subscription in names]
+        letters += map(_letter_message, wanted)
+        size += sum(len(letter.payload) for letter in wanted)
+        if len(found) < LETTERS_AT_ONCE:
+            break
+        after_id = found[-1].id
+    return letters[:limit]
+
+
+def _letter_message(letter: DeadLetter) -> pb.DeadLetter:
+    message = wire.dead_letter_message(letter)
+    message.subscription = letter.subscription.partition(CONSUMER_SEPARATOR)[0]
+    return message
+
+
+def _ids(given: Sequence[int]) -> list[int]:
+    if len(given) > MAX_IDS:
+        raise InvalidArgument(f"ids: at most {MAX_IDS:,} in one request, not {len(given):,}: send several")
+    return [number for number in given if number <= MAX_POSITION]  # the store has no others
+
+
+def _fitting(messages: Iterable[_M]) -> list[_M]:
+    """Return the first messages that fit into one response: at least one."""
+    fitting: list[_M] = []
+    size = 0
+    for message in messages:
+        size += message.ByteSize()
+        if fitting and size > LIST_BYTES:
+            break
+        fitting.append(message)
+    return fitting

@@ -1,0 +1,208 @@
+"""Dead letters and gap records in the control store."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, and_, delete, func, select, update
+
+from ..streams.errors import Fenced, InvalidArgument, NotFound
+from ..streams.subscriptions import DeadLetter, GapRecord
+from .rows import dead_letter_of, dead_letter_row, gap_of, gap_row, printable
+from .schema import dead_letters, gaps
+from .store_base import (
+    IDS_AT_ONCE,
+    ReadRows,
+    StoreBase,
+    insert_into,
+    lock_epochs,
+    of_subscription,
+    read_rows,
+    require_leases,
+    require_subscription,
+)
+
+
+class DeadLetterStore(StoreBase):
+    """Dead letters and gap records. See `headrace.store.control_store.ControlStore`."""
+
+    async def add_dead_letters(
+        self, letters: Sequence[DeadLetter], epoch: int | None, leases: Mapping[int, int] | None = None
+    ) -> list[int]:
+        """Store events that a subscription gave up on. Return their ids, in the same order.
+
+        If the subscription has a dead letter of the same event, its reason, attempts and time are updated. With an
+        `epoch`, all letters must be of one subscription; raises Fenced if the subscription has another epoch by now.
+        With `leases`, raises Fenced if `save_checkpoints` would refuse one of the queues.
+        """
+        held = None if leases is None else dict(leases)
+        return await self._database.write(_add_dead_letters, list(letters), epoch, held)
+
+    async def dead_letters(
+        self, provider: str, subscription: str | None = None, *, limit: int = 100, after_id: int = 0
+    ) -> list[DeadLetter]:
+        """Return the first `limit` dead letters with an id above `after_id`, in the order of ids. For the next page
+        pass the last id. Damaged dead letters are logged and left out."""
+        chosen = and_(of_subscription(dead_letters, provider, subscription), dead_letters.c.id > after_id)
+        return list(self._intact(await self._database.read(_dead_letters, chosen, limit)).values())
+
+    async def dead_letter(self, letter_id: int) -> DeadLetter:
+        """Return the dead letter with this id. Raises NotFound, and DataDirectoryError if it is damaged."""
+        return await self._database.read(_dead_letter, letter_id)
+
+    async def request_redrive(self, provider: str, subscription: str, ids: Sequence[int] | None = None) -> int:
+        """Request that dead letters are delivered once more; None means all. Return how many were found.
+
+        Raises NotFound if the subscription does not exist: no process would deliver them.
+        """
+        return await self._database.write(_request_redrive, provider, subscription, ids)
+
+    async def redrives(
+        self, provider: str, names: Sequence[str], *, queues: Collection[int] | None = None, limit: int = 100
+    ) -> list[DeadLetter]:
+        """Return the first `limit` dead letters of these subscriptions whose redrive was requested, in the order of
+        ids; with `queues`, only dead letters of those queues. Damaged dead letters are logged and left out."""
+        of_names, requested = dead_letters.c.subscription.in_(list(names)), dead_letters.c.redrive.is_(True)
+        chosen = and_(dead_letters.c.provider == provider, of_names, requested)
+        if queues is not None:
+            chosen = and_(chosen, dead_letters.c.queue.in_(sorted(queues)))
+        return list(self._intact(await self._database.read(_dead_letters, chosen, limit)).values())
+
+    async def finish_redrive(
+        self, letter_id: int, *, delivered: bool, reason: str | None, attempts: int, failed_at_us: int
+    ) -> None:
+        """Store the result of a redrive. A delivered letter is deleted. A letter that failed again stays, with the new
+        `attempts` and `failed_at_us` (microseconds since 1970 UTC) and, if given, `reason`. It is no error if the
+        letter was deleted meanwhile.
+        """
+        failure: dict[str, Any] = {"attempts": attempts, "failed_at_us": failed_at_us}
+        if reason is not None:
+            failure["reason"] = printable(reason)
+        await self._database.write(_finish_redrive, letter_id, delivered, failure)
+
+    async def delete_dead_letters(self, provider: str, subscription: str, ids: Sequence[int] | None = None) -> int:
+        """Delete dead letters of a subscription; None deletes all. Return how many. The subscription itself may be
+        deleted already."""
+        return await self._database.write(_delete_dead_letters, provider, subscription, ids)
+
+    async def add_gaps(self, records: Sequence[GapRecord], leases: Mapping[int, int] | None = None) -> None:
+        """Store gap records. The same range of the same subscription is stored once. With `leases`, raises Fenced, and
+        stores nothing, if `save_checkpoints` would refuse one of the queues."""
+        await self._database.write(_add_gaps, list(records), None if leases is None else dict(leases))
+
+    async def count_left_behind(self, provider: str, subscription: str) -> tuple[int, int]:
+        """Return the numbers of dead letters and of gap records of a subscription."""
+        return await self._database.read(_count_left_behind, provider, subscription)
+
+    async def gaps(self, provider: str, subscription: str | None = None) -> list[GapRecord]:
+        """Return gap records in the order in which they were stored."""
+        return await self._database.read(_gaps, provider, subscription)
+
+
+# The work of each method, within its transaction
+
+
+def _add_dead_letters(
+    connection: Connection, letters: Sequence[DeadLetter], epoch: int | None, held: Mapping[int, int] | None
+) -> list[int]:
+    if epoch is not None and letters:
+        _require_epoch(connection, {(letter.provider, letter.subscription) for letter in letters}, epoch)
+    require_leases(connection, letters, held)
+    statement = insert_into(connection, dead_letters)
+    statement = statement.on_conflict_do_update(
+        index_elements=["provider", "subscription", "queue", "token_offset", "token_index"],
+        set_={column: statement.excluded[column] for column in ("reason", "attempts", "failed_at_us")},
+    ).returning(dead_letters.c.id)
+    return [connection.execute(statement, dead_letter_row(letter)).scalar_one() for letter in letters]
+
+
+def _require_epoch(connection: Connection, named: set[tuple[str, str]], epoch: int) -> None:
+    if len(named) > 1:
+        raise InvalidArgument(
+            f"an epoch belongs to one subscription, these dead letters to {len(named)}: {sorted(named)}"
+        )
+    ((provider, name),) = named
+    current = lock_epochs(connection, provider, [name]).get(name)
+    if current != epoch:
+        raise Fenced(
+            f"subscription {name!r} of {provider!r} is at epoch {current}, not {epoch}: another process took it over"
+            if current is not None
+            else f"subscription {name!r} of {provider!r} has been deleted"
+        )
+
+
+def _dead_letters(connection: Connection, chosen: ColumnElement[bool], limit: int) -> ReadRows[int, DeadLetter]:
+    """Read `limit` intact dead letters: a caller takes a shorter result for the last page."""
+    query = select(dead_letters).where(chosen).order_by(dead_letters.c.id)
+    found = ReadRows[int, DeadLetter]({}, [])
+    after_id = 0
+    while len(found.intact) < limit:
+        wanted = limit - len(found.intact)
+        rows = connection.execute(query.where(dead_letters.c.id > after_id).limit(wanted)).all()
+        read = read_rows(rows, lambda row: row.id, dead_letter_of)
+        found.intact.update(read.intact)
+        found.damaged.extend(read.damaged)
+        if len(rows) < wanted:
+            break
+        after_id = rows[-1].id
+    return found
+
+
+def _dead_letter(connection: Connection, letter_id: int) -> DeadLetter:
+    row = connection.execute(select(dead_letters).where(dead_letters.c.id == letter_id)).one_or_none()
+    if row is None:
+        raise NotFound(f"there is no dead letter {letter_id}")
+    return dead_letter_of(row)
+
+
+def _chosen(provider: str, name: str, ids: Sequence[int] | None) -> list[ColumnElement[bool]]:
+    """Return conditions that together match these dead letters. Each has at most `IDS_AT_ONCE` ids."""
+    all_letters = of_subscription(dead_letters, provider, name)
+    if ids is None:
+        return [all_letters]
+    unique = sorted(set(ids))
+    chunks = [unique[at : at + IDS_AT_ONCE] for at in range(0, len(unique), IDS_AT_ONCE)]
+    return [and_(all_letters, dead_letters.c.id.in_(chunk)) for chunk in chunks]
+
+
+def _request_redrive(connection: Connection, provider: str, name: str, ids: Sequence[int] | None) -> int:
+    require_subscription(connection, provider, name)
+    mark = update(dead_letters).values(redrive=True)
+    return sum(connection.execute(mark.where(chosen)).rowcount for chosen in _chosen(provider, name, ids))
+
+
+def _finish_redrive(connection: Connection, letter_id: int, delivered: bool, failure: Mapping[str, Any]) -> None:
+    this = dead_letters.c.id == letter_id
+    if delivered:
+        connection.execute(delete(dead_letters).where(this))
+        return
+    connection.execute(update(dead_letters).where(this).values(redrive=False, **failure))
+
+
+def _delete_dead_letters(connection: Connection, provider: str, name: str, ids: Sequence[int] | None) -> int:
+    return sum(
+        connection.execute(delete(dead_letters).where(chosen)).rowcount for chosen in _chosen(provider, name, ids)
+    )
+
+
+def _add_gaps(connection: Connection, records: Sequence[GapRecord], held: Mapping[int, int] | None) -> None:
+    require_leases(connection, records, held)
+    if records:
+        statement = insert_into(connection, gaps).on_conflict_do_nothing()
+        connection.execute(statement, [gap_row(record) for record in records])
+
+
+def _count_left_behind(connection: Connection, provider: str, name: str) -> tuple[int, int]:
+    letters, records = (
+        connection.execute(
+            select(func.count()).select_from(table).where(of_subscription(table, provider, name))
+        ).scalar_one()
+        for table in (dead_letters, gaps)
+    )
+    return letters, records
+
+
+def _gaps(connection: Connection, provider: str, name: str | None) -> list[GapRecord]:
+    rows = connection.execute(select(gaps).where(of_subscription(gaps, provider, name)).order_by(gaps.c.id))
+    return [gap_of(row) for row in rows]

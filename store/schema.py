@@ -1,0 +1,499 @@
+"""Tables of the control store: one SQLAlchemy Core schema for SQLite and PostgreSQL.
+
+Conventions: a stream is stored in its text form (`StreamId.__str__`, one printable line; "" stands for no
+stream). Positions are 64-bit integers and exclusive. Times are microseconds since 1970 UTC.
+
+The row in `headrace_schema` has the version. A change of the tables adds a function to `MIGRATIONS` that migrates data
+of the version before. A new database is created from the tables as they are now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Connection,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+    and_,
+    bindparam,
+    delete,
+    func,
+    insert,
+    inspect,
+    select,
+    text,
+    tuple_,
+    update,
+)
+
+from ..streams.cluster import LIVING
+from ..streams.errors import DataDirectoryError
+from .checksums import CHECKED_TABLES, with_checksum
+from .store_clock import now_us
+
+MAX_POSITION = (1 << 63) - 1
+"""Highest offset, index or epoch that the tables hold."""
+
+_NAME = String(255).with_variant(String(255, collation="C"), "postgresql")
+"""Sorted by code points in every database: rows are locked in the order of names, so all processes need one order."""
+_ROW_ID = BigInteger().with_variant(Integer, "sqlite")  # only INTEGER counts up by itself in SQLite
+
+
+class _RawBinary(LargeBinary):
+    """Bytes as the driver returns them: a damaged row may have a value of another type. The checksum finds it."""
+
+    def result_processor(self, dialect: object, coltype: object) -> None:
+        return None
+
+
+def _checksum_column() -> Column[int]:
+    """See `headrace.store.checksums`."""
+    return Column("checksum", BigInteger, nullable=False, server_default=text("0"))
+
+
+metadata = MetaData()
+
+schema_version = Table(
+    "headrace_schema",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("version", Integer, nullable=False),
+)
+
+counters = Table(
+    "counters",
+    metadata,
+    Column("name", _NAME, primary_key=True),
+    Column("value", BigInteger, nullable=False),
+)
+"""`epoch` counts over all subscriptions, so that a subscription that is deleted and created again gets no old epoch.
+`incarnation` counts over all silos that ever joined."""
+
+providers = Table(
+    "providers",
+    metadata,
+    Column("name", _NAME, primary_key=True),
+    Column("adapter", _NAME, nullable=False),
+    Column("queues", Integer, nullable=False),
+    Column("mapper", _NAME, nullable=False),
+    Column("options", Text, nullable=False, server_default=text("'{}'")),
+)
+"""`options` is JSON: the options of the adapter that say where the queues are, without secrets."""
+
+subscriptions = Table(
+    "subscriptions",
+    metadata,
+    Column("provider", _NAME, primary_key=True),
+    Column("name", _NAME, primary_key=True),
+    Column("definition", Text, nullable=False),
+    Column("epoch", BigInteger, nullable=False),
+)
+
+checkpoints = Table(
+    "checkpoints",
+    metadata,
+    Column("provider", _NAME, primary_key=True),
+    Column("subscription", _NAME, primary_key=True),
+    Column("queue", Integer, primary_key=True, autoincrement=False),
+    Column("next_offset", BigInteger, nullable=False),
+    Column("watermark", BigInteger, nullable=False),
+    Column("behind", Text, nullable=False),
+    Column("epoch", BigInteger, nullable=False),
+    _checksum_column(),
+)
+"""`behind` is JSON: [[namespace, key, offset, index, paused], …]. The row was written under `epoch`."""
+
+dead_letters = Table(
+    "dead_letters",
+    metadata,
+    Column("id", _ROW_ID, primary_key=True),
+    Column("provider", _NAME, nullable=False),
+    Column("subscription", _NAME, nullable=False),
+    Column("queue", Integer, nullable=False),
+    Column("token_offset", BigInteger, nullable=False),
+    Column("token_index", BigInteger, nullable=False),
+    Column("stream", Text, nullable=False),
+    Column("payload", _RawBinary, nullable=False),
+    Column("attributes", Text, nullable=False),
+    Column("timestamp_us", BigInteger, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("attempts", Integer, nullable=False),
+    Column("failed_at_us", BigInteger, nullable=False),
+    Column("redrive", Boolean, nullable=False),
+    _checksum_column(),
+    UniqueConstraint("provider", "subscription", "queue", "token_offset", "token_index"),
+    sqlite_autoincrement=True,  # no id is used twice
+)
+"""`attributes` is JSON: {"id": text or null, "headers": {name: value}}."""
+
+gaps = Table(
+    "gaps",
+    metadata,
+    Column("id", _ROW_ID, primary_key=True),
+    Column("provider", _NAME, nullable=False),
+    Column("subscription", _NAME, nullable=False),
+    Column("queue", Integer, nullable=False),
+    Column("stream", Text, nullable=False),
+    Column("low_offset", BigInteger, nullable=False),
+    Column("low_index", BigInteger, nullable=False),
+    Column("high_offset", BigInteger, nullable=False),
+    Column("high_index", BigInteger, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("at_us", BigInteger, nullable=False),
+    UniqueConstraint(
+        "provider", "subscription", "queue", "stream", "low_offset", "low_index", "high_offset", "high_index"
+    ),
+    sqlite_autoincrement=True,
+)
+
+entries = Table("entries", metadata, Column("key", Text, primary_key=True), Column("value", Text, nullable=False))
+
+tokens = Table(
+    "tokens",
+    metadata,
+    Column("name", _NAME, primary_key=True),
+    Column("hash", LargeBinary, nullable=False),
+    Column("permissions", Text, nullable=False),
+    Column("created_at_us", BigInteger, nullable=False),
+    Column("client", _NAME, nullable=False, server_default=""),
+)
+"""`hash` is the SHA-256 of the token's text. `permissions` is JSON: {permission: [pattern of namespaces, …]}."""
+
+silos = Table(
+    "silos",
+    metadata,
+    Column("name", _NAME, primary_key=True),
+    Column("incarnation", BigInteger, nullable=False),
+    Column("address", Text, nullable=False),
+    Column("serves", Text, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("joined_at_us", BigInteger, nullable=False),
+    Column("heartbeat_at_us", BigInteger, nullable=False),
+    Column("secret_hash", String(64), nullable=False, server_default=""),
+    Column("heartbeats", BigInteger, nullable=False, server_default=text("0")),
+    Column("settings", Text, nullable=False, server_default=text("'{}'")),
+    Column("process", Text, nullable=False, server_default=text("''")),
+)
+"""Times are by the store's clock; they are for people and order new silos. `heartbeats` counts up. `serves` is
+JSON: [provider, …]. `settings` is JSON: {name: value}. `process` says where the lock of the silo's process is."""
+
+leases = Table(
+    "leases",
+    metadata,
+    Column("provider", _NAME, primary_key=True),
+    Column("queue", Integer, primary_key=True, autoincrement=False),
+    Column("owner", _NAME, nullable=False),
+    Column("incarnation", BigInteger, nullable=False),
+    Column("epoch", BigInteger, nullable=False),
+    Column("renewals", BigInteger, nullable=False),
+    Column("home", _NAME, nullable=False),
+    Column("length_us", BigInteger, nullable=False, server_default=text("15000000")),
+)
+"""`renewals` counts up. A lease has expired when `renewals` did not change for `length_us`, by the clock of the silo
+that looks at it. The row of an expired lease stays, for its epoch. `owner` is "" if no silo has the queue. `home` is
+the silo that should have the queue when all silos are there."""
+
+suspicions = Table(
+    "suspicions",
+    metadata,
+    Column("silo", _NAME, primary_key=True),
+    Column("voter", _NAME, primary_key=True),
+    Column("incarnation", BigInteger, nullable=False),
+    Column("voter_incarnation", BigInteger, nullable=False),
+    Column("heartbeats", BigInteger, nullable=False),
+)
+"""`incarnation` and `heartbeats` are of the suspected silo. A vote counts until that silo's next heartbeat."""
+
+_IS_TAKEN = text("claim > 0")
+
+delayed_batches = Table(
+    "delayed_batches",
+    metadata,
+    Column("id", _ROW_ID, primary_key=True),
+    Column("provider", _NAME, nullable=False),
+    Column("queue", Integer, nullable=False),
+    Column("due_at_us", BigInteger, nullable=False),
+    Column("claim", BigInteger, nullable=False),
+    Column("producer", String(64), nullable=False),
+    Column("number", BigInteger, nullable=False),
+    Column("stream", Text, nullable=False),
+    Column("events", Integer, nullable=False),
+    Column("priority", Integer, nullable=False),
+    Column("batch", _RawBinary, nullable=False),
+    _checksum_column(),
+    Index("delayed_batches_due", "provider", "due_at_us", "id"),
+    Index("delayed_batches_taken", "provider", "queue", "claim", sqlite_where=_IS_TAKEN, postgresql_where=_IS_TAKEN),
+    sqlite_autoincrement=True,
+)
+"""Batches that are published into their queue later (`headrace.store.delays`). `claim` is the number of the release
+that has the row, 0 before that, and -1 if the row is damaged. `producer` and `number` are of the call that stored it;
+"" and 0 if the call has no producer."""
+
+delayed_calls = Table(
+    "delayed_calls",
+    metadata,
+    Column("provider", _NAME, primary_key=True),
+    Column("producer", String(64), primary_key=True),
+    Column("number", BigInteger, nullable=False),
+    Column("at_us", BigInteger, nullable=False),
+)
+"""The last call of each idempotent producer that stored something. `producer` is the SHA-256 of its name."""
+
+releases = Table(
+    "releases",
+    metadata,
+    Column("provider", _NAME, primary_key=True),
+    Column("queue", Integer, primary_key=True, autoincrement=False),
+    Column("producer", String(64), nullable=False),
+    Column("claim", BigInteger, nullable=False),
+    Column("holder", String(64), nullable=False),
+    Column("until_us", BigInteger, nullable=False),
+)
+"""The last release of delayed batches into a queue: its number, and the end of its holder's time; 0 if it is done."""
+
+Migration = Callable[[Connection], None]
+
+
+def _add_tokens(connection: Connection) -> None:
+    """Version 2: access tokens."""
+    # The columns of version 2. Later changes of the table above are made by later migrations.
+    table = Table(
+        "tokens",
+        MetaData(),
+        Column("name", _NAME, primary_key=True),
+        Column("hash", LargeBinary, nullable=False),
+        Column("permissions", Text, nullable=False),
+        Column("created_at_us", BigInteger, nullable=False),
+    )
+    table.create(connection)
+
+
+def _add_cluster(connection: Connection) -> None:
+    """Version 3: silos, their leases of queues, their votes that another silo is dead."""
+    now = MetaData()
+    Table(
+        "silos",
+        now,
+        Column("name", _NAME, primary_key=True),
+        Column("incarnation", BigInteger, nullable=False),
+        Column("address", Text, nullable=False),
+        Column("serves", Text, nullable=False),
+        Column("state", String(16), nullable=False),
+        Column("joined_at_us", BigInteger, nullable=False),
+        Column("heartbeat_at_us", BigInteger, nullable=False),
+    )
+    Table(
+        "leases",
+        now,
+        Column("provider", _NAME, primary_key=True),
+        Column("queue", Integer, primary_key=True, autoincrement=False),
+        Column("owner", _NAME, nullable=False),
+        Column("incarnation", BigInteger, nullable=False),
+        Column("epoch", BigInteger, nullable=False),
+        Column("expires_at_us", BigInteger, nullable=False),
+        Column("home", _NAME, nullable=False),
+    )
+    Table(
+        "suspicions",
+        now,
+        Column("silo", _NAME, primary_key=True),
+        Column("voter", _NAME, primary_key=True),
+        Column("incarnation", BigInteger, nullable=False),
+        Column("voter_incarnation", BigInteger, nullable=False),
+        Column("expires_at_us", BigInteger, nullable=False),
+    )
+    now.create_all(connection, checkfirst=False)
+    connection.execute(insert(counters).values(name="incarnation", value=0))
+
+
+def _add_delays(connection: Connection) -> None:
+    """Version 4: delayed batches."""
+    now = MetaData()
+    taken = text("claim > 0")
+    Table(
+        "parked",
+        now,
+        Column("id", _ROW_ID, primary_key=True),
+        Column("provider", _NAME, nullable=False),
+        Column("queue", Integer, nullable=False),
+        Column("due_at_us", BigInteger, nullable=False),
+        Column("claim", BigInteger, nullable=False),
+        Column("producer", String(64), nullable=False),
+        Column("number", BigInteger, nullable=False),
+        Column("stream", Text, nullable=False),
+        Column("events", Integer, nullable=False),
+        Column("priority", Integer, nullable=False),
+        Column("batch", LargeBinary, nullable=False),
+        Index("parked_due", "provider", "due_at_us", "id"),
+        Index("parked_taken", "provider", "queue", "claim", sqlite_where=taken, postgresql_where=taken),
+        sqlite_autoincrement=True,
+    )
+    Table(
+        "parked_calls",
+        now,
+        Column("provider", _NAME, primary_key=True),
+        Column("producer", String(64), primary_key=True),
+        Column("number", BigInteger, nullable=False),
+        Column("at_us", BigInteger, nullable=False),
+    )
+    Table(
+        "releases",
+        now,
+        Column("provider", _NAME, primary_key=True),
+        Column("queue", Integer, primary_key=True, autoincrement=False),
+        Column("producer", String(64), nullable=False),
+        Column("claim", BigInteger, nullable=False),
+        Column("holder", String(64), nullable=False),
+        Column("until_us", BigInteger, nullable=False),
+    )
+    now.create_all(connection, checkfirst=False)
+
+
+def _add_edges(connection: Connection) -> None:
+    """Version 5: tables of delayed batches get their new names; tokens get their clients; each silo gets the hash of
+    its own secret, instead of one secret for all; silos and leases get counters, which replace times by the store's
+    clock; providers get the options that say where their queues are; rows with payloads or progress get checksums."""
+    _rename_delay_tables(connection)
+    name = _NAME.compile(connection.dialect)
+    connection.execute(text(f"ALTER TABLE tokens ADD COLUMN client {name} NOT NULL DEFAULT ''"))
+    connection.execute(text("UPDATE tokens SET client = name"))
+    connection.execute(delete(entries).where(entries.c.key == "cluster/secret"))
+    for change in (
+        "providers ADD COLUMN options TEXT NOT NULL DEFAULT '{}'",
+        "silos ADD COLUMN secret_hash VARCHAR(64) NOT NULL DEFAULT ''",
+        "silos ADD COLUMN heartbeats BIGINT NOT NULL DEFAULT 0",
+        "silos ADD COLUMN settings TEXT NOT NULL DEFAULT '{}'",
+        "silos ADD COLUMN process TEXT NOT NULL DEFAULT ''",
+        "leases RENAME COLUMN expires_at_us TO renewals",
+        "leases ADD COLUMN length_us BIGINT NOT NULL DEFAULT 15000000",
+        "suspicions RENAME COLUMN expires_at_us TO heartbeats",
+        *(f"{table} ADD COLUMN checksum BIGINT NOT NULL DEFAULT 0" for table in CHECKED_TABLES),
+    ):
+        connection.execute(text(f"ALTER TABLE {change}"))
+    connection.execute(delete(suspicions))
+    for table in CHECKED_TABLES:
+        _fill_checksums(connection, metadata.tables[table])
+
+
+def _rename_delay_tables(connection: Connection) -> None:
+    for change in (
+        "DROP INDEX parked_due",
+        "DROP INDEX parked_taken",
+        "ALTER TABLE parked RENAME TO delayed_batches",
+        "ALTER TABLE parked_calls RENAME TO delayed_calls",
+    ):
+        connection.execute(text(change))
+    for index in delayed_batches.indexes:
+        index.create(connection)
+
+
+def _fill_checksums(connection: Connection, table: Table) -> None:
+    """Give every row its checksum, a few rows at a time: they hold payloads."""
+    key = [*table.primary_key.columns]
+    this = and_(*(column == bindparam(f"key_{column.name}") for column in key))
+    fill = update(table).where(this).values(checksum=bindparam("sum"))
+    query = select(table).order_by(*key).limit(_ROWS_AT_ONCE)
+    after = query
+    while rows := connection.execute(after).mappings().all():
+        filled: list[dict[str, Any]] = [
+            {f"key_{column.name}": row[column.name] for column in key}
+            | {"sum": with_checksum(table.name, {**row})["checksum"]}
+            for row in rows
+        ]
+        connection.execute(fill, filled)
+        after = query.where(tuple_(*key) > tuple_(*(rows[-1][column.name] for column in key)))
+
+
+MIGRATIONS: Sequence[Migration] = (_add_tokens, _add_cluster, _add_delays, _add_edges)
+"""Function i brings a database of version i + 1 to version i + 2."""
+
+SILENT_S = 60.0
+"""A silo without a heartbeat for so long does not run, in seconds."""
+_ROWS_AT_ONCE = 100
+_LOCK = 0x68656164  # any number that only headrace uses
+
+
+def migrate(connection: Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:
+    """Create the tables, or migrate them to this version, within the caller's transaction.
+
+    Raises DataDirectoryError for a database that a newer headrace or another program made, and for one of an older
+    version if silos run on it; nothing is changed then.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
+    newest = 1 + len(migrations)
+    version = _version(connection)
+    if version is None:
+        metadata.create_all(connection, checkfirst=False)
+        connection.execute(insert(counters), [{"name": name, "value": 0} for name in ("epoch", "incarnation")])
+        connection.execute(insert(schema_version).values(id=1, version=newest))
+        return
+    if version > newest:
+        raise DataDirectoryError(
+            f"made by a newer headrace: the control store has version {version}, this one knows versions up to "
+            f"{newest}; upgrade headrace, or use another data directory"
+        )
+    if version < newest:
+        _check_no_silo_runs(connection, version, newest)
+    for migration in migrations[version - 1 :]:
+        migration(connection)
+    if version < newest:
+        connection.execute(update(schema_version).values(version=newest))
+
+
+def _check_no_silo_runs(connection: Connection, version: int, newest: int) -> None:
+    """Raise DataDirectoryError if a member has a recent heartbeat: a running silo uses the old tables."""
+    if silos.name not in inspect(connection).get_table_names():
+        return
+    living = [state.value for state in LIVING]
+    query = select(silos.c.name, silos.c.heartbeat_at_us).where(silos.c.state.in_(living)).order_by(silos.c.name)
+    now = now_us(connection)
+    ages = {name: (now - heard_at_us) / 1e6 for name, heard_at_us in connection.execute(query)}
+    running = {name: age for name, age in ages.items() if 0 <= age < SILENT_S}
+    if running:
+        raise DataDirectoryError(
+            f"the control store has version {version} and has to get version {newest}, but silos of an older headrace "
+            f"run on it: {', '.join(map(repr, running))}: stop all of them first; a silo that was killed counts as "
+            f"running for {SILENT_S - min(running.values()):.0f} s more"
+        )
+
+
+def require(connection: Connection) -> None:
+    """Change nothing. Raises DataDirectoryError if there are no tables, or tables of another version."""
+    newest = 1 + len(MIGRATIONS)
+    version = _version(connection)
+    if version is None:
+        raise DataDirectoryError("it has no control store: name the database that the silos use")
+    if version != newest:
+        raise DataDirectoryError(
+            f"the control store has version {version}, this headrace uses version {newest}: run the headrace version "
+            "that the silos run"
+        )
+
+
+def _version(connection: Connection) -> int | None:
+    """Return the version of the tables, or None if there are no tables yet."""
+    tables = inspect(connection).get_table_names()
+    if schema_version.name in tables:
+        version = connection.execute(select(schema_version.c.version)).scalar()
+        if version is None or version < 1:
+            raise DataDirectoryError("damaged: the control store has no schema version; restore it from a copy")
+        return version
+    foreign = tables if connection.dialect.name == "sqlite" else sorted({*tables} & {*metadata.tables})
+    if foreign:
+        raise DataDirectoryError(
+            f"another program's database: it has the table {foreign[0]!r}, but not {schema_version.name!r}; "
+            "use another data directory"
+        )
+    return None

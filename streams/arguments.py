@@ -1,0 +1,105 @@
+"""Checks of the arguments that users give. Each raises InvalidArgument in one line with the accepted values."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Collection, Iterable, Sequence
+from enum import Enum
+from typing import TypeVar, cast
+
+from .errors import InvalidArgument
+
+_T = TypeVar("_T")
+_SHOWN = 100
+"""Longest representation of a value in a message, in characters."""
+
+
+def shown(value: object) -> str:
+    """The value as a message shows it: its representation, cut to 100 characters."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def refused(name: str, value: object, expected: str) -> InvalidArgument:
+    """The error for a wrong value of the argument `name`."""
+    return InvalidArgument(f"{name} is {shown(value)}: expected {expected}")
+
+
+def check_integer(name: str, value: object, least: int = 0, most: int | None = None) -> int:
+    """Return an integer from `least` to `most`; None: without an upper limit."""
+    if type(value) is not int or value < least or (most is not None and value > most):
+        accepted = f"of at least {least}" if most is None else f"from {least} to {most:,}"
+        raise refused(name, value, f"an integer {accepted}")
+    return value
+
+
+def check_seconds(name: str, value: object, *, above_zero: bool = False, most: float = math.inf) -> float:
+    """Return a number of seconds from 0 to `most`; with `above_zero`, more than 0."""
+    number = value if type(value) in (int, float) else math.nan
+    if not (0 <= cast("float", number) <= most) or (above_zero and not number) or number == math.inf:
+        least = "above 0" if above_zero else "of at least 0"
+        limit = "" if most == math.inf else f", at most {most:,}"
+        raise refused(name, value, f"a number of seconds {least}{limit}")
+    return cast("float", number)
+
+
+def check_flag(name: str, value: object) -> bool:
+    """Return True or False; other values that Python takes for one of them are refused."""
+    if type(value) is not bool:
+        raise refused(name, value, "True or False")
+    return value
+
+
+def check_text(name: str, value: object) -> str:
+    """Return text."""
+    if not isinstance(value, str):
+        raise refused(name, value, "a str")
+    return value
+
+
+def check_instance(name: str, value: object, kind: type[_T], example: str = "") -> _T:
+    """Return an instance of `kind`. `example` says how to write one."""
+    if not isinstance(value, kind):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise refused(name, value, f"{article} {kind.__name__}{f', such as {example}' if example else ''}")
+    return value
+
+
+def check_choice(name: str, value: object, kind: type[Enum], *, optional: bool = False) -> None:
+    """Accept a member of an enumeration; with `optional`, None too."""
+    if not (isinstance(value, kind) or (optional and value is None)):
+        members = [f"{kind.__name__}.{member.name}" for member in kind]
+        raise refused(name, value, one_of([*members, "None"] if optional else members))
+
+
+def check_callable(name: str, value: object) -> None:
+    """Accept a function, or another object that can be called, or None."""
+    if value is not None and not callable(value):
+        raise refused(name, value, "a function or None")
+
+
+def check_ids(name: str, ids: object) -> Sequence[int] | None:
+    """Return the ids of dead letters, or None for all of them."""
+    if ids is None:
+        return None
+    listed: list[object] = []
+    if isinstance(ids, Iterable) and not isinstance(ids, str | bytes):
+        listed = list(cast("Iterable[object]", ids))
+        if all(type(each) is int for each in listed):
+            return cast("list[int]", listed)
+    raise refused(name, listed or cast("object", ids), "several integers, such as [1, 2], or None for all")
+
+
+def check_options(call: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Refuse options of a call that it does not have, with the ones that it has and the most similar one."""
+    for name in given:
+        if name not in known:
+            similar = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {similar[0]!r}?" if similar else ""
+            raise InvalidArgument(f"{call}: unknown option {name!r}: expected {one_of(sorted(known))}{hint}")
+
+
+def one_of(words: Sequence[str]) -> str:
+    """`a, b or c`."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

@@ -1,0 +1,52 @@
+"""How failures of a subscription's handler are logged: the first ones of a stream as warnings, the others rarely."""
+
+from __future__ import annotations
+
+import logging
+
+from .identity import SequenceToken, StreamId
+
+BURST = 5
+"""So many first failures are logged at once."""
+REFILL_S = 10.0
+"""Afterwards, one more first failure is logged each time so many seconds have passed."""
+REMINDER_S = 60.0
+"""A repeated failure is logged if nothing was for so long, in seconds."""
+
+
+def failure_text(subscription: str, stream: StreamId, token: SequenceToken | None, outcome: str, reason: str) -> str:
+    """Return the log line for a failed delivery; `outcome` names the next step."""
+    return f"subscription {subscription!r} failed on event {token} of stream {stream}, {outcome}: {reason}"
+
+
+class FailureLog:
+    """The log of one subscription's failures. With many failing streams, its volume stays bounded by time."""
+
+    def __init__(self) -> None:
+        self._credit = float(BURST)
+        self._credited_at = 0.0
+        self._logged_at = 0.0
+        self._not_logged = 0
+
+    def warn(self, now_s: float, *, first: bool) -> int | None:
+        """Decide on a failure at the loop time `now_s`; it is the `first` one of its event, or a repeated one. Returns
+        None if it is not a warning, else how many failures were not since the last warning."""
+        self._credit = min(BURST, self._credit + (now_s - self._credited_at) / REFILL_S)
+        self._credited_at = now_s
+        if first and self._credit >= 1:
+            self._credit -= 1
+        elif now_s - self._logged_at < REMINDER_S:
+            self._not_logged += 1
+            return None
+        not_logged, self._not_logged, self._logged_at = self._not_logged, 0, now_s
+        return not_logged
+
+    def write(self, log: logging.Logger, now_s: float, message: str, error: BaseException, *, first: bool) -> None:
+        """Log a failure with its traceback if it is a warning, else at the level debug."""
+        not_logged = self.warn(now_s, first=first)
+        if not_logged is None:
+            log.debug("%s", message)
+        elif not_logged:
+            log.warning("%s (%d more failures are not shown)", message, not_logged, exc_info=error)
+        else:
+            log.warning("%s", message, exc_info=error)

@@ -1,0 +1,98 @@
+"""Batches as producers send them: checked, and brought into the form in which headrace stores them. Pure."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from ..proto.v1 import events_pb2
+from . import layout
+from .errors import InvalidArgument, PayloadTooLarge
+from .events import MAX_BATCH_EVENTS, MAX_EVENT_BYTES, EventBatch, ScheduledBatch
+from .field_limits import check_headers, check_ids, check_times
+from .identity import StreamId
+from .publishing import MAX_BATCH_BYTES
+
+_ONE_TIMESTAMP = struct.Struct("<BBq")
+_TIMESTAMPS_TAG, _TIMESTAMP_BYTES = 0x22, 8
+_NAMESPACE, _KEY = 0x0A, 0x12
+_COLUMNS = (0x1A, 0x22, 0x7A)
+"""Tags of sizes, timestamps and payload."""
+_APPENDED = range(16, 21)
+
+
+def accepted(encoded: bytes, now_us: int) -> EventBatch:
+    """A producer's batch, as it is stored: with its stream's name first, each column in one piece, and a time.
+
+    Without ids and headers nearly all come so, and stay the bytes that they are. The others are written anew by the
+    protobuf library: to read their fields one by one, which may be millions, would delay all other callers.
+
+    Raises InvalidArgument if it is no batch or has fields that are not the producer's, PayloadTooLarge for a payload
+    above MAX_EVENT_BYTES and a batch above MAX_BATCH_BYTES.
+    """
+    if len(encoded) > MAX_BATCH_BYTES:
+        raise PayloadTooLarge("a batch", len(encoded), MAX_BATCH_BYTES)
+    message = None if _plain(encoded) else layout.message_of(encoded)
+    namespace, key, columns = layout.read(encoded) if message is None else layout.read_message(message)
+    stream = StreamId(namespace, key)
+    _check_sizes(stream, columns.sizes)
+    if columns.timestamps:
+        check_times(columns.timestamps, "timestamps_us")
+    if message is not None or not encoded.startswith(stream.prefix):
+        encoded = stream.prefix + _written(message or layout.message_of(encoded), len(columns.sizes))
+    if not columns.timestamps:
+        encoded += _ONE_TIMESTAMP.pack(_TIMESTAMPS_TAG, _TIMESTAMP_BYTES, now_us)
+    if message is not None and (message.delay_us or message.priority):
+        schedule = {"delay_us": message.delay_us, "priority": message.priority}
+        return ScheduledBatch(stream, encoded, len(columns.sizes), **schedule)
+    return EventBatch(stream, encoded, len(columns.sizes))
+
+
+def _check_sizes(stream: StreamId, sizes: Sequence[int]) -> None:
+    if len(sizes) > MAX_BATCH_EVENTS:
+        raise InvalidArgument(f"a batch has at most {MAX_BATCH_EVENTS:,} events, not {len(sizes):,}: split it")
+    if (largest := max(sizes)) > MAX_EVENT_BYTES:
+        raise PayloadTooLarge(f"the payload of an event for {stream}", largest, MAX_EVENT_BYTES)
+
+
+def _plain(encoded: bytes) -> bool:
+    """Whether it has its names, then sizes, timestamps and payload, each at most once, and nothing else."""
+    wanted = {*_COLUMNS}
+    try:
+        if encoded[0] != _NAMESPACE or encoded[at := _end(encoded, 1)] != _KEY:
+            return False
+        at = _end(encoded, at + 1)
+        while at < len(encoded):
+            if encoded[at] not in wanted:
+                return False
+            wanted.remove(encoded[at])
+            at = _end(encoded, at + 1)
+    except IndexError:
+        return False
+    return at == len(encoded)
+
+
+def _end(encoded: bytes, at: int) -> int:
+    """Return the end of the field whose length is at `at`. Raises IndexError if there is none."""
+    length = shift = 0
+    while (byte := encoded[at]) >= 0x80:
+        length |= (byte & 0x7F) << shift
+        shift += 7
+        at += 1
+    return at + 1 + (length | byte << shift)
+
+
+def _written(message: events_pb2.EventBatch, count: int) -> bytes:
+    """Return the fields after the stream's name, in order, without unknown fields."""
+    for column in (message.ids, message.headers):
+        if len(column) not in (0, count):
+            raise InvalidArgument(f"damaged batch: {len(column)} ids or headers for {count} events")
+    check_ids(message.ids)
+    for each in message.headers:
+        check_headers(each.values)
+    if any(field.number in _APPENDED for field, _ in message.ListFields()):
+        raise InvalidArgument("a batch has fields from 16 to 20, which the silo appends on delivery: leave them out")
+    message.DiscardUnknownFields()
+    message.ClearField("namespace")
+    message.ClearField("key")
+    return message.SerializeToString(deterministic=True)

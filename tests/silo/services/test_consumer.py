@@ -1,0 +1,1092 @@
+"""ConsumerService, asked by a client that knows no more than the protocol."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+import pytest_asyncio
+
+from headrace import StreamId
+from headrace.proto.v1 import cluster_pb2, subscriptions_pb2
+from headrace.proto.v1 import consumer_pb2 as pb
+from headrace.silo.host import Silo
+from headrace.silo.relay.pulls import pull_wait_s
+from headrace.streams.events import Event
+from tests.silo.services.calling import (
+    CLUSTER,
+    SUBSCRIPTIONS,
+    Allowed,
+    Caller,
+    Refused,
+    batch,
+    connecting,
+    make_tokens,
+    opened,
+)
+from tests.silo.services.sessions import (
+    PATIENCE_S,
+    PULL,
+    SUBSCRIBE,
+    Got,
+    Session,
+    acknowledge,
+    acknowledgement,
+    begin,
+    consuming,
+    defined,
+    events_of,
+    eventually,
+    pull,
+    rejection,
+)
+
+SHORT_MS = 500
+"""The shortest time after which a silent consumer is gone."""
+QUEUE = 1
+"""The queue of n/k, out of two. n/y is in the other one."""
+BROADCAST = subscriptions_pb2.MODE_BROADCAST
+BOUND = subscriptions_pb2.MODE_BOUND
+
+
+@pytest_asyncio.fixture
+async def silo(tmp_path: Path) -> AsyncIterator[Silo]:
+    async with opened(tmp_path / "data") as silo:
+        yield silo
+
+
+@pytest_asyncio.fixture
+async def caller(silo: Silo) -> AsyncIterator[Caller]:
+    assert silo.grpc_address is not None
+    async with connecting(silo.grpc_address) as caller:
+        yield caller
+
+
+async def heartbeats(session: Session, period_s: float = 0.1) -> None:
+    while True:
+        await session.say()
+        await asyncio.sleep(period_s)
+
+
+async def refusal(session: Session) -> tuple[str, str]:
+    """Status and code with which its call ends."""
+    refused = await session.end()
+    assert refused is not None, "the call ended in order"
+    return refused.status, str(refused.code)
+
+
+async def seen(caller: Caller, subscription: str, *consumers: str) -> None:
+    """Return once these are the consumers of a subscription."""
+
+    async def there() -> bool:
+        return sorted(one.id for one in (await caller.get(subscription)).consumers) == sorted(consumers)
+
+    await eventually(there)
+
+
+# ---- opening ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_subscription_that_does_not_exist_is_not_found(caller: Caller) -> None:
+    with pytest.raises(Refused, match="NOT_FOUND"):
+        await begin(caller, "nobody")
+
+
+async def test_opening_with_a_definition_creates_the_subscription(caller: Caller) -> None:
+    for _ in range(2):
+        async with consuming(caller, definition=defined("s"), consumer="c") as session:
+            assert session.opened.definition.selector == "n/*"
+            assert session.opened.consumer == "c"
+    with pytest.raises(Refused, match="ALREADY_EXISTS"):
+        await begin(caller, definition=defined("s", "m/*"))
+
+
+async def test_the_silo_names_a_consumer_that_has_no_id(caller: Caller) -> None:
+    async with consuming(caller, definition=defined("s")) as one, consuming(caller, "s") as other:
+        assert one.opened.consumer
+        assert one.opened.consumer != other.opened.consumer
+
+
+@pytest.mark.one_silo
+async def test_who_comes_back_is_told_that_it_is_still_known(caller: Caller) -> None:
+    for resumed in (False, True):
+        session = await begin(caller, definition=defined("s"), consumer="c")
+        assert session.opened.resumed is resumed
+        session.cancel()
+    async with consuming(caller, "s", consumer="c") as session:
+        assert session.opened.resumed
+    async with consuming(caller, "s", consumer="c") as session:
+        assert not session.opened.resumed
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "says"),
+    [
+        ({"subscription": "s", "consumer": "a b"}, "INVALID_ARGUMENT", "no id of a consumer"),
+        ({"subscription": "s", "consumer": "x" * 101}, "INVALID_ARGUMENT", "the limit is 100"),
+        ({"subscription": "s", "consumer": "~"}, "INVALID_ARGUMENT", "no id of a consumer"),
+        ({"subscription": "s", "session_timeout_ms": 499}, "INVALID_ARGUMENT", "500 to 600,000"),
+        ({"subscription": "s", "session_timeout_ms": 600_001}, "INVALID_ARGUMENT", "500 to 600,000"),
+        ({"subscription": "s", "provider": "other"}, "NOT_FOUND", "no provider"),
+        ({"subscription": "s", "keeps_positions": True}, "INVALID_ARGUMENT", "only with mode broadcast"),
+        ({"subscription": "s", "positions": [pb.Position()]}, "INVALID_ARGUMENT", "keeps_positions"),
+        ({"subscription": "t", "definition": defined("s")}, "INVALID_ARGUMENT", "leave one out"),
+        ({"definition": defined("s~c")}, "INVALID_ARGUMENT", "subscription name"),
+        ({"definition": defined("f", filter="m:f")}, "FAILED_PRECONDITION", "filter"),
+        ({}, "NOT_FOUND", "''"),
+    ],
+)
+async def test_what_cannot_be_opened_is_refused(caller: Caller, fields: Any, status: str, says: str) -> None:
+    await caller.create("s", "n/*")
+    with pytest.raises(Refused) as refused:
+        await begin(caller, **fields)
+    assert refused.value.status == status
+    assert says in refused.value.details
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"definition": defined("new", mode=BROADCAST)},
+        {"definition": defined("new"), "keeps_positions": True},
+        {"definition": defined("new"), "positions": [pb.Position()]},
+        {"definition": defined("new", mode=BROADCAST), "keeps_positions": True, "positions": [pb.Position(queue=9)]},
+        {"definition": defined("new"), "consumer": "a b"},
+        {"definition": defined("new"), "session_timeout_ms": 499},
+        {"definition": defined("new", filter="m:f")},
+    ],
+)
+async def test_who_is_refused_has_created_nothing(caller: Caller, fields: Any) -> None:
+    with pytest.raises(Refused):
+        await begin(caller, **fields)
+    with pytest.raises(Refused, match="NOT_FOUND"):
+        await caller.get("new")
+
+
+async def test_the_first_request_opens_and_no_other_does(caller: Caller) -> None:
+    await caller.create("s", "n/*")
+    without = Session(caller.stream(SUBSCRIBE))
+    await without.say(credit=pb.Credit(events=1, bytes=1))
+    assert await refusal(without) == ("INVALID_ARGUMENT", "invalid_argument")
+    twice = await begin(caller, "s")
+    await twice.say(open=pb.Open(subscription="s"))
+    assert await refusal(twice) == ("INVALID_ARGUMENT", "invalid_argument")
+
+
+async def test_a_call_that_says_nothing_is_refused(caller: Caller) -> None:
+    stream = caller.stream(SUBSCRIBE)
+    await stream.done_writing()
+    assert await refusal(Session(stream)) == ("INVALID_ARGUMENT", "invalid_argument")
+
+
+async def test_what_a_handler_in_the_silo_serves_has_no_remote_consumers(silo: Silo, caller: Caller) -> None:
+    async def handle(_: Event) -> None: ...
+
+    await silo.providers["default"].subscribe("s", "n/*", handle)
+    with pytest.raises(Refused, match=r"FAILED_PRECONDITION.*handler in the silo"):
+        await begin(caller, "s")
+    with pytest.raises(Refused, match=r"FAILED_PRECONDITION.*handler in the silo"):
+        await pull(caller)
+
+
+# ---- events, credit, acknowledgements --------------------------------------------------------------------------------
+
+
+async def test_events_come_as_they_were_published(caller: Caller) -> None:
+    async with consuming(caller, definition=defined("s")) as session:
+        await caller.publish(batch("n/a", b"1", b"", b"3"), batch("other/a", b"no"), batch("n/ü/%", b"4"))
+        events = await session.take(4)
+        assert session.payloads("n/a") == [b"1", b"", b"3"]
+        assert session.payloads("n/ü/%") == [b"4"]
+        assert {event.attempt for event in events} == {1}
+        await session.acknowledge_saved(events)
+
+
+@pytest.mark.one_silo
+async def test_no_more_comes_than_credit_was_granted(caller: Caller) -> None:
+    session = await begin(caller, definition=defined("s"), session_timeout_ms=2000)
+    await caller.publish(*[batch(f"n/{key}", *[b"x" * 100] * 10) for key in range(10)])
+    for granted in (1, 7, 13):
+        before = len(session.events)
+        await session.grant(granted, 1 << 20)
+        await session.until(lambda n=before + granted: len(session.events) == n)
+    await session.say()
+    await session.until(lambda: session.progress is not None)  # the next heartbeat
+    assert len(session.events) == 21
+    assert session.progress is not None
+    assert (session.progress.credit_events, session.progress.in_flight_events) == (0, 21)
+    await session.close()
+
+
+async def test_bytes_bound_what_comes_too(caller: Caller) -> None:
+    session = await begin(caller, definition=defined("s"))
+    await caller.publish(batch("n/k", *[b"x" * 1000] * 10))
+    await session.grant(1000, 5000)
+    await session.until(lambda: bool(session.events))
+    assert 1 <= len(session.events) <= 5
+    await session.close()
+
+
+async def test_a_consumer_is_told_when_its_credit_is_too_small_for_the_next_event(caller: Caller) -> None:
+    session = await begin(caller, definition=defined("s"))
+    await caller.publish(batch("n/k", b"x" * 100_000))
+    await session.grant(10, 1000)
+    # More than was granted: before that, a silo that is one of several may have asked for anything at all.
+    await session.until(lambda: session.progress is not None and session.progress.needed_bytes > 1000)
+    assert session.progress is not None
+    await session.grant(0, session.progress.needed_bytes - 1000)
+    assert [event.payload for event in await session.take(1)] == [b"x" * 100_000]
+    await session.close()
+
+
+async def test_credit_only_adds_and_has_an_end(caller: Caller) -> None:
+    session = await begin(caller, definition=defined("s"), session_timeout_ms=SHORT_MS)
+    for _ in range(3):
+        await session.grant((1 << 64) - 1, (1 << 64) - 1)
+    await caller.publish(batch("n/k", b"1"))
+    await session.take(1)
+    await session.say()
+    await session.until(lambda: session.progress is not None)
+    await session.close()
+
+
+async def test_what_is_not_held_cannot_be_acknowledged(caller: Caller) -> None:
+    async with consuming(caller, definition=defined("s")) as session:
+        await caller.publish(batch("n/k", b"1", b"2"))
+        first, second = await session.take(2)
+        wrong = [
+            acknowledgement(first._replace(offset=first.offset + 1)),
+            acknowledgement(first._replace(queue=1000)),
+            acknowledgement(first._replace(index=2)),
+            acknowledgement(first._replace(offset=(1 << 64) - 1, index=(1 << 32) - 1)),
+        ]
+        await session.say(acknowledgements=wrong, rejections=[rejection(first._replace(index=7))])
+        await session.until(lambda: len(session.refused) == 5)
+        assert sorted((each.queue, each.offset, each.index) for each in session.refused) == [
+            (first.queue, first.offset, 2),
+            (first.queue, first.offset, 7),
+            (first.queue, first.offset + 1, 0),
+            (first.queue, (1 << 64) - 1, (1 << 32) - 1),
+            (1000, first.offset, 0),
+        ]
+        await session.acknowledge_saved([first, second])
+        await session.say(acknowledgements=[acknowledgement(second)])
+        await session.until(lambda: len(session.refused) == 6)
+
+
+async def test_events_are_acknowledged_in_any_order_and_never_come_again(silo: Silo, caller: Caller) -> None:
+    session = await begin(caller, definition=defined("s"), consumer="c")
+    await session.grant()
+    await caller.publish(batch("n/k", *[b"%d" % n for n in range(10)]))
+    events = await session.take(10)
+    await session.acknowledge_saved([events[n] for n in (9, 3, 4, 0, 7)])
+    await session.close()
+    async with consuming(caller, "s", consumer="d") as other:
+        again = await other.take(5)
+        assert [event.payload for event in again] == [b"1", b"2", b"5", b"6", b"8"]
+        assert [event.index for event in again] == [1, 2, 5, 6, 8]
+        await other.acknowledge_saved(again)
+
+
+async def test_a_count_acknowledges_a_range_and_none_the_rest(caller: Caller) -> None:
+    async with consuming(caller, definition=defined("s"), consumer="c") as session:
+        await caller.publish(batch("n/k", *[b"%d" % n for n in range(10)]))
+        events = await session.take(10)
+        await session.say(acknowledgements=[acknowledgement(events[2], count=3), acknowledgement(events[8])], number=1)
+        await session.until(lambda: session.saved == 1)
+    async with consuming(caller, "s", consumer="d") as other:
+        assert [event.payload for event in await other.take(5)] == [b"0", b"1", b"5", b"6", b"7"]
+
+
+async def test_up_to_acknowledges_what_is_held_before_it_as_well(caller: Caller) -> None:
+    session = await begin(caller, definition=defined("s"), consumer="c")
+    await caller.publish(*[batch("n/k", b"%d" % n) for n in range(5)], batch("n/other", b"other"))
+    await session.grant()
+    await session.take(6)
+    fourth = next(event for event in session.events if event.payload == b"3")
+    await session.say(acknowledgements=[acknowledgement(fourth, up_to=True)], number=1)
+    await session.until(lambda: session.saved == 1)
+    await session.close()
+    async with consuming(caller, "s", consumer="d") as rest:
+        await rest.take(2)
+        assert sorted(rest.payloads()) == [b"4", b"other"]
+
+
+async def test_what_was_rejected_comes_again_with_what_follows_it(caller: Caller) -> None:
+    async with consuming(caller, definition=defined("s")) as session:
+        await caller.publish(batch("n/k", *[b"%d" % n for n in range(4)]))
+        events = await session.take(4)
+        await session.reject(events[2], count=1, reason="not now", delay_ms=0)
+        await session.acknowledge(events[:2])
+        again = await session.take(2)
+        assert [(event.payload, event.attempt) for event in again] == [(b"2", 2), (b"3", 2)]
+        await session.acknowledge_saved(again)
+
+
+async def test_a_retry_is_not_overtaken_by_what_was_published_meanwhile(caller: Caller) -> None:
+    async with consuming(caller, definition=defined("s")) as session:
+        await caller.publish(batch("n/k", b"0", b"1"))
+        events = await session.take(2)
+        await session.reject(events[0], delay_ms=200)
+        await caller.publish(batch("n/k", b"2"))
+        again = await session.take(3)
+        assert [event.payload for event in again] == [b"0", b"1", b"2"]
+
+
+@pytest.mark.one_silo
+async def test_a_request_has_so_many_acknowledgements_at_the_most(caller: Caller) -> None:
+    session = await begin(caller, definition=defined("s"))
+    many = [pb.Acknowledgement()] * 100_000
+    await session.say(acknowledgements=many, number=1)
+    await session.until(lambda: session.saved == 1)
+    assert len(session.refused) == 1000
+    await session.say(acknowledgements=many, rejections=[pb.Rejection()])
+    assert await refusal(session) == ("INVALID_ARGUMENT", "invalid_argument")
+    with pytest.raises(Refused, match="INVALID_ARGUMENT"):
+        await pull(caller, acknowledgements=[*many, many[0]])
+    assert len(await acknowledge(caller, [], rejections=[pb.Rejection()])) == 1
+
+
+async def test_a_rejection_takes_no_delay_above_a_week(caller: Caller) -> None:
+    session = await begin(caller, definition=defined("s"))
+    await session.say(rejections=[pb.Rejection(delay_ms=(1 << 64) - 1)])
+    assert await refusal(session) == ("INVALID_ARGUMENT", "invalid_argument")
+
+
+async def test_what_is_rejected_too_often_becomes_a_dead_letter_and_can_be_redriven(caller: Caller) -> None:
+    retry = subscriptions_pb2.RetryPolicy(max_attempts=2)
+    async with consuming(caller, definition=defined("s", retry=retry)) as session:
+        await caller.publish(batch("n/k", b"bad", b"good"))
+        for _ in range(2):
+            bad, _ = await session.take(2)
+            await session.reject(bad, count=1, reason="cannot", delay_ms=0)
+        (good,) = await session.take(1)
+        assert good.payload == b"good"
+        await session.acknowledge_saved([good])
+        assert await _dead_letters(caller) == [(b"bad", "cannot")]
+        await caller.ask(
+            f"{SUBSCRIPTIONS}/RedriveDeadLetters",
+            subscriptions_pb2.RedriveDeadLettersRequest(subscription="s"),
+            subscriptions_pb2.RedriveDeadLettersResponse,
+        )
+        (redriven,) = await session.take(1)
+        assert (redriven.payload, redriven.redriven) == (b"bad", True)
+        await session.acknowledge([redriven])
+
+        async def done() -> bool:
+            return not await _dead_letters(caller)
+
+        await eventually(done)
+
+
+async def _dead_letters(caller: Caller) -> list[tuple[bytes, str]]:
+    request = subscriptions_pb2.ListDeadLettersRequest(subscription="s")
+    kind = subscriptions_pb2.ListDeadLettersResponse
+    answer = await caller.ask(f"{SUBSCRIPTIONS}/ListDeadLetters", request, kind)
+    return [(one.payload, one.reason) for one in answer.dead_letters]
+
+
+# ---- consumers come and go -------------------------------------------------------------------------------------------
+
+
+async def test_who_comes_with_the_same_id_takes_over_and_gets_what_was_held(caller: Caller) -> None:
+    await caller.create("s", "n/*")
+    first = await begin(caller, "s", consumer="c")
+    await first.grant()
+    await caller.publish(batch("n/k", b"0", b"1", b"2"))
+    events = await first.take(3)
+    await first.acknowledge_saved(events[:1])
+    async with consuming(caller, "s", consumer="c") as second:
+        assert await refusal(first) == ("ABORTED", "fenced")
+        again = await second.take(2)
+        assert [(event.payload, event.attempt) for event in again] == [(b"1", 2), (b"2", 2)]
+        await second.acknowledge_saved(again)
+
+
+async def test_of_those_who_come_with_the_same_id_at_once_one_remains(caller: Caller) -> None:
+    await caller.create("s", "n/*")
+    for number in range(10):
+        coming = [begin(caller, "s", consumer=f"c{number}") for _ in range(3)]
+        told = await asyncio.gather(*coming, return_exceptions=True)
+        sessions = [session for session in told if isinstance(session, Session)]
+        assert all(isinstance(each, (Session, Refused)) for each in told)
+        ends = [asyncio.create_task(session.end()) for session in sessions]
+        for _, end in zip(ends[1:], asyncio.as_completed(ends, timeout=PATIENCE_S), strict=False):
+            await end
+        assert sum(end.done() for end in ends) == len(ends) - 1
+        for end, session in zip(ends, sessions, strict=True):
+            if not end.done():
+                session.cancel()
+        await asyncio.gather(*ends, return_exceptions=True)
+
+
+async def test_requests_are_numbered_for_each_call_anew(caller: Caller) -> None:
+    """A restarted consumer begins at 1. The silo must not report the requests of the one before it as saved."""
+    await caller.create("s", "n/*")
+    first = await begin(caller, "s", consumer="c")
+    await first.grant()
+    await caller.publish(batch("n/k", b"0"), batch("n/k", b"1"))
+    events = await first.take(2)
+    await first.say(acknowledgements=[acknowledgement(events[0])], number=500)
+    await first.until(lambda: first.saved == 500)
+    async with consuming(caller, "s", consumer="c") as second:
+        await second.acknowledge(await second.take(1))
+        await second.until(lambda: second.saved > 0)
+        assert second.saved == 1
+
+
+async def test_who_loses_the_connection_is_waited_for(silo: Silo, caller: Caller) -> None:
+    await caller.create("s", "n/*")
+    assert silo.grpc_address is not None
+    async with connecting(silo.grpc_address) as other:
+        lost = await begin(other, "s", consumer="lost")
+        await lost.grant()
+        await caller.publish(batch("n/k", b"0"))
+        await lost.take(1)
+
+    async def alone() -> bool:
+        return not (await caller.get("s")).consumers[0].connected
+
+    await eventually(alone)
+    async with consuming(caller, "s", consumer="other") as other_member:
+        await caller.publish(batch("n/l", b"1"))
+        await other_member.take(1)
+        assert other_member.payloads() == [b"1"]
+        async with consuming(caller, "s", consumer="lost") as back:
+            assert [(event.payload, event.attempt) for event in await back.take(1)] == [(b"0", 2)]
+
+
+async def test_what_a_silent_consumer_held_goes_to_others_in_order(caller: Caller) -> None:
+    await caller.create("s", "n/*")
+    silent = await begin(caller, "s", consumer="silent", session_timeout_ms=SHORT_MS)
+    await silent.grant()
+    await caller.publish(*[batch("n/k", b"%d" % n) for n in range(5)])
+    await silent.take(5)
+    async with consuming(caller, "s", consumer="other") as other:
+        events = await other.take(5)
+        assert [event.payload for event in events] == [b"%d" % n for n in range(5)]
+        assert events[0].attempt == 2
+        assert await refusal(silent) == ("UNAVAILABLE", "unavailable")
+        await other.acknowledge_saved(events)
+
+
+async def test_a_heartbeat_is_enough_to_stay(caller: Caller) -> None:
+    session = await begin(caller, definition=defined("s"), consumer="c", session_timeout_ms=SHORT_MS)
+    assert (session.opened.session_timeout_ms, session.opened.heartbeat_ms) == (SHORT_MS, round(SHORT_MS / 3))
+    await session.grant()
+    beating = asyncio.create_task(heartbeats(session))
+    heard = 0
+    while heard < 6:  # twice the timeout
+        session.progress = None
+        await session.until(lambda: session.progress is not None)
+        heard += 1
+    await caller.publish(batch("n/k", b"0"))
+    await session.take(1)
+    beating.cancel()
+    await asyncio.gather(beating, return_exceptions=True)
+    await session.close()
+
+
+async def test_the_events_of_a_consumer_that_closes_go_to_others_at_once(caller: Caller) -> None:
+    await caller.create("s", "n/*")
+    leaving = await begin(caller, "s", consumer="leaving", session_timeout_ms=600_000)
+    await leaving.grant()
+    await caller.publish(batch("n/k", b"0", b"1"))
+    events = await leaving.take(2)
+    await leaving.say(acknowledgements=[acknowledgement(events[0], count=1)], close=True)
+    assert await leaving.end() is None
+    async with consuming(caller, "s", consumer="other") as other:
+        assert [event.payload for event in await other.take(1)] == [b"1"]
+
+
+async def test_what_was_acknowledged_before_a_close_is_saved(tmp_path: Path) -> None:
+    for expected in (b"0", b"1", b"2"):
+        async with opened(tmp_path / "data") as silo, connecting(silo.grpc_address or "") as caller:
+            session = await begin(caller, definition=defined("s"))
+            if expected == b"0":
+                await caller.publish(*[batch("n/k", b"%d" % n) for n in range(3)])
+            await session.grant(1, 1000)
+            (event,) = await session.take(1)
+            assert event.payload == expected
+            await session.say(acknowledgements=[acknowledgement(event)], close=True)
+            assert await session.end() is None
+
+
+async def test_half_closing_is_not_closing(caller: Caller) -> None:
+    """It looks like a lost connection, so the silo waits for the consumer to come back."""
+    await caller.create("s", "n/*")
+    stream = caller.stream(SUBSCRIBE)
+    session = Session(stream)
+    await session.say(open=pb.Open(subscription="s", consumer="c"))
+    await session.read()
+    await stream.done_writing()
+    assert await session.end() is None
+    await seen(caller, "s", "c")
+
+
+# ---- the silo stops --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.one_silo
+async def test_a_silo_that_stops_lets_consumers_finish_what_they_hold(tmp_path: Path) -> None:
+    async with opened(tmp_path / "data") as silo, connecting(silo.grpc_address or "") as caller:
+        session = await begin(caller, definition=defined("s"))
+        await session.grant(2, 1000)
+        await caller.publish(batch("n/k", b"0", b"1", b"2"))
+        events = await session.take(2)
+        stopping = asyncio.create_task(_stop(silo, session))
+        await session.until(lambda: bool(session.closing))
+        assert "connect again" in session.closing
+        await session.grant()
+        await session.acknowledge(events)
+        assert await refusal(session) == ("UNAVAILABLE", "unavailable")
+        await stopping
+        assert session.payloads() == [b"0", b"1"]
+    async with opened(tmp_path / "data") as silo, connecting(silo.grpc_address or "") as caller:
+        async with consuming(caller, "s") as session:
+            assert [(event.payload, event.attempt) for event in await session.take(1)] == [(b"2", 1)]
+
+
+async def _stop(silo: Silo, session: Session) -> None:
+    """Drain the silo, as it does itself when it begins to stop."""
+    assert silo.grpc_address is not None
+    async with connecting(silo.grpc_address) as caller:
+        await caller.ask(f"{CLUSTER}/DrainSilo", cluster_pb2.DrainSiloRequest(), cluster_pb2.DrainSiloResponse)
+
+
+async def test_a_silo_that_stops_waits_no_longer_than_it_may(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        async with opened(tmp_path / "data", drain_s=0.2) as silo:
+            caller = await stack.enter_async_context(connecting(silo.grpc_address or ""))
+            session = await begin(caller, definition=defined("s"))
+            await session.grant()
+            await caller.publish(batch("n/k", b"0"))
+            await session.take(1)
+        refused = await session.end()
+        assert session.closing
+        assert refused is not None
+        assert refused.status in ("UNAVAILABLE", "CANCELLED")
+    async with opened(tmp_path / "data") as silo, connecting(silo.grpc_address or "") as caller:
+        async with consuming(caller, "s") as session:
+            assert [event.payload for event in await session.take(1)] == [b"0"]
+
+
+@pytest.mark.one_silo
+async def test_while_the_silo_stops_nobody_new_comes_but_what_was_pulled_is_acknowledged(tmp_path: Path) -> None:
+    async with opened(tmp_path / "data") as silo, connecting(silo.grpc_address or "") as caller:
+        await caller.create("s", "n/*")
+        await caller.publish(batch("n/k", b"0"))
+        (event,) = events_of((await pull(caller)).batches)
+        await _drain_at_once(caller)
+        with pytest.raises(Refused, match="UNAVAILABLE"):
+            await pull(caller)
+        with pytest.raises(Refused, match="UNAVAILABLE"):
+            await begin(caller, "s")
+        assert [each.offset for each in await acknowledge(caller, [event])] == [event.offset]  # it was taken back
+
+
+async def _drain_at_once(caller: Caller) -> None:
+    request = cluster_pb2.DrainSiloRequest(drain_ms=1)
+    await caller.ask(f"{CLUSTER}/DrainSilo", request, cluster_pb2.DrainSiloResponse)
+
+
+# ---- agents, seek, delete --------------------------------------------------------------------------------------------
+
+
+async def test_stopping_agents_lets_what_is_held_end_and_starting_goes_on_there(caller: Caller) -> None:
+    async with consuming(caller, definition=defined("s")) as session:
+        await caller.publish(batch("n/k", b"0"))
+        held = await session.take(1)
+        request = cluster_pb2.StopAgentsRequest()
+        stopping = asyncio.create_task(caller.ask(f"{CLUSTER}/StopAgents", request, cluster_pb2.StopAgentsResponse))
+        await session.acknowledge(held)
+        await stopping
+        await caller.publish(batch("n/k", b"1"))
+        await caller.ask(f"{CLUSTER}/StartAgents", cluster_pb2.StartAgentsRequest(), cluster_pb2.StartAgentsResponse)
+        assert [(event.payload, event.attempt) for event in await session.take(1)] == [(b"1", 1)]
+
+
+async def test_what_is_held_when_agents_stop_for_good_is_taken_back_and_comes_again(caller: Caller) -> None:
+    async with consuming(caller, definition=defined("s")) as session:
+        await caller.publish(batch("n/k", b"0"))
+        (held,) = await session.take(1)
+        stop = cluster_pb2.StopAgentsRequest(drain_ms=1)
+        await caller.ask(f"{CLUSTER}/StopAgents", stop, cluster_pb2.StopAgentsResponse)
+        await session.acknowledge([held])
+        await session.until(lambda: bool(session.refused))
+        await caller.ask(f"{CLUSTER}/StartAgents", cluster_pb2.StartAgentsRequest(), cluster_pb2.StartAgentsResponse)
+        assert [event.payload for event in await session.take(1)] == [b"0"]
+
+
+@pytest.mark.one_silo
+async def test_a_seek_takes_back_what_is_held_and_goes_on_from_there(caller: Caller) -> None:
+    async with consuming(caller, definition=defined("s")) as session:
+        await caller.publish(*[batch("n/k", b"%d" % n) for n in range(3)])
+        events = await session.take(3)
+        await session.acknowledge_saved(events[:2])
+        await _seek(caller, subscriptions_pb2.Start(earliest=True))
+        again = await session.take(3)
+        assert [event.payload for event in again] == [b"0", b"1", b"2"]
+        await session.acknowledge_saved(again)
+        await caller.publish(batch("n/k", b"3"))
+        held = await session.take(1)
+        await _seek(caller, subscriptions_pb2.Start(latest=True))
+        await session.acknowledge(held)
+        await session.until(lambda: bool(session.refused))
+        await caller.publish(batch("n/k", b"4"))
+        assert [event.payload for event in await session.take(1)] == [b"4"]
+
+
+@pytest.mark.one_silo
+async def test_what_a_consumer_says_without_knowing_of_a_seek_is_refused(caller: Caller) -> None:
+    """It refers to the events delivered before the seek, and would apply to the events delivered again."""
+    async with consuming(caller, definition=defined("s")) as session:
+        await caller.publish(batch("n/k", b"0"), batch("n/k", b"1"))
+        held = await session.take(2)
+        await _seek(caller, subscriptions_pb2.Start(earliest=True))
+        again = await session.take(2)
+        said = {"acknowledgements": [acknowledgement(held[0])], "rejections": [rejection(held[1], delay_ms=0)]}
+        await session.say(**said, moves_heard=0)
+        await session.until(lambda: len(session.refused) == 2)
+        await session.say(acknowledgements=[acknowledgement(again[1], up_to=True)], moves_heard=1)
+        await caller.publish(batch("n/k", b"2"))
+        assert [(event.payload, event.attempt) for event in await session.take(1)] == [(b"2", 1)]
+        assert len(session.refused) == 2
+
+
+@pytest.mark.one_silo
+async def test_a_seek_leaves_dead_letters_to_who_has_them(caller: Caller) -> None:
+    """Requests about dead letters are applied, even if the consumer does not know of the seek."""
+    retry = subscriptions_pb2.RetryPolicy(max_attempts=1)
+    async with consuming(caller, definition=defined("s", retry=retry)) as session:
+        await caller.publish(batch("n/k", b"bad"))
+        (bad,) = await session.take(1)
+        await session.reject(bad, count=1, reason="cannot", delay_ms=0)
+
+        async def dead() -> bool:
+            return bool(await _dead_letters(caller))
+
+        await eventually(dead)
+        request = subscriptions_pb2.RedriveDeadLettersRequest(subscription="s")
+        await caller.ask(f"{SUBSCRIPTIONS}/RedriveDeadLetters", request, subscriptions_pb2.RedriveDeadLettersResponse)
+        await session.take(1)
+        await _seek(caller, subscriptions_pb2.Start(latest=True))
+        (again,) = await session.take(1)
+        assert again.redriven
+        await session.acknowledge([again], moves_heard=0)
+
+        async def done() -> bool:
+            return not await _dead_letters(caller)
+
+        await eventually(done)
+        assert session.refused == []
+
+
+async def _seek(caller: Caller, to: subscriptions_pb2.Start) -> None:
+    request = subscriptions_pb2.SeekSubscriptionRequest(name="s", to=to)
+    await caller.ask(f"{SUBSCRIPTIONS}/SeekSubscription", request, subscriptions_pb2.SeekSubscriptionResponse)
+
+
+@pytest.mark.parametrize("mode", [subscriptions_pb2.MODE_SHARED, BOUND, BROADCAST])
+async def test_deleting_a_subscription_ends_its_sessions(caller: Caller, mode: subscriptions_pb2.Mode) -> None:
+    session = await begin(caller, definition=defined("s", mode=mode), consumer="c")
+    await session.grant()
+    await caller.publish(batch("n/k", b"0"))
+    await session.take(1)
+    request = subscriptions_pb2.DeleteSubscriptionRequest(name="s")
+    await caller.ask(f"{SUBSCRIPTIONS}/DeleteSubscription", request, subscriptions_pb2.DeleteSubscriptionResponse)
+    assert await refusal(session) == ("ABORTED", "fenced")
+    with pytest.raises(Refused, match="NOT_FOUND"):
+        await begin(caller, "s")
+
+
+# ---- bound -----------------------------------------------------------------------------------------------------------
+
+
+async def test_bound_deals_the_queues_out_and_says_so(caller: Caller) -> None:
+    first = await begin(caller, definition=defined("s", mode=BOUND), consumer="a")
+    await first.grant()
+    await first.until(lambda: first.queues == (0, 1))
+    second = await begin(caller, "s", consumer="b")
+    await second.grant()
+    await first.until(lambda: first.queues == (0,))
+    await second.until(lambda: second.queues == (1,))
+    await caller.publish(*[batch(f"n/{key}", b"x") for key in range(20)])
+    by_queue = {first: 0, second: 1}
+    for session, queue in by_queue.items():
+        await session.until(lambda s=session: bool(s.events))
+        assert {event.queue for event in session.events} == {queue}
+    await first.close()
+    await second.until(lambda: second.queues == (0, 1))
+    await second.close()
+
+
+async def test_a_queue_changes_hands_only_when_nothing_of_it_is_held(caller: Caller) -> None:
+    first = await begin(caller, definition=defined("s", mode=BOUND), consumer="a")
+    await first.grant()
+    await caller.publish(*[batch(f"n/{key}", b"1") for key in range(20)])
+    held = await first.take(20)
+    second = await begin(caller, "s", consumer="b")
+    await second.grant()
+    await first.until(lambda: first.queues == (0,))
+    await caller.publish(*[batch(f"n/{key}", b"2") for key in range(20)])
+    await first.acknowledge(held)
+    await second.until(lambda: second.queues == (1,))
+    mine = {event.stream for event in held if event.queue == 1}
+    assert [event.payload for event in await second.take(len(mine))] == [b"2"] * len(mine)
+    assert {event.stream for event in second.events} == mine
+    await first.close()
+    await second.close()
+
+
+# ---- broadcast -------------------------------------------------------------------------------------------------------
+
+
+async def test_broadcast_gives_everybody_everything_and_keeps_a_position_for_each(caller: Caller) -> None:
+    await caller.publish(batch("n/k", b"0", b"1"))
+    definition = defined("s", mode=BROADCAST)
+    async with consuming(caller, definition=definition, consumer="a") as a:
+        async with consuming(caller, "s", consumer="b") as b:
+            for session, done in ((a, 1), (b, 2)):
+                events = await session.take(2)
+                assert [event.payload for event in events] == [b"0", b"1"]
+                await session.acknowledge_saved(events[:done])
+    await caller.publish(batch("n/k", b"2"))
+    for consumer, expected in (("a", [b"1", b"2"]), ("b", [b"2"]), ("new", [b"0", b"1", b"2"])):
+        async with consuming(caller, "s", consumer=consumer) as session:
+            assert [event.payload for event in await session.take(len(expected))] == expected
+
+
+async def test_a_client_that_keeps_its_positions_goes_on_exactly_there(caller: Caller) -> None:
+    await caller.publish(*[batch(f"n/{key}", b"0", b"1", b"2") for key in range(4)])
+    definition = defined("s", mode=BROADCAST)
+    session = await begin(caller, definition=definition, consumer="c", keeps_positions=True)
+    await session.grant()
+    events = await session.take(12)
+    done = [event for event in events if (event.stream, event.index) not in {("n/1", 2), ("n/3", 0)}]
+    await session.acknowledge_saved(done)
+    await session.close()
+    positions = [pb.Position(queue=queue, token=token) for queue, token in session.positions.items()]
+    for consumer in ("c", "d"):
+        async with consuming(caller, "s", consumer=consumer, keeps_positions=True, positions=positions) as back:
+            left = await back.take(2)
+            assert {(event.stream, event.index) for event in left} == {("n/1", 2), ("n/3", 0)}
+    async with consuming(caller, "s", consumer="c", keeps_positions=True) as anew:
+        assert len(await anew.take(12)) == 12
+
+
+async def test_a_position_past_the_end_goes_back_to_it_and_the_gap_is_told(caller: Caller) -> None:
+    await caller.publish(batch("n/k", b"0"))
+    position = pb.Position(queue=QUEUE, token=b'[1000,[["n","k",500,0,"",[]]]]')
+    async with consuming(
+        caller, definition=defined("s", mode=BROADCAST), keeps_positions=True, positions=[position]
+    ) as session:
+        await session.until(lambda: bool(session.gaps))
+        (gap,) = session.gaps
+        assert (gap.low_offset, gap.high_offset) == (1, 1000)
+        await caller.publish(batch("n/k", b"1"))
+        assert [event.payload for event in await session.take(1)] == [b"1"]
+
+
+@pytest.mark.parametrize(
+    ("token", "says"),
+    [
+        (b"", "no position"),
+        (b"[]", "no position"),
+        (b"[-1,[]]", "no position"),
+        (b"[1e3,[]]", "no position"),
+        (b"[9223372036854775808,[]]", "no position"),
+        (b'[0,[["n","k",0,0,"",[[0,0,4611686018427387904]]]]]', "no position"),
+        (b'[0,[["n","k",0,0,"",[[0,5,5]]]]]', "no position"),
+        (b'[0,[["n","k",0,0,"",[[-1,0,5]]]]]', "no position"),
+        (b'[5,[["secret","k",0,0,"",[]]]]', "another subscription"),
+        (b'[5,[["n","y",0,0,"",[]]]]', "another subscription"),
+        (b"\xff" * 1000, "no position"),
+        (b"[" * 100_000, "no position"),
+    ],
+)
+async def test_a_token_that_no_silo_gave_is_refused(caller: Caller, token: bytes, says: str) -> None:
+    with pytest.raises(Refused, match="INVALID_ARGUMENT") as refused:
+        await begin(
+            caller,
+            definition=defined("s", mode=BROADCAST),
+            keeps_positions=True,
+            positions=[pb.Position(queue=QUEUE, token=token)],
+        )
+    assert says in refused.value.details
+
+
+async def test_positions_are_for_queues_that_are_there_and_one_for_each(caller: Caller) -> None:
+    one = pb.Position(queue=1, token=b"[0,[]]")
+    for positions in ([one, one], [pb.Position(queue=2, token=b"[0,[]]")]):
+        with pytest.raises(Refused, match="INVALID_ARGUMENT"):
+            await begin(caller, definition=defined("s", mode=BROADCAST), keeps_positions=True, positions=positions)
+
+
+async def test_what_retention_took_away_is_told_as_a_gap(tmp_path: Path) -> None:
+    options = {"retain_bytes": 1, "retain_unfinished": False}
+    async with opened(tmp_path / "data", provider={"options": options}) as silo:
+        async with connecting(silo.grpc_address or "") as caller:
+            await caller.create("s", "n/*")
+            await caller.publish(batch("n/k", b"0"), batch("n/k", b"1"))
+            await silo.providers["default"].manager.retention.apply()
+            async with consuming(caller, "s", consumer="c") as session:
+                await session.until(lambda: bool(session.gaps))
+                (gap,) = session.gaps
+                assert (gap.queue, gap.low_offset, gap.high_offset, gap.high_index) == (QUEUE, 0, 2, 0)
+                await caller.publish(batch("n/k", b"2"))
+                assert [event.payload for event in await session.take(1)] == [b"2"]
+
+
+async def test_a_pull_tells_gaps_too(tmp_path: Path) -> None:
+    options = {"retain_bytes": 1, "retain_unfinished": False}
+    async with opened(tmp_path / "data", provider={"options": options}) as silo:
+        async with connecting(silo.grpc_address or "") as caller:
+            await caller.create("s", "n/*")
+            await caller.publish(batch("n/k", b"0"))
+            await silo.providers["default"].manager.retention.apply()
+            await caller.publish(batch("n/k", b"1"))
+            answer = await pull(caller)
+            assert [event.payload for event in events_of(answer.batches)] == [b"1"]
+            assert [(gap.low_offset, gap.high_offset) for gap in answer.gaps] == [(0, 1)]
+
+
+# ---- pull and acknowledge --------------------------------------------------------------------------------------------
+
+
+async def test_pull_returns_what_is_there_and_acknowledge_ends_it(caller: Caller) -> None:
+    await caller.create("s", "n/*", start=subscriptions_pb2.Start(earliest=True))
+    await caller.publish(batch("n/k", b"0", b"1"))
+    events = events_of((await pull(caller)).batches)
+    assert [event.payload for event in events] == [b"0", b"1"]
+    assert await acknowledge(caller, events) == []
+    assert [each.index for each in await acknowledge(caller, events[:1])] == [0]
+    assert not (await pull(caller, wait_ms=1)).batches
+
+
+async def test_pull_acknowledges_what_it_returned_before(caller: Caller) -> None:
+    await caller.create("s", "n/*")
+    await caller.publish(batch("n/k", b"0"), batch("n/k", b"1"))
+    (first,) = events_of((await pull(caller, max_events=1)).batches)
+    answer = await pull(caller, max_events=1, acknowledgements=[acknowledgement(first), acknowledgement(first)])
+    assert [event.payload for event in events_of(answer.batches)] == [b"1"]
+    assert len(answer.refused) == 1
+
+
+async def test_a_pull_waits_for_what_is_published_meanwhile(caller: Caller) -> None:
+    await caller.create("s", "n/*")
+    waiting = asyncio.create_task(pull(caller))
+    await seen(caller, "s", "c")
+    await caller.publish(batch("n/k", b"0"))
+    assert [event.payload for event in events_of((await waiting).batches)] == [b"0"]
+
+
+@pytest.mark.one_silo
+@pytest.mark.parametrize(
+    ("asked_s", "remaining_s", "waits_s"),
+    [(60, None, 60), (60, 40, 39), (60, 2, 1.5), (60, 0.04, 0.03), (1, 40, 1), (60, 0, 0.005), (0, 40, 0.005)],
+)
+def test_a_pull_keeps_time_for_the_way_back(asked_s: float, remaining_s: float | None, waits_s: float) -> None:
+    assert pull_wait_s(asked_s, remaining_s) == waits_s
+
+
+async def test_a_pull_answers_before_its_deadline(caller: Caller) -> None:
+    await caller.create("s", "n/*")
+    request = pb.PullRequest(subscription="s", consumer="c", wait_ms=60_000)
+    answer = await caller.ask(PULL, request, pb.PullResponse, timeout=1)
+    assert not answer.batches
+
+
+async def test_one_event_is_pulled_though_it_is_larger_than_asked_for(caller: Caller) -> None:
+    await caller.create("s", "n/*")
+    await caller.publish(batch("n/k", b"x" * 500_000), batch("n/k", b"y"))
+    answer = await pull(caller, max_bytes=1)
+    assert [len(event.payload) for event in events_of(answer.batches)] == [500_000]
+
+
+async def test_what_was_pulled_and_not_acknowledged_comes_again(caller: Caller) -> None:
+    await caller.create("s", "n/*")
+    await caller.publish(batch("n/k", b"0", b"1"))
+    events = events_of((await pull(caller, session_timeout_ms=SHORT_MS)).batches)
+    await acknowledge(caller, events[:1])
+    again = events_of((await pull(caller)).batches)
+    assert [(event.payload, event.attempt) for event in again] == [(b"1", 2)]
+
+
+async def test_a_consumer_that_pulls_may_leave(caller: Caller, caplog: pytest.LogCaptureFixture) -> None:
+    await caller.create("s", "n/*")
+    await caller.publish(batch("n/a", b"0"), batch("n/b", b"1"))
+    first, second = events_of((await pull(caller, session_timeout_ms=SHORT_MS)).batches)
+    answer = await pull(caller, acknowledgements=[acknowledgement(first)], leave=True)
+    assert not answer.batches
+    assert not answer.refused
+    again = events_of((await pull(caller, consumer="other", session_timeout_ms=10 * SHORT_MS)).batches)
+    assert [event.payload for event in again] == [second.payload]
+    await pull(caller, consumer="other", leave=True)
+    assert not (await caller.get("s")).consumers
+    refused = (await pull(caller, consumer="other", acknowledgements=[acknowledgement(second)], leave=True)).refused
+    assert len(refused) == 1
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+async def test_a_rejection_by_pull_holds_too(caller: Caller) -> None:
+    await caller.create("s", "n/*")
+    await caller.publish(batch("n/k", b"0"))
+    (event,) = events_of((await pull(caller)).batches)
+    again = events_of((await pull(caller, rejections=[rejection(event, delay_ms=0)])).batches)
+    assert [(each.payload, each.attempt) for each in again] == [(b"0", 2)]
+
+
+async def test_a_consumer_waits_in_one_pull_at_a_time(caller: Caller) -> None:
+    await caller.create("s", "n/*")
+    waiting = asyncio.create_task(pull(caller))
+    await seen(caller, "s", "c")
+    with pytest.raises(Refused, match="RESOURCE_EXHAUSTED"):
+        await pull(caller)
+    await caller.publish(batch("n/k", b"0"))
+    assert len(events_of((await waiting).batches)) == 1
+
+
+async def test_a_session_takes_over_from_a_pull_that_waits(caller: Caller) -> None:
+    await caller.create("s", "n/*")
+    waiting = asyncio.create_task(pull(caller))
+    await seen(caller, "s", "c")
+    async with consuming(caller, "s", consumer="c") as session:
+        with pytest.raises(Refused, match="ABORTED"):
+            await waiting
+        await caller.publish(batch("n/k", b"0"))
+        await session.take(1)
+
+
+async def test_a_pull_takes_over_from_a_session(caller: Caller) -> None:
+    await caller.create("s", "n/*")
+    session = await begin(caller, "s", consumer="c")
+    await session.grant()
+    await caller.publish(batch("n/k", b"0"))
+    await session.take(1)
+    again = events_of((await pull(caller)).batches)
+    assert await refusal(session) == ("ABORTED", "fenced")
+    assert [(event.payload, event.attempt) for event in again] == [(b"0", 2)]
+
+
+async def test_a_session_keeps_what_a_pull_before_it_had_returned(caller: Caller) -> None:
+    """Pulled events come again after their timeout, but are not taken away from a session that began later."""
+    await caller.create("s", "n/*")
+    await caller.publish(batch("n/k", b"0"))
+    assert (await pull(caller, session_timeout_ms=SHORT_MS)).batches
+    session = await begin(caller, "s", consumer="c", session_timeout_ms=SHORT_MS)
+    await session.grant()
+    events = await session.take(1)
+    beating = asyncio.create_task(heartbeats(session))
+    for _ in range(6):  # twice the timeout
+        session.progress = None
+        await session.until(lambda: session.progress is not None)
+    await session.acknowledge_saved(events)
+    assert not session.refused
+    beating.cancel()
+    await asyncio.gather(beating, return_exceptions=True)
+    await session.close()
+
+
+async def test_a_pull_that_is_given_up_loses_nothing_and_delivers_nothing_twice(caller: Caller) -> None:
+    await caller.create("s", "n/*")
+    request = pb.PullRequest(
+        subscription="s", consumer="c", wait_ms=10_000, session_timeout_ms=SHORT_MS
+    ).SerializeToString()
+    taken: list[Got] = []
+    for number in range(100):
+        call = caller.channel.unary_unary(f"/{PULL}")(request)
+        await asyncio.sleep(0)
+        await caller.publish(batch("n/k", b"%d" % number))
+        call.cancel()
+        try:
+            await call
+        except asyncio.CancelledError:
+            continue
+        except grpc.aio.AioRpcError:
+            continue
+    async with asyncio.timeout(20):
+        while len(taken) < 100:
+            answer = await pull(caller, consumer="d")
+            events = events_of(answer.batches)
+            assert await acknowledge(caller, events, consumer="d") == []
+            taken += events
+    assert [event.payload for event in taken] == [b"%d" % number for number in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"consumer": ""}, "INVALID_ARGUMENT"),
+        ({"consumer": "a/b"}, "INVALID_ARGUMENT"),
+        ({"subscription": ""}, "NOT_FOUND"),
+        ({"subscription": "nobody"}, "NOT_FOUND"),
+        ({"provider": "other"}, "NOT_FOUND"),
+        ({"session_timeout_ms": 1}, "INVALID_ARGUMENT"),
+    ],
+)
+async def test_what_cannot_be_pulled_is_refused(caller: Caller, fields: dict[str, Any], status: str) -> None:
+    await caller.create("s", "n/*")
+    with pytest.raises(Refused) as refused:
+        await pull(caller, **fields)
+    assert refused.value.status == status
+
+
+async def test_acknowledging_as_somebody_unknown_is_without_effect(caller: Caller) -> None:
+    await caller.create("s", "n/*")
+    event = Got("n/k", b"", 0, 7, 3)
+    (refused,) = await acknowledge(caller, [event], consumer="nobody")
+    assert (refused.queue, refused.offset, refused.index) == (0, 7, 3)
+
+
+# ---- permissions -----------------------------------------------------------------------------------------------------
+
+
+async def test_who_may_not_consume_learns_nothing(tmp_path: Path) -> None:
+    tokens = await make_tokens(
+        tmp_path / "data", all=Allowed(publish=["*"], subscribe=["*"], manage=["*"]), other=Allowed(subscribe=["other"])
+    )
+    async with opened(tmp_path / "data", auth="tokens") as silo:
+        address = silo.grpc_address or ""
+        async with connecting(address, tokens["all"]) as everyone, connecting(address, tokens["other"]) as other:
+            await everyone.create("s", "n/*")
+            await everyone.publish(batch("n/k", b"0"))
+            assert await _refusals(other, "s") == await _refusals(other, "nobody")
+            assert {status for status, *_ in await _refusals(other, "s")} == {"PERMISSION_DENIED"}
+            with pytest.raises(Refused, match="PERMISSION_DENIED"):
+                await begin(other, definition=defined("mine", "n/*"))
+            async with consuming(other, definition=defined("mine", "other/*")):
+                pass
+        async with connecting(address) as nobody:
+            assert {status for status, *_ in await _refusals(nobody, "s")} == {"UNAUTHENTICATED"}
+
+
+async def test_a_consumer_that_says_nothing_gets_nothing_once_its_token_is_revoked(tmp_path: Path):
+    tokens = await make_tokens(tmp_path / "data", one=Allowed(subscribe=["*"]))
+    async with opened(tmp_path / "data", auth="tokens") as silo:
+        async with connecting(silo.grpc_address or "", tokens["one"]) as caller:
+            session = await begin(caller, definition=defined("s", "n/*"), session_timeout_ms=600_000)
+            await session.grant()
+            provider = silo.providers["default"]
+            await provider.store.delete_token("one")
+
+            async def take_on() -> None:
+                for number in range(8_000):  # at the most until the silo has looked for tokens again
+                    await provider.publish(StreamId("n", str(number)), b"0")
+                    await session.take(1)
+
+            with pytest.raises(Refused, match="UNAUTHENTICATED"):
+                await take_on()
+
+
+async def _refusals(caller: Caller, name: str) -> list[tuple[str, str, str]]:
+    """How all ways to consume end; without the name, which the caller gave."""
+    found: list[tuple[str, str, str]] = []
+    for attempt in (begin(caller, name), pull(caller, name), acknowledge(caller, [], name)):
+        with pytest.raises(Refused) as refused:
+            await attempt
+        found.append((refused.value.status, str(refused.value.code), refused.value.details.replace(repr(name), "it")))
+    return found

@@ -1,0 +1,25 @@
+"""Sessions that `headrace.pipeline.session` makes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import os
+from headrace.pipeline.session import session
+
+os.environ["PYSPARK_SUBMIT_ARGS"] = "--driver-java-options -XX:TieredStopAtLevel=1 pyspark-shell"
+columns = session("test", "local[1]").read.format("headrace").option("data", "data").load().columns
+print(*columns)
+"""
+
+
+def test_a_session_knows_the_format_if_the_path_of_its_python_has_a_space(spark_environment: None, tmp_path: Path):
+    (tmp_path / "x y").symlink_to(sys.prefix)
+    python = tmp_path / "x y" / "bin" / "python"
+    environment = {**os.environ, "PYSPARK_PYTHON": str(python)}
+    done = subprocess.run(
+        [python, "-c", SCRIPT], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stdout.split()[:2]) == (0, ["namespace", "key"]), done.stderr

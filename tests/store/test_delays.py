@@ -1,0 +1,318 @@
+"""Delayed batches: due times, holders, and no batch published twice. The clock is the test's."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack, aclosing
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from sqlalchemy import Connection, text
+
+from headrace import DeadLetter, SequenceToken, StreamId
+from headrace.store.control_store import ControlStore
+from headrace.store.delays import CALL_KEPT_S, DelayStore, Release
+from headrace.streams.events import EventBatch, ScheduledBatch
+from headrace.streams.publishing import ProducerSequence
+from tests.store.delay_places import Clock, Place, database_of, place_of
+
+STREAM = StreamId("orders", "42")
+HOLD_S = 5.0
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(params=["file", "postgres", "redis"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Place:
+    return place_of(request, tmp_path, clock)
+
+
+@pytest_asyncio.fixture
+async def delays(place: Place) -> AsyncIterator[DelayStore]:
+    async with place.opened() as delays:
+        yield delays
+
+
+@pytest.fixture(params=["file", "postgres"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return database_of(request, tmp_path)
+
+
+@pytest_asyncio.fixture
+async def control(where: str) -> AsyncIterator[ControlStore]:
+    async with aclosing(await ControlStore.open(where)) as store:
+        yield store
+
+
+def later(letter: str, delay_s: float, priority: int = 0) -> ScheduledBatch:
+    return ScheduledBatch.of_events(STREAM, [letter.encode()], timedelta(seconds=delay_s), priority)
+
+
+async def delay(delays: DelayStore, letters: str, delays_s: Iterable[float], queue: int = 0) -> None:
+    await delays.add("p", [(queue, later(*each)) for each in zip(letters, delays_s, strict=True)])
+
+
+async def claim(delays: DelayStore, holder: str = "me") -> list[Release]:
+    return await delays.claim("p", holder, HOLD_S)
+
+
+def letters(releases: Sequence[Release]) -> str:
+    return b"".join(payload for each in releases for batch in each.batches for payload in batch.payloads()).decode()
+
+
+def numbers(releases: Sequence[Release]) -> dict[int, int]:
+    return {each.queue: each.number for each in releases}
+
+
+async def test_what_is_due_comes_in_the_order_in_which_it_is_due_and_not_before(delays: DelayStore, clock: Clock):
+    await delay(delays, "cabz", [3, 1, 2, 9])
+    assert await delays.due_in_s("p", "me") == 1
+    assert await claim(delays) == []
+    clock.now_s += 4
+    assert letters(await claim(delays)) == "abc"
+
+
+async def test_what_is_due_at_one_time_comes_in_the_order_in_which_it_was_published(delays: DelayStore, clock: Clock):
+    await delay(delays, "abc", [1, 1, 1])
+    clock.now_s += 1
+    assert letters(await claim(delays)) == "abc"
+
+
+async def test_a_released_batch_is_as_it_was_without_its_delay(delays: DelayStore, clock: Clock):
+    batch, urgent = later("a", 1), later("b", 1, priority=7)
+    await delays.add("p", [(0, batch), (0, urgent)])
+    clock.now_s += 1
+    (release,) = await claim(delays)
+    plain, with_priority = release.batches
+    assert type(plain) is EventBatch
+    assert (plain.stream, plain.count, plain.encoded) == (
+        STREAM,
+        1,
+        EventBatch.of(STREAM, [b"a"], timestamp(batch)).encoded,
+    )
+    assert isinstance(with_priority, ScheduledBatch)
+    assert (with_priority.delay_us, with_priority.priority) == (0, 7)
+    assert with_priority.encoded == ScheduledBatch.of_events(STREAM, urgent.events(), None, 7).encoded
+
+
+def timestamp(batch: EventBatch) -> int:
+    return batch.timestamps_us()[0]
+
+
+async def test_a_release_is_one_holders_until_its_time_is_over(delays: DelayStore, clock: Clock):
+    await delay(delays, "a", [1])
+    clock.now_s += 1
+    (release,) = await claim(delays, "first")
+    await delay(delays, "b", [0.5])
+    clock.now_s += 1
+    assert await claim(delays, "second") == []
+    assert await delays.due_in_s("p", "second") == HOLD_S - 1
+    assert await delays.due_in_s("p", "first") == 0
+    assert await claim(delays, "first") == [release]
+    clock.now_s += HOLD_S
+    assert await delays.due_in_s("p", "second") == 0
+    assert await claim(delays, "second") == [release]
+    assert await claim(delays, "first") == []
+
+
+async def test_the_next_release_is_made_when_the_one_before_is_stored(delays: DelayStore, clock: Clock):
+    await delay(delays, "ab", [1, 2])
+    clock.now_s += 1
+    first = await claim(delays)
+    clock.now_s += 1
+    assert letters(await claim(delays)) == "a"
+    await delays.released("p", numbers(first))
+    second = await claim(delays)
+    assert letters(second) == "b"
+    assert second[0].producer == first[0].producer
+    assert second[0].number > first[0].number
+    await delays.released("p", numbers(second))
+    assert await delays.due_in_s("p", "me") is None
+    assert await delays.backlogs("p") == {}
+
+
+async def test_who_finishes_late_takes_nothing_from_the_next_release(delays: DelayStore, clock: Clock):
+    await delay(delays, "ab", [1, 20])
+    clock.now_s += 1
+    late = await claim(delays, "slow")
+    clock.now_s += HOLD_S
+    await delays.released("p", numbers(await claim(delays, "other")))
+    clock.now_s += 20
+    following = await claim(delays, "other")
+    await delays.released("p", numbers(late))
+    assert letters(await claim(delays, "other")) == letters(following) == "b"
+
+
+async def test_queues_do_not_wait_for_each_other(delays: DelayStore, clock: Clock):
+    await delay(delays, "a", [1], queue=0)
+    clock.now_s += 1
+    await claim(delays, "stuck")
+    await delay(delays, "bc", [0, 0], queue=0)
+    await delay(delays, "d", [0], queue=3)
+    assert letters(await claim(delays, "other")) == "d"
+
+
+async def test_providers_know_nothing_of_each_other(delays: DelayStore, clock: Clock):
+    await delay(delays, "a", [0])
+    assert await delays.due_in_s("q", "me") is None
+    assert await delays.claim("q", "me", HOLD_S) == []
+    assert letters(await claim(delays)) == "a"
+
+
+async def test_a_release_is_bounded_in_batches_and_bytes(delays: DelayStore):
+    await delay(delays, "abcde", [0] * 5)
+    found = await delays.claim("p", "me", HOLD_S, max_batches=2)
+    assert letters(found) == "ab"
+    await delays.released("p", numbers(found))
+    found = await delays.claim("p", "me", HOLD_S, max_bytes=2 * len(found[0].batches[0].encoded) + 1)
+    assert letters(found) == "cd"
+    await delays.released("p", numbers(found))
+    assert letters(await delays.claim("p", "me", HOLD_S, max_bytes=1)) == "e"
+
+
+async def test_a_release_of_more_rows_than_one_statement_takes(delays: DelayStore):
+    await delays.add("p", [(0, later("a", 0))] * 1_100)
+    found = await claim(delays)
+    assert len(found[0].batches) == 1_000
+    await delays.released("p", numbers(found))
+    assert len((await claim(delays))[0].batches) == 100
+
+
+async def test_a_clock_that_goes_back_makes_things_late_and_one_that_jumps_makes_them_early(
+    delays: DelayStore, clock: Clock
+):
+    await delay(delays, "ab", [10, 7_200])
+    clock.now_s += 10
+    held = await claim(delays, "dead")
+    clock.now_s -= 3_600
+    assert await claim(delays) == []
+    assert await delays.due_in_s("p", "me") == 3_600 + HOLD_S
+    clock.now_s += 3_600 + HOLD_S
+    assert await claim(delays) == held
+    await delays.released("p", numbers(held))
+    clock.now_s += 7_200
+    assert letters(await claim(delays)) == "b"
+
+
+async def test_a_call_that_is_made_again_stores_once(delays: DelayStore):
+    for _ in range(2):
+        await delays.add("p", [(0, later("a", 0))], ProducerSequence("me", 1, 0))
+    found = await claim(delays)
+    assert letters(found) == "a"
+    await delays.released("p", numbers(found))
+    await delays.add("p", [(0, later("a", 0))], ProducerSequence("me", 1, 0))
+    await delays.add("p", [(0, later("b", 0))], ProducerSequence("you", 1, 0))
+    assert letters(await claim(delays)) == "b"
+
+
+async def test_what_a_call_stored_that_failed_is_gone_when_the_producer_goes_on_without_it(delays: DelayStore):
+    await delays.add("p", [(0, later("a", 0))], ProducerSequence("me", 1, 0))
+    await delays.add("p", [(0, later("b", 0))], ProducerSequence("me", 2, 1))
+    await delays.add("p", [(0, later("c", 0))], ProducerSequence("me", 3, 1))
+    assert letters(await claim(delays)) == "ac"
+
+
+async def test_a_name_of_a_producer_may_be_any_text(delays: DelayStore):
+    for name in ("\0", "\ud800", "x" * 1000):
+        for _ in range(2):
+            await delays.add("p", [(0, later("a", 0))], ProducerSequence(name, 1, 0))
+    assert letters(await claim(delays)) == "aaa"
+
+
+async def test_producers_are_forgotten_that_stored_nothing_for_long(delays: DelayStore, clock: Clock):
+    await delays.add("p", [(0, later("a", 0))], ProducerSequence("me", 1, 0))
+    clock.now_s += CALL_KEPT_S - 1
+    await delays.forget_calls("p")
+    await delays.add("p", [(0, later("a", 0))], ProducerSequence("me", 1, 0))
+    clock.now_s += 2
+    await delays.forget_calls("p")
+    await delays.add("p", [(0, later("b", 0))], ProducerSequence("me", 1, 0))
+    assert letters(await claim(delays)) == "ab"
+
+
+@pytest.mark.parametrize("call", [ProducerSequence("me", 1, 0), ProducerSequence("me", 20, 0)])
+@pytest.mark.parametrize("forget", [True, False])
+async def test_what_a_forgotten_producer_stored_comes_though_it_begins_anew(
+    delays: DelayStore, clock: Clock, call: ProducerSequence, forget: bool
+):
+    await delays.add("p", [(0, later("a", 3 * CALL_KEPT_S))], ProducerSequence("me", 10, 0))
+    clock.now_s += CALL_KEPT_S + 1
+    if forget:
+        await delays.forget_calls("p")
+    await delays.add("p", [(0, later("b", 0))], call)
+    await delays.add("p", [(0, later("c", 0))], ProducerSequence("me", call.number + 1, call.number))
+    await delays.add("p", [(0, later("d", 0))], ProducerSequence("me", call.number + 2, call.number))  # c failed
+    clock.now_s += 3 * CALL_KEPT_S
+    assert sorted(letters(await claim(delays))) == ["a", "b", "d"]
+
+
+async def test_what_is_delayed_can_be_seen(delays: DelayStore):
+    await delay(delays, "ab", [5, 3], queue=1)
+    waiting = (await delays.backlogs("p"))[1]
+    assert waiting == (2, 2, 3.0)
+
+
+async def test_what_many_claim_at_once_goes_to_one_of_them_and_nothing_is_left(place: Place):
+    """Each letter is in exactly one release, and a release is one holder's."""
+    rng = random.Random(7)
+    seen: list[str] = []
+
+    async def work(delays: DelayStore, name: str) -> None:
+        for _ in range(10):
+            await delays.add("p", [(rng.randrange(3), later(name, 0)) for _ in range(5)])
+            found = await delays.claim("p", name, HOLD_S, max_batches=7)
+            seen.extend(letters(found))
+            await delays.released("p", numbers(found))
+
+    async with AsyncExitStack() as stack:
+        stores = [await stack.enter_async_context(place.opened()) for _ in range(4)]
+        await asyncio.gather(*(work(delays, name) for delays, name in zip(stores, "abcd", strict=True)))
+        while found := await claim(stores[0]):
+            seen.extend(letters(found))
+            await stores[0].released("p", numbers(found))
+    assert sorted(seen) == sorted("abcd" * 50)
+
+
+async def test_a_store_of_the_version_before_gets_the_tables(where: str, clock: Clock):
+    later_changes = (
+        *(f"DROP TABLE {table}" for table in ("delayed_batches", "delayed_calls", "releases")),
+        *(f"ALTER TABLE {table} DROP COLUMN checksum" for table in ("checkpoints", "dead_letters")),
+        *(f"ALTER TABLE silos DROP COLUMN {name}" for name in ("secret_hash", "heartbeats", "settings", "process")),
+        "ALTER TABLE tokens DROP COLUMN client",
+        "ALTER TABLE providers DROP COLUMN options",
+        "ALTER TABLE leases DROP COLUMN length_us",
+        "ALTER TABLE leases RENAME COLUMN renewals TO expires_at_us",
+        "ALTER TABLE suspicions RENAME COLUMN heartbeats TO expires_at_us",
+        "UPDATE headrace_schema SET version = 3",
+    )
+
+    def before(connection: Connection) -> None:
+        for change in later_changes:
+            connection.execute(text(change))
+
+    letters_before = [
+        DeadLetter(0, "p", "s", 0, STREAM, SequenceToken(each), b"\x00\xff", {}, None, 1, "boom", 8, 2)
+        for each in range(250)
+    ]
+    async with aclosing(await ControlStore.open(where)) as old:
+        await old.set_value("k", "v")
+        await old.add_dead_letters(letters_before, None)
+        await old._database.write(before)  # pyright: ignore[reportPrivateUsage]
+    async with aclosing(await ControlStore.open(where)) as control:
+        assert await control.value("k") == "v"
+        assert await control.damaged_rows() == []
+        assert len(await control.dead_letters("p", limit=1000)) == 250
+        delays = control.delay_store(clock)
+        await delay(delays, "a", [0])
+        found = await claim(delays)
+        assert letters(found) == "a"
+        await delays.released("p", numbers(found))
+        indexes = "SELECT indexdef FROM pg_indexes" if "://" in where else "SELECT sql FROM sqlite_master"
+        stored = await control._database.read(lambda c: " ".join(map(str, c.scalars(text(indexes)))))  # pyright: ignore[reportPrivateUsage]
+        assert "delayed_batches_due" in stored
+        assert "delayed_batches_taken" in stored
