@@ -5,6 +5,7 @@ So the call is a process of its own, which need not wait for imports. Run as a s
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import signal
@@ -199,6 +200,8 @@ def serve(address: str) -> None:
 
     for name in IMPORTED:
         import_module(name)
+    # Else a call, as it ends, walks over all objects of this process, and copies their memory.
+    gc.freeze()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address)
         listener.listen(64)
