@@ -22,10 +22,11 @@ from typing import IO, NoReturn, Protocol
 
 IMPORTED = (
     *(f"headrace.cli.commands.{name}" for name in (
-        "publish", "subscribe", "streams", "subscriptions", "deadletters", "queues", "cluster", "tokens", "silo"
+        "publish", "subscribe", "streams", "subscriptions", "deadletters", "queues", "cluster", "tokens", "silo",
+        "check", "repair",
     )),
     "headrace.silo.provider", "headrace.silo.services.assembly", "headrace.server.grpc_server",
-    "headrace.client.client",
+    "headrace.client.client", "headrace.adapters.log.adapter", "headrace.adapters.memory", "rich.console", "rich.table",
 )  # fmt: skip
 MESSAGE = 1 << 20
 
@@ -200,6 +201,7 @@ def serve(address: str) -> None:
 
     for name in IMPORTED:
         import_module(name)
+    import_module("headrace.balancer.mapper").StreamQueueMapper(8)  # the ring of most providers is remembered
     # Else a call, as it ends, walks over all objects of this process, and copies their memory.
     gc.freeze()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
