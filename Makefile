@@ -57,8 +57,8 @@ quick: ## after make dev: lint, types and tests of one folder, as in make quick 
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python $(FOLDER) tests/$(FOLDER)
 	$(BIN)/pytest -q -m "not slow" tests/$(FOLDER) $(PYTEST_ARGS)
 
-slow: $(STAMPS)/test ## the other tests: of killed and restarted processes, and of Spark in several; PYTEST_ARGS chooses
-	HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest -m slow $(PYTEST_ARGS)
+slow: $(STAMPS)/test ## the other tests: of killed and restarted processes, of Spark in several, and the random ones with all examples; PYTEST_ARGS chooses
+	HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-thorough} HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest -m "slow or hypothesis" $(PYTEST_ARGS)
 
 fuzz: $(STAMPS)/test ## attack a silo for FUZZ_SECONDS, 60 where it is not set
 	FUZZ_SECONDS=$${FUZZ_SECONDS:-60} $(BIN)/pytest -s tests/faults/test_grpc_fuzz.py

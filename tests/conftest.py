@@ -14,6 +14,8 @@ from hypothesis import HealthCheck, Phase, settings
 from xdist.remote import Producer  # pyright: ignore[reportMissingTypeStubs]
 from xdist.scheduler import LoadFileScheduling  # pyright: ignore[reportMissingTypeStubs]
 
+from tests.random_examples import PROFILE, examples
+
 # A shell without job control makes its background processes ignore interrupts: every process here would ignore them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -26,13 +28,14 @@ LIBRARY = [
     for package in ("streams", "store", "adapters", "balancer", "client", "agents", "server", "silo", "pipeline")
 ]
 
-# Examples are random in both profiles: those that fail are kept in .hypothesis and tried first the next time. To
-# explain failures Hypothesis would trace everything that passes, too.
-settings.register_profile("dev", deadline=None, derandomize=False, phases=set(Phase) - {Phase.explain})
+# Examples are random in all profiles: those that fail are kept in .hypothesis and tried first the next time. To explain
+# failures Hypothesis would trace everything that passes, too.
+settings.register_profile("thorough", deadline=None, derandomize=False, phases=set(Phase) - {Phase.explain})
+settings.register_profile("quick", settings.get_profile("thorough"), max_examples=examples(100))
 settings.register_profile(
-    "ci", settings.get_profile("dev"), print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+    "ci", settings.get_profile("thorough"), print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+settings.load_profile(PROFILE)
 
 
 class FileScheduling(LoadFileScheduling):

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from headrace.adapters.limits import within_limits
 from headrace.adapters.memory.partition import MemoryPartition, PartitionReader
+from tests.random_examples import examples
 
 GROUPS = ("red", "green", "blue")
 
@@ -101,5 +102,5 @@ class Partitions(RuleBasedStateMachine):
         assert all(taken == expected for taken, expected in self.kept)
 
 
-Partitions.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Partitions.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestPartitions = Partitions.TestCase

@@ -17,6 +17,7 @@ from headrace.store.control_store import ControlStore
 from headrace.streams import Checkpoint
 from tests.agents.shelf import Shelf
 from tests.agents.world import POISON, PROVIDER, UNWANTED, World, consumer_of
+from tests.random_examples import seeds
 from tests.virtual_time import run
 
 PATTERNS = ("s/*", "s/*", "s/1*", "s/?", "s/2", "s/17", "s/none")
@@ -158,7 +159,7 @@ def _payload(rng: random.Random, size: int) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["rewindable", "retention", "memory"])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8, quick=3))
 def test_everybody_gets_everything_in_order_and_once(seed: int, kind: str) -> None:
     world = simulate(seed, kind=kind)
     assert not world.problems, "\n".join(world.history)

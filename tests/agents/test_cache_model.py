@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from headrace import EventBatch, SequenceToken, StreamId
 from headrace.adapters.receiving import Gap
 from headrace.agents.cache import BATCH_OVERHEAD_BYTES, BUCKETS, EMPTY, Cursor, QueueCache
+from tests.random_examples import examples
 
 STREAMS = [StreamId("s", key) for key in "abc"]
 
@@ -312,5 +313,5 @@ class Caches(RuleBasedStateMachine):
         assert self.unpinned == self.expected_unpinned
 
 
-Caches.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+Caches.TestCase.settings = settings(max_examples=examples(80), stateful_step_count=40, deadline=None)
 TestCaches = Caches.TestCase

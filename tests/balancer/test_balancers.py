@@ -27,6 +27,7 @@ from headrace.balancer import (
     ring,
     static,
 )
+from tests.random_examples import examples
 
 COVERING: Sequence[Balancer] = (average, best_fit_live, lease_count, ring)
 """Those which give out every queue as long as any silo is there."""
@@ -34,7 +35,7 @@ EVEN: Sequence[Balancer] = (average, best_fit_live, lease_count)
 WITHOUT_HISTORY: Sequence[Balancer] = (average, best_fit_fixed, best_fit_live, ring, static)
 EVERY: Sequence[Balancer] = (*WITHOUT_HISTORY, lease_count)
 
-few = settings(max_examples=40)
+few = settings(max_examples=examples(40))
 NAMES = [f"silo-{number}" for number in range(12)]
 
 

@@ -20,6 +20,7 @@ from headrace.balancer import (
 )
 from headrace.balancer.maturity import EligibleSilos, eligible_silos
 from headrace.streams.cluster import SiloRecord, SiloState
+from tests.random_examples import examples
 
 NOW_S, MATURITY_S, SILENT_S = 10_000, 30, 10
 
@@ -143,7 +144,7 @@ churn = st.lists(st.tuples(st.sampled_from("abcdefgh"), st.booleans()), max_size
 @pytest.mark.parametrize(
     "balancer", [lease_count, average, ring, best_fit_live, best_fit_fixed], ids=lambda balancer: balancer.__name__
 )
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(silos=st.integers(2, 6), queues=st.integers(0, 24), before=churn, plan=restarts, listed=st.booleans())
 def test_a_rolling_restart_moves_each_queue_away_and_back(
     balancer: Balancer, silos: int, queues: int, before: Sequence[tuple[str, bool]], plan: Plan, listed: bool

@@ -12,6 +12,7 @@ from headrace import StreamId
 from headrace.client.received import ReceivedBatch
 from headrace.client.session import NOTICES, Session
 from headrace.streams.frames import split
+from tests.random_examples import examples
 
 from .model_silo import ModelSilo, Position, Response
 
@@ -316,5 +317,5 @@ class ConsumerAndSilo(RuleBasedStateMachine):
         return not silo.outbox and self.session.statistics() == before
 
 
-ConsumerAndSilo.TestCase.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+ConsumerAndSilo.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=50, deadline=None)
 TestConsumerAndSilo = ConsumerAndSilo.TestCase

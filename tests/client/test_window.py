@@ -26,6 +26,7 @@ from headrace import (
 )
 from headrace.client.window import Publication, PublicationPiece, PublishWindow, WindowedRequest, WindowLimits
 from headrace.streams.publishing import Receipt
+from tests.random_examples import examples
 
 SMALL = WindowLimits(request_bytes=30, request_batches=4, requests=3, bytes=60)
 
@@ -396,4 +397,4 @@ def _told_otherwise(answer: list[Receipt] | HeadraceError) -> HeadraceError:
 
 
 TestWindow = WindowMachine.TestCase
-TestWindow.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+TestWindow.settings = settings(max_examples=examples(300), stateful_step_count=60, deadline=None)

@@ -5,6 +5,7 @@
 import asyncio
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
@@ -15,8 +16,9 @@ from headrace.streams import Checkpoint
 from headrace.streams.cluster import Lease, SiloRecord
 from headrace.streams.subscriptions import Behind
 from tests.cluster.memory_store import MemoryStore
+from tests.random_examples import examples
 
-STEPS = settings(max_examples=15, stateful_step_count=50, deadline=None)
+STEPS = settings(max_examples=examples(15), stateful_step_count=50, deadline=None)
 LEASE_S = 10
 SILOS = st.sampled_from(["a", "b", "c"])
 QUEUE = st.integers(0, 1)
@@ -230,9 +232,11 @@ class Progress(BothStores):
         self.both("gaps", "p")
 
 
+@pytest.mark.hypothesis
 def test_the_simulated_store_grants_leases_as_the_real_one_does() -> None:
     run_state_machine_as_test(Leases, settings=STEPS)
 
 
+@pytest.mark.hypothesis
 def test_the_simulated_store_keeps_progress_as_the_real_one_does() -> None:
     run_state_machine_as_test(Progress, settings=STEPS)

@@ -34,6 +34,7 @@ from headrace.server.access import (
     token_hash,
 )
 from headrace.store.control_store import ControlStore, TokenRecord
+from tests.random_examples import examples
 
 PUBLISH, SUBSCRIBE, MANAGE = Permission.PUBLISH, Permission.SUBSCRIBE, Permission.MANAGE
 
@@ -161,7 +162,7 @@ def test_a_pattern_covers_what_the_selector_of_its_text_selects(several: list[st
 
 
 @given(patterns, texts("*", "?"), st.sampled_from(["k", "*", "?"]))
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_an_allowed_selector_matches_no_namespace_that_is_not_granted(several: list[str], namespace: str, key: str):
     principal, selector = granted(*several), f"{namespace}/{key}"
     assume(principal.allows_selector(SUBSCRIBE, selector))
@@ -170,7 +171,7 @@ def test_an_allowed_selector_matches_no_namespace_that_is_not_granted(several: l
 
 
 @given(pattern_texts, texts("*", "?"))
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_a_selector_refused_under_one_pattern_matches_something_that_is_not_granted(pattern: str, namespace: str):
     principal, selector = granted(pattern), f"{namespace}/*"
     assume(not principal.allows_selector(SUBSCRIBE, selector))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from headrace import InvalidArgument, LimitExceeded
 from headrace.server.access import EVERYTHING, Permission, Principal
 from headrace.server.limits import MAX_IDLE, CallUsage, ClientLimits, Limits, address_of, client_of
+from tests.random_examples import examples
 
 
 class Clock:
@@ -338,7 +339,7 @@ class Begun(NamedTuple):
 
 
 @given(st.lists(steps, max_size=60))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_forgetting_is_never_noticed(script: list[tuple[Any, ...]]):
     rules = ClientLimits(
         connections=2, calls=3, requests_per_s=2.0, burst=4, publish_bytes=10, message_bytes=10

@@ -17,11 +17,12 @@ from headrace import Fenced, Selector, SubscriptionDefinition
 from headrace.store.control_store import ControlStore
 from headrace.streams import Checkpoint
 from headrace.streams.cluster import Lease, SiloRecord, SiloState
+from tests.random_examples import examples
 from tests.servers import new_schema
 
 T = TypeVar("T")
 
-STEPS = settings(max_examples=15, stateful_step_count=30, deadline=None)
+STEPS = settings(max_examples=examples(15), stateful_step_count=30, deadline=None)
 LEASE_S = 10
 PEERS = ("a", "b", "c", "d")
 DEFINITION = SubscriptionDefinition(name="stats", selector=Selector("n/*"))
@@ -223,6 +224,7 @@ class Cluster(RuleBasedStateMachine):
             assert {lease.queue: lease.epoch for lease in view.leases} == self.epochs
 
 
+@pytest.mark.hypothesis
 def test_leases_on_a_file_are_those_of_the_model(tmp_path: Path):
     numbers = itertools.count()
 
@@ -233,6 +235,7 @@ def test_leases_on_a_file_are_those_of_the_model(tmp_path: Path):
     run_state_machine_as_test(OnAFile, settings=STEPS)
 
 
+@pytest.mark.hypothesis
 def test_leases_on_a_server_are_those_of_the_model(postgres_server: PostgresServer):
     class OnAServer(Cluster):
         def __init__(self) -> None:

@@ -32,11 +32,12 @@ from headrace import (
 from headrace.store.control_store import ControlStore
 from headrace.streams import Checkpoint
 from headrace.streams.subscriptions import Behind
+from tests.random_examples import examples
 from tests.servers import new_schema
 
 T = TypeVar("T")
 
-STEPS = settings(max_examples=10, stateful_step_count=25, deadline=None)
+STEPS = settings(max_examples=examples(10), stateful_step_count=25, deadline=None)
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -187,6 +188,7 @@ class TwoStores(RuleBasedStateMachine):
         assert len(letters) == len(self.letters)
 
 
+@pytest.mark.hypothesis
 def test_two_stores_on_a_file_agree_with_the_model(tmp_path: Path):
     numbers = itertools.count()
 
@@ -197,6 +199,7 @@ def test_two_stores_on_a_file_agree_with_the_model(tmp_path: Path):
     run_state_machine_as_test(OnAFile, settings=STEPS)
 
 
+@pytest.mark.hypothesis
 def test_two_stores_on_a_server_agree_with_the_model(postgres_server: PostgresServer):
     class OnAServer(TwoStores):
         def __init__(self) -> None:

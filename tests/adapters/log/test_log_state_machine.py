@@ -15,6 +15,7 @@ from headrace import EventBatch, SequenceConflict, SequenceToken, StreamId
 from headrace.adapters import AdapterContext, Bounds, ProducerSequence, Receipt, open_adapter
 from headrace.adapters.log import LogAdapter
 from headrace.adapters.log.receiver import LogReceiver
+from tests.random_examples import examples
 
 QUEUES = 2
 OPTIONS = {"retain_bytes": 3000, "group_bytes": 2000, "map_bytes": 64 << 20}
@@ -202,4 +203,4 @@ class LogMachine(RuleBasedStateMachine):
 
 
 TestLogMachine = LogMachine.TestCase
-TestLogMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestLogMachine.settings = settings(max_examples=examples(40), stateful_step_count=30, deadline=None)

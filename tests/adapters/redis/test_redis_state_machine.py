@@ -17,6 +17,7 @@ from redis import Redis
 from benchmarks.servers import RedisServer
 from headrace.adapters.redis import Pushed, RedisOptions, RedisQueue, Taken
 from tests.adapters.redis.looking import Clock, check_agreement, scripts_of_tests
+from tests.random_examples import examples
 from tests.servers import redis_and_valkey as redis_server
 
 __all__ = ("redis_server",)
@@ -194,10 +195,14 @@ def machine(redis_server: RedisServer) -> type[QueueMachine]:
     return QueueMachine
 
 
+@pytest.mark.hypothesis
 def test_random_steps_do_what_the_model_does(machine: type[QueueMachine]) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+            max_examples=examples(60),
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
         ),
     )

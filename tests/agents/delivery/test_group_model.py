@@ -18,6 +18,7 @@ from headrace.streams.frames import Delivered
 from headrace.streams.subscriptions import Mode
 from tests.agents.circle import PLENTY, Circle, Consumer, indexes, payloads
 from tests.agents.line import stream
+from tests.random_examples import examples
 from tests.virtual_time import VirtualTimeLoop
 
 KEYS, NAMES = ("a", "b", "c"), ("0", "1", "2")
@@ -339,4 +340,4 @@ class GroupMachine(RuleBasedStateMachine):
 
 
 TestGroup = GroupMachine.TestCase
-TestGroup.settings = settings(max_examples=30, stateful_step_count=50, deadline=None)
+TestGroup.settings = settings(max_examples=examples(30), stateful_step_count=50, deadline=None)

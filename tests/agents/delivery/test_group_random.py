@@ -22,6 +22,7 @@ from headrace.streams.subscriptions import Mode, SubscriptionDefinition
 from tests.agents.circle import indexes
 from tests.agents.delivery.group_world import PROVIDER, Client, Known, World
 from tests.agents.shelf import Shelf
+from tests.random_examples import seeds
 from tests.virtual_time import run
 
 PATTERNS = ("s/*", "s/*", "s/1*", "s/?")
@@ -287,7 +288,7 @@ class Life:
 
 
 @pytest.mark.parametrize("kind", ["rewindable", "memory"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4, quick=1))
 def test_exactly_what_is_not_acknowledged_comes_again_in_order(seed: int, kind: str) -> None:
     world = simulate(seed, kind=kind)
     assert not world.problems, "\n".join(world.history)

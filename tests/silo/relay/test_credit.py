@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from headrace.silo.relay.credit import MOST, Decision, Ledger
+from tests.random_examples import examples
 
 
 def lent(decision: Decision) -> dict[str, tuple[int, int]]:
@@ -240,5 +241,5 @@ class Lending(RuleBasedStateMachine):
         assert self.ledger.total.events + self.used["events"] == self.granted
 
 
-Lending.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+Lending.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=30, deadline=None)
 TestLending = pytest.mark.timeout(120)(Lending.TestCase)
