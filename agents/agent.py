@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from ..adapters.receiving import Gap
 from ..adapters.seam import QueueAdapter
+from ..streams.backoff import Backoff
 from ..streams.errors import HeadraceError, InvalidArgument, StorageError
 from ..streams.identity import SequenceToken
 from ..streams.subscriptions import Checkpoint, SlowConsumer
@@ -189,23 +190,26 @@ class PullingAgent:
     async def _run(self) -> None:
         """Keep the main feed running: start it again after every error."""
         await asyncio.sleep(self._rng.uniform(0, FIRST_TICK_S))
-        loop, backoff = asyncio.get_running_loop(), FIRST_BACKOFF_S
+        loop, backoff = asyncio.get_running_loop(), Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         while not self._closed:
             began = loop.time()
             try:
                 await self._read()
                 self._fault = ""
-            except HeadraceError as error:
-                self._fault = str(error)
-                log.warning("queue %d: %s; trying again in %.1f s", self.queue, error, backoff)
-            except Exception as error:
-                self._fault = f"{type(error).__name__}: {error}"
-                log.exception("queue %d: the agent failed and starts again in %.1f s", self.queue, backoff)
-            if loop.time() - began > MAX_BACKOFF_S:
-                backoff = FIRST_BACKOFF_S
-            if self._fault:
-                await asyncio.sleep(backoff)
-                backoff = min(2 * backoff, MAX_BACKOFF_S)
+                backoff.reset()
+            except Exception as error:  # noqa: BLE001 (it is logged)
+                if loop.time() - began > MAX_BACKOFF_S:
+                    backoff.reset()
+                await self._back_off(error, backoff.next_s())
+
+    async def _back_off(self, error: Exception, seconds: float) -> None:
+        if isinstance(error, HeadraceError):
+            self._fault = str(error)
+            log.warning("queue %d: %s; trying again in %.1f s", self.queue, error, seconds)
+        else:
+            self._fault = f"{type(error).__name__}: {error}"
+            log.error("queue %d: the agent failed and starts again in %.1f s", self.queue, seconds, exc_info=error)
+        await asyncio.sleep(seconds)
 
     async def _read(self) -> None:
         """Open the main feed and run it until it ends."""
@@ -335,7 +339,7 @@ class PullingAgent:
 
     async def _run_catch_ups(self, delivery: Delivery) -> None:
         """Run one catch-up after the other until the delivery needs none."""
-        backoff = FIRST_BACKOFF_S
+        backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         try:
             while not self._closed and (self._due(delivery) or delivery.feed is None):
                 try:
@@ -343,14 +347,13 @@ class PullingAgent:
                     async with self._slot():
                         if delivery.is_accepting:
                             await self._catch_up_once(delivery)
-                    backoff = FIRST_BACKOFF_S
+                    backoff.reset()
                 except Exception as error:
                     unforeseen = None if isinstance(error, HeadraceError) else error
                     log.warning(
                         "%s cannot catch up in queue %d: %s", delivery.name, self.queue, error, exc_info=unforeseen
                     )
-                    await asyncio.sleep(backoff)
-                    backoff = min(2 * backoff, MAX_BACKOFF_S)
+                    await asyncio.sleep(backoff.next_s())
             delivery.damage = None
         finally:
             if self._catching.get(delivery.name) is asyncio.current_task():

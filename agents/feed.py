@@ -15,6 +15,7 @@ from time import monotonic
 from typing import Protocol
 
 from ..adapters.receiving import Gap, QueueReceiver, Received
+from ..streams.backoff import Backoff
 from ..streams.errors import Closed, CorruptRecord, StorageError
 from ..streams.identity import SequenceToken
 from .cache import QueueCache
@@ -28,7 +29,7 @@ RECEIVE_BYTES = 1 << 20
 """The most that one receive asks for: the loop is blocked while so many bytes are added."""
 OFFER_BATCHES = 1024
 """Batches offered before other tasks of the loop get a turn."""
-MAX_BACKOFF_S = 5.0
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 5.0
 WELL_S = 2.0
 """After an error, a receive that waits for so long counts as recovered, in seconds."""
 
@@ -82,7 +83,7 @@ class Feed:
 
     async def run(self) -> None:
         """Read until `finish` is called or the receiver is closed. Retry errors with backoff, without a limit."""
-        backoff = 0.05
+        backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         while not self.finished:
             self.cache.purge()
             if self._is_full():
@@ -93,10 +94,10 @@ class Feed:
             except Closed:
                 return
             except StorageError as error:
-                await self._back_off(error, backoff)
-                backoff = min(2 * backoff, MAX_BACKOFF_S)
+                await self._back_off(error, backoff.next_s())
                 continue
-            backoff, self.fault, self.damage = 0.05, "", None
+            backoff.reset()
+            self.fault, self.damage = "", None
             await self._take(received)
             received = None  # otherwise its batches stay in memory until the next ones come
 

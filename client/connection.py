@@ -22,6 +22,7 @@ import grpc
 from grpc import aio
 
 from ..streams.arguments import refused
+from ..streams.backoff import Backoff
 from ..streams.errors import (
     Closed,
     DefinitionConflict,
@@ -37,7 +38,6 @@ from ..streams.errors import (
     Unavailable,
     error_of,
 )
-from ..streams.subscriptions import RetryPolicy
 from .grpc_process import use_grpc
 
 CODE = "headrace-code"
@@ -46,9 +46,8 @@ KEEPALIVE_MS = 10_000
 """Interval of pings on a connection with open calls that receives nothing. A silo has to allow it."""
 KEEPALIVE_TIMEOUT_MS = 5_000
 """How long to wait for the answer to a ping before the connection counts as lost."""
-RECONNECT = RetryPolicy(max_attempts=1 << 30, max_elapsed_s=1e9, initial_delay_s=0.05, max_delay_s=1.0)
-"""Pauses between attempts to reach a silo. It never gives up: the caller has its own time limit."""
-
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
+"""Shortest and longest pause between two attempts to reach a silo, in seconds."""
 SETTLE_S = 0.5
 """How long closing waits at most for grpc to end cancelled calls, in seconds."""
 
@@ -67,6 +66,11 @@ _OPTIONS: Sequence[tuple[str, Any]] = (
     ("grpc.max_receive_message_length", -1),  # credits limit the responses
     ("grpc.max_send_message_length", -1),
 )
+
+
+def reconnect_backoff() -> Backoff:
+    """Return the pauses between attempts to reach a silo. They never end: the caller has its own time limit."""
+    return Backoff(FIRST_PAUSE_S, MAX_PAUSE_S, rng=random.SystemRandom())
 
 
 # ---- addresses, TLS, token -------------------------------------------------------------------------------------------
@@ -353,7 +357,6 @@ class Connection:
         self._loop: asyncio.AbstractEventLoop | None = None
         """The loop that opened it."""
         self._closed = False
-        self._random = random.Random()  # noqa: S311 (spreads reconnections)
 
     @property
     def address(self) -> str:
@@ -448,31 +451,30 @@ class Connection:
         An attempt may succeed although its answer is lost. The next attempt may then fail with `done`: this counts as
         success, with an empty response.
         """
-        began = self._now()
-        for attempt in range(1, 1 << 30):
+        began, backoff = self._now(), reconnect_backoff()
+        while True:
             try:
                 return await self.unary(method, request, timeout_s=max(0.001, began + timeout_s - self._now()))
             except HeadraceError as error:
-                if attempt > 1 and done is not None and isinstance(error, done):
+                if backoff.failures and done is not None and isinstance(error, done):
                     return b""
-                pause = self.pause_s(attempt)
+                pause = backoff.next_s()
                 if not error.retryable or self._now() + pause >= began + timeout_s:
                     raise
             await asyncio.sleep(pause)
-        raise AssertionError
 
     async def long_call(self, method: str, request: bytes, *, outage_s: float) -> bytes:
         """Call `Service/Method` without a time limit, again after each outage. Raises Unavailable if an outage lasts
         longer than `outage_s`."""
-        for attempt in range(1, 1 << 30):
+        backoff = reconnect_backoff()
+        while True:
             try:
                 return await self.unary(method, request, timeout_s=None)
             except HeadraceError as error:
                 if not error.retryable:
                     raise
-            await asyncio.sleep(self.pause_s(attempt))
+            await asyncio.sleep(backoff.next_s())
             await self.ready(outage_s)
-        raise AssertionError
 
     def responses(self, method: str, request: bytes) -> ResponseCall:
         """Begin a call of `Service/Method` with many responses. The first `receive` raises if it fails."""
@@ -484,10 +486,6 @@ class Connection:
         """Begin a bidirectional call of `Service/Method`. The first `receive` raises if it fails."""
         index = self._current
         return StreamCall(self, index, self._method(index, "stream_stream", method)(metadata=self._metadata))
-
-    def pause_s(self, failures: int) -> float:
-        """Pause after this number of failures in a row, in seconds. It grows, with jitter."""
-        return RECONNECT.delay(failures, 0, self._random) or 0.0
 
     def failed(
         self, index: int, code: grpc.StatusCode, details: str, metadata: Iterable[tuple[str, str | bytes]] | None

@@ -56,7 +56,7 @@ from ..streams.subscriptions import (
     check_consumer,
     check_subscription_name,
 )
-from .connection import Connection
+from .connection import Connection, reconnect_backoff
 from .conversation import METHOD, Conversation, message_of
 from .handling import RemoteHandling
 from .management import Management, parsed
@@ -316,19 +316,19 @@ class Consumer(Attached):
             self._end()
 
     async def _attend(self) -> None:
-        failures, since = 0, self._loop.time()
+        backoff, since = reconnect_backoff(), self._loop.time()
         while True:
             error = await self._converse()
             if self._closing and (error is None or self._session.settled):
                 return
             if self.state in (SessionState.OPEN, SessionState.CAUGHT_UP):
-                failures, since = 0, self._loop.time()
-            failures += 1
-            pause_s = self._connection.pause_s(failures)
+                backoff.reset()
+                since = self._loop.time()
+            pause_s = backoff.next_s()
             error = error or Unavailable(f"the silo ended the call of {self!r}")
             if not self._worth_another(error, self._loop.time() + pause_s - since):
                 raise error
-            self._reconnects(error, failures)
+            self._reconnects(error, backoff.failures)
             await asyncio.sleep(pause_s)
 
     def _reconnects(self, error: HeadraceError, failures: int) -> None:

@@ -19,7 +19,7 @@ from ..streams.errors import Closed, HeadraceError, PayloadTooLarge, Unavailable
 from ..streams.events import EventBatch
 from ..streams.identity import SequenceToken, varint
 from ..streams.publishing import MAX_BATCH_BYTES, Receipt
-from .connection import Connection, StreamCall, remote_error
+from .connection import Connection, StreamCall, reconnect_backoff, remote_error
 from .window import Publication, PublicationPiece, PublishWindow, WindowedRequest, WindowLimits
 
 METHOD = "PublisherService/PublishStream"
@@ -171,7 +171,7 @@ class PublishPipeline:
             self._idle = None
 
     async def _run(self) -> None:
-        failures = 0
+        backoff = reconnect_backoff()
         try:
             while True:
                 while self._window.idle:
@@ -179,13 +179,14 @@ class PublishPipeline:
                         return
                     await self._until_woken()
                 failure = await self._run_call()
-                failures = 1 if self._trouble is None else failures + 1
-                self._trouble = failure
+                if self._trouble is None:
+                    backoff.reset()
+                self._trouble, pause_s = failure, backoff.next_s()
                 self._window.disconnected()
                 if not failure.retryable:
                     self._give_up(failure)
                 if not self._window.idle:
-                    await asyncio.sleep(self._connection.pause_s(failures))
+                    await asyncio.sleep(pause_s)
         except Exception as error:
             self._window.disconnected()
             self._give_up(HeadraceError(f"the client failed; this is a bug of headrace: {error!r}"))
@@ -229,11 +230,11 @@ class PublishPipeline:
             raise
 
     async def _send_on(self, call: StreamCall) -> None:
-        window, provider, failed_rounds = self._window, self._provider, 0
+        window, provider, failed_rounds, backoff = self._window, self._provider, 0, reconnect_backoff()
         while True:
             if failed_rounds != window.failed_rounds:
                 failed_rounds = window.failed_rounds
-                await asyncio.sleep(self._connection.pause_s(failed_rounds) if failed_rounds else 0)
+                await asyncio.sleep(backoff.after(failed_rounds) if failed_rounds else 0)
             if self._linger_s and not window.in_flight:
                 await asyncio.sleep(self._linger_s)
             if (request := window.take()) is None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import random
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -23,7 +22,7 @@ from typing import Protocol
 
 from ..adapters.log.blocks import StreamTable
 from ..adapters.log.retention import PRODUCER_AGE_S
-from ..client.connection import RECONNECT, Connection
+from ..client.connection import Connection, reconnect_backoff
 from ..client.management import parsed
 from ..proto.v1 import publisher_pb2 as pb
 from ..streams.errors import (
@@ -269,24 +268,24 @@ class _Patience:
 
     def __init__(self) -> None:
         self._stored = -1
-        self._failures = 0
+        self._backoff = reconnect_backoff()
         self._until = 0.0
-        self._random = random.Random()  # noqa: S311 (spreads attempts)
 
     def moved_to(self, stored: int) -> None:
         """Note the last stored number. Progress resets the failures."""
         if stored != self._stored:
-            self._stored, self._failures = stored, 0
+            self._stored = stored
+            self._backoff.reset()
 
     async def after(self, error: HeadraceError) -> None:
         """Wait before the next attempt, or raise `error`."""
         now = asyncio.get_running_loop().time()
-        self._failures += 1
-        if self._failures == 1:
+        pause_s = self._backoff.next_s()
+        if self._backoff.failures == 1:
             self._until = now + PATIENCE_S
         if not (error.retryable or isinstance(error, SequenceConflict)) or now >= self._until:
             raise error
-        await asyncio.sleep(RECONNECT.delay(self._failures, 0, self._random) or 0)
+        await asyncio.sleep(pause_s)
 
 
 def _calls(folder: StagingFolder, manifest: Manifest) -> Iterator[tuple[int, Chunk]]:

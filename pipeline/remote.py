@@ -11,7 +11,7 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 from ..client.blocking import LoopThread
-from ..client.connection import Connection, ResponseCall
+from ..client.connection import Connection, ResponseCall, reconnect_backoff
 from ..proto.v1 import reader_pb2 as pb
 from ..streams.errors import Closed, HeadraceError, InvalidArgument, OffsetsGone, Unavailable
 from ..streams.frames import number_at
@@ -89,8 +89,7 @@ class RemoteAccess(QueueAccess):
                     if len(chunk.offsets):
                         yield chunk
             except HeadraceError as error:
-                outage.note(error)
-                time.sleep(self._connection.pause_s(outage.failures))
+                time.sleep(outage.pause_s(error))
             finally:
                 self._end(call)
 
@@ -156,21 +155,22 @@ class _Outage:
     """Counts failures since the last success, and knows when the first of them was."""
 
     def __init__(self, limit_s: float) -> None:
-        self.failures = 0
+        self._backoff = reconnect_backoff()
         self._limit_s = limit_s
         self._began = 0.0
 
     def over(self) -> None:
-        self.failures = 0
+        self._backoff.reset()
 
-    def note(self, error: HeadraceError) -> None:
-        """Count a failure. Raise the error if it is not retryable, or if the failures have lasted too long."""
+    def pause_s(self, error: HeadraceError) -> float:
+        """Count a failure, and return the pause after it. Raise the error if it is not retryable, or if the failures
+        have lasted too long."""
         now = time.monotonic()
-        if not self.failures:
+        if not self._backoff.failures:
             self._began = now
-        self.failures += 1
         if not error.retryable or now - self._began > self._limit_s:
             raise error
+        return self._backoff.next_s()
 
 
 def _state(queue: pb.QueueRange) -> QueueState:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from ..adapters import ProducerSequence, QueueAdapter, Receipt
 from ..store.control_store import ControlStore
 from ..store.delays import RELEASE_BATCHES, RELEASE_BYTES, DelayedCall, DelayStore, Release
+from ..streams.backoff import Backoff
 from ..streams.delays import STORE
 from ..streams.errors import Closed, HeadraceError, InvalidArgument, NotFound, NotSupported, StorageError
 from ..streams.events import EventBatch, ScheduledBatch
@@ -211,7 +212,7 @@ class DelayScheduler:
     # ---- due batches -----------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        pause_s, forget_at = FIRST_PAUSE_S, 0.0
+        backoff, forget_at = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S), 0.0
         while not self._closing:
             self._wake.clear()
             self._wakes_at = float("inf")  # until it is known, whatever is delayed wakes
@@ -220,15 +221,15 @@ class DelayScheduler:
                     forget_at = self._loop.time() + FORGET_S
                     await self.store.forget_calls(self._provider)
                 wait_s = await self.look()
-                pause_s = FIRST_PAUSE_S
+                backoff.reset()
                 self._failures.pop(None, None)
             except HeadraceError as error:
                 self._note_failure(None, str(error))
-                wait_s, pause_s = pause_s, min(2 * pause_s, MAX_PAUSE_S)
+                wait_s = backoff.next_s()
             except Exception as error:
                 log.exception("provider %s: what is due cannot be published yet", self._provider)
                 self._failures[None] = str(error), self._loop.time()
-                wait_s, pause_s = pause_s, min(2 * pause_s, MAX_PAUSE_S)
+                wait_s = backoff.next_s()
             await self._wait(wait_s)
 
     def _note_failure(self, queue: int | None, why: str) -> None:

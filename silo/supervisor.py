@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ..streams.backoff import Backoff
 from ..streams.errors import InvalidArgument
 from ..streams.outcomes import DONE, FAILED, USAGE, Failed
 from .config import ClusterConfig, SiloConfig, check, parse_address
@@ -277,11 +278,12 @@ class Supervisor:
 
     async def _restart(self, worker: Worker, ended: WorkerExit) -> None:
         """Start the worker again each time that it ends, until `stop`."""
-        deaths = 0
+        backoff = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         while not self._stopping.is_set():
             steady = (ended.ready_s or 0.0) >= STEADY_S or ended.code == DONE
-            deaths = 0 if steady else deaths + 1
-            pause_s = min(FIRST_PAUSE_S * 2 ** (deaths - 1), MAX_PAUSE_S) if deaths else 0.0
+            if steady:
+                backoff.reset()
+            pause_s = 0.0 if steady else backoff.next_s()
             when = f"in {pause_s:g} s" if pause_s else "now"
             log.warning("worker %s ended: %s; it starts again %s", worker.name, ended.why, when)
             if await self._stopped_within(pause_s):

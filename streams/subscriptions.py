@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from .arguments import check_choice, check_flag, check_instance, check_text, refused, shown
+from .backoff import Backoff
 from .errors import InvalidArgument
 from .field_limits import (
     MAX_ATTEMPTS,
@@ -147,14 +148,7 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def backoff(self, attempts: int, rng: random.Random) -> float:
         """Seconds to wait after `attempts` failed attempts, however many there may be."""
-        ceiling = min(self.max_delay_s, self._ceiling(attempts))
-        return rng.uniform(ceiling / 2, ceiling)
-
-    def _ceiling(self, attempts: int) -> float:
-        try:
-            return self.initial_delay_s * self.multiplier ** (attempts - 1)
-        except OverflowError:
-            return self.max_delay_s if self.initial_delay_s else 0.0
+        return Backoff(self.initial_delay_s, self.max_delay_s, factor=self.multiplier, rng=rng).after(attempts)
 
 
 _RETRY_LIMITS = {

@@ -23,7 +23,7 @@ from ...streams.errors import SequenceConflict, StorageError
 from ...streams.identity import SequenceToken
 from ...streams.publishing import ProducerSequence, Receipt
 from .keys import ranked
-from .pusher import FIRST_PAUSE_S, MAX_PAUSE_S
+from .pusher import away_backoff
 from .scripts import SCRIPTS
 from .server import RedisConnection, ServerAway
 
@@ -136,7 +136,7 @@ def short(producer: str) -> str:
 
 async def persistently(push: Callable[[], Awaitable[Positions]], *, wait: bool, timeout_s: float) -> Positions:
     """Push, and repeat it while the server is away. Raises StorageError after `timeout_s`."""
-    loop, pause_s = asyncio.get_running_loop(), FIRST_PAUSE_S
+    loop, backoff = asyncio.get_running_loop(), away_backoff()
     deadline = loop.time() + (timeout_s if wait else 0)
     while True:
         try:
@@ -146,8 +146,7 @@ async def persistently(push: Callable[[], Awaitable[Positions]], *, wait: bool, 
                 raise StorageError(
                     f"{error}; these events may or may not be stored, publish them again with the same sequence"
                 ) from None
-        await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, MAX_PAUSE_S)
+        await asyncio.sleep(backoff.next_s())
 
 
 def _token(position: int | None) -> SequenceToken | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from ...streams.backoff import Backoff
 from ...streams.errors import HeadraceError, QueueFull, StorageError
 from .server import ServerAway
 from .shard import Pushed
@@ -24,9 +25,12 @@ MAX_PENDING_BYTES = 64 << 20
 """Largest number of bytes that wait for a server that is away; further calls raise QueueFull."""
 COST_BYTES = 1024
 """Overhead of a waiting batch. It is added to the bytes of its events."""
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
-
 OnOutcome = Callable[[Sequence[int] | HeadraceError], None]
+
+
+def away_backoff() -> Backoff:
+    """Return the pauses between two pushes to a server that is away."""
+    return Backoff(0.05, 1.0)
 
 
 class _Waiting(NamedTuple):
@@ -108,11 +112,12 @@ class Pusher:
         self._number += 1
         events = [event for one in chunk for event in one.events]
         push = partial(self.shard.push, events, pusher=self._id, number=self._number)
-        left, pause_s = list(chunk), FIRST_PAUSE_S
+        left, backoff = list(chunk), away_backoff()
         while True:
             try:
                 positions = await self._watch.ask(push)
             except ServerAway as error:
+                pause_s = backoff.next_s()
                 self._away_until = asyncio.get_running_loop().time() + 2 * pause_s
                 left = self._expire([one for one in left if not self._hand_over(one)], error)
                 self._line = deque(one for one in self._line if not self._hand_over(one))
@@ -120,7 +125,6 @@ class Pusher:
                 if not left:
                     return
                 await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, MAX_PAUSE_S)
             except HeadraceError as error:
                 self._settle(left, error)
                 return

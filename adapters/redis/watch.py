@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+from ...streams.backoff import Backoff
 from ...streams.errors import StorageError
 from .server import ServerAway, ServerSilent, end
 from .shard import RedisShard
@@ -28,7 +29,7 @@ class Watch:
         self.shard = shard
         self._alone = alone
         self._asking: asyncio.Task[None] | None = None
-        self._pause_s = FIRST_PAUSE_S
+        self._backoff = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
 
     @property
     def silent(self) -> bool:
@@ -44,13 +45,12 @@ class Watch:
             if not self._alone and not self.silent:
                 self._asking = asyncio.create_task(self._ask(), name=f"headrace silent {self.shard.name}")
             raise
-        self._pause_s = FIRST_PAUSE_S
+        self._backoff.reset()
         return answer
 
     async def _ask(self) -> None:
         while True:
-            await asyncio.sleep(self._pause_s)
-            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+            await asyncio.sleep(self._backoff.next_s())
             try:
                 await self.shard.get("")
             except ServerAway:

@@ -7,14 +7,13 @@ The order of the events and their division into chunks are always the same. The 
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
-from ...client.connection import RECONNECT
+from ...client.connection import reconnect_backoff
 from ...streams.errors import HeadraceError
 from ...streams.publishing import ProducerSequence
 from ..columns import HEADERS, TIMESTAMP
@@ -145,16 +144,15 @@ async def _in_threads(items: Iterator[_T]) -> AsyncIterator[_T]:
 
 async def _store(destination: Destination, call: Chunk, sequence: ProducerSequence) -> None:
     """Store a chunk. Retry for `PATIENCE_S`: the number prevents storing it twice."""
-    loop, spread = asyncio.get_running_loop(), random.Random()  # noqa: S311 (spreads attempts)
-    until, failures = loop.time() + PATIENCE_S, 0
+    loop, backoff = asyncio.get_running_loop(), reconnect_backoff()
+    until = loop.time() + PATIENCE_S
     while True:
         try:
             await destination.store(call, sequence)
         except HeadraceError as error:
-            failures += 1
             if not error.retryable or loop.time() >= until:
                 raise
-            await asyncio.sleep(RECONNECT.delay(failures, 0, spread) or 0)
+            await asyncio.sleep(backoff.next_s())
         else:
             return
 

@@ -22,6 +22,7 @@ from ...client.connection import StreamCall
 from ...proto.v1 import consumer_pb2 as pb
 from ...proto.v1 import subscriptions_pb2
 from ...store.rows import position_token
+from ...streams.backoff import Backoff
 from ...streams.cluster import SiloRecord
 from ...streams.errors import HeadraceError, InvalidArgument, Unavailable
 from ...streams.frames import Delivered
@@ -116,7 +117,7 @@ class Relay:
         self._loop = asyncio.get_running_loop()
         self._links: dict[str, Link] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._failures: dict[str, int] = {}
+        self._backoffs: dict[str, Backoff] = {}
         self._not_before: dict[str, float] = {}
         self._at: dict[int, Link] = {}
         """Where what is delivered of a queue came from."""
@@ -390,10 +391,11 @@ class Relay:
         elif not error.retryable:
             self._end(error)
         else:
-            failures = self._failures[link.silo] = self._failures.get(link.silo, 0) + 1
-            if failures == TOLD_AT:
+            backoff = self._backoffs.setdefault(link.silo, Backoff(AGAIN_S, RARELY_S))
+            pause_s = backoff.next_s()
+            if backoff.failures == TOLD_AT:
                 log.warning("consumer %s gets nothing of silo %s: %s", self._opening.consumer, link.silo, error)
-            self._not_before[link.silo] = self._loop.time() + min(AGAIN_S * 2 ** (failures - 1), RARELY_S)
+            self._not_before[link.silo] = self._loop.time() + pause_s
 
     def _forget(self, link: Link) -> None:
         if self._links.get(link.silo) is link:
@@ -457,7 +459,7 @@ class Relay:
     def _opened(self, link: Link, opened: pb.Opened) -> None:
         link.opened = True
         self._not_before.pop(link.silo, None)
-        self._failures.pop(link.silo, None)
+        self._backoffs.pop(link.silo, None)
         self._ledger.joined(link.silo)
         self.moves = max(self.moves, opened.moves)
         if self._closing:

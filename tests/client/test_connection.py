@@ -26,7 +26,7 @@ from headrace import (
     Unavailable,
 )
 from headrace.client.client import Client
-from headrace.client.connection import Address, Connection, Tls, parse_addresses, remote_error, status_error
+from headrace.client.connection import Address, Tls, parse_addresses, reconnect_backoff, remote_error, status_error
 from tests.certificates import Authority
 from tests.cli.commandline import ENVIRONMENT, Headrace, Start, ended
 from tests.client.conftest import Silos
@@ -96,8 +96,7 @@ def test_a_code_is_the_very_error():
 
 
 def test_pauses_grow_and_differ():
-    connection = Connection("localhost:1")
-    pauses = [[connection.pause_s(failures) for _ in range(50)] for failures in range(1, 8)]
+    pauses = [[reconnect_backoff().after(failures) for _ in range(50)] for failures in range(1, 8)]
     assert all(0.025 <= pause <= 0.05 for pause in pauses[0])
     assert all(0.5 <= pause <= 1.0 for pause in pauses[-1])
     assert len(set(pauses[3])) > 1
