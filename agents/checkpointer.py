@@ -10,10 +10,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
 
+from ..streams.background import run_periodically
 from ..streams.progress import RefusedProgress
 from ..streams.subscriptions import Checkpoint
 from .host_state import HostState
-from .periodic import run_periodically
 from .progress_store import ProgressStore
 from .served import ServedSubscription
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from ..streams.background import run_periodically
 from .host_state import HostState
-from .periodic import run_periodically
 from .progress_store import ProgressStore
 from .queue_host import QueueHost
 from .subscription_runner import SubscriptionRunner

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from ..adapters.receiving import Gap
 from ..adapters.seam import QueueAdapter
+from ..streams.background import BackgroundTasks
 from ..streams.subscriptions import Checkpoint
 from .agent import CacheLimits, PullingAgent
 from .catch_up_budget import CatchUpBudget
@@ -40,6 +41,8 @@ class HostState:
         """Queues whose agents were stopped, until they are started again."""
         self.changing = asyncio.Lock()
         """Held while agents stop and start. A call that stops a subscription meanwhile waits for their progress."""
+        self.background = BackgroundTasks()
+        """Ended when the manager is closed, before the agents."""
         self.recorder = recorder
         self.new_agent: Callable[[int], PullingAgent] = self._new_agent
         self._adapter = adapter

@@ -68,7 +68,6 @@ class PullingManager:
         self.control_requests = ControlRequestApplier(state, store, self.queue_host, self.subscriptions)
         self.acknowledger = QueueAcknowledger(state, store, durable=adapter.capabilities.durable)
         self._rewindable = adapter.capabilities.rewindable
-        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Start the background work."""
@@ -81,14 +80,11 @@ class PullingManager:
             self._start(self.acknowledger.run(), "acknowledgements")
 
     def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        self._tasks.append(asyncio.create_task(work, name=f"headrace {name} {self.provider}"))
+        self.state.background.start(work, f"headrace {name} {self.provider}")
 
     async def aclose(self, drain_s: float) -> None:
         """Stop reading, let running handlers end within `drain_s` seconds, and store exactly the progress made."""
-        tasks = [*self._tasks, *self.redriver.tasks, *self.subscriptions.tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.state.background.aclose()
         # A subscription whose progress cannot be stored must not keep the others from stopping in order.
         ends = [self.subscriptions.withdraw(name, drain_s) for name in list(self.served)]
         failures = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from ..streams.background import BackgroundTasks
 from ..streams.subscriptions import Checkpoint
 from .checkpointer import Checkpointer
 from .delivery.delivery import Term
@@ -24,15 +24,15 @@ class QueueHost:
         self._state = state
         self._store = store
         self._checkpointer = checkpointer
-        self._cutting: set[asyncio.Task[Any]] = set()
-        self._giving_back: set[asyncio.Task[None]] = set()
+        self._cutting = BackgroundTasks()
+        self._giving_back = BackgroundTasks()
         self._losing: dict[int, tuple[float, asyncio.Future[None]]] = {}
         """Queues to give back: how long each may drain, and the future that its callers await."""
 
     async def aclose(self) -> None:
         """Stop all agents at once, and wait for those that stop already."""
         agents = self._state.agents
-        await asyncio.gather(*(agent.aclose() for agent in agents), *self._cutting, *self._giving_back)
+        await asyncio.gather(*(agent.aclose() for agent in agents), self._cutting.join(), self._giving_back.join())
 
     # ---- agents stop and start on request ----------------------------------------------------------------------------
 
@@ -65,7 +65,7 @@ class QueueHost:
         state = self._state
         assert state.leases is not None
         async with state.changing:
-            await asyncio.gather(*self._cutting, return_exceptions=True)
+            await self._cutting.join()
             if state.leases.get(queue) == epoch:  # the same lease: the queue was not given back after all
                 await self._checkpointer.save_unsaved([queue])
             self._checkpointer.drop_unsaved(queue)
@@ -84,9 +84,7 @@ class QueueHost:
         Queues that are given back at the same time drain together. If storing fails, this raises, and may be called
         again."""
         if not self._losing:
-            task = asyncio.create_task(self._lose_all(), name=f"headrace gives back queues of {self._state.provider}")
-            self._giving_back.add(task)
-            task.add_done_callback(self._giving_back.discard)
+            self._giving_back.start(self._lose_all(), f"headrace gives back queues of {self._state.provider}")
         _, lost = self._losing.setdefault(queue, (drain_s, asyncio.get_running_loop().create_future()))
         await asyncio.shield(lost)
 
@@ -123,9 +121,7 @@ class QueueHost:
             if (delivery := served.deliveries.pop(queue, None)) is not None:
                 delivery.cut()
         self._report_lost(queue, saved=False)
-        closing = asyncio.create_task(self._stop_agent(queue, 0.0), name=f"headrace cut {state.provider}/{queue}")
-        self._cutting.add(closing)
-        closing.add_done_callback(self._cutting.discard)
+        self._cutting.start(self._stop_agent(queue, 0.0), f"headrace cut {state.provider}/{queue}")
 
     def _report_lost(self, queue: int, *, saved: bool) -> None:
         for served in self._state.served.values():

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter
 from collections.abc import Sequence
 
+from ..streams.background import run_periodically
 from ..streams.errors import Closed, HeadraceError
 from ..streams.events import Event
 from ..streams.subscriptions import DeadLetter
 from .delivery.delivery import described
 from .failure_recorder import now_us
 from .host_state import HostState
-from .periodic import run_periodically
 from .progress_store import ProgressStore
 
 log = logging.getLogger("headrace.agents")
@@ -29,13 +28,8 @@ class Redriver:
     def __init__(self, state: HostState, store: ProgressStore) -> None:
         self._state = state
         self._store = store
-        self._redriving: dict[int, tuple[str, asyncio.Task[None]]] = {}
-        """Subscription and task by the id of the dead letter."""
-
-    @property
-    def tasks(self) -> list[asyncio.Task[None]]:
-        """Redrives under way."""
-        return [task for _, task in self._redriving.values()]
+        self._redriving: dict[int, str] = {}
+        """Subscription by the id of the dead letter."""
 
     async def run(self) -> None:
         """Start requested redrives periodically. Does not end."""
@@ -43,7 +37,7 @@ class Redriver:
 
     async def _start_redrives(self) -> None:
         state = self._state
-        busy = Counter(name for name, _ in self._redriving.values())
+        busy = Counter(self._redriving.values())
         names = [name for name, one in state.served.items() if busy[name] < MAX_REDRIVES and one.gate.held is None]
         queues = [queue for queue in range(state.queues) if state.reads(queue)]
         letters: Sequence[DeadLetter] = ()
@@ -52,8 +46,8 @@ class Redriver:
         for letter in letters:
             if letter.id not in self._redriving and busy[letter.subscription] < MAX_REDRIVES:
                 busy[letter.subscription] += 1
-                task = asyncio.create_task(self._redrive(letter), name=f"headrace redrive {letter.id}")
-                self._redriving[letter.id] = letter.subscription, task
+                self._redriving[letter.id] = letter.subscription
+                task = state.background.start(self._redrive(letter), f"headrace redrive {letter.id}")
                 task.add_done_callback(lambda _, number=letter.id: self._redriving.pop(number))
 
     async def _redrive(self, letter: DeadLetter) -> None:

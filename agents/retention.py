@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from ..adapters.seam import QueueAdapter
+from ..streams.background import run_periodically
 from .host_state import HostState
-from .periodic import run_periodically
 from .progress_store import ProgressStore
 from .served import ServedSubscription
 

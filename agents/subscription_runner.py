@@ -29,8 +29,6 @@ class SubscriptionRunner:
         """Called with the name of a subscription that another process took over, once it is not served here."""
         self.moves: Callable[[str], Awaitable[int]] = _never
         """Return how often a subscription, given by its name, was moved so far."""
-        self.tasks: set[asyncio.Task[None]] = set()
-        """Stop subscriptions that other processes took over."""
         self._state = state
         self._store = store
         self._checkpointer = checkpointer
@@ -125,9 +123,7 @@ class SubscriptionRunner:
 
     def stop_fenced(self, name: str) -> None:
         """Stop a subscription that another process changed, in a task: the other subscriptions do not wait for it."""
-        task = asyncio.create_task(self._stop_fenced(name), name=f"headrace fenced {name}")
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        self._state.background.start(self._stop_fenced(name), f"headrace fenced {name}")
 
     async def _stop_fenced(self, name: str) -> None:
         """Stop. Progress that is still made here is refused anyway. In a cluster, go on from the new position."""

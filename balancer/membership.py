@@ -26,6 +26,7 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from ..streams.background import BackgroundTasks
 from ..streams.cluster import ClusterView, Lease, SiloRecord, Superseded
 from ..streams.errors import Fenced, HeadraceError, Unavailable
 from .cluster_options import ClusterOptions
@@ -165,7 +166,16 @@ class Membership:
         self._process = process
         self._sightings = Sightings()
         self._decision = OwnerDecision(options, owners, self._sightings)
-        self._probes = SiloProbes(store, peers, self._sightings, options.dead_after_s, lambda: self.me)
+        self._background = BackgroundTasks()
+        """The membership loop, moves of queues, and probes."""
+        self._probes = SiloProbes(
+            store,
+            peers,
+            self._sightings,
+            dead_after_s=options.dead_after_s,
+            me=lambda: self.me,
+            background=self._background,
+        )
         self._rng = rng or random.Random()  # noqa: S311 (spreads load)
         self._loop = asyncio.get_running_loop()
         self._balancing = asyncio.Lock()
@@ -173,7 +183,6 @@ class Membership:
         self._me: SiloRecord | None = None
         self._joining = False
         """A call of `join` has begun and has not returned: if this silo is superseded, it may be by that call."""
-        self._running: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._leaving = False
         self._left_as = 0
@@ -191,7 +200,7 @@ class Membership:
         """Become a member. Queues are acquired later. Raises StorageError if the store cannot be reached."""
         await self._join()
         log.info("silo %s is member %d of its cluster", self.name, self.me.incarnation)
-        self._running = self._loop.create_task(self._run(), name=f"headrace membership {self.name}")
+        self._background.start(self._run(), f"headrace membership {self.name}")
 
     async def _join(self) -> None:
         self._joining = True
@@ -292,11 +301,7 @@ class Membership:
 
     async def _end(self) -> list[Queue]:
         """End all tasks. Return the queues that were not given back."""
-        tasks = [self._running, *self._probes.tasks, *(held.moving for held in self.held.values())]
-        running = [task for task in tasks if task is not None]
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await self._background.aclose()
         lost = sorted(self.held)
         for held in list(self.held.values()):
             self._cut(held, "the silo stops")
@@ -506,7 +511,7 @@ class Membership:
     def _begin(self, held: HeldLease, work: Callable[[HeldLease], Coroutine[Any, Any, None]], verb: str) -> None:
         lease = held.lease
         name = f"headrace {self.name} {verb} {lease.provider}/{lease.queue}"
-        held.moving = self._loop.create_task(self._move(held, work), name=name)
+        held.moving = self._background.start(self._move(held, work), name)
 
     async def _move(self, held: HeldLease, work: Callable[[HeldLease], Coroutine[Any, Any, None]]) -> None:
         lease = held.lease

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
+from ..streams.background import BackgroundTasks
 from ..streams.cluster import LIVING, SiloRecord
 from ..streams.errors import HeadraceError, StorageError
 from .sightings import Sightings
@@ -32,32 +33,34 @@ class SiloProbes:
     """The probes of one silo. Belongs to one event loop."""
 
     def __init__(
-        self, store: VoteStore, peers: Peers, sightings: Sightings, dead_after_s: float, me: Callable[[], SiloRecord]
+        self,
+        store: VoteStore,
+        peers: Peers,
+        sightings: Sightings,
+        *,
+        dead_after_s: float,
+        me: Callable[[], SiloRecord],
+        background: BackgroundTasks,
     ) -> None:
-        """`me` returns the probing silo as the cluster knows it now. `dead_after_s`: see `ClusterOptions`."""
+        """`me` returns the probing silo as the cluster knows it now. `dead_after_s`: see `ClusterOptions`. Probes run
+        in `background`."""
         self._store = store
         self._peers = peers
         self._sightings = sightings
         self._dead_after_s = dead_after_s
         self._me = me
         self._loop = asyncio.get_running_loop()
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._background = background
         self.silos: Sequence[SiloRecord] = ()
         """The silos of the view that `sightings` has seen last."""
-
-    @property
-    def tasks(self) -> Collection[asyncio.Task[None]]:
-        """The probes that are running. Cancel and await them to end."""
-        return self._tasks.values()
 
     def start(self) -> None:
         """Probe the silos that have sent no heartbeat for `dead_after_s`."""
         for silo in self.silos:
             is_silent = silo.state in LIVING and not self._is_heard(silo)
-            if is_silent and silo.name != self._me().name and silo.name not in self._tasks:
-                task = self._loop.create_task(self._probe(silo), name=f"headrace probe {silo.name}")
-                self._tasks[silo.name] = task
-                task.add_done_callback(lambda _, name=silo.name: self._tasks.pop(name, None))
+            name = f"headrace probe {silo.name}"
+            if is_silent and silo.name != self._me().name and name not in self._background:
+                self._background.start(self._probe(silo), name)
 
     def _is_heard(self, silo: SiloRecord) -> bool:
         return self._sightings.silent_s(silo, self._loop.time()) < self._dead_after_s

@@ -15,6 +15,7 @@ from contextlib import suppress
 from google.protobuf.message import DecodeError
 
 from ..proto.v1 import publisher_pb2 as pb
+from ..streams.background import BackgroundTasks
 from ..streams.errors import Closed, HeadraceError, PayloadTooLarge, Unavailable, error_of
 from ..streams.events import EventBatch
 from ..streams.identity import SequenceToken, varint
@@ -59,6 +60,7 @@ class PublishPipeline:
         self._timeout_s = timeout_s
         self._linger_s = linger_s
         self._window = PublishWindow(_new_producer)
+        self._background = BackgroundTasks()
         self._task: asyncio.Task[None] | None = None
         self._call: StreamCall | None = None
         self._trouble: HeadraceError | None = None
@@ -134,20 +136,18 @@ class PublishPipeline:
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-            if self._task is not None:
-                await self._hang_up(self._task)
+            await self._hang_up()
             self._window.disconnected()
             self._window.fail_all(Closed("the client is closed; these events may or may not be stored"))
 
-    async def _hang_up(self, task: asyncio.Task[None]) -> None:
+    async def _hang_up(self) -> None:
         """End the call in order, or by force if that takes long: grpc must not call a loop that is closed."""
         try:
             if self._call is not None and self._window.idle:
                 self._wake()
-                await asyncio.wait([task], timeout=HANG_UP_S)
+                await self._background.join(HANG_UP_S)
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await self._background.aclose()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -159,7 +159,7 @@ class PublishPipeline:
     def _wake(self) -> None:
         """Wake the task: there may be a request to send."""
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run(), name="headrace publishing")
+            self._task = self._background.start(self._run(), "headrace publishing")
         elif self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
 

@@ -7,7 +7,6 @@ do nothing else. A pattern is a namespace, or the beginning of namespaces and a 
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import enum
 import hmac
@@ -21,6 +20,7 @@ from typing import NamedTuple, Protocol
 from urllib.parse import quote
 
 from ..store.control_store import TokenRecord
+from ..streams.background import BackgroundTasks, run_periodically
 from ..streams.errors import HeadraceError, InvalidArgument, NotFound, PermissionDenied, Unauthenticated
 from ..streams.identity import StreamId, unquote
 from ..streams.subscriptions import Selector, check_name
@@ -381,17 +381,9 @@ class TokenBook(Authenticator):
         """
         book = cls(store)
         book.load(await store.tokens())
-        refreshing = asyncio.create_task(book._keep_fresh(refresh_s), name="headrace-token-book")
-        try:
+        async with BackgroundTasks() as background:
+            background.start(run_periodically(book.refresh, refresh_s), "headrace token book")
             yield book
-        finally:
-            refreshing.cancel()
-            await asyncio.wait([refreshing])
-
-    async def _keep_fresh(self, refresh_s: float) -> None:
-        while True:
-            await asyncio.sleep(refresh_s)
-            await self.refresh()
 
     async def refresh(self) -> None:
         """Read the store again. If this fails, the book does not change, and the log has one warning."""

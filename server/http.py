@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import NamedTuple
 
+from ..streams.background import end
 from ..streams.errors import Busy
 
 log = logging.getLogger("headrace.silo")
@@ -53,9 +54,7 @@ async def serving(host: str, port: int, routes: Mapping[str, Route]) -> AsyncGen
         yield f"http://{f'[{bound[0]}]' if ':' in bound[0] else bound[0]}:{bound[1]}"
     finally:
         server.close()
-        for task in connections:
-            task.cancel()
-        await asyncio.gather(*connections, return_exceptions=True)
+        await end(*connections)
 
 
 async def _converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, routes: Mapping[str, Route]) -> None:

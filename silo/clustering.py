@@ -16,6 +16,7 @@ from ..client.connection import StreamCall
 from ..server.access import SiloSecrets, new_silo_secret, silo_hash
 from ..store.control_store import ControlStore
 from ..store.datadir import SILOS, DataDirectory, DirectoryLock, is_held, lock, place_of
+from ..streams.background import BackgroundTasks, ticks
 from ..streams.cluster import LIVING, ClusterView, SiloRecord, SiloState
 from ..streams.errors import Busy, HeadraceError, InvalidArgument, NotFound, Unavailable
 from .config import ClusterConfig, SiloConfig
@@ -115,8 +116,8 @@ class Clustering:
             await self._store.forget(FORGET_S)
             self._take_view(await self._store.view())
             await self._check_reachable(membership.me)
-            looking = asyncio.create_task(self._look(), name="headrace relays")
-            stack.push_async_callback(ended, looking)
+            background = await stack.enter_async_context(BackgroundTasks())
+            background.start(self._look(), "headrace relays")
             yield
 
     async def _check_reachable(self, me: SiloRecord) -> None:
@@ -172,12 +173,8 @@ class Clustering:
         return bool(dead)
 
     async def _look(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            began = loop.time()
-            await asyncio.sleep(LOOK_S)
-            late_s = loop.time() - began - LOOK_S
-            self.relays.look(late_s if late_s > LOOK_S else 0.0)  # this process did not run: its peers are not late
+        async for late_s in ticks(LOOK_S):
+            self.relays.look(late_s)  # this process did not run: its peers are not late
 
     # ---- the view of the cluster ----------------------------------------------------------------------------------
 
@@ -336,8 +333,3 @@ class SecretsOfView(SiloSecrets):
 
 def _directory(data: str) -> DataDirectory:
     return DataDirectory(Path(data).absolute())
-
-
-async def ended(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from ..agents import Edge, Group, Member, MemberStatistics
+from ..streams.background import BackgroundTasks, ticks
 from ..streams.errors import Busy, Fenced, HeadraceError, InvalidArgument, LimitExceeded, NotSupported
 from ..streams.subscriptions import (
     CONSUMER_SEPARATOR,
@@ -62,12 +63,9 @@ class Consumers:
         """Open the groups for the length of an `async with`. A consumer that is silent for `timeout_s` seconds is given
         up, unless it asks for another time."""
         consumers = cls(provider, edge or Edge(), timeout_s)
-        ticking = asyncio.create_task(consumers._tick(), name=f"headrace consumers {provider.name}")
-        try:
+        async with BackgroundTasks() as background:
+            background.start(consumers._tick(), f"headrace consumers {provider.name}")
             yield consumers
-        finally:
-            ticking.cancel()
-            await asyncio.gather(ticking, return_exceptions=True)
 
     def check(
         self, definition: SubscriptionDefinition, consumer: str, timeout_s: float, *, keeps_positions: bool
@@ -209,13 +207,9 @@ class Consumers:
             yield
 
     async def _tick(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            began = loop.time()
-            await asyncio.sleep(TICK_S)
-            late_s = loop.time() - began - TICK_S
+        async for late_s in ticks(TICK_S):
             for name, group in list(self._groups.items()):
-                if late_s > TICK_S:  # this process did not run: its consumers are not late
+                if late_s:  # this process did not run: its consumers are not late
                     group.extend_timeouts(late_s)
                 try:
                     await self._check_group(name, group)

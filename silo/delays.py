@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from ..adapters import ProducerSequence, QueueAdapter, Receipt
 from ..store.control_store import ControlStore
 from ..store.delays import RELEASE_BATCHES, RELEASE_BYTES, DelayedCall, DelayStore, Release
+from ..streams.background import BackgroundTasks
 from ..streams.backoff import Backoff
 from ..streams.delays import STORE
 from ..streams.errors import Closed, HeadraceError, InvalidArgument, NotFound, NotSupported, StorageError
@@ -67,31 +68,29 @@ class DelayScheduler:
         self._loop = asyncio.get_running_loop()
         self._lines: dict[str, asyncio.Future[Any]] = {}
         """The last call under way of each idempotent producer."""
-        self._storing: set[asyncio.Future[Any]] = set()
+        self._storing = BackgroundTasks()
+        self._releasing = BackgroundTasks()
         self._unstored: deque[_Unstored] = deque()
         """Calls that wait for the transaction under way: the next one takes them together."""
         self._adding: asyncio.Future[None] | None = None
         self._wake = asyncio.Event()
         self._wakes_at = 0.0
         """Until when nothing is to be done, as far as is known; by the loop's clock."""
-        self._task: asyncio.Task[None] | None = None
         self._closing = False
         self._stored = self._released = 0
         self._failures: dict[int | None, tuple[str, float]] = {}
         """Why nothing can be published into a queue, and when that was found; under None, why into none."""
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name=f"headrace delays {self._provider}")
+        self._releasing.start(self._run(), f"headrace delays {self._provider}")
 
     async def aclose(self, drain_s: float) -> None:
         """Finish storing; and publishing, within `drain_s` seconds. Other processes publish the rest."""
         self._closing = True
         self._wake.set()
-        await asyncio.gather(*self._storing, return_exceptions=True)
-        if self._task is not None:
-            await asyncio.wait([self._task], timeout=drain_s)
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._storing.join()
+        await self._releasing.join(drain_s)
+        await self._releasing.aclose()
 
     def statistics(self) -> DelayStatistics:
         return DelayStatistics(self._stored, self._released, self._failing())
@@ -132,11 +131,7 @@ class DelayScheduler:
 
     def _begun(self, storing: Coroutine[Any, Any, _T]) -> asyncio.Future[_T]:
         """Run `storing` to its end, also if the caller is cancelled."""
-        task = asyncio.create_task(storing, name=f"headrace delay {self._provider}")
-        self._storing.add(task)
-        task.add_done_callback(self._storing.discard)
-        task.add_done_callback(_look_at)
-        return task
+        return self._storing.hold(storing, f"headrace delay {self._provider}")
 
     def _enqueue(self, parts: _Parts) -> Awaitable[Sequence[Receipt]]:
         """Store a call without a sequence. Immediate batches go to the adapter at once: later calls stay behind."""
@@ -370,9 +365,3 @@ def _redis_delay_store() -> type[RedisDelayStore]:
             f"delays in Redis need the package {error.name!r}, which is not installed: pip install 'headrace[redis]'"
         ) from None
     return RedisDelayStore
-
-
-def _look_at(answer: asyncio.Future[Any]) -> None:
-    """Mark the error of an answer as seen: without a waiter, asyncio would warn that it was never retrieved."""
-    if not answer.cancelled():
-        answer.exception()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Collection
 
 from ..client.connection import Connection, StreamCall, Tls
 from ..proto.v1 import cluster_pb2 as pb
+from ..streams.background import BackgroundTasks
 from ..streams.cluster import SiloRecord
 from ..streams.errors import HeadraceError
 from .config import SiloConfig
@@ -29,16 +29,14 @@ class PeerConnections:
         self._tls = tls
         self._credentials = None if tls is None else tls.credentials()
         self._connections: dict[str, tuple[SiloRecord, Connection]] = {}
-        self._checks: dict[str, asyncio.Task[None]] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._checks = BackgroundTasks()
+        self._closing = BackgroundTasks()
 
     async def aclose(self) -> None:
-        for task in list(self._checks.values()):
-            task.cancel()
-        await asyncio.gather(*self._checks.values(), return_exceptions=True)
+        await self._checks.aclose()
         for _, connection in self._connections.values():
             await connection.aclose()
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await self._closing.join()
 
     def keep(self, silos: Collection[str]) -> None:
         """Close the connections to all silos but these."""
@@ -48,10 +46,9 @@ class PeerConnections:
     def report_unreachable(self, silo: SiloRecord) -> None:
         """Check a silo from which nothing arrives. If it does not answer on its connection, the connection ends with
         its calls; the next call makes a new one."""
-        if silo.name in self._connections and silo.name not in self._checks:
-            task = asyncio.create_task(self._check(silo), name=f"headrace check {silo.name}")
-            self._checks[silo.name] = task
-            task.add_done_callback(lambda _: self._checks.pop(silo.name, None))
+        name = f"headrace check {silo.name}"
+        if silo.name in self._connections and name not in self._checks:
+            self._checks.start(self._check(silo), name)
 
     async def _check(self, silo: SiloRecord) -> None:
         if not await self.reach(silo):
@@ -59,9 +56,7 @@ class PeerConnections:
 
     def _close(self, name: str) -> None:
         if (known := self._connections.pop(name, None)) is not None:
-            closing = asyncio.create_task(known[1].aclose(), name=f"headrace close {name}")
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            self._closing.start(known[1].aclose(), f"headrace close {name}")
 
     async def reach(self, silo: SiloRecord) -> bool:
         """Return whether the silo answers at its address."""

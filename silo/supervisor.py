@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ..streams.background import BackgroundTasks, end
 from ..streams.backoff import Backoff
 from ..streams.errors import InvalidArgument
 from ..streams.outcomes import DONE, FAILED, USAGE, Failed
@@ -247,10 +248,9 @@ class Supervisor:
         if leading.done():
             return leading.result() or self._code
         keeping = [asyncio.create_task(self._keep(each), name=f"headrace worker {each.name}") for each in others]
-        reporting = asyncio.create_task(self._log_ready(), name="headrace workers ready")
-        await asyncio.gather(leading, *keeping)
-        reporting.cancel()
-        await asyncio.gather(reporting, return_exceptions=True)
+        async with BackgroundTasks() as background:
+            background.start(self._log_ready(), "headrace workers ready")
+            await asyncio.gather(leading, *keeping)
         return self._code
 
     @property
@@ -305,5 +305,4 @@ class Supervisor:
 async def _either(task: asyncio.Task[int], event: asyncio.Event) -> None:
     waiting = asyncio.create_task(event.wait(), name="headrace worker ready")
     await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
+    await end(waiting)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
+from ...streams.background import BackgroundTasks
 from ...streams.errors import Closed, HeadraceError, InvalidArgument, NotSupported, StorageError
 from ...streams.events import EventBatch, ScheduledBatch
 from ...streams.identity import SequenceToken
@@ -25,8 +26,6 @@ from .scripts import OWN
 from .server import RedisConnection, ServerAway
 from .shard import Pushed, RedisShard
 from .watch import watched
-
-TaskT = TypeVar("TaskT")
 
 
 class RedisAdapter(QueueAdapter):
@@ -64,7 +63,7 @@ class RedisAdapter(QueueAdapter):
         ]
         named = {shard.name: server for shard, server in zip(chosen, self._servers, strict=True)}
         self._producers = Producers(named, options.prefix, self._provider)
-        self._storing: set[asyncio.Task[Any]] = set()
+        self._storing = BackgroundTasks()
         self._receivers: set[RedisReceiver] = set()
         self._closed = False
 
@@ -120,23 +119,15 @@ class RedisAdapter(QueueAdapter):
         self, batches: Sequence[tuple[int, EventBatch]], sequence: ProducerSequence
     ) -> Awaitable[Sequence[Receipt]]:
         placed = [(self._queue(queue), pushed(batch)) for queue, batch in batches]
-        task = self._keep(self._once(sequence, placed), f"headrace push of {sequence.producer}")
+        task = self._storing.hold(self._once(sequence, placed), f"headrace push of {sequence.producer}")
         return asyncio.shield(task)  # a call that has begun is completed, even if the caller is cancelled
 
     async def _once(self, sequence: ProducerSequence, placed: Sequence[tuple[_Queue, Pushed]]) -> Sequence[Receipt]:
         receipts = await self._producers.once(sequence, len(placed), lambda: self._store_once(sequence, placed))
-        for queue in {
-            queue for queue, _ in placed
-        }:  # in the background: a failure only means longer memory of the call
-            self._keep(queue.settle(sequence), f"headrace settling of {sequence.producer}")
+        # in the background: a failure only means longer memory of the call
+        for queue in {queue for queue, _ in placed}:
+            self._storing.start(queue.settle(sequence), f"headrace settling of {sequence.producer}")
         return receipts
-
-    def _keep(self, coroutine: Coroutine[Any, Any, TaskT], name: str) -> asyncio.Task[TaskT]:
-        """Run a coroutine as a task that `aclose` waits for."""
-        task = asyncio.create_task(coroutine, name=name)
-        self._storing.add(task)
-        task.add_done_callback(self._storing.discard)
-        return task
 
     async def _store_once(
         self, sequence: ProducerSequence, placed: Sequence[tuple[_Queue, Pushed]]
@@ -199,8 +190,7 @@ class RedisAdapter(QueueAdapter):
 
     async def aclose(self) -> None:
         self._closed = True
-        while self._storing:
-            await asyncio.gather(*self._storing, return_exceptions=True)
+        await self._storing.join()
         await asyncio.gather(*(receiver.aclose() for receiver in self._receivers))
         await asyncio.gather(*(queue.aclose() for queue in self._queues))
         await asyncio.gather(*(server.aclose() for server in self._servers))

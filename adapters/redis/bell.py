@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from .server import BLOCK_S, ServerAway, end
+from ...streams.background import BackgroundTasks
+from .server import BLOCK_S, ServerAway
 from .shard import RedisShard
 
 AWAY_S = 0.5
@@ -17,18 +18,18 @@ class Bell:
 
     def __init__(self, shard: RedisShard) -> None:
         self._shard = shard
+        self._listening = BackgroundTasks()
         self._ringing: asyncio.Task[None] | None = None
         self.waiting = 0
 
     def ringing(self) -> asyncio.Task[None]:
         """Return a task that ends when the bell rings, or after `BLOCK_S`. Callers must not cancel it."""
         if self._ringing is None or self._ringing.done():
-            self._ringing = asyncio.create_task(self._listen(), name=f"headrace bell {self._shard.name}")
+            self._ringing = self._listening.start(self._listen(), f"headrace bell {self._shard.name}")
         return self._ringing
 
     async def aclose(self) -> None:
-        if self._ringing is not None:
-            await end(self._ringing)
+        await self._listening.aclose()
 
     async def _listen(self) -> None:
         try:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from ...streams.background import BackgroundTasks
 from ...streams.backoff import Backoff
 from ...streams.errors import HeadraceError, QueueFull, StorageError
 from .server import ServerAway
@@ -61,7 +62,7 @@ class Pusher:
         self._timeout_s = timeout_s
         self._line: deque[_Waiting] = deque()
         self._pending = 0
-        self._task: asyncio.Task[None] | None = None
+        self._pushing = BackgroundTasks()
         self._away_until = 0.0
 
     @property
@@ -86,13 +87,12 @@ class Pusher:
     def _enter(self, one: _Waiting) -> None:
         self._line.append(one)
         self._pending += one.cost
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run(), name=f"headrace push {self.shard.name}")
+        if not self._pushing:
+            self._pushing.start(self._run(), f"headrace push {self.shard.name}")
 
     async def aclose(self) -> None:
         """Return when everything is stored, or has failed."""
-        if self._task is not None:
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._pushing.join()
 
     async def _run(self) -> None:
         while self._line:

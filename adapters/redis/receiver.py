@@ -15,12 +15,13 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from functools import partial
 from struct import Struct
 
+from ...streams.background import end
 from ...streams.errors import Closed, InvalidArgument, StorageError
 from ...streams.events import EventBatch
 from ..limits import within_limits
 from ..receiving import QueueReceiver, Received
 from .bell import Bell, idle
-from .server import BLOCK_S, ServerAway, end
+from .server import BLOCK_S, ServerAway
 from .shard import MAX_POP, MAX_POP_BYTES
 from .watch import Watch
 
@@ -116,8 +117,7 @@ class RedisReceiver(QueueReceiver):
     async def aclose(self) -> None:
         if not self._closed.done():
             self._closed.set_result(None)
-        if self._fetching is not None:
-            await end(self._fetching)
+        await end(self._fetching)
         if self._left is not None:
             await self._left.aclose()
         await asyncio.gather(*(shard_reader.bell.aclose() for shard_reader in self.readers))

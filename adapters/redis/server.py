@@ -87,7 +87,7 @@ class RedisConnection:
             await self._leave_replica(error)
             raise self._refused(error, keys) from error
         finally:
-            if task and task.cancelling() > cancelled:  # see `end`
+            if task and task.cancelling() > cancelled:  # see `headrace.streams.background.end`
                 raise asyncio.CancelledError
 
     async def bell(self, key: str, timeout_s: float) -> bool:
@@ -190,16 +190,6 @@ def _code(error: exceptions.RedisError) -> str:
     text = str(error)
     wrapped = _IN_SCRIPT.search(text)
     return wrapped[1] if wrapped else text.partition(" ")[0]
-
-
-async def end(task: asyncio.Task[None]) -> None:
-    """Cancel a task that runs commands, and wait for it. One cancellation may not be enough: before Python 3.12 the
-    client's `wait_for` swallows it if its awaited operation is done at the same moment."""
-    while not task.done():
-        task.cancel()
-        await asyncio.wait([task], timeout=0.01)
-    if not task.cancelled():
-        task.exception()
 
 
 def address_of(url: str, *, cluster: bool = False) -> str:

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+from ...streams.background import BackgroundTasks
 from ...streams.backoff import Backoff
 from ...streams.errors import StorageError
-from .server import ServerAway, ServerSilent, end
+from .server import ServerAway, ServerSilent
 from .shard import RedisShard
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
@@ -28,12 +29,12 @@ class Watch:
         """`alone`: the queue has no other shard, so commands always wait."""
         self.shard = shard
         self._alone = alone
-        self._asking: asyncio.Task[None] | None = None
+        self._probing = BackgroundTasks()
         self._backoff = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
 
     @property
     def silent(self) -> bool:
-        return self._asking is not None and not self._asking.done()
+        return bool(self._probing)
 
     async def ask(self, command: Callable[[], Awaitable[Answer]]) -> Answer:
         """Run a command of the shard. Raises ServerSilent at once if the server is silent already."""
@@ -43,12 +44,12 @@ class Watch:
             answer = await command()
         except ServerSilent:
             if not self._alone and not self.silent:
-                self._asking = asyncio.create_task(self._ask(), name=f"headrace silent {self.shard.name}")
+                self._probing.start(self._probe(), f"headrace silent {self.shard.name}")
             raise
         self._backoff.reset()
         return answer
 
-    async def _ask(self) -> None:
+    async def _probe(self) -> None:
         while True:
             await asyncio.sleep(self._backoff.next_s())
             try:
@@ -61,8 +62,7 @@ class Watch:
 
     async def aclose(self) -> None:
         self._alone = True
-        if self._asking is not None:
-            await end(self._asking)
+        await self._probing.aclose()
 
 
 def watched(shards: Sequence[RedisShard]) -> list[Watch]:

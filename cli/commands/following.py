@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from ...streams import Event, HeadraceError, SubscriptionDefinition
+from ...streams.background import end
 from ...streams.options import EventFilter
 from ...streams.subscriptions import EPHEMERAL
 from .output import note
@@ -44,9 +45,7 @@ async def print_from(
             for task in done:
                 task.result()
         finally:
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
+            await end(*waiting)
 
 
 async def _print(consumer: Consumer, render: Render, passes: EventFilter | None, limit: int | None) -> None:

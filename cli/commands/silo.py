@@ -17,6 +17,7 @@ from ...silo.config_loader import load_config, unknown_variables
 from ...silo.host import Silo
 from ...silo.supervisor import Supervisor, configurations
 from ...silo.tuning import tune_interpreter
+from ...streams.background import end
 from ...streams.outcomes import DONE
 from .help import Command, Option
 from .running import handle_signals
@@ -120,14 +121,12 @@ async def _supervise(configs: Sequence[SiloConfig]) -> int:
     return await supervisor.run()
 
 
-async def _first(*ends: Coroutine[Any, Any, object]) -> None:
+async def _first(*works: Coroutine[Any, Any, object]) -> None:
     """Return or raise as the first of the coroutines does."""
-    tasks = [asyncio.create_task(end, name="headrace silo end") for end in ends]
+    tasks = [asyncio.create_task(work, name="headrace silo end") for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(*tasks)

@@ -25,6 +25,7 @@ from ...streams import (
     StreamId,
     SubscriptionDefinition,
 )
+from ...streams.background import end
 from ...streams.handlers import Declared
 from ...streams.outcomes import DONE
 from ...streams.subscriptions import EPHEMERAL
@@ -255,8 +256,7 @@ async def _until_end(printer: Printer, subscription: Subscription, *, follow: bo
         await asyncio.wait((caught_up, printer.ended), return_when=asyncio.FIRST_COMPLETED)
         await (printer.ended if printer.ended.done() else caught_up)
     finally:
-        caught_up.cancel()
-        await asyncio.gather(caught_up, return_exceptions=True)
+        await end(caught_up)
 
 
 async def _forget_left_behind(provider: Provider) -> None:

@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 
 from ...silo.provider import Provider
+from ...streams.background import BackgroundTasks
 from .check import Tally
 from .jobs import DelayStatistics
 from .picture import Frame, JobView, Picture, line
@@ -48,13 +49,10 @@ async def _repeated(
             await asyncio.sleep(period_s)
             show(await _frame(stage, provider))
 
-    task = asyncio.create_task(repeat(), name="headrace demo picture")
-    try:
+    async with BackgroundTasks() as background:
+        background.start(repeat(), "headrace demo picture")
         yield
         show(await _frame(stage, provider))
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 def report(verdict: Verdict) -> None:

@@ -19,6 +19,7 @@ from google.protobuf.message import Message
 from ...proto.v1 import cluster_pb2 as pb
 from ...server.access import PEER, Permission
 from ...server.guard import Call, Guard, Kind, Method, parsed
+from ...streams.background import BackgroundTasks
 from ...streams.cluster import LIVING, ClusterView, SiloRecord, SiloState
 from ...streams.errors import HeadraceError, InvalidArgument, NotFound, PermissionDenied, Unavailable
 from ..config import SiloConfig
@@ -67,7 +68,7 @@ class ClusterService:
         self._guard: Guard | None = None
         self._state = "running"
         self._changing = asyncio.Lock()
-        self._changes: set[asyncio.Task[None]] = set()
+        self._changes = BackgroundTasks()
         self._looking = asyncio.Lock()
         self._descriptions: dict[bool, tuple[float, pb.Cluster]] = {}
         """The time of the last description and the description, by whether it has the lag."""
@@ -79,7 +80,7 @@ class ClusterService:
         try:
             yield service
         finally:
-            await asyncio.gather(*service._changes, return_exceptions=True)
+            await service._changes.join()
 
     def methods(self, guard: Guard) -> list[Method]:
         self._guard = guard
@@ -303,15 +304,7 @@ class ClusterService:
         async def finish() -> None:
             await work
 
-        task = asyncio.create_task(finish(), name="headrace cluster change")
-        self._changes.add(task)
-        task.add_done_callback(self._changed)
-        await asyncio.shield(task)
-
-    def _changed(self, task: asyncio.Task[None]) -> None:
-        self._changes.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("agents could not be stopped or started: %s", error)
+        await asyncio.shield(self._changes.start(finish(), "headrace change of agents"))
 
 
 async def _ask(clustering: Clustering, record: SiloRecord, counted: bool) -> pb.Silo | None:

@@ -16,6 +16,7 @@ from ...proto.v1 import publisher_pb2 as pb
 from ...server.access import Permission
 from ...server.guard import Call, Kind, Method, details_of, parsed
 from ...streams import frames
+from ...streams.background import end
 from ...streams.errors import HeadraceError, InvalidArgument, LimitExceeded, Unavailable
 from ...streams.events import EventBatch
 from ...streams.incoming import accepted
@@ -69,10 +70,8 @@ class PublisherService:
                 await call.write(await first.response())
                 pending.pop()
         finally:
-            reading.cancel()
-            stopping.cancel()
             pending.cancel()
-            await asyncio.gather(reading, stopping, return_exceptions=True)
+            await end(reading, stopping)
         if call.closing.is_set():
             raise Unavailable("the silo stops: everything answered is stored; send the rest again when it is back")
         reading.result()

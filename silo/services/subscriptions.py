@@ -14,6 +14,7 @@ from ...server.access import PEER, Permission
 from ...server.guard import Call, Kind, Method, parsed
 from ...store.schema import MAX_POSITION
 from ...streams import wire
+from ...streams.background import end
 from ...streams.errors import Closed, InvalidArgument, NotFound, Unavailable
 from ...streams.identity import StreamId
 from ...streams.subscriptions import (
@@ -334,9 +335,7 @@ async def _unless_closing(call: Call, work: Coroutine[Any, Any, _T]) -> _T:
             raise Unavailable("the silo stops: ask again when it is back, or ask another silo")
         return working.result()
     finally:
-        for task in (working, closing):
-            task.cancel()
-        await asyncio.gather(working, closing, return_exceptions=True)
+        await end(working, closing)
 
 
 async def _names_of_letters(call: Call, provider: ProviderCore, name: str) -> Sequence[str]:
