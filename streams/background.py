@@ -90,6 +90,16 @@ async def end(*tasks: asyncio.Task[Any] | None) -> None:
         _retrieve(task)
 
 
+async def first_of(*works: Coroutine[Any, Any, _T], name: str) -> _T:
+    """Return or raise as the first of several works does, and end the others."""
+    tasks = [asyncio.create_task(work, name=name) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task for task in tasks if task.done()).result()
+    finally:
+        await end(*tasks)
+
+
 def _retrieve(task: asyncio.Task[Any]) -> BaseException | None:
     """Return the error of a task that has ended. asyncio warns of errors that are never asked for."""
     return None if task.cancelled() else task.exception()

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from ...streams import Event, HeadraceError, SubscriptionDefinition
-from ...streams.background import end
+from ...streams.background import first_of
 from ...streams.options import EventFilter
 from ...streams.subscriptions import EPHEMERAL
 from .output import note
@@ -36,16 +36,8 @@ async def print_from(
     """Print up to `limit` events. Without `follow`, stop after the events that were stored at the start. An event is
     acknowledged once its line is written."""
     async with _consumer(client, definition) as consumer:
-        printing = asyncio.create_task(_print(consumer, render, passes, limit), name="headrace subscribe")
-        waiting = {printing}
-        if not follow:
-            waiting.add(asyncio.create_task(consumer.caught_up(), name="headrace subscribe caught up"))
-        try:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            await end(*waiting)
+        ends = [] if follow else [consumer.caught_up()]
+        await first_of(_print(consumer, render, passes, limit), *ends, name="headrace subscribe")
 
 
 async def _print(consumer: Consumer, render: Render, passes: EventFilter | None, limit: int | None) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import os
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from ...silo.config_loader import load_config, unknown_variables
 from ...silo.host import Silo
 from ...silo.supervisor import Supervisor, configurations
 from ...silo.tuning import tune_interpreter
-from ...streams.background import end
+from ...streams.background import first_of
 from ...streams.outcomes import DONE
 from .help import Command, Option
 from .running import handle_signals
@@ -112,21 +112,10 @@ async def serve(
     async with Silo.opened(config) as silo:
         tune_interpreter()
         ready(silo)
-        await _first(stop_requested.wait(), silo.until_superseded())
+        await first_of(stop_requested.wait(), silo.until_superseded(), name="headrace silo end")
 
 
 async def _supervise(configs: Sequence[SiloConfig]) -> int:
     supervisor = Supervisor(configs)
     handle_signals(lambda _: supervisor.stop(), supervisor.kill)
     return await supervisor.run()
-
-
-async def _first(*works: Coroutine[Any, Any, object]) -> None:
-    """Return or raise as the first of the coroutines does."""
-    tasks = [asyncio.create_task(work, name="headrace silo end") for work in works]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        await end(*tasks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from google.protobuf.message import Message
 
@@ -14,7 +14,7 @@ from ...server.access import PEER, Permission
 from ...server.guard import Call, Kind, Method, parsed
 from ...store.schema import MAX_POSITION
 from ...streams import wire
-from ...streams.background import end
+from ...streams.background import first_of
 from ...streams.errors import Closed, InvalidArgument, NotFound, Unavailable
 from ...streams.identity import StreamId
 from ...streams.subscriptions import (
@@ -327,15 +327,12 @@ def _done(at: Checkpoint, end: int) -> bool:
 
 async def _unless_closing(call: Call, work: Coroutine[Any, Any, _T]) -> _T:
     """Return the result of a long wait. Raise Unavailable if the silo stops meanwhile."""
-    working = asyncio.create_task(work, name="headrace call")
-    closing = asyncio.create_task(call.closing.wait(), name="headrace call end")
-    try:
-        await asyncio.wait([working, closing], return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise Unavailable("the silo stops: ask again when it is back, or ask another silo")
-        return working.result()
-    finally:
-        await end(working, closing)
+
+    async def refuse() -> NoReturn:
+        await call.closing.wait()
+        raise Unavailable("the silo stops: ask again when it is back, or ask another silo")
+
+    return await first_of(work, refuse(), name="headrace call")
 
 
 async def _names_of_letters(call: Call, provider: ProviderCore, name: str) -> Sequence[str]:

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from headrace import StorageError
-from headrace.streams.background import AGAIN_S, MAX_PAUSE_S, BackgroundTasks, end, run_periodically, ticks
+from headrace.streams.background import AGAIN_S, MAX_PAUSE_S, BackgroundTasks, end, first_of, run_periodically, ticks
 from tests.virtual_time import virtual_time
 
 
@@ -211,3 +211,38 @@ async def test_ticks_say_for_how_long_the_process_did_not_run():
             break
         loop.call_later(0.5, loop.pass_time, [0.25, 1.25, 9.5][len(late) - 1])  # type: ignore[attr-defined]
     assert late == [0.0, 0.0, 0.0, 9.0]
+
+
+@virtual_time
+async def test_the_first_of_several_works_gives_the_result_and_the_others_end():
+    ended: list[str] = []
+
+    async def work(name: str, seconds: float) -> str:
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            ended.append(name)
+        return name
+
+    assert await first_of(work("slow", 5), work("quick", 1), name="headrace test") == "quick"
+    assert sorted(ended) == ["quick", "slow"]
+    assert now() == 1001
+
+
+@virtual_time
+async def test_the_first_of_several_works_raises_its_error():
+    with pytest.raises(StorageError, match="no disk"):
+        await first_of(asyncio.sleep(5), fails(StorageError("no disk"), after_s=1), name="headrace test")
+
+
+@virtual_time
+async def test_of_works_that_end_together_the_one_named_first_counts():
+    assert await first_of(asyncio.sleep(1, "first"), asyncio.sleep(1, "second"), name="headrace test") == "first"
+
+
+@virtual_time
+async def test_cancelling_the_caller_ends_all_works():
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1):
+            await first_of(asyncio.sleep(5), asyncio.sleep(6), name="headrace test")
+    assert asyncio.all_tasks() == {asyncio.current_task()}
