@@ -16,18 +16,18 @@ _SHOWN = 100
 
 
 def shown(value: object) -> str:
-    """The value as a message shows it: its representation, cut to 100 characters."""
+    """Return the value as messages show it: its representation, cut to 100 characters."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def refused(name: str, value: object, expected: str) -> InvalidArgument:
-    """The error for a wrong value of the argument `name`."""
+    """Return the error for a wrong value of the argument `name`."""
     return InvalidArgument(f"{name} is {shown(value)}: expected {expected}")
 
 
 def check_integer(name: str, value: object, least: int = 0, most: int | None = None) -> int:
-    """Return an integer from `least` to `most`; None: without an upper limit."""
+    """Return an integer from `least` to `most`; if `most` is None, there is no upper limit."""
     if type(value) is not int or value < least or (most is not None and value > most):
         accepted = f"of at least {least}" if most is None else f"from {least} to {most:,}"
         raise refused(name, value, f"an integer {accepted}")
@@ -45,7 +45,7 @@ def check_seconds(name: str, value: object, *, above_zero: bool = False, most: f
 
 
 def check_flag(name: str, value: object) -> bool:
-    """Return True or False; other values that Python takes for one of them are refused."""
+    """Return True or False. Other values, such as 1, are refused."""
     if type(value) is not bool:
         raise refused(name, value, "True or False")
     return value
@@ -92,7 +92,7 @@ def check_ids(name: str, ids: object) -> Sequence[int] | None:
 
 
 def check_options(call: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Refuse options of a call that it does not have, with the ones that it has and the most similar one."""
+    """Refuse unknown options of a call. The error names the known options and the most similar one."""
     for name in given:
         if name not in known:
             similar = difflib.get_close_matches(name, known, 1)

@@ -1,8 +1,9 @@
-"""What the silos of a cluster know of one another: members, leases of queues, and the view of both. Plain data.
+"""Members of a cluster, leases of queues, and the view of both. Plain data.
 
 All times are microseconds by the store's own clock (`headrace.store.store_clock`): compare them with `now_us` of the
-same view, never with a clock of this process. That clock may be set, so no lease and no death depends on it: leases and
-silos are alive as long as their counters grow, which each silo times by its own clock (`headrace.balancer.sightings`).
+same view, never with a clock of this process. The store's clock may be set, so no decision about leases or dead silos
+depends on it. A lease is valid, and a silo alive, as long as its counter grows, and each silo times this by its own
+monotonic clock (`headrace.balancer.sightings`).
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ class Superseded(Fenced):
 class SiloState(enum.Enum):
     ACTIVE = "active"
     LEAVING = "leaving"
-    """Gets no new queue, and gives away those it has."""
+    """Gets no new queue, and hands over its queues."""
     DEAD = "dead"
-    """Declared by its peers, or known to be gone: nothing it still wants from the store is granted."""
+    """Declared dead by other silos, or its process has ended. The store refuses its requests."""
     LEFT = "left"
 
 
@@ -32,11 +33,13 @@ LIVING = (SiloState.ACTIVE, SiloState.LEAVING)
 
 
 class SiloRecord(NamedTuple):
-    """One run of a silo: the same name with a higher incarnation is a later one, and there is at most one per name."""
+    """One run of a silo. A later run has the same name and a higher incarnation; there is at most one record per
+    name."""
 
     name: str
     incarnation: int
-    """Grows over the whole cluster: of two silos, the one that joined later has the higher one."""
+    """Number that rises with each join in the cluster: of two silos, the one that joined later has the higher
+    number."""
     address: str
     serves: Sequence[str]
     """The providers that it can serve, by name."""
@@ -44,19 +47,20 @@ class SiloRecord(NamedTuple):
     joined_at_us: int
     heartbeat_at_us: int
     suspected_by: Sequence[str]
-    """Silos whose vote against it counts at this moment, by name."""
+    """Names of the silos whose votes against it are valid now."""
     secret_hash: str = ""
-    """SHA-256, in hexadecimal digits, of the secret that it calls other silos with. The silo alone has the secret."""
+    """SHA-256, in hexadecimal digits, of the secret with which it calls other silos. Only the silo itself has the
+    secret."""
     heartbeats: int = 0
     """Grows by one with each heartbeat of this incarnation."""
     settings: Mapping[str, str] = MappingProxyType({})
-    """The settings that all silos of a cluster should share, as text by name."""
+    """The settings that should be the same in all silos of a cluster: name to text."""
     process: str = ""
-    """Where other processes of its machine find the lock that its process holds; "" if that is unknown."""
+    """Place of the lock file that its process holds, for other processes of its machine; "" if unknown."""
 
 
 class Lease(NamedTuple):
-    """The right to serve a queue. `epoch` grows by one with each grant and never comes back."""
+    """The right to serve a queue. `epoch` grows by one with each grant, and no epoch is used again."""
 
     provider: str
     queue: int
@@ -67,24 +71,24 @@ class Lease(NamedTuple):
     renewals: int
     """Grows by one with each grant and each renewal."""
     home: str = ""
-    """The name of the silo that should have the queue when all silos are there, as its last owner decided."""
+    """Name of the silo that should have the queue when all silos are present, as the last owner decided."""
     length_us: int = 0
-    """How long it lasts after a grant or a renewal."""
+    """Length of the lease after a grant or a renewal."""
 
 
 class ClusterView(NamedTuple):
     """The cluster at one moment of the store: silos by name, leases by provider and queue.
 
-    An expired lease still names its last owner; a queue that no silo ever had is missing.
+    An expired lease still names its last owner. A queue that never had an owner is missing.
     """
 
     now_us: int
     silos: Sequence[SiloRecord]
     leases: Sequence[Lease]
     over: frozenset[tuple[str, int]] = frozenset()
-    """Queues whose leases have expired, as timed by the silo that looks. The store itself names none."""
+    """Queues whose leases have expired, as timed by the silo that reads the view. The store leaves this empty."""
 
     @property
     def valid(self) -> list[Lease]:
-        """The leases that have an owner and are not over."""
+        """Return the leases that have an owner and have not expired."""
         return [lease for lease in self.leases if lease.owner and (lease.provider, lease.queue) not in self.over]

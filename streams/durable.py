@@ -1,6 +1,6 @@
-"""Directories and files whose names outlive a power failure.
+"""Directories and files whose names survive a power failure.
 
-A sync of a file makes its content durable, not its name: that is in its directory, which has a sync of its own.
+A sync of a file makes its content durable, but not its name. The name is in the directory, which must be synced, too.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ def sync_directory(directory: Path) -> None:
 
 
 def make_durable_directory(directory: Path) -> None:
-    """Make a private directory, and those above it, if they are missing.
+    """Create a private directory, and its parents, if they are missing.
 
-    Their names are durable when this returns, also the name of a directory that another process made just now. Raises
-    OSError.
+    Their names are durable when this returns, also if another process created a directory just now. Raises OSError.
     """
     missing = [each for each in (directory, *directory.parents) if not each.exists()]
     make_directory(directory)
     for each in reversed(missing or [directory]):
-        with suppress(PermissionError):  # a directory that may be entered and not read cannot be synced
+        with suppress(PermissionError):  # a directory without read permission cannot be synced
             sync_directory(each.parent)

@@ -1,6 +1,6 @@
-"""The errors that headrace raises. Every one carries a stable `code`; text is for people and may change.
+"""The errors that headrace raises. Each has a stable `code`; its text is for people and may change.
 
-`status` is the number of its gRPC status. A remote call carries the code, too, so a client raises the same class as the
+`status` is the number of its gRPC status. Over gRPC the code is sent, too, so a client raises the same class as the
 silo (`error_of`).
 
 HeadraceError
@@ -36,7 +36,7 @@ _OPTION_IN_HINT = re.compile(r"\{([\w.]+)\}")
 class HeadraceError(Exception):
     """Root of all errors raised by headrace. Its text is `option: problem: hint`; option and hint may be missing.
 
-    A silo sends the text alone, so an error from a silo has no `option` and no `hint`.
+    A silo sends only the text, so an error from a silo has no `option` and no `hint`.
     """
 
     code: ClassVar[str] = "internal"
@@ -62,7 +62,7 @@ class HeadraceError(Exception):
         return _text(options.get(self.option, self.option), self.problem, hint)
 
     def copy(self) -> Self:
-        """The same error, to be raised by another caller."""
+        """Return an equal error, so that it can be raised to another caller."""
         copy = type(self).__new__(type(self), *self.args)
         copy.__dict__.update(self.__dict__)
         return copy
@@ -87,7 +87,7 @@ class PayloadTooLarge(InvalidArgument):
             f"{what} has {size:,} bytes, the limit is {limit:,}: split it, or store it elsewhere and publish where"
         )
         self.size: int | None = size
-        """None, as `limit`, if a silo refused it: the message has them."""
+        """`size` and `limit` are None if a silo raised the error; its message has them."""
         self.limit: int | None = limit
 
 
@@ -144,8 +144,8 @@ class LimitExceeded(HeadraceError):
 
 
 class Unavailable(HeadraceError):
-    """The silo cannot be reached, or stops. A handler may raise it, too: a dependency is down, so the attempt does not
-    count against the event, which is tried again for as long as it takes."""
+    """The silo cannot be reached, or stops. A handler may raise it if a dependency is down: the attempt then does not
+    count, and the event is tried again until it succeeds."""
 
     code = "unavailable"
     status = 14  # UNAVAILABLE
@@ -169,26 +169,27 @@ class StorageFull(StorageError):
 
 
 class CorruptRecord(StorageError):
-    """A stored record is damaged: `queue` cannot be read from `offset` up to `next_offset` (None: not known)."""
+    """A stored record is damaged: `queue` cannot be read from `offset` up to `next_offset` (exclusive; None if
+    unknown)."""
 
     code = "corrupt_record"
     status = 15  # DATA_LOSS
     retryable = False
 
     def __init__(self, queue: int, offset: int, why: str, next_offset: int | None = None, remedy: str = "") -> None:
-        """`remedy` is the command that passes the record."""
+        """`remedy` is the command that skips the record."""
         last = offset if next_offset is None else next_offset - 1
         where = f"offset {offset}" if last <= offset else f"offsets {offset} to {last}"
         way = f": go on behind it with {remedy}" if remedy else ""
         super().__init__(f"queue {queue}, {where}: the stored record is damaged ({why}){way}")
         self.queue: int | None = queue
-        """None, as `offset`, if the error is from a silo: the message has them."""
+        """`queue` and `offset` are None if the error is from a silo; its message has them."""
         self.offset: int | None = offset
         self.next_offset = next_offset
 
 
 class OffsetsGone(HeadraceError):
-    """What is to be read of `queue` from `start` on was deleted up to `first`, the first offset that is left."""
+    """Retention has deleted the events of `queue` from `start` on; `first` is the first offset that is left."""
 
     code = "offsets_gone"
     status = 11  # OUT_OF_RANGE
@@ -196,7 +197,7 @@ class OffsetsGone(HeadraceError):
     def __init__(self, queue: int, start: int, first: int) -> None:
         super().__init__(f"queue {queue}: offsets {start} to {first - 1} are gone, removed by retention")
         self.queue: int | None = queue
-        """None, as `start` and `first`, if the error is from a silo: the message has them."""
+        """`queue`, `start` and `first` are None if the error is from a silo; its message has them."""
         self.start: int | None = start
         self.first: int | None = first
 
@@ -208,7 +209,7 @@ class DataDirectoryError(StorageError):
 
 
 def error_of(code: str, message: str) -> HeadraceError | None:
-    """The error that a silo raised, from its code and text; None for a code that this version does not know."""
+    """Return the error that a silo raised, from its code and text; None if this version does not know the code."""
     kind = _BY_CODE.get(code)
     if kind is None:
         return None

@@ -19,23 +19,23 @@ from .layout import NO_HEADERS, Columns
 MAX_EVENT_BYTES = 1 << 20
 """Limit of one payload, in bytes."""
 BATCH_TARGET_BYTES = 1 << 20
-"""A publish of more than this is stored as several batches."""
+"""A publish with more bytes than this is stored as several batches."""
 MAX_BATCH_EVENTS = 1 << 16
 """Limit of events in one batch."""
 MAX_DELAY = timedelta(days=36_500)
 MAX_PRIORITY = 99
-"""The most urgent; 0 is that of an event that says nothing."""
+"""The most urgent priority. Events without a priority have 0."""
 
 _MICROSECOND = timedelta(microseconds=1)
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-class Event(msgspec.Struct, gc=False):  # no cycle leads through it, and every batch makes many
-    """What is published and delivered.
+class Event(msgspec.Struct, gc=False):  # gc=False: an event is in no reference cycle, and a batch creates many events
+    """An event to publish, or a delivered event.
 
-    `timestamp_us` is microseconds since 1970 UTC; the default is the time of publishing. An empty `id` is none.
-    `delay` and `priority` need an adapter that declares them, and are not told on delivery. `stream` and `token` are
-    set on delivery and ignored on publishing.
+    `timestamp_us` is microseconds since 1970 UTC; the default is the time of publishing. An empty `id` counts as no id.
+    `delay` and `priority` need an adapter that supports them; a delivered event has None in both. `stream` and `token`
+    are set on delivery and ignored on publishing.
     """
 
     payload: bytes
@@ -59,14 +59,15 @@ class Event(msgspec.Struct, gc=False):  # no cycle leads through it, and every b
 class EventBatch:
     """Events of ONE stream, published together. Immutable once made.
 
-    `encoded` is the whole protobuf message. `offset` is the batch's position in its queue, set by the adapter that
-    stored it.
+    `encoded` is the whole protobuf message. `offset` is the batch's position in its queue, which the adapter sets when
+    it stores the batch.
     """
 
     __slots__ = ("_columns", "bucket", "count", "encoded", "following", "offset", "stream")
 
-    # `bucket` and `following` belong to the cache that holds the batch (agents/cache.py): one object per batch on the
-    # whole path is worth two fields here. They, and the known facts about the columns, are set at first use.
+    # `bucket` and `following` belong to the cache that holds the batch (agents/cache.py). They are here so that the
+    # whole path needs only one object per batch. These two, and the cached facts about the columns, are set at first
+    # use.
     bucket: Any
     following: EventBatch | None
     _columns: Columns
@@ -100,15 +101,15 @@ class EventBatch:
 
     @property
     def nbytes(self) -> int:
-        """Encoded size in bytes, which counts for every byte limit."""
+        """Encoded size in bytes. All limits in bytes count this size."""
         return len(self.encoded)
 
     @classmethod
     def of(cls, stream: StreamId, events: Iterable[bytes | Event], now_us: int | None = None) -> EventBatch:
         """Encode events of one stream as one batch.
 
-        Raises InvalidArgument for another type, for no event and for more than `MAX_BATCH_EVENTS`; PayloadTooLarge for
-        a payload above `MAX_EVENT_BYTES`.
+        Raises InvalidArgument for other types, without any event, and for more than `MAX_BATCH_EVENTS`; PayloadTooLarge
+        for a payload above `MAX_EVENT_BYTES`.
         """
         items = events if isinstance(events, list) else list(events)
         now = time.time_ns() // 1000 if now_us is None else now_us
@@ -119,7 +120,7 @@ class EventBatch:
     def decode(cls, encoded: bytes, offset: int = 0) -> EventBatch:
         """Read an encoded batch whose stream is not known, and check all of it.
 
-        Raises InvalidArgument if the bytes are no batch.
+        Raises InvalidArgument if the bytes are not a batch.
         """
         namespace, key, columns = layout.read(encoded)
         if columns.rare:
@@ -129,25 +130,25 @@ class EventBatch:
         return batch
 
     def payloads(self) -> list[bytes]:
-        """The payloads alone, in order: the cheapest way to read a batch.
+        """Return only the payloads, in order: the cheapest way to read a batch.
 
-        Raises InvalidArgument if the batch is damaged, as all methods that read it.
+        Raises InvalidArgument if the batch is damaged, as all methods do that read it.
         """
         if self.count == 1 and (one := layout.read_one(self.encoded, self.stream.prefix)):
             return [self.encoded[one[1] :]]
         return layout.slices(self._read())
 
     def sizes(self) -> Sequence[int]:
-        """Payload size of each event, in bytes."""
+        """Return the payload size of each event, in bytes."""
         return self._read().sizes
 
     def timestamps_us(self) -> Sequence[int]:
-        """Time of each event, in microseconds since 1970 UTC."""
+        """Return the time of each event, in microseconds since 1970 UTC."""
         timestamps = self._read().timestamps
         return timestamps if len(timestamps) == self.count else [timestamps[0] if timestamps else 0] * self.count
 
     def events(self, start: int = 0) -> list[Event]:
-        """The events from index `start` on, with `stream` and `token` set."""
+        """Return the events from index `start` on, with `stream` and `token` set."""
         if self.count == 1 and not start and (one := layout.read_one(self.encoded, self.stream.prefix)):
             timestamp, at = one
             token = SequenceToken(self.offset, 0)
@@ -177,8 +178,8 @@ class EventBatch:
 
 
 class SomeEvents(EventBatch):
-    """Some events of a batch, with their own tokens: a consumer gets them if a filter, a restart or its credit left
-    a part."""
+    """Some events of a published batch, with their tokens in that batch. A consumer gets this if a filter or its credit
+    lets only a part through, or if a part was done before a restart."""
 
     __slots__ = ("_events",)
 
@@ -188,7 +189,7 @@ class SomeEvents(EventBatch):
 
     @classmethod
     def of_part(cls, batch: EventBatch, indexes: Sequence[int]) -> SomeEvents:
-        """Select the events of `batch`, itself a part of a stored batch, that have these indexes."""
+        """Wrap `batch`, which has the events of a stored batch with these indexes."""
         events = batch.events()
         for event, index in zip(events, indexes, strict=True):
             event.token = SequenceToken(batch.offset, index)
@@ -212,16 +213,16 @@ class SomeEvents(EventBatch):
 
 
 class ScheduledBatch(EventBatch):
-    """A batch as it is published, whose events are to come later, or before others. `encoded` says it, too."""
+    """A batch to publish, with a delay or a priority. Both are also in `encoded`."""
 
     __slots__ = ("delay_us", "priority")
 
     delay_us: int
-    """From when it is stored, in microseconds."""
+    """Least time between storing and delivery, in microseconds."""
     priority: int
 
     def __init__(self, stream: StreamId, encoded: bytes, count: int, *, delay_us: int, priority: int) -> None:
-        """`encoded` has the schedule already. Raises InvalidArgument for one that is none."""
+        """`encoded` already contains delay and priority. Raises InvalidArgument for an invalid delay or priority."""
         super().__init__(stream, encoded, count)
         if not 0 <= delay_us <= MAX_DELAY // _MICROSECOND:
             raise InvalidArgument(f"a delay is 0 to {MAX_DELAY.days:,} days, not {delay_us:,} microseconds")
@@ -232,14 +233,15 @@ class ScheduledBatch(EventBatch):
     def of_events(
         cls, stream: StreamId, events: Iterable[bytes | Event], delay: timedelta | None, priority: int | None
     ) -> ScheduledBatch:
-        """`EventBatch.of`, for events with this schedule, whatever theirs is. Raises InvalidArgument for a bad one."""
+        """Like `EventBatch.of`, with this delay and priority instead of those of the events. Raises InvalidArgument for
+        an invalid delay or priority."""
         plain = EventBatch.of(stream, events)
         delay_us, priority = _delay_us(delay or timedelta()), _checked_priority(priority or 0)
         encoded = plain.encoded + layout.write_schedule(delay_us, priority)
         return cls(stream, encoded, plain.count, delay_us=delay_us, priority=priority)
 
     def undelayed(self) -> EventBatch:
-        """The same events, with the priority alone."""
+        """Return a batch with the same events and priority, and without the delay."""
         encoded = self.encoded.removesuffix(layout.write_schedule(self.delay_us, self.priority))
         if not self.priority:
             return EventBatch(self.stream, encoded, self.count)
@@ -276,7 +278,7 @@ def _encode(stream: StreamId, items: Sequence[bytes | Event], now: int) -> bytes
     _check_count(len(items))
     try:
         sizes, payload = _joined(stream, cast(Sequence[bytes], items))
-    except TypeError:  # some are no bytes; to look at each first would cost more than all the rest
+    except TypeError:  # some are not bytes; checking each one first would cost more than all other work
         events = [item if isinstance(item, Event) else Event(item) for item in items]
         sizes, payload = _joined(stream, [_payload(event.payload) for event in events])
         return layout.write(stream.prefix, sizes, _timestamps(events, now), _encode_rare(events), payload)
@@ -284,11 +286,11 @@ def _encode(stream: StreamId, items: Sequence[bytes | Event], now: int) -> bytes
 
 
 def _joined(stream: StreamId, payloads: Sequence[bytes]) -> tuple[list[int], bytes]:
-    """Sizes of the payloads, and all in one. Raises TypeError if one is no bytes."""
+    """Return the sizes of the payloads, and the payloads as one. Raises TypeError if one is not bytes."""
     sizes = list(map(len, payloads))
     payload = b"".join(payloads)
     if len(payload) != sum(sizes):
-        raise TypeError  # a view of items that are no bytes
+        raise TypeError  # a memoryview whose items are not bytes
     if len(payload) > MAX_EVENT_BYTES:
         _check_size(stream, max(sizes))
     return sizes, payload
@@ -322,7 +324,8 @@ def _encode_rare(events: Sequence[Event]) -> bytes:
 
 
 def write_rare(ids: Sequence[str], headers: Sequence[Mapping[str, str]]) -> bytes:
-    """The columns of ids and headers of a batch. Raises InvalidArgument for other types, and above their limits."""
+    """Encode the columns of ids and headers of a batch. Raises InvalidArgument for other types, and above the
+    limits."""
     columns = layout.write_rare(ids, headers)
     check_ids(ids)
     for each in headers:
@@ -332,7 +335,7 @@ def write_rare(ids: Sequence[str], headers: Sequence[Mapping[str, str]]) -> byte
 
 
 def _tokens(offset: int, indexes: range) -> Iterator[SequenceToken]:
-    # Past the class's own __new__, which is Python and costs twice as much.
+    # Skips the class's own __new__, which is Python code and costs twice as much.
     new = cast(Callable[..., SequenceToken], tuple.__new__)  # pyright: ignore[reportUnknownMemberType]
     return map(new, repeat(SequenceToken), zip(repeat(offset), indexes, strict=False))
 

@@ -1,4 +1,4 @@
-"""How failures of a subscription's handler are logged: the first ones of a stream as warnings, the others rarely."""
+"""Log failures of a subscription's handler: first failures of an event as warnings, repeated ones rarely."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import logging
 from .identity import SequenceToken, StreamId
 
 BURST = 5
-"""So many first failures are logged at once."""
+"""Number of first failures that are logged without a pause."""
 REFILL_S = 10.0
-"""Afterwards, one more first failure is logged each time so many seconds have passed."""
+"""After a burst, one more first failure is logged per this time, in seconds."""
 REMINDER_S = 60.0
-"""A repeated failure is logged if nothing was for so long, in seconds."""
+"""A repeated failure is logged as a warning if there was no warning for this time, in seconds."""
 
 
 def failure_text(subscription: str, stream: StreamId, token: SequenceToken | None, outcome: str, reason: str) -> str:
@@ -20,7 +20,7 @@ def failure_text(subscription: str, stream: StreamId, token: SequenceToken | Non
 
 
 class FailureLog:
-    """The log of one subscription's failures. With many failing streams, its volume stays bounded by time."""
+    """Logs the failures of one subscription, at a bounded rate."""
 
     def __init__(self) -> None:
         self._credit = float(BURST)
@@ -29,8 +29,8 @@ class FailureLog:
         self._not_logged = 0
 
     def warn(self, now_s: float, *, first: bool) -> int | None:
-        """Decide on a failure at the loop time `now_s`; it is the `first` one of its event, or a repeated one. Returns
-        None if it is not a warning, else how many failures were not since the last warning."""
+        """Decide whether a failure at the loop time `now_s` is a warning; `first` says whether it is the first of its
+        event. Returns None if not, else the number of failures since the last warning that were none."""
         self._credit = min(BURST, self._credit + (now_s - self._credited_at) / REFILL_S)
         self._credited_at = now_s
         if first and self._credit >= 1:

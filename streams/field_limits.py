@@ -1,6 +1,6 @@
 """Limits of the fields that callers fill in: the same in Python, over gRPC and in Spark's sink.
 
-`docs/grpc.md` lists them. Values that are above one are refused, never cut, unless the list says so.
+`docs/grpc.md` lists them. A value above a limit is refused, and cut only if the list says so.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ MAX_HEADERS = 128
 MAX_HEADERS_BYTES = 64 << 10
 """Names and values of the headers of one event together, in UTF-8 bytes."""
 MAX_SELECTOR = 8192
-"""Text of a selector, in characters: enough for every stream, and few to compile."""
+"""Length of a selector's text, in characters: enough for the name of every stream, and quick to compile."""
 MAX_ATTEMPTS = (1 << 31) - 1
 """Deliveries of one event, as the control store counts them."""
 MAX_ELAPSED_S = 36_500 * 24 * 3600
-"""Of a retry policy, in seconds: 36,500 days."""
+"""`max_elapsed_s` of a retry policy, in seconds: 36,500 days."""
 MAX_RETRY_DELAY_S = 30 * 24 * 3600
-"""Between two attempts, in seconds: 30 days."""
+"""Longest delay between two attempts, in seconds: 30 days."""
 MAX_MULTIPLIER = 1_000_000
 MAX_OFFSET = (1 << 63) - 1
 
 
 def check_times(times_us: Sequence[int], field: str = "timestamp_us") -> None:
-    """Raises InvalidArgument if one of the times is no number, or outside of the years 1 to 9999."""
+    """Raise InvalidArgument if one of the times is not a number, or is outside of the years 1 to 9999."""
     try:
         lowest, highest = min(times_us), max(times_us)
         good = lowest >= MIN_TIME_US and highest <= MAX_TIME_US
@@ -44,17 +44,17 @@ def check_times(times_us: Sequence[int], field: str = "timestamp_us") -> None:
 
 
 def check_ids(ids: Collection[str]) -> None:
-    """Raises InvalidArgument if the id of an event is longer than `MAX_ID_BYTES`."""
+    """Raise InvalidArgument if the id of an event is longer than `MAX_ID_BYTES`."""
     longest = max(ids, key=len, default="")
     if 4 * len(longest) <= MAX_ID_BYTES:
-        return  # nearly always: no character has more bytes
+        return  # true of nearly all: a character has at most 4 bytes
     size = max(len(each.encode("utf-8", "surrogatepass")) for each in ids)
     if size > MAX_ID_BYTES:
         raise InvalidArgument(f"the id of an event has at most {MAX_ID_BYTES:,} bytes in UTF-8, not {size:,}")
 
 
 def check_headers(headers: Mapping[str, str]) -> None:
-    """Raises InvalidArgument if the headers of an event are more than `MAX_HEADERS` or `MAX_HEADERS_BYTES`."""
+    """Raise InvalidArgument if an event has more than `MAX_HEADERS` headers or `MAX_HEADERS_BYTES` bytes of headers."""
     if len(headers) > MAX_HEADERS:
         raise InvalidArgument(f"an event has at most {MAX_HEADERS} headers, not {len(headers):,}")
     characters = sum(map(len, headers)) + sum(map(len, headers.values()))

@@ -1,9 +1,9 @@
 """Batches on the wire, without decoding them.
 
-A response is protobuf, of which field 1 is `repeated EventBatch batches`: each is written as a *frame*, which is the
-field's tag, the length, the batch as its producer encoded it, and what delivery appends to it (`proto/v1/events.proto`,
-fields from 16 on). A frame is the same for every consumer, so it is made once. Concatenated frames are a valid message,
-and so is any other encoded message with the same fields put behind them.
+Field 1 of a response is `repeated EventBatch batches`. Each batch is written as a *frame*: the field's tag, the length,
+the batch as its producer encoded it, and the fields from 16 on, which delivery appends (`proto/v1/events.proto`). A
+frame is the same for every consumer, so it is made once. Concatenated frames are a valid message. Other encoded fields
+of the response may follow them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .events import EventBatch, SomeEvents
 from .identity import StreamId, varint
 
 BATCHES = 1
-"""The field of responses that has the batches."""
+"""Number of the field of a response that has the batches."""
 
 _OFFSET, _QUEUE, _ATTEMPT, _INDEXES = b"\x80\x01", b"\x88\x01", b"\x90\x01", b"\x9a\x01"
 _REDRIVEN = b"\xa0\x01\x01"
@@ -28,23 +28,23 @@ _KNOWN_STREAMS = 65536
 
 
 class Delivered(NamedTuple):
-    """A batch as a consumer gets it. `batch` has its offset, and if it is a part, the tokens of its events are those
-    of the batch as it was published."""
+    """A batch as a consumer gets it. `batch` has its offset. If only a part of a published batch was sent, the events
+    keep their tokens in the published batch."""
 
     batch: EventBatch
     queue: int
     attempt: int
-    """Which delivery of its first event this is, from 1."""
+    """Number of the delivery of its first event, from 1."""
     indexes: Sequence[int] | None
-    """Index of each event in the batch as it was published; None for all of them."""
+    """Index of each event in the published batch; None if all its events are there."""
     redriven: bool = False
-    """A dead letter, out of line."""
+    """Whether it is a redriven dead letter, outside of the order of its stream."""
 
 
 def frame(
     encoded: bytes, queue: int, offset: int, *, attempt: int = 1, indexes: Sequence[int] = (), redriven: bool = False
 ) -> bytes:
-    """One element of `batches`, tag and length included."""
+    """Return one element of `batches`, with tag and length."""
     tail = b"".join((_OFFSET, varint(offset), _QUEUE, varint(queue)))
     if attempt > 1:
         tail += _ATTEMPT + varint(attempt)
@@ -57,7 +57,7 @@ def frame(
 
 
 def head_bytes(frame: bytes) -> int:
-    """How many bytes of a frame come before the batch: its tag and length."""
+    """Return the number of bytes of a frame before the batch: its tag and length."""
     at = 1
     while frame[at] & 0x80:
         at += 1
@@ -70,7 +70,7 @@ def number_at(message: bytes, at: int) -> tuple[int, int]:
 
 
 class Parts:
-    """A batch that goes out in parts: it is read once, however many they are.
+    """A batch that is sent in parts. It is parsed once for all parts.
 
     Raises InvalidArgument if the batch is damaged.
     """
@@ -84,7 +84,7 @@ class Parts:
         self._rare = layout.read_rare(batch.encoded, batch.count) if columns.rare else None
 
     def encode(self, indexes: Sequence[int]) -> bytes:
-        """A batch of the events that have these indexes, which ascend."""
+        """Return a batch of the events with these indexes, which must ascend."""
         rare = b""
         if self._rare is not None:
             ids, headers = self._rare
@@ -94,7 +94,7 @@ class Parts:
 
     def _payloads(self, indexes: Sequence[int]) -> bytes:
         source, ends, first, last = self._columns.source, self._ends, indexes[0], indexes[-1]
-        if last - first + 1 == len(indexes):  # in one piece, as where credit cuts a batch
+        if last - first + 1 == len(indexes):  # consecutive events, as when credit cuts a batch
             return source[ends[first] : ends[last + 1]]
         return b"".join([source[ends[i] : ends[i + 1]] for i in indexes])
 
@@ -105,19 +105,19 @@ def part(batch: EventBatch, indexes: Sequence[int]) -> bytes:
 
 
 def split(message: bytes) -> tuple[list[Delivered], bytes]:
-    """The batches of a response, and the rest of it for the protobuf library.
+    """Return the batches of a response, and its other fields for the protobuf library.
 
-    Raises InvalidArgument if the bytes are no such message.
+    Raises InvalidArgument if the bytes are not such a message.
     """
     elements_, rest = elements(message, BATCHES)
     return list(map(_delivered, elements_)), rest
 
 
 def elements(message: bytes, field: int, most: int = 1 << 62) -> tuple[list[bytes], bytes]:
-    """The elements of a repeated bytes or message field below 16, in order, and the message without them.
+    """Return the elements of a repeated bytes or message field below 16, in order, and the message without them.
 
-    Raises InvalidArgument if the bytes are no message, and if it has more than `most` fields, elements included:
-    one of a stranger may have millions of empty ones, and each costs time.
+    Raises InvalidArgument if the bytes are not a message, or if it has more than `most` fields, including elements: an
+    untrusted message may have millions of empty fields, and each costs time.
     """
     try:
         return _split_off(message, field << 3 | 2, most)
@@ -153,8 +153,8 @@ def _delivered(element: bytes) -> Delivered:
     try:
         at, length = element[1] + 2, len(element)
         names = at + 2 + element[at + 1]
-        # As nearly all that are small, and what many of them cost counts: names below 128 bytes, one event with what
-        # `layout.write_one` wrote, and an offset and a queue below 128 behind it.
+        # The fast path for most small batches: names below 128 bytes, one event in the form that `layout.write_one`
+        # writes, and an offset and a queue below 128 behind it.
         tail = length - 3
         if (
             at < 0x82
@@ -195,7 +195,7 @@ def _delivered_any(element: bytes) -> Delivered:
 
 
 def _names_end(element: bytes) -> int:
-    """Return the end of a batch's namespace and key, which come first in every batch that headrace stores."""
+    """Return the end of namespace and key, the first fields of every batch that headrace stores."""
     length, at = element[1], 2
     if length >= 0x80:
         length, at = _varint(element, 1)
@@ -232,7 +232,7 @@ def _appended(element: bytes, at: int) -> _Appended:
     if element[at : at + 2] == _OFFSET:
         offset, at = _varint(element, at + 2)
         if element[at : at + 2] == _QUEUE and len(element) == at + 3 and element[at + 2] < 0x80:
-            return offset, element[at + 2], 1, None, False  # as nearly all are
+            return offset, element[at + 2], 1, None, False  # true of nearly all
         return _more_appended(element, at, offset)
     return _more_appended(element, at, 0)
 
@@ -256,13 +256,14 @@ def _more_appended(element: bytes, at: int, offset: int) -> _Appended:
     return values[16], values.get(17, 0), values.get(18, 1), indexes, bool(values.get(20))
 
 
-# Past the class's own __new__, which is Python and costs twice as much.
+# Skips the class's own __new__, which is Python code and costs twice as much.
 _new = cast(Callable[..., Delivered], tuple.__new__)  # pyright: ignore[reportUnknownMemberType]
 _streams: dict[bytes, StreamId] = {}
 
 
 def _remember(prefix: bytes) -> StreamId:
-    """Streams come again and again: to make one costs more than all the rest of a small batch."""
+    """Return the stream of an encoded name. The result is cached: creating a StreamId costs more than all other work on
+    a small batch."""
     message = layout.message_of(prefix)
     if len(_streams) >= _KNOWN_STREAMS:
         _streams.clear()

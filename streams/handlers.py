@@ -1,6 +1,6 @@
-"""How a consumer's code looks to headrace: an async function per event, per batch, or an observer object.
+"""Handlers, the user's code: async functions of an event or of a batch, and observer objects.
 
-Also the registry behind the `@subscription` decorator, with which modules declare implicit subscriptions.
+This module also has the decorator `@subscription`, with which modules declare subscriptions, and its registry.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .options import EventFilter, LocalHandlerOptions
 from .subscriptions import Selector, Start, SubscriptionDefinition
 
 CONCURRENCY = 100
-"""How many handlers run at a time, if the user does not say."""
+"""Default number of handlers that run at a time."""
 DEFINITION_OPTIONS = ("start", "retry", "on_failure", "slow_consumer", "circuit_breaker")
 HANDLER_OPTIONS = ("batch", "concurrency", *DEFINITION_OPTIONS)
 LOCAL_HANDLER_OPTIONS = ("filter", *HANDLER_OPTIONS)
@@ -28,10 +28,10 @@ BatchHandler = Callable[[EventBatch], Awaitable[None]]
 
 @runtime_checkable
 class Observer(Protocol):
-    """An object that consumes per event. All of `on_next_batch`, `on_error` and `on_completed` are optional.
+    """An object that handles single events. `on_next_batch`, `on_error` and `on_completed` are optional.
 
-    With `on_next_batch(batch)` it consumes per batch instead. `on_error(error)` is told of every event given up on, and
-    `on_completed()` that the subscription ended here (closed or deleted).
+    With `on_next_batch(batch)` instead of `on_next`, it handles batches. `on_error(error)` is called for every event
+    that is given up on, and `on_completed()` when the subscription ends in this process (closed or deleted).
     """
 
     async def on_next(self, event: Event, /) -> None: ...
@@ -39,7 +39,7 @@ class Observer(Protocol):
 
 @runtime_checkable
 class BatchObserver(Protocol):
-    """An object that consumes per batch."""
+    """An object that handles batches."""
 
     async def on_next_batch(self, batch: EventBatch, /) -> None: ...
 
@@ -48,7 +48,7 @@ AnyHandler = EventHandler | BatchHandler | Observer | BatchObserver
 
 
 class Handler(NamedTuple):
-    """A consumer's code, sorted out: exactly one of `on_event` and `on_batch` is set."""
+    """The user's handler in one form: exactly one of `on_event` and `on_batch` is set."""
 
     on_event: EventHandler | None
     on_batch: BatchHandler | None
@@ -57,11 +57,10 @@ class Handler(NamedTuple):
 
     @classmethod
     def of(cls, handler: Any, *, batch: bool) -> Handler:
-        """Recognise the user's handler: an async function of one argument, or an observer.
+        """Return the form of the user's handler, an async function of one argument or an observer.
 
-        Raises InvalidArgument for anything else, for a function that does not take one argument, and for one whose
-        argument is an event although `batch` is set, or a batch although it is not. The annotation decides, or else
-        the argument's name.
+        Raises InvalidArgument for anything else. A function must take one argument: a batch if `batch` is set, else an
+        event. The annotation of the argument decides which of them it takes, or else its name.
         """
         check_flag("batch", batch)
         if isinstance(handler, type):
@@ -85,8 +84,8 @@ class Handler(NamedTuple):
 
 
 def filter_name(predicate: EventFilter) -> str:
-    """The name under which a filter is part of a subscription's definition. Raises InvalidArgument if it is no
-    filter: a coroutine would let everything through."""
+    """Return the name of a filter in a subscription's definition. Raises InvalidArgument if it is not a plain function:
+    the coroutine that an async function returns would count as true, and let every event through."""
     if not callable(predicate) or _is_async(predicate):
         raise InvalidArgument(f"a filter is a function of an Event that returns a bool at once, not {shown(predicate)}")
     _check_arguments(predicate, "filter", "event")
@@ -106,8 +105,7 @@ class Declared(NamedTuple):
 
     @classmethod
     def of(cls, provider: str, name: str, selector: object, handler: Any, options: Mapping[str, Any]) -> Declared:
-        """Check the arguments of `subscribe` apart from the handler. The options are known ones. Raises
-        InvalidArgument."""
+        """Check the arguments of `subscribe`. The names of the options are checked already. Raises InvalidArgument."""
         predicate, batch = options.get("filter"), options.get("batch", False)
         definition = define(name, selector, options, None if predicate is None else filter_name(predicate))
         check_flag("batch", batch)
@@ -116,7 +114,7 @@ class Declared(NamedTuple):
 
 
 def check_no_handler_options(name: str, options: Mapping[str, Any]) -> None:
-    """Refuse options of handlers, for a consumer that takes batches. Raises InvalidArgument, NotSupported."""
+    """Refuse options of handlers in a `subscribe` without a handler. Raises InvalidArgument, NotSupported."""
     if options.get("filter") is not None:
         raise NotSupported(f"subscription {name!r}: a filter is for a handler, and there is none: leave it out")
     if given := [option for option in ("batch", "concurrency") if option in options]:
@@ -127,7 +125,7 @@ def check_no_handler_options(name: str, options: Mapping[str, Any]) -> None:
 def define(
     name: str, selector: object, options: Mapping[str, Any], filter_named: str | None = None
 ) -> SubscriptionDefinition:
-    """The definition of a subscription from the options of `subscribe`. Raises InvalidArgument."""
+    """Return the definition of a subscription from the options of `subscribe`. Raises InvalidArgument."""
     given = {key: options[key] for key in ("on_failure", "slow_consumer", "mode", "circuit_breaker") if key in options}
     if options.get("retry") is not None:
         given["retry"] = options["retry"]
@@ -168,9 +166,9 @@ def subscription(
 def subscription(
     name: str, selector: str | StreamId, *, provider: str = "default", **options: Any
 ) -> Callable[[Any], Any]:
-    """Declare a subscription: the decorated async function, or an observer, consumes `selector` in every silo that
-    loads its module. Options are those of `Provider.subscribe` with a handler: batch, concurrency, filter, start,
-    retry, on_failure, slow_consumer and circuit_breaker.
+    """Declare a subscription. In every silo that loads the module, the decorated async function or observer handles the
+    events of `selector`. The options are those of `Provider.subscribe` with a handler: batch, concurrency, filter,
+    start, retry, on_failure, slow_consumer and circuit_breaker.
 
     Raises InvalidArgument if an option or the handler is wrong, or if the name is declared twice.
     """
@@ -188,7 +186,7 @@ def subscription(
 
 
 def declared(provider: str | None = None) -> list[Declared]:
-    """What was declared so far, for one provider or all."""
+    """Return the subscriptions declared so far, for one provider or for all."""
     return [d for d in _declared.values() if provider in (None, d.provider)]
 
 
@@ -215,7 +213,7 @@ def _is_async(function: Any) -> bool:
 # ---- signatures ------------------------------------------------------------------------------------------------------
 
 _KINDS = {"Event": "event", "EventBatch": "batch", "ReceivedBatch": "batch"}
-"""Names of types in annotations that cannot be evaluated, because their import is for type checkers only."""
+"""Type names in annotations that cannot be evaluated, because they are imported for type checkers only."""
 _ARTICLE = {"event": "an event", "batch": "a batch"}
 
 
@@ -228,11 +226,11 @@ def _check_function(function: Any, argument: str) -> None:
 
 
 def _check_arguments(function: Any, name: str, argument: str | None) -> inspect.Signature | None:
-    """Refuse a function that cannot be called with the one argument; None: with none."""
+    """Refuse a function that cannot be called with this one argument; if None, without arguments."""
     try:
         signature = _signature(function)
     except (TypeError, ValueError):
-        return None  # functions of C may have none
+        return None  # functions in C may have no signature
     try:
         signature.bind(*([] if argument is None else [argument]))
     except TypeError:

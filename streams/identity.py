@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 from .errors import InvalidArgument
 
 MAX_NAME_BYTES = 1024
-"""Limit of a namespace and of a key, each, in UTF-8 bytes."""
+"""Limit of a namespace, and of a key, in UTF-8 bytes."""
 
 _UNSAFE_IN_KEY = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029%*?]")
 _UNSAFE_IN_NAMESPACE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029%*?/]")
@@ -19,14 +19,14 @@ _ESCAPE = re.compile(r"((?:%[0-9A-Fa-f]{2})+)")
 class StreamId(tuple[str, str]):  # noqa: SLOT001 (what is computed once is kept in the instance)
     """The name of a virtual stream. It exists as soon as it is named; there may be millions.
 
-    Equality respects the boundary: `StreamId("a", "b/c") != StreamId("a/b", "c")`. It is a tuple of the two parts, so
-    that hashing and comparing, which every event pays for, run at the speed of C.
+    Namespace and key are compared separately: `StreamId("a", "b/c") != StreamId("a/b", "c")`. The class is a tuple, so
+    that hashing and comparing, which each event needs, run at the speed of C.
 
-    The text form is `namespace/key`, split at the first slash. A slash in the namespace, and `%`, `*`, `?`, control and
-    line separator characters in either part, are percent-encoded (UTF-8). So the text form is one line, selects this
-    stream and no other (see `Selector`), and `StreamId.parse(str(s)) == s` for every namespace and key.
+    The text form is `namespace/key`, split at the first slash. It percent-encodes (UTF-8) slashes in the namespace, and
+    in both parts `%`, `*`, `?`, control characters and line separators. So the text form is one line, and as a
+    `Selector` it selects this stream only. `StreamId.parse(str(s)) == s` for every namespace and key.
 
-    Raises InvalidArgument where a part is not a string, cannot be encoded as UTF-8, or exceeds `MAX_NAME_BYTES`.
+    Raises InvalidArgument if a part is not a string, cannot be encoded as UTF-8, or exceeds `MAX_NAME_BYTES`.
     """
 
     def __new__(cls, namespace: str, key: str) -> Self:
@@ -46,7 +46,7 @@ class StreamId(tuple[str, str]):  # noqa: SLOT001 (what is computed once is kept
         return self[0], self[1]
 
     def __getstate__(self) -> None:
-        """Pickle the name alone, without cached values."""
+        """Pickle only the name, not the cached values."""
 
     def __str__(self) -> str:
         return f"{_UNSAFE_IN_NAMESPACE.sub(_quote, self.namespace)}/{_UNSAFE_IN_KEY.sub(_quote, self.key)}"
@@ -56,7 +56,7 @@ class StreamId(tuple[str, str]):  # noqa: SLOT001 (what is computed once is kept
 
     @cached_property
     def prefix(self) -> bytes:
-        """Fields 1 and 2 of an encoded `EventBatch`: how every batch of this stream begins."""
+        """The first bytes of every batch of this stream: fields 1 and 2 of an encoded `EventBatch`."""
         namespace = self.namespace.encode()
         key = self.key.encode()
         return b"".join((b"\x0a", varint(len(namespace)), namespace, b"\x12", varint(len(key)), key))
@@ -83,8 +83,8 @@ class QueueId(NamedTuple):
 class SequenceToken(NamedTuple):
     """The position of an event: its batch's offset in the queue and its index in the batch.
 
-    Unbounded integers, compared as a tuple, strictly increasing within a queue. The text form is `offset` or
-    `offset.index`.
+    Tokens are compared as tuples, and strictly increase within a queue. The integers are unbounded. The text form is
+    `offset` or `offset.index`.
     """
 
     offset: int
@@ -131,7 +131,7 @@ def unquote(part: str, text: str) -> str:
 
 def _check_name(part: str, value: object) -> None:
     if type(value) is str and value.isascii() and len(value) <= MAX_NAME_BYTES:
-        return  # nearly every name
+        return  # true of nearly every name
     if not isinstance(value, str):
         raise InvalidArgument(f"a stream's {part} is a string, not {type(value).__name__}: {value!r}")
     try:

@@ -1,4 +1,4 @@
-"""Batches as producers send them: checked, and brought into the form in which headrace stores them. Pure."""
+"""Check batches that producers send, and bring them into the form that headrace stores. Pure."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ _APPENDED = range(16, 21)
 
 
 def accepted(encoded: bytes, now_us: int) -> EventBatch:
-    """A producer's batch, as it is stored: with its stream's name first, each column in one piece, and a time.
+    """Return a producer's batch in its stored form: the stream's name first, each column in one piece, with a time.
 
-    Without ids and headers nearly all come so, and stay the bytes that they are. The others are written anew by the
-    protobuf library: to read their fields one by one, which may be millions, would delay all other callers.
+    Nearly all batches without ids and headers have this form already, and keep their bytes. The protobuf library
+    encodes the others again: reading their fields one by one, of which there may be millions, would delay all other
+    callers.
 
-    Raises InvalidArgument if it is no batch or has fields that are not the producer's, PayloadTooLarge for a payload
-    above MAX_EVENT_BYTES and a batch above MAX_BATCH_BYTES.
+    Raises InvalidArgument if the bytes are not a batch, or have fields that delivery appends. Raises PayloadTooLarge
+    for a payload above MAX_EVENT_BYTES, and for a batch above MAX_BATCH_BYTES.
     """
     if len(encoded) > MAX_BATCH_BYTES:
         raise PayloadTooLarge("a batch", len(encoded), MAX_BATCH_BYTES)
@@ -56,7 +57,7 @@ def _check_sizes(stream: StreamId, sizes: Sequence[int]) -> None:
 
 
 def _plain(encoded: bytes) -> bool:
-    """Whether it has its names, then sizes, timestamps and payload, each at most once, and nothing else."""
+    """Whether the batch has its names, then sizes, timestamps and payload, each at most once, and no other field."""
     wanted = {*_COLUMNS}
     try:
         if encoded[0] != _NAMESPACE or encoded[at := _end(encoded, 1)] != _KEY:

@@ -1,9 +1,9 @@
 """The binary layout of a batch: the protobuf message `headrace.v1.EventBatch`, written and read by columns.
 
 `proto/v1/events.proto` describes it. A producer writes, in this order: namespace and key (`StreamId.prefix`), sizes,
-timestamps, ids and headers if there are any, payload. Batches in this order are read here without the protobuf library,
-whatever fields above 15 others have appended. Everything else that protobuf allows (columns in pieces or not packed),
-ids, headers, and what looks damaged, is the library's to read and to judge.
+timestamps, ids and headers if there are any, payload. This module reads batches in this order without the protobuf
+library, also if fields above 15 were appended. The protobuf library reads everything else: ids, headers, columns in
+pieces or not packed, and bytes that look damaged.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _RARE = (_IDS, _HEADERS)
 _FIRST_APPENDED = 16
 _LENGTH_DELIMITED = 2
 _ONE_EVENT = struct.Struct("<HIHqB")
-"""What a batch of one event has between prefix and payload's length: sizes and timestamps, each after its tag and
-length in one number, then the payload's tag."""
+"""The bytes of a batch of one event between the prefix and the payload's length: sizes and timestamps, each after its
+tag and length, which are read as one number, and then the payload's tag."""
 _ONE_SIZE, _ONE_TIMESTAMP = 4 << 8 | _SIZES, 8 << 8 | _TIMESTAMPS
 _SWAPPED = sys.byteorder == "big"
 
@@ -40,15 +40,15 @@ class Columns(NamedTuple):
 
     sizes: Sequence[int]
     timestamps: Sequence[int]
-    """One for each event, one for all, or none."""
+    """One timestamp for each event, one for all events, or none."""
     source: bytes
     start: int
     rare: bool
-    """There are ids or headers."""
+    """Whether an event has an id or headers."""
 
 
 def write_one(prefix: bytes, payload: bytes, timestamp_us: int) -> bytes:
-    """A batch of one event without id and headers. Raises InvalidArgument for a timestamp that is none."""
+    """Encode a batch of one event without id and headers. Raises InvalidArgument for an invalid timestamp."""
     size = len(payload)
     try:
         columns = _ONE_EVENT.pack(_ONE_SIZE, size, _ONE_TIMESTAMP, timestamp_us, _PAYLOAD)
@@ -58,9 +58,9 @@ def write_one(prefix: bytes, payload: bytes, timestamp_us: int) -> bytes:
 
 
 def write(prefix: bytes, sizes: Sequence[int], timestamps_us: Sequence[int], rare: bytes, payload: bytes) -> bytes:
-    """A batch from its columns, `rare` being what `write_rare` returned.
+    """Encode a batch from its columns; `rare` is the result of `write_rare`.
 
-    Raises InvalidArgument for a timestamp that is none.
+    Raises InvalidArgument for an invalid timestamp.
     """
     try:
         times = _packed("q", timestamps_us)
@@ -72,13 +72,14 @@ def write(prefix: bytes, sizes: Sequence[int], timestamps_us: Sequence[int], rar
 
 
 def write_schedule(delay_us: int, priority: int) -> bytes:
-    """What is appended to a batch that is to come later, or before others."""
+    """Encode the fields that are appended to a batch with a delay or a priority."""
     delay = b"\xa8\x01" + varint(delay_us) if delay_us else b""
     return delay + (b"\xb0\x01" + varint(priority) if priority else b"")
 
 
 def write_rare(ids: Sequence[str], headers: Sequence[Mapping[str, str]]) -> bytes:
-    """The columns of ids and headers, each left out where no event has any. Raises InvalidArgument for other types."""
+    """Encode the columns of ids and headers. A column without values is left out. Raises InvalidArgument for other
+    types."""
     from ..proto.v1 import events_pb2  # noqa: PLC0415 (only where ids or headers are used)
 
     try:
@@ -94,7 +95,7 @@ def write_rare(ids: Sequence[str], headers: Sequence[Mapping[str, str]]) -> byte
 
 
 def _wrong_header(headers: object) -> str:
-    """What of one event's headers is no text, "" where all is."""
+    """Describe the first name or value in one event's headers that is not text; "" if all are."""
     if not isinstance(headers, Mapping):
         return f"headers {headers!r}"
     items = cast("Mapping[object, object]", headers).items()
@@ -102,9 +103,9 @@ def _wrong_header(headers: object) -> str:
 
 
 def read_one(encoded: bytes, prefix: bytes) -> tuple[int, int] | None:
-    """The timestamp of a batch that `write_one` made for the stream of `prefix`, and where its payload starts.
+    """Return the timestamp of a batch that `write_one` made for the stream of `prefix`, and the start of its payload.
 
-    None for any other batch.
+    Return None for any other batch.
     """
     at = len(prefix)
     length = at + _ONE_EVENT.size
@@ -118,13 +119,13 @@ def read_one(encoded: bytes, prefix: bytes) -> tuple[int, int] | None:
 
 
 def read(encoded: bytes) -> tuple[str, str, Columns]:
-    """Namespace, key and columns of any batch. Raises InvalidArgument where the bytes are none."""
+    """Return namespace, key and columns of any batch. Raises InvalidArgument if the bytes are not a batch."""
     fields = _fields(encoded)
     return read_message(message_of(encoded)) if fields is None else _read_fields(encoded, fields)
 
 
 def read_rare(encoded: bytes, count: int) -> tuple[Sequence[str | None], Sequence[Mapping[str, str]]]:
-    """Ids and headers of each of `count` events. Raises InvalidArgument if they are damaged."""
+    """Return the ids and the headers of `count` events. Raises InvalidArgument if they are damaged."""
     message = message_of(encoded)
     for column in (message.ids, message.headers):
         if len(column) not in (0, count):
@@ -135,15 +136,15 @@ def read_rare(encoded: bytes, count: int) -> tuple[Sequence[str | None], Sequenc
 
 
 def slices(columns: Columns, first: int = 0) -> list[bytes]:
-    """The payloads from index `first` on."""
+    """Return the payloads from index `first` on."""
     sizes = columns.sizes
-    payloads = BytesIO(columns.source)  # it shares the bytes
+    payloads = BytesIO(columns.source)  # shares the bytes
     payloads.seek(columns.start + sum(sizes[:first]))
     return list(map(payloads.read, sizes[first:] if first else sizes))
 
 
 def message_of(encoded: bytes) -> events_pb2.EventBatch:
-    """Parse with the protobuf library. Raises InvalidArgument where it refuses."""
+    """Parse with the protobuf library. Raises InvalidArgument if the library refuses the bytes."""
     from google.protobuf.message import DecodeError  # noqa: PLC0415 (only for what is rare)
 
     from ..proto.v1 import events_pb2  # noqa: PLC0415
@@ -171,7 +172,7 @@ def _read_fields(encoded: bytes, fields: Mapping[int, tuple[int, int]]) -> tuple
 
 
 def read_message(message: events_pb2.EventBatch) -> tuple[str, str, Columns]:
-    """`read`, for a batch that the protobuf library has parsed."""
+    """Like `read`, for a batch that the protobuf library has parsed."""
     rare = bool(message.ids or message.headers)
     columns = Columns(array("I", message.sizes), array("q", message.timestamps_us), message.payload, 0, rare)
     _check(columns, len(columns.source))
@@ -189,9 +190,9 @@ def _check(columns: Columns, payload: int) -> None:
 
 
 def _fields(encoded: bytes) -> dict[int, tuple[int, int]] | None:
-    """Where each of the fields below 16 starts and ends, by tag.
+    """Return start and end of each field below 16, by tag.
 
-    None where one is in pieces, of another kind than length-delimited, or cut off: then the library decides.
+    Return None if a field is in pieces, not length-delimited, or cut off: then the protobuf library decides.
     """
     fields: dict[int, tuple[int, int]] = {}
     at, end = 0, len(encoded)
@@ -229,7 +230,7 @@ def _skip(encoded: bytes, at: int) -> int:
 
 
 def _varint(encoded: bytes, at: int) -> tuple[int, int]:
-    """A number of up to 28 bits, and where the next field starts. Raises IndexError for a longer one."""
+    """Return a number of up to 28 bits, and the index after it. Raises IndexError for a longer number."""
     byte = encoded[at]
     if byte < 0x80:
         return byte, at + 1
@@ -250,7 +251,7 @@ def _packed(code: str, values: Iterable[int]) -> bytes:
 
 
 def _unpacked(code: str, data: bytes) -> array[int]:
-    """Raises ValueError where the data is cut short."""
+    """Decode an array. Raises ValueError if the data is cut short."""
     column: array[int] = array(code)
     column.frombytes(data)
     if _SWAPPED:

@@ -1,6 +1,6 @@
-"""Results of `subscribe`: an awaitable if there is a handler, a context manager if there is none.
+"""Results of `subscribe`: an awaitable with a handler, an async context manager without.
 
-Both do nothing until they are used, and warn if they never are.
+Both do nothing until they are used, and give a RuntimeWarning if they never are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _C = TypeVar("_C", bound=Closable)
 
 
 class HandlerOpening(Coroutine[Any, Any, _S]):
-    """The result of `subscribe` with a handler: await it once. It is a coroutine, so Python warns if it is dropped."""
+    """The result of `subscribe` with a handler: await it once. It wraps a coroutine, so Python warns if it is never
+    awaited."""
 
     def __init__(self, coroutine: CoroutineType[Any, Any, _S], owner: str, name: str) -> None:
         """`owner` is "provider" or "client", `name` that of the subscription: messages and the warning show them."""
@@ -45,7 +46,7 @@ class HandlerOpening(Coroutine[Any, Any, _S]):
     def close(self) -> None:
         self._coroutine.close()
 
-    if not TYPE_CHECKING:  # type checkers say it themselves
+    if not TYPE_CHECKING:  # for callers without a type checker
 
         def __aenter__(self) -> NoReturn:
             self.close()
@@ -86,7 +87,7 @@ class ConsumerOpening(Generic[_C]):
                 source=self,
             )
 
-    if not TYPE_CHECKING:  # type checkers say it themselves
+    if not TYPE_CHECKING:  # for callers without a type checker
 
         def __await__(self) -> NoReturn:
             self._entered = True

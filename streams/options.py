@@ -9,7 +9,7 @@ from .events import Event
 from .subscriptions import OnFailure, RetryPolicy, SlowConsumer, Start
 
 EventFilter = Callable[[Event], bool]
-"""True to deliver. A filter that raises lets the event through: losing it would be worse."""
+"""Return True to deliver the event. If the filter raises, the event is delivered: losing it would be worse."""
 
 
 class DefinitionOptions(TypedDict, total=False):
@@ -18,7 +18,7 @@ class DefinitionOptions(TypedDict, total=False):
     start: Start | str | None
     """The first position. Text is read as by `Start.parse`. None: latest."""
     retry: RetryPolicy | None
-    """When a failed event is delivered again. None: the defaults of `RetryPolicy`."""
+    """The times at which a failed event is delivered again. None: the defaults of `RetryPolicy`."""
     on_failure: OnFailure
     slow_consumer: SlowConsumer | None
     """None: detach if the queue can rewind, else throttle."""
@@ -28,10 +28,10 @@ class DefinitionOptions(TypedDict, total=False):
 
 
 class HandlerOptions(DefinitionOptions, total=False):
-    """Options of a handler that any provider runs."""
+    """Options of a handler, in a silo or in a client."""
 
     concurrency: int
-    """How many handlers run at a time: per queue in a silo, per subscription in a client. 100 by default."""
+    """Number of handlers that run at a time: per queue in a silo, per subscription in a client. 100 by default."""
 
 
 class LocalHandlerOptions(HandlerOptions, total=False):

@@ -1,4 +1,4 @@
-"""How a command ends: exit codes, and the errors that only a process's exit can tell."""
+"""Exit codes of commands, and the errors that only set an exit code."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 class Failed(Exception):
-    """A check of a command failed. Each of `args` is one line for people."""
+    """A check by a command failed. Each of `args` is one line for the user."""
 
 
 class Interrupted(BaseException):
-    """A signal ended this process in order: `code` is its exit code, `text` is for people."""
+    """A signal ended this process cleanly: `code` is its exit code, `text` is for the user."""
 
     def __init__(self, text: str = "", code: int = INTERRUPTED) -> None:
         super().__init__(text)

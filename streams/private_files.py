@@ -1,7 +1,7 @@
-"""Directories and files that no other user can use, whatever the umask says.
+"""Directories and files that no other user can use, whatever the umask is.
 
-Everything in a data directory is made here. Other users of the machine must not read events or control data, and a lock
-or a pipe that they can open lets them stop a silo.
+All files of a data directory are created here. Other users of the machine must not read events or control data. If they
+could open a lock or a pipe, they could stop a silo.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from pathlib import Path
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
 WIDER = 0o077
-"""The permissions of other users, which a private directory or file does not give."""
+"""The permissions of group and others, which private directories and files do not have."""
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and those above it, as far as they are missing. Raises OSError."""
+    """Create a directory and its parents if they are missing. Raises OSError."""
     if not path.parent.exists():
         make_directory(path.parent)
     path.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
 
 
 def make_file(path: Path) -> None:
-    """Make an empty file, unless there is one, or it cannot be made: opening it says why."""
+    """Create an empty file if it is missing. Errors are ignored, because opening the file reports them."""
     with suppress(OSError):
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
 
 
 def opener(path: str, flags: int) -> int:
-    """The `opener` of `open`, for a file that may be made by it."""
+    """Open or create a private file: the argument `opener` of `open`."""
     return os.open(path, flags | os.O_CLOEXEC, FILE_MODE)

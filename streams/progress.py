@@ -9,17 +9,18 @@ from .subscriptions import Checkpoint
 
 
 class Attachment(NamedTuple):
-    """The right to move a subscription on, and its checkpoint per queue. It ends when another process attaches."""
+    """The right to save a subscription's progress, and its checkpoint per queue. It ends when another process
+    attaches."""
 
     epoch: int
     checkpoints: Mapping[int, Checkpoint]
 
 
 class RefusedProgress(NamedTuple):
-    """The part of a call of `save_checkpoints` that was not written. False if everything was written."""
+    """The part of a call of `save_checkpoints` that was not written. As a bool: False if everything was written."""
 
     subscriptions: Sequence[str] = ()
-    """Subscriptions that were deleted, or that have another epoch by now."""
+    """Subscriptions that were deleted, or that have a newer epoch."""
     queues: frozenset[int] = frozenset()
     """Queues whose lease was released, or granted to another silo."""
 
@@ -28,10 +29,10 @@ class RefusedProgress(NamedTuple):
 
 
 class ControlRequests(NamedTuple):
-    """Changes that other processes with the same store ask for."""
+    """Changes that other processes with the same store have requested."""
 
     epochs: Mapping[str, int]
-    """Epochs of subscriptions by name. A higher one than at `attach`: the subscription was moved. A missing one: it was
-    deleted."""
+    """Epochs of subscriptions by name. If the epoch is higher than at `attach`, the subscription was moved; if it is
+    missing, the subscription was deleted."""
     stopped: frozenset[int]
     """Queues that no silo may read."""

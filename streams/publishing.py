@@ -1,5 +1,5 @@
-"""Published events, sorted into batches, and the answers of publishing. A provider in this process and a remote one
-share it, so that they take and refuse the same."""
+"""Checks of published events, their division into batches, and the results of publishing. Providers and clients share
+this module, so that they accept and refuse the same events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from .events import BATCH_TARGET_BYTES, MAX_BATCH_EVENTS, Event, EventBatch, Sch
 from .identity import SequenceToken, StreamId
 
 MAX_BATCH_BYTES = 3 << 20
-"""Limit of an encoded batch that is published to a silo, in bytes: consumers take messages of 4 MiB, as gRPC does."""
+"""Limit of an encoded batch that is published to a silo, in bytes. Consumers accept messages of 4 MiB, the default of
+gRPC."""
 MAX_REQUEST_BATCHES = 10_000
 """Limit of batches in one request to a silo."""
 
@@ -25,9 +26,9 @@ MAX_REQUEST_BATCHES = 10_000
 class ProducerSequence(NamedTuple):
     """Identifies one `enqueue` call of an idempotent producer, so that a retry stores nothing twice.
 
-    `number` strictly increases from call to call of one `producer`; `previous` is the number of its call before, 0 for
-    the first. A call whose number is not above the last stored one is a duplicate: nothing is stored. A call whose
-    `previous` is not the last stored number would leave a hole and is refused with SequenceConflict.
+    `number` strictly increases from call to call of one `producer`; `previous` is the number of the call before, 0 for
+    the first call. A call whose number is not above the last stored one is a duplicate: nothing is stored. A call whose
+    `previous` is not the last stored number is refused with SequenceConflict, because an earlier call is missing.
     """
 
     producer: str
@@ -36,7 +37,7 @@ class ProducerSequence(NamedTuple):
 
 
 MAX_PRODUCER_BYTES = 128
-"""Limit of a producer's id, in UTF-8 bytes."""
+"""Limit of a producer's id, in bytes of UTF-8."""
 MAX_SEQUENCE = (1 << 63) - 1
 """Highest number of a call."""
 
@@ -54,7 +55,7 @@ def check_producer(producer: object, field: str = "sequence.producer") -> str:
 
 
 def check_sequence(sequence: ProducerSequence) -> ProducerSequence:
-    """Return `sequence`, or raise InvalidArgument for numbers that do not rise or are above `MAX_SEQUENCE`."""
+    """Return `sequence`. Raises InvalidArgument if `number` is not above `previous`, or is above `MAX_SEQUENCE`."""
     check_instance("sequence", sequence, ProducerSequence, "ProducerSequence('import-7', 1, 0)")
     numbers = sequence.previous, sequence.number
     if any(type(number) is not int for number in numbers) or not 0 <= numbers[0] < numbers[1] <= MAX_SEQUENCE:
@@ -66,14 +67,14 @@ def check_sequence(sequence: ProducerSequence) -> ProducerSequence:
 
 
 class Receipt(NamedTuple):
-    """The position of one enqueued batch. `token` is None for a duplicate whose position is no longer known."""
+    """The position of one published batch. `token` is None for a duplicate whose position is no longer known."""
 
     token: SequenceToken | None
     duplicate: bool = False
 
 
 class UnderWay:
-    """Publishes that have begun and not ended, so that a flush can wait for the ones before it."""
+    """Publishes that have begun and not ended. A flush waits for those that began before it."""
 
     def __init__(self) -> None:
         self._numbers: set[int] = set()
@@ -81,18 +82,18 @@ class UnderWay:
         self._one_ended = asyncio.Event()
 
     def begin(self) -> int:
-        """Count one more. Returns the number to give to `end`."""
+        """Count a publish that begins. Returns the number to pass to `end`."""
         self._last += 1
         self._numbers.add(self._last)
         return self._last
 
     def end(self, number: int) -> None:
-        """It is stored, or has failed."""
+        """Note that a publish is stored, or has failed."""
         self._numbers.discard(number)
         self._one_ended.set()
 
     async def flush(self) -> None:
-        """Return when all that have begun before the call have ended."""
+        """Return when all publishes that began before the call have ended."""
         before = set(self._numbers)
         while before & self._numbers:
             self._one_ended.clear()
@@ -100,13 +101,13 @@ class UnderWay:
 
 
 def check_stream(stream: object) -> None:
-    """Raises InvalidArgument if it is no StreamId."""
+    """Raise InvalidArgument if `stream` is not a StreamId."""
     if type(stream) is not StreamId:
         raise InvalidArgument(f"publish to a StreamId, such as StreamId('orders', '42'), not to {stream!r}")
 
 
 def grouped(items: Iterable[tuple[StreamId, bytes | Event]]) -> dict[StreamId, list[bytes | Event]]:
-    """By stream, in order. Raises InvalidArgument if one is no pair of a stream and an event."""
+    """Group items by stream, in order. Raises InvalidArgument if an item is not a pair of a stream and an event."""
     by_stream: dict[StreamId, list[bytes | Event]] = {}
     try:
         for stream, event in items:
@@ -119,7 +120,7 @@ def grouped(items: Iterable[tuple[StreamId, bytes | Event]]) -> dict[StreamId, l
 
 
 def listed(events: object) -> list[bytes | Event]:
-    """One event or several, as a list. Raises InvalidArgument for another type."""
+    """Return one event or several as a list. Raises InvalidArgument for another type."""
     if isinstance(events, bytes | Event):
         return [events]
     if isinstance(events, str | bytearray | memoryview | Mapping) or not isinstance(events, Iterable):
@@ -129,7 +130,7 @@ def listed(events: object) -> list[bytes | Event]:
 
 
 def scheduled(events: list[bytes | Event], delay: timedelta | None, priority: int | None) -> list[bytes | Event]:
-    """Return events with this delay and priority, unless they have their own."""
+    """Return the events with this delay and priority. Events that have their own keep them."""
     if delay is None and priority is None:
         return events
     return [_with_schedule(event, delay, priority) for event in events]
@@ -145,7 +146,7 @@ def _with_schedule(event: bytes | Event, delay: timedelta | None, priority: int 
 
 
 def encoded(stream: StreamId, events: list[bytes | Event]) -> list[EventBatch]:
-    """The batches in which events of one stream are published: in order, each of one delay and priority."""
+    """Encode events of one stream as batches, in order. Each batch has one delay and one priority."""
     if len(events) == 1 and _schedule(events[0]) is None:
         return [EventBatch.of(stream, events)]
     if not any(map(_schedule, events)):
@@ -158,8 +159,8 @@ def encoded(stream: StreamId, events: list[bytes | Event]) -> list[EventBatch]:
 
 
 def check_schedules(batches: Iterable[EventBatch], provider: str, *, delay: bool, priority: bool) -> None:
-    """Raises NotSupported for a batch whose schedule the adapter cannot keep. `delay` and `priority` say whether it
-    supports delays and priorities."""
+    """Raise NotSupported for a delay or priority that the adapter does not support. `delay` and `priority` say which of
+    them it supports."""
     for batch in batches:
         if type(batch) is ScheduledBatch:
             if batch.delay_us and not delay:
@@ -175,7 +176,7 @@ def check_schedules(batches: Iterable[EventBatch], provider: str, *, delay: bool
 
 
 def _schedule(event: bytes | Event) -> tuple[timedelta | None, int | None] | None:
-    """None for an event like most: at once, and no more urgent than others."""
+    """Return delay and priority of an event, or None if it has neither."""
     if not isinstance(event, Event) or (event.delay is None and event.priority is None):
         return None
     return event.delay, event.priority

@@ -1,4 +1,4 @@
-"""Commands that messages tell people to run. They are complete and quoted, to be pasted into a shell."""
+"""Commands in messages to users. They are complete and quoted, so that they can be pasted into a shell."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def remedy(command: str, *arguments: object, data: Path | None = None, provider: str | None = None) -> str:
-    """Return a command in backticks: `headrace repair queue --data DIR --provider NAME 0`. Unknown options are left
-    out."""
+    """Return a command in backticks: `headrace repair queue --data DIR --provider NAME 0`. Options that are None are
+    left out."""
     words = ["headrace", *command.split()]
     if data is not None:
         words += ["--data", str(data.absolute())]
@@ -18,7 +18,7 @@ def remedy(command: str, *arguments: object, data: Path | None = None, provider:
 
 
 def log_remedy(command: str, log: Path, *arguments: object) -> str:
-    """`remedy` for the log in the directory `log`, which is `DATA/providers/PROVIDER/log` in a data directory."""
+    """Like `remedy`, for the log in the directory `log`, which is `DATA/providers/PROVIDER/log` in a data directory."""
     own = log.absolute().parent
     if own.parent.name != "providers":
         return remedy(command, *arguments)

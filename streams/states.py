@@ -10,27 +10,27 @@ from .subscriptions import SubscriptionDefinition
 
 
 class QueueProgress(NamedTuple):
-    """How far a subscription is in a queue."""
+    """The progress of a subscription in one queue."""
 
     queue: int
     next_offset: int
-    """Everything below is done, except for `streams_behind` streams."""
+    """All events below it are done, except in `streams_behind` streams."""
     watermark: int
     """The lowest offset that is not done."""
     end_offset: int
-    """The queue's end: the offset that the next batch will have. If offsets do not count batches, `lag` above the
-    watermark."""
+    """The queue's end: the offset that the next batch will have. If offsets do not count batches, it is `watermark`
+    plus `lag`."""
     streams_behind: int
     streams_paused: int
-    """Those of them that wait to be resumed after a failure."""
+    """Number of these streams that are paused after a failure and wait to be resumed."""
     paused: Mapping[StreamId, str]
-    """These, and why; of a silo the first 100."""
+    """Paused streams, with the reason; from a silo, only the first 100."""
     fault: str = ""
-    """The damaged record behind which the subscription cannot go on, with queue and offset. "": there is none."""
+    """The damaged record at which the subscription has stopped, with queue and offset; "" if there is none."""
 
     @property
     def lag(self) -> int:
-        """Batches from the first that is not done to the queue's end."""
+        """Number of batches from the first unfinished one to the queue's end."""
         return max(self.end_offset - self.watermark, 0)
 
 
@@ -39,38 +39,39 @@ class ConsumerState(NamedTuple):
 
     id: str
     connected: bool
-    """Whether it has a connection now; one without is waited for."""
+    """Whether it has a connection now. If not, the silo waits for it until its session timeout."""
     credit_events: int
     credit_bytes: int
     in_flight_events: int
     queues: Sequence[int]
-    """Mode bound: those that are its own."""
+    """Mode bound: the queues that are assigned to it."""
     blocked: str = ""
-    """Why the silo sends it nothing although it has credit; empty if it would."""
+    """The reason why the silo sends it nothing although it has credit; empty if it is not blocked."""
 
 
 class Held(NamedTuple):
-    """A circuit breaker holds a subscription: deliveries of many streams failed, and nothing is given up on."""
+    """State of a subscription that its circuit breaker holds: deliveries of many streams failed, and no event is given
+    up on."""
 
     reason: str
-    """The failure that held it last."""
+    """The latest failure that caused the hold."""
     since_us: int
-    """When it was held, in microseconds since 1970-01-01 UTC."""
+    """Begin of the hold, in microseconds since 1970-01-01 UTC."""
     resuming: bool
-    """Whether a delivery succeeded since, and deliveries begin again at a rate that grows."""
+    """Whether a delivery has succeeded since, so that deliveries begin again at a growing rate."""
 
 
 class SubscriptionState(NamedTuple):
-    """A subscription, and how far it is."""
+    """A subscription and its progress."""
 
     definition: SubscriptionDefinition
     progress: Sequence[QueueProgress]
     consumers: Sequence[ConsumerState]
-    """None if a handler in the silo serves the subscription, or if there is no consumer."""
+    """Empty if a handler in the silo serves the subscription, or if there is no consumer."""
     dead_letters: int
-    """How many there are."""
+    """Number of its dead letters."""
     gaps: int
-    """The same of gap records."""
+    """Number of its gap records."""
     held: Held | None = None
-    """Set while the silo that was asked holds the subscription. None from a stored state: only a process that serves
-    the subscription knows."""
+    """Set while the asked silo holds the subscription. None in a stored state, because only a process that serves the
+    subscription knows."""

@@ -1,4 +1,4 @@
-"""A stream as users hold it."""
+"""The handle on a stream that users get."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .identity import SequenceToken, StreamId
 
 
 class Publisher(Protocol):
-    """What a stream handle publishes through: a provider in this process, or a remote one."""
+    """The object that a stream handle publishes through: a provider in this process, or a client."""
 
     async def publish(
         self,
@@ -24,7 +24,7 @@ class Publisher(Protocol):
 
 
 class Stream:
-    """A handle on one virtual stream. Costs nothing to make; the stream exists as soon as it is named."""
+    """A handle on one virtual stream. Creating it costs nothing; the stream exists as soon as it is named."""
 
     __slots__ = ("_publisher", "id")
 
@@ -39,14 +39,14 @@ class Stream:
         delay: timedelta | None = None,
         priority: int | None = None,
     ) -> Awaitable[SequenceToken]:
-        """Publish one event or several, in order; durable, as the adapter promises, on return.
+        """Publish one event or several, in order. When the call returns, they are as durable as the adapter promises.
 
         Nothing happens until the result is awaited. Several events are stored as one batch, or as several batches if
         they exceed 1 MiB together, or differ in delay or priority. Returns the token of the first event.
 
         `delay` is the least time between storing and delivery. `priority` is from 0 to 99: of the events that are due,
-        the highest priority is delivered first. Both apply to events without their own. They do not keep the order: an
-        event may be delivered before an earlier event of its stream.
+        the highest priority is delivered first. Both apply to events that have none themselves. With them, an event may
+        be delivered before an earlier event of its stream.
 
         Raises InvalidArgument and PayloadTooLarge before anything is stored, and NotSupported if the provider's adapter
         cannot delay or has no priorities. Raises QueueFull and StorageError if nothing was stored; with several batches

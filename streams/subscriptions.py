@@ -33,25 +33,25 @@ from .identity import SequenceToken, StreamId, unquote
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 EPHEMERAL = "ephemeral-"
-"""How the names of subscriptions begin that are only for the time being, as those of `headrace subscribe` without
-`--name`: the permission to subscribe to their streams is enough to delete them."""
+"""Prefix of the names of temporary subscriptions, such as those of `headrace subscribe` without `--name`. Deleting one
+needs only the permission to subscribe to its streams."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 CONSUMER_SEPARATOR = "~"
-"""Mode broadcast: a consumer's position is stored under a subscription with a name of its own. This character separates
-the names of subscription and consumer in that name. Names that a user chooses do not have it."""
+"""Mode broadcast stores each consumer's position under the subscription `NAME~CONSUMER`. Names that a user chooses do
+not have this character."""
 MAX_CONSUMER = 100
 
 
 def check_subscription_name(name: str) -> str:
-    """Return `name`, or raise InvalidArgument: it may be part of a path."""
+    """Return the name of a subscription, or raise InvalidArgument. The name may become a part of a path."""
     return check_name("subscription name", name)
 
 
 def check_name(kind: str, name: str) -> str:
-    """Return `name`, or raise InvalidArgument. `kind` names the kind of name in messages."""
+    """Return `name`, or raise InvalidArgument. `kind` says in messages what is named."""
     if not _NAME.fullmatch(check_text("name", name)):
         raise InvalidArgument(
             f"{shown(name)} is no {kind}: letters, digits, dot, dash and underscore, at most 128, "
@@ -61,14 +61,14 @@ def check_name(kind: str, name: str) -> str:
 
 
 def check_stored_name(name: str) -> str:
-    """Do as `check_subscription_name`, but accept all names in the store: also those of consumers' positions."""
+    """Like `check_subscription_name`, but accept also names of consumers' positions (`NAME~CONSUMER`)."""
     for part in name.split(CONSUMER_SEPARATOR, 1):
         check_subscription_name(part)
     return name
 
 
 def check_consumer(consumer: str) -> str:
-    """Return a consumer's id, or raise InvalidArgument: it may be part of a subscription's name."""
+    """Return a consumer's id, or raise InvalidArgument. The id may become a part of a subscription's name."""
     if len(check_text("consumer", consumer)) > MAX_CONSUMER or not _NAME.fullmatch(consumer):
         raise InvalidArgument(
             f"{consumer[:200]!r} is no id of a consumer: letters, digits, dot, dash and underscore, at most "
@@ -78,12 +78,13 @@ def check_consumer(consumer: str) -> str:
 
 
 class SlowConsumer(enum.Enum):
-    """What happens when a consumer is too slow for the cache."""
+    """The policy for a consumer that is too slow for the cache."""
 
     THROTTLE = "throttle"
-    """The cache fills and pulling slows down to the slowest."""
+    """The cache fills, and the queue is read at the pace of the slowest consumer."""
     DETACH = "detach"
-    """A cursor that holds the oldest bucket too long leaves the cache and reads its own way through the queue."""
+    """A cursor that holds the oldest bucket for too long leaves the cache, and its stream is read from the queue
+    separately."""
 
 
 class Mode(enum.Enum):
@@ -92,13 +93,13 @@ class Mode(enum.Enum):
     SHARED = "shared"
     """The next events of any stream go to a consumer with credit."""
     BOUND = "bound"
-    """The queues are dealt out to the consumers, so all events of a stream go to the same one."""
+    """Each queue is assigned to one consumer, so all events of a stream go to the same consumer."""
     BROADCAST = "broadcast"
-    """Every consumer gets everything, each with a position of its own."""
+    """Every consumer gets all events, and has its own position."""
 
     @classmethod
     def of(cls, given: Mode | str) -> Mode:
-        """A mode, or its text. Raises InvalidArgument."""
+        """Return the mode itself, or the mode of that text. Raises InvalidArgument."""
         try:
             return cls(given)
         except ValueError:
@@ -107,7 +108,7 @@ class Mode(enum.Enum):
 
 
 class OnFailure(enum.Enum):
-    """What happens to an event when the retry policy is exhausted."""
+    """The action on an event whose retries are exhausted."""
 
     DEAD_LETTER = "dead-letter"
     SKIP = "skip"
@@ -115,18 +116,18 @@ class OnFailure(enum.Enum):
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Exponential backoff with jitter, limited by attempts and by time, whichever ends first."""
+    """Exponential backoff with jitter, limited by attempts and by time: the limit that is reached first ends it."""
 
     max_attempts: int = 8
-    """Deliveries of one event at the most, the first included: 1 to 2,147,483,647."""
+    """Highest number of deliveries of one event, including the first: 1 to 2,147,483,647."""
     max_elapsed_s: float = 300.0
     """Give up when this long has passed since the first attempt, in seconds: 0 to 36,500 days."""
     initial_delay_s: float = 0.1
-    """Before the second attempt, in seconds: 0 to 30 days."""
+    """Delay before the second attempt, in seconds: 0 to 30 days."""
     max_delay_s: float = 30.0
-    """Between two attempts at the most, in seconds: 0 to 30 days."""
+    """Longest delay between two attempts, in seconds: 0 to 30 days."""
     multiplier: float = 2.0
-    """By which the delay grows: 1 to 1,000,000."""
+    """Factor between one delay and the next: 1 to 1,000,000."""
 
     def __post_init__(self) -> None:
         for name, (lowest, highest) in _RETRY_LIMITS.items():
@@ -138,9 +139,10 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 raise InvalidArgument(f"retry.{name} is a {number}{unit} from {lowest} to {highest:,}, not {value!r}")
 
     def delay(self, attempts: int, elapsed_s: float, rng: random.Random) -> float | None:
-        """Seconds to wait before the next attempt after `attempts` failed ones, or None to give up.
+        """Return the seconds to wait before the next attempt, after `attempts` failed ones; None to give up.
 
-        It grows by `multiplier` from `initial_delay_s` up to `max_delay_s`, less a random part of up to half of it.
+        The wait grows by `multiplier` from `initial_delay_s` up to `max_delay_s`. A random part, up to half, is taken
+        off.
         """
         if attempts >= self.max_attempts or elapsed_s >= self.max_elapsed_s:
             return None
@@ -163,18 +165,18 @@ _WILDCARD = re.compile(r"([*?])")
 
 
 class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which streams: text `namespace/key`, split at the first slash and percent-encoded as `StreamId`'s text form.
+    """A pattern of streams: text `namespace/key`, split at the first slash and percent-encoded as in a `StreamId`.
 
-    In either part `*` stands for any text, also slashes and nothing, and `?` for any one character. Without either it
-    is exactly one stream (an explicit subscription), so a stream's text form selects that stream. `%2A` and `%3F` are
-    the characters themselves.
+    In both parts `*` matches any text, also slashes and the empty text, and `?` matches one character. `%2A` and `%3F`
+    are the characters themselves. A selector without `*` and `?` is the text form of one stream and selects that
+    stream.
     """
 
     pattern: str
 
     @classmethod
     def of(cls, given: object) -> Selector:
-        """Return the selector itself, or one made of text or of one stream. Raises InvalidArgument."""
+        """Return the selector itself, or the selector of a text or of one stream. Raises InvalidArgument."""
         if isinstance(given, Selector):
             return given
         if not isinstance(given, str | StreamId):
@@ -200,7 +202,7 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return _WILDCARD.search(self.pattern) is None
 
     def matcher(self) -> Callable[[StreamId], bool]:
-        """A fast predicate over streams."""
+        """Return a fast predicate: whether the selector matches a stream."""
         if self.explicit:
             return StreamId.parse(self.pattern).__eq__
         namespace, _, key = self.pattern.partition("/")
@@ -261,12 +263,12 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @classmethod
     def at(cls, token: SequenceToken) -> Start:
-        """From this token on. Tokens belong to a queue: only for a subscription to one stream."""
+        """Start at this token. A token is a position in one queue, so the subscription must select one stream."""
         return cls(kind=StartKind.OFFSETS, token=str(token))
 
     @classmethod
     def since(cls, when: datetime) -> Start:
-        """From the first event stored at or after `when`, which carries a time zone."""
+        """Start at the first event that was stored at or after `when`, which must have a time zone."""
         check_instance("when", when, datetime, "datetime.now(UTC)")
         if when.tzinfo is None:
             raise InvalidArgument(f"start time {when.isoformat()} has no time zone: add one, such as +00:00")
@@ -274,7 +276,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @classmethod
     def of(cls, given: object) -> Start:
-        """Return the start itself, or one that is read from text. Raises InvalidArgument."""
+        """Return the start itself, or the start that a text means (`parse`). Raises InvalidArgument."""
         if isinstance(given, Start):
             return given
         if not isinstance(given, str):
@@ -283,7 +285,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @classmethod
     def parse(cls, text: str) -> Start:
-        """`earliest`, `latest`, a token such as 1200 or 1200.7, or a time such as 2026-11-21T10:00:00+00:00."""
+        """Read `earliest`, `latest`, a token such as 1200 or 1200.7, or a time such as 2026-11-21T10:00:00+00:00."""
         if text in ("earliest", "latest"):
             return cls(kind=StartKind(text))
         if re.fullmatch(r"[\d.]+", text, re.ASCII):
@@ -299,7 +301,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class SubscriptionDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What makes a subscription. Creating it again with an equal definition is a no-op; with another, an error."""
+    """The stored options of a subscription. Creating it again with an equal definition is a no-op; with another, an
+    error."""
 
     name: str
     selector: Selector
@@ -309,7 +312,7 @@ class SubscriptionDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     slow_consumer: SlowConsumer | None = None
     """None: detach if the queue can rewind, else throttle."""
     filter: str | None = None
-    """The name of the filter, part of the definition: another filter is another subscription."""
+    """The name of the filter function. Subscribing with another filter under the same name is an error."""
     mode: Mode = Mode.SHARED
     circuit_breaker: bool = True
     """Hold the subscription while deliveries of many streams fail, instead of giving up on their events."""
@@ -339,18 +342,18 @@ class SubscriptionDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_u
 
 
 def check_definition(definition: SubscriptionDefinition) -> None:
-    """Accept a definition whose name a user may choose. Raises InvalidArgument."""
+    """Check that a user may choose the name of this definition. Raises InvalidArgument."""
     check_instance("definition", definition, SubscriptionDefinition)
     check_subscription_name(definition.name)
 
 
 def is_parent(definition: SubscriptionDefinition) -> bool:
-    """Whether it is a subscription of mode broadcast itself, not that of one of its consumers."""
+    """Whether this is a subscription of mode broadcast, and not the stored position of one of its consumers."""
     return definition.mode is Mode.BROADCAST and CONSUMER_SEPARATOR not in definition.name
 
 
 def of_consumer(definition: SubscriptionDefinition, consumer: str) -> SubscriptionDefinition:
-    """Return the name of the subscription that has the position of one consumer, in mode broadcast."""
+    """Return the definition that stores the position of one consumer of a subscription of mode broadcast."""
     return msgspec.structs.replace(definition, name=f"{definition.name}{CONSUMER_SEPARATOR}{consumer}")
 
 
@@ -360,15 +363,15 @@ class Behind(NamedTuple):
     token: SequenceToken
     paused: str = ""
     done: tuple[tuple[int, int, int], ...] = ()
-    """Events done after `token`, if a consumer acknowledged out of order: (offset, first index, last exclusive)."""
+    """Finished events after `token`, acknowledged out of order: (offset, first index, last index exclusive)."""
 
 
 class Checkpoint(NamedTuple):
     """Progress of a subscription in one queue, as stored.
 
-    Everything below `next_offset` (exclusive) is done, except for the streams in `behind`, which are done up to their
-    own token. Deliveries within a stream are in order, so this is exact however streams interleave, and its size is the
-    number of streams behind, not the number of gaps.
+    All events below `next_offset` (exclusive) are done, except in the streams in `behind`, which are done up to their
+    own token. Deliveries within a stream are in order. So a checkpoint is exact, and its size is the number of streams
+    behind, not the number of gaps.
     """
 
     next_offset: int
@@ -376,11 +379,11 @@ class Checkpoint(NamedTuple):
 
     @property
     def watermark(self) -> int:
-        """The lowest offset still needed."""
+        """The lowest offset that the subscription still needs."""
         return min([self.next_offset, *(b.token.offset for b in self.behind.values())])
 
     def wants(self, stream: StreamId, offset: int) -> bool:
-        """Whether any event of the batch at `offset` is still to be delivered."""
+        """Whether an event of the batch at `offset`, of this stream, must still be delivered."""
         behind = self.behind.get(stream)
         return offset >= (self.next_offset if behind is None else behind.token.offset)
 
@@ -403,11 +406,11 @@ class DeadLetter(NamedTuple):
     attempts: int
     failed_at_us: int
     redrive: bool = False
-    """Asked to be delivered once more."""
+    """Whether a redrive was requested and is not finished."""
 
 
 class GapRecord(NamedTuple):
-    """Events that a subscription will not get, and why: the explicit trace that invariant 6 asks for."""
+    """A range of events that a subscription will not get, and the reason."""
 
     provider: str
     subscription: str

@@ -1,8 +1,8 @@
-"""Records of the library as messages of `headrace.v1`, and back. Pure; server and client both use it.
+"""Convert records of the library to messages of `headrace.v1`, and back. Pure; server and client both use it.
 
-Towards records, a field that is not there is the default, as is an enum that is unspecified. What no record can hold
-raises InvalidArgument with the path of the field, as in "definition.retry: ...". Importing this module imports the
-generated code: import it only when it is used.
+In a message, a missing field or an unspecified enum means the record's default. A value that no record can have raises
+InvalidArgument with the path of the field, as in "definition.retry: ...". Importing this module imports the generated
+code: import it only when it is used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .subscriptions import (
 _T = TypeVar("_T")
 _N = TypeVar("_N", bound=int)
 
-# The unspecified ones come first: the inverse then has the explicit number.
+# Unspecified values come first, so the inverse dict has the explicit number.
 _MODES = {
     pb.MODE_UNSPECIFIED: Mode.SHARED,
     pb.MODE_SHARED: Mode.SHARED,

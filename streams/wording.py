@@ -1,8 +1,8 @@
-"""How numbers and things are put into words."""
+"""Numbers and nouns in texts for people."""
 
 from __future__ import annotations
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 event`, `2 events`, `1,000 events`."""
+    """Return a number with its noun: `1 event`, `2 events`, `1,000 events`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
