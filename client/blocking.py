@@ -8,7 +8,7 @@ with SyncClient("127.0.0.1:9465") as client:
             batch.ack()
 
 All clients of a process share one thread, in which an event loop runs. They may be used from any thread, and from
-several threads at a time. Events that several threads publish at the same time travel in one request.
+several threads at a time. Events that several threads publish at the same time share a request.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ class LoopThread:
 
 
 class _LoopCall(Generic[_T]):
-    """A call in the loop of another thread. `asyncio.run_coroutine_threadsafe` cannot be interrupted early enough."""
+    """A call in the loop of another thread. It replaces `asyncio.run_coroutine_threadsafe`, which Ctrl-C cannot
+    interrupt early enough."""
 
     def __init__(self, function: Callable[[], Awaitable[_T]]) -> None:
         self.outcome: Future[_T] = Future()
@@ -302,5 +303,5 @@ class SyncClient:
 
 
 def _pulled(pulled: SyncPulled) -> Pulled:
-    """The `Pulled` inside. The client refuses any other object."""
+    """Return the `Pulled` inside. Other objects are returned as they are, and the client refuses them."""
     return getattr(pulled, "pulled", cast("Pulled", pulled))

@@ -38,8 +38,8 @@ from .management import parsed
 from .publishing import PublishPipeline, frame, receipts_of
 
 UNKNOWN_PLACE = SequenceToken(-1)
-"""The token of published events whose position is unknown: they were stored before an outage, and the silo has
-forgotten their position."""
+"""The token that `publish` returns if the events were stored before an outage, and the silo has forgotten their
+position."""
 MAX_REQUEST_BYTES = 4 << 20
 """Limit of one request with a sequence."""
 
@@ -47,8 +47,8 @@ MAX_REQUEST_BYTES = 4 << 20
 class Client(Consuming):
     """A provider of a silo, over gRPC. Open it with `async with`; it belongs to that event loop.
 
-    When the silo cannot be reached, calls wait and try again for `timeout_s`, and then raise Unavailable. Also in this
-    case, published events are stored once and in order: see `publish`.
+    When the silo cannot be reached, calls wait and try again for `timeout_s`, and then raise Unavailable. Published
+    events are stored once and in order, also over an outage: see `publish`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Client(Consuming):
         linger_s: float = 0.0,
     ) -> None:
         """`address` is host:port, or several with commas between: when one does not answer, the next is tried. `tls` is
-        True, or a `Tls` with certificates. A token goes over an unencrypted connection only within this machine, or
+        True, or a `Tls` with certificates. A token is sent over an unencrypted connection only within this machine, or
         with `insecure=True`.
 
         `connect_timeout_s` is for opening, `timeout_s` for every call afterwards, in seconds. `linger_s` is how long a
@@ -104,8 +104,8 @@ class Client(Consuming):
     def __exit__(self, *_: object) -> None: ...
 
     async def aclose(self) -> None:
-        """Close the consumers, wait for events that are being published, as long as their callers would, and close.
-        Idempotent. Afterwards every call raises Closed."""
+        """Close the consumers, wait for events that are being published for as long as their callers would, and close
+        the connection. Idempotent. Afterwards every call raises Closed."""
         self._connection.check_loop()
         try:
             await self.close_consumers()  # first: handlers that end may still publish
@@ -131,14 +131,14 @@ class Client(Consuming):
         delay: timedelta | None = None,
         priority: int | None = None,
     ) -> SequenceToken:
-        """Publish to one stream, in order: see `Stream.publish`. Events of concurrent callers travel together.
+        """Publish to one stream, in order: see `Stream.publish`. Events of concurrent callers share requests.
 
         Returns the token of the first event; `UNKNOWN_PLACE` if it was stored before an outage and the silo has
         forgotten its position.
 
         After an outage the events are sent again, and stored once. Raises Unavailable after `timeout_s`: then they may
-        be stored or not. The message tells if nothing is stored. They are never stored after events that are published
-        later.
+        be stored or not. If nothing is stored, the message says so. They are never stored after events that are
+        published later.
         """
         check_stream(stream)
         publishing = self._publishing
@@ -155,8 +155,8 @@ class Client(Consuming):
     ) -> Sequence[Receipt]:
         """Publish to several streams at once, in order within each stream. Return one receipt per stored batch.
 
-        With `sequence`, a retry stores nothing twice, and one call stores all or nothing. Such a call is a separate
-        request: it is limited to 4 MiB, and has no order with other events that are published meanwhile.
+        With `sequence`, a retry stores nothing twice, and a call stores all its events or none. Such a call is a
+        request of its own, of at most 4 MiB. Its order among other events that are published meanwhile is not defined.
         """
         if sequence is not None:
             check_sequence(sequence)

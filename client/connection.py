@@ -49,7 +49,7 @@ KEEPALIVE_TIMEOUT_MS = 5_000
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 """Shortest and longest pause between two attempts to reach a silo, in seconds."""
 SETTLE_S = 0.5
-"""How long closing waits at most for grpc to end cancelled calls, in seconds."""
+"""Longest time that closing waits for grpc to end cancelled calls, in seconds."""
 
 _SERVICE = "/headrace.v1."
 _OPTIONS: Sequence[tuple[str, Any]] = (
@@ -277,7 +277,8 @@ class ResponseCall:
         )  # also if grpc cancelled it, because the waiting task was cancelled
 
     def leave(self) -> None:
-        """The silo has announced that it ends the call: make the next call to another address, if there is one."""
+        """Send the next call to another address, if there is one, because the silo has announced that it ends this
+        call."""
         self._connection.leave(self._index)
 
     async def abandon(self) -> None:
@@ -414,8 +415,9 @@ class Connection:
             await self._settle()
 
     async def _settle(self) -> None:
-        """Give grpc time to report the ends of calls to this loop. After the loop is closed, it would write a traceback
-        into the next loop. This waits for all calls, because grpc's tasks do not show whose call they watch."""
+        """Give grpc time to report the ends of calls to this loop. If the loop was closed before, grpc would write a
+        traceback. This waits for the calls of all connections, because grpc's tasks do not show to which one they
+        belong."""
         self.has_cancelled_calls = False
         if watching := list(filter(_is_call_watcher, asyncio.all_tasks())):
             await asyncio.wait(watching, timeout=SETTLE_S)

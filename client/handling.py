@@ -1,4 +1,4 @@
-"""Handlers in a client: they run as they do in a silo (`agents/delivery/handling.py`).
+"""Handlers in a client. They run as in a silo (`agents/delivery/handling.py`).
 
 Up to `concurrency` workers step handlers. A worker is a task that goes from batch to batch; as long as handlers do not
 suspend, thousands of streams cost one task. When a handler suspends, the loop's next turn starts another worker for the
@@ -30,12 +30,12 @@ CANCEL_S = 1.0
 """How long a cancelled handler may take to end, in seconds. After that it is left running."""
 PROCESS_ENDS = (SystemExit, KeyboardInterrupt)
 MAX_FAILING = 10_000
-"""How many failing streams are kept, so that the log can tell a first failure from a repeated one."""
+"""Number of failing streams that are remembered, so that the log can tell a first failure from a repeated one."""
 
 
 class RemoteHandling:
-    """Runs a handler on the batches that wait in `session`. `attempts` returns how often an event is tried before it is
-    given up."""
+    """Runs a handler on the batches that wait in `session`. `attempts` returns the `max_attempts` of the
+    subscription."""
 
     def __init__(
         self, name: str, session: Session, handler: Handler, concurrency: int, attempts: Callable[[], int]
@@ -239,7 +239,7 @@ class RemoteHandling:
 
 
 def described(error: BaseException) -> str:
-    """The text that is kept of a handler's error. Works for any exception."""
+    """Return the text of a handler's error that a rejection keeps. Works for any exception."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001 (the error's __str__ may raise)

@@ -101,7 +101,7 @@ class Management:
     async def caught_up(self, name: str) -> None:
         """Return when the subscription has handled everything stored before the call, except in paused streams.
 
-        There is no time limit. If the queues keep no order, as in Redis: return when no event is left that is due.
+        There is no time limit. If the queues keep no order, as in Redis, return when no due event is left.
         """
         request = pb.AwaitCaughtUpRequest(provider=self._provider, name=check_text("name", name))
         method = "SubscriptionService/AwaitCaughtUp"
@@ -140,8 +140,8 @@ class Management:
         return found
 
     async def redrive(self, subscription: str, ids: Sequence[int] | None = None) -> int:
-        """Deliver dead letters (all, or those with `ids`) once more, outside of the order of their streams. Return how
-        many were requested. An event that fails again stays a dead letter, with its new reason."""
+        """Deliver dead letters (all, or those with `ids`) once more, outside of the order of their streams. Return the
+        number of requested redrives. An event that fails again stays a dead letter, with its new reason."""
         check_text("subscription", subscription)
         if (ids := check_ids("ids", ids)) is not None and not (ids := _possible(ids)):
             return 0
@@ -149,7 +149,7 @@ class Management:
         return (await self._ask("RedriveDeadLetters", request, pb.RedriveDeadLettersResponse)).count
 
     async def delete_dead_letters(self, subscription: str, ids: Sequence[int] | None = None) -> int:
-        """Delete dead letters of a subscription, which may be deleted itself. None: all. Return how many."""
+        """Delete dead letters of a subscription, also of a deleted one; without `ids`, all. Return their number."""
         check_text("subscription", subscription)
         if (ids := check_ids("ids", ids)) is not None and not (ids := _possible(ids)):
             return 0
@@ -179,7 +179,8 @@ class Management:
 
 
 def _possible(ids: Sequence[int]) -> list[int]:
-    """The ids that a dead letter may have. An empty list in the request would mean all."""
+    """Return the ids that dead letters can have. If none is left, no request may be sent: an empty list would mean
+    all."""
     return [number for number in ids if 0 < number <= MAX_ID]
 
 

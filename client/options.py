@@ -43,11 +43,11 @@ class ConsumerOptions(DefinitionOptions, total=False):
     consumer: str
     """The consumer's id in its group. Empty: the silo chooses one."""
     max_events: int
-    """How many events the consumer holds without acknowledgement: those that wait, and those handed to the user."""
+    """Most events that the consumer holds without acknowledgement: those that wait, and those handed to the user."""
     max_bytes: int
     """The same limit in bytes."""
     session_timeout_s: float | None
-    """How long a silo keeps a silent consumer, in seconds. None: the silo's default."""
+    """Silence after which the silo gives the consumer's events to others, in seconds. None: the silo's default."""
     timeout_s: float | None
     """How long the consumer tries to reconnect, in seconds. None: without a limit."""
     keeps_positions: bool

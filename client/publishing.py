@@ -1,4 +1,4 @@
-"""Publishing over one pipelined call. Events of concurrent callers travel together, and are stored once, in order.
+"""Publishing over one pipelined call. Events of concurrent callers share requests, and are stored once, in order.
 
 The module `window` decides which request is sent, or sent again. This module does the I/O: a sender and a receiver for
 each connection, a new connection after a pause if one is lost, and a limit for how long a caller waits.
@@ -25,13 +25,14 @@ from .window import Publication, PublicationPiece, PublishWindow, WindowedReques
 
 METHOD = "PublisherService/PublishStream"
 MAX_BYTES = 32 << 20
-"""Encoded bytes that are held. A caller that publishes more waits."""
+"""Limit of the encoded bytes of publications that are not stored yet. Above it, callers wait."""
 HANG_UP_S = 1.0
 """How long closing waits for the silo to end the call, in seconds."""
 
 _BATCHES_TAG = b"\x1a"
 _SMALL_FRAME = 4096
-"""Up to this size, in bytes, a frame is joined at once. A larger one is copied only when its request is joined."""
+"""Up to this size, in bytes, the pieces of a frame are joined at once. Those of a larger frame are copied once, when
+its request is joined."""
 
 
 class AwaitedPublication(Publication):
@@ -71,7 +72,7 @@ class PublishPipeline:
 
     @property
     def full(self) -> bool:
-        """Whether so much is held that a caller has to wait with `wait_for_space`."""
+        """Whether `MAX_BYTES` is reached, so that a caller must wait with `wait_for_space`."""
         return self._window.size >= MAX_BYTES or bool(self._waiters)
 
     async def wait_for_space(self) -> float:
@@ -206,7 +207,7 @@ class PublishPipeline:
         try:
             await self._receive(call)
             if self._closed:
-                await asyncio.wait([sending], timeout=HANG_UP_S)  # the end of the sending side may still be on its way
+                await asyncio.wait([sending], timeout=HANG_UP_S)  # the end of the sending side may still be in transit
         except HeadraceError as error:
             return error
         finally:
@@ -278,7 +279,7 @@ class PublishPipeline:
     # ---- limits ------------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Admit as many waiting callers as there is space for, from the mean size of the pieces that are held."""
+        """Admit as many waiting callers as there is space for, judged by the mean size of the pieces in the window."""
         window, waiters = self._window, self._waiters
         if window.size >= MAX_BYTES:
             return

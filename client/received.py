@@ -14,22 +14,23 @@ from ..streams.frames import Delivered
 from ..streams.identity import SequenceToken
 
 FRAME_BYTES = 32
-"""Upper bound of the bytes around a batch on the wire. In a part of a batch, each event has an index, too."""
+"""Upper bound of the bytes around a batch on the wire, without the indexes of a part of a batch."""
 INDEX_BYTES = 3
 
 OPEN, MARKED, DEFERRED = 0, 1, 2
-"""State of an event: not handled yet; acknowledged or rejected; its rejection waits until the event comes again."""
+"""State of an event: neither acknowledged nor rejected; acknowledged or rejected; rejected, but the rejection waits
+until the event is delivered again."""
 QUEUED, TAKEN, OVER = 0, 1, 2
-"""State of a batch: waits to be taken; handed to the user; done or given back. Plain numbers, because they are read
-several times for each batch."""
+"""State of a batch: waits to be taken; handed to the user; done or taken back. They are plain numbers, because they are
+read several times for each batch."""
 
 
 class BatchHolder(Protocol):
-    """Gets the acknowledgements and rejections of a batch. `first` and `last` (exclusive) are places among its
+    """Receives the acknowledgements and rejections of a batch. `first` and `last` (exclusive) are places among its
     events."""
 
     is_congested: bool
-    """Much waits to be sent: let the loop turn."""
+    """Whether so many acknowledgements wait to be sent that the caller should let the loop turn."""
 
     def acknowledge(self, batch: ReceivedBatch) -> None: ...
 
@@ -63,10 +64,10 @@ DONE, TURN = _NoWait(), _LoopTurn()
 class ReceivedBatch(EventBatch):
     """Events of one stream, delivered to this consumer. Acknowledge or reject each.
 
-    Read it like any `EventBatch`: iterate its events, or take its `payloads()`. If the consumer ends, its other events
-    go to another consumer. Acknowledgements are collected and sent in the background: to await them costs next to
-    nothing. A late acknowledgement has no effect: the event was rejected, or another consumer has it. All methods raise
-    Closed once the consumer is closed.
+    Read it like any `EventBatch`: iterate its events, or take its `payloads()`. When the consumer ends, events that are
+    not acknowledged go to another consumer. Acknowledgements are collected and sent in the background, so awaiting them
+    costs almost nothing. If the event was rejected meanwhile, or another consumer has it, an acknowledgement has no
+    effect. All methods raise Closed after the consumer is closed.
     """
 
     __slots__ = (
@@ -92,11 +93,12 @@ class ReceivedBatch(EventBatch):
         self.size = len(batch.encoded) + FRAME_BYTES
         self.holder = holder
         self.arrival = arrival
-        """Number of the last response that brought it."""
+        """Number of the last response that delivered it."""
         self.plain = True
-        """Whole, untouched, and of the present connection: one short acknowledgement covers it."""
+        """Whether it is whole, has no marks, and is of the present connection: then one short acknowledgement covers
+        it."""
         self.carried = False
-        """The user had it when a connection was lost."""
+        """Whether the user had it when a connection was lost."""
         self.state = QUEUED
         self.marks: bytearray | None = None
         """State of each event, if they differ: OPEN, MARKED or DEFERRED."""
@@ -132,14 +134,14 @@ class ReceivedBatch(EventBatch):
         event: Event | SequenceToken | None = None,
         unavailable: bool = False,
     ) -> Awaitable[None]:
-        """Reject this event, or together all events that are not acknowledged. They are delivered again after `delay`,
-        or when the subscription's retry policy says. Later events of their stream follow after them.
+        """Reject this event, or all events that are not acknowledged together. They are delivered again after `delay`;
+        without it, as the subscription's retry policy says. Later events of their stream are delivered after them, also
+        those that the consumer holds already.
 
-        When the retries are exhausted, the subscription's failure policy applies; a dead letter keeps `reason`. Later
-        events of the stream that the consumer holds count as given back.
+        When the retries are exhausted, the subscription's `on_failure` applies; a dead letter keeps `reason`.
 
-        With `unavailable` a dependency is down, and the events are not to blame: the rejection does not count for the
-        retry policy, and they are delivered again for as long as it takes.
+        Give `unavailable` if a dependency is down and the events are not to blame: the rejection does not count as an
+        attempt, and the events are delivered again until they succeed.
         """
         _check_rejection(reason, delay)
         self.holder.reject(self, None if event is None else self._place(event), reason, delay, unavailable)
@@ -152,7 +154,7 @@ class ReceivedBatch(EventBatch):
 
     @property
     def whole(self) -> bool:
-        """Whether it has all events of the published batch."""
+        """Whether this has all events of the published batch."""
         return True
 
     @property
@@ -176,7 +178,7 @@ class ReceivedBatch(EventBatch):
         return None if place < 0 else place
 
     def end(self) -> None:
-        """All its events are done or given back. Free the bytes of a batch that no user has taken."""
+        """Note that all its events are done or taken back. Free the bytes of a batch that the user has not taken."""
         if self.state == QUEUED:
             self.clear()
         self.state = OVER
@@ -198,7 +200,8 @@ class ReceivedBatch(EventBatch):
 
 
 def _check_rejection(reason: object, delay: object) -> None:
-    """Raises InvalidArgument with the right call: `ack` takes an event first, and other systems take seconds."""
+    """Refuse an event as the reason, which `ack` takes first, and a number of seconds, which other systems take. Raises
+    InvalidArgument that shows the right call."""
     if not isinstance(reason, str):
         raise InvalidArgument(
             f"the reason of a rejection is text, not {type(reason).__name__}: batch.nack('why', event=event)"
@@ -208,7 +211,7 @@ def _check_rejection(reason: object, delay: object) -> None:
 
 
 class ReceivedPart(ReceivedBatch):
-    """Some events of a batch. The others are done, come later, or were handed to the user already."""
+    """Some events of a published batch. The others are done, are delivered later, or were handed to the user before."""
 
     __slots__ = ("_indexes", "_part", "_redriven")
 

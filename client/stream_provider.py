@@ -1,7 +1,7 @@
 """The methods that every provider has: `Provider` in this process, `Client` and `SyncClient` in another one.
 
-Code that takes a `StreamProvider` runs with a `Provider` and with a `Client`. `SyncStreamProvider` has the same methods
-for code without asyncio: they block instead of being awaited, and there are no handlers.
+Code that takes a `StreamProvider` works with a `Provider` and with a `Client`. `SyncStreamProvider` has the same
+methods for code without asyncio: they block instead of being awaited, and there are no handlers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class HandledSubscription(Protocol):
-    """A subscription that a handler in this process consumes: the result of `await subscribe(..., handler)`."""
+    """A subscription with a handler in this process: the result of `await subscribe(..., handler)`."""
 
     name: str
 

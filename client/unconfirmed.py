@@ -1,4 +1,4 @@
-"""Acknowledgements of lost connections, for which the consumer does not know whether they were saved. No I/O."""
+"""Acknowledgements that were sent on lost connections and that the silo has not confirmed as saved. No I/O."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MAX_REMEMBERED = 200_000
 
 
 class UnconfirmedAcknowledgements:
-    """Acknowledgements by position. True if there are any."""
+    """Acknowledgements by position. As a bool: whether there are any."""
 
     def __init__(self, limit: int = MAX_REMEMBERED) -> None:
         self._limit = limit
         self._streams: dict[StreamId, dict[int, list[Acknowledged]]] = {}
         self._positions: dict[tuple[int, int], int] = {}
-        """How many there are, by queue and offset."""
+        """Number of acknowledged events, by queue and offset."""
         self._count = 0
 
     def __bool__(self) -> bool:
@@ -42,7 +42,7 @@ class UnconfirmedAcknowledgements:
             self._remove(next(iter(self._streams)))
 
     def take(self, stream: StreamId, offset: int, indexes: Sequence[int]) -> set[int]:
-        """Remove and return the acknowledged ones of some events that came again, given by their `indexes`."""
+        """Of a redelivered batch with these `indexes`, remove and return the indexes that are acknowledged."""
         if offset not in self._streams.get(stream, ()):
             return set()
         acks = self._remove(stream, offset)
@@ -57,14 +57,16 @@ class UnconfirmedAcknowledgements:
         return (queue, offset) in self._positions
 
     def passed(self, stream: StreamId, offset: int) -> list[Acknowledged]:
-        """Remove and return everything before a batch that came: the silo has saved what precedes it in the stream."""
+        """Remove and return all entries of the stream before a delivered batch: the silo has saved all earlier
+        events."""
         known = self._streams.get(stream)
         if known is None:
             return []
         return [ack for before in sorted(known) if before < offset for ack in self._remove(stream, before)]
 
     def all_passed(self) -> list[Acknowledged]:
-        """Remove and return everything: the silo has nothing left to deliver, so it has saved all of it."""
+        """Remove and return all entries: the silo has no event left to deliver, so it has saved all
+        acknowledgements."""
         return [ack for stream in list(self._streams) for ack in self._remove(stream)]
 
     def _remove(self, stream: StreamId, offset: int | None = None) -> list[Acknowledged]:
@@ -82,7 +84,7 @@ class UnconfirmedAcknowledgements:
 
 
 def runs(indexes: Sequence[int]) -> list[list[int]]:
-    """Ascending indexes as runs: first, and last (exclusive)."""
+    """Return ascending indexes as runs of first and last (exclusive)."""
     found = [[indexes[0], indexes[0]]]
     for index in indexes:
         if index != found[-1][1]:

@@ -41,7 +41,8 @@ class WindowLimits(NamedTuple):
 
 
 class Publication:
-    """The events of one caller's publish. `over` once it is settled, or its caller does not wait any more."""
+    """The events of one caller's publish. It is `over` when it is settled, or when its caller does not wait any
+    more."""
 
     __slots__ = ("error", "over", "pieces", "receipts")
 
@@ -93,7 +94,7 @@ class WindowedRequest:
         self.number = 0
         self.previous = 0
         self.maybe_stored = False
-        """It was sent, and the client does not know whether it is stored."""
+        """Whether it was sent, and may be stored or not."""
         self.failure: HeadraceError | None = None
         """Its answer in this round."""
 

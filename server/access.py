@@ -1,8 +1,8 @@
-"""Access control: permissions on namespaces, tokens, and the token book with which a silo authenticates callers.
+"""Access control: permissions on namespaces, tokens, and the `TokenBook` with which a silo authenticates callers.
 
 A token is `hr_` and 256 random bits. It is shown once, when it is made; the control store keeps its hash. A caller with
-a token is a `Principal`. Its grants are patterns of namespaces for each of `publish`, `subscribe` and `manage`; it may
-do nothing else. A pattern is a namespace, or the beginning of namespaces and a `*`.
+a token is a `Principal`. Its grants are patterns of namespaces for each of `publish`, `subscribe` and `manage`; it has
+no other permissions. A pattern is a namespace, or the beginning of namespaces and a `*`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Permission(enum.Enum):
     SUBSCRIBE = "subscribe"
     """Consume, and create subscriptions."""
     MANAGE = "manage"
-    """Delete and seek subscriptions, dead letters; on all namespaces (`*`) also the cluster."""
+    """Delete and seek subscriptions, and manage their dead letters; with `*`, also manage the cluster."""
 
     @property
     def verb(self) -> str:
@@ -185,7 +185,8 @@ class Principal:
             )
 
     def require_subscription(self, permissions: Sequence[Permission], name: str, selector: str | None) -> None:
-        """Check for any of `permissions` on a subscription. `selector` is the subscription's; None: it does not exist.
+        """Check that one of `permissions` is granted on a subscription. `selector` is None if there is no such
+        subscription.
 
         Raises NotFound if the subscription does not exist and one of the permissions is granted everywhere. Otherwise
         PermissionDenied, with the same text for a missing subscription and for a missing permission.
@@ -209,7 +210,7 @@ class Principal:
 _NOTHING = Grant()
 
 EVERYTHING = Principal.of("", dict.fromkeys(Permission, ("*",)))
-"""Every caller of a silo that needs no tokens: its address or client certificates limit the callers."""
+"""The caller, if the silo needs no tokens: only its address or client certificates restrict access."""
 
 
 PEER = Principal.of("headrace silo", dict.fromkeys(Permission, ("*",)))
@@ -260,7 +261,7 @@ def check_token_name(name: str) -> str:
 
 
 def token_hash(text: str) -> bytes:
-    """The SHA-256 of a token, which is stored. For 256 random bits a slower hash gives no more protection."""
+    """Return the SHA-256 of a token, which is stored. For 256 random bits, a slower hash gives no more protection."""
     return sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 

@@ -40,12 +40,12 @@ class GrpcConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     auth: Literal["tokens", "none"] | None = None
     """None: "none" if clients need a certificate, on loopback, and with `insecure`; else "tokens"."""
     session_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
-    """Silence after which a consumer is given up, in seconds."""
+    """Silence after which a consumer's events go to other consumers, in seconds."""
     limits: ClientLimits = ClientLimits()
 
     @property
     def loopback(self) -> bool:
-        """Whether only this machine can reach the address. The only name for which this is true is localhost."""
+        """Whether only this machine can reach the address. Of all names, only localhost counts as such."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:

@@ -31,7 +31,7 @@ KEEPALIVE_TIMEOUT_S = 10.0
 MIN_PING_S = 5.0
 """Shortest interval of a client's pings, in seconds. A faster client is disconnected (ENHANCE_YOUR_CALM)."""
 PENDING_CALLS = 20_000
-"""Most calls that wait to be begun, of all clients together: limits do not count them yet."""
+"""Most calls of all clients that wait to be started. Limits per client do not count them yet."""
 IDLE_S = 600.0
 """Time after which a connection without a call is closed, in seconds."""
 HANDSHAKE_S = 10.0

@@ -46,7 +46,7 @@ CODE, RETRY_AFTER_MS = "headrace-code", "headrace-retry-after-ms"
 RETRY_MS = 200
 """The pause before a retry that clients are told, in milliseconds."""
 MAX_DETAILS = 1000
-"""Most characters of an error's text that are sent: it may quote a long request, and HTTP/2 headers are small."""
+"""Longest text of an error that is sent, in characters: it may quote a long request, and HTTP/2 headers are small."""
 NAME_LIMITS = {"provider": 128, "subscription": 256, "name": 256, "after_name": 256, "consumer": 100, "silo": 255}
 """Most characters of the fields that name an existing thing. New names have lower limits."""
 NUMBER_LIMITS = {
@@ -246,7 +246,7 @@ class Guard:
                 for request in requests:
                     self.check_size(request)
                 if method.kind is not Kind.UNARY:
-                    # Now: while a first message is being sent, gRPC cannot send an error.
+                    # Send them first: while a first message is being sent, gRPC cannot send an error.
                     await context.send_initial_metadata(())
                 return await method.handler(call, *requests)
             finally:
