@@ -1,4 +1,4 @@
-"""Applies the limits of `receive`, for adapters that hold their batches in memory."""
+"""Apply the limits of `receive`, for adapters that hold their batches in memory."""
 
 from __future__ import annotations
 

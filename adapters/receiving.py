@@ -16,13 +16,13 @@ class Gap(NamedTuple):
     high: int
     reason: str
     passed: bool = False
-    """They were damaged, and an operator passed them: all readers skip them."""
+    """Whether the gap is damage that an operator skipped with `headrace repair queue`: all readers skip it."""
 
 
 class Received(NamedTuple):
     """The result of one `receive`: batches in the order of their offsets. If there is a `gap`, they come after it.
 
-    Every retained batch below `next_offset` has been returned by this receiver, in this result or an earlier one.
+    This receiver has returned every retained batch below `next_offset`, in this result or an earlier one.
     """
 
     batches: Sequence[EventBatch]
@@ -54,8 +54,7 @@ class QueueReceiver(ABC):
     async def acknowledge(self, offset: int) -> None:
         """Declare every batch below `offset` finished for all subscriptions: it may be deleted. Never moves backwards.
 
-        Batches that were received but not acknowledged are received again from the next receiver that is opened with
-        `start=None`.
+        The next receiver that is opened with `start=None` returns all batches that are not acknowledged again.
         """
 
     @abstractmethod

@@ -36,10 +36,10 @@ class Capabilities:
     delay: bool = False
     priority: bool = False
     idempotent: bool = False
-    """`enqueue` honours `sequence`."""
+    """`enqueue` supports `sequence`."""
     ordered: bool = True
     """Batches of a queue are received in the order in which they were stored, at the offsets of their receipts. If
-    False, a batch gets its offset when it is first received; the offset in its receipt is lower."""
+    False, a batch gets its offset when it is first received; the offset in its receipt is only a lower bound."""
     read_only: bool = False
     """The adapter cannot enqueue."""
 
@@ -59,11 +59,11 @@ class Backlog(NamedTuple):
     events: int | None = None
     """None if the adapter does not know."""
     estimated: bool = False
-    """Only the first of the events were counted; the others are estimated from the number of batches."""
+    """Whether only the first events were counted, and the others estimated from the number of batches."""
     since_us: int | None = None
-    """When the first of the batches was stored, or was due if it had a delay, in microseconds since 1970 UTC.
+    """Time at which the first batch was stored, or became due if it had a delay, in microseconds since 1970 UTC.
 
-    None: there is no batch, or the adapter does not know. A rewindable adapter knows.
+    None if there is no batch, or if the adapter does not know. A rewindable adapter must know.
     """
     later: int = 0
     """Batches that are not due yet; they are not included in `batches`."""
@@ -79,21 +79,22 @@ class QueueAdapter(ABC):
 
     capabilities: Capabilities
     identity: str = ""
-    """Identifies these queues: differs from that of all other queues, also of earlier ones in the same place. "": the
-    adapter does not know."""
+    """Identifies these queues. It differs from the identity of all other queues, also of earlier ones in the same
+    place. "" if the adapter does not know."""
     location: Mapping[str, Any] = {}
-    """Options that tell the place of the queues, without secrets, as JSON values. The control store keeps them and
+    """The options that say where the queues are, without secrets, as JSON values. The control store keeps them and
     gives them to the next `AdapterContext`."""
 
     @abstractmethod
     def enqueue(
         self, batches: Sequence[tuple[int, EventBatch]], *, sequence: ProducerSequence | None = None
     ) -> Awaitable[Sequence[Receipt]]:
-        """Store batches in order, each in the queue of the given index. If the adapter is durable, they are on return.
+        """Store batches in order, each in the queue with the given index. A durable adapter returns when they are
+        durable.
 
-        Calls are stored in the order in which they are made, also if the caller awaits none of them in between. Does
-        not change the batches. If the adapter is idempotent, a call is atomic: all its batches are stored or none. A
-        call without batches uses its `sequence`, too.
+        Calls are stored in the order in which they are made, also if the caller does not await one before the next. The
+        batches are not changed. If the adapter is idempotent, a call is atomic: all its batches are stored, or none.
+        The `sequence` of a call without batches counts, too.
 
         Raises QueueFull, StorageFull, StorageError (no batch of this call is acknowledged; retry with the same
         `sequence`), SequenceConflict, NotSupported (read-only adapter, or `sequence` without the capability), Closed.
@@ -113,8 +114,8 @@ class QueueAdapter(ABC):
     async def resume_at(self, queue: int, offset: int) -> int:
         """Return the offset at which a reader resumes that has finished everything below `offset`.
 
-        This is `offset`, or the queue's end if a crash of the machine lost the batches before `offset`. No batch is
-        stored below the result from now on.
+        This is `offset`, or the queue's end if a crash of the machine lost the batches before `offset`. From now on,
+        new batches get offsets at or above the result.
         """
         return min(offset, (await self.bounds(queue)).next)
 
@@ -136,27 +137,29 @@ class QueueAdapter(ABC):
     async def reach(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
         """Return how far a reader can read from `start` on within limits of events and encoded bytes (None: no limit).
 
-        The result is the offset behind the last batch that the limits allow, at most `end`. The first batch is always
-        allowed. The result is `start` if there is no batch, and it may be that of a damaged batch. Raises NotSupported
-        if the adapter is not rewindable, OffsetsGone if `start` is not retained, CorruptRecord if its batch is damaged.
+        The result is the offset after the last batch that the limits allow, at most `end`. The first batch is always
+        allowed. The result is `start` if there is no batch. It may be the offset of a damaged batch. Raises
+        NotSupported if the adapter is not rewindable, OffsetsGone if `start` is not retained, CorruptRecord if its
+        batch is damaged.
         """
         if not self.capabilities.rewindable:
             raise NotSupported("this adapter cannot be read by ranges of offsets: it is not rewindable")
         return await reach_by_reading(self, OffsetRange(queue, start, end), RangeLimits(max_events, max_bytes))
 
     async def passed(self, queue: int, start: int, end: int) -> Sequence[tuple[int, int]]:
-        """Return the ranges of offsets from `start` up to `end` (exclusive) that were damaged and passed by an
-        operator."""
+        """Return the damaged ranges of offsets from `start` up to `end` (exclusive) that an operator skipped with
+        `headrace repair queue`."""
         return ()
 
     async def backlog(self, queue: int, offset: int) -> Backlog:
-        """Count the retained batches from `offset` on. Takes bounded time: of a large backlog, events are estimated."""
+        """Count the retained batches from `offset` on. Takes bounded time: in a large backlog, the events are
+        estimated."""
         bounds = await self.bounds(queue)
         return Backlog(max(bounds.next - max(offset, bounds.first), 0))
 
     async def due_end(self, queue: int) -> int | None:
-        """Return the lowest offset above all batches that are due now. None if some of these batches have no offset yet
-        because they were never received; this happens only if the adapter is not `ordered`."""
+        """Return the lowest offset above all batches that are due now. An adapter that is not `ordered` returns None if
+        some of these batches have no offset yet, because they were never received."""
         return (await self.bounds(queue)).next
 
     async def last_sequence(self, producer: str) -> int:
@@ -184,13 +187,13 @@ class AdapterContext:
     queue_of: Callable[[StreamId], int] | None = None
     """Returns the queue of a stream by the provider's mapper. None if the mapper is not known."""
     owner: str = ""
-    """Identifies the provider's control store, so that an adapter can tell its queues from those of a provider of the
-    same name with another control store. "" if the control store ends with the process."""
+    """Identifies the provider's control store. With it an adapter can distinguish its queues from those of a provider
+    with the same name and another control store. "" if the control store ends with the process."""
     used_before: bool = False
-    """The control store knows the provider. If an adapter keeps its queues in `directory` and they are missing, it then
-    raises DataDirectoryError and never makes them again."""
+    """Whether the control store already knows the provider. If the queues in `directory` are then missing, the adapter
+    raises DataDirectoryError and does not create them again."""
     location: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """`QueueAdapter.location` of the last opening, as defaults for options that are not given. Empty the first time."""
+    """`QueueAdapter.location` of the last time, as defaults for options that are not given. Empty at first."""
 
 
 class AdapterFactory(Protocol):

@@ -1,10 +1,10 @@
 """Silos and their leases in the control store. See `headrace.streams.cluster` for the records.
 
-This module alone decides which silo serves a queue. One statement grants a lease, under an epoch that grows by one with
-each grant. Writes under an older epoch are refused (`ControlStore.save_checkpoints`). The store's clock decides nothing
-here, because it may be set. A silo counts its own leases from the time, by its clock, before the call that got or
-renewed them. It takes over a lease of another silo if it has seen it unchanged for the length of the lease. The store
-compares, so that a lease that was renewed meanwhile stays with its owner.
+Only this module grants leases. One statement grants a lease, under an epoch that grows by one with each grant. Writes
+under an older epoch are refused (`ControlStore.save_checkpoints`). The store's clock decides nothing here, because it
+may be set. A silo times its own lease by its own clock, from before the call that got or renewed it. It takes a lease
+of another silo only after it saw the lease unchanged for the lease's length. The store compares the lease once more, so
+that a lease that was renewed meanwhile stays with its owner.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
 ENOUGH_VOTES = 2
-"""The number of peers that must fail to reach a silo before it is declared dead; all others, if there are fewer."""
+"""Number of silos that must fail to reach a silo before it is declared dead; if there are fewer others, all of them."""
 
 _NO_HOMES: Mapping[tuple[str, int], str] = MappingProxyType({})
 _AT_ONCE = 500  # rows in one statement, below every database's limit of parameters
@@ -85,11 +85,11 @@ class ClusterStore:
         homes: Mapping[tuple[str, int], str] = _NO_HOMES,
         over: Collection[Lease] = (),
     ) -> list[Lease]:
-        """Take the wanted queues, given as (provider, queue), that no silo has, or whose lease is in `over` and
-        unchanged. Return the granted leases; none while `me` is leaving. `homes` are stored with them.
+        """Take wanted queues, given as (provider, queue): those without an owner, and those whose lease is in `over`
+        and unchanged. Return the granted leases; none while `me` is leaving. `homes` are stored with them.
 
-        A lease that `me` has already is granted again, under a new epoch; so is one whose answer was lost. Raises
-        Fenced as `beat` does.
+        A lease that `me` has already is granted again under a new epoch: its answer may have been lost. Raises Fenced
+        as `beat` does.
         """
         homed = {queue: homes.get(queue, "") for queue in wanted}
         ended = {(lease.provider, lease.queue): (lease.epoch, lease.renewals) for lease in over}
@@ -104,12 +104,13 @@ class ClusterStore:
         await self._write(_release, me, sorted((lease.provider, lease.queue, lease.epoch) for lease in held))
 
     async def leaving(self, me: SiloRecord) -> None:
-        """Give no new queue to the silo `me`, which may be another than the caller. Raises Fenced as `beat` does."""
+        """Mark `me` as leaving, so that it gets no new queue. `me` may be another silo than the caller. Raises Fenced
+        as `beat` does."""
         await self._write(_leaving, me)
 
     async def leave(self, me: SiloRecord) -> None:
-        """End the membership of `me`, and release all its leases. Of a dead or superseded silo only the leases are left
-        to release."""
+        """End the membership of `me`, and release all its leases. For a dead or superseded silo, only release its
+        leases."""
         await self._write(_end, me, SiloState.LEFT)
 
     async def declare_dead(self, silo: SiloRecord) -> None:
@@ -127,7 +128,7 @@ class ClusterStore:
         return await self._write(_suspect, me, suspect, frozenset(peers))
 
     async def remove(self, silo: SiloRecord) -> None:
-        """Remove a silo that is dead or left, and its homes: no queue waits for it any more."""
+        """Remove a silo that is dead or has left, and its homes, so that no queue waits for it any more."""
         await self._write(_remove, silo)
 
     async def forget(self, before_s: float) -> int:
@@ -280,7 +281,8 @@ def _acquire(
     expired: Mapping[tuple[str, int], tuple[int, int]],
     lease_us: int,
 ) -> list[Lease]:
-    """`wanted` has the home of each queue, `expired` the epoch and the renewals of expired leases of other silos."""
+    """Do the work of `acquire`: `wanted` maps queues to their homes, `expired` maps expired leases of other silos to
+    epoch and renewals."""
     if _require(connection, me) is not SiloState.ACTIVE:
         return []
     granted = [_grant(connection, me, dict(chunk), expired, lease_us) for chunk in _chunks(sorted(wanted.items()))]
@@ -379,7 +381,7 @@ def _vote(connection: Connection, me: SiloRecord, suspect: SiloRecord) -> None:
 
 
 def _outvoted(connection: Connection, me: SiloRecord, suspect: SiloRecord, others: frozenset[str]) -> bool:
-    """Return whether enough of the other living silos have voted. The voter lives: it is the caller."""
+    """Return whether enough of the other living silos have voted. `me`, the caller, counts as living."""
     lives = and_(silos.c.state.in_(_LIVING), silos.c.name != suspect.name)
     fresh = silos.c.name.in_(sorted(others | {me.name}))
     cast = and_(

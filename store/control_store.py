@@ -45,8 +45,8 @@ class ProviderRecord(NamedTuple):
 class TokenRecord(NamedTuple):
     """An access token as it is stored: its client and its permissions, not the token itself.
 
-    `hash` is its plain SHA-256. A slow hash, as for passwords, would gain nothing: a token is 256 random bits, too many
-    to find by trying.
+    `hash` is its plain SHA-256. A slow hash, as for passwords, would add no protection: a token is 256 random bits,
+    which cannot be guessed.
     """
 
     name: str

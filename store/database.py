@@ -1,4 +1,4 @@
-"""Runs the control store's transactions: in one thread, on one connection. Errors become headrace's errors.
+"""Run the control store's transactions in one thread, on one connection, and translate errors to headrace's errors.
 
 Importing this module imports SQLAlchemy; `headrace.streams` does not.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .postgres import Deadline
 
 BUSY_TIMEOUT_S = 30.0
-"""How long a transaction in SQLite waits for one of another process, in seconds."""
+"""How long a transaction in SQLite waits for a transaction of another process, in seconds."""
 
 SERVER_TIMEOUT_S = 5.0
 """How long a transaction on a database server may take, in seconds. Much shorter than a lease."""

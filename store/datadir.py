@@ -1,19 +1,17 @@
 """The data directory of an embedded provider, and the locks in it.
 
-    DIR/headrace.json            the marker: {"format": 1}; if the control store is a server also "control", which
-                                 says where, and "id"
-    DIR/control.db               the control store (SQLite), if not
-    DIR/providers/<provider>/    the data of the provider's adapter
-    DIR/locks/<provider>/<subscription>.lock
-                                 held (flock) by the process that serves the subscription, or shared by the silos of a
-                                 cluster; its text is that process's id, or one of theirs
-    DIR/locks/.silos/<name>.lock held by the silo of a cluster that has the name
-    DIR/demo/                    ledgers of the demo
-    DIR/staging/<provider>/      data of Spark's sink that is not published yet (headrace.pipeline.staging)
+    DIR/headrace.json            the marker: {"format": 1}; if the control store is a server also "control", which says
+                                 where, and "id" DIR/control.db               the control store (SQLite), if not
+                                 DIR/providers/<provider>/    the data of the provider's adapter
+                                 DIR/locks/<provider>/<subscription>.lock held (flock) by the process that serves the
+                                 subscription, or shared by the silos of a cluster; its text is the id of a process that
+                                 holds it DIR/locks/.silos/<name>.lock held by the silo of a cluster that has the name
+                                 DIR/demo/                    ledgers of the demo DIR/staging/<provider>/      data of
+                                 Spark's sink that is not published yet (headrace.pipeline.staging)
 
-A directory is ours when it has the marker. A missing or empty one becomes ours; anything else is refused untouched, so
-that a mistyped path never mixes event logs with other files. The marker appears complete or not at all, and two
-processes may make the same directory at once.
+A directory with the marker is a data directory. A missing or empty directory becomes one. Any other directory is
+refused and not changed, so that a mistyped path never mixes event logs with other files. The marker is written
+completely or not at all, and two processes may create the same directory at once.
 
 Only the user that created it can use it: all directories in it have the mode 0700, all files 0600.
 """
@@ -79,7 +77,8 @@ def open_data_directory(
     """Check that `path` is a data directory, or make it one if it is missing or empty.
 
     `control` is the URL of the database that has its control data instead of `control.db`. The marker names that
-    database: a process that uses another one finds no progress, and repeats or deletes events that are not done.
+    database, because a process with another database would find no progress, and repeat or delete events that are not
+    done.
 
     With `control_lost` a missing or empty `control.db` is accepted: the caller makes a new one.
 
@@ -188,17 +187,17 @@ class DirectoryLock:
 def lock_subscription(
     directory: DataDirectory, provider: str, subscription: str, *, shared: bool = False
 ) -> DirectoryLock:
-    """Take the right to serve a subscription, at once: exclusive, or shared with the other silos of a cluster. Raises
-    Busy, naming a process that has it."""
+    """Take the right to serve a subscription, without waiting: exclusive, or shared with the other silos of a cluster.
+    Raises Busy, which names a process that has it."""
     check_stored_name(subscription)
     what = f"subscription {subscription!r} of provider {provider!r} is served"
     return lock(directory, check_provider_name(provider), subscription, what, shared=shared)
 
 
 def lock(directory: DataDirectory, group: str, name: str, what: str, *, shared: bool = False) -> DirectoryLock:
-    """Take the lock `name` of `group`, both plain file names, at once: `shared`, or exclusive.
+    """Take the lock `name` of `group`, both plain file names, without waiting: `shared`, or exclusive.
 
-    Raises Busy, saying `what` is going on "by process" so and so. A group that is no provider begins with a dot.
+    Raises Busy with the text `WHAT by process ID`. The name of a group that is not a provider begins with a dot.
     """
     path = directory.path / "locks" / group / f"{name}.lock"
     try:
@@ -221,7 +220,7 @@ def lock(directory: DataDirectory, group: str, name: str, what: str, *, shared: 
 
 
 SILOS = ".silos"
-"""Group of the locks that the silos of a cluster hold, by name."""
+"""The group of the locks that the silos of a cluster hold; the name of a lock is the silo's name."""
 
 
 def place_of(held: DirectoryLock) -> str:
@@ -333,9 +332,9 @@ def _check_control(directory: Path, stored: object, control: str | None) -> None
 
 
 def idle_directory(path: str | os.PathLike[str]) -> DataDirectory:
-    """The data directory at `path`, whose control data is in a database, and of which no silo runs.
+    """Return the data directory at `path`. Its control data must be in a database, and no silo may run on it.
 
-    Raises DataDirectoryError, and Busy, naming a process that runs.
+    Raises DataDirectoryError, and Busy, which names a running process.
     """
     directory = find_data_directory(path)
     if not (own_id := _id(directory.path)):
@@ -348,7 +347,7 @@ def idle_directory(path: str | os.PathLike[str]) -> DataDirectory:
 
 
 def change_control(directory: DataDirectory, control: str) -> None:
-    """Note that the database with its control data is elsewhere now. Raises StorageError."""
+    """Store the new address of the database with the directory's control data. Raises StorageError."""
     try:
         content = _check_format(directory.path, _read_marker(directory.path) or b"")
         changed = directory.path / f"{_UNFINISHED}{uuid.uuid4().hex}"
@@ -382,7 +381,7 @@ def _check_control_db(directory: DataDirectory, *, control_lost: bool) -> None:
 
 def _claim(directory: Path, control: str | None) -> bytes:
     """Write the marker into an empty directory. Return the marker, also if another process was first."""
-    # Before the marker: a process that finds the marker takes the directory's own name to be durable.
+    # Done before the marker is written: a process that finds the marker assumes that the directory's name is durable.
     _make(directory)
     foreign = [entry for entry in _entries(directory) if not entry.startswith(_UNFINISHED) and entry != "lost+found"]
     if (marker := _read_marker(directory)) is not None:  # another process made it meanwhile
@@ -393,17 +392,17 @@ def _claim(directory: Path, control: str | None) -> bytes:
             f"{MARKER}): name another directory"
         )
     if _refuses_wider():
-        with suppress(PermissionError):  # a volume's own, which belongs to another user
+        with suppress(PermissionError):  # created by the volume, and belongs to another user
             directory.chmod(_mode(directory) & ~WIDER)
         _check_private(directory)
-    # Not named by the process: threads share its id, and containers with PID namespaces of their own have the same ids.
+    # A random name and not the process's id: threads share it, and containers with their own PID namespaces repeat it.
     unfinished = directory / f"{_UNFINISHED}{uuid.uuid4().hex}"
     try:
         content = {"format": FORMAT}
         if control is not None:
             content |= {"control": control, "id": uuid.uuid4().hex}
         write_through(unfinished, msgspec.json.encode(content))
-        with suppress(FileExistsError):  # another process's, made meanwhile, stays as it is
+        with suppress(FileExistsError):  # if another process wrote the marker meanwhile, that marker stays
             (directory / MARKER).hardlink_to(unfinished)
         sync_directory(directory)
     finally:

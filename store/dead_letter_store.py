@@ -82,8 +82,8 @@ class DeadLetterStore(StoreBase):
         await self._database.write(_finish_redrive, letter_id, delivered, failure)
 
     async def delete_dead_letters(self, provider: str, subscription: str, ids: Sequence[int] | None = None) -> int:
-        """Delete dead letters of a subscription; None deletes all. Return how many. The subscription itself may be
-        deleted already."""
+        """Delete dead letters of a subscription; None deletes all. Return their number. The subscription itself may
+        already be deleted."""
         return await self._database.write(_delete_dead_letters, provider, subscription, ids)
 
     async def add_gaps(self, records: Sequence[GapRecord], leases: Mapping[int, int] | None = None) -> None:

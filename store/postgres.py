@@ -1,8 +1,8 @@
 """Connections to PostgreSQL that answer before a deadline, or fail. Importing this module imports psycopg.
 
-A server that is stopped, or behind a broken network, sends no answer at all. So every wait of a transaction ends at its
-deadline here. The server ends transactions that take too long there, also if their process was paused: their locks
-would stop all other processes.
+A server that is suspended, or behind a broken network, does not answer at all. So this module ends every wait of a
+transaction at its deadline. The server, too, ends transactions that take too long, because their locks would stop all
+other processes if their own process is suspended.
 """
 
 from __future__ import annotations

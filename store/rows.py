@@ -80,8 +80,8 @@ class _Position(msgspec.Struct, array_like=True):
 
 
 MAX_DONE = 100_000
-"""The most events done out of order in a token. A token comes from outside: a few bytes of it could otherwise take
-much memory here."""
+"""Most events done out of order in a token. A token comes from a client: without this limit, a few bytes of it could
+take much memory here."""
 
 
 def position_token(checkpoint: Checkpoint) -> bytes:
@@ -245,7 +245,7 @@ def _shown(value: object) -> str:
         case Start(time_us=int(time_us)):
             try:
                 return (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=time_us)).isoformat()
-            except OverflowError:  # no year of datetime has it
+            except OverflowError:  # outside of the years of datetime
                 return f"{time_us:,} microseconds from 1970 on"
         case Start():
             return value.token or value.kind.value

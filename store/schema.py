@@ -47,7 +47,7 @@ MAX_POSITION = (1 << 63) - 1
 
 _NAME = String(255).with_variant(String(255, collation="C"), "postgresql")
 """Sorted by code points in every database: rows are locked in the order of names, so all processes need one order."""
-_ROW_ID = BigInteger().with_variant(Integer, "sqlite")  # only INTEGER counts up by itself in SQLite
+_ROW_ID = BigInteger().with_variant(Integer, "sqlite")  # SQLite generates ids only for INTEGER
 
 
 class _RawBinary(LargeBinary):
@@ -133,7 +133,7 @@ dead_letters = Table(
     Column("redrive", Boolean, nullable=False),
     _checksum_column(),
     UniqueConstraint("provider", "subscription", "queue", "token_offset", "token_index"),
-    sqlite_autoincrement=True,  # no id is used twice
+    sqlite_autoincrement=True,  # ids are never reused
 )
 """`attributes` is JSON: {"id": text or null, "headers": {name: value}}."""
 
@@ -419,7 +419,7 @@ MIGRATIONS: Sequence[Migration] = (_add_tokens, _add_cluster, _add_delays, _add_
 """Function i brings a database of version i + 1 to version i + 2."""
 
 SILENT_S = 60.0
-"""A silo without a heartbeat for so long does not run, in seconds."""
+"""A silo without a heartbeat for this time, in seconds, does not run."""
 _ROWS_AT_ONCE = 100
 _LOCK = 0x68656164  # any number that only headrace uses
 
@@ -470,7 +470,7 @@ def _check_no_silo_runs(connection: Connection, version: int, newest: int) -> No
 
 
 def require(connection: Connection) -> None:
-    """Change nothing. Raises DataDirectoryError if there are no tables, or tables of another version."""
+    """Check that the tables have this version, and change nothing. Raises DataDirectoryError if not."""
     newest = 1 + len(MIGRATIONS)
     version = _version(connection)
     if version is None:

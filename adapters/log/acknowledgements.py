@@ -21,8 +21,8 @@ class Acknowledgements:
             self._noted[queue] = max(offset, self._noted.get(queue, 0))
 
     def noted(self, queue: int) -> int:
-        """Return the offset noted for a queue, 0 if none is. Read it before the stored one: `forget` drops it once it
-        is stored."""
+        """Return the offset noted for a queue, 0 if there is none. Read it before the stored one, because `forget`
+        drops an offset when it is stored."""
         return self._noted.get(queue, 0)
 
     def pending(self) -> Mapping[int, int]:
@@ -31,7 +31,7 @@ class Acknowledgements:
             return dict(self._noted)
 
     def forget(self, stored: Mapping[int, int]) -> None:
-        """Drop offsets that `pending` returned and that are stored now, except where a higher one was noted since."""
+        """Drop offsets that `pending` returned and that are stored now. A higher offset that was noted since stays."""
         with self._lock:
             self._noted = {queue: offset for queue, offset in self._noted.items() if stored.get(queue) != offset}
 

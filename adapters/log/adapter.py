@@ -161,14 +161,15 @@ class LogAdapter(QueueAdapter):
         return row.number if row else 0
 
     async def gaps(self, queue: int) -> list[StoredGap]:
-        """Return the ranges that retention deleted from a queue before they were finished, oldest first."""
+        """Return the unfinished ranges that retention deleted from a queue, oldest first."""
         return await self._read_snapshot(lambda snapshot: list(snapshot.gaps(queue)), queue)
 
     async def passed(self, queue: int, start: int, end: int) -> Sequence[tuple[int, int]]:
         return await self._read_snapshot(lambda snapshot: passed_ranges(snapshot, queue, start, end), queue)
 
     async def pass_damage(self, queue: int) -> list[Damage]:
-        """Read a whole queue and pass its damaged ranges: readers get a gap there and go on. Return these ranges."""
+        """Read a whole queue, and mark its damaged ranges as passed: readers get a gap there, and continue. Return the
+        ranges."""
         self._check_queue(queue)
         damages = await self._run(lambda: find_damage(self._environment, queue))
         return await self._run(lambda: pass_damage(self._environment, queue, damages))

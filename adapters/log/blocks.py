@@ -14,8 +14,9 @@
 The checksum includes the place. A block that is found in another queue or at another offset is therefore damaged.
 Blocks with the older magic b"HRB1" have a checksum without the place.
 
-An operator can pass a damaged block. It is then replaced by a record with the magic b"HRP1", no events, no columns, and
-the reason as UTF-8 text after the header. This record keeps the offsets of the lost batches.
+An operator can pass a damaged block, that is, let all readers skip it. The block is then replaced by a record with the
+magic b"HRP1", no events, no columns, and the reason as UTF-8 text after the header. This record keeps the offsets of
+the lost batches.
 
 All integers are unsigned and little-endian. A block is stored under the offset of its first batch; the others have the
 offsets that follow, so the next block's key is this one's plus n.
@@ -261,7 +262,7 @@ class Block:
 class StreamTable:
     """Streams by the bytes with which their batches begin, so that a batch is not parsed to find its stream.
 
-    Drops all entries when it is full.
+    It drops all entries when it is full.
     """
 
     def __init__(self, limit: int = 1 << 17) -> None:

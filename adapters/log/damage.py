@@ -1,4 +1,4 @@
-"""Finds damaged blocks of a queue, and passes them: replaces them by records that readers skip."""
+"""Find damaged blocks of a queue, and pass them: replace them by records that readers skip."""
 
 from __future__ import annotations
 

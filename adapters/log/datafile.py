@@ -1,7 +1,7 @@
-"""Verifies the file of an LMDB environment when it is opened, as far as that is possible.
+"""Verify the file of an LMDB environment when it is opened, as far as possible.
 
-LMDB writes its two meta pages in turn: page N & 1 describes transaction N. It uses the page with the higher number and
-verifies neither. After a flipped bit it may therefore use the older page, and the last commit is missing.
+LMDB writes its two meta pages alternately: page N & 1 describes transaction N. It uses the page with the higher number,
+and verifies neither page. So after a flipped bit it may use the older page, and the last commit is missing.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def _meta_pages(file: Path, page_bytes: int) -> tuple[_MetaPage, _MetaPage]:
 
 
 def _fault(even: _MetaPage, odd: _MetaPage, *, in_order: bool) -> str:
-    """Return why the two meta pages cannot both be right, or "". `in_order`: commits reach the disk in order."""
+    """Return why the two meta pages cannot both be right, or "". `in_order` says whether commits reach the disk in
+    order."""
     older, newer = (even, odd) if even.transaction < odd.transaction else (odd, even)
     numbers = f"{even.transaction} and {odd.transaction}"
     if newer.transaction == 0:

@@ -29,7 +29,7 @@ _READ_BYTES = 65536
 _NEARLY_FULL_BYTES = 4096
 _RING_ALL = 0xFFFF
 _MAX_NAMED_QUEUES = 512
-"""A message about more queues names none: it wakes up all receivers."""
+"""If more queues have grown than this, the message names none, and wakes up all receivers."""
 _CLOCK_STEP_NS = 100_000_000
 
 

@@ -1,4 +1,4 @@
-"""The LMDB environment of a log directory: opens it, begins transactions, and translates LMDB's errors.
+"""The LMDB environment of a log directory: open it, begin transactions, and translate LMDB's errors.
 
 LMDB allows a process to open a directory only once, so the handles of a process share one `LogEnvironment`.
 """
@@ -29,8 +29,8 @@ from .transactions import Changes, Databases, Snapshot, Transaction
 MAX_QUEUES = 4096
 _MAX_READERS = 1022
 _LOCK_FILE_BYTES = 64 * (_MAX_READERS + 2)
-"""The size that LMDB gives the lock file for `_MAX_READERS`. Never larger: processes that see different sizes would use
-slots beyond the map."""
+"""The size that LMDB gives the lock file for `_MAX_READERS`. It must not be larger: processes that see different sizes
+would use slots beyond the map."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _GROWTH_PROBE_BYTES = 1 << 20
 _DAMAGED = (
@@ -61,11 +61,11 @@ class LogEnvironment:
         self.queues = queues or 0
         self.provider = provider
         self.made_for = provider
-        """The provider that the log was made for, by the record in the log."""
+        """The provider that the log was made for, as the log itself records it."""
         self.created_us = 0
         """When the log was made, in microseconds since 1970 UTC. Differs from that of an earlier log in this place."""
         self.read_only = queues is None
-        """Only read-only handles are open so far: they have no options of their own."""
+        """Whether only read-only handles are open so far: these have no options of their own."""
         self.inherited = False
         self.handles = 0
         self.acknowledgements = Acknowledgements()
@@ -104,9 +104,10 @@ class LogEnvironment:
             )
 
     def advance(self) -> None:
-        """Make pages usable that a deletion has freed. LMDB reuses them only from the second transaction on.
+        """Commit almost nothing, so that LMDB can reuse the pages that a deletion has freed.
 
-        If the log is full although batches were deleted, a commit of almost nothing makes space for the next one.
+        LMDB reuses them only in the second transaction after the deletion. So this makes space if the log is full
+        although batches were deleted.
         """
         with self.writing() as changes:
             changes.touch()
@@ -117,7 +118,8 @@ class LogEnvironment:
             self._lmdb.sync(force=True)
 
     def forget_dead_readers(self) -> None:
-        """Free the slots of killed readers. Until then, LMDB does not reuse the space that was deleted since."""
+        """Free the slots of killed readers. Until then, LMDB does not reuse space that was deleted after they began to
+        read."""
         with self._gate.shared(), _translated(self):
             self._lmdb.reader_check()
 
@@ -170,7 +172,8 @@ class LogEnvironment:
                 with environment.begin(write=True, buffers=True) as txn:
                     opened = self._open_databases(environment, txn)
                 if self._create:
-                    # Even with durability `relaxed`: the control store will record the log, and it is never made again.
+                    # Also with durability `relaxed`: the control store records the log next, and then the log is never
+                    # made again.
                     environment.sync(force=True)
                 self._create = False  # from now on a missing log is an error: it was deleted
             except BaseException:
@@ -196,7 +199,7 @@ class LogEnvironment:
             raise _missing(self.path, self.provider)
         meta = environment.open_db(b"meta", txn=txn, create=is_new)
         if is_new:
-            # Before the first commit: other processes assume that the name of a log is durable.
+            # Done before the first commit, because other processes assume that the name of a log is durable.
             sync_directory(self.path)
             sync_directory(self.path.parent)
             made = Meta(format=FORMAT, queues=self.queues, provider=self.provider, created_us=time.time_ns() // 1000)

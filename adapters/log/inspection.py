@@ -20,8 +20,8 @@ from .rows import META_KEY, meta_of
 from .transactions import Database, Databases, Snapshot
 
 _ATTEMPTS = 3
-"""Number of reads before damage counts, without a lock: a writer may reuse pages during a read, which looks the
-same."""
+"""Number of reads before damage counts. Reads take no lock: a writer may reuse pages during a read, which looks like
+damage."""
 
 
 class QueueReport(NamedTuple):
@@ -31,7 +31,7 @@ class QueueReport(NamedTuple):
     """The offset of the next batch."""
     damages: list[Damage]
     faults: list[str]
-    """Counts that are wrong although all blocks are sound."""
+    """Faults in the queue's counts, although all blocks are sound."""
 
 
 class LogInspection:
@@ -61,7 +61,7 @@ class LogInspection:
             raise
 
     def _open(self) -> Databases:
-        def database(name: bytes) -> Database:  # outside of `begin`: a handle ends with the read transaction it is of
+        def database(name: bytes) -> Database:  # outside of `begin`: a handle ends with the transaction that opened it
             return self._lmdb.open_db(name, create=False)
 
         meta = database(b"meta")

@@ -1,4 +1,4 @@
-"""Finds how far a range can be read within limits of events and bytes, by the blocks' headers and columns alone."""
+"""Find how far a range can be read within limits of events and bytes, from headers and columns of the blocks only."""
 
 from __future__ import annotations
 

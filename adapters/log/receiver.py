@@ -24,8 +24,8 @@ from .transactions import Snapshot
 RETENTION = "removed by retention"
 FRESH_BATCHES = 256
 FRESH_BYTES = 64 << 10
-"""Up to this many batches and bytes at the end of a queue are read on the event loop. They were just written, so they
-are in memory, and a thread would first have to wait for the interpreter's lock."""
+"""Up to this number of batches, and of bytes, at the end of a queue are read on the event loop. They were just written,
+so they are in memory, and a thread would first have to wait for the interpreter's lock."""
 
 
 class QueueReader:

@@ -1,4 +1,4 @@
-"""Makes a new, empty log in the place of one that was deleted or emptied."""
+"""Make a new, empty log in the place of a log that was deleted or emptied."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from .timesearch import offset_at
 from .transactions import Snapshot
 
 _READ_BYTES = 1 << 20
-"""Bytes copied by one transaction. None stays open while the caller works on the bytes: an open transaction keeps LMDB
-from reusing deleted pages."""
+"""Bytes copied by one transaction. No transaction is open while the caller works on the bytes, because LMDB does not
+reuse deleted pages during an open transaction."""
 
 
 class QueueTail(NamedTuple):
@@ -132,8 +132,7 @@ class LogScan:
         return StoredBlocks(b"".join(views), blocks, first)
 
     def passed(self, queue: int, start: int, end: int) -> Sequence[tuple[int, int]]:
-        """Return the ranges of offsets from `start` up to `end` (exclusive) that were damaged and passed by an
-        operator."""
+        """Return the damaged ranges of offsets from `start` up to `end` (exclusive) that an operator passed."""
         with self._environment.reading() as snapshot:
             return passed_ranges(snapshot, queue, start, end)
 

@@ -1,4 +1,4 @@
-"""Finds a position by time."""
+"""Find a position by time."""
 
 from __future__ import annotations
 
