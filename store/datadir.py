@@ -1,13 +1,15 @@
 """The data directory of an embedded provider, and the locks in it.
 
-    DIR/headrace.json            the marker: {"format": 1}; if the control store is a server also "control", which says
-                                 where, and "id" DIR/control.db               the control store (SQLite), if not
-                                 DIR/providers/<provider>/    the data of the provider's adapter
-                                 DIR/locks/<provider>/<subscription>.lock held (flock) by the process that serves the
-                                 subscription, or shared by the silos of a cluster; its text is the id of a process that
-                                 holds it DIR/locks/.silos/<name>.lock held by the silo of a cluster that has the name
-                                 DIR/demo/                    ledgers of the demo DIR/staging/<provider>/      data of
-                                 Spark's sink that is not published yet (headrace.pipeline.staging)
+    DIR/headrace.json            the marker: {"format": 1}; if the control store is on a server, also its address
+                                 "control", and "id"
+    DIR/control.db               else the control store (SQLite)
+    DIR/providers/<provider>/    the data of the provider's adapter
+    DIR/locks/<provider>/<subscription>.lock
+                                 held (flock) by the process that serves the subscription, or shared by the silos of a
+                                 cluster; its text is the id of a process that holds it
+    DIR/locks/.silos/<name>.lock held by the silo of a cluster that has the name
+    DIR/demo/                    ledgers of the demo
+    DIR/staging/<provider>/      data of Spark's sink that is not published yet (headrace.pipeline.staging)
 
 A directory with the marker is a data directory. A missing or empty directory becomes one. Any other directory is
 refused and not changed, so that a mistyped path never mixes event logs with other files. The marker is written

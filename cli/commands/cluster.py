@@ -71,7 +71,7 @@ def show(*, server: SiloPlace, as_json: bool) -> None:
 def drain(*, server: SiloPlace, silo: str, drain_s: float | None, as_json: bool) -> None:
     """Move all queues and consumers of SILO to other silos. It keeps running without queues.
 
-    This lasts until it is undrained, or restarted. If no other silo runs, a note says so: no silo serves the queues.
+    This lasts until it is undrained or restarted. If no other silo runs, a note says that no silo serves the queues.
     """
     unserved = run(_drain(server, silo, drain_s))
     _done(as_json, f"silo {silo!r} is drained", silo=silo, drained=True)
@@ -102,14 +102,14 @@ def forget(*, server: SiloPlace, silo: str, as_json: bool) -> None:
     _done(as_json, f"silo {silo!r} is forgotten", silo=silo, forgotten=True)
 
 
-@command.command("move-store", short_help="Store a new address of a cluster's database.")
+@command.command("move-store", short_help="Store the new address of a cluster's database.")
 @data_option("Data directory. No silo may run on it.")
 @store_option("New URL of the PostgreSQL database.", required=True)
 @json_option
 def move_store(*, data: Path, store: str, as_json: bool) -> None:
-    """Store in a data directory that the database of its cluster has another address.
+    """Store the new address of the cluster's database in a data directory.
 
-    The database there must be the same one, or a copy of it. Change cluster.store of the silos, too.
+    It must be the same database, or a copy of it. Change cluster.store of the silos, too.
     """
     check_store(store, "--store")
     run(_move_store(data, store))
@@ -185,7 +185,7 @@ async def _move_store(data: Path, store: str) -> None:
 
 
 async def _drain(server: SiloPlace, silo: str, drain_s: float | None) -> Sequence[str]:
-    """Returns the providers that no silo is left to serve."""
+    """Drain the silo. Return the providers that no running silo serves now."""
     await _tell(server, "DrainSilo", silo=silo, drain_ms=_ms(drain_s))
     try:
         return _without_silo((await described(server)).silos, silo)
@@ -224,7 +224,7 @@ async def _show(server: SiloPlace) -> dict[str, Any]:
 
 
 def _differences(cluster: pb.Cluster) -> dict[str, dict[str, list[str]]]:
-    """The settings in which living silos differ: the silos by value, by name of the setting."""
+    """Return the settings in which living silos differ: for each setting, the silos by value."""
     found: dict[str, dict[str, list[str]]] = {}
     for silo in cluster.silos:
         for key, value in silo.settings.items():

@@ -37,9 +37,9 @@ def _chosen_options(function: Any) -> Any:
 @command.command("list")
 @place_options
 @adapter_options
-@click.option("--subscription", metavar="NAME", help="Only of this subscription.")
+@click.option("--subscription", metavar="NAME", help="Only dead letters of this subscription.")
 @click.option("--limit", type=click.IntRange(min=1), default=100, show_default=True, help="Show at most this number.")
-@click.option("--after", type=int, default=0, metavar="ID", help="Only those with a higher id.")
+@click.option("--after", type=int, default=0, metavar="ID", help="Only dead letters with a higher id.")
 @json_option
 def list_(*, place: ProviderPlace, subscription: str | None, limit: int, after: int, as_json: bool) -> None:
     """List the oldest dead letters, without their payload."""

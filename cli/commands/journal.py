@@ -1,11 +1,11 @@
-"""A journal of how far a file has been published, so that the same command continues after an interruption.
+"""A journal of the published part of a file, so that the same command continues after an interruption.
 
 The journal has a key of provider, real path and line format. It exists from the first line to the last. Once the whole
 file is published the journal is deleted, and the same command publishes the file once more.
 
 For a data directory the journal is in the control store. For silos it is in files of this user (`XDG_STATE_HOME`), one
-for each cluster that gets the file. The log tells which of these files belongs to this cluster: it knows the producer.
-The addresses of the silos count only if the log knows none of the producers.
+for each cluster that gets the file. The right file for this cluster is the one whose producer the log knows. The
+addresses of the silos count only if the log knows none of the producers.
 
 Before each call the journal stores two positions: the end of the stored lines, and the end of this call's lines. Each
 is a place in the file with the digest of the file up to there. After kill -9 the log tells which of the two is right:
@@ -222,7 +222,7 @@ class PublishJournal:
         self._name, entry, self._previous = found
         self._producer = entry.producer
         self._addresses.update(entry.addresses)
-        # `_previous` is 0 if the log has forgotten the producer: then `done` is right, and the sequence starts anew.
+        # `_previous` is 0 if the log has forgotten the producer: then `done` is right, and the numbers start again.
         self._done = entry.next if entry.next.lines == self._previous else entry.done
         return self._done
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 STDIN = Path("-")
 LINES_AT_ONCE = 4096
-"""Most lines of a call. Each may go to another stream, and a request to a silo has a limit of streams."""
+"""Most lines of one call. Each line may go to another stream, and a request to a silo has a limit of streams."""
 Item = tuple[StreamId, bytes | Event]
 PublishMany = Callable[..., Awaitable[object]]
 """`publish_many` of a provider or of a client."""
@@ -60,7 +60,7 @@ PublishMany = Callable[..., Awaitable[object]]
     "--priority",
     type=click.IntRange(0, MAX_PRIORITY),
     metavar="0-99",
-    help="Of the events that are due, the highest goes first. Needs an adapter with priorities, such as redis.",
+    help="Among due events, the highest priority comes first. Needs an adapter with priorities, such as redis.",
 )
 @click.option(
     "--format", type=click.Choice(["json", "raw"]), default="json", show_default=True, help="Format of a line."
@@ -82,10 +82,10 @@ def command(
     The payload is the line without its end. With --format json it has to be JSON, and blank lines are left out. With
     --format raw every line is an event.
 
-    A line that is no event stops the command with its number; the lines before it are published. Correct the file and
-    run the same command again: it continues after the published lines, also after kill -9, if they have not changed.
-    Once the whole file is published, the same command publishes it once more. For a silo, this machine stores how far
-    the file is published. Nothing is stored for stdin.
+    A line that is not an event stops the command, which prints the line's number; the lines before it are published.
+    Correct the file and run the same command again: it continues after the published lines, also after kill -9, if they
+    have not changed. Once the whole file is published, the same command publishes it once more. With --server, this
+    progress is stored on this machine. For stdin no progress is stored.
     """
     try:
         check_how(place, how)

@@ -41,9 +41,10 @@ def command(*, place: ProviderPlace, delays: str | None, as_json: bool) -> None:
     """Show each queue: its content, or the silo that serves it, and the progress of its subscriptions.
 
     Lag starts at the first batch that some subscription has not finished. It is shown as batches, events (~ if
-    estimated), and the age of the oldest batch. Events that are not due yet are no lag. They are shown as delayed, with
-    the time until the first is due: those in the queue, in the control store, and in the place named by the silos'
-    `delays` or by --delays. `headrace subscriptions show NAME` has the lag of one subscription in each queue.
+    estimated), and the age of the oldest batch. Events that are not due yet do not count as lag. They are shown as
+    delayed, with the time until the first is due: those in the queue, in the control store, and in the place named by
+    the silos' `delays` or by --delays. `headrace subscriptions show NAME` has the lag of one subscription in each
+    queue.
 
     A queue that cannot be read is named on stderr with its offsets, and the exit code is 1.
     """

@@ -29,8 +29,8 @@ def command() -> None:
 def log(*, data: Path, store: str | None, provider: str, as_json: bool) -> None:
     """Create an empty log for a provider whose log was deleted or emptied.
 
-    Every subscription continues at its beginning, with a gap record. Offsets are not used again. First stop the
-    processes that use the provider.
+    Every subscription continues at the beginning of the new log, and gets a gap record. Offsets are not used again.
+    First stop the processes that use the provider.
     """
     starts = run(renew_log(data, provider, store))
     if as_json:
@@ -62,7 +62,7 @@ def control(*, data: Path, store: str | None, as_json: bool) -> None:
 @click.argument("queue", type=click.IntRange(min=0))
 @json_option
 def queue(*, data: Path, store: str | None, provider: str, queue: int, as_json: bool) -> None:
-    """Skip the damaged and missing records of QUEUE of a log, so that its subscriptions continue behind them.
+    """Skip the damaged and missing records of QUEUE of a log, so that its subscriptions continue after them.
 
     The damaged events are lost. Each subscription that has not passed them gets a gap record. Silos may run meanwhile.
     """

@@ -81,12 +81,12 @@ def command(
 ) -> int:
     """Run a silo, with the handlers that your modules declare, and gRPC with --listen, until SIGTERM or SIGINT.
 
-    CONFIG is a TOML file; its data = is relative to its folder. HEADRACE_* variables, such as HEADRACE_HTTP__PORT,
-    override it. Flags override both. At the first signal the silo waits for running handlers, saves their progress, and
-    exits with 0. A second signal stops it at once.
+    CONFIG is a TOML file; the option `data` in it is relative to the file's folder. HEADRACE_* variables, such as
+    HEADRACE_HTTP__PORT, override it. Flags override both. At the first signal the silo waits for running handlers,
+    saves their progress, and exits with 0. A second signal stops it at once.
 
-    With --workers, N processes serve the data directory. Each has its own name, and consecutive ports from the given
-    ones on. A process that dies is started again.
+    With --workers, N processes serve the data directory. Each has its own name and its own ports: the given ones, and
+    those that follow. A process that dies is started again.
     """
     flags = _given(**top, modules=list(modules) or None, http=_given(host=host, port=port) or None, grpc=grpc or None)
     loaded = load_config(config, os.environ, flags)

@@ -62,7 +62,7 @@ DRAIN_S = 2.0
 @click.option("--follow/--no-follow", default=True, show_default=True, help="Wait for more, or stop when caught up.")
 @click.option("--filter", "filters", multiple=True, metavar="FILTER", help="header:NAME=VALUE or field:NAME=VALUE.")
 @click.option("--format", "format_", type=click.Choice(["text", "raw", "json"]), default="text", show_default=True)
-@click.option("--json", "format_", flag_value="json", help="Print one JSON document a line.")
+@click.option("--json", "format_", flag_value="json", help="Print one JSON document per line.")
 @click.argument("selector")
 def command(
     *,
@@ -134,12 +134,12 @@ class LimitReached(Exception):
 
 
 def _is_no_limit(record: logging.LogRecord) -> bool:
-    """`LimitReached` is no failure, so it is not logged."""
+    """`LimitReached` is not a failure, so it is not logged."""
     return record.exc_info is None or not isinstance(record.exc_info[1], LimitReached)
 
 
 def _is_not_damage(record: logging.LogRecord) -> bool:
-    """With --no-follow the command ends with the damage as its error, so it is not logged, too."""
+    """With --no-follow the command ends with the damage as its error, so the damage is not logged in addition."""
     return not any(isinstance(value, CorruptRecord) for value in record.args or ())
 
 

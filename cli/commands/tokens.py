@@ -72,14 +72,14 @@ def _permission_option(permission: Permission, text: str) -> Callable[..., Any]:
 @click.argument("name")
 @_permission_option(Permission.PUBLISH, "May publish to these")
 @_permission_option(Permission.SUBSCRIBE, "May subscribe to these")
-@_permission_option(Permission.MANAGE, "May delete and move subscriptions of these, and handle their dead letters")
+@_permission_option(Permission.MANAGE, "May delete and move subscriptions of these, and manage their dead letters")
 @click.option("--client", metavar="NAME", help="Name of the client, such as that of the replaced token. Default: NAME.")
 @json_option
 def create(*, kept: Kept, name: str, client: str | None, as_json: bool, **permissions: Sequence[str]) -> None:
     """Create a token and print it, once: only its hash is stored. Running silos know it within 2 seconds.
 
     NAMESPACES is one namespace, such as orders, or a prefix, such as 'orders*'; '*' is all of them. No permission
-    includes another. `--manage '*'` also allows operations on the whole silo.
+    includes another. `--manage '*'` also allows operations on the whole cluster.
 
     If a token replaces another, give both the same --client: the client keeps the ids of its idempotent producers.
     """
