@@ -89,12 +89,12 @@ class Grant(NamedTuple):
 def _check_pattern(pattern: str) -> None:
     if "/" in pattern:
         raise InvalidArgument(
-            f"{pattern!r} is no pattern of namespaces: a permission holds for all keys of a namespace, so leave out the"
-            " slash and the text after it (a slash in a namespace is %2F)"
+            f"{pattern!r} is not a pattern of namespaces: a permission holds for all keys of a namespace, so leave out "
+            "the slash and the text after it (a slash in a namespace is %2F)"
         )
     if "*" in pattern[:-1] or "?" in pattern:
         raise InvalidArgument(
-            f"{pattern!r} is no pattern of namespaces: write a namespace, as in orders, or the beginning of "
+            f"{pattern!r} is not a pattern of namespaces: write a namespace, as in orders, or the beginning of "
             "several, as in orders*; there are no other wildcards (%2A and %3F are the characters themselves)"
         )
     StreamId(unquote(pattern.removesuffix("*"), pattern), "")
@@ -257,7 +257,7 @@ def new_token(
 
 def check_token_name(name: str) -> str:
     """Return `name`, or raise InvalidArgument."""
-    return check_name("name of a token", name)
+    return check_name("token name", name)
 
 
 def token_hash(text: str) -> bytes:
@@ -447,5 +447,5 @@ def _bearer(authorization: str | bytes | None) -> str:
     text = authorization.decode("utf-8", "replace") if isinstance(authorization, bytes) else authorization
     scheme, _, token = text.partition(" ")
     if scheme.lower() != "bearer" or not token.strip():
-        raise Unauthenticated("the metadata `authorization` is no bearer token: write it as `Bearer hr_...`")
+        raise Unauthenticated("the metadata `authorization` is not a bearer token: write it as `Bearer hr_...`")
     return token.strip()

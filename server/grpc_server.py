@@ -120,7 +120,7 @@ async def _check_free(host: str, port: int) -> None:
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
-        raise InvalidArgument(f"grpc.host: {host!r} is no address of this machine: {error.strerror}") from None
+        raise InvalidArgument(f"grpc.host: {host!r} is not an address of this machine: {error.strerror}") from None
     for family, kind, protocol, _, address in found:
         with socket.socket(family, kind, protocol) as probe:
             if os.name == "posix":

@@ -97,7 +97,7 @@ class SequenceToken(NamedTuple):
     def parse(cls, text: str) -> SequenceToken:
         match = re.fullmatch(r"(\d{1,99})(?:\.(\d{1,99}))?", text, re.ASCII)
         if match is None:
-            raise InvalidArgument(f"{text!r} is no token: write it as OFFSET or OFFSET.INDEX, as in 1200 or 1200.7")
+            raise InvalidArgument(f"{text!r} is not a token: write it as OFFSET or OFFSET.INDEX, as in 1200 or 1200.7")
         return cls(int(match[1]), int(match[2] or 0))
 
 

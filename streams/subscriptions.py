@@ -54,7 +54,7 @@ def check_name(kind: str, name: str) -> str:
     """Return `name`, or raise InvalidArgument. `kind` says in messages what is named."""
     if not _NAME.fullmatch(check_text("name", name)):
         raise InvalidArgument(
-            f"{shown(name)} is no {kind}: letters, digits, dot, dash and underscore, at most 128, "
+            f"{shown(name)} is not a {kind}: letters, digits, dot, dash and underscore, at most 128, "
             "starting with a letter or digit"
         )
     return name
@@ -71,7 +71,7 @@ def check_consumer(consumer: str) -> str:
     """Return a consumer's id, or raise InvalidArgument. The id may become a part of a subscription's name."""
     if len(check_text("consumer", consumer)) > MAX_CONSUMER or not _NAME.fullmatch(consumer):
         raise InvalidArgument(
-            f"{consumer[:200]!r} is no id of a consumer: letters, digits, dot, dash and underscore, at most "
+            f"{consumer[:200]!r} is not an id of a consumer: letters, digits, dot, dash and underscore, at most "
             f"{MAX_CONSUMER}, starting with a letter or digit"
         )
     return consumer
@@ -104,7 +104,7 @@ class Mode(enum.Enum):
             return cls(given)
         except ValueError:
             names = ", ".join(repr(mode.value) for mode in cls)
-            raise InvalidArgument(f"{given!r} is no mode of a subscription: it is one of {names}") from None
+            raise InvalidArgument(f"{given!r} is not a mode of a subscription: use one of {names}") from None
 
 
 class OnFailure(enum.Enum):
@@ -234,7 +234,7 @@ class StartKind(enum.Enum):
 def _check_start_token(text: str) -> None:
     token = SequenceToken.parse(text)
     if max(token) > MAX_OFFSET:
-        raise InvalidArgument(f"{text!r} is no token: an offset or index is at most {MAX_OFFSET}")
+        raise InvalidArgument(f"{text!r} is not a token: an offset or index is at most {MAX_OFFSET}")
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -294,7 +294,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             when = datetime.fromisoformat(text)
         except ValueError:
             raise InvalidArgument(
-                f"{text!r} is no start: use earliest, latest, a token such as 1200.7, or a time such as "
+                f"{text!r} is not a start: use earliest, latest, a token such as 1200.7, or a time such as "
                 "2026-11-21T10:00:00+00:00"
             ) from None
         return cls.since(when)

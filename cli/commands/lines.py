@@ -22,7 +22,7 @@ _MARK = b"\xef\xbb\xbf"
 
 
 class BadLine(Exception):
-    """A line that is no event. It has the line's number and the reason."""
+    """A line that is not an event. It has the line's number and the reason."""
 
     def __init__(self, number: int, reason: str) -> None:
         super().__init__(reason)
@@ -86,7 +86,7 @@ class LineFormat:
 
 
 def _not_utf8(payload: bytes) -> str:
-    """Why the bytes are no text; empty if they are text."""
+    """Return why the bytes are not text, "" if they are."""
     try:
         payload.decode()
     except UnicodeDecodeError as error:
@@ -122,7 +122,7 @@ def _time_us(content: Any, name: str) -> int:
         return int(value * 1_000_000)
     when = _datetime(value) if isinstance(value, str) else None
     if when is None or when.tzinfo is None:
-        raise ValueError(f"field {name!r} is no time: write seconds since 1970, or 2026-11-21T10:00:00+00:00")
+        raise ValueError(f"field {name!r} is not a time: write seconds since 1970, or 2026-11-21T10:00:00+00:00")
     return int(when.timestamp() * 1_000_000)
 
 

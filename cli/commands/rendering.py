@@ -67,7 +67,7 @@ def _text(event: Event, _: int) -> bytes:
 def parse_filter(text: str) -> EventFilter:
     """A predicate from `header:NAME=VALUE` or `field:NAME=VALUE`. Raises InvalidArgument.
 
-    A field belongs to the payload, a JSON object. Its value is compared as text, or as JSON if it is no text.
+    A field belongs to the payload, a JSON object. Its value is compared as text, or as JSON if it is not text.
     """
     kind, colon, rest = text.partition(":")
     name, equals, value = rest.partition("=")

@@ -125,7 +125,7 @@ def test_version(headrace: Headrace):
         (["subscribe", "--data", "d"], "Missing argument 'SELECTOR'"),
         (["subscribe", "--data", "d", "a/*", "--max", "0"], "0 is not in the range x>=1"),
         (["subscribe", "--data", "d", "nothing"], "'nothing' selects no stream"),
-        (["subscribe", "--data", "d", "a/*", "--from", "noon"], "'noon' is no start"),
+        (["subscribe", "--data", "d", "a/*", "--from", "noon"], "'noon' is not a start"),
         (["subscribe", "--data", "d", "a/*", "--from", "3"], "a token is a position in one queue"),
         (["subscribe", "--data", "d", "a/*", "--filter", "x=1"], "--filter x=1: write it as header:NAME=VALUE"),
         (["subscribe", "--data", "d", "a/*", "--option", "durability"], "--option durability: write it as NAME=VALUE"),
@@ -133,7 +133,7 @@ def test_version(headrace: Headrace):
          "durability`: accepted are commit, relaxed"),
         (["publish", "--data", "d", "--stream", "a/b", "--option", "durabilty=commit"],
          "unknown field `durabilty`: accepted are durability, "),
-        (["subscribe", "--data", "d", "a/*", "--name", "not a name"], "'not a name' is no subscription name"),
+        (["subscribe", "--data", "d", "a/*", "--name", "not a name"], "'not a name' is not a subscription name"),
         (["subscribe", "--data", "d", "a/*", "--provider", "../up"], "'../up' is no provider name"),
     ],
 )  # fmt: skip

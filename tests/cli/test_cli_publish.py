@@ -202,10 +202,10 @@ def test_a_line_without_end_is_not_read_to_its_end(headrace: Headrace):
         (b'{"who":"a"}', "has no field 'id'"),
         (b'{"who":"a","id":[]}', "field 'id' is neither text nor a whole number"),
         (b'{"who":"a","id":1}', "has no field 'at'"),
-        (b'{"who":"a","id":1,"at":"noon"}', "field 'at' is no time"),
-        (b'{"who":"a","id":1,"at":"2026-11-21T10:00:00"}', "field 'at' is no time"),
-        (b'{"who":"a","id":1,"at":1e300}', "field 'at' is no time"),
-        (b'{"who":"a","id":1,"at":null}', "field 'at' is no time"),
+        (b'{"who":"a","id":1,"at":"noon"}', "field 'at' is not a time"),
+        (b'{"who":"a","id":1,"at":"2026-11-21T10:00:00"}', "field 'at' is not a time"),
+        (b'{"who":"a","id":1,"at":1e300}', "field 'at' is not a time"),
+        (b'{"who":"a","id":1,"at":null}', "field 'at' is not a time"),
     ],
 )
 def test_why_a_line_is_no_event(line: bytes, reason: str):

@@ -91,7 +91,7 @@ def test_java_that_is_missing_is_told(pipeline: Run, tmp_path: Path):
         (["archive", "kept"], "Missing option '--data' or '--server'"),
         (["archive", "kept", "--data", "d", "--streams", "nothing"], "'nothing' selects no stream"),
         (["replay", "--data", "d"], "give one of --archive, --from-data and --from-server"),
-        (["replay", "--archive", "kept", "--data", "d", "--since", "noon"], "'noon' is no time"),
+        (["replay", "--archive", "kept", "--data", "d", "--since", "noon"], "'noon' is not a time"),
     ],
 )
 def test_wrong_usage_is_one_line_and_code_2(arguments: list[str], reason: str, headrace: Headrace):

@@ -83,15 +83,15 @@ def test_a_revoked_token_is_gone_and_its_name_free(tokens: Headrace):
         (["orders"], "token 'orders' would have no permission: give it --publish, --subscribe or --manage"),
         (
             ["orders", "--publish", "*orders"],
-            "'*orders' is no pattern of namespaces: write a namespace, as in orders, or",
+            "'*orders' is not a pattern of namespaces: write a namespace, as in orders, or",
         ),
         (
             ["orders", "--publish", "orders/*"],
-            "'orders/*' is no pattern of namespaces: a permission holds for all keys",
+            "'orders/*' is not a pattern of namespaces: a permission holds for all keys",
         ),
         (
             ["my orders", "--publish", "*"],
-            "'my orders' is no name of a token: letters, digits, dot, dash and underscore",
+            "'my orders' is not a token name: letters, digits, dot, dash and underscore",
         ),
         (["--publish", "*"], "Missing argument 'NAME'. (see headrace tokens create --help)"),
     ],

@@ -341,7 +341,7 @@ async def test_a_mode_may_be_text(client: Client):
         assert consumer.definition is not None
         assert consumer.definition.mode is Mode.BOUND
     with pytest.raises(
-        InvalidArgument, match=r"^'boud' is no mode of a subscription: it is one of 'shared', 'bound', "
+        InvalidArgument, match=r"^'boud' is not a mode of a subscription: use one of 'shared', 'bound', "
     ):
         client.subscribe("t", "n/*", mode="boud")
 

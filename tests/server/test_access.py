@@ -272,9 +272,9 @@ def test_a_token_is_random_and_only_its_hash_is_in_the_record():
     [
         ("a", {}, "token 'a' would have no permission: give it --publish, --subscribe or --manage"),
         ("a", {PUBLISH: []}, "token 'a' would have no permission"),
-        ("a", {PUBLISH: ["*x"]}, "'*x' is no pattern of namespaces"),
-        ("a b", {PUBLISH: ["x"]}, "'a b' is no name of a token: letters, digits, dot, dash and underscore"),
-        ("", {PUBLISH: ["x"]}, "'' is no name of a token"),
+        ("a", {PUBLISH: ["*x"]}, "'*x' is not a pattern of namespaces"),
+        ("a b", {PUBLISH: ["x"]}, "'a b' is not a token name: letters, digits, dot, dash and underscore"),
+        ("", {PUBLISH: ["x"]}, "'' is not a token name"),
     ],
 )
 def test_a_token_that_makes_no_sense_is_refused(name: str, permissions: dict[Permission, list[str]], why: str):
@@ -341,11 +341,11 @@ async def test_a_token_tells_who_calls(store: ControlStore):
     ("authorization", "why"),
     [
         (None, "no token: send the metadata `authorization: Bearer hr_...`"),
-        ("", "the metadata `authorization` is no bearer token"),
-        ("Bearer", "is no bearer token"),
-        ("Bearer  ", "is no bearer token"),
-        ("Basic c2VjcmV0", "is no bearer token"),
-        ("hr_secret", "is no bearer token"),
+        ("", "the metadata `authorization` is not a bearer token"),
+        ("Bearer", "is not a bearer token"),
+        ("Bearer  ", "is not a bearer token"),
+        ("Basic c2VjcmV0", "is not a bearer token"),
+        ("hr_secret", "is not a bearer token"),
         ("Bearer hr_secret", "the token is unknown or was revoked"),
         (b"Bearer \xff\xfesecret", "the token is unknown or was revoked"),
         ("Bearer \ud800secret", "the token is unknown or was revoked"),
@@ -494,4 +494,4 @@ async def test_a_token_that_is_not_understood_allows_nothing_and_spoils_no_other
             assert not book.authenticate(f"Bearer {token.text}").allows_anything()
     assert len(caplog.messages) == 2  # once each
     assert "token 'b': 'fly' is not a valid Permission" in caplog.messages[0]
-    assert "token 'c': '*x' is no pattern" in caplog.messages[1]
+    assert "token 'c': '*x' is not a pattern" in caplog.messages[1]

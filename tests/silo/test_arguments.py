@@ -134,7 +134,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"concurrency": "2"}, "concurrency is '2': expected an integer of at least 1"),
     ({"concurrency": True}, "concurrency is True: expected an integer of at least 1"),
     ({"start": 5}, "start is 5: expected a Start, such as Start.earliest()"),
-    ({"start": "yesterday"}, "'yesterday' is no start: use earliest, latest"),
+    ({"start": "yesterday"}, "'yesterday' is not a start: use earliest, latest"),
     ({"retry": {"max_attempts": 3}}, "retry is {'max_attempts': 3}: expected a RetryPolicy"),
     (
         {"on_failure": "pause"},
@@ -165,7 +165,7 @@ async def test_wrong_options_of_the_decorator_are_refused_in_its_line() -> None:
         ({"max_bytes": 0}, "max_bytes is 0: expected an integer of at least 1"),
         ({"consumer": 5}, "consumer is 5: expected a str"),
         ({"consumer": None}, "consumer is None: expected a str"),
-        ({"mode": "bond"}, "'bond' is no mode of a subscription: it is one of 'shared', 'bound', 'broadcast'"),
+        ({"mode": "bond"}, "'bond' is not a mode of a subscription: use one of 'shared', 'bound', 'broadcast'"),
         ({"session_timeout_s": "5"}, "session_timeout_s is '5': expected a number of seconds above 0"),
         ({"timeout_s": 0}, "timeout_s is 0: expected a number of seconds above 0"),
         ({"keeps_positions": 1}, "keeps_positions is 1: expected True or False"),
@@ -191,14 +191,14 @@ async def test_options_of_the_other_kind_are_refused(provider: Provider) -> None
 @pytest.mark.parametrize("handler", [None, on_event])
 async def test_a_wrong_name_or_selector_is_refused(either: Any, handler: Any) -> None:
     await refused(lambda: either.subscribe(5, "orders/*", handler), "name is 5: expected a str")
-    await refused(lambda: either.subscribe("a b", "orders/*", handler), "'a b' is no subscription name")
+    await refused(lambda: either.subscribe("a b", "orders/*", handler), "'a b' is not a subscription name")
     await refused(lambda: either.subscribe("s", 5, handler), "selector is 5: expected a StreamId, or a str")
     await refused(lambda: either.subscribe("s", "orders", handler), "'orders' selects no stream")
 
 
 CALLS: list[tuple[Callable[[Any], Any], str]] = [
     (lambda p: p.seek("s", 5), "start is 5: expected a Start, such as"),
-    (lambda p: p.seek("s", "yesterday"), "'yesterday' is no start: use earliest, latest"),
+    (lambda p: p.seek("s", "yesterday"), "'yesterday' is not a start: use earliest, latest"),
     (lambda p: p.seek(5, "latest"), "name is 5: expected a str"),
     (lambda p: p.resume("s", "orders/1"), "stream is 'orders/1': expected a StreamId, such as"),
     (lambda p: p.resume(5, S), "name is 5: expected a str"),

@@ -29,7 +29,7 @@ def batch(*events: Event) -> EventBatch:
         (lambda: batch(Event(b"", headers={str(n): "" for n in range(129)})), "at most 128 headers, not 129"),
         (lambda: Selector("n/" + "k" * 8192), "a selector has at most 8,192 characters, not 8,194"),
         (lambda: Start(kind=StartKind.TIME, time_us=MAX_TIME_US + 1), "the time of a start is a time in the years"),
-        (lambda: Start.parse("9" * 30), "is no token: an offset or index is at most"),
+        (lambda: Start.parse("9" * 30), "is not a token: an offset or index is at most"),
         (lambda: RetryPolicy(initial_delay_s=1e308), "retry.initial_delay_s is a number of seconds from 0 to"),
         (
             lambda: RetryPolicy(max_attempts=True),

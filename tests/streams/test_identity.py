@@ -129,7 +129,7 @@ def test_tokens_are_ordered_by_offset_and_then_index():
 
 @pytest.mark.parametrize("text", ["", "-1", "1.", ".1", "1.2.3", "1.x", " 1", "1\n", "１", "9" * 5000])
 def test_text_that_is_no_token_is_refused(text: str):
-    with pytest.raises(InvalidArgument, match=r"is no token: write it as OFFSET or OFFSET\.INDEX"):
+    with pytest.raises(InvalidArgument, match=r"is not a token: write it as OFFSET or OFFSET\.INDEX"):
         SequenceToken.parse(text)
 
 

@@ -119,10 +119,10 @@ def test_start_times_are_exact(when: datetime):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "is no start: use earliest, latest, a token such as 1200.7, or a time"),
-        ("newest", "is no start"),
-        ("1.2.3", "is no token"),
-        ("2026-13-01", "is no start"),
+        ("", "is not a start: use earliest, latest, a token such as 1200.7, or a time"),
+        ("newest", "is not a start"),
+        ("1.2.3", "is not a token"),
+        ("2026-13-01", "is not a start"),
         ("2026-11-21T10:00:00", "has no time zone: add one"),
     ],
 )
@@ -157,7 +157,7 @@ def test_subscription_names_that_are_accepted(name: str):
 
 @pytest.mark.parametrize("name", ["", "-a", ".a", "a b", "a/b", "ä", "a\n", "x" * 129])
 def test_subscription_names_that_are_refused(name: str):
-    with pytest.raises(InvalidArgument, match="is no subscription name: letters, digits"):
+    with pytest.raises(InvalidArgument, match="is not a subscription name: letters, digits"):
         definition(name)
 
 

@@ -132,7 +132,7 @@ def bad(**fields: object) -> pb.SubscriptionDefinition:
     [
         (bad(selector="shop"), "definition.selector: 'shop' selects no stream"),
         (bad(selector="shop/" + "*" * 8192), "definition.selector: a selector has at most 8,192 characters, not 8,197"),
-        (bad(name="../x"), "definition: '../x' is no subscription name"),
+        (bad(name="../x"), "definition: '../x' is not a subscription name"),
         (bad(mode=7), "definition.mode: 7 is none of the known values 0, 1, 2, 3"),
         (bad(on_failure=-1), "definition.on_failure: -1 is none"),
         (bad(slow_consumer=99), "definition.slow_consumer: 99 is none"),
@@ -141,7 +141,7 @@ def bad(**fields: object) -> pb.SubscriptionDefinition:
             bad(retry=pb.RetryPolicy(max_delay_s=float("nan"))),
             "definition.retry: retry.max_delay_s is a number",
         ),
-        (bad(start=pb.Start(token="soon")), "definition.start.token: 'soon' is no token"),
+        (bad(start=pb.Start(token="soon")), "definition.start.token: 'soon' is not a token"),
         (bad(start=pb.Start(token="7")), "definition: subscription printer: a token is a position in one queue"),
         (bad(start=pb.Start(earliest=False)), "definition.start.earliest is true or left out"),
     ],

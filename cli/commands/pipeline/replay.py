@@ -62,7 +62,7 @@ class _Time(click.ParamType[datetime]):
         try:
             when = datetime.fromisoformat(value)
         except ValueError:
-            self.fail(f"{value!r} is no time such as 2026-11-21T10:00", param, ctx)
+            self.fail(f"{value!r} is not a time such as 2026-11-21T10:00", param, ctx)
         return when if when.tzinfo else when.replace(tzinfo=UTC)
 
 

@@ -31,7 +31,7 @@ class Duration(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
             return value
         found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)(ms|[smhd])", str(value), re.ASCII)
         if found is None:
-            self.fail(f"{value!r} is no time: write it as 30s, 5m, 1h or 1d", param, ctx)
+            self.fail(f"{value!r} is not a time: write it as 30s, 5m, 1h or 1d", param, ctx)
         return timedelta(seconds=float(found[1]) * _UNITS_S[found[2]])
 
 

@@ -84,8 +84,8 @@ def creating(name: str, selector: str, **fields: Any) -> pb.CreateSubscriptionRe
 
 BAD: dict[str, tuple[Message | bytes, str]] = {
     "no definition": (pb.CreateSubscriptionRequest(), "definition.selector: '' selects no stream"),
-    "a bad name": (creating("a b", "shop/*"), "'a b' is no subscription name"),
-    "a consumer's name": (creating("a~b", "shop/*"), "'a~b' is no subscription name"),
+    "a bad name": (creating("a b", "shop/*"), "'a b' is not a subscription name"),
+    "a consumer's name": (creating("a~b", "shop/*"), "'a~b' is not a subscription name"),
     "an unknown mode": (creating("a", "shop/*", mode=9), "definition.mode: 9 is none of the known values"),
     "a filter": (creating("a", "shop/*", filter="shop:f"), "definition.filter names a function in the silo"),
     "no attempts": (
@@ -178,7 +178,7 @@ async def test_a_seek_moves_it_back_and_forth_and_it_is_delivered_again(tmp_path
         told = await refused(
             caller, "SeekSubscription", pb.SeekSubscriptionRequest(name="idle", to=pb.Start(token="x"))
         )
-        assert told.details.startswith("to.token: 'x' is no token")
+        assert told.details.startswith("to.token: 'x' is not a token")
 
 
 async def test_waiting_ends_when_another_silo_has_caught_up(tmp_path: Path):
