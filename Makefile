@@ -22,8 +22,8 @@ SOURCES  := $(shell find front_door $(PACKAGES) -name __pycache__ -prune -o -pri
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 PYTEST_ARGS ?=
-# Each process starts the servers that its tests need; one of them starts a JVM.
-PROCESSES   ?= --numprocesses auto --maxprocesses 4 --dist loadfile
+# More than two cores have: many tests wait. Each process starts the servers that its tests need; one starts a JVM.
+PROCESSES   ?= --numprocesses 4 --dist loadfile
 SIM_ARGS    ?=
 
 .PHONY: help test lint types pytest quick slow fuzz chaos sim demo bench dev format generate baseline wheel clean

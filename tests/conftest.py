@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -38,8 +39,46 @@ settings.register_profile(
 settings.load_profile(PROFILE)
 
 
+LONGEST = (
+    "tests/spark",
+    "tests/examples/test_node.py",
+    "tests/silo/relay/test_relay.py",
+    "tests/cli/test_cli_cluster.py",
+    "tests/client/test_command_line.py",
+    "tests/faults/test_cluster_kills.py",
+    "tests/test_readme.py",
+    "tests/cli/test_workers.py",
+    "tests/store/test_store_model.py",
+    "tests/benchmarks/test_over_grpc.py",
+    "tests/store/test_leases_processes.py",
+    "tests/client/test_outages.py",
+    "tests/cluster/test_simulated_clusters.py",
+    "tests/cli/test_cli_subscribe.py",
+    "tests/cli/test_cli_reports.py",
+    "tests/benchmarks/test_delays.py",
+    "tests/agents/delivery/test_group_random.py",
+    "tests/adapters/redis/test_redis_guide.py",
+    "tests/type_checking/test_type_checkers.py",
+    "tests/storage/test_power_loss.py",
+)
+"""Files that take longest for their number of tests, and the folder with Spark. At the end, one process would run them
+while the others have nothing to do."""
+
+
+class WorkQueue(OrderedDict[str, dict[str, bool]]):
+    """Takes `LONGEST` first."""
+
+    def popitem(self, last: bool = True) -> tuple[str, dict[str, bool]]:
+        longest = next((scope for scope in LONGEST if scope in self), None)
+        return super().popitem(last) if longest is None else (longest, self.pop(longest))
+
+
 class FileScheduling(LoadFileScheduling):
     """One process runs all tests of a file, and one process all tests of Spark: they share a JVM."""
+
+    def __init__(self, config: pytest.Config, log: Producer) -> None:
+        super().__init__(config, log)
+        self.workqueue = WorkQueue()
 
     def _split_scope(self, nodeid: str) -> str:
         return "tests/spark" if nodeid.startswith("tests/spark/") else super()._split_scope(nodeid)
