@@ -6,7 +6,6 @@ import json
 import os
 import pty
 import re
-import subprocess
 import sysconfig
 import termios
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.cli.forking import Process
+from tests.cli.forking import Process, forking
 
 SCRIPT = str(Path(sysconfig.get_path("scripts"), "headrace"))
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
@@ -56,16 +55,15 @@ def on_terminal(directory: Path, *arguments: object, columns: int = 80) -> str:
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, columns))
     environment = ENVIRONMENT | {"TERM": "xterm"}
-    with subprocess.Popen(
-        [SCRIPT, *map(str, arguments)], cwd=directory, env=environment, stdin=theirs, stdout=theirs, stderr=theirs
-    ) as process:
-        os.close(theirs)
-        shown = b""
-        with suppress(OSError):  # EIO: the process has closed its side
-            while chunk := os.read(ours, 4096):
-                shown += chunk
-        os.close(ours)
-        assert process.wait(60) == 0, shown
+    called = list(map(str, arguments))
+    process = forking().start(called, cwd=directory, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    with suppress(OSError):  # EIO: the process has closed its side
+        while chunk := os.read(ours, 4096):
+            shown += chunk
+    os.close(ours)
+    assert process.wait(60) == 0, shown
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode()).replace("\r\n", "\n")
 
 

@@ -20,6 +20,8 @@ from benchmarks.silo_server import SiloServer
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "node"
 TIMEOUT_S = 60.0
+KILLS = 1
+"""Of the silo, while a producer and a consumer run."""
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
 
 
@@ -223,19 +225,19 @@ def test_a_killed_consumer_loses_nothing(start: Start):
 def test_producer_and_consumer_go_on_when_the_silo_is_killed_and_started_again(start: Start, silo: SiloServer):
     consumer = start("consumer", "printer", "orders/*")
     producer = start("producer", "orders/1", stdin=subprocess.PIPE)
-    for number in range(3):
+    for number in range(KILLS):
         producer.send(numbered(500, first=1_000 * number))
         consumer.until(lambda lines, number=number: lines != [] and lines[-1] == f"orders/1 {1_000 * number + 499}")
         silo.kill()
         producer.send(numbered(500, first=1_000 * number + 500))
         silo.start()
-    consumer.until(lambda lines: f"orders/1 {2_999}" in lines)
-    assert first_times(of_stream(consumer.lines, "orders/1")) == numbered(3_000)
+    consumer.until(lambda lines: f"orders/1 {1_000 * KILLS - 1}" in lines)
+    assert first_times(of_stream(consumer.lines, "orders/1")) == numbered(1_000 * KILLS)
     producer.process.communicate(timeout=TIMEOUT_S)
-    assert producer.lines[-1:] == ["3000 events are stored"]
+    assert producer.lines[-1:] == [f"{1_000 * KILLS} events are stored"]
     assert consumer.end() == 0
-    stored = start("consumer", "auditor", "orders/*").until(lambda lines: len(lines) >= 3_000)
-    assert of_stream(stored, "orders/1") == numbered(3_000), "something was stored twice"
+    stored = start("consumer", "auditor", "orders/*").until(lambda lines: len(lines) >= 1_000 * KILLS)
+    assert of_stream(stored, "orders/1") == numbered(1_000 * KILLS), "something was stored twice"
 
 
 def test_what_was_stored_is_not_stored_again_when_the_answer_got_lost(start: Start, silo: SiloServer):
@@ -261,9 +263,13 @@ def test_what_cannot_succeed_ends_with_a_word(start: Start):
     assert re.match(r"consumer: .*not a name!", line)
 
 
-def test_where_nobody_answers_both_say_so_once_and_the_producer_gives_up(start: Start):
+def test_where_nobody_answers_both_say_so_once_and_the_producer_gives_up(installed: Path, start: Start):
+    program, times = re.subn("MAX_FAILURES = 15;", "MAX_FAILURES = 6;", (installed / "producer.js").read_text())
+    assert times == 1
+    (installed / "impatient.js").write_text(program)
     consumer = start("consumer", "printer", "orders/*", address="127.0.0.1:1")
-    producer = start("producer", "orders/1", stdin=subprocess.PIPE, address="127.0.0.1:1")
+    consumer.until(lambda lines: lines != [])
+    producer = start("impatient", "orders/1", stdin=subprocess.PIPE, address="127.0.0.1:1")
     producer.process.communicate(b"x\n", timeout=TIMEOUT_S)
     assert producer.process.returncode == 1
     first, last = producer.lines

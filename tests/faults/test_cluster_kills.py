@@ -21,6 +21,7 @@ SECONDS = float(os.environ.get("CHAOS_SECONDS", "6"))
 pytestmark = pytest.mark.timeout(200 + SECONDS)
 
 
+@over("postgres")
 async def test_queues_are_shared_by_whoever_is_there(tmp_path: Path, store: str | None, rng: random.Random) -> None:
     async with playing(tmp_path, store, "abcd") as cluster:
         await cluster.until_shared(2, 2, 1, 1)

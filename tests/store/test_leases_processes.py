@@ -29,7 +29,7 @@ async def main(where, name):
     wanted = [("p", queue) for queue in range(6)]
     epoch = (await control.attach("p", "stats", exclusive=False)).epoch
     me, held = await store.join(name, "x", ["p"]), {}
-    for _ in range(60):
+    for _ in range(30):
         try:
             over = (await store.beat(me, LEASE_S)).leases if random.random() < 0.5 else ()
             granted = await store.acquire(me, random.sample(wanted, 4), LEASE_S, over=over)
@@ -76,7 +76,7 @@ def lines(where: str, name: str) -> list[list[str]]:
 async def test_processes_that_fight_for_queues_never_share_an_epoch_nor_what_they_write(where: str):
     store = await ControlStore.open(where)
     await store.create_subscription("p", DEFINITION, {queue: Checkpoint(0) for queue in range(QUEUES)})
-    printed = await asyncio.gather(*(asyncio.to_thread(lines, where, name) for name in "abcd"))
+    printed = await asyncio.gather(*(asyncio.to_thread(lines, where, name) for name in "abc"))
     grants: defaultdict[int, list[int]] = defaultdict(list)
     saved: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for of_one in printed:
@@ -95,5 +95,5 @@ async def test_processes_that_fight_for_queues_never_share_an_epoch_nor_what_the
         assert [epoch for _, epoch in in_order] == sorted(epoch for _, epoch in in_order)
     kept = await store.checkpoints("p", "stats")
     assert {queue: kept[queue].next_offset for queue in kept} == {queue: len(saved[queue]) for queue in range(QUEUES)}
-    assert sum(map(len, grants.values())) > 100
+    assert sum(map(len, grants.values())) > 40
     await store.aclose()

@@ -33,5 +33,6 @@ def test_pyright_strict_finds_the_mistakes_and_nothing_else(project: Path) -> No
     check(project, "pyright", "--pythonpath", sys.executable)
 
 
+@pytest.mark.slow
 def test_mypy_strict_finds_the_mistakes_and_nothing_else(project: Path) -> None:
     check(project, "mypy", "--strict", "--cache-dir", str(Path(sys.prefix) / "mypy_cache"))

@@ -15,14 +15,13 @@ import pytest
 from benchmarks.servers import RedisServer, free_port
 from headrace import Closed, InvalidArgument, Provider, StorageError
 from headrace.adapters.redis import RedisOptions, RedisQueue, ShardOptions
-from tests.cli.commandline import ENVIRONMENT, SCRIPT, Ran
+from tests.cli.commandline import ENVIRONMENT, Ran
+from tests.cli.forking import forking
 
 
 def headrace(*arguments: str, cwd: Path) -> Ran:
-    ran = subprocess.run(
-        [SCRIPT, *arguments], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False
-    )
-    return Ran(ran.returncode, ran.stdout, ran.stderr)
+    code, out, err = forking().run(arguments, b"", cwd, ENVIRONMENT, 60)
+    return Ran(code, out.decode(), err.decode())
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
