@@ -49,14 +49,14 @@ def session(name: str, master: str | None = None) -> SparkSession:
     for key, value in _missing({**_SETTINGS, **(_LOCAL_SETTINGS if local else {})}, known).items():
         builder = builder.config(key, value)
     made = builder.getOrCreate()
-    _register_format(made)
+    register_format(made)
     if local and not known.contains("spark.sql.shuffle.partitions"):
         # Spark's 200 make a micro-batch of few events take seconds.
         made.conf.set("spark.sql.shuffle.partitions", str(made.sparkContext.defaultParallelism))
     return made
 
 
-def _register_format(session: SparkSession) -> None:
+def register_format(session: SparkSession) -> None:
     """Register the format if Spark does not search for it.
 
     Spark 4.3 tests its Python with `sh -c "command -v PATH"`. If the path has a space, the test fails, and Spark does

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import os
 from headrace.pipeline.session import session
@@ -15,6 +17,7 @@ print(*columns)
 """
 
 
+@pytest.mark.slow
 def test_a_session_knows_the_format_if_the_path_of_its_python_has_a_space(spark_environment: None, tmp_path: Path):
     (tmp_path / "x y").symlink_to(sys.prefix)
     python = tmp_path / "x y" / "bin" / "python"
