@@ -38,8 +38,9 @@ class Capabilities:
     idempotent: bool = False
     """`enqueue` supports `sequence`."""
     ordered: bool = True
-    """Batches of a queue are received in the order in which they were stored, at the offsets of their receipts. If
-    False, a batch gets its offset when it is first received; the offset in its receipt is only a lower bound."""
+    """Batches of a queue are received in the order in which they were stored, at the offsets of their receipts; a
+    delayed batch at a higher one. If False, a batch gets its offset when it is first received; the offset in its
+    receipt is only a lower bound."""
     read_only: bool = False
     """The adapter cannot enqueue."""
 

@@ -1,4 +1,4 @@
-"""How many events a second are stored and, when they are due, published: in each place where a provider can store them.
+"""How many events a second are stored and, when they are due, published: with each database of the control store.
 
     python -m benchmarks.delay_places [--events N] [--waiting N] [--publishers N] [--payload BYTES]
 
@@ -22,9 +22,9 @@ from typing import NamedTuple
 from headrace import Provider, StreamId
 from headrace.silo.options import ProviderOptions
 
-from .servers import PostgresServer, RedisServer
+from .servers import PostgresServer
 
-PLACES = ("SQLite", "PostgreSQL", "Redis, everysec", "Redis, always")
+PLACES = ("SQLite", "PostgreSQL")
 FIRST_LEAD_S = 5.0
 AT_ONCE = 1000
 
@@ -44,21 +44,18 @@ class Rates(NamedTuple):
 
 
 @contextmanager
-def place(name: str) -> Generator[tuple[str | None, str]]:
-    """URL of the control store, None for that of the data directory, and the provider's option `delays`."""
+def place(name: str) -> Generator[str | None]:
+    """URL of the control store, None for that of the data directory."""
     if name == "SQLite":
-        yield None, "store"
-    elif name == "PostgreSQL":
-        with PostgresServer(fsync=True) as postgres:
-            yield postgres.url, "store"
+        yield None
     else:
-        with RedisServer(appendfsync=name.rpartition(" ")[2]) as redis:
-            yield None, f"redis://{redis.address}"
+        with PostgresServer(fsync=True) as postgres:
+            yield postgres.url
 
 
-async def measure(control: str | None, delays: str, load: Load) -> Rates:
+async def measure(control: str | None, load: Load) -> Rates:
     with tempfile.TemporaryDirectory(prefix="headrace-delays-") as directory:
-        options = ProviderOptions(queues=8, delays=delays)
+        options = ProviderOptions(queues=8, delays="store")
         async with aclosing(await Provider.start(Path(directory), options, control=control)) as provider:
             await _publish(provider, load, load.waiting, lambda: timedelta(days=1))
             lead_s = FIRST_LEAD_S + load.events / 500
@@ -95,8 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     load = Load(given.events, given.waiting, given.publishers, b"x" * given.payload)
     print("| | stored/s | published/s |\n|---|---:|---:|")
     for name in given.places:
-        with place(name) as (control, delays):
-            rates = asyncio.run(measure(control, delays, load))
+        with place(name) as control:
+            rates = asyncio.run(measure(control, load))
         print(f"| {name} | {rates.stored:,.0f} | {rates.published:,.0f} |", flush=True)
 
 

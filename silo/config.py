@@ -76,8 +76,8 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     cache: CacheConfig = CacheConfig()
     detach_after_s: _Seconds = 0.25
     delays: str | None = None
-    """Where delayed events wait if the adapter has no delays: "store" for the control store, or the URL of a Redis.
-    None: the provider refuses delayed events."""
+    """Where delayed events wait if the adapter has no delays: "store" for the control store. None: the provider refuses
+    delayed events."""
 
     def __post_init__(self) -> None:
         check_delays(self.delays)

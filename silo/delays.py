@@ -1,7 +1,5 @@
-"""Delays for adapters that have none.
-
-A provider stores delayed batches in its control store or in a Redis, and publishes each once into its queue when it is
-due.
+"""Delays for adapters that have none: a decorator stores delayed batches in the control store, and publishes each once
+into its queue when it is due.
 
 Each process that has the provider open does this. The first process that looks claims the batches that are due;
 `headrace.store.delays` explains why none is lost or published twice. A process wakes up in time for the batches that it
@@ -12,23 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
-from ..adapters import ProducerSequence, QueueAdapter, Receipt
-from ..store.control_store import ControlStore
-from ..store.delays import RELEASE_BATCHES, RELEASE_BYTES, DelayedCall, DelayStore, Release
+from ..adapters import Backlog, ProducerSequence, QueueAdapter, Receipt
+from ..adapters.forwarding import ForwardingAdapter
+from ..store.delays import RELEASE_BATCHES, RELEASE_BYTES, DelayedBacklog, DelayedCall, DelayStore, Release
 from ..streams.background import BackgroundTasks
 from ..streams.backoff import Backoff
 from ..streams.delays import STORE
-from ..streams.errors import Closed, HeadraceError, InvalidArgument, NotFound, NotSupported, StorageError
+from ..streams.errors import Closed, HeadraceError, InvalidArgument, NotSupported, StorageError
 from ..streams.events import EventBatch, ScheduledBatch
 from ..streams.identity import SequenceToken
-
-if TYPE_CHECKING:
-    from ..adapters.redis.delays import RedisDelayStore
 
 log = logging.getLogger("headrace.silo")
 
@@ -36,6 +33,8 @@ LOOK_S = 5.0
 """Interval of looking for batches that other processes stored, in seconds."""
 HOLD_S = 5.0
 """How long a claim of batches lasts, in seconds. If it is too short, processes repeat work; nothing else happens."""
+COUNTED_S = 1.0
+"""How long a count of the delayed batches of all queues is used, in seconds: callers ask for one queue at a time."""
 FORGET_S = 3600.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0
 
@@ -57,13 +56,17 @@ class DelayStatistics(NamedTuple):
     """Why delayed events cannot be published now; "" if they can."""
 
 
-class DelayScheduler:
-    """A provider's delays in this process. `start` before use, `aclose` after; the caller closes the store."""
+class DelayingAdapter(ForwardingAdapter):
+    """An adapter with delays, around one without.
 
-    def __init__(self, provider: str, adapter: QueueAdapter, store: DelayStore) -> None:
+    Call `start` when due batches may be published. `aclose` closes the inner adapter too; the caller closes the store.
+    """
+
+    def __init__(self, inner: QueueAdapter, store: DelayStore, provider: str) -> None:
+        super().__init__(inner)
+        self.capabilities = replace(inner.capabilities, delay=True)
         self.store = store
         self._provider = provider
-        self._adapter = adapter
         self._holder = uuid.uuid4().hex
         self._loop = asyncio.get_running_loop()
         self._lines: dict[str, asyncio.Future[Any]] = {}
@@ -78,29 +81,44 @@ class DelayScheduler:
         """Until when nothing is to be done, as far as is known; by the loop's clock."""
         self._closing = False
         self._stored = self._released = 0
+        self._counts: Mapping[int, Mapping[str, int]] = {}
+        """By queue, what the delayed batches add to its backlog."""
+        self._counted_until = 0.0
         self._failures: dict[int | None, tuple[str, float]] = {}
         """Why nothing can be published into a queue, and when that was found; under None, why into none."""
 
     def start(self) -> None:
+        """Publish the batches that are due, from now on."""
         self._releasing.start(self._run(), f"headrace delays {self._provider}")
 
-    async def aclose(self, drain_s: float) -> None:
-        """Finish storing; and publishing, within `drain_s` seconds. Other processes publish the rest."""
+    async def aclose(self) -> None:
+        """Finish storing, and the publishing under way: for as long as other processes leave it to this one."""
         self._closing = True
         self._wake.set()
         await self._storing.join()
-        await self._releasing.join(drain_s)
+        await self._releasing.join(HOLD_S)
         await self._releasing.aclose()
+        await self.inner.aclose()
 
-    def statistics(self) -> DelayStatistics:
+    def delay_statistics(self) -> DelayStatistics:
         return DelayStatistics(self._stored, self._released, self._failing())
+
+    async def backlog(self, queue: int, offset: int) -> Backlog:
+        """See QueueAdapter. Late batches count as not due yet, because they are not in the queue."""
+        lag = await self.inner.backlog(queue, offset)
+        if self._counted_until <= self._loop.time():
+            self._counts = {
+                each: _later(stored) for each, stored in (await self.store.backlogs(self._provider)).items()
+            }
+            self._counted_until = self._loop.time() + COUNTED_S
+        return lag._replace(**self._counts.get(queue, {}))
 
     # ---- publishing ------------------------------------------------------------------------------------------------
 
     def enqueue(
         self, batches: Sequence[Placed], *, sequence: ProducerSequence | None = None
     ) -> Awaitable[Sequence[Receipt]]:
-        """As `QueueAdapter.enqueue`, with two differences.
+        """See QueueAdapter, with two differences.
 
         A call that fails may have stored a part, the delayed or the other batches. If it is sent again with its
         `sequence`, the rest is stored. The token of a delayed batch is lower than its later token in the queue.
@@ -109,11 +127,11 @@ class DelayScheduler:
             raise Closed(f"provider {self._provider!r} is closed")
         parts = _Parts.of(batches)
         if sequence is None:
-            return self._enqueue(parts) if parts.delayed else self._adapter.enqueue(batches)
+            return self._enqueue(parts) if parts.delayed else self.inner.enqueue(batches)
         before = self._lines.get(sequence.producer)
         if before is None and not parts.delayed:
             answer: asyncio.Future[Sequence[Receipt]] = asyncio.ensure_future(
-                self._adapter.enqueue(batches, sequence=sequence)
+                self.inner.enqueue(batches, sequence=sequence)
             )
         else:
             answer = self._begun(self._enqueue_after(before, parts, sequence))
@@ -135,7 +153,7 @@ class DelayScheduler:
 
     def _enqueue(self, parts: _Parts) -> Awaitable[Sequence[Receipt]]:
         """Store a call without a sequence. Immediate batches go to the adapter at once: later calls stay behind."""
-        storing = asyncio.ensure_future(self._adapter.enqueue(parts.immediate)) if parts.immediate else None
+        storing = asyncio.ensure_future(self.inner.enqueue(parts.immediate)) if parts.immediate else None
 
         async def both() -> Sequence[Receipt]:
             adding = asyncio.ensure_future(self._add(parts.delayed, None))
@@ -159,9 +177,9 @@ class DelayScheduler:
         if before is not None:
             await asyncio.wait([before])
         added: Sequence[Receipt] = []
-        if parts.delayed and await self._adapter.last_sequence(sequence.producer) == sequence.previous:
+        if parts.delayed and await self.inner.last_sequence(sequence.producer) == sequence.previous:
             added = await self._add(parts.delayed, sequence)
-        receipts = await self._adapter.enqueue(parts.immediate, sequence=sequence)
+        receipts = await self.inner.enqueue(parts.immediate, sequence=sequence)
         duplicate = any(receipt.duplicate for receipt in receipts) or not added
         return parts.receipts([Receipt(None, duplicate=True)] * len(parts.delayed) if duplicate else added, receipts)
 
@@ -170,6 +188,7 @@ class DelayScheduler:
     ) -> Sequence[Receipt]:
         ends = await self._add_with_others(DelayedCall(delayed, sequence))
         self._stored += sum(batch.count for _, batch in delayed)
+        self._counted_until = 0.0
         if self._loop.time() + min(batch.delay_us for _, batch in delayed) / 1e6 < self._wakes_at:
             self._wake.set()
         return [Receipt(SequenceToken(ends[queue])) for queue, _ in delayed]
@@ -193,7 +212,7 @@ class DelayScheduler:
         calls = [call for call, _ in some]
         queues = {queue for call in calls for queue, _ in call.batches}
         try:
-            ends = {queue: (await self._adapter.bounds(queue)).next for queue in queues}
+            ends = {queue: (await self.inner.bounds(queue)).next for queue in queues}
             await self.store.add_all(self._provider, calls)
         except Exception as error:  # noqa: BLE001 (each of them is told)
             for _, answer in some:
@@ -264,6 +283,7 @@ class DelayScheduler:
         if done:
             await self.store.released(self._provider, {release.queue: release.number for release in done})
         self._released += sum(batch.count for release in done for batch in release.batches)
+        self._counted_until = 0.0
         for release, error in zip(releases, outcomes, strict=True):
             if error is None:
                 self._failures.pop(release.queue, None)
@@ -276,11 +296,17 @@ class DelayScheduler:
     async def _publish(self, release: Release) -> None:
         if release.damage:
             raise StorageError(release.damage)
-        last = await self._adapter.last_sequence(release.producer)
+        last = await self.inner.last_sequence(release.producer)
         if last < release.number and release.batches:
             # After `last`, not after `number - 1`: the queue may have forgotten that number, but never `last`.
             sequence = ProducerSequence(release.producer, release.number, last)
-            await self._adapter.enqueue([(release.queue, batch) for batch in release.batches], sequence=sequence)
+            await self.inner.enqueue([(release.queue, batch) for batch in release.batches], sequence=sequence)
+
+
+def _later(stored: DelayedBacklog) -> Mapping[str, int]:
+    """Return the fields of a `Backlog` that count delayed batches."""
+    due_at_us = time.time_ns() // 1000 + round(stored.due_in_s * 1e6)
+    return {"later": stored.batches, "later_events": stored.events, "later_us": due_at_us}
 
 
 class _Parts(NamedTuple):
@@ -335,33 +361,5 @@ def check_delays_possible(provider: str, name: str, adapter: QueueAdapter, *, pr
     if not (can.durable or private):
         raise NotSupported(
             f"provider {provider!r}: the queues of the adapter {name!r} are one process's own, and events in a data "
-            f'directory or in Redis outlast it: leave out delays, or take "{STORE}" without a data directory'
+            f'directory outlast it: leave out delays, or take "{STORE}" without a data directory'
         )
-
-
-async def open_delay_store(provider: str, delays: str, store: ControlStore, owner: str) -> DelayStore:
-    """Open the store that the option names. `owner` is the one that adapters get.
-
-    Raises NotFound if its package is not installed, InvalidArgument for an unsuitable server. A server that does not
-    answer causes errors only later, at its use.
-    """
-    if delays == STORE:
-        return store.delay_store()
-    kind = await asyncio.to_thread(_redis_delay_store)  # imports: files
-    delay_store = kind(delays, owner=owner)
-    try:
-        await delay_store.check(provider)
-    except BaseException:
-        await delay_store.aclose()
-        raise
-    return delay_store
-
-
-def _redis_delay_store() -> type[RedisDelayStore]:
-    try:
-        from ..adapters.redis.delays import RedisDelayStore  # noqa: PLC0415 (it needs an extra)
-    except ModuleNotFoundError as error:
-        raise NotFound(
-            f"delays in Redis need the package {error.name!r}, which is not installed: pip install 'headrace[redis]'"
-        ) from None
-    return RedisDelayStore

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -34,9 +34,9 @@ class EventPublisher(QueuePositions):
         super().__init__(parts)
         self.published_events = 0
         self.published_bytes = 0
-        delays = parts.options.delays is not None
-        self._can_delay = parts.adapter.capabilities.delay or delays
-        self._scheduler = parts.delay_schedulers[0] if delays else None
+        # Without the option, the decorator only publishes events that were delayed before.
+        decorated = parts.delays is not None and parts.options.delays is None
+        self._can_delay = parts.adapter.capabilities.delay and not decorated
         self._publishing = UnderWay()
 
     def stream(self, namespace: str | StreamId, key: str | None = None) -> Stream:
@@ -67,7 +67,7 @@ class EventPublisher(QueuePositions):
             else:
                 queue = self.queue_of(stream)
                 batches = [(queue, batch) for batch in self._encode(stream, scheduled(listed(events), delay, priority))]
-                receipts = await self._enqueue(batches)
+                receipts = await self.adapter.enqueue(batches)
                 self._count(batches)
         finally:
             self._publishing.end(number)
@@ -93,7 +93,7 @@ class EventPublisher(QueuePositions):
         ]
         number = self._publishing.begin()
         try:
-            receipts = await self._enqueue(batches, sequence=sequence)
+            receipts = await self.adapter.enqueue(batches, sequence=sequence)
         finally:
             self._publishing.end(number)
         if not (receipts and receipts[0].duplicate):
@@ -118,7 +118,7 @@ class EventPublisher(QueuePositions):
         self._check_schedules(batches)
         placed = [(self.queue_of(batch.stream), batch) for batch in batches]
         number = self._publishing.begin()
-        answer = asyncio.ensure_future(self._enqueue(placed, sequence=sequence))
+        answer = asyncio.ensure_future(self.adapter.enqueue(placed, sequence=sequence))
         answer.add_done_callback(partial(self._note_stored, placed))
         answer.add_done_callback(lambda _: self._publishing.end(number))
         return answer
@@ -128,11 +128,6 @@ class EventPublisher(QueuePositions):
             return
         if not any(receipt.duplicate for receipt in answer.result()):
             self._count(placed)
-
-    def _enqueue(
-        self, batches: Sequence[tuple[int, EventBatch]], *, sequence: ProducerSequence | None = None
-    ) -> Awaitable[Sequence[Receipt]]:
-        return (self._scheduler or self.adapter).enqueue(batches, sequence=sequence)
 
     def _encode(self, stream: StreamId, events: list[bytes | Event]) -> list[EventBatch]:
         batches = encoded(stream, events)

@@ -222,9 +222,7 @@ async def _delayed(provider: Provider, queues: Sequence[int]) -> dict[int, int]:
     """The number of delayed events by queue; empty if they cannot be counted now."""
     with suppress(HeadraceError, TimeoutError):
         async with asyncio.timeout(COUNT_S):
-            delayed = await provider.delayed_backlogs()
-            lags = {queue: await lag_of(provider.adapter, queue, None, delayed.get(queue)) for queue in queues}
-            return {queue: lag.later_events for queue, lag in lags.items()}
+            return {queue: (await lag_of(provider.adapter, queue, None)).later_events for queue in queues}
     return {}
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any, NamedTuple
 
@@ -15,9 +15,8 @@ from ..balancer import StreamQueueMapper
 from ..balancer.mapper import VERSION as MAPPER_VERSION
 from ..store.control_store import ControlStore
 from ..store.datadir import DataDirectory, open_data_directory
-from ..streams.delays import STORE, check_delays
 from ..streams.errors import NotSupported
-from .delays import DelayScheduler, check_delays_possible, open_delay_store
+from .delays import DelayingAdapter, check_delays_possible
 from .options import DEFAULT_ADAPTER, DEFAULT_QUEUES, ProviderOptions
 from .ownership import check_known, check_queues, check_same_directory
 
@@ -38,13 +37,10 @@ class ProviderParts(NamedTuple):
     mapper: StreamQueueMapper
     leased: bool
     """The provider belongs to a silo in a cluster: it serves the queues of which the silo has leases."""
-    delay_schedulers: Sequence[DelayScheduler]
-    """Publish delayed events when they are due. The first also takes new ones, if the provider has the option `delays`;
-    another one has events that were delayed before the option changed."""
+    delays: DelayingAdapter | None
+    """The adapter, if it is decorated with delays."""
 
     async def aclose(self) -> None:
-        for each in self.delay_schedulers:
-            await each.store.aclose()
         await self.adapter.aclose()
         await self.store.aclose()
 
@@ -78,7 +74,6 @@ async def _open_queues(
     adapter_name = options.adapter or (known.adapter if known else DEFAULT_ADAPTER)
     default = known.queues if known else DEFAULT_QUEUES
     mapper = StreamQueueMapper(default if options.queues is None else options.queues)
-    check_delays(options.delays)
     options.cache.per_queue(mapper.queues)
 
     async def register(location: Mapping[str, Any] | None = None) -> None:
@@ -101,31 +96,23 @@ async def _open_queues(
         if leased:
             _check_shareable(options.name, adapter_name, adapter)
         if options.delays is not None:
-            private = store.private and options.delays == STORE
-            check_delays_possible(options.name, adapter_name, adapter, private=private)
+            check_delays_possible(options.name, adapter_name, adapter, private=store.private)
         await check_queues(store, options.name, adapter, mapper.queues, directory, known=known is not None)
         if not known or adapter.location != known.options:
             await register(adapter.location)  # only now: a provider that cannot be opened is not stored
-        schedulers = await _delay_schedulers(options, adapter, store, owner)
+        delays = await _with_delays(options, adapter, store)
         stack.pop_all()
-        return ProviderParts(options, adapter_name, directory, store, adapter, mapper, leased, schedulers)
+        return ProviderParts(options, adapter_name, directory, store, delays or adapter, mapper, leased, delays)
 
 
-async def _delay_schedulers(
-    options: ProviderOptions, adapter: QueueAdapter, store: ControlStore, owner: str
-) -> Sequence[DelayScheduler]:
-    former: list[DelayScheduler] = []
-    if (
-        options.delays != STORE
-        and adapter.capabilities.idempotent
-        and await store.delay_store().due_in_s(options.name, "") is not None
-    ):
-        log.info("provider %s publishes events that were delayed before its option `delays` changed", options.name)
-        former.append(DelayScheduler(options.name, adapter, store.delay_store()))
+async def _with_delays(options: ProviderOptions, adapter: QueueAdapter, store: ControlStore) -> DelayingAdapter | None:
+    """Decorate the adapter if the provider delays, or if delayed events are left from a time when it did."""
+    delay_store = store.delay_store()
     if options.delays is None:
-        return former
-    delay_store = await open_delay_store(options.name, options.delays, store, owner)
-    return [DelayScheduler(options.name, adapter, delay_store), *former]
+        if not adapter.capabilities.idempotent or await delay_store.due_in_s(options.name, "") is None:
+            return None
+        log.info("provider %s publishes events that were delayed before its option `delays` was removed", options.name)
+    return DelayingAdapter(adapter, delay_store, options.name)
 
 
 def _check_shareable(provider: str, name: str, adapter: QueueAdapter) -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 from ..agents import CacheLimits
 from ..balancer.mapper import MAX_QUEUES
 from ..streams.arguments import check_instance, check_integer, check_seconds, check_text, refused
+from ..streams.delays import check_delays
 
 DEFAULT_ADAPTER = "log"
 DEFAULT_QUEUES = 8
@@ -42,8 +43,8 @@ class ProviderOptions:
     detach_after_s: float = 0.25
     """How long a cursor may stand still in the oldest bucket of a full cache before it is detached, in seconds."""
     delays: str | None = None
-    """Where delayed events wait if the adapter has no delays: "store" for the control store, or the URL of a Redis.
-    None: the provider refuses delayed events."""
+    """Where delayed events wait if the adapter has no delays: "store" for the control store. None: the provider refuses
+    delayed events."""
 
     def __post_init__(self) -> None:
         check_text("name", self.name)
@@ -57,6 +58,7 @@ class ProviderOptions:
         check_seconds("detach_after_s", self.detach_after_s)
         if self.delays is not None:
             check_text("delays", self.delays)
+        check_delays(self.delays)
 
 
 class ProviderKeywords(TypedDict, total=False):

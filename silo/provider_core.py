@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 
-from ..store.delays import DelayedBacklog
 from ..streams.arguments import check_seconds
 from .event_publisher import EventPublisher
 from .opening import ProviderParts
@@ -18,15 +16,15 @@ class ProviderCore(EventPublisher, SubscriptionHost):
 
     def __init__(self, parts: ProviderParts) -> None:
         super().__init__(parts)
-        self.delay_schedulers = parts.delay_schedulers
+        self.delays = parts.delays
         self._parts = parts
         self._closing: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
         """Read the queues, and publish delayed events that are due."""
         self.manager.start()
-        for each in self.delay_schedulers:
-            each.start()
+        if self.delays is not None:
+            self.delays.start()
 
     async def aclose(self, drain_s: float = DRAIN_S) -> None:
         """Stop reading, give running handlers `drain_s` seconds to end, save their progress, and close. Idempotent."""
@@ -46,26 +44,12 @@ class ProviderCore(EventPublisher, SubscriptionHost):
                 await one.service.completed(drain_s)
         finally:
             self._unlock_all()
-            for each in self.delay_schedulers:
-                await each.aclose(drain_s)
             await self._parts.aclose()
-
-    async def delayed_backlogs(self) -> Mapping[int, DelayedBacklog]:
-        """The stored delayed events, by queue, in all places."""
-        found: dict[int, DelayedBacklog] = {}
-        for each in self.delay_schedulers:
-            for queue, waiting in (await each.store.backlogs(self.name)).items():
-                found[queue] = waiting.plus(found[queue]) if queue in found else waiting
-        return found
 
     def statistics(self) -> ProviderStatistics:
         """A cheap snapshot of queues, caches, cursors and deliveries."""
         statistics = provider_statistics(self.manager, self.published_events, self.published_bytes)
-        for each in self.delay_schedulers:
-            stored, released, failing = each.statistics()
-            statistics = statistics._replace(
-                delays_stored_events=statistics.delays_stored_events + stored,
-                released_events=statistics.released_events + released,
-                release_failing=statistics.release_failing or bool(failing),
-            )
-        return statistics
+        if self.delays is None:
+            return statistics
+        stored, released, failing = self.delays.delay_statistics()
+        return statistics._replace(delays_stored_events=stored, released_events=released, release_failing=bool(failing))

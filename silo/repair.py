@@ -196,9 +196,10 @@ async def pass_damage(data: Path, provider: str, queue: int, control: str | None
     await asyncio.to_thread(find_data_directory, data)
     opened = await Provider.start(data, ProviderOptions(name=provider), control=control, create=False)
     try:
-        if not isinstance(opened.adapter, LogAdapter):
+        adapter = opened.adapter if opened.delays is None else opened.delays.inner
+        if not isinstance(adapter, LogAdapter):
             raise NotSupported(f"provider {provider!r}: its adapter is not 'log', so nothing of it can be passed")
-        damages = await opened.adapter.pass_damage(queue)
+        damages = await adapter.pass_damage(queue)
         gaps = [Gap(one.low, one.high, one.reason, passed=True) for one in damages]
         noted: list[str] = []
         serving: list[str] = []

@@ -17,7 +17,6 @@ from ..agents import (
     PullingManager,
     ServedSubscription,
 )
-from ..store.delays import DelayedBacklog
 from ..streams.errors import CorruptRecord
 from ..streams.states import Held
 from ..streams.subscriptions import Checkpoint
@@ -104,20 +103,17 @@ def due_in_s(backlog: Backlog) -> float | None:
     return None if backlog.later_us is None else max(backlog.later_us - time.time_ns() // 1000, 0) / 1e6
 
 
-async def lag_of(
-    adapter: QueueAdapter, queue: int, unfinished: int | None, delayed: DelayedBacklog | None = None
-) -> Backlog:
+async def lag_of(adapter: QueueAdapter, queue: int, unfinished: int | None) -> Backlog:
     """Return the backlog from `unfinished` on, the lowest unfinished offset of all subscriptions.
 
-    None: no subscription reads the queue, so only events that are not due yet count. The events in `delayed` count as
-    not due yet, even if they are late.
+    None: no subscription reads the queue, so only events that are not due yet count.
     """
-    lag = Backlog(0, 0)
     if unfinished is not None:
-        lag = await adapter.backlog(queue, unfinished)
-    elif adapter.capabilities.delay:
-        lag = (await adapter.backlog(queue, 0))._replace(batches=0, events=0, estimated=False, since_us=None)
-    return lag if delayed is None else _with_delayed(lag, delayed)
+        return await adapter.backlog(queue, unfinished)
+    if not adapter.capabilities.delay:
+        return Backlog(0, 0)
+    end = (await adapter.bounds(queue)).next
+    return (await adapter.backlog(queue, end))._replace(batches=0, events=0, estimated=False, since_us=None)
 
 
 async def fault_at(adapter: QueueAdapter, queue: int, positions: Iterable[Checkpoint]) -> str:
@@ -135,15 +131,6 @@ async def fault_at(adapter: QueueAdapter, queue: int, positions: Iterable[Checkp
             finally:
                 await receiver.aclose()
     return ""
-
-
-def _with_delayed(lag: Backlog, delayed: DelayedBacklog) -> Backlog:
-    due_us = time.time_ns() // 1000 + round(delayed.due_in_s * 1e6)
-    return lag._replace(
-        later=lag.later + delayed.batches,
-        later_events=lag.later_events + delayed.events,
-        later_us=due_us if lag.later_us is None else min(due_us, lag.later_us),
-    )
 
 
 def provider_statistics(manager: PullingManager, published_events: int, published_bytes: int) -> ProviderStatistics:

@@ -22,7 +22,7 @@ from .checksums import CHECKED_TABLES, check_row
 from .cluster_store import ClusterStore
 from .database import Database
 from .dead_letter_store import DeadLetterStore
-from .delays import SqlDelayStore
+from .delays import DelayStore
 from .schema import entries, providers, tokens
 from .store_base import insert_into, store_value
 from .store_clock import Clock
@@ -95,9 +95,9 @@ class ControlStore(SubscriptionStore, DeadLetterStore):
         """Return the store of silos and leases in the same database. It is closed with this store."""
         return ClusterStore(self._database, clock, secret_hash=secret_hash)
 
-    def delay_store(self, clock: Clock | None = None) -> SqlDelayStore:
+    def delay_store(self, clock: Clock | None = None) -> DelayStore:
         """Return the store of delayed batches in the same database. It is closed with this store."""
-        return SqlDelayStore(self._database, clock)
+        return DelayStore(self._database, clock)
 
     async def register_provider(
         self, name: str, *, adapter: str, queues: int, mapper: str, options: Mapping[str, Any] | None = None

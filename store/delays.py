@@ -1,5 +1,5 @@
-"""Stores of delayed batches, for queues that cannot delay: their interface, and the store in the control store.
-`headrace.silo.delays` publishes the batches when they are due.
+"""The store of delayed batches, for queues that cannot delay: a part of the control store. `headrace.silo.delays`
+publishes the batches when they are due.
 
 Each queue gets one release after the other. A release has a number, the batches that are claimed under it, a holder and
 the end of the holder's time. The number is the time in µs, or one more than the last number if that is higher: so it
@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import uuid
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -75,16 +74,17 @@ class DelayedBacklog(NamedTuple):
     due_in_s: float
     """Seconds until the first batch is due; negative if it is late."""
 
-    def plus(self, other: DelayedBacklog) -> DelayedBacklog:
-        return DelayedBacklog(
-            self.batches + other.batches, self.events + other.events, min(self.due_in_s, other.due_in_s)
-        )
 
+class DelayStore:
+    """The delayed batches of the providers that share a database.
 
-class DelayStore(ABC):
-    """A store for the delayed batches of providers. Each method is done as a whole or not at all, unless it says
-    otherwise. Each raises StorageError if the store cannot be reached or cannot store.
+    Every method is one transaction, and raises the errors of `ControlStore`. Tests pass a `clock` that replaces the
+    store's own.
     """
+
+    def __init__(self, database: Database, clock: Clock | None = None) -> None:
+        self._database = database
+        self._clock = clock or store_clock.wall_us
 
     async def add(
         self, provider: str, batches: Sequence[tuple[int, ScheduledBatch]], sequence: ProducerSequence | None = None
@@ -92,7 +92,6 @@ class DelayStore(ABC):
         """Store the batches of one call, as `add_all` does."""
         await self.add_all(provider, [DelayedCall(batches, sequence)])
 
-    @abstractmethod
     async def add_all(self, provider: str, calls: Sequence[DelayedCall]) -> None:
         """Store the batches of several calls until their delay is over. Durable on return. At most one call of each
         producer is given.
@@ -101,12 +100,13 @@ class DelayStore(ABC):
         `sequence.previous`, is the producer's last call in the queues. So batches of later calls are of calls that
         failed, and are deleted unless they are released already.
         """
+        ordered = sorted(calls, key=lambda call: "" if call.sequence is None else call.sequence.producer)
+        await self._database.write(_add, self._clock, provider, ordered)
 
-    @abstractmethod
     async def due_in_s(self, provider: str, holder: str) -> float | None:
         """Return the seconds until there is a release to claim: 0 if there is one, None if there are no batches."""
+        return await self._database.read(_due_in_s, self._clock, provider, holder)
 
-    @abstractmethod
     async def claim(
         self,
         provider: str,
@@ -119,55 +119,11 @@ class DelayStore(ABC):
         """Return releases for `holder` to publish: those that it holds, those whose holder's time is over, and new ones
         of batches that are due, in the order of due times. No other holder gets them for `hold_s` seconds. If there
         are many, the next claim returns the others."""
-
-    @abstractmethod
-    async def released(self, provider: str, numbers: Mapping[int, int]) -> None:
-        """Delete the batches of releases, given as number by queue, that are stored in their queues."""
-
-    @abstractmethod
-    async def backlogs(self, provider: str) -> dict[int, DelayedBacklog]:
-        """Return the backlogs of delayed batches, by queue."""
-
-    @abstractmethod
-    async def forget_calls(self, provider: str) -> None:
-        """Forget the producers that stored no delayed events for `CALL_KEPT_S`."""
-
-    @abstractmethod
-    async def aclose(self) -> None:
-        """Close connections. Idempotent."""
-
-
-class SqlDelayStore(DelayStore):
-    """The delayed batches of the providers that share a database.
-
-    Every method is one transaction, and raises the errors of `ControlStore`. Tests pass a `clock` that replaces the
-    store's own.
-    """
-
-    def __init__(self, database: Database, clock: Clock | None = None) -> None:
-        self._database = database
-        self._clock = clock or store_clock.wall_us
-
-    async def add_all(self, provider: str, calls: Sequence[DelayedCall]) -> None:
-        ordered = sorted(calls, key=lambda call: "" if call.sequence is None else call.sequence.producer)
-        await self._database.write(_add, self._clock, provider, ordered)
-
-    async def due_in_s(self, provider: str, holder: str) -> float | None:
-        return await self._database.read(_due_in_s, self._clock, provider, holder)
-
-    async def claim(
-        self,
-        provider: str,
-        holder: str,
-        hold_s: float,
-        *,
-        max_batches: int = RELEASE_BATCHES,
-        max_bytes: int = RELEASE_BYTES,
-    ) -> list[Release]:
         limits = max_batches, max_bytes
         return await self._database.write(_claim, self._clock, provider, (holder, round(hold_s * 1e6)), limits)
 
     async def released(self, provider: str, numbers: Mapping[int, int]) -> None:
+        """Delete the batches of releases, given as number by queue, that are stored in their queues."""
         await self._database.write(_released, provider, dict(numbers))
 
     async def backlogs(self, provider: str) -> dict[int, DelayedBacklog]:
@@ -175,10 +131,8 @@ class SqlDelayStore(DelayStore):
         return await self._database.read(_waiting, self._clock, provider)
 
     async def forget_calls(self, provider: str) -> None:
+        """Forget the producers that stored no delayed events for `CALL_KEPT_S`."""
         await self._database.write(_forget_calls, self._clock, provider)
-
-    async def aclose(self) -> None:
-        """Do nothing: the database is closed with the control store."""
 
 
 def due_batch(stream: str, encoded: bytes, events: int, priority: int) -> EventBatch:

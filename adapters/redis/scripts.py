@@ -18,24 +18,6 @@ TESTS_CLOCK = "local now_us = tonumber(redis.call('HGET', KEYS[1], 'now_us') or 
 RETURNS_PER_STEP = 200
 """The maximum of expired claims that one pop returns to the queue."""
 
-MANY = """
--- One command for many arguments, in pieces that fit Lua's stack.
-local function many(command, key, args)
-  for i = 1, #args, 2000 do redis.call(command, key, unpack(args, i, math.min(i + 1999, #args))) end
-end
-
-local function many_of(command, key, args)
-  local answer = {}
-  for i = 1, #args, 2000 do
-    for _, each in ipairs({redis.call(command, key, unpack(args, i, math.min(i + 1999, #args)))}) do
-      for j = 1, #each do answer[i + j - 1] = each[j] end
-    end
-  end
-  return answer
-end
-"""
-"""Helpers for more arguments than fit Lua's stack."""
-
 _PROLOGUE = """
 local meta, waiting, body, claimed, held, lease, bell = unpack(KEYS, 1, 7)
 local BAND = 70368744177664
@@ -67,7 +49,21 @@ local function above(one, other)
   return one > other
 end
 
-%(many)s
+-- One command for many arguments, in pieces that fit Lua's stack.
+local function many(command, key, args)
+  for i = 1, #args, 2000 do redis.call(command, key, unpack(args, i, math.min(i + 1999, #args))) end
+end
+
+local function many_of(command, key, args)
+  local answer = {}
+  for i = 1, #args, 2000 do
+    for _, each in ipairs({redis.call(command, key, unpack(args, i, math.min(i + 1999, #args)))}) do
+      for j = 1, #each do answer[i + j - 1] = each[j] end
+    end
+  end
+  return answer
+end
+
 -- A new number of `meta`, above all earlier ones, also above lost ones: no two claims or readers have the same number.
 local function next_number(name)
   local last = tonumber(redis.call('HGET', meta, name) or '0')
@@ -485,7 +481,7 @@ class Script(NamedTuple):
 
     @classmethod
     def of(cls, body: str, clock: str) -> Script:
-        return cls.plain(_PROLOGUE % {"clock": clock, "many": MANY, "returns": RETURNS_PER_STEP} + body)
+        return cls.plain(_PROLOGUE % {"clock": clock, "returns": RETURNS_PER_STEP} + body)
 
     @classmethod
     def plain(cls, text: str) -> Script:

@@ -251,13 +251,6 @@ def adapter_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_options
 
 
-def delays_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    return _queue_option(
-        "--delays", metavar="store|URL",
-        help="Place of delayed events if the adapter cannot delay: the control store, or redis://HOST:PORT.",
-    )(command)  # fmt: skip
-
-
 def creation_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """`--adapter`, `--queues`, `--option` and `--delays`, passed to the command as `how`: the keywords of
     `Provider.open`."""
@@ -267,7 +260,9 @@ def creation_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "--queues", type=click.IntRange(min=1), metavar="N", help="Number of queues.  [default: the provider's, or 8]"
     )
     @_adapter_option
-    @delays_option
+    @_queue_option(
+        "--delays", metavar="store", help="Keep delayed events in the control store; for other adapters than redis."
+    )
     @functools.wraps(command)
     def with_how(*args: Any, options: Sequence[str], **given: Any) -> Any:
         how = {name: given.pop(name) for name in ("adapter", "queues", "delays")}

@@ -19,8 +19,6 @@ from .options import (
     ProviderPlace,
     SiloPlace,
     adapter_options,
-    check_how,
-    delays_option,
     opened,
     place_options,
 )
@@ -29,31 +27,27 @@ from .running import run
 
 if TYPE_CHECKING:
     from ...proto.v1 import cluster_pb2 as pb
-    from ...store.delays import DelayedBacklog
 
 
 @click.command("queues", cls=Command)
 @place_options
 @adapter_options
-@delays_option
 @json_option
-def command(*, place: ProviderPlace, delays: str | None, as_json: bool) -> None:
+def command(*, place: ProviderPlace, as_json: bool) -> None:
     """Show each queue: its content, or the silo that serves it, and the progress of its subscriptions.
 
     Lag starts at the first batch that some subscription has not finished. It is shown as batches, events (~ if
     estimated), and the age of the oldest batch. Events that are not due yet do not count as lag. They are shown as
-    delayed, with the time until the first is due: those in the queue, in the control store, and in the place named by
-    the silos' `delays` or by --delays. `headrace subscriptions show NAME` has the lag of one subscription in each
-    queue.
+    delayed, with the time until the first is due: those in the queue and in the control store. `headrace subscriptions
+    show NAME` has the lag of one subscription in each queue.
 
     A queue that cannot be read is named on stderr with its offsets, and the exit code is 1.
     """
-    check_how(place, {"delays": delays})
     if isinstance(place, SiloPlace):
         queues = run(_of_silos(place))
         show = _print_served
     else:
-        queues = run(_of_data(place, delays))
+        queues = run(_of_data(place))
         show = _print_stored
     if as_json:
         print_json(queues)
@@ -101,17 +95,16 @@ def _delayed(queue: Mapping[str, Any]) -> tuple[object, ...]:
     return queue["delayed_events"] or None, _seconds(queue["due_in_s"])
 
 
-async def _of_data(data_place: DataPlace, delays: str | None) -> list[dict[str, Any]]:
-    async with opened(data_place, {"delays": delays}) as provider:
+async def _of_data(data_place: DataPlace) -> list[dict[str, Any]]:
+    async with opened(data_place) as provider:
         checkpoints = await all_checkpoints(provider)
-        delayed = await provider.delayed_backlogs()
         found: list[dict[str, Any]] = []
         for queue in range(provider.queues):
             of = {name: each[queue] for name, each in checkpoints.items() if queue in each}
             document = describe(queue, await provider.adapter.statistics(queue))
             document["subscriptions"] = await _standings(provider, queue, of)
             document["fault"] = await fault_at(provider.adapter, queue, of.values()) or None
-            found.append(document | await _behind(provider, queue, of, delayed.get(queue)))
+            found.append(document | await _behind(provider, queue, of))
         return found
 
 
@@ -129,10 +122,8 @@ async def all_checkpoints(provider: Provider) -> dict[str, Mapping[int, Checkpoi
     return found
 
 
-async def _behind(
-    provider: Provider, queue: int, of: Mapping[str, Checkpoint], delayed: DelayedBacklog | None
-) -> dict[str, Any]:
-    lag = await lag_of(provider.adapter, queue, min((at.watermark for at in of.values()), default=None), delayed)
+async def _behind(provider: Provider, queue: int, of: Mapping[str, Checkpoint]) -> dict[str, Any]:
+    lag = await lag_of(provider.adapter, queue, min((at.watermark for at in of.values()), default=None))
     return {
         "lag_batches": lag.batches,
         "lag_events": lag.events,

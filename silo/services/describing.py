@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
 from ...adapters import Backlog
 from ...balancer.membership import Membership
 from ...proto.v1 import cluster_pb2 as pb
-from ...store.delays import DelayedBacklog
 from ...streams.cluster import ClusterView, SiloRecord
 from ...streams.errors import HeadraceError
 from ..provider_core import ProviderCore
@@ -26,10 +24,8 @@ async def described(provider: ProviderCore, *, counted: bool) -> pb.Provider:
 
 
 async def _lags(provider: ProviderCore, queues: Sequence[int]) -> dict[int, Backlog]:
-    unfinished, delayed = await _unfinished(provider), dict[int, DelayedBacklog]()
-    with suppress(HeadraceError):  # the store of the delayed events does not answer; the log has the reason
-        delayed.update(await provider.delayed_backlogs())
-    return {queue: await _backlog(provider, queue, unfinished, delayed) for queue in queues}
+    unfinished = await _unfinished(provider)
+    return {queue: await _backlog(provider, queue, unfinished.get(queue)) for queue in queues}
 
 
 async def _unfinished(provider: ProviderCore) -> dict[int, int]:
@@ -67,12 +63,9 @@ async def _queue(provider: ProviderCore, view: QueueView, lag: Backlog) -> pb.Qu
     )
 
 
-async def _backlog(
-    provider: ProviderCore, queue: int, unfinished: Mapping[int, int], delayed: Mapping[int, DelayedBacklog]
-) -> Backlog:
-    lowest = unfinished.get(queue)
+async def _backlog(provider: ProviderCore, queue: int, lowest: int | None) -> Backlog:
     try:
-        return await lag_of(provider.adapter, queue, lowest, delayed.get(queue))
+        return await lag_of(provider.adapter, queue, lowest)
     except HeadraceError:  # a damaged record: the queue's state reports it
         end = (await provider.adapter.bounds(queue)).next
         return Backlog(0, 0) if lowest is None else Backlog(max(end - lowest, 0))

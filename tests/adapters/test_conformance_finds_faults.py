@@ -9,13 +9,11 @@ import pytest
 from headrace import EventBatch, InvalidArgument, SequenceToken
 from headrace.adapters import (
     AdapterContext,
-    Backlog,
     Bounds,
     Capabilities,
     ProducerSequence,
     QueueAdapter,
     QueueReceiver,
-    QueueStatistics,
     Receipt,
     Received,
     open_adapter,
@@ -29,6 +27,7 @@ from headrace.adapters.conformance import (
     ConformsToRewindable,
     harness,
 )
+from headrace.adapters.forwarding import ForwardingAdapter
 
 
 class Receiver(QueueReceiver):
@@ -47,40 +46,13 @@ class Receiver(QueueReceiver):
         await self.inner.aclose()
 
 
-class Adapter(QueueAdapter):
+class Adapter(ForwardingAdapter):
     """Passes everything on. Faults override one method, or name a faulty receiver."""
 
     receiver: type[Receiver] = Receiver
 
-    def __init__(self, inner: QueueAdapter) -> None:
-        self.inner = inner
-        self.capabilities = inner.capabilities
-
-    def enqueue(
-        self, batches: Sequence[tuple[int, EventBatch]], *, sequence: ProducerSequence | None = None
-    ) -> Awaitable[Sequence[Receipt]]:
-        return self.inner.enqueue(batches, sequence=sequence)
-
     async def open_receiver(self, queue: int, start: int | None = None) -> QueueReceiver:
         return self.receiver(await self.inner.open_receiver(queue, start))
-
-    async def bounds(self, queue: int) -> Bounds:
-        return await self.inner.bounds(queue)
-
-    async def statistics(self, queue: int) -> QueueStatistics:
-        return await self.inner.statistics(queue)
-
-    async def offset_at(self, queue: int, time_us: int) -> int:
-        return await self.inner.offset_at(queue, time_us)
-
-    async def backlog(self, queue: int, offset: int) -> Backlog:
-        return await self.inner.backlog(queue, offset)
-
-    async def last_sequence(self, producer: str) -> int:
-        return await self.inner.last_sequence(producer)
-
-    async def aclose(self) -> None:
-        await self.inner.aclose()
 
 
 # ---- faulty receivers ----------------------------------------------------------------------------------------------

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.servers import RedisServer
 from headrace import Client, Event, StreamId
 from headrace.adapters import AdapterContext, open_adapter
-from headrace.adapters.redis.delays import RedisDelayStore
 from headrace.store.control_store import ControlStore
 from headrace.store.datadir import DataDirectory
 from headrace.store.delays import DelayStore
@@ -81,32 +79,6 @@ async def test_a_silo_is_killed_again_and_again(tmp_path: Path, rng: random.Rand
                 await silo.start()
             await publishing
         await until_nothing_waits(control.delay_store())
-        await silo.stop()
-    assert await in_the_log(tmp_path / "data") == wanted(ROUNDS * CALLS)
-
-
-async def test_a_silo_and_the_redis_that_delays_are_killed_again_and_again(tmp_path: Path, rng: random.Random) -> None:
-    """With `everysec` a server that is killed while its disk syncs loses the writes acknowledged meanwhile."""
-    redis = RedisServer(appendfsync="always")
-    redis.port = lasting_port()
-    async with AsyncExitStack() as stack:
-        await asyncio.to_thread(stack.enter_context, redis)
-        url = f"redis://{redis.address}"
-        silo = await stack.enter_async_context(silo_process(tmp_path, config=PROVIDER.replace("store", url)))
-        client = await stack.enter_async_context(Client(silo.address))
-        for turn in range(ROUNDS):
-            publishing = asyncio.create_task(publish(client, rng, turn * CALLS))
-            for killed in (redis, silo, redis):
-                await asyncio.sleep(rng.uniform(0, SPREAD_S / 2))
-                if killed is silo:
-                    await silo.kill()
-                    await silo.start()
-                else:
-                    await asyncio.to_thread(redis.kill)
-                    await asyncio.sleep(rng.uniform(0, SPREAD_S / 4))
-                    await asyncio.to_thread(redis.start)
-            await publishing
-        await until_nothing_waits(await stack.enter_async_context(aclosing(RedisDelayStore(url))))
         await silo.stop()
     assert await in_the_log(tmp_path / "data") == wanted(ROUNDS * CALLS)
 

@@ -80,7 +80,7 @@ def test_columns_that_are_none_of_an_event_are_refused(data: str, columns: str, 
     ("options", "told"),
     [
         ({"txnAppId": "a"}, "options 'txnAppId' and 'txnVersion' go together"),
-        ({"delays": "somewhere"}, 'delays is "store", redis:'),
+        ({"delays": "somewhere"}, 'delays is "store", or left out, not'),
         ({"txnVersion": "1"}, "options 'txnAppId' and 'txnVersion' go together"),
         ({"txnAppId": "", "txnVersion": "1"}, "option 'txnAppId' is empty"),
         ({"txnAppId": "a", "txnVersion": "-1"}, "option 'txnVersion' is a number from 0 to .*, not '-1'"),

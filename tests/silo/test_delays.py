@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, closing
 from datetime import timedelta
 from pathlib import Path
@@ -13,10 +13,9 @@ from typing import Any, cast
 import pytest
 import pytest_asyncio
 
-from benchmarks.servers import RedisServer
 from headrace import Event, Provider, StreamId
 from headrace.adapters import AdapterContext, ProducerSequence, QueueAdapter, Receipt, open_adapter
-from headrace.silo.delays import HOLD_S, DelayScheduler
+from headrace.silo.delays import HOLD_S, DelayingAdapter
 from headrace.silo.host import observed
 from headrace.silo.metrics import render
 from headrace.store.control_store import ControlStore
@@ -24,7 +23,6 @@ from headrace.store.delays import DelayStore
 from headrace.streams.errors import InvalidArgument, NotSupported, SequenceConflict, StorageError
 from headrace.streams.events import EventBatch, ScheduledBatch
 from tests.cli.commandline import Headrace
-from tests.faults.cluster_stores import lasting_port
 from tests.store.delay_places import Clock, place_of
 
 STREAM = StreamId("orders", "42")
@@ -72,12 +70,10 @@ async def test_a_priority_is_refused_as_ever(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"delays": "somewhere"}, InvalidArgument, "delays is \"store\", redis://host.*, or left out, not 'somewhere'"),
-        ({"delays": "redis://"}, InvalidArgument, "or left out, not 'redis://'"),
-        ({"delays": "redis://me:secret@host:99999"}, InvalidArgument, "or left out, not 'host:99999'"),
+        ({"delays": "somewhere"}, InvalidArgument, "delays is \"store\", or left out, not 'somewhere'"),
+        ({"delays": "redis://me:secret@host"}, InvalidArgument, "or left out, not 'host'"),
         ({"delays": "store", "adapter": "generator"}, NotSupported, "idempotent producers"),
         ({"delays": "store", "adapter": "memory"}, NotSupported, "one process's own"),
-        ({"delays": "redis://localhost:1", "adapter": "memory"}, NotSupported, "one process's own"),
     ],
 )
 async def test_what_cannot_be_is_refused_when_the_provider_is_opened(
@@ -105,7 +101,7 @@ async def test_events_come_when_they_are_due(tmp_path: Path):
         )
 
         async def all_came() -> bool:
-            return len(got) == 3 and provider.delay_schedulers[0].statistics() == (2, 2, "")
+            return len(got) == 3 and provider.delays is not None and provider.delays.delay_statistics() == (2, 2, "")
 
         await until(all_came)
         assert got == [b"a", b"b", b"c"]
@@ -126,7 +122,7 @@ async def test_what_is_stored_outlasts_the_provider_and_the_option(tmp_path: Pat
         await provider.stream(STREAM).publish(b"x", delay=timedelta(seconds=0.2))
     caplog.set_level(logging.INFO)
     async with Provider.open(tmp_path) as provider:
-        assert "publishes events that were delayed before its option `delays` changed" in caplog.text
+        assert "publishes events that were delayed before its option `delays` was removed" in caplog.text
 
         async def came() -> bool:
             return await stored(provider.adapter) == ["x"]
@@ -189,107 +185,6 @@ async def test_what_was_stored_is_in_the_metrics(tmp_path: Path):
         assert text.count(b"headrace_queue_delayed_events{") == provider.queues
 
 
-# ---- in Redis --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def redis() -> Iterator[RedisServer]:
-    """A server that a test may stop and start. It keeps its port, which no outgoing connection takes meanwhile."""
-    server = RedisServer()
-    server.port = lasting_port()
-    with server:
-        yield server
-
-
-@pytest.fixture
-def url(redis: RedisServer) -> str:
-    return f"redis://{redis.address}"
-
-
-async def test_what_is_stored_in_redis_outlasts_the_provider(tmp_path: Path, url: str):
-    async with Provider.open(tmp_path, queues=1, delays=url) as provider:
-        await provider.stream(STREAM).publish([Event(b"x", delay=timedelta(seconds=0.2)), Event(b"now")])
-        waiting = await provider.delayed_backlogs()
-        assert (waiting[0].batches, waiting[0].events) == (1, 1)
-        assert await provider.store.delay_store().backlogs("default") == {}
-    async with Provider.open(tmp_path, delays=url) as provider:
-
-        async def came() -> bool:
-            return await stored(provider.adapter) == ["now", "x"]
-
-        await until(came)
-
-
-async def test_while_redis_is_away_all_but_delays_works_and_those_go_on_by_themselves(
-    tmp_path: Path, url: str, redis: RedisServer, caplog: pytest.LogCaptureFixture
-):
-    await asyncio.to_thread(redis.kill)
-    async with Provider.open(tmp_path, queues=1, delays=url) as provider:
-        assert f"cannot be stored yet: Redis at {redis.address} does not serve" in caplog.text
-        await provider.stream(STREAM).publish(b"a")
-        with pytest.raises(StorageError, match=f"Redis at {redis.address} does not serve"):
-            await provider.stream(STREAM).publish(b"x", delay=timedelta(milliseconds=1))
-        await asyncio.to_thread(redis.start)
-        await provider.stream(STREAM).publish(b"b", delay=timedelta(milliseconds=300))
-        await asyncio.to_thread(redis.kill)
-
-        async def failing() -> bool:
-            return provider.statistics().release_failing
-
-        await until(failing)
-        await provider.stream(STREAM).publish(b"c")
-        await asyncio.to_thread(redis.start)
-
-        async def came() -> bool:
-            return await stored(provider.adapter) == ["a", "c", "b"] and not provider.statistics().release_failing
-
-        await until(came)
-
-
-async def test_what_the_control_store_has_is_published_when_new_events_go_to_redis(tmp_path: Path, url: str):
-    far = timedelta(hours=1)
-    async with Provider.open(tmp_path, queues=1, delays="store") as provider:
-        await provider.stream(STREAM).publish([Event(b"old", delay=timedelta(seconds=0.3)), Event(b"x", delay=far)])
-    async with Provider.open(tmp_path, delays=url) as provider:
-        await provider.stream(STREAM).publish([Event(b"new", delay=timedelta(milliseconds=1)), Event(b"x", delay=far)])
-
-        async def came() -> bool:
-            return sorted(await stored(provider.adapter)) == ["new", "old"]
-
-        async def only_far_ones_wait() -> bool:
-            waiting = (await provider.delayed_backlogs())[0]
-            return (waiting.batches, waiting.events) == (2, 2) and 3000 < waiting.due_in_s <= 3600
-
-        await until(came)
-        await until(only_far_ones_wait)
-
-
-async def test_another_provider_of_that_name_is_refused(tmp_path: Path, url: str):
-    async with Provider.open(tmp_path / "one", delays=url):
-        pass
-    with pytest.raises(InvalidArgument, match=r"another provider 'default'.*as in redis://host:6379/1"):
-        async with Provider.open(tmp_path / "other", delays=url):
-            pass
-    async with Provider.open(tmp_path / "other", delays=f"{url}/1"):
-        pass
-
-
-async def test_what_would_outlast_its_queues_is_refused(url: str):
-    with pytest.raises(NotSupported, match="one process's own, and events in a data directory or in Redis"):
-        async with Provider.open(adapter="memory", delays=url):
-            pass
-
-
-def test_what_waits_in_redis_is_in_the_list_of_queues(tmp_path: Path, headrace: Headrace, url: str):
-    (tmp_path / "a.txt").write_text("x\n")
-    publish = ("publish", "--data", "d", "--stream", "orders/42", "--format", "raw", "a.txt", "--delay", "3600")
-    assert headrace(*publish, "--delays", url).code == 0
-    queues = headrace("queues", "--data", "d", "--delays", url, "--json").json
-    assert sum(queue["delayed_events"] for queue in queues) == 1
-    assert "or left out, not 'host'" in headrace(*publish, "--delays", "host").refused(2)
-    assert "--delays is for --data" in headrace("queues", "--server", "localhost:1", "--delays", url).err
-
-
 # ---- stopped between any two steps -----------------------------------------------------------------------------------
 
 
@@ -333,27 +228,27 @@ class _Mortal:
 
 
 class Stage:
-    """A queue of the log, and its delayed events. Every `DelayScheduler` made here is another process's."""
+    """A queue of the log, and its delayed events. Every `DelayingAdapter` made here is another process's."""
 
     def __init__(self, adapter: QueueAdapter, store: DelayStore, clock: Clock) -> None:
         self.adapter, self.store, self.clock = adapter, store, clock
 
-    def process(self, steps: int) -> tuple[DelayScheduler, Killer]:
+    def process(self, steps: int) -> tuple[DelayingAdapter, Killer]:
         killer = Killer(steps)
         adapter = killer.around(self.adapter, ("enqueue", "last_sequence", "bounds"))
         store = killer.around(self.store, ("add_all", "due_in_s", "claim", "released"))
-        return DelayScheduler("p", adapter, store), killer
+        return DelayingAdapter(adapter, store, "p"), killer
 
     async def publish_all(self) -> None:
         """Publish all delayed events, as a process does that lives on."""
-        scheduler, _ = self.process(-1)
+        delaying, _ = self.process(-1)
         self.clock.now_s += 3600
-        while await scheduler.look() == 0:
+        while await delaying.look() == 0:
             pass
         assert await self.store.backlogs("p") == {}
 
 
-@pytest_asyncio.fixture(params=["file", "postgres", "redis"])
+@pytest_asyncio.fixture(params=["file", "postgres"])
 async def stage(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Stage]:
     (tmp_path / "log").mkdir()
     context = AdapterContext(provider="p", queues=2, directory=tmp_path / "log")
@@ -378,9 +273,9 @@ async def test_who_publishes_may_end_before_or_after_any_step(stage: Stage):
     for steps in range(100):
         await stage.store.add("p", [(0, later(f"{steps}a")), (1, later(f"{steps}b")), (0, later(f"{steps}c", 2))])
         stage.clock.now_s += 3
-        scheduler, killer = stage.process(steps)
+        delaying, killer = stage.process(steps)
         try:
-            while await scheduler.look() == 0:
+            while await delaying.look() == 0:
                 pass
         except Killed:
             pass
@@ -399,9 +294,9 @@ async def test_who_stores_may_end_before_or_after_any_step_and_the_call_is_made_
     for steps in range(100):
         sequence = ProducerSequence("client", steps + 1, steps)
         batches = [(0, later(f"{steps}a")), (1, now(f"{steps}b")), (0, later(f"{steps}c"))]
-        scheduler, killer = stage.process(steps)
+        delaying, killer = stage.process(steps)
         try:
-            await scheduler.enqueue(batches, sequence=sequence)
+            await delaying.enqueue(batches, sequence=sequence)
         except Killed:
             if steps % 2:
                 await stage.publish_all()
@@ -448,29 +343,29 @@ async def test_a_queue_that_forgot_the_producer_goes_on(stage: Stage):
 
 
 async def test_calls_of_a_producer_follow_each_other_without_awaiting(stage: Stage):
-    scheduler, _ = stage.process(-1)
+    delaying, _ = stage.process(-1)
     calls: list[Awaitable[Sequence[Receipt]]] = []
     for number in range(1, 31):
         batches = [(0, now(f"{number}"))] if number % 3 else [(0, later(f"{number}")), (0, now(f"{number}"))]
-        calls.append(scheduler.enqueue(batches, sequence=ProducerSequence("client", number, number - 1)))
+        calls.append(delaying.enqueue(batches, sequence=ProducerSequence("client", number, number - 1)))
     for receipts in await asyncio.gather(*calls):
         assert not any(receipt.duplicate for receipt in receipts)
     assert await stored(stage.adapter) == [str(number) for number in range(1, 31)]
     await stage.publish_all()
     assert await stored(stage.adapter) == [*map(str, range(1, 31)), *map(str, range(3, 31, 3))]
-    await scheduler.aclose(0)
+    await delaying.aclose()
 
 
 async def test_a_call_that_leaves_a_hole_stores_nothing(stage: Stage):
-    scheduler, _ = stage.process(-1)
+    delaying, _ = stage.process(-1)
     with pytest.raises(SequenceConflict):
-        await scheduler.enqueue([(0, later("a"))], sequence=ProducerSequence("client", 5, 4))
+        await delaying.enqueue([(0, later("a"))], sequence=ProducerSequence("client", 5, 4))
     assert await stage.store.backlogs("p") == {}
 
 
 async def test_a_receipt_has_a_token_below_the_one_on_delivery_and_what_is_stored_has_its_own(stage: Stage):
-    scheduler, _ = stage.process(-1)
-    receipts = await scheduler.enqueue([(0, now("a")), (0, later("b")), (0, now("c"))])
+    delaying, _ = stage.process(-1)
+    receipts = await delaying.enqueue([(0, now("a")), (0, later("b")), (0, now("c"))])
     tokens = [receipt.token for receipt in receipts]
     assert [token.offset for token in tokens if token] == [0, tokens[1] and tokens[1].offset, 1]
     assert tokens[1] is not None
@@ -478,38 +373,38 @@ async def test_a_receipt_has_a_token_below_the_one_on_delivery_and_what_is_store
 
 
 async def test_what_is_not_delayed_stays_before_what_is_published_after_it(stage: Stage):
-    scheduler, _ = stage.process(-1)
-    first = scheduler.enqueue([(0, later("z")), (0, now("a"))])
-    second = scheduler.enqueue([(0, now("b"))])
+    delaying, _ = stage.process(-1)
+    first = delaying.enqueue([(0, later("z")), (0, now("a"))])
+    second = delaying.enqueue([(0, now("b"))])
     await asyncio.gather(first, second)
     assert await stored(stage.adapter) == ["a", "b"]
 
 
 async def test_calls_at_one_time_share_transactions(stage: Stage):
-    scheduler, killer = stage.process(1_000)
-    await asyncio.gather(*(scheduler.enqueue([(0, later(f"{number:02}"))]) for number in range(20)))
+    delaying, killer = stage.process(1_000)
+    await asyncio.gather(*(delaying.enqueue([(0, later(f"{number:02}"))]) for number in range(20)))
     assert 1_000 - killer.left <= 2 * 4, "more than two looks at the queue and two transactions"
     await stage.publish_all()
     assert await stored(stage.adapter) == [f"{number:02}" for number in range(20)]
-    await scheduler.aclose(0)
+    await delaying.aclose()
 
 
 async def test_an_error_of_the_store_fails_the_call(stage: Stage):
-    scheduler, _ = stage.process(1)
+    delaying, _ = stage.process(1)
     with pytest.raises(Killed):
-        await scheduler.enqueue([(0, later("a")), (0, now("b"))])
-    await scheduler.aclose(0)
+        await delaying.enqueue([(0, later("a")), (0, now("b"))])
+    await delaying.aclose()
 
 
 async def test_while_the_queue_cannot_store_it_is_tried_again_and_said(stage: Stage, caplog: pytest.LogCaptureFixture):
     await stage.store.add("p", [(0, later("a"))])
     stage.clock.now_s += 1
-    scheduler, killer = stage.process(2 + 2 + 2)  # the due events are claimed, and cannot be published
+    delaying, killer = stage.process(2 + 2 + 2)  # the due events are claimed, and cannot be published
 
-    scheduler.start()
+    delaying.start()
 
     async def failing() -> bool:
-        return scheduler.statistics().failing == "killed"
+        return delaying.delay_statistics().failing == "killed"
 
     await until(failing)
     assert caplog.text.count("what is due in queue 0 cannot be published yet: killed") == 1
@@ -517,10 +412,10 @@ async def test_while_the_queue_cannot_store_it_is_tried_again_and_said(stage: St
     stage.clock.now_s += HOLD_S
 
     async def came() -> bool:
-        return await stored(stage.adapter) == ["a"] and not scheduler.statistics().failing
+        return await stored(stage.adapter) == ["a"] and not delaying.delay_statistics().failing
 
     await until(came)
-    await scheduler.aclose(PATIENCE_S)
+    await delaying.aclose()
 
 
 class Refusing:
@@ -542,16 +437,16 @@ class Refusing:
 
 async def test_a_queue_that_cannot_store_holds_up_no_other(stage: Stage):
     adapter = Refusing(stage.adapter, broken=1)
-    scheduler = DelayScheduler("p", cast("QueueAdapter", adapter), stage.store)
+    delaying = DelayingAdapter(cast("QueueAdapter", adapter), stage.store, "p")
     await stage.store.add("p", [(1, later("x"))])
     stage.clock.now_s += 1
-    assert await scheduler.look() == 0  # it was claimed, and failed
+    assert await delaying.look() == 0  # it was claimed, and failed
     for letter in "abc":
         await stage.store.add("p", [(0, later(letter))])
         stage.clock.now_s += 1
-        assert await scheduler.look() == 0
-        assert 0 < await scheduler.look() <= HOLD_S  # x is left alone until its time is over
-    assert scheduler.statistics().failing == "broken"
+        assert await delaying.look() == 0
+        assert 0 < await delaying.look() <= HOLD_S  # x is left alone until its time is over
+    assert delaying.delay_statistics().failing == "broken"
     adapter.broken = -1
     await stage.publish_all()
     assert await stored(stage.adapter, queues=2) == ["a", "b", "c", "x"]

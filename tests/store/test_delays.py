@@ -27,7 +27,7 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture(params=["file", "postgres", "redis"])
+@pytest.fixture(params=["file", "postgres"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Place:
     return place_of(request, tmp_path, clock)
 
