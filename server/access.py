@@ -23,6 +23,7 @@ from ..store.control_store import TokenRecord
 from ..streams.background import BackgroundTasks, run_periodically
 from ..streams.errors import HeadraceError, InvalidArgument, NotFound, PermissionDenied, Unauthenticated
 from ..streams.identity import StreamId, unquote
+from ..streams.producer_ledger import owned_id
 from ..streams.subscriptions import Selector, check_name
 
 log = logging.getLogger("headrace.silo")
@@ -134,7 +135,7 @@ class Principal:
         Callers without an account share their ids with each other and with programs that open the data directory. All
         of these have every permission.
         """
-        return f"{self.account}:{producer}" if self.account else producer
+        return owned_id(self.account, producer)
 
     def allows_selector(self, permission: Permission, selector: str) -> bool:
         """Whether every namespace that the selector can match is granted. Raise InvalidArgument for a bad selector."""

@@ -26,6 +26,7 @@ from ..streams.delays import STORE
 from ..streams.errors import Closed, HeadraceError, InvalidArgument, NotSupported, StorageError
 from ..streams.events import EventBatch, ScheduledBatch
 from ..streams.identity import SequenceToken
+from ..streams.producer_ledger import LastCall
 
 log = logging.getLogger("headrace.silo")
 
@@ -177,7 +178,7 @@ class DelayingAdapter(ForwardingAdapter):
         if before is not None:
             await asyncio.wait([before])
         added: Sequence[Receipt] = []
-        if parts.delayed and await self.inner.last_sequence(sequence.producer) == sequence.previous:
+        if parts.delayed and LastCall(await self.inner.last_sequence(sequence.producer)).accepts(sequence):
             added = await self._add(parts.delayed, sequence)
         receipts = await self.inner.enqueue(parts.immediate, sequence=sequence)
         duplicate = any(receipt.duplicate for receipt in receipts) or not added
@@ -296,10 +297,10 @@ class DelayingAdapter(ForwardingAdapter):
     async def _publish(self, release: Release) -> None:
         if release.damage:
             raise StorageError(release.damage)
-        last = await self.inner.last_sequence(release.producer)
-        if last < release.number and release.batches:
-            # After `last`, not after `number - 1`: the queue may have forgotten that number, but never `last`.
-            sequence = ProducerSequence(release.producer, release.number, last)
+        last = LastCall(await self.inner.last_sequence(release.producer))
+        # After `last`, not after `number - 1`: the queue may have forgotten that number, but never `last`.
+        sequence = ProducerSequence(release.producer, release.number, last.number)
+        if release.batches and not last.has(sequence):
             await self.inner.enqueue([(release.queue, batch) for batch in release.batches], sequence=sequence)
 
 

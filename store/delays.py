@@ -23,6 +23,7 @@ from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, inser
 from ..streams.errors import DataDirectoryError, InvalidArgument
 from ..streams.events import EventBatch, ScheduledBatch
 from ..streams.identity import StreamId
+from ..streams.producer_ledger import LastCall
 from ..streams.publishing import ProducerSequence
 from . import store_clock
 from .checksums import check_row, with_checksum
@@ -188,9 +189,9 @@ def _is_new(connection: Connection, keys: Mapping[str, Any], call: ProducerSeque
     if noted.at_us < _forgotten_before(now):
         _keep_for_good(connection, keys["provider"], [keys["producer"]])
         last = 0
-    if last >= call.number:
+    if LastCall(last).has(call):
         return False
-    if last > call.previous:
+    if last > call.previous:  # later calls failed in the queues
         failed = [delayed_batches.c[name] == value for name, value in this.items()]
         connection.execute(delete(delayed_batches).where(*failed, _columns.number > call.previous, _columns.claim == 0))
     connection.execute(update(delayed_calls).where(is_this).values(number=call.number, at_us=now))

@@ -6,14 +6,19 @@ from asyncio import Future
 from collections.abc import Sequence
 from typing import Any
 
-from ...streams.errors import SequenceConflict
+from ...streams.errors import InvalidArgument, SequenceConflict
 from ...streams.events import EventBatch
 from ...streams.identity import SequenceToken
+from ...streams.producer_ledger import LastCall
+from ...streams.publishing import check_sequence
 from ..seam import ProducerSequence, Receipt
 from .blocks import BlockEncoder, BlockPlace, split
 from .rows import ProducerRow, Tail
-from .sequences import duplicate_receipts, is_duplicate, producer_key, producer_row
 from .transactions import Changes
+
+MAX_PRODUCER_BYTES = 511
+"""Limit of a producer's id, in UTF-8 bytes: LMDB's limit of a key."""
+_MAX_STORED_OFFSETS = 1024
 
 
 class CommitRequest:
@@ -33,7 +38,7 @@ class CommitRequest:
         self.nbytes = nbytes
         self.answer = answer
         self.sequence = sequence
-        self.producer = producer_key(sequence) if sequence else b""
+        self.producer = _producer_key(check_sequence(sequence)) if sequence else b""
 
 
 _tuple: Any = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
@@ -49,7 +54,8 @@ class CommitGroup:
         self._encoder = encoder
         self._now_us = now_us
         self._queues: dict[int, _QueueGrowth] = {}
-        self._producers: dict[bytes, ProducerRow | None] = {}
+        self._producers: dict[bytes, LastCall] = {}
+        """The last calls of producers that have stored something in this group."""
 
     def add(self, call: CommitRequest) -> Outcome:
         """Add all batches of a call, or none if it is a duplicate or a conflict. Return its receipts or its error."""
@@ -57,28 +63,29 @@ class CommitGroup:
         if sequence is None:
             return self._place(call.batches)
         last = self._last(call.producer)
-        try:
-            if is_duplicate(sequence, last):
-                return duplicate_receipts(sequence, last, len(call.batches))
-        except SequenceConflict as conflict:
-            return conflict
+        if not last.accepts(sequence):
+            try:
+                return last.answer(sequence, len(call.batches))
+            except SequenceConflict as conflict:
+                return conflict
         receipts = self._place(call.batches)
-        self._producers[call.producer] = producer_row(sequence, self._now_us, receipts)
+        self._producers[call.producer] = LastCall(sequence.number, [token.offset for token, _ in receipts if token])
         return receipts
 
     def write(self) -> set[int]:
         """Write all batches and producers. Return the queues that have grown."""
         for queue, growth in self._queues.items():
             growth.write(self._changes, self._encoder, queue, self._now_us)
-        for producer, row in self._producers.items():
-            if row is not None:
-                self._changes.put_producer(producer, row)
+        for producer, (number, offsets) in self._producers.items():
+            kept = [each for each in offsets if each is not None] if len(offsets) <= _MAX_STORED_OFFSETS else []
+            self._changes.put_producer(producer, ProducerRow(number, self._now_us, kept))
         return set(self._queues)
 
-    def _last(self, producer: bytes) -> ProducerRow | None:
-        if producer not in self._producers:
-            self._producers[producer] = self._changes.producer(producer)
-        return self._producers[producer]
+    def _last(self, producer: bytes) -> LastCall:
+        if producer in self._producers:
+            return self._producers[producer]
+        row = self._changes.producer(producer)
+        return LastCall() if row is None else LastCall(row.number, row.offsets)
 
     def _place(self, batches: Sequence[tuple[int, EventBatch]]) -> list[Receipt]:
         queues = self._queues
@@ -114,3 +121,11 @@ class _QueueGrowth:
             offset += len(batches)
         events = self.tail.events + sum(batch.count for batch in self.batches)
         changes.put_tail(queue, self.tail._replace(next=offset, events=events, nbytes=nbytes, time_us=time_us))
+
+
+def _producer_key(sequence: ProducerSequence) -> bytes:
+    """Return the key of a producer's row. Raises InvalidArgument if it cannot be stored."""
+    key = sequence.producer.encode()
+    if not 0 < len(key) <= MAX_PRODUCER_BYTES:
+        raise InvalidArgument(f"a producer's id has 1 to {MAX_PRODUCER_BYTES} bytes in UTF-8, not {len(key):,}")
+    return key

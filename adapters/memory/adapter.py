@@ -10,16 +10,18 @@ import msgspec
 from ...streams.errors import Closed, InvalidArgument, NotSupported, QueueFull
 from ...streams.events import EventBatch
 from ...streams.identity import SequenceToken
+from ...streams.producer_ledger import ProducerLedger
 from ..receiving import Bounds, QueueReceiver
 from ..registry import read_options
 from ..seam import AdapterContext, Capabilities, ProducerSequence, QueueAdapter, QueueStatistics, Receipt
 from .call import EnqueueCall, Placed, events_of
 from .capacity import CapacityGate, cut
-from .producers import ProducerLedger
 from .queue import MemoryQueue
 
 DEFAULT_GROUP = "default"
 """The group of `open_receiver`."""
+MAX_PRODUCERS = 100_000
+"""Idempotent producers that an adapter remembers."""
 
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -51,7 +53,7 @@ class MemoryAdapter(QueueAdapter):
         self._options = options or MemoryOptions()
         self._gate = CapacityGate[EnqueueCall](self._options.capacity)
         self._queues = [MemoryQueue(self._options.segment_size, self._gate.release) for _ in range(context.queues)]
-        self._ledger = ProducerLedger()
+        self._ledger = ProducerLedger(MAX_PRODUCERS)
         self._closed = False
 
     def enqueue(
@@ -103,7 +105,7 @@ class MemoryAdapter(QueueAdapter):
 
     async def last_sequence(self, producer: str) -> int:
         self._check_open()
-        return self._ledger.last(producer)
+        return self._ledger.last(producer).number
 
     async def aclose(self) -> None:
         """See QueueAdapter. Calls that still wait for capacity raise Closed."""

@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 from ...streams.errors import HeadraceError
 from ...streams.events import EventBatch
+from ...streams.producer_ledger import LastCall, ProducerLedger
 from ..seam import ProducerSequence, Receipt
-from .producers import ProducerLedger
 
 Placed: TypeAlias = tuple[int, EventBatch]
 """A batch and the index of its queue."""
@@ -65,19 +65,23 @@ class EnqueueCall:
     def _stores(self) -> bool:
         if self.begun:
             return True
-        return not self.answer.cancelled() and (self._sequence is None or self._ledger.is_new(self._sequence))
+        if self.answer.cancelled():
+            return False
+        return self._sequence is None or self._ledger.last(self._sequence.producer).accepts(self._sequence)
 
     def _answer_without_storing(self) -> None:
         if self._sequence is None or self.answer.done():
             return
         try:
-            self.answer.set_result(self._ledger.answer(self._sequence, self._batches))
+            last = self._ledger.last(self._sequence.producer)
+            self.answer.set_result(last.answer(self._sequence, self._batches))
         except HeadraceError as error:
             self.fail(error)
 
     def _finish(self) -> None:
         if self._sequence is not None:
-            self._ledger.record(self._sequence, self._receipts)
+            offsets = [token.offset for token, _ in self._receipts if token]
+            self._ledger.record(self._sequence.producer, LastCall(self._sequence.number, offsets))
         if not self.answer.done():
             self.answer.set_result(self._receipts)
 

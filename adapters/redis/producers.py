@@ -15,12 +15,12 @@ import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import NamedTuple
 
 import msgspec
 
-from ...streams.errors import SequenceConflict, StorageError
+from ...streams.errors import StorageError
 from ...streams.identity import SequenceToken
+from ...streams.producer_ledger import LastCall, ProducerLedger
 from ...streams.publishing import ProducerSequence, Receipt
 from .keys import ranked
 from .pusher import away_backoff
@@ -30,26 +30,18 @@ from .server import RedisConnection, ServerAway
 KEPT_S = 7 * 24 * 3600
 """A producer is forgotten this many seconds after its last call."""
 MAX_CACHED = 10_000
+"""Producers whose last call is kept in memory, so that the server is not asked for it."""
 
 Positions = Sequence[int | None]
 
 
-class _Entry(NamedTuple):
-    """The content of a ledger."""
-
-    number: int = 0
-    """The last call that is stored as a whole; 0 if there is none."""
-    positions: Positions = ()
-
-
-class _ProducerCalls:
-    """A producer's calls, one at a time, and the last known entry of its ledger."""
+class _ProducerLine:
+    """Lets one call of a producer run at a time."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
         self.users = 0
         """Calls that hold the lock or wait for it."""
-        self.known: _Entry | None = None
 
 
 class Producers:
@@ -60,65 +52,65 @@ class Producers:
     def __init__(self, servers: Mapping[str, RedisConnection], prefix: str, provider: str) -> None:
         self._servers = servers
         self._prefix = f"{prefix}:{provider}"
-        self._lines: dict[str, _ProducerCalls] = {}
+        self._lines: dict[str, _ProducerLine] = {}
+        self._ledger = ProducerLedger(MAX_CACHED)
+        """What the servers' ledgers had when this process used them last."""
 
     async def last(self, producer: str) -> int:
-        async with self._line(producer) as line:
-            line.known = await self._read(producer, needed=1)
-            return line.known.number
+        async with self._line(producer):
+            return (await self._read(producer, needed=1)).number
 
     async def once(
         self, sequence: ProducerSequence, batches: int, store: Callable[[], Awaitable[Positions]]
     ) -> Sequence[Receipt]:
         """Call `store`, unless the call was stored before. Raises SequenceConflict for a hole."""
-        async with self._line(sequence.producer) as line:
-            if line.known is None or line.known.number != sequence.previous or sequence.number <= sequence.previous:
-                # another process may have stored later calls
-                line.known = await self._read(sequence.producer, needed=sequence.previous)
-            last = line.known.number
-            if sequence.number <= last:
-                known = line.known.positions if sequence.number == last else [None] * batches
-                return [Receipt(_token(position), duplicate=True) for position in known]
-            if sequence.previous != last:
-                raise SequenceConflict(
-                    f"producer {sequence.producer!r}: call {sequence.number} follows {sequence.previous}, but the last "
-                    f"one stored is {last}: send those in between first"
-                )
+        async with self._line(sequence.producer):
+            last = self._ledger.known(sequence.producer)
+            if last is None or not last.accepts(sequence):  # another process may have stored later calls
+                last = await self._read(sequence.producer, needed=sequence.previous)
+            if not last.accepts(sequence):
+                return last.answer(sequence, batches)
             positions = await store()
             await self._write(sequence, positions)
-            line.known = _Entry(sequence.number, positions)
+            self._ledger.record(sequence.producer, LastCall(sequence.number, positions))
             return [Receipt(_token(position), duplicate=position is None) for position in positions]
 
     @asynccontextmanager
-    async def _line(self, producer: str) -> AsyncGenerator[_ProducerCalls]:
+    async def _line(self, producer: str) -> AsyncGenerator[None]:
         """Let one call of the producer run at a time."""
-        if len(self._lines) > MAX_CACHED:
-            self._lines = {name: line for name, line in self._lines.items() if line.users}
-        line = self._lines.setdefault(producer, _ProducerCalls())
+        line = self._lines.setdefault(producer, _ProducerLine())
         line.users += 1
         try:
             async with line.lock:
-                yield line
+                yield
         finally:
             line.users -= 1
+            if not line.users:
+                del self._lines[producer]
 
-    async def _read(self, producer: str, needed: int) -> _Entry:
-        """Return the ledger's entry. If the first server knows no call, or not the call `needed`, ask all servers."""
+    async def _read(self, producer: str, needed: int) -> LastCall:
+        """Return the last call by the servers' ledgers. Ask all servers if the first one knows no call, or not the call
+        `needed`."""
         first, *others = [self._servers[name] for name in ranked(self._servers, producer)]
-        entry = await self._ask(first, producer)
-        if not others or (entry.number and entry.number >= needed):
-            return entry
+        last = await self._ask(first, producer)
+        if others and not (last.number and last.number >= needed):
+            last = await self._ask_all(last, others, producer, needed)
+        self._ledger.record(producer, last)
+        return last
+
+    async def _ask_all(self, last: LastCall, others: Sequence[RedisConnection], producer: str, needed: int) -> LastCall:
         answers = await asyncio.gather(*(self._ask(other, producer) for other in others), return_exceptions=True)
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
-        entry = max(entry, *(answer for answer in answers if isinstance(answer, _Entry)), key=lambda each: each.number)
+        found = [answer for answer in answers if isinstance(answer, LastCall)]
+        last = max([last, *found], key=lambda each: each.number)
         # A new producer does not wait for all servers. One that has published before waits, rather than being refused.
-        if errors and (entry.number < needed or any(not isinstance(error, ServerAway) for error in errors)):
+        if errors and (last.number < needed or any(not isinstance(error, ServerAway) for error in errors)):
             raise errors[0]
-        return entry
+        return last
 
-    async def _ask(self, server: RedisConnection, producer: str) -> _Entry:
+    async def _ask(self, server: RedisConnection, producer: str) -> LastCall:
         number, positions = await server.run(SCRIPTS.ledger, self._keys(producer), KEPT_S)
-        return _Entry(int(number or 0), msgspec.json.decode(positions, type=list[int | None]) if positions else ())
+        return LastCall(int(number or 0), msgspec.json.decode(positions, type=list[int | None]) if positions else ())
 
     async def _write(self, sequence: ProducerSequence, positions: Positions) -> None:
         server, encoded = self._servers[ranked(self._servers, sequence.producer)[0]], msgspec.json.encode(positions)
