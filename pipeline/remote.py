@@ -14,7 +14,7 @@ from ..client.blocking import LoopThread
 from ..client.connection import Connection, ResponseCall, reconnect_backoff
 from ..proto.v1 import reader_pb2 as pb
 from ..streams.errors import Closed, HeadraceError, InvalidArgument, OffsetsGone, Unavailable
-from ..streams.frames import number_at
+from ..streams.identity import read_varint
 from ..streams.subscriptions import Selector
 from .access import Chunk, QueueAccess, QueueState
 
@@ -203,13 +203,13 @@ def _head(message: bytes) -> tuple[int, Sequence[npt.NDArray[np.int64]], int]:
     """Parse ReadHead, the first field of the message. Return the next offset, the columns, and the end of the field."""
     if message[0] != _HEAD_TAG:
         raise ValueError
-    length, at = number_at(message, 1)
+    length, at = read_varint(message, 1)
     body = at + length
     next_offset = 0
     columns = [np.zeros(0, np.int64) for _ in _COLUMNS]
     while at < body:
-        tag, at = number_at(message, at)
-        value, at = number_at(message, at)
+        tag, at = read_varint(message, at)
+        value, at = read_varint(message, at)
         if tag & 7 == 2:
             if 2 <= (field := tag >> 3) < 2 + len(_COLUMNS):
                 kind = np.dtype(_COLUMNS[field - 2])

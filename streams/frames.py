@@ -15,7 +15,7 @@ from typing import NamedTuple, cast
 from . import layout
 from .errors import InvalidArgument
 from .events import EventBatch, SomeEvents
-from .identity import StreamId, varint
+from .identity import StreamId, read_varint, varint
 
 BATCHES = 1
 """Number of the field of a response that has the batches."""
@@ -58,15 +58,7 @@ def frame(
 
 def head_bytes(frame: bytes) -> int:
     """Return the number of bytes of a frame before the batch: its tag and length."""
-    at = 1
-    while frame[at] & 0x80:
-        at += 1
-    return at + 1
-
-
-def number_at(message: bytes, at: int) -> tuple[int, int]:
-    """Return the varint at an index of a message, and the index of its end. Raises IndexError if there is none."""
-    return _varint(message, at)
+    return read_varint(frame, 1)[1]
 
 
 class Parts:
@@ -138,7 +130,7 @@ def _split_off(message: bytes, tag: int, most: int) -> tuple[list[bytes], bytes]
             if length < 0x80:
                 at += 2
             else:
-                length, at = _varint(message, at + 1)
+                length, at = read_varint(message, at + 1)
             found.append(message[at : at + length])
             at += length
         else:
@@ -167,10 +159,10 @@ def _delivered(element: bytes) -> Delivered:
         ):
             size, end = element[names + 17], names + 18
             if size >= 0x80:
-                size, end = _varint(element, names + 17)
+                size, end = read_varint(element, names + 17)
             end += size
             if element[end : end + 2] == _OFFSET:
-                offset, at = _varint(element, end + 2)
+                offset, at = read_varint(element, end + 2)
                 if at == tail:
                     stream = _streams.get(element[:names]) or _remember(element[:names])
                     batch = EventBatch(stream, element[:end], 1, offset)
@@ -198,14 +190,14 @@ def _names_end(element: bytes) -> int:
     """Return the end of namespace and key, the first fields of every batch that headrace stores."""
     length, at = element[1], 2
     if length >= 0x80:
-        length, at = _varint(element, 1)
+        length, at = read_varint(element, 1)
     at += length
     if element[0] != 0x0A or element[at] != 0x12:
         raise IndexError
     length = element[at + 1]
     if length < 0x80:
         return at + 2 + length
-    length, at = _varint(element, at + 1)
+    length, at = read_varint(element, at + 1)
     return at + length
 
 
@@ -217,7 +209,7 @@ def _columns_end(element: bytes, at: int) -> tuple[int, int]:
         if length < 0x80:
             at += 2
         else:
-            length, at = _varint(element, at + 1)
+            length, at = read_varint(element, at + 1)
         at += length
         if tag == _SIZES:
             count = length // 4
@@ -230,7 +222,7 @@ _Appended = tuple[int, int, int, Sequence[int] | None, bool]
 
 def _appended(element: bytes, at: int) -> _Appended:
     if element[at : at + 2] == _OFFSET:
-        offset, at = _varint(element, at + 2)
+        offset, at = read_varint(element, at + 2)
         if element[at : at + 2] == _QUEUE and len(element) == at + 3 and element[at + 2] < 0x80:
             return offset, element[at + 2], 1, None, False  # true of nearly all
         return _more_appended(element, at, offset)
@@ -242,12 +234,12 @@ def _more_appended(element: bytes, at: int, offset: int) -> _Appended:
     indexes: list[int] | None = None
     end = len(element)
     while at < end:
-        tag, at = _varint(element, at)
-        value, at = _varint(element, at)
+        tag, at = read_varint(element, at)
+        value, at = read_varint(element, at)
         if tag == 19 << 3 | 2:
             stop, indexes = at + value, indexes or []
             while at < stop:
-                index, at = _varint(element, at)
+                index, at = read_varint(element, at)
                 indexes.append(index)
         elif tag & 7 == 2:
             at += value
@@ -273,35 +265,13 @@ def _remember(prefix: bytes) -> StreamId:
 
 def _skip(message: bytes, at: int) -> int:
     """Return the end of the field that begins at `at`."""
-    tag, at = _varint(message, at)
+    tag, at = read_varint(message, at)
     wire = tag & 7
     if tag < 8 or wire in (3, 4, 6, 7):
         raise IndexError
     if wire == 0:
-        return _varint(message, at)[1]
+        return read_varint(message, at)[1]
     if wire == 2:
-        length, at = _varint(message, at)
+        length, at = read_varint(message, at)
         return at + length
     return at + (8 if wire == 1 else 4)
-
-
-def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """Return a number of up to 64 bits, and the index of its end. Raises IndexError if there is none."""
-    byte = message[at]
-    if byte < 0x80:
-        return byte, at + 1
-    second = message[at + 1]
-    if second < 0x80:
-        return byte & 0x7F | second << 7, at + 2
-    third = message[at + 2]
-    value = byte & 0x7F | (second & 0x7F) << 7 | (third & 0x7F) << 14
-    if third < 0x80:
-        return value, at + 3
-    at += 2
-    for shift in range(21, 70, 7):
-        at += 1
-        byte = message[at]
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at + 1
-    raise IndexError

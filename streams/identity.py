@@ -116,6 +116,29 @@ def varint(value: int) -> bytes:
     return bytes(out)
 
 
+def read_varint(message: bytes, at: int, max_bytes: int = 10) -> tuple[int, int]:
+    """Return the protobuf varint at an index, and the index of its end. Raises IndexError if it is cut short or longer
+    than `max_bytes`, which is at least 3."""
+    byte = message[at]
+    if byte < 0x80:
+        return byte, at + 1
+    second = message[at + 1]
+    if second < 0x80:
+        return byte & 0x7F | second << 7, at + 2
+    third = message[at + 2]
+    value = byte & 0x7F | (second & 0x7F) << 7 | (third & 0x7F) << 14
+    if third < 0x80:
+        return value, at + 3
+    at += 2
+    for shift in range(21, 7 * max_bytes, 7):
+        at += 1
+        byte = message[at]
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at + 1
+    raise IndexError
+
+
 def unquote(part: str, text: str) -> str:
     """Decode the percent escapes of a piece of `text`. Raises InvalidArgument with the reason."""
     if "%" not in part:

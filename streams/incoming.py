@@ -10,7 +10,7 @@ from . import layout
 from .errors import InvalidArgument, PayloadTooLarge
 from .events import MAX_BATCH_EVENTS, MAX_EVENT_BYTES, EventBatch, ScheduledBatch
 from .field_limits import check_headers, check_ids, check_times
-from .identity import StreamId
+from .identity import StreamId, read_varint
 from .publishing import MAX_BATCH_BYTES
 
 _ONE_TIMESTAMP = struct.Struct("<BBq")
@@ -75,12 +75,8 @@ def _plain(encoded: bytes) -> bool:
 
 def _end(encoded: bytes, at: int) -> int:
     """Return the end of the field whose length is at `at`. Raises IndexError if there is none."""
-    length = shift = 0
-    while (byte := encoded[at]) >= 0x80:
-        length |= (byte & 0x7F) << shift
-        shift += 7
-        at += 1
-    return at + 1 + (length | byte << shift)
+    length, start = read_varint(encoded, at)
+    return start + length
 
 
 def _written(message: events_pb2.EventBatch, count: int) -> bytes:

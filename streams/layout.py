@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from .errors import InvalidArgument
-from .identity import varint
+from .identity import read_varint, varint
 
 if TYPE_CHECKING:
     from ..proto.v1 import events_pb2
@@ -189,6 +189,10 @@ def _check(columns: Columns, payload: int) -> None:
         raise InvalidArgument(f"damaged batch: {len(columns.timestamps)} timestamps for {count} events")
 
 
+_SHORT = 4
+"""Longest varint that is read here, in bytes: the protobuf library judges longer ones."""
+
+
 def _fields(encoded: bytes) -> dict[int, tuple[int, int]] | None:
     """Return start and end of each field below 16, by tag.
 
@@ -202,7 +206,7 @@ def _fields(encoded: bytes) -> dict[int, tuple[int, int]] | None:
             if tag >= 0x80:
                 at = _skip(encoded, at)
                 continue
-            length, at = _varint(encoded, at + 1)
+            length, at = read_varint(encoded, at + 1, _SHORT)
             whole = tag & 7 == _LENGTH_DELIMITED and tag > 7 and (tag not in fields or tag in _RARE)
             if not whole or at + length > end:
                 return None
@@ -215,31 +219,17 @@ def _fields(encoded: bytes) -> dict[int, tuple[int, int]] | None:
 
 def _skip(encoded: bytes, at: int) -> int:
     """Return the start of the next field, after an appended one. Raises IndexError if the library must decide."""
-    tag, at = _varint(encoded, at)
+    tag, at = read_varint(encoded, at, _SHORT)
     if not _FIRST_APPENDED <= tag >> 3 < 1 << 11:
         raise IndexError
     wire = tag & 7
     if wire == 0:
-        return _varint(encoded, at)[1]
+        return read_varint(encoded, at, _SHORT)[1]
     if wire == _LENGTH_DELIMITED:
-        length, at = _varint(encoded, at)
+        length, at = read_varint(encoded, at, _SHORT)
         return at + length
     if wire in (1, 5):
         return at + (8 if wire == 1 else 4)
-    raise IndexError
-
-
-def _varint(encoded: bytes, at: int) -> tuple[int, int]:
-    """Return a number of up to 28 bits, and the index after it. Raises IndexError for a longer number."""
-    byte = encoded[at]
-    if byte < 0x80:
-        return byte, at + 1
-    value = byte & 0x7F
-    for more in range(1, 4):
-        byte = encoded[at + more]
-        value |= (byte & 0x7F) << 7 * more
-        if byte < 0x80:
-            return value, at + more + 1
     raise IndexError
 
 

@@ -35,7 +35,7 @@ from struct import Struct
 from typing import NamedTuple
 
 from ...streams.events import EventBatch
-from ...streams.identity import StreamId
+from ...streams.identity import StreamId, read_varint
 
 BLOCK_TARGET_BYTES = 256 << 10
 """Small batches of one commit share a block up to this size; a larger batch is a block of its own."""
@@ -283,13 +283,7 @@ class StreamTable:
 
 def _stream_of(prefix: bytes) -> StreamId:
     """Parse a `StreamId.prefix`: two text fields, each after a tag and its size."""
-    size, at = _size_at(prefix, 1)
+    size, at = read_varint(prefix, 1)
     namespace = prefix[at : at + size]
-    size, at = _size_at(prefix, at + size + 1)
+    size, at = read_varint(prefix, at + size + 1)
     return StreamId(namespace.decode(), prefix[at : at + size].decode())
-
-
-def _size_at(prefix: bytes, at: int) -> tuple[int, int]:
-    low = prefix[at]
-    # The size is at most MAX_NAME_BYTES, so its varint has one or two bytes.
-    return (low, at + 1) if low < 0x80 else (low & 0x7F | prefix[at + 1] << 7, at + 2)

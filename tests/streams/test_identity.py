@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headrace import InvalidArgument, QueueId, SequenceToken, StreamId
-from headrace.streams.identity import MAX_NAME_BYTES, varint
+from headrace.streams.identity import MAX_NAME_BYTES, read_varint, varint
 
 ANY_NAME = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 ROUGH_NAME = st.text(st.sampled_from("/%*?25F \0\n\x85\x9b\u2028ä東a"), max_size=12)
@@ -142,3 +142,17 @@ def test_queues_are_called_by_provider_and_index():
 )
 def test_varints_are_those_of_protobuf(value: int, encoded: str):
     assert varint(value).hex() == encoded
+    data = b"?" + varint(value) + b"?"
+    assert read_varint(data, 1) == (value, len(data) - 1)
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80", b"\xff\xff", b"\x80" * 3, b"\x80" * 9, b"\xff" * 10 + b"\x01"])
+def test_a_varint_that_is_cut_short_or_too_long_is_refused(data: bytes):
+    with pytest.raises(IndexError):
+        read_varint(data, 0)
+
+
+def test_a_limit_of_bytes_refuses_longer_varints():
+    assert read_varint(b"\x80\x80\x80\x01", 0, 4) == (1 << 21, 4)
+    with pytest.raises(IndexError):
+        read_varint(b"\x80\x80\x80\x80\x01", 0, 4)
