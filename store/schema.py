@@ -3,14 +3,13 @@
 Conventions: a stream is stored in its text form (`StreamId.__str__`, one printable line; "" stands for no
 stream). Positions are 64-bit integers and exclusive. Times are microseconds since 1970 UTC.
 
-The row in `headrace_schema` has the version. A change of the tables adds a function to `MIGRATIONS` that migrates data
+The row in `headrace_version` has the version. A change of the tables adds a function to `MIGRATIONS` that migrates data
 of the version before. A new database is created from the tables as they are now.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from sqlalchemy import (
     BigInteger,
@@ -25,21 +24,16 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
-    and_,
-    bindparam,
-    delete,
     func,
     insert,
     inspect,
     select,
     text,
-    tuple_,
     update,
 )
 
 from ..streams.cluster import LIVING
 from ..streams.errors import DataDirectoryError
-from .checksums import CHECKED_TABLES, with_checksum
 from .store_clock import now_us
 
 MAX_POSITION = (1 << 63) - 1
@@ -65,7 +59,7 @@ def _checksum_column() -> Column[int]:
 metadata = MetaData()
 
 schema_version = Table(
-    "headrace_schema",
+    "headrace_version",
     metadata,
     Column("id", Integer, primary_key=True, autoincrement=False),
     Column("version", Integer, nullable=False),
@@ -264,163 +258,13 @@ releases = Table(
 
 Migration = Callable[[Connection], None]
 
-
-def _add_tokens(connection: Connection) -> None:
-    """Version 2: access tokens."""
-    # The columns of version 2. Later changes of the table above are made by later migrations.
-    table = Table(
-        "tokens",
-        MetaData(),
-        Column("name", _NAME, primary_key=True),
-        Column("hash", LargeBinary, nullable=False),
-        Column("permissions", Text, nullable=False),
-        Column("created_at_us", BigInteger, nullable=False),
-    )
-    table.create(connection)
-
-
-def _add_cluster(connection: Connection) -> None:
-    """Version 3: silos, their leases of queues, their votes that another silo is dead."""
-    now = MetaData()
-    Table(
-        "silos",
-        now,
-        Column("name", _NAME, primary_key=True),
-        Column("incarnation", BigInteger, nullable=False),
-        Column("address", Text, nullable=False),
-        Column("serves", Text, nullable=False),
-        Column("state", String(16), nullable=False),
-        Column("joined_at_us", BigInteger, nullable=False),
-        Column("heartbeat_at_us", BigInteger, nullable=False),
-    )
-    Table(
-        "leases",
-        now,
-        Column("provider", _NAME, primary_key=True),
-        Column("queue", Integer, primary_key=True, autoincrement=False),
-        Column("owner", _NAME, nullable=False),
-        Column("incarnation", BigInteger, nullable=False),
-        Column("epoch", BigInteger, nullable=False),
-        Column("expires_at_us", BigInteger, nullable=False),
-        Column("home", _NAME, nullable=False),
-    )
-    Table(
-        "suspicions",
-        now,
-        Column("silo", _NAME, primary_key=True),
-        Column("voter", _NAME, primary_key=True),
-        Column("incarnation", BigInteger, nullable=False),
-        Column("voter_incarnation", BigInteger, nullable=False),
-        Column("expires_at_us", BigInteger, nullable=False),
-    )
-    now.create_all(connection, checkfirst=False)
-    connection.execute(insert(counters).values(name="incarnation", value=0))
-
-
-def _add_delays(connection: Connection) -> None:
-    """Version 4: delayed batches."""
-    now = MetaData()
-    taken = text("claim > 0")
-    Table(
-        "parked",
-        now,
-        Column("id", _ROW_ID, primary_key=True),
-        Column("provider", _NAME, nullable=False),
-        Column("queue", Integer, nullable=False),
-        Column("due_at_us", BigInteger, nullable=False),
-        Column("claim", BigInteger, nullable=False),
-        Column("producer", String(64), nullable=False),
-        Column("number", BigInteger, nullable=False),
-        Column("stream", Text, nullable=False),
-        Column("events", Integer, nullable=False),
-        Column("priority", Integer, nullable=False),
-        Column("batch", LargeBinary, nullable=False),
-        Index("parked_due", "provider", "due_at_us", "id"),
-        Index("parked_taken", "provider", "queue", "claim", sqlite_where=taken, postgresql_where=taken),
-        sqlite_autoincrement=True,
-    )
-    Table(
-        "parked_calls",
-        now,
-        Column("provider", _NAME, primary_key=True),
-        Column("producer", String(64), primary_key=True),
-        Column("number", BigInteger, nullable=False),
-        Column("at_us", BigInteger, nullable=False),
-    )
-    Table(
-        "releases",
-        now,
-        Column("provider", _NAME, primary_key=True),
-        Column("queue", Integer, primary_key=True, autoincrement=False),
-        Column("producer", String(64), nullable=False),
-        Column("claim", BigInteger, nullable=False),
-        Column("holder", String(64), nullable=False),
-        Column("until_us", BigInteger, nullable=False),
-    )
-    now.create_all(connection, checkfirst=False)
-
-
-def _add_edges(connection: Connection) -> None:
-    """Version 5: tables of delayed batches get their new names; tokens get their clients; each silo gets the hash of
-    its own secret, instead of one secret for all; silos and leases get counters, which replace times by the store's
-    clock; providers get the options that say where their queues are; rows with payloads or progress get checksums."""
-    _rename_delay_tables(connection)
-    name = _NAME.compile(connection.dialect)
-    connection.execute(text(f"ALTER TABLE tokens ADD COLUMN client {name} NOT NULL DEFAULT ''"))
-    connection.execute(text("UPDATE tokens SET client = name"))
-    connection.execute(delete(entries).where(entries.c.key == "cluster/secret"))
-    for change in (
-        "providers ADD COLUMN options TEXT NOT NULL DEFAULT '{}'",
-        "silos ADD COLUMN secret_hash VARCHAR(64) NOT NULL DEFAULT ''",
-        "silos ADD COLUMN heartbeats BIGINT NOT NULL DEFAULT 0",
-        "silos ADD COLUMN settings TEXT NOT NULL DEFAULT '{}'",
-        "silos ADD COLUMN process TEXT NOT NULL DEFAULT ''",
-        "leases RENAME COLUMN expires_at_us TO renewals",
-        "leases ADD COLUMN length_us BIGINT NOT NULL DEFAULT 15000000",
-        "suspicions RENAME COLUMN expires_at_us TO heartbeats",
-        *(f"{table} ADD COLUMN checksum BIGINT NOT NULL DEFAULT 0" for table in CHECKED_TABLES),
-    ):
-        connection.execute(text(f"ALTER TABLE {change}"))
-    connection.execute(delete(suspicions))
-    for table in CHECKED_TABLES:
-        _fill_checksums(connection, metadata.tables[table])
-
-
-def _rename_delay_tables(connection: Connection) -> None:
-    for change in (
-        "DROP INDEX parked_due",
-        "DROP INDEX parked_taken",
-        "ALTER TABLE parked RENAME TO delayed_batches",
-        "ALTER TABLE parked_calls RENAME TO delayed_calls",
-    ):
-        connection.execute(text(change))
-    for index in delayed_batches.indexes:
-        index.create(connection)
-
-
-def _fill_checksums(connection: Connection, table: Table) -> None:
-    """Give every row its checksum, a few rows at a time: they hold payloads."""
-    key = [*table.primary_key.columns]
-    this = and_(*(column == bindparam(f"key_{column.name}") for column in key))
-    fill = update(table).where(this).values(checksum=bindparam("sum"))
-    query = select(table).order_by(*key).limit(_ROWS_AT_ONCE)
-    after = query
-    while rows := connection.execute(after).mappings().all():
-        filled: list[dict[str, Any]] = [
-            {f"key_{column.name}": row[column.name] for column in key}
-            | {"sum": with_checksum(table.name, {**row})["checksum"]}
-            for row in rows
-        ]
-        connection.execute(fill, filled)
-        after = query.where(tuple_(*key) > tuple_(*(rows[-1][column.name] for column in key)))
-
-
-MIGRATIONS: Sequence[Migration] = (_add_tokens, _add_cluster, _add_delays, _add_edges)
+MIGRATIONS: Sequence[Migration] = ()
 """Function i brings a database of version i + 1 to version i + 2."""
 
 SILENT_S = 60.0
 """A silo without a heartbeat for this time, in seconds, does not run."""
-_ROWS_AT_ONCE = 100
+_UNRELEASED = "headrace_schema"
+"""The table with the version in stores from before the first release. Their versions, 1 to 5, mean other tables."""
 _LOCK = 0x68656164  # any number that only headrace uses
 
 
@@ -454,8 +298,6 @@ def migrate(connection: Connection, migrations: Sequence[Migration] = MIGRATIONS
 
 def _check_no_silo_runs(connection: Connection, version: int, newest: int) -> None:
     """Raise DataDirectoryError if a member has a recent heartbeat: a running silo uses the old tables."""
-    if silos.name not in inspect(connection).get_table_names():
-        return
     living = [state.value for state in LIVING]
     query = select(silos.c.name, silos.c.heartbeat_at_us).where(silos.c.state.in_(living)).order_by(silos.c.name)
     now = now_us(connection)
@@ -490,6 +332,11 @@ def _version(connection: Connection) -> int | None:
         if version is None or version < 1:
             raise DataDirectoryError("damaged: the control store has no schema version; restore it from a copy")
         return version
+    if _UNRELEASED in tables:
+        raise DataDirectoryError(
+            "made by an unreleased version of headrace, which this one cannot read: move the file away, or name an "
+            "empty database, then run `headrace repair control`; the events stay, create subscriptions and tokens again"
+        )
     foreign = tables if connection.dialect.name == "sqlite" else sorted({*tables} & {*metadata.tables})
     if foreign:
         raise DataDirectoryError(

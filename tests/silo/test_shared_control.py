@@ -94,9 +94,9 @@ def test_checking_with_another_database_finds_a_fault_and_changes_nothing(
     asyncio.run(opened(tmp_path / "other", other, name="other"))
     assert "inconsistent: provider default" in faults(tmp_path / "data", other)
     with psycopg.connect(postgres_url, autocommit=True) as connection:
-        connection.execute("UPDATE headrace_schema SET version = version - 1")
+        connection.execute("UPDATE headrace_version SET version = version + 1")
         assert faults(tmp_path / "data", postgres_url) == ["damaged: control store"]
-        assert connection.execute("SELECT version FROM headrace_schema").fetchone() == (len(MIGRATIONS),)
+        assert connection.execute("SELECT version FROM headrace_version").fetchone() == (len(MIGRATIONS) + 2,)
 
 
 def faults(data: Path, url: str) -> list[str]:

@@ -3,20 +3,18 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from sqlalchemy import Connection, text
 
-from headrace import DeadLetter, SequenceToken, StreamId
-from headrace.store.control_store import ControlStore
+from headrace import StreamId
 from headrace.store.delays import CALL_KEPT_S, DelayStore, Release
 from headrace.streams.events import EventBatch, ScheduledBatch
 from headrace.streams.publishing import ProducerSequence
-from tests.store.delay_places import Clock, Place, database_of, place_of
+from tests.store.delay_places import Clock, Place, place_of
 
 STREAM = StreamId("orders", "42")
 HOLD_S = 5.0
@@ -36,17 +34,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Place
 async def delays(place: Place) -> AsyncIterator[DelayStore]:
     async with place.opened() as delays:
         yield delays
-
-
-@pytest.fixture(params=["file", "postgres"])
-def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return database_of(request, tmp_path)
-
-
-@pytest_asyncio.fixture
-async def control(where: str) -> AsyncIterator[ControlStore]:
-    async with aclosing(await ControlStore.open(where)) as store:
-        yield store
 
 
 def later(letter: str, delay_s: float, priority: int = 0) -> ScheduledBatch:
@@ -276,43 +263,3 @@ async def test_what_many_claim_at_once_goes_to_one_of_them_and_nothing_is_left(p
             seen.extend(letters(found))
             await stores[0].released("p", numbers(found))
     assert sorted(seen) == sorted("abcd" * 50)
-
-
-async def test_a_store_of_the_version_before_gets_the_tables(where: str, clock: Clock):
-    later_changes = (
-        *(f"DROP TABLE {table}" for table in ("delayed_batches", "delayed_calls", "releases")),
-        *(f"ALTER TABLE {table} DROP COLUMN checksum" for table in ("checkpoints", "dead_letters")),
-        *(f"ALTER TABLE silos DROP COLUMN {name}" for name in ("secret_hash", "heartbeats", "settings", "process")),
-        "ALTER TABLE tokens DROP COLUMN client",
-        "ALTER TABLE providers DROP COLUMN options",
-        "ALTER TABLE leases DROP COLUMN length_us",
-        "ALTER TABLE leases RENAME COLUMN renewals TO expires_at_us",
-        "ALTER TABLE suspicions RENAME COLUMN heartbeats TO expires_at_us",
-        "UPDATE headrace_schema SET version = 3",
-    )
-
-    def before(connection: Connection) -> None:
-        for change in later_changes:
-            connection.execute(text(change))
-
-    letters_before = [
-        DeadLetter(0, "p", "s", 0, STREAM, SequenceToken(each), b"\x00\xff", {}, None, 1, "boom", 8, 2)
-        for each in range(250)
-    ]
-    async with aclosing(await ControlStore.open(where)) as old:
-        await old.set_value("k", "v")
-        await old.add_dead_letters(letters_before, None)
-        await old._database.write(before)  # pyright: ignore[reportPrivateUsage]
-    async with aclosing(await ControlStore.open(where)) as control:
-        assert await control.value("k") == "v"
-        assert await control.damaged_rows() == []
-        assert len(await control.dead_letters("p", limit=1000)) == 250
-        delays = control.delay_store(clock)
-        await delay(delays, "a", [0])
-        found = await claim(delays)
-        assert letters(found) == "a"
-        await delays.released("p", numbers(found))
-        indexes = "SELECT indexdef FROM pg_indexes" if "://" in where else "SELECT sql FROM sqlite_master"
-        stored = await control._database.read(lambda c: " ".join(map(str, c.scalars(text(indexes)))))  # pyright: ignore[reportPrivateUsage]
-        assert "delayed_batches_due" in stored
-        assert "delayed_batches_taken" in stored

@@ -7,7 +7,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import aclosing, asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -208,14 +208,14 @@ def a_directory(path: Path) -> None:
 def a_newer_one(path: Path) -> None:
     asyncio.run(make(path))
     with sqlite3.connect(path) as connection:
-        connection.execute("UPDATE headrace_schema SET version = 99")
+        connection.execute("UPDATE headrace_version SET version = 99")
     connection.close()
 
 
 def one_without_version(path: Path) -> None:
     asyncio.run(make(path))
     with sqlite3.connect(path) as connection:
-        connection.execute("DELETE FROM headrace_schema")
+        connection.execute("DELETE FROM headrace_version")
     connection.close()
 
 
@@ -391,29 +391,62 @@ def tables(path: Path) -> dict[str, list[Any]]:
         return {name: connection.execute(f"PRAGMA table_info({name})").fetchall() for (name,) in names}
 
 
-async def test_a_store_of_the_first_version_is_brought_up_to_date_with_all_that_is_in_it(tmp_path: Path):
+@pytest.mark.parametrize("migrations", [[*MIGRATIONS], [*MIGRATIONS, second]])
+async def test_a_store_of_the_first_version_is_brought_up_to_date_with_all_that_is_in_it(
+    tmp_path: Path, migrations: list[Callable[[Connection], None]]
+):
     path = tmp_path / "control.db"
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript(FIRST)
     stream, token = StreamId("flights", "N14228"), SequenceToken(3)
     for _ in range(2):  # once as it was, once brought up to date
-        async with opened(path) as store:
+        database = await Database.open(path, partial(migrate, migrations=migrations))
+        async with aclosing(ControlStore(database)) as store:
             assert await store.providers() == [ProviderRecord("default", "log", 8, "ring")]
             assert await store.subscriptions("default") == [DEFINITION]
             assert await store.checkpoints("default", "stats") == {0: Checkpoint(7, {stream: Behind(token, "boom")})}
-            assert (await store.dead_letter(1)).headers == {"carrier": "UA"}
+            letter = await store.dead_letter(1)
+            assert (letter.payload, letter.headers) == (b"\x00\xff", {"carrier": "UA"})
             assert [gap.reason for gap in await store.gaps("default")] == ["old"]
             assert await store.value("k") == "v"
+            assert await store.tokens() == [TokenRecord("t", bytes(32), {"publish": ("*",)}, 1, "c")]
             assert await store.damaged_rows() == []
             assert (await store.attach("default", "stats")).epoch > 1
-            await store.add_token(TokenRecord("a", bytes(32), {"publish": ["*"]}, 1, "a"))
-            await store.delete_token("a")
             me = await store.cluster().join("a", "x", ["default"])
-            assert len(await store.cluster().acquire(me, [("default", 0)], 15)) == 1
+            (lease,) = await store.cluster().acquire(me, [("default", 0)], 15)
+            assert (me.incarnation > 1, lease.epoch > 1) == (True, True)
             await store.cluster().leave(me)
+            releases = await store.delay_store().claim("default", "other", 0)
+            assert {each.queue: [batch.payloads() for batch in each.batches] for each in releases} == {
+                0: [[b"later"]],
+                1: [[b"claimed"]],
+            }
+    if len(migrations) > len(MIGRATIONS):
+        assert await colours(path, migrations) == ["red"]
+        return
     async with opened(tmp_path / "new.db"):
         pass
     assert tables(path) == tables(tmp_path / "new.db")
+
+
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+@pytest.mark.parametrize("version", [1, 5])
+async def test_a_store_of_an_unreleased_version_is_refused_with_a_way_out(
+    database: str, version: int, tmp_path: Path, request: pytest.FixtureRequest
+):
+    """Their versions say nothing about the tables of this one."""
+    where = tmp_path / "control.db" if database == "sqlite" else request.getfixturevalue("postgres_url")
+
+    def as_it_was(connection: Connection) -> None:
+        connection.execute(text("ALTER TABLE headrace_version RENAME TO headrace_schema"))
+        connection.execute(text(f"UPDATE headrace_schema SET version = {version}"))
+
+    made = await Database.open(where, migrate)
+    await made.write(as_it_was)
+    await made.aclose()
+    for existing in (False, True):
+        with pytest.raises(DataDirectoryError, match=r"made by an unreleased version .* `headrace repair control`"):
+            await ControlStore.open(where, existing=existing)
 
 
 async def use_everything(store: ControlStore) -> None:
