@@ -18,8 +18,6 @@ from .call import EnqueueCall, Placed, events_of
 from .capacity import CapacityGate, cut
 from .queue import MemoryQueue
 
-DEFAULT_GROUP = "default"
-"""The group of `open_receiver`."""
 MAX_PRODUCERS = 100_000
 """Idempotent producers that an adapter remembers."""
 
@@ -30,8 +28,7 @@ class MemoryOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Options of the memory adapter."""
 
     capacity: _AtLeastOne | None = 100_000
-    """Largest number of events held in all queues together, None for no bound. Events that every group has acknowledged
-    no longer count."""
+    """Largest number of events held in all queues together, None for no bound. Acknowledged events do not count."""
     when_full: Literal["wait", "fail"] = "wait"
     """`wait`: calls of `enqueue` wait for capacity, in their order. `fail`: they raise QueueFull and store nothing."""
     segment_size: _AtLeastOne = 1024
@@ -42,8 +39,7 @@ class MemoryAdapter(QueueAdapter):
     """Queues in the memory of one process. They end when the adapter is closed: use it for tests, or if events may be
     lost.
 
-    Each adapter object has its own data, even with the same provider name. In addition to the seam, a queue can be read
-    by several groups, each with its own position (`open_group_receiver`).
+    Each adapter object has its own data, even with the same provider name.
     """
 
     capabilities = Capabilities(idempotent=True)
@@ -76,26 +72,16 @@ class MemoryAdapter(QueueAdapter):
         return call.answer
 
     async def open_receiver(self, queue: int, start: int | None = None) -> QueueReceiver:
-        """Read for the group `DEFAULT_GROUP`. Raises NotSupported for a `start`."""
+        """Read a queue from the first batch that is not acknowledged. Raises NotSupported for a `start`.
+
+        A queue has one receiver: a new one replaces the former one, which then raises Closed.
+        """
         if start is not None:
             raise NotSupported(
                 f"provider {self._provider!r}: the memory adapter is not rewindable, so a receiver starts at the "
-                "position of its group; use the log adapter to start at an offset"
+                "first batch that is not acknowledged; use the log adapter to start at an offset"
             )
-        return await self.open_group_receiver(queue, DEFAULT_GROUP)
-
-    async def open_group_receiver(self, queue: int, group: str) -> QueueReceiver:
-        """Read a queue for `group`, from the first batch that the group has not acknowledged.
-
-        A new group starts at the first retained batch. From then on batches are retained until the group acknowledges
-        them, even while it has no receiver. A group has one receiver: a new one replaces the former one, which then
-        raises Closed.
-        """
-        return self._queue(queue).open(group)
-
-    async def forget_group(self, queue: int, group: str) -> None:
-        """End the group's receiver and drop its position, so that no batches are retained for it. Raises NotFound."""
-        self._queue(queue).forget(group)
+        return self._queue(queue).open()
 
     async def bounds(self, queue: int) -> Bounds:
         return self._queue(queue).statistics.bounds

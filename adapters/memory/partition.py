@@ -1,4 +1,4 @@
-"""One queue in memory: a linked list of fixed segments, and a position per group. Pure: no clock, no I/O, no asyncio.
+"""One queue in memory: a linked list of fixed segments. Pure: no clock, no I/O, no asyncio.
 
 The design is that of Mocha's MemoryBufferQueue:
 
@@ -7,13 +7,12 @@ The design is that of Mocha's MemoryBufferQueue:
     [ · · 2 3 ] ──► [ 4 5 6 7 ] ──► [ 8 9 _ _ ]        spare: [ _ _ _ _ ]
       head                            tail
 
-An item's offset is an unbounded integer that only grows. A group has a position: its first item that is not committed.
-Reading does not move it, so a new reader of the group reads the same items again. An item is deleted as soon as every
-group has committed it. A segment is unlinked when all of its items are deleted: the last such segment is kept as the
-spare and becomes the next tail.
+An item's offset is an unbounded integer that only grows. An item is deleted when it is committed. Reading deletes
+nothing, so a new reader reads the same items again. A segment is unlinked when all of its items are deleted: the last
+such segment is kept as the spare and becomes the next tail.
 
 Three rules keep readers safe. A slot is filled before it counts as written. Items are returned in new lists, never in a
-segment's slots. A reader is never behind its group, so the segment that holds its position is still linked.
+segment's slots. A reader is never before the first item, so the segment that holds its position is still linked.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Generic
 
-from ...streams.errors import InvalidArgument, NotFound
+from ...streams.errors import InvalidArgument
 from ..limits import SizedT, within_limits
 
 
@@ -72,20 +71,19 @@ class PartitionSegment(Generic[SizedT]):
 
 
 class PartitionReader(Generic[SizedT]):
-    """Reads a partition for one group, from the group's position on."""
+    """Reads a partition from its first item on."""
 
-    __slots__ = ("_group", "_partition", "_position", "_segment")
+    __slots__ = ("_partition", "_position", "_segment")
 
-    def __init__(self, partition: MemoryPartition[SizedT], group: str) -> None:
+    def __init__(self, partition: MemoryPartition[SizedT]) -> None:
         self._partition = partition
-        self._group = group
-        self._position = partition.position(group)
+        self._position = partition.first
         self._segment = partition.segment_at(self._position)
 
     @property
     def position(self) -> int:
-        """The next offset to read: after the items that this reader took, and never below the group's position."""
-        return max(self._position, self._partition.position(self._group))
+        """The next offset to read: after the items that this reader took, and never below the first item."""
+        return max(self._position, self._partition.first)
 
     def take(self, max_events: int, max_bytes: int) -> list[SizedT]:
         """Return the next items in a new list, up to the one that reaches a limit. It is empty at the end."""
@@ -104,13 +102,12 @@ class PartitionReader(Generic[SizedT]):
 
 
 class MemoryPartition(Generic[SizedT]):
-    """Items in order, kept until every group has committed them. Without groups, nothing is deleted."""
+    """Items in order, kept until they are committed."""
 
     def __init__(self, segment_size: int) -> None:
         self._segment_size = segment_size
         self._head = self._tail = PartitionSegment[SizedT](segment_size, 0)
         self._spare: PartitionSegment[SizedT] | None = None
-        self._positions: dict[str, int] = {}
         self._first = 0
         self.events = 0
         """Events retained."""
@@ -127,10 +124,6 @@ class MemoryPartition(Generic[SizedT]):
         """The offset of the next item appended."""
         return self._tail.start + self._tail.written
 
-    @property
-    def groups(self) -> frozenset[str]:
-        return frozenset(self._positions)
-
     def append(self, item: SizedT) -> int:
         """Add an item at the end, and return its offset."""
         if self._tail.full:
@@ -141,36 +134,21 @@ class MemoryPartition(Generic[SizedT]):
         self.bytes += item.nbytes
         return offset
 
-    def join(self, group: str) -> None:
-        """Add a group, unless it exists. It starts at the first retained item."""
-        self._positions.setdefault(group, self._first)
-
-    def leave(self, group: str) -> int:
-        """Remove a group and its position. Return the number of events that this deletes."""
-        del self._positions[self._known(group)]
-        return self._delete_committed()
-
-    def position(self, group: str) -> int:
-        """Return the first offset that the group has not committed. Raises NotFound if the group has not joined."""
-        return self._positions[self._known(group)]
-
-    def commit(self, group: str, offset: int) -> int:
-        """Move a group's position to `offset`, never backwards. Return the number of events that this deletes.
-
-        Raises InvalidArgument if `offset` is above `next`.
-        """
+    def commit(self, offset: int) -> int:
+        """Delete the items below `offset`. Return the number of their events. Raises InvalidArgument if `offset` is
+        above `next`."""
         if offset > self.next:
             raise InvalidArgument(
                 f"cannot acknowledge up to offset {offset}: the next batch will have offset {self.next}"
             )
-        if offset <= self.position(group):
-            return 0
-        self._positions[group] = offset
-        return self._delete_committed()
-
-    def reader(self, group: str) -> PartitionReader[SizedT]:
-        """Return a reader for `group`, at the group's position. Raises NotFound if the group has not joined."""
-        return PartitionReader(self, group)
+        before = self.events
+        while self._first < offset:
+            item = self._head.remove(self._first)
+            self.events -= item.count
+            self.bytes -= item.nbytes
+            self._first += 1
+            self._unlink_finished()
+        return before - self.events
 
     def segments(self) -> Iterator[PartitionSegment[SizedT]]:
         """Yield the segments from head to tail."""
@@ -190,11 +168,6 @@ class MemoryPartition(Generic[SizedT]):
                 return segment
         return self._tail
 
-    def _known(self, group: str) -> str:
-        if group not in self._positions:
-            raise NotFound(f"this queue has no group {group!r}: open a receiver for it first")
-        return group
-
     def _grow(self) -> None:
         """Link a new tail: the spare segment if there is one."""
         tail, self._spare = self._spare or PartitionSegment[SizedT](self._segment_size, 0), None
@@ -202,17 +175,6 @@ class MemoryPartition(Generic[SizedT]):
         self._tail.following = tail
         self._tail = tail
         self._unlink_finished()
-
-    def _delete_committed(self) -> int:
-        before = self.events
-        keep = min(self._positions.values(), default=self._first)
-        while self._first < keep:
-            item = self._head.remove(self._first)
-            self.events -= item.count
-            self.bytes -= item.nbytes
-            self._first += 1
-            self._unlink_finished()
-        return before - self.events
 
     def _unlink_finished(self) -> None:
         while self._first >= self._head.end and self._head.following is not None:

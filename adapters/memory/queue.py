@@ -1,4 +1,4 @@
-"""One queue of the memory adapter: a partition and its receivers, one per group."""
+"""One queue of the memory adapter: a partition and its receiver."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from ...streams.errors import Closed
 from ...streams.events import EventBatch
 from ..receiving import Bounds, QueueReceiver, Received
 from ..seam import QueueStatistics
-from .partition import MemoryPartition
+from .partition import MemoryPartition, PartitionReader
 
 
 class MemoryReceiver(QueueReceiver):
-    """Reads a queue for a group. An append wakes it up, so it does not poll."""
+    """Reads a queue. An append wakes it up, so it does not poll."""
 
-    def __init__(self, partition: MemoryPartition[EventBatch], group: str, release: Callable[[int], None]) -> None:
+    def __init__(self, partition: MemoryPartition[EventBatch], release: Callable[[int], None]) -> None:
         self._partition = partition
-        self._group = group
         self._release = release
-        self._reader = partition.reader(group)
+        self._reader = PartitionReader(partition)
         self._changed = asyncio.Event()
         self._ended_because = ""
 
@@ -35,9 +34,9 @@ class MemoryReceiver(QueueReceiver):
             await self._changed.wait()
 
     async def acknowledge(self, offset: int) -> None:
-        """See QueueReceiver; applies to this receiver's group. Raises InvalidArgument above the next offset, Closed."""
+        """See QueueReceiver. Raises InvalidArgument above the next offset, Closed."""
         self._check_open()
-        self._release(self._partition.commit(self._group, offset))
+        self._release(self._partition.commit(offset))
 
     async def aclose(self) -> None:
         self.end("it was closed")
@@ -52,16 +51,16 @@ class MemoryReceiver(QueueReceiver):
 
     def _check_open(self) -> None:
         if self._ended_because:
-            raise Closed(f"this receiver of group {self._group!r} has ended: {self._ended_because}")
+            raise Closed(f"this receiver has ended: {self._ended_because}")
 
 
 class MemoryQueue:
-    """Stores batches, and wakes the receiver of each group. Calls `release` with the number of deleted events."""
+    """Stores batches, and wakes the receiver. Calls `release` with the number of deleted events."""
 
     def __init__(self, segment_size: int, release: Callable[[int], None]) -> None:
         self._partition = MemoryPartition[EventBatch](segment_size)
         self._release = release
-        self._receivers: dict[str, MemoryReceiver] = {}
+        self._receiver: MemoryReceiver | None = None
 
     @property
     def statistics(self) -> QueueStatistics:
@@ -69,31 +68,24 @@ class MemoryQueue:
         return QueueStatistics(Bounds(partition.first, partition.next), partition.events, partition.bytes)
 
     def append(self, batch: EventBatch) -> int:
-        """Store a batch, wake the receivers, and return its offset."""
+        """Store a batch, wake the receiver, and return its offset."""
         offset = self._partition.append(copy_of(batch, self._partition.next))
-        for receiver in self._receivers.values():
-            receiver.wake()
+        if self._receiver is not None:
+            self._receiver.wake()
         return offset
 
-    def open(self, group: str) -> MemoryReceiver:
-        """Open a receiver for the group. It replaces the former one."""
-        self._end(group, "another receiver of the group was opened")
-        self._partition.join(group)
-        receiver = self._receivers[group] = MemoryReceiver(self._partition, group, self._release)
-        return receiver
-
-    def forget(self, group: str) -> None:
-        released = self._partition.leave(group)
-        self._end(group, "the group was forgotten")
-        self._release(released)
+    def open(self) -> MemoryReceiver:
+        """Open a receiver. It replaces the former one."""
+        self._end("another receiver of the queue was opened")
+        self._receiver = MemoryReceiver(self._partition, self._release)
+        return self._receiver
 
     def close(self) -> None:
-        for group in tuple(self._receivers):
-            self._end(group, "the adapter was closed")
+        self._end("the adapter was closed")
 
-    def _end(self, group: str, why: str) -> None:
-        if group in self._receivers:
-            self._receivers.pop(group).end(why)
+    def _end(self, why: str) -> None:
+        if self._receiver is not None:
+            self._receiver.end(why)
 
 
 def copy_of(batch: EventBatch, offset: int) -> EventBatch:

@@ -91,11 +91,6 @@ def ranked(names: Iterable[str], what: str) -> list[str]:
     return sorted(names, key=lambda name: hashlib.sha1(f"{name} {what}".encode(), usedforsecurity=False).digest())
 
 
-def score_of(priority: int, due_ms: int) -> int:
-    """Return the score of an event. Events with a lower score come first."""
-    return (HIGHEST - priority) * BAND + due_ms
-
-
 def priority_of(score: float) -> int:
     return HIGHEST - int(score) // BAND
 

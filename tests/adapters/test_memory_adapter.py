@@ -1,4 +1,4 @@
-"""The memory adapter beyond the conformance suite: capacity, groups, isolation, release of memory."""
+"""The memory adapter beyond the conformance suite: capacity, isolation, release of memory."""
 
 import asyncio
 import gc
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace import Closed, EventBatch, InvalidArgument, NotFound, QueueFull, StreamId
+from headrace import Closed, EventBatch, InvalidArgument, QueueFull, StreamId
 from headrace.adapters import AdapterContext, Bounds, ProducerSequence, QueueReceiver, Receipt, open_adapter
 from headrace.adapters.memory import MemoryAdapter, MemoryOptions
 
@@ -212,31 +212,21 @@ async def test_closing_refuses_the_calls_that_wait_for_room(opened: Opening):
             await call
 
 
-async def test_groups_read_the_same_batches_independently(opened: Opening):
+async def test_batches_of_different_receivers_are_different_objects(opened: Opening):
     adapter = opened()
-    red, blue = [await adapter.open_group_receiver(0, group) for group in ("red", "blue")]
-    await adapter.enqueue(singles("abc"))
-    assert await letters(red) == "abc"
-    await red.acknowledge(3)
-    assert await letters(blue) == "abc"
-
-
-async def test_batches_of_different_groups_are_different_objects(opened: Opening):
-    adapter = opened()
-    one, two = [await adapter.open_group_receiver(0, group) for group in ("one", "two")]
     await adapter.enqueue(singles("a"))
-    mine, theirs = [(await receiver.receive(1, 1)).batches[0] for receiver in (one, two)]
-    assert mine == theirs
-    assert mine is not theirs
+    first, again = [(await (await adapter.open_receiver(0)).receive(1, 1)).batches[0] for _ in range(2)]
+    assert first == again
+    assert first is not again
 
 
-async def test_a_new_receiver_of_a_group_supersedes_the_one_before(opened: Opening):
+async def test_a_new_receiver_of_a_queue_supersedes_the_one_before(opened: Opening):
     adapter = opened()
     first = await adapter.open_receiver(0)
     waiting = asyncio.create_task(first.receive(1, 1))
     await asyncio.sleep(0)
     second = await adapter.open_receiver(0)
-    with pytest.raises(Closed, match="another receiver of the group"):
+    with pytest.raises(Closed, match="another receiver of the queue"):
         await waiting
     with pytest.raises(Closed):
         await first.acknowledge(0)
@@ -245,50 +235,16 @@ async def test_a_new_receiver_of_a_group_supersedes_the_one_before(opened: Openi
     assert await letters(second) == "a"
 
 
-async def test_a_late_group_gets_nothing_that_was_let_go(opened: Opening):
-    adapter = opened(capacity=1)
+async def test_memory_is_let_go_when_the_receiver_has_acknowledged(opened: Opening):
+    adapter = opened()
     receiver = await adapter.open_receiver(0)
-    await adapter.enqueue(singles("a"))
-    await receiver.acknowledge(1)
-    await adapter.enqueue(singles("b"))
-    assert await letters(await adapter.open_group_receiver(0, "late")) == "b"
-
-
-async def test_a_group_without_receiver_still_holds_what_it_has_not_acknowledged(opened: Opening):
-    adapter = opened()
-    idle, busy = [await adapter.open_group_receiver(0, group) for group in ("idle", "busy")]
-    await idle.aclose()
-    await adapter.enqueue(singles("a"))
-    await busy.acknowledge(1)
-    assert await letters(await adapter.open_group_receiver(0, "idle")) == "a"
-
-
-async def test_a_forgotten_group_gives_back_its_room_and_ends_its_receiver(opened: Opening):
-    adapter = opened(capacity=1)
-    idle, busy = [await adapter.open_group_receiver(0, group) for group in ("idle", "busy")]
-    await adapter.enqueue(singles("a"))
-    await busy.acknowledge(1)
-    waiting = begun(adapter.enqueue(singles("b")))
-    assert not waiting.done()
-    await adapter.forget_group(0, "idle")
-    await waiting
-    with pytest.raises(Closed, match="forgotten"):
-        await idle.receive(1, 1)
-    with pytest.raises(NotFound):
-        await adapter.forget_group(0, "idle")
-
-
-async def test_memory_is_let_go_when_all_groups_have_acknowledged(opened: Opening):
-    adapter = opened()
-    receivers = [await adapter.open_group_receiver(0, group) for group in ("one", "two")]
     key = Anchor("held by its batch alone")
     held = weakref.ref(key)
     await adapter.enqueue([(0, EventBatch.of(StreamId("tests", key), [b"x"]))])
     del key
-    for receiver in receivers:
-        gc.collect()
-        assert held() is not None
-        await receiver.acknowledge(1)
+    gc.collect()
+    assert held() is not None
+    await receiver.acknowledge(1)
     gc.collect()
     assert held() is None
     assert (await adapter.statistics(0)) == (Bounds(1, 1), 0, 0)
@@ -347,31 +303,28 @@ async def test_a_wrong_option_is_named(options: dict[str, Any], named: str):
 
 
 @pytest.mark.parametrize("batch_size", [1, 10, 100, 1000])
-async def test_every_group_receives_exactly_everything_from_concurrent_producers(opened: Opening, batch_size: int):
+async def test_the_receivers_get_exactly_everything_from_concurrent_producers(opened: Opening, batch_size: int):
     queues, producers, each = 4, 4, 256
     adapter = opened(queues=queues, capacity=300, segment_size=16)
-    groups = ("one", "two", "three")
-    totals: dict[str, list[bytes]] = {group: [] for group in groups}
+    total: list[bytes] = []
 
     async def produce(producer: int) -> None:
         for number in range(each):
             await adapter.enqueue([(number % queues, batch(f"{producer}.{number:03}"))])
 
-    async def consume(group: str, queue: int) -> None:
-        receiver = await adapter.open_group_receiver(queue, group)
+    async def consume(queue: int) -> None:
+        receiver = await adapter.open_receiver(queue)
         seen = 0
         while seen < producers * each // queues:
             received = await receiver.receive(batch_size, 1 << 20)
-            totals[group] += [payload for part in received.batches for payload in part.payloads()]
+            total.extend(payload for part in received.batches for payload in part.payloads())
             seen += len(received.batches)
             await receiver.acknowledge(received.next_offset)
 
     async with asyncio.TaskGroup() as tasks:
-        for group in groups:
-            for queue in range(queues):
-                tasks.create_task(consume(group, queue))
+        for queue in range(queues):
+            tasks.create_task(consume(queue))
         await asyncio.sleep(0)
         for producer in range(producers):
             tasks.create_task(produce(producer))
-    expected = sorted(f"{p}.{n:03}".encode() for p in range(producers) for n in range(each))
-    assert all(sorted(total) == expected for total in totals.values())
+    assert sorted(total) == sorted(f"{p}.{n:03}".encode() for p in range(producers) for n in range(each))

@@ -1,4 +1,4 @@
-"""The memory adapter's partition against the simplest model there is: one list and a number per group."""
+"""The memory adapter's partition against the simplest model there is: one list and a number."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from headrace.adapters.limits import within_limits
 from headrace.adapters.memory.partition import MemoryPartition, PartitionReader
 from tests.random_examples import examples
 
-GROUPS = ("red", "green", "blue")
+READERS = ("red", "green", "blue")
 
 
 @dataclass(frozen=True)
@@ -21,22 +21,16 @@ class Item:
 
 
 class Partitions(RuleBasedStateMachine):
-    """Groups come, read, commit and go while items are appended, in segments small enough to be reused all the time."""
+    """Readers come, read and commit while items are appended, in segments small enough to be reused all the time."""
 
     @initialize(segment_size=st.integers(1, 4))
     def start(self, segment_size: int) -> None:
         self.segment_size = segment_size
         self.partition = MemoryPartition[Item](segment_size)
         self.model: list[Item] = []
-        self.committed: dict[str, int] = {}
         self.first = 0
         self.readers: dict[str, tuple[PartitionReader[Item], int]] = {}
         self.kept: list[tuple[list[Item], list[Item]]] = []
-
-    def let_go(self) -> int:
-        """What the model lets go: below the lowest position, nothing without a group. Returns its events."""
-        before, self.first = self.first, max(self.first, min(self.committed.values(), default=0))
-        return sum(item.count for item in self.model[before : self.first])
 
     @rule(sizes=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), min_size=1, max_size=6))
     def append(self, sizes: list[tuple[int, int]]) -> None:
@@ -45,39 +39,27 @@ class Partitions(RuleBasedStateMachine):
             assert self.partition.append(item) == len(self.model)
             self.model.append(item)
 
-    @rule(group=st.sampled_from(GROUPS))
-    def open_reader(self, group: str) -> None:
-        self.partition.join(group)
-        position = self.committed.setdefault(group, self.first)
-        self.readers[group] = (self.partition.reader(group), position)
+    @rule(name=st.sampled_from(READERS))
+    def open_reader(self, name: str) -> None:
+        self.readers[name] = (PartitionReader(self.partition), self.first)
 
     @precondition(lambda self: self.readers)
     @rule(data=st.data(), max_events=st.integers(1, 9), max_bytes=st.integers(1, 9))
     def take(self, data: st.DataObject, max_events: int, max_bytes: int) -> None:
-        group = data.draw(st.sampled_from(sorted(self.readers)))
-        reader, position = self.readers[group]
+        name = data.draw(st.sampled_from(sorted(self.readers)))
+        reader, position = self.readers[name]
         expected = list(within_limits(self.model[position:], max_events, max_bytes))
         taken = reader.take(max_events, max_bytes)
         assert taken == expected
-        self.readers[group] = (reader, position + len(taken))
+        self.readers[name] = (reader, position + len(taken))
         self.kept.append((taken, expected))
 
-    @precondition(lambda self: self.committed)
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
-        group = data.draw(st.sampled_from(sorted(self.committed)))
         offset = data.draw(st.integers(0, len(self.model)))
-        self.committed[group] = max(self.committed[group], offset)
-        assert self.partition.commit(group, offset) == self.let_go()
-        reader, position = self.readers[group]
-        self.readers[group] = (reader, max(position, self.committed[group]))
-
-    @precondition(lambda self: self.committed)
-    @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
-        group = data.draw(st.sampled_from(sorted(self.committed)))
-        del self.committed[group], self.readers[group]
-        assert self.partition.leave(group) == self.let_go()
+        before, self.first = self.first, max(self.first, offset)
+        assert self.partition.commit(offset) == sum(item.count for item in self.model[before : self.first])
+        self.readers = {name: (reader, max(at, self.first)) for name, (reader, at) in self.readers.items()}
 
     @invariant()
     def counts_agree(self) -> None:
@@ -95,7 +77,7 @@ class Partitions(RuleBasedStateMachine):
 
     @invariant()
     def positions_agree(self) -> None:
-        assert {group: self.partition.position(group) for group in self.partition.groups} == self.committed
+        assert all(reader.position == position for reader, position in self.readers.values())
 
     @invariant()
     def what_was_handed_out_stays_as_it_was(self) -> None:

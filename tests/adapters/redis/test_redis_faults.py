@@ -30,7 +30,7 @@ from headrace.adapters.redis import (
     receiver,
     server,
 )
-from headrace.adapters.redis.keys import ShardKeys, due_of, priority_of, score_of
+from headrace.adapters.redis.keys import BAND, HIGHEST, ShardKeys, due_of, priority_of
 from headrace.adapters.redis.scripts import RETURNS_PER_STEP
 from headrace.adapters.redis.shard import RedisShard
 from headrace.streams.errors import InvalidArgument, QueueFull, StorageFull
@@ -70,6 +70,11 @@ async def take(reader: Any, count: int) -> list[EventBatch]:
 
 
 # ---- scores ----------------------------------------------------------------------------------------------------------
+
+
+def score_of(priority: int, due_ms: int) -> int:
+    """As the scripts compute it."""
+    return (HIGHEST - priority) * BAND + due_ms
 
 
 @pytest.mark.parametrize("priority", [0, 1, 50, 98, 99])
