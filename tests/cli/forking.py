@@ -29,6 +29,8 @@ IMPORTED = (
     "headrace.client.client", "headrace.adapters.log.adapter", "headrace.adapters.memory", "rich.console", "rich.table",
 )  # fmt: skip
 MESSAGE = 1 << 20
+CONNECT_S = "TESTS_CONNECT_S"
+"""Variable: how long the call tries to reach a silo, in seconds."""
 
 
 class Process(Protocol):
@@ -234,6 +236,7 @@ def _answer(connection: socket.socket) -> NoReturn:
 
 
 def _become(request: Mapping[str, object], fds: Sequence[int]) -> NoReturn:
+    from headrace.cli.commands import options  # noqa: PLC0415
     from headrace.cli.main import main  # noqa: PLC0415
 
     for number, fd in enumerate(fds):
@@ -242,6 +245,7 @@ def _become(request: Mapping[str, object], fds: Sequence[int]) -> NoReturn:
     os.chdir(str(request["cwd"]))
     os.environ.clear()
     os.environ.update(request["env"])  # pyright: ignore[reportArgumentType, reportCallIssue, reportUnknownMemberType]
+    options.CONNECT_S = float(os.environ.pop(CONNECT_S, options.CONNECT_S))
     sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
     sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)

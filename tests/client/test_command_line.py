@@ -19,6 +19,7 @@ from tests.certificates import Authority
 from tests.cli.commandline import ENVIRONMENT, Headrace, Ran, ended
 from tests.cli.commandline import Start as StartProcess
 from tests.cli.conftest import start
+from tests.cli.forking import CONNECT_S
 from tests.client.conftest import Silos
 from tests.client.silos import SiloProcess, stored
 from tests.silo.talking import silos as cluster_of
@@ -27,6 +28,8 @@ __all__ = ("start",)
 
 STREAM = ["--stream", "n/k", "--format", "raw"]
 S = StreamId("n", "k")
+IMPATIENT = {CONNECT_S: "1"}
+"""For commands that no silo will answer."""
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +82,9 @@ def test_what_is_typed_goes_before_variables(headrace: Headrace, silo: SiloProce
 
 
 def test_where_nobody_is_it_says_so_in_one_line(headrace: Headrace):
-    assert "no silo answers at 127.0.0.1:1" in headrace("subscriptions", "list", "--server", "127.0.0.1:1").refused(1)
+    assert "no silo answers at 127.0.0.1:1" in headrace(
+        "subscriptions", "list", "--server", "127.0.0.1:1", **IMPATIENT
+    ).refused(1)
 
 
 def test_an_unknown_provider_is_one_line(headrace: Headrace, silo: SiloProcess):
@@ -108,9 +113,9 @@ def test_tls_trusts_whom_it_is_told_to(headrace: Headrace, silos: Silos, tmp_pat
     listed = ("subscriptions", "list", "--json", "--server", silo.address)
     assert headrace(*listed, "--ca", trusted, "--certificate", client.certificate, "--key", client.key).json == []
     says = "whether it requires TLS (--ca FILE or --tls) or a client's certificate (--certificate)"
-    assert says in headrace(*listed).refused(1)
-    assert says in headrace(*listed, "--ca", trusted).refused(1)
-    assert "is not trusted: give the certificate of its authority" in headrace(*listed, "--tls").refused(1)
+    assert says in headrace(*listed, **IMPATIENT).refused(1)
+    assert says in headrace(*listed, "--ca", trusted, **IMPATIENT).refused(1)
+    assert "is not trusted: give the certificate of its authority" in headrace(*listed, "--tls", **IMPATIENT).refused(1)
     assert (
         headrace(*listed[:-1], "192.0.2.1:1", "--token", "hr_x")
         .refused(2)
