@@ -21,6 +21,7 @@ from tests.cluster.memory_store import MemoryStore
 from tests.cluster.planted import BUGS, planted
 from tests.cluster.simulated import KINDS, LONGEST_S, Life, World, simulate
 from tests.cluster.sweep import chosen, crashed, hit, recorded
+from tests.random_examples import examples
 from tests.virtual_time import virtual_time
 
 FOUND_BY = {
@@ -43,9 +44,10 @@ def quiet_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "headrace")
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_lost_or_skipped_and_each_queue_has_one_owner(kind: str) -> None:
-    for seed in range(1, 11):
+    for seed in range(1, 1 + examples(25)):
         world = simulate(seed, kind=kind)
         assert not world.problems, f"{kind}/{seed}\n" + "\n".join(world.history)
 
@@ -80,10 +82,14 @@ def test_a_silo_gets_through_again_whatever_comes_upon_a_late_answer() -> None:
         assert runner.run(comes_upon_one())
 
 
+FINDERS = (13, 48, 11, 7)
+"""Seeds that found bugs which few seeds find: the first ones to try."""
+
+
 @pytest.mark.parametrize("bug", FOUND_BY)
 def test_a_planted_bug_is_found(bug: str) -> None:
     with planted(bug):
-        assert any(simulate(seed, kind=FOUND_BY[bug]).problems for seed in range(1, 100))
+        assert any(simulate(seed, kind=FOUND_BY[bug]).problems for seed in (1, 2, *FINDERS, *range(3, 100)))
 
 
 def test_every_bug_that_is_found_here_can_be_planted() -> None:
@@ -122,8 +128,11 @@ def test_what_comes_again_after_a_crash_could_not_be_saved_yet(monkeypatch: pyte
         await save(checkpointer)
 
     monkeypatch.setattr(Checkpointer, "save", save_rarely)
-    problems = [problem for seed in range(1, 40) for problem in simulate(seed, kind="crashes").problems]
-    assert any("comes again, and was done" in problem for problem in problems)
+    assert any(
+        "comes again, and was done" in problem
+        for seed in range(1, 40)
+        for problem in simulate(seed, kind="crashes").problems
+    )
 
 
 class _Owner:

@@ -120,7 +120,7 @@ def lasting(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 async def test_a_killed_process_leaves_whole_transactions_and_all_that_it_was_told_of(lasting: str):
     told = 0
-    for _ in range(5):
+    for _ in range(2):
         with process(SAVES_FOR_EVER, lasting) as running:
             assert running.stdout is not None
             for _ in range(random.randint(1, 30)):
