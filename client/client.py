@@ -32,7 +32,7 @@ from ..streams.publishing import (
     scheduled,
 )
 from ..streams.stream import Stream
-from .connection import Connection, Tls
+from .connection import GrpcTransport, Tls
 from .consuming import Consuming
 from .management import parsed
 from .publishing import PublishPipeline, frame, receipts_of
@@ -82,16 +82,17 @@ class Client(Consuming):
         for name, value in (("connect_timeout_s", connect_timeout_s), ("timeout_s", timeout_s)):
             check_seconds(name, value, above_zero=True)
         check_seconds("linger_s", linger_s)
-        super().__init__(Connection(address, token=token, tls=tls, insecure=insecure), provider, timeout_s)
+        self._transport = GrpcTransport(address, token=token, tls=tls, insecure=insecure)
+        super().__init__(self._transport, provider, timeout_s)
         self._connect_timeout_s = connect_timeout_s
-        self._publishing = PublishPipeline(self._connection, provider, timeout_s=timeout_s, linger_s=linger_s)
+        self._publishing = PublishPipeline(self._transport, provider, timeout_s=timeout_s, linger_s=linger_s)
 
     async def __aenter__(self) -> Self:
-        self._connection.check_loop()
+        self._transport.check_loop()
         try:
-            await self._connection.open(self._connect_timeout_s)
+            await self._transport.open(self._connect_timeout_s)
         except BaseException:
-            await self._connection.aclose()
+            await self._transport.aclose()
             raise
         return self
 
@@ -106,12 +107,12 @@ class Client(Consuming):
     async def aclose(self) -> None:
         """Close the consumers, wait for events that are being published for as long as their callers would, and close
         the connection. Idempotent. Afterwards every call raises Closed."""
-        self._connection.check_loop()
+        self._transport.check_loop()
         try:
             await self.close_consumers()  # first: handlers that end may still publish
             await self._publishing.aclose()
         finally:
-            await self._connection.aclose()
+            await self._transport.aclose()
 
     # ---- publishing ------------------------------------------------------------------------------------------------
 
@@ -175,12 +176,12 @@ class Client(Consuming):
         """The highest number stored for a producer of `publish_many` with sequences; 0 if there is none."""
         check_producer(producer, "producer")
         request = pb.GetProducerRequest(provider=self._provider, producer=producer).SerializeToString()
-        answer = await self._connection.call("PublisherService/GetProducer", request, timeout_s=self._timeout_s)
+        answer = await self._transport.call("PublisherService/GetProducer", request, timeout_s=self._timeout_s)
         return parsed(pb.GetProducerResponse, answer).number
 
     async def flush(self) -> None:
         """Return when all events published before are stored or have failed. Failures are raised to their callers."""
-        self._connection.check_loop()
+        self._transport.check_loop()
         await self._publishing.flush()
 
     async def _publish_once(self, batches: Sequence[EventBatch], sequence: ProducerSequence) -> Sequence[Receipt]:
@@ -192,5 +193,5 @@ class Client(Consuming):
             raise InvalidArgument(
                 f"one sequence publishes to at most {MAX_REQUEST_BATCHES:,} streams, not {len(batches):,}: use several"
             )
-        answer = await self._connection.call("PublisherService/Publish", request, timeout_s=self._timeout_s)
+        answer = await self._transport.call("PublisherService/Publish", request, timeout_s=self._timeout_s)
         return receipts_of(parsed(pb.PublishResponse, answer))

@@ -1,6 +1,6 @@
-"""A connection to silos: addresses, TLS, token, calls with raw bytes, and the errors of failed calls.
+"""The transport over gRPC: addresses of silos, TLS, token, calls, and the errors of failed calls.
 
-Requests and responses are encoded bytes; this module knows no message. Importing it loads grpc.
+Importing this module loads grpc.
 
 A call goes to one address, at first to the first one. When the silo there does not answer, or announces that it stops,
 the next call goes to the next address. Open calls stay at their address.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
-import random
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,6 @@ import grpc
 from grpc import aio
 
 from ..streams.arguments import refused
-from ..streams.backoff import Backoff
 from ..streams.errors import (
     Closed,
     DefinitionConflict,
@@ -36,9 +34,9 @@ from ..streams.errors import (
     StorageError,
     Unauthenticated,
     Unavailable,
-    error_of,
 )
 from .grpc_process import use_grpc
+from .transport import StreamCall, Transport, remote_error, require_loop
 
 CODE = "headrace-code"
 """Key of the trailing metadata with the error's code."""
@@ -46,8 +44,6 @@ KEEPALIVE_MS = 10_000
 """Interval of pings on a connection with open calls that receives nothing. A silo has to allow it."""
 KEEPALIVE_TIMEOUT_MS = 5_000
 """How long to wait for the answer to a ping before the connection counts as lost."""
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
-"""Shortest and longest pause between two attempts to reach a silo, in seconds."""
 SETTLE_S = 0.5
 """Longest time that closing waits for grpc to end cancelled calls, in seconds."""
 
@@ -66,11 +62,6 @@ _OPTIONS: Sequence[tuple[str, Any]] = (
     ("grpc.max_receive_message_length", -1),  # credits limit the responses
     ("grpc.max_send_message_length", -1),
 )
-
-
-def reconnect_backoff() -> Backoff:
-    """Return the pauses between attempts to reach a silo. They never end: the caller has its own time limit."""
-    return Backoff(FIRST_PAUSE_S, MAX_PAUSE_S, rng=random.SystemRandom())
 
 
 # ---- addresses, TLS, token -------------------------------------------------------------------------------------------
@@ -175,13 +166,6 @@ def _check_token(token: str | None, tls: Tls | None, addresses: Iterable[Address
 # ---- failures --------------------------------------------------------------------------------------------------------
 
 
-def remote_error(code: str, message: str) -> HeadraceError | None:
-    """The error that a silo raised; None for a code that this version does not know. `Closed` becomes Unavailable: the
-    silo's object is closed, not the client's."""
-    error = error_of(code, message)
-    return Unavailable(message) if isinstance(error, Closed) else error
-
-
 def status_error(status: int, details: str, where: str) -> HeadraceError:
     """The error for a gRPC status without a code of headrace: it came from grpc, or from a proxy on the way."""
     if status == 1:  # CANCELLED
@@ -242,24 +226,24 @@ _THIS_SILO_ONLY = b"\x08\x01"
 """`DescribeClusterRequest(here=True)`: the silo does not ask whether other silos answer."""
 
 
-class ResponseCall:
+class GrpcResponseCall:
     """A call with many responses. Only one `receive` may run at a time.
 
     It raises the HeadraceError that ended the call. Cancelling it cancels the call.
     """
 
     def __init__(
-        self, connection: Connection, index: int, call: aio.UnaryStreamCall[bytes, bytes] | _BidirectionalCall
+        self, transport: GrpcTransport, index: int, call: aio.UnaryStreamCall[bytes, bytes] | _BidirectionalCall
     ) -> None:
-        self._connection = connection
+        self._transport = transport
         self._index = index
-        self._channel = connection.channel(index)
+        self._channel = transport.channel(index)
         self._call = call
 
     @property
     def address(self) -> str:
         """Address of the silo that it goes to."""
-        return str(self._connection.addresses[self._index])
+        return str(self._transport.addresses[self._index])
 
     async def receive(self) -> bytes | None:
         """Return the next message; None if the silo has ended the call in order."""
@@ -272,20 +256,20 @@ class ResponseCall:
     def cancel(self) -> None:
         """End the call at once. Idempotent. A waiting `receive` or `send` raises Unavailable, or Closed."""
         self._call.cancel()
-        self._connection.has_cancelled_calls |= (
+        self._transport.has_cancelled_calls |= (
             self._call.cancelled()
         )  # also if grpc cancelled it, because the waiting task was cancelled
 
     def leave(self) -> None:
         """Send the next call to another address, if there is one, because the silo has announced that it ends this
         call."""
-        self._connection.leave(self._index)
+        self._transport.leave(self._index)
 
     async def abandon(self) -> None:
         """End the call of a silo that is silent: its connection may be dead. Later calls get another connection,
         possibly to another address."""
         self.cancel()
-        await self._connection.renew(self._index, self._channel)
+        await self._transport.renew(self._index, self._channel)
 
     async def ended(self) -> None:
         """Return when the call is over."""
@@ -298,29 +282,24 @@ class ResponseCall:
             return error
         code = await self._call.code()
         metadata = await self._call.trailing_metadata()
-        return self._connection.failed(self._index, code, await self._call.details() or "", metadata)
+        return self._transport.failed(self._index, code, await self._call.details() or "", metadata)
 
 
-class StreamCall(ResponseCall):
-    """A bidirectional call. Only one `send` and one `receive` may run at a time.
-
-    Both raise the HeadraceError that ended the call. Cancelling one of them cancels the call.
-    """
+class GrpcStreamCall(GrpcResponseCall, StreamCall):
+    """A bidirectional call."""
 
     _call: _BidirectionalCall
 
-    def __init__(self, connection: Connection, index: int, call: _BidirectionalCall) -> None:
-        super().__init__(connection, index, call)
+    def __init__(self, transport: GrpcTransport, index: int, call: _BidirectionalCall) -> None:
+        super().__init__(transport, index, call)
 
     async def send(self, message: bytes) -> None:
-        """Return when grpc has accepted the message. It does so as long as the other side reads."""
         try:
             await self._call.write(message)
         except _ENDED as error:
             raise await self._failure(error) from None
 
     async def done_sending(self) -> None:
-        """Tell the other side that no more messages follow."""
         try:
             await self._call.done_writing()
         except _ENDED as error:
@@ -331,7 +310,7 @@ _BidirectionalCall: TypeAlias = "aio.StreamStreamCall[bytes, bytes]"
 _ENDED = (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError)
 
 
-class Connection:
+class GrpcTransport(Transport):
     """Calls to one silo of several, with the same token and TLS. Belongs to the event loop that opened it."""
 
     def __init__(
@@ -361,7 +340,6 @@ class Connection:
 
     @property
     def address(self) -> str:
-        """Address of the next call."""
         return str(self.addresses[self._current])
 
     @property
@@ -385,20 +363,13 @@ class Connection:
         self._loop = asyncio.get_running_loop()
 
     async def ready(self, timeout_s: float) -> None:
-        """Return when a silo answers and accepts the token. Raises as `open`."""
         await self.call("ClusterService/DescribeCluster", _THIS_SILO_ONLY, timeout_s=timeout_s)
 
     def check_loop(self) -> None:
-        """Raises InvalidArgument in another event loop than that of `open`: grpc's objects work in one loop only."""
-        if self._loop is None or self._closed or asyncio.get_running_loop() is self._loop:
-            return
-        raise InvalidArgument(
-            "a client belongs to the event loop that opened it: open another one in this loop, or use SyncClient, "
-            "which may be called from anywhere"
-        )
+        if self._loop is not None and not self._closed:
+            require_loop(self._loop)
 
     def check_open(self) -> None:
-        """Raises Closed before `open` and after `aclose`, and as `check_loop`."""
         if self._closed:
             raise Closed("the client is closed")
         if self._loop is None:
@@ -406,7 +377,6 @@ class Connection:
         self.check_loop()
 
     async def aclose(self) -> None:
-        """End all calls. Idempotent; afterwards every call raises Closed."""
         self._closed = True
         # The channels stay referenced: when the last one is freed, grpc blocks until its thread ends.
         for channel in self._channels.values():
@@ -433,7 +403,6 @@ class Connection:
         await channel.close()
 
     async def unary(self, method: str, request: bytes, *, timeout_s: float | None) -> bytes:
-        """Call `Service/Method` once. Raises a HeadraceError; Unavailable if no answer comes within `timeout_s`."""
         index = self._current
         call = self._method(index, "unary_unary", method)(request, timeout=timeout_s, metadata=self._metadata)
         try:
@@ -445,49 +414,15 @@ class Connection:
             raise
         raise failure
 
-    async def call(
-        self, method: str, request: bytes, *, timeout_s: float, done: type[HeadraceError] | None = None
-    ) -> bytes:
-        """Call an idempotent `Service/Method`. Retry after a retryable failure, for at most `timeout_s` seconds.
-
-        An attempt may succeed although its answer is lost. The next attempt may then fail with `done`: this counts as
-        success, with an empty response.
-        """
-        began, backoff = self._now(), reconnect_backoff()
-        while True:
-            try:
-                return await self.unary(method, request, timeout_s=max(0.001, began + timeout_s - self._now()))
-            except HeadraceError as error:
-                if backoff.failures and done is not None and isinstance(error, done):
-                    return b""
-                pause = backoff.next_s()
-                if not error.retryable or self._now() + pause >= began + timeout_s:
-                    raise
-            await asyncio.sleep(pause)
-
-    async def long_call(self, method: str, request: bytes, *, outage_s: float) -> bytes:
-        """Call `Service/Method` without a time limit, again after each outage. Raises Unavailable if an outage lasts
-        longer than `outage_s`."""
-        backoff = reconnect_backoff()
-        while True:
-            try:
-                return await self.unary(method, request, timeout_s=None)
-            except HeadraceError as error:
-                if not error.retryable:
-                    raise
-            await asyncio.sleep(backoff.next_s())
-            await self.ready(outage_s)
-
-    def responses(self, method: str, request: bytes) -> ResponseCall:
+    def responses(self, method: str, request: bytes) -> GrpcResponseCall:
         """Begin a call of `Service/Method` with many responses. The first `receive` raises if it fails."""
         index = self._current
         call = self._method(index, "unary_stream", method)
-        return ResponseCall(self, index, call(request, metadata=self._metadata))
+        return GrpcResponseCall(self, index, call(request, metadata=self._metadata))
 
-    def stream(self, method: str) -> StreamCall:
-        """Begin a bidirectional call of `Service/Method`. The first `receive` raises if it fails."""
+    def stream(self, method: str) -> GrpcStreamCall:
         index = self._current
-        return StreamCall(self, index, self._method(index, "stream_stream", method)(metadata=self._metadata))
+        return GrpcStreamCall(self, index, self._method(index, "stream_stream", method)(metadata=self._metadata))
 
     def failed(
         self, index: int, code: grpc.StatusCode, details: str, metadata: Iterable[tuple[str, str | bytes]] | None
@@ -531,7 +466,3 @@ class Connection:
                 else aio.secure_channel(target, self._credentials, options=_OPTIONS)
             )
         return channel
-
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()

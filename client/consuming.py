@@ -56,13 +56,13 @@ from ..streams.subscriptions import (
     check_consumer,
     check_subscription_name,
 )
-from .connection import Connection, reconnect_backoff
 from .conversation import METHOD, Conversation, message_of
 from .handling import RemoteHandling
 from .management import Management, parsed
 from .options import ConsumerOptions, RemoteHandlerOptions, SessionState
 from .received import ReceivedBatch
 from .session import MAX_BYTES, MAX_EVENTS, Session, SessionStatistics
+from .transport import Transport, reconnect_backoff
 
 _T = TypeVar("_T")
 _A = TypeVar("_A", "Consumer", "Subscription")
@@ -496,7 +496,7 @@ async def _opened(attached: _A, consumer: Consumer) -> _A:
 class Consuming(Management):
     """What a client does to consume."""
 
-    def __init__(self, connection: Connection, provider: str, timeout_s: float) -> None:
+    def __init__(self, connection: Transport, provider: str, timeout_s: float) -> None:
         super().__init__(connection, provider, timeout_s)
         self._attached = WeakSet[Consumer | Subscription]()
         self._pulling = set[tuple[str, str]]()

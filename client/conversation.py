@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 from ..proto.v1 import consumer_pb2 as pb
 from ..streams.frames import split
-from .connection import StreamCall
 from .management import parsed
 from .session import Request, Session
+from .transport import StreamCall
 
 log = logging.getLogger("headrace.client")
 

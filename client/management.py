@@ -14,7 +14,7 @@ from ..streams.errors import HeadraceError, NotFound
 from ..streams.identity import StreamId
 from ..streams.states import ConsumerState, Held, QueueProgress, SubscriptionState
 from ..streams.subscriptions import DeadLetter, GapRecord, Start, SubscriptionDefinition, check_definition
-from .connection import Connection
+from .transport import Transport
 
 _MOST_LETTERS = 1000
 MAX_ID = (1 << 63) - 1
@@ -24,7 +24,7 @@ _M = TypeVar("_M", bound=Message)
 class Management:
     """Calls that manage subscriptions. Each call is retried during an outage, for at most `timeout_s` seconds."""
 
-    def __init__(self, connection: Connection, provider: str, timeout_s: float) -> None:
+    def __init__(self, connection: Transport, provider: str, timeout_s: float) -> None:
         self._connection = connection
         self._provider = provider
         self._timeout_s = timeout_s
@@ -35,8 +35,8 @@ class Management:
         return self._provider
 
     @property
-    def connection(self) -> Connection:
-        """The connection that carries its calls."""
+    def connection(self) -> Transport:
+        """The transport that carries its calls."""
         return self._connection
 
     # ---- subscriptions -----------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from ..streams.errors import Closed, HeadraceError, PayloadTooLarge, Unavailable
 from ..streams.events import EventBatch
 from ..streams.identity import SequenceToken, varint
 from ..streams.publishing import MAX_BATCH_BYTES, Receipt
-from .connection import Connection, StreamCall, reconnect_backoff, remote_error
+from .transport import StreamCall, Transport, reconnect_backoff, remote_error
 from .window import Publication, PublicationPiece, PublishWindow, WindowedRequest, WindowLimits
 
 METHOD = "PublisherService/PublishStream"
@@ -53,7 +53,7 @@ class AwaitedPublication(Publication):
 class PublishPipeline:
     """The publishing half of a client. Belongs to an event loop; its task begins with the first publication."""
 
-    def __init__(self, connection: Connection, provider: str, *, timeout_s: float, linger_s: float = 0.0) -> None:
+    def __init__(self, connection: Transport, provider: str, *, timeout_s: float, linger_s: float = 0.0) -> None:
         """A caller waits at most `timeout_s`. `linger_s` is how long a request waits for more events while no other
         request is in flight. With 0 it has the events published in the same turn of the loop."""
         self._connection = connection

@@ -13,7 +13,7 @@ from ..store.datadir import check_provider_name
 from ..streams.errors import HeadraceError, InvalidArgument
 
 if TYPE_CHECKING:
-    from ..client.connection import Connection
+    from ..client.connection import GrpcTransport
     from .access import QueueAccess
 
 OPTIONS = ("data", "server", "provider", "token", "tls", "tlsCa", "tlsCertificate", "tlsKey", "insecure")
@@ -83,15 +83,15 @@ class ProviderPlace(NamedTuple):
         """Without the token."""
         return f"ProviderPlace({self.data or self.server!r}, {self.provider!r})"
 
-    def connection(self) -> Connection:
+    def connection(self) -> GrpcTransport:
         """Return a connection to the silos of `server` that is not open yet. Raise InvalidArgument."""
-        from ..client.connection import Connection  # noqa: PLC0415 (it loads grpc)
+        from ..client.connection import GrpcTransport  # noqa: PLC0415 (it loads grpc)
         from ..client.connection import Tls as ClientTls  # noqa: PLC0415
 
         assert self.server is not None
         with as_options():
             tls = None if self.tls is None else ClientTls(**self.tls._asdict())
-            return Connection(self.server, token=self.token, tls=tls, insecure=self.insecure)
+            return GrpcTransport(self.server, token=self.token, tls=tls, insecure=self.insecure)
 
     def open(self) -> QueueAccess:
         """Return the provider's queues for reading. The caller must not close them.

@@ -22,8 +22,8 @@ from typing import Protocol
 
 from ..adapters.log.blocks import StreamTable
 from ..adapters.log.retention import PRODUCER_AGE_S
-from ..client.connection import Connection, reconnect_backoff
 from ..client.management import parsed
+from ..client.transport import Transport, reconnect_backoff
 from ..proto.v1 import publisher_pb2 as pb
 from ..streams.errors import (
     DataDirectoryError,
@@ -122,7 +122,7 @@ class SiloDestination:
 
     ahead = 1
 
-    def __init__(self, connection: Connection, provider: str) -> None:
+    def __init__(self, connection: Transport, provider: str) -> None:
         self._connection = connection
         self._provider = provider
 

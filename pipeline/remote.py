@@ -11,7 +11,8 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 from ..client.blocking import LoopThread
-from ..client.connection import Connection, ResponseCall, reconnect_backoff
+from ..client.connection import GrpcResponseCall, GrpcTransport
+from ..client.transport import reconnect_backoff
 from ..proto.v1 import reader_pb2 as pb
 from ..streams.errors import Closed, HeadraceError, InvalidArgument, OffsetsGone, Unavailable
 from ..streams.identity import read_varint
@@ -31,7 +32,7 @@ class RemoteAccess(QueueAccess):
     """A provider of silos. It does not survive a fork: open it in the process that uses it."""
 
     def __init__(
-        self, connection: Connection, provider: str, *, connect_s: float = OUTAGE_S, outage_s: float = OUTAGE_S
+        self, connection: GrpcTransport, provider: str, *, connect_s: float = OUTAGE_S, outage_s: float = OUTAGE_S
     ) -> None:
         """Open `connection`, which must not be open yet. `close` closes it.
 
@@ -116,23 +117,23 @@ class RemoteAccess(QueueAccess):
         encoded, name = request.SerializeToString(), f"ReaderService/{method}"
         return kind.FromString(self._thread.call(self._connection.call, name, encoded, timeout_s=self._outage_s))
 
-    def _begin(self, request: pb.ReadRequest) -> ResponseCall:
+    def _begin(self, request: pb.ReadRequest) -> GrpcResponseCall:
         self._check_open()
         encoded = request.SerializeToString()
 
-        async def begin() -> ResponseCall:
+        async def begin() -> GrpcResponseCall:
             return self._connection.responses("ReaderService/Read", encoded)
 
         return self._thread.call(begin)
 
-    def _next(self, call: ResponseCall) -> bytes:
+    def _next(self, call: GrpcResponseCall) -> bytes:
         self._check_open()
         message = self._thread.call(call.receive)
         if message is None:
             raise Unavailable(f"the silo at {call.address} ended the call before everything was read")
         return message
 
-    def _end(self, call: ResponseCall) -> None:
+    def _end(self, call: GrpcResponseCall) -> None:
         async def end() -> None:
             call.cancel()
 

@@ -28,7 +28,7 @@ import enum
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -92,7 +92,7 @@ class Method(NamedTuple):
         return self.name.partition("/")[0]
 
 
-class Call:
+class Call(Protocol):
     """A call, for its handler.
 
     Attributes:
@@ -101,6 +101,41 @@ class Call:
         peer: the caller's address in gRPC's form.
         closing: set when the silo stops, or sends callers of the service to other silos: end the call soon, in order.
     """
+
+    principal: Principal
+    peer: str
+    closing: asyncio.Event
+
+    async def read(self) -> bytes | None:
+        """Return the next message of a stream, None at its end. Only one `read` at a time.
+
+        Raises Unauthenticated if the token was revoked meanwhile, LimitExceeded if messages arrive too fast, and
+        PayloadTooLarge.
+        """
+        ...
+
+    async def write(self, message: bytes) -> None:
+        """Send a message on a stream. Wait while the caller does not read earlier messages.
+
+        Only one `write` at a time: two at once end the call.
+        """
+
+    def check_valid(self) -> None:
+        """Raise Unauthenticated if the token was revoked since the call began. `read` checks this itself."""
+
+    def remaining_s(self) -> float | None:
+        """Seconds until the caller's deadline, None without a deadline."""
+        ...
+
+    def hold(self, nbytes: int) -> None:
+        """Count bytes that are being published. The end of the call releases them. Raise LimitExceeded."""
+
+    def release(self, nbytes: int) -> None:
+        """Release counted bytes that are now stored or refused."""
+
+
+class GrpcCall:
+    """A call over gRPC that the guard has admitted."""
 
     __slots__ = ("_context", "_guard", "_usage", "closing", "peer", "principal")
 
@@ -115,11 +150,6 @@ class Call:
         self._usage = usage
 
     async def read(self) -> bytes | None:
-        """Return the next message of a stream, None at its end. Only one `read` at a time.
-
-        Raises Unauthenticated if the token was revoked meanwhile, LimitExceeded if messages arrive too fast, and
-        PayloadTooLarge.
-        """
         message = await self._context.read()
         if message is grpc.aio.EOF:
             return None
@@ -129,31 +159,23 @@ class Call:
         return message
 
     async def write(self, message: bytes) -> None:
-        """Send a message on a stream. Wait while the caller does not read earlier messages.
-
-        Only one `write` at a time: two at once end the call.
-        """
         await self._context.write(message)
 
     def check_valid(self) -> None:
-        """Raise Unauthenticated if the token was revoked since the call began. `read` checks this itself."""
         if self.principal is not EVERYTHING and not self._guard.authenticator.still_valid(self.principal):
             raise Unauthenticated("the token was revoked while the call was open")
 
     def remaining_s(self) -> float | None:
-        """Seconds until the caller's deadline, None without a deadline."""
         return self._context.time_remaining()
 
     def hold(self, nbytes: int) -> None:
-        """Count bytes that are being published. The end of the call releases them. Raise LimitExceeded."""
         self._usage.hold(nbytes)
 
     def release(self, nbytes: int) -> None:
-        """Release counted bytes that are now stored or refused."""
         self._usage.release(nbytes)
 
     def end(self) -> None:
-        """Only for the guard: end the call's count."""
+        """End the call's count. Only for the guard."""
         self._usage.end()
 
 
@@ -254,7 +276,7 @@ class Guard:
         except Exception as error:  # noqa: BLE001 (the caller gets a status, and the log the bugs)
             await _fail(method, context, error)
 
-    def _admit(self, method: Method, context: Context) -> Call:
+    def _admit(self, method: Method, context: Context) -> GrpcCall:
         closing = self._closing[method.service]
         if closing.is_set() and not (method.while_closing or method.probe):
             raise Unavailable("the silo stops, or is drained: try again later, or call another silo")
@@ -265,9 +287,9 @@ class Guard:
         if not method.probe:
             self._open += 1
             self._none_open.clear()
-        return Call(self, context, principal, usage, closing)
+        return GrpcCall(self, context, principal, usage, closing)
 
-    def _leave(self, method: Method, call: Call) -> None:
+    def _leave(self, method: Method, call: GrpcCall) -> None:
         call.end()
         if not method.probe:
             self._open -= 1

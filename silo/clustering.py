@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..balancer.membership import Membership
-from ..client.connection import StreamCall
+from ..client.transport import StreamCall
 from ..server.access import SiloSecrets, new_silo_secret, silo_hash
 from ..store.control_store import ControlStore
 from ..store.datadir import SILOS, DataDirectory, DirectoryLock, is_held, lock, place_of
@@ -20,7 +20,7 @@ from ..streams.background import BackgroundTasks, ticks
 from ..streams.cluster import LIVING, ClusterView, SiloRecord, SiloState
 from ..streams.errors import Busy, HeadraceError, InvalidArgument, NotFound, Unavailable
 from .config import ClusterConfig, SiloConfig
-from .local import LocalConnection
+from .local import InProcessTransport
 from .opening import LEASED_TIMEOUT_S
 from .peers import CALL_S, PeerConnections, tls_of
 from .provider_core import ProviderCore
@@ -53,7 +53,7 @@ class Clustering:
         self.secret = new_silo_secret()
         """The secret of this run of the silo. Other silos read its hash from the store."""
         self.relays = Relays(self)
-        self.services: LocalConnection | None = None
+        self.services: InProcessTransport | None = None
         """The services of this silo with the permissions of other silos. Set when gRPC is served."""
         self.view: ClusterView | None = None
         self._config = config
@@ -279,7 +279,7 @@ class Clustering:
         return await self._peers.unary(record, method, request, timeout_s=timeout_s)
 
     @property
-    def _own_services(self) -> LocalConnection:
+    def _own_services(self) -> InProcessTransport:
         assert self.services is not None
         return self.services
 

@@ -7,13 +7,12 @@ behave the same, and a consumer in this process is a member of its group like re
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from ..client.connection import Connection, StreamCall, remote_error
 from ..client.consuming import Consuming
+from ..client.transport import StreamCall, Transport, remote_error, require_loop
 from ..server.access import EVERYTHING, Principal
 from ..server.guard import Call, Kind, Method
 from ..streams.errors import Closed, HeadraceError, Unavailable
@@ -26,6 +25,7 @@ from .services.visible import VisibleBounds
 
 TIMEOUT_S = 30.0
 SESSION_TIMEOUT_S = 10.0
+THIS_PROCESS = "this process"
 
 
 @asynccontextmanager
@@ -48,67 +48,65 @@ async def _connected(provider: ProviderCore, consumers: Consumers, relays: Relay
     visible = VisibleBounds()
     consuming = ConsumerService(providers, all_consumers, visible, relays)
     services = (consuming, SubscriptionService(providers, all_consumers, visible))
-    connection = LocalConnection([method for service in services for method in service.methods()])
-    local = Consuming(connection, provider.name, TIMEOUT_S)
+    transport = InProcessTransport([method for service in services for method in service.methods()])
+    local = Consuming(transport, provider.name, TIMEOUT_S)
     try:
         yield local
     finally:
         await local.close_consumers()
-        await connection.aclose()
+        await transport.aclose()
 
 
-class LocalConnection(Connection):
+class InProcessTransport(Transport):
     """Calls to services in this process."""
 
     def __init__(self, methods: Sequence[Method], principal: Principal = EVERYTHING) -> None:
         self._principal = principal
-        self._own_methods: Mapping[str, Method] = {method.name.partition(".v1.")[2]: method for method in methods}
+        self._methods: Mapping[str, Method] = {method.name.partition(".v1.")[2]: method for method in methods}
         self._closing = asyncio.Event()
-        self._closed = False
         self._loop = asyncio.get_running_loop()
-        self._random = random.Random()  # noqa: S311 (spreads attempts)
 
     @property
     def address(self) -> str:
-        return "this process"
-
-    async def open(self, timeout_s: float) -> None: ...
+        return THIS_PROCESS
 
     async def aclose(self) -> None:
-        self._closed = True
         self._closing.set()
 
+    def check_loop(self) -> None:
+        if not self._closing.is_set():
+            require_loop(self._loop)
+
+    def check_open(self) -> None:
+        if self._closing.is_set():
+            raise Closed("the provider is closed")
+        self.check_loop()
+
+    async def ready(self, timeout_s: float) -> None: ...
+
     async def unary(self, method: str, request: bytes, *, timeout_s: float | None) -> bytes:
-        self._check_open()
+        self.check_open()
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-        call = LocalCall(self._closing, deadline, self._principal)
+        call = InProcessCall(self._closing, deadline, self._principal)
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._own_methods[method].handler(call, request)
+                return await self._methods[method].handler(call, request)
         except TimeoutError:
             raise Unavailable(f"{method} did not end within {timeout_s:g} s") from None
 
-    def stream(self, method: str) -> StreamCall:
-        self._check_open()
-        found = self._own_methods[method]
+    def stream(self, method: str) -> InProcessStreamCall:
+        self.check_open()
+        found = self._methods[method]
         assert found.kind is Kind.STREAM
-        return LocalStream(found.handler, LocalCall(self._closing, None, self._principal))
-
-    def leave(self, index: int) -> None: ...
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise Closed("the provider is closed")
+        return InProcessStreamCall(found.handler, InProcessCall(self._closing, None, self._principal))
 
 
-class LocalCall(Call):
-    """A call within this process, with all permissions and without limits."""
-
-    __slots__ = ("_deadline", "_requests", "_responses", "requested", "responded", "response_taken")
+class InProcessCall(Call):
+    """The service's side of a call within this process, without limits."""
 
     def __init__(self, closing: asyncio.Event, deadline: float | None, principal: Principal = EVERYTHING) -> None:
         self.principal = principal
-        self.peer = "this process"
+        self.peer = THIS_PROCESS
         self.closing = closing
         self._deadline = deadline
         self._requests: deque[bytes | None] = deque()
@@ -151,16 +149,18 @@ class LocalCall(Call):
 
     def release(self, nbytes: int) -> None: ...
 
-    def end(self) -> None: ...
 
+class InProcessStreamCall(StreamCall):
+    """The caller's side of a bidirectional call."""
 
-class LocalStream(StreamCall):
-    """The consumer's side of a stream."""
-
-    def __init__(self, handler: Callable[[Call], Awaitable[None]], call: LocalCall) -> None:
+    def __init__(self, handler: Callable[[Call], Awaitable[None]], call: InProcessCall) -> None:
         self._local = call
         self._task = asyncio.ensure_future(handler(call))
         self._task.add_done_callback(self._ended)
+
+    @property
+    def address(self) -> str:
+        return THIS_PROCESS
 
     def _ended(self, task: asyncio.Future[None]) -> None:
         self._local.responded.set()
@@ -198,6 +198,9 @@ class LocalStream(StreamCall):
         self._task.cancel()
 
     def leave(self) -> None: ...
+
+    async def abandon(self) -> None:
+        self.cancel()
 
     async def ended(self) -> None:
         await asyncio.wait([self._task])

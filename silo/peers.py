@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from ..client.connection import Connection, StreamCall, Tls
+from ..client.connection import GrpcTransport, Tls
+from ..client.transport import StreamCall
 from ..proto.v1 import cluster_pb2 as pb
 from ..streams.background import BackgroundTasks
 from ..streams.cluster import SiloRecord
@@ -28,7 +29,7 @@ class PeerConnections:
         self._secret = secret
         self._tls = tls
         self._credentials = None if tls is None else tls.credentials()
-        self._connections: dict[str, tuple[SiloRecord, Connection]] = {}
+        self._connections: dict[str, tuple[SiloRecord, GrpcTransport]] = {}
         self._checks = BackgroundTasks()
         self._closing = BackgroundTasks()
 
@@ -82,13 +83,13 @@ class PeerConnections:
         """Begin a streaming call to a silo. An error is raised by the first `receive`."""
         return self._connection(silo).stream(method)
 
-    def _connection(self, silo: SiloRecord) -> Connection:
+    def _connection(self, silo: SiloRecord) -> GrpcTransport:
         known = self._connections.get(silo.name)
         if known is not None and known[0].incarnation == silo.incarnation and known[0].address == silo.address:
             return known[1]
         self._close(silo.name)
         # Without TLS if this silo has none: its configuration allowed that.
-        connection = Connection(silo.address, token=self._secret, tls=self._tls, insecure=True)
+        connection = GrpcTransport(silo.address, token=self._secret, tls=self._tls, insecure=True)
         connection.begin(self._credentials)
         self._connections[silo.name] = silo, connection
         return connection

@@ -24,7 +24,7 @@ from .output import note
 
 if TYPE_CHECKING:
     from ...client import Client
-    from ...client.connection import Connection
+    from ...client.connection import GrpcTransport
 
 CONNECT_S = 5.0
 """How long a command tries to reach a silo, in seconds."""
@@ -330,14 +330,14 @@ async def connected(server: SiloPlace) -> AsyncGenerator[Client]:
 
 
 @asynccontextmanager
-async def calling(server: SiloPlace) -> AsyncGenerator[Connection]:
+async def calling(server: SiloPlace) -> AsyncGenerator[GrpcTransport]:
     """Open a connection to a silo for an `async with` block. Raises Unavailable if no silo answers."""
     from ...client import Tls  # noqa: PLC0415 (it loads grpc)
-    from ...client.connection import Connection  # noqa: PLC0415
+    from ...client.connection import GrpcTransport  # noqa: PLC0415
 
     try:
         tls = None if server.tls is None else Tls(**server.tls)
-        connection = Connection(server.address, token=server.token, tls=tls, insecure=server.insecure)
+        connection = GrpcTransport(server.address, token=server.token, tls=tls, insecure=server.insecure)
     except HeadraceError as error:
         raise _as_typed(error) from None
     try:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from ...client.connection import reconnect_backoff
+from ...client.transport import reconnect_backoff
 from ...streams.errors import HeadraceError
 from ...streams.publishing import ProducerSequence
 from ..columns import HEADERS, TIMESTAMP

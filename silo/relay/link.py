@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ...client.connection import StreamCall
+from ...client.transport import StreamCall
 from ...proto.v1 import consumer_pb2 as pb
 from ...streams.errors import InvalidArgument
 from ...streams.frames import Delivered, split

@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from ...client.connection import StreamCall
+from ...client.transport import StreamCall
 from ...proto.v1 import consumer_pb2 as pb
 from ...proto.v1 import subscriptions_pb2
 from ...store.rows import position_token

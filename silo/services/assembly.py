@@ -9,7 +9,7 @@ from ...agents import Edge, SendBudget
 from ...server.access import PEER
 from ...server.guard import Guard, Method
 from ..consumers import Consumers
-from ..local import LocalConnection
+from ..local import InProcessTransport
 from ..provider import Provider
 from . import publisher
 from .cluster import ClusterService, RunningSilo
@@ -45,7 +45,7 @@ async def opened(silo: RunningSilo) -> AsyncGenerator[Callable[[Guard], Sequence
                 *cluster.methods(guard),
             ]
             if clustering is not None:
-                clustering.services = LocalConnection(every, PEER)
+                clustering.services = InProcessTransport(every, PEER)
             return every
 
         yield methods

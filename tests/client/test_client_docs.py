@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from headrace.client import UNKNOWN_PLACE, connection, publishing
+from headrace.client import UNKNOWN_PLACE, connection, publishing, transport
 from headrace.client.window import WindowLimits
 from headrace.streams.events import MAX_EVENT_BYTES
 from headrace.streams.publishing import MAX_BATCH_BYTES
@@ -48,5 +48,5 @@ def test_numbers_are_those_of_the_code():
     assert (limits.requests, limits.bytes) == (32, 8 << 20)
     assert (publishing.MAX_BYTES, MAX_BATCH_BYTES, MAX_EVENT_BYTES) == (32 << 20, 3 << 20, 1 << 20)
     assert connection.KEEPALIVE_MS + connection.KEEPALIVE_TIMEOUT_MS == 15_000
-    assert (connection.FIRST_PAUSE_S, connection.MAX_PAUSE_S) == (0.05, 1.0)
+    assert (transport.FIRST_PAUSE_S, transport.MAX_PAUSE_S) == (0.05, 1.0)
     assert UNKNOWN_PLACE.offset == -1

@@ -26,7 +26,8 @@ from headrace import (
     Unavailable,
 )
 from headrace.client.client import Client
-from headrace.client.connection import Address, Tls, parse_addresses, reconnect_backoff, remote_error, status_error
+from headrace.client.connection import Address, Tls, parse_addresses, status_error
+from headrace.client.transport import reconnect_backoff, remote_error
 from tests.certificates import Authority
 from tests.cli.commandline import ENVIRONMENT, Headrace, Start, ended
 from tests.client.conftest import Silos

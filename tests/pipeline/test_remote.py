@@ -24,7 +24,7 @@ from headrace import (
     Unauthenticated,
     Unavailable,
 )
-from headrace.client.connection import Connection
+from headrace.client.connection import GrpcTransport
 from headrace.pipeline.access import Chunk, LogAccess, QueueAccess
 from headrace.pipeline.place import ProviderPlace
 from headrace.pipeline.remote import RemoteAccess, chunk_of
@@ -41,7 +41,7 @@ MIB = 1 << 20
 
 @contextmanager
 def remote(address: str, *, outage_s: float = 60.0, **options: Any) -> Generator[RemoteAccess]:
-    with closing(RemoteAccess(Connection(address, **options), "default", outage_s=outage_s)) as access:
+    with closing(RemoteAccess(GrpcTransport(address, **options), "default", outage_s=outage_s)) as access:
         yield access
 
 
@@ -280,12 +280,12 @@ def _reads_its_own(address: str, token: str) -> None:
                 everything(access, 0, Selector(selector))
     for wrong in (None, f"{token}x"):
         with pytest.raises(Unauthenticated):
-            RemoteAccess(Connection(address, token=wrong), "default")
+            RemoteAccess(GrpcTransport(address, token=wrong), "default")
 
 
 async def test_an_adapter_that_cannot_go_back_is_refused():
     async with opened(None, provider={"adapter": "memory"}) as silo:
-        connection = Connection(silo.grpc_address or "")
+        connection = GrpcTransport(silo.grpc_address or "")
         with pytest.raises(NotSupported, match="'default' cannot be read by ranges of offsets"):
             await asyncio.to_thread(RemoteAccess, connection, "default")
 

@@ -11,7 +11,7 @@ import lmdb
 import pytest
 
 from headrace import Client, CorruptRecord, Event, Start, SubscriptionDefinition
-from headrace.client.connection import Connection
+from headrace.client.connection import GrpcTransport
 from headrace.pipeline.access import LogAccess
 from headrace.pipeline.remote import RemoteAccess
 from headrace.silo.provider import Provider
@@ -280,5 +280,5 @@ async def test_silos_read_on_behind_a_passed_range(tmp_path: Path):
 
 def passed_at(address: str) -> list[Sequence[tuple[int, int]]]:
     """The passed ranges that a silo tells the pipeline of: from 0 to 5, from 0 to 2, and from 3 to 5."""
-    with closing(RemoteAccess(Connection(address), "default")) as access:
+    with closing(RemoteAccess(GrpcTransport(address), "default")) as access:
         return [access.passed(0, start, end) for start, end in ((0, 5), (0, 2), (3, 5))]

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from headrace import Busy, Event, EventBatch, InvalidArgument, Mode, NotSupported, Provider, Start, StreamId
+from headrace.server.guard import Call, Kind, Method
+from headrace.silo.local import InProcessTransport
 from headrace.silo.options import ProviderOptions
+from headrace.streams.errors import Unavailable
 
 STREAM = StreamId("orders", "42")
 
@@ -103,3 +106,15 @@ async def test_what_is_moved_back_comes_again_though_it_was_acknowledged_over_a_
             consumer._conversation._call.cancel()  # as if the connection broke, before anything was saved
             await provider.seek("billing", Start.earliest())
             assert (await anext(consumer)).payloads() == [b"a"]
+
+
+async def test_a_long_call_within_the_process_is_repeated_after_an_outage():
+    failures = [Unavailable("the store does not answer")]
+
+    async def wait(_: Call, request: bytes) -> bytes:
+        if failures:
+            raise failures.pop()
+        return request
+
+    transport = InProcessTransport([Method("headrace.v1.TestService/Wait", Kind.UNARY, wait)])
+    assert await transport.long_call("TestService/Wait", b"request", outage_s=1.0) == b"request"

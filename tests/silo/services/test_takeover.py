@@ -6,7 +6,7 @@ from pathlib import Path
 from headrace import Fenced, Provider, StreamId
 from headrace.proto.v1 import consumer_pb2 as pb
 from headrace.silo.consumers import Consumers
-from headrace.silo.local import LocalCall
+from headrace.silo.local import InProcessCall
 from headrace.silo.services.consumer import ConsumerService
 from headrace.silo.services.visible import VisibleBounds
 from headrace.streams.frames import split
@@ -20,7 +20,7 @@ class Session:
     """One call, without a network: a message of the silo waits until the test takes it."""
 
     def __init__(self, service: ConsumerService) -> None:
-        self.call = LocalCall(asyncio.Event(), None)
+        self.call = InProcessCall(asyncio.Event(), None)
         self.streams: set[StreamId] = set()
         opening = pb.Open(subscription="s", definition=defined("s"), consumer="c")
         credit = pb.Credit(events=1000, bytes=100 << 20)
