@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from ..streams.background import run_periodically
 from ..streams.errors import Closed, HeadraceError
 from ..streams.events import Event
+from ..streams.failure_log import described
 from ..streams.subscriptions import DeadLetter
-from .delivery.delivery import described
 from .failure_recorder import now_us
 from .host_state import HostState
 from .progress_store import ProgressStore

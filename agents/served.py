@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..streams.errors import HeadraceError
 from ..streams.failure_log import FailureLog
+from ..streams.handler_workers import notify_completed, notify_error
 from ..streams.handlers import Handler
 from ..streams.options import EventFilter
 from ..streams.subscriptions import Checkpoint, GapRecord, SubscriptionDefinition
@@ -96,24 +96,10 @@ class HandlerService:
         return _ignore
 
     async def fenced(self, error: HeadraceError) -> None:
-        if self.handler.on_error is not None:
-            try:
-                await self.handler.on_error(error)
-            except Exception:
-                log.exception("on_error raised")
+        await notify_error(self.handler, error, log)
 
     async def completed(self, limit_s: float) -> None:
-        if self.handler.on_completed is None:
-            return
-        completing = asyncio.ensure_future(self.handler.on_completed())
-        try:
-            await asyncio.wait([completing], timeout=limit_s)
-        finally:
-            completing.cancel()
-        if not completing.done():
-            log.warning("on_completed did not end within %.1f s", limit_s)
-        elif not completing.cancelled() and (error := completing.exception()):
-            log.error("on_completed raised", exc_info=error)
+        await notify_completed(self.handler, limit_s, log)
 
 
 def _ignore() -> None: ...

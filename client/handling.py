@@ -1,10 +1,7 @@
-"""Handlers in a client. They run as in a silo (`agents/delivery/handling.py`).
+"""Handlers in a client. Workers (`streams/handler_workers.py`) take the batches that wait in the session.
 
-Up to `concurrency` workers step handlers. A worker is a task that goes from batch to batch; as long as handlers do not
-suspend, thousands of streams cost one task. When a handler suspends, the loop's next turn starts another worker for the
-batches that still wait. Batches of one stream wait for one another; streams do not.
-
-Handled events are acknowledged. Failed events are rejected, and the silo decides when to deliver them again.
+Batches of one stream wait for one another; streams do not. Handled events are acknowledged. Failed events are rejected,
+and the silo decides when to deliver them again.
 """
 
 from __future__ import annotations
@@ -16,7 +13,8 @@ from collections.abc import Callable
 from time import monotonic
 
 from ..streams.errors import Closed, Unavailable
-from ..streams.failure_log import FailureLog, failure_text
+from ..streams.failure_log import FailureLog, described, failure_text
+from ..streams.handler_workers import TURN_S, HandlerWorkers, cancelled_itself, notify_completed, notify_error
 from ..streams.handlers import Handler
 from ..streams.identity import SequenceToken, StreamId
 from .received import ReceivedBatch
@@ -24,11 +22,6 @@ from .session import Session
 
 log = logging.getLogger("headrace.client")
 
-TURN_S = 0.005
-"""How long a worker runs before it lets the loop do something else, in seconds."""
-CANCEL_S = 1.0
-"""How long a cancelled handler may take to end, in seconds. After that it is left running."""
-PROCESS_ENDS = (SystemExit, KeyboardInterrupt)
 MAX_FAILING = 10_000
 """Number of failing streams that are remembered, so that the log can tell a first failure from a repeated one."""
 
@@ -44,7 +37,7 @@ class RemoteHandling:
         self._session = session
         self._handler = handler
         self._handle = self._handle_batch if handler.on_batch else self._handle_events
-        self._concurrency = concurrency
+        self._workers = HandlerWorkers(name, concurrency, self._work, self._may_run, log)
         self._attempts = attempts
         self._failures = FailureLog()
         self._failing: dict[StreamId, SequenceToken] = {}
@@ -52,38 +45,14 @@ class RemoteHandling:
         self._loop = asyncio.get_running_loop()
         self._busy: dict[StreamId, deque[ReceivedBatch]] = {}
         """Streams whose handler is running, and their batches that arrived meanwhile."""
-        self._workers: set[asyncio.Task[None]] = set()
-        self._spreading = False
-        self._yielding = 0
         self._stopping = False
 
     def wake(self) -> None:
         """Call this when a batch waits in the session."""
-        if not self._workers:
-            self._start_worker()
-        elif not self._spreading and len(self._workers) < self._concurrency:
-            self._spreading = True
-            self._loop.call_soon(self._spread)
+        self._workers.wake()
 
-    def _spread(self) -> None:
-        """Start a worker for batches that still wait after a turn of the loop: the other workers have suspended."""
-        self._spreading = False
-        if self._session.waiting and not self._yielding and len(self._workers) < self._concurrency:
-            self._start_worker()
-
-    def _start_worker(self) -> None:
-        if self._stopping:
-            return
-        task = self._loop.create_task(self._work(), name=f"headrace handle {self._name}")
-        self._workers.add(task)
-        task.add_done_callback(self._worker_ended)
-
-    def _worker_ended(self, task: asyncio.Task[None]) -> None:
-        self._workers.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            log.error("handling of %s failed and goes on", self._name, exc_info=error)
-        if self._session.waiting:
-            self.wake()
+    def _may_run(self) -> bool:
+        return self._session.waiting and not self._stopping
 
     # ---- batches ---------------------------------------------------------------------------------------------------
 
@@ -100,7 +69,7 @@ class RemoteHandling:
                     if self._session.begin(batch):
                         await self._step(batch)
                     if monotonic() > turn_ends:
-                        await self._yield_turn()
+                        await self._workers.yield_turn()
                         turn_ends = monotonic() + TURN_S
                     if self._stopping or not waiting:
                         break
@@ -117,29 +86,17 @@ class RemoteHandling:
             waiting.append(batch)
         return None
 
-    async def _yield_turn(self) -> None:
-        """Let the loop turn. No other worker is started meanwhile, because this worker is not blocked."""
-        self._yielding += 1
-        try:
-            await asyncio.sleep(0)
-        finally:
-            self._yielding -= 1
-        if self._session.waiting:
-            self.wake()
-
     async def _step(self, batch: ReceivedBatch) -> None:
         try:
             await self._handle(batch)
         except BaseException as error:
             if isinstance(error, Closed) and self._session.closed:
                 return  # the session was closed meanwhile, and has given the batch back
-            cancelled = isinstance(error, asyncio.CancelledError)
-            if (cancelled and self._stopping) or isinstance(error, PROCESS_ENDS) or not self._loop.is_running():
+            if self._workers.ends_worker(error, stopping=self._stopping):
                 raise
             await self._failed(batch, error)
-            task = asyncio.current_task()
-            if cancelled and task is not None and task.cancelling():
-                raise  # a handler cancelled its own task: another worker continues
+            if cancelled_itself(error):
+                raise
 
     async def _handle_batch(self, batch: ReceivedBatch) -> None:
         on_batch = self._handler.on_batch
@@ -162,7 +119,7 @@ class RemoteHandling:
                 if monotonic() > turn_ends:
                     self._session.acknowledge_some(batch, acknowledged, done)
                     acknowledged = done
-                    await self._yield_turn()
+                    await self._workers.yield_turn()
                     turn_ends = monotonic() + TURN_S
         finally:
             if done > acknowledged:
@@ -186,61 +143,24 @@ class RemoteHandling:
         self._failing[batch.stream] = token
         unavailable = isinstance(error, Unavailable)
         self._session.reject(batch, place, described(error), None, unavailable)
-        if attempt >= self._attempts() and isinstance(error, Exception) and not unavailable:
+        if attempt >= self._attempts() and not unavailable:
             await self.notify_error(error)
 
-    async def notify_error(self, error: Exception) -> None:
+    async def notify_error(self, error: BaseException) -> None:
         """Call the observer's `on_error`."""
-        if self._handler.on_error is None:
-            return
-        try:
-            await self._handler.on_error(error)
-        except Exception:
-            log.exception("on_error of %s raised", self._name)
+        await notify_error(self._handler, error, log)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def in_handler(self) -> bool:
         """Whether the current task runs the handler."""
-        return asyncio.current_task() in self._workers
+        return self._workers.runs_here()
 
     async def stop(self, drain_s: float) -> None:
-        """Start no more handlers. Give the running ones `drain_s` seconds to end, then cancel them.
-
-        If this call is cancelled, it cancels the handlers too, and does not wait for them.
-        """
+        """Start no more handlers. Give the running ones `drain_s` seconds to end, then cancel them."""
         self._stopping = True
-        late = set(self._workers)
-        try:
-            if late:
-                _, late = await asyncio.wait(late, timeout=drain_s)
-        finally:
-            for task in late:
-                task.cancel()
-        if late:
-            log.warning("%d handlers of %s did not end within %.1f s", len(late), self._name, drain_s)
-            _, left = await asyncio.wait(late, timeout=CANCEL_S)
-            if left:
-                log.error("%d handlers of %s ignore their cancellation", len(left), self._name)
+        await self._workers.stop(drain_s)
 
     async def notify_completed(self, limit_s: float) -> None:
         """Call the observer's `on_completed`, and cancel it after `limit_s` seconds."""
-        if self._handler.on_completed is None:
-            return
-        completing = asyncio.ensure_future(self._handler.on_completed())
-        try:
-            await asyncio.wait([completing], timeout=limit_s)
-        finally:
-            completing.cancel()
-        if not completing.done():
-            log.warning("on_completed of %s did not end within %.1f s", self._name, limit_s)
-        elif not completing.cancelled() and (error := completing.exception()):
-            log.error("on_completed of %s raised", self._name, exc_info=error)
-
-
-def described(error: BaseException) -> str:
-    """Return the text of a handler's error that a rejection keeps. Works for any exception."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 (the error's __str__ may raise)
-        return type(error).__name__
+        await notify_completed(self._handler, limit_s, log)

@@ -19,6 +19,14 @@ def failure_text(subscription: str, stream: StreamId, token: SequenceToken | Non
     return f"subscription {subscription!r} failed on event {token} of stream {stream}, {outcome}: {reason}"
 
 
+def described(error: BaseException) -> str:
+    """The text of a handler's error that is recorded. Never raises."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 (`str` of it runs foreign code)
+        return type(error).__name__
+
+
 class FailureLog:
     """Logs the failures of one subscription, at a bounded rate."""
 

@@ -40,8 +40,6 @@ FULL_S = 10.0
 STORE_RETRY_S = 1.0
 EXCUSED_S = 1.0
 """The shortest wait after a failure that does not count, in seconds: their number is not limited."""
-CANCEL_S = 1.0
-"""How long a cancelled task has to end, in seconds. After that nothing waits for it."""
 
 RNG = random.Random()  # noqa: S311 (jitter)
 """One for all deliveries: a generator takes 2.5 kB, and a subscription has a delivery for each queue."""
@@ -582,11 +580,3 @@ class Delivery(ABC):
             states.count(State.PAUSED),
             self.watermark,
         )
-
-
-def described(error: BaseException) -> str:
-    """The text of a handler's error that is recorded. Never raises."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 (`str` of it runs foreign code)
-        return type(error).__name__

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from ...streams.errors import Closed, HeadraceError, InvalidArgument
 from ...streams.events import Event, EventBatch
+from ...streams.failure_log import described
 from ...streams.frames import frame
+from ...streams.handler_workers import CANCEL_S
 from ...streams.identity import StreamId
 from ...streams.subscriptions import Checkpoint, SubscriptionDefinition
 from ..cursor import READY, RUNNING, State, StreamCursor, Trouble
 from .breaker import Admission
-from .delivery import CANCEL_S, Delivery, Failure, FailureSink, described
+from .delivery import Delivery, Failure, FailureSink
 from .edge import DeliveryActor
 from .parcel import Parcel, Piece, first_left, left
 

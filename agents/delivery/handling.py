@@ -1,10 +1,4 @@
-"""Delivery to a handler in this process.
-
-Up to `concurrency` workers call handlers. A worker is a task that goes from cursor to cursor. As long as handlers do
-not suspend, thousands of streams cost one task. When a handler suspends, the next turn of the loop starts another
-worker for the cursors that are ready. So handlers always run in a real task (timeouts and context variables work), and
-an additional task is only started when a handler waits.
-"""
+"""Delivery to a handler in this process. Its workers (`streams/handler_workers.py`) go from cursor to cursor."""
 
 from __future__ import annotations
 
@@ -15,22 +9,26 @@ from typing import Any
 
 from ...streams.errors import Unavailable
 from ...streams.events import Event, EventBatch, SomeEvents
-from ...streams.failure_log import FailureLog, failure_text
+from ...streams.failure_log import FailureLog, described, failure_text
+from ...streams.handler_workers import (
+    PROCESS_ENDS,
+    TURN_S,
+    HandlerWorkers,
+    cancelled_itself,
+    notify_error,
+)
 from ...streams.handlers import Handler
 from ...streams.identity import StreamId
 from ...streams.options import EventFilter
 from ...streams.subscriptions import Checkpoint, SubscriptionDefinition
 from ..cursor import READY, RUNNING, StreamCursor
 from .breaker import Admission
-from .delivery import CANCEL_S, Delivery, Failure, FailureSink, described
+from .delivery import Delivery, Failure, FailureSink
 
 log = logging.getLogger("headrace.agents")
 
 YIELD_EVENTS = 1024
 """After so many events of one batch, a worker whose handler never suspends lets other tasks run."""
-TURN_S = 0.005
-"""How long a worker runs before it lets other tasks run, in seconds (QMQ's actor quota)."""
-PROCESS_ENDS = (SystemExit, KeyboardInterrupt)
 
 
 class HandlerDelivery(Delivery):
@@ -54,40 +52,14 @@ class HandlerDelivery(Delivery):
         self._handler = handler
         self.predicate = predicate
         self._handle = self._handle_batch if handler.on_batch else self._handle_events
-        self.concurrency = concurrency
-        self._workers: set[asyncio.Task[None]] = set()
-        self._spreading = False
-        self._yielding = 0
+        self._workers = HandlerWorkers(f"{self.name}, queue {queue}", concurrency, self._work, self._may_run, log)
 
     def _wake(self) -> None:
-        if self.withheld:
-            return
-        if not self._workers:
-            self._start_worker()
-        elif not self._spreading and len(self._workers) < self.concurrency:
-            self._spreading = True
-            self._loop.call_soon(self._spread)
+        if not self.withheld:
+            self._workers.wake()
 
-    def _spread(self) -> None:
-        """Called one turn of the loop after a cursor became ready: those still ready wait behind handlers that
-        suspended."""
-        self._spreading = False
-        if self._ready and not self.withheld and not self._yielding and len(self._workers) < self.concurrency:
-            self._start_worker()
-
-    def _start_worker(self) -> None:
-        if self._stopping:
-            return
-        task = self._loop.create_task(self._work(), name=f"headrace deliver {self.name}/{self.queue}")
-        self._workers.add(task)
-        task.add_done_callback(self._worker_ended)
-
-    def _worker_ended(self, task: asyncio.Task[None]) -> None:
-        self._workers.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            log.error("delivery of %s, queue %d failed and goes on", self.name, self.queue, exc_info=error)
-        if self._ready:
-            self._wake()
+    def _may_run(self) -> bool:
+        return bool(self._ready) and not (self.withheld or self._stopping)
 
     # ---- handlers run ----------------------------------------------------------------------------------------------
 
@@ -130,27 +102,16 @@ class HandlerDelivery(Delivery):
             finally:
                 self._in_flight -= 1
             if monotonic() > turn_ends:
-                await self._yield_turn()
+                await self._workers.yield_turn()
                 turn_ends = monotonic() + TURN_S
         self._notify()
-
-    async def _yield_turn(self) -> None:
-        """Let other tasks run. No other worker is started meanwhile, because this one does not wait for anything."""
-        self._yielding += 1
-        try:
-            await asyncio.sleep(0)
-        finally:
-            self._yielding -= 1
-        if len(self._ready) > 1:
-            self._wake()
 
     async def _raised(
         self, cursor: StreamCursor, batch: EventBatch, error: BaseException, start: int, *, one: bool
     ) -> None:
         """A handler that began at event `start` raised. `one`: it was given a single event, even if it takes
         batches."""
-        cancelled = isinstance(error, asyncio.CancelledError)
-        if (cancelled and self.over) or isinstance(error, PROCESS_ENDS) or not self._loop.is_running():
+        if self._workers.ends_worker(error, stopping=self.over):
             cursor.state = READY  # it goes on at its token later
             self._ready.appendleft(cursor)
             raise error
@@ -159,9 +120,8 @@ class HandlerDelivery(Delivery):
         end = batch.count if self._handler.on_batch and not one else cursor.index + 1
         failure = Failure(end, described(error), error, unavailable=isinstance(error, Unavailable))
         await self._failed(cursor, batch, failure)
-        task = asyncio.current_task()
-        if cancelled and task is not None and task.cancelling():
-            raise error  # a handler cancelled the task that it runs in: another worker goes on
+        if cancelled_itself(error):
+            raise error
 
     async def _handle_events(self, cursor: StreamCursor, batch: EventBatch) -> bool:
         """Return whether the handler was given anything."""
@@ -182,7 +142,7 @@ class HandlerDelivery(Delivery):
             cursor.index = index + 1
             cursor.trouble = None
             if not index % YIELD_EVENTS and index:
-                await self._yield_turn()
+                await self._workers.yield_turn()
         return handled
 
     async def _handle_one(self, cursor: StreamCursor, batch: EventBatch) -> bool:
@@ -247,12 +207,7 @@ class HandlerDelivery(Delivery):
         self._failures.write(log, self._loop.time(), message, failure.error, first=first)
 
     async def _gave_up(self, failure: Failure) -> None:
-        if self._handler.on_error is None or not isinstance(failure.error, Exception):
-            return
-        try:
-            await self._handler.on_error(failure.error)
-        except Exception:
-            log.exception("on_error of %s raised", self.name)
+        await notify_error(self._handler, failure.error, log)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
@@ -266,35 +221,16 @@ class HandlerDelivery(Delivery):
         except PROCESS_ENDS:
             raise
         except BaseException as error:
-            task = asyncio.current_task()
-            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            if cancelled_itself(error):
                 raise
             return error
         self._delivered_events += 1
         return None
 
     def runs_here(self) -> bool:
-        """Whether the current task is a worker of this delivery."""
-        return asyncio.current_task() in self._workers
+        return self._workers.runs_here()
 
     async def stop(self, drain_s: float) -> None:
-        """Start nothing more. Running handlers have `drain_s` seconds to end, then they are cancelled. If this call is
-        cancelled, they are cancelled, too, and it does not wait for them."""
         self.halt()
-        late = set(self._workers)
-        try:
-            if late:
-                _, late = await asyncio.wait(late, timeout=drain_s)
-        finally:
-            for task in late:
-                task.cancel()
-        if late:
-            log.warning(
-                "%d handlers of %s, queue %d did not end within %.1f s", len(late), self.name, self.queue, drain_s
-            )
-            _, left = await asyncio.wait(late, timeout=CANCEL_S)
-            if left:
-                log.error(
-                    "%d handlers of %s, queue %d ignore that they are cancelled", len(left), self.name, self.queue
-                )
+        await self._workers.stop(drain_s)
         self._notify()
