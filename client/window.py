@@ -20,7 +20,7 @@ do not survive the process.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -99,39 +99,159 @@ class WindowedRequest:
         """Its answer in this round."""
 
 
-class PublishWindow:
-    """The requests of one producer. `new_producer` makes its id, and a new id if the silo's numbers do not match."""
+class RequestNumbers:
+    """The numbers of a producer's requests, and the last one that the silo has stored, as far as the client knows.
 
-    def __init__(self, new_producer: Callable[[], str], limits: WindowLimits | None = None) -> None:
+    `new_producer` makes the producer's id, and a new id if the silo's numbers do not match.
+    """
+
+    def __init__(self, new_producer: Callable[[], str]) -> None:
         self.producer = new_producer()
-        self.limits = limits or WindowLimits()
-        self.failed_rounds = 0
-        """Rounds in a row with a retryable failure: wait before the next."""
-        self.trouble: HeadraceError | None = None
-        """The last retryable failure."""
-        self.size = 0
-        """Bytes of all requests and waiting pieces."""
-        self.pieces = 0
         self._new_producer = new_producer
-        self._waiting: deque[PublicationPiece] = deque()
-        # The requests, in their order: failed in this round; in flight; to be sent, or sent again.
-        self._failed: list[WindowedRequest] = []
-        self._in_flight: deque[WindowedRequest] = deque()
-        self._resend: deque[WindowedRequest] = deque()
-        self._in_flight_bytes = 0
         self._last = 0
         self._stored = 0
         self._maybe_stored: list[int] = []
         self._guesses = 0
 
+    def new(self) -> int:
+        self._last += 1
+        return self._last
+
+    def last_stored(self) -> int:
+        """The present guess."""
+        return self._candidates()[self._guesses]
+
+    def _candidates(self) -> list[int]:
+        """Possible values of the last number that the silo stored, most likely first."""
+        return list(dict.fromkeys([self._stored, *reversed(self._maybe_stored), 0]))
+
+    def stored(self, number: int) -> None:
+        """The silo has stored the request with this number."""
+        self._stored = number
+        self._maybe_stored.clear()
+        self._guesses = 0
+
+    def abandoned(self, request: WindowedRequest) -> None:
+        """A request is given up. Keep its number if it may be stored."""
+        if request.maybe_stored:
+            self._maybe_stored.append(request.number)
+            self._guesses = 0
+
+    def reconnected(self) -> None:
+        """Begin with the most likely guess."""
+        self._guesses = 0
+
+    def guess_again(self) -> bool:
+        """The present guess is wrong: try the next one. Return False if there is none."""
+        self._guesses += 1
+        return self._guesses < len(self._candidates())
+
+    def begin_anew(self) -> None:
+        """Continue as another producer."""
+        self.producer = self._new_producer()
+        self.stored(0)
+
+
+class HeldPieces:
+    """The pieces that wait for a request, and the size of all pieces that a window holds."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[PublicationPiece] = deque()
+        self.size = 0
+        """Bytes of all requests and waiting pieces."""
+        self.count = 0
+
+    def add(self, piece: PublicationPiece) -> None:
+        piece.publication.pieces += 1
+        self.waiting.append(piece)
+        self.size += piece.size
+        self.count += 1
+
+    def forget(self, piece: PublicationPiece) -> None:
+        self.size -= piece.size
+        self.count -= 1
+
+    def store(self, request: WindowedRequest, receipts: Sequence[Receipt]) -> None:
+        """Settle the pieces of a request that is stored."""
+        at = 0
+        for piece in request.pieces:
+            end = at + piece.batches
+            piece.publication.store(receipts[at:end])
+            at = end
+        self.size -= request.size
+        self.count -= len(request.pieces)
+
+    def fail(self, pieces: Iterable[PublicationPiece], failure: HeadraceError) -> None:
+        for piece in pieces:
+            self.forget(piece)
+            piece.publication.fail(failure)
+
+    def pack(self, limits: WindowLimits) -> WindowedRequest | None:
+        """Put as many waiting pieces as fit into one request."""
+        waiting = self.waiting
+        pieces: list[PublicationPiece] = []
+        size = batches = 0
+        while waiting:
+            piece = waiting[0]
+            if piece.publication.over:
+                self.forget(waiting.popleft())
+                continue
+            size += piece.size
+            batches += piece.batches
+            if pieces and (size > limits.request_bytes or batches > limits.request_batches):
+                break
+            pieces.append(waiting.popleft())
+        return WindowedRequest(pieces) if pieces else None
+
+    def without_abandoned(self, request: WindowedRequest) -> WindowedRequest | None:
+        """A new request with the pieces whose callers still wait; None if there are none."""
+        live: list[PublicationPiece] = []
+        for piece in request.pieces:
+            if piece.publication.over:
+                self.forget(piece)
+            else:
+                live.append(piece)
+        return WindowedRequest(live) if live else None
+
+
+class PublishWindow:
+    """The requests of one producer."""
+
+    def __init__(self, new_producer: Callable[[], str], limits: WindowLimits | None = None) -> None:
+        """`new_producer` makes the ids of `RequestNumbers`."""
+        self.limits = limits or WindowLimits()
+        self.failed_rounds = 0
+        """Rounds in a row with a retryable failure: wait before the next."""
+        self.trouble: HeadraceError | None = None
+        """The last retryable failure."""
+        self._numbers = RequestNumbers(new_producer)
+        self._held = HeldPieces()
+        # The requests, in their order: failed in this round; in flight; to be sent, or sent again.
+        self._failed: list[WindowedRequest] = []
+        self._in_flight: deque[WindowedRequest] = deque()
+        self._resend: deque[WindowedRequest] = deque()
+        self._in_flight_bytes = 0
+
+    @property
+    def producer(self) -> str:
+        """The present id of the producer."""
+        return self._numbers.producer
+
+    @property
+    def size(self) -> int:
+        """Bytes of all requests and waiting pieces."""
+        return self._held.size
+
+    @property
+    def pieces(self) -> int:
+        """Number of pieces in all requests, and of waiting ones."""
+        return self._held.count
+
     # ---- in and out --------------------------------------------------------------------------------------------------
 
     def add(self, piece: PublicationPiece) -> None:
         """Append a piece to the waiting ones."""
-        piece.publication.pieces += 1
-        self._waiting.append(piece)
-        self.size += piece.size
-        self.pieces += 1
+        self._held.add(piece)
 
     def take(self) -> WindowedRequest | None:
         """Return the next request to send, with its numbers; None if there is none now."""
@@ -143,8 +263,7 @@ class PublishWindow:
             return None
         request.previous = self._before()
         if not request.number:
-            self._last += 1
-            request.number = self._last
+            request.number = self._numbers.new()
         self._in_flight.append(request)
         self._in_flight_bytes += request.size
         return request
@@ -154,12 +273,11 @@ class PublishWindow:
         request = self._answered()
         # The requests that it follows are stored as well, although their answers said that they failed.
         for earlier in self._failed:
-            self._settle(earlier, [Receipt(None, duplicate=True)] * _batches(earlier))
+            self._held.store(earlier, [Receipt(None, duplicate=True)] * _batches(earlier))
         self._failed.clear()
-        self._settle(request, receipts)
-        self._stored = request.number
-        self._maybe_stored.clear()
-        self._guesses = self.failed_rounds = 0
+        self._held.store(request, receipts)
+        self._numbers.stored(request.number)
+        self.failed_rounds = 0
         self.trouble = None
 
     def failed(self, failure: HeadraceError) -> None:
@@ -176,21 +294,20 @@ class PublishWindow:
             request.maybe_stored = True
         self._resend.extendleft(reversed(self._in_flight))
         self._in_flight.clear()
-        self._in_flight_bytes = self._guesses = 0
+        self._in_flight_bytes = 0
+        self._numbers.reconnected()
         self._put_back()
 
     def fail_all(self, failure: HeadraceError) -> None:
         """Fail all publications. Call `disconnected` before."""
         self._give_up(failure)
-        for piece in self._waiting:
-            self._forget(piece)
-            piece.publication.fail(failure)
-        self._waiting.clear()
+        self._held.fail(self._held.waiting, failure)
+        self._held.waiting.clear()
 
     @property
     def idle(self) -> bool:
         """Whether there is no request, and no waiting piece."""
-        return not (self._waiting or self._resend or self._in_flight or self._failed)
+        return not (self._held.waiting or self._resend or self._in_flight or self._failed)
 
     @property
     def in_flight(self) -> int:
@@ -209,7 +326,7 @@ class PublishWindow:
 
     def waiting(self) -> Iterator[Publication]:
         """Publications with a piece that was not sent yet, oldest first. The first may be in `sent`, too."""
-        return (piece.publication for piece in self._waiting)
+        return (piece.publication for piece in self._held.waiting)
 
     # ---- the next request --------------------------------------------------------------------------------------------
 
@@ -220,26 +337,9 @@ class PublishWindow:
             self._drop_abandoned()
         while self._resend:
             request = self._resend.popleft()
-            if request.number or (request := self._without_abandoned(request)):
+            if request.number or (request := self._held.without_abandoned(request)):
                 return request
-        return self._pack()
-
-    def _pack(self) -> WindowedRequest | None:
-        """Put as many waiting pieces as fit into one request."""
-        limits, waiting = self.limits, self._waiting
-        pieces: list[PublicationPiece] = []
-        size = batches = 0
-        while waiting:
-            piece = waiting[0]
-            if piece.publication.over:
-                self._forget(waiting.popleft())
-                continue
-            size += piece.size
-            batches += piece.batches
-            if pieces and (size > limits.request_bytes or batches > limits.request_batches):
-                break
-            pieces.append(waiting.popleft())
-        return WindowedRequest(pieces) if pieces else None
+        return self._held.pack(self.limits)
 
     def _before(self) -> int:
         """The number that the next request follows."""
@@ -247,11 +347,7 @@ class PublishWindow:
             return self._in_flight[-1].number
         if self._failed:
             return self._failed[-1].number
-        return self._candidates()[self._guesses]
-
-    def _candidates(self) -> list[int]:
-        """Possible values of the last number that the silo stored, most likely first."""
-        return list(dict.fromkeys([self._stored, *reversed(self._maybe_stored), 0]))
+        return self._numbers.last_stored()
 
     # ---- rounds ------------------------------------------------------------------------------------------------------
 
@@ -274,13 +370,9 @@ class PublishWindow:
         elif _is_refused(first) and all(map(_is_not_stored, others)):
             self._cut()
         else:
-            self._repeat()
-
-    def _repeat(self) -> None:
-        """After a retryable failure: send the same requests again, later."""
-        self.failed_rounds += 1
-        self.trouble = next(request.failure for request in self._failed if not _is_not_stored(request))
-        self._put_back()
+            self.failed_rounds += 1
+            self.trouble = next(request.failure for request in self._failed if not _is_not_stored(request))
+            self._put_back()
 
     def _put_back(self) -> None:
         for request in self._failed:
@@ -290,9 +382,8 @@ class PublishWindow:
 
     def _guess_again(self) -> None:
         """The last number that the silo stored was guessed wrong: try the next candidate."""
-        self._guesses += 1
         self._put_back()
-        if self._guesses < len(self._candidates()):
+        if self._numbers.guess_again():
             return
         self._give_up(
             SequenceConflict(
@@ -300,10 +391,7 @@ class PublishWindow:
                 "streams, and publish the missing ones again"
             )
         )
-        self.producer = self._new_producer()
-        self._stored = 0
-        self._maybe_stored.clear()
-        self._guesses = 0
+        self._numbers.begin_anew()
 
     def _cut(self) -> None:
         """Cut each refused request in two, or fail it. The other requests get new numbers."""
@@ -313,11 +401,13 @@ class PublishWindow:
             # If a request that is cut turns out to be stored, no request may follow it or the later ones: its events
             # would be stored twice. Then the numbers of the silo do not match, and the callers get the error.
             request.maybe_stored &= not cut_maybe_stored
-            live = self._without_abandoned(request)
+            live = self._held.without_abandoned(request)
             if _is_refused(request) and (
                 live is None or len(request.pieces) == 1 or _concerns_every_publication(request)
             ):
-                self._fail(live or request, request)
+                assert request.failure is not None
+                self._numbers.abandoned(request)
+                self._held.fail(live.pieces if live else (), request.failure)
             elif live is not None:  # without the abandoned pieces, the silo may accept it as it is
                 cut_maybe_stored |= request.maybe_stored and _is_refused(request)
                 again = not _is_refused(request) or len(live.pieces) < len(request.pieces)
@@ -325,20 +415,10 @@ class PublishWindow:
         self._failed.clear()
         self._resend.extendleft(reversed(rebuilt))
 
-    def _fail(self, live: WindowedRequest, refused: WindowedRequest) -> None:
-        assert refused.failure is not None
-        self._note_maybe_stored(refused)
-        for piece in live.pieces:
-            if not piece.publication.over:
-                self._forget(piece)
-                piece.publication.fail(refused.failure)
-
     def _give_up(self, failure: HeadraceError) -> None:
         for request in self._resend:
-            self._note_maybe_stored(request)
-            for piece in request.pieces:
-                self._forget(piece)
-                piece.publication.fail(failure)
+            self._numbers.abandoned(request)
+            self._held.fail(request.pieces, failure)
         self._resend.clear()
 
     # ---- abandoned requests ------------------------------------------------------------------------------------------
@@ -347,38 +427,9 @@ class PublishWindow:
         """At the start of a round: drop requests up to the first one that a caller still waits for."""
         while self._resend and all(piece.publication.over for piece in self._resend[0].pieces):
             request = self._resend.popleft()
-            self._note_maybe_stored(request)
+            self._numbers.abandoned(request)
             for piece in request.pieces:
-                self._forget(piece)
-
-    def _note_maybe_stored(self, request: WindowedRequest) -> None:
-        """Keep the number of a request that is given up, although it may be stored."""
-        if request.maybe_stored:
-            self._maybe_stored.append(request.number)
-            self._guesses = 0
-
-    def _without_abandoned(self, request: WindowedRequest) -> WindowedRequest | None:
-        """A new request with the pieces whose callers still wait; None if there are none."""
-        live: list[PublicationPiece] = []
-        for piece in request.pieces:
-            if piece.publication.over:
-                self._forget(piece)
-            else:
-                live.append(piece)
-        return WindowedRequest(live) if live else None
-
-    def _settle(self, request: WindowedRequest, receipts: Sequence[Receipt]) -> None:
-        at = 0
-        for piece in request.pieces:
-            end = at + piece.batches
-            piece.publication.store(receipts[at:end])
-            at = end
-        self.size -= request.size
-        self.pieces -= len(request.pieces)
-
-    def _forget(self, piece: PublicationPiece) -> None:
-        self.size -= piece.size
-        self.pieces -= 1
+                self._held.forget(piece)
 
 
 def _batches(request: WindowedRequest) -> int:

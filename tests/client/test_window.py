@@ -279,6 +279,17 @@ def test_everything_is_given_up_at_once():
     assert (line.window.size, line.window.pieces) == (0, 0)
 
 
+def test_a_publication_that_is_refused_with_all_its_pieces_leaves_no_bytes_behind():
+    line = Line()
+    refused = line.publish("a", "b")
+    line.send()
+    line.process(lambda _: NotFound("no such provider"))
+    line.receive()
+    assert isinstance(refused.error, NotFound)
+    assert line.window.idle
+    assert (line.window.size, line.window.pieces) == (0, 0)
+
+
 class Published(NamedTuple):
     publication: Publication
     batches: list[bytes]
