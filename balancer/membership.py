@@ -1,5 +1,5 @@
-"""A silo as a member of its cluster: it sends heartbeats, holds leases of queues, and moves queues to the silos that
-the balancer chooses.
+"""A silo as a member of its cluster: it sends heartbeats, renews its leases of queues, and moves queues to the silos
+that the balancer chooses.
 
 One loop calls the store once a period: a heartbeat, the renewal of all leases, and the view of the cluster are one
 transaction. Every silo then decides by itself, with the same pure functions (`balancers`, `maturity`).
@@ -21,17 +21,19 @@ import logging
 import math
 import random
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..streams.background import BackgroundTasks
 from ..streams.cluster import ClusterView, Lease, SiloRecord, Superseded
 from ..streams.errors import Fenced, HeadraceError, Unavailable
 from .cluster_options import ClusterOptions
 from .desired_owners import OwnerDecision
+from .held_leases import HeldLease, HeldLeases, QueueOwner
 from .probes import Peers, SiloProbes, VoteStore
+from .queue_moves import QueueMoves, plan_moves
 from .sightings import Queue, Sightings
 
 log = logging.getLogger("headrace.balancer")
@@ -71,31 +73,6 @@ class LeaseStore(VoteStore, Protocol):
     async def leave(self, me: SiloRecord) -> None: ...
 
 
-class LeaseTerm(Protocol):
-    """The end of a lease, by this process's clock."""
-
-    until: float
-    """Loop time. It rises when the lease is renewed."""
-
-
-class QueueOwner(Protocol):
-    """Serves the queues of one provider in this process."""
-
-    queues: int
-
-    async def gain(self, queue: int, epoch: int, term: LeaseTerm) -> None:
-        """Serve a queue from its current checkpoints on, until the term ends. Called again if it raises."""
-        ...
-
-    async def lose(self, queue: int, drain_s: float) -> None:
-        """Stop receiving, wait up to `drain_s` seconds for events in flight, and save exactly the finished ones."""
-        ...
-
-    def cut(self, queue: int) -> None:
-        """Stop at once, because the lease is over. Nothing that is done from now on may be saved."""
-        ...
-
-
 DeclareDead = Callable[[ClusterView], Awaitable[bool]]
 """Declares the silos dead whose processes have ended, as far as the operating system tells. Returns whether there were
 any."""
@@ -105,25 +82,10 @@ async def declare_none(_: ClusterView) -> bool:
     return False
 
 
-class HeldLease:
-    """A lease of this silo, with the state of its queue."""
-
-    __slots__ = ("lease", "moving", "started", "until")
-
-    def __init__(self, lease: Lease, until: float) -> None:
-        self.lease = lease
-        self.until = until
-        """Loop time."""
-        self.started = False
-        """The `QueueOwner` serves the queue."""
-        self.moving: asyncio.Task[None] | None = None
-        """Starts the queue, or stops and releases it."""
-
-
-def _listed(queues: Iterable[Queue]) -> str:
+def _listed(leases: Iterable[HeldLease]) -> str:
     """Return a text such as "queues 0, 3 of default"."""
     by_provider: defaultdict[str, list[int]] = defaultdict(list)
-    for provider, queue in sorted(queues):
+    for provider, queue in sorted(held.queue for held in leases):
         by_provider[provider].append(queue)
     return "; ".join(
         f"queue{'s' if len(found) > 1 else ''} {', '.join(map(str, found))} of {provider}"
@@ -154,12 +116,12 @@ class Membership:
         self.superseded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Gets an error when another process takes the silo's name. That ends this membership."""
         self.name = name
-        self.held: dict[Queue, HeldLease] = {}
+        self.held = HeldLeases(name, owners, options.lease_s * (1 - MARGIN))
         self.view: ClusterView | None = None
         """The last view of the cluster."""
         self._store = store
         self._address = address
-        self._owners = owners
+        self._serves = sorted(owners)
         self._options = options
         self._declare_dead = declare_dead
         self._settings = settings
@@ -168,6 +130,7 @@ class Membership:
         self._decision = OwnerDecision(options, owners, self._sightings)
         self._background = BackgroundTasks()
         """The membership loop, moves of queues, and probes."""
+        self._moves = QueueMoves(name, self.held, owners, self._release, self._background)
         self._probes = SiloProbes(
             store,
             peers,
@@ -183,7 +146,6 @@ class Membership:
         self._me: SiloRecord | None = None
         self._joining = False
         """A call of `join` has begun and has not returned: if this silo is superseded, it may be by that call."""
-        self._timer: asyncio.TimerHandle | None = None
         self._leaving = False
         self._left_as = 0
         """The incarnation that is marked as leaving in the store."""
@@ -204,7 +166,7 @@ class Membership:
 
     async def _join(self) -> None:
         self._joining = True
-        self._me = await self._store.join(self.name, self._address, sorted(self._owners), self._settings, self._process)
+        self._me = await self._store.join(self.name, self._address, self._serves, self._settings, self._process)
         self._joining = False
 
     async def leave(self) -> None:
@@ -251,7 +213,7 @@ class Membership:
             await self._tell_leaving()
         async with self._balancing:
             pass  # queues that were being acquired are in `held` now
-        await asyncio.gather(*(self._give_back(held) for held in list(self.held.values())), return_exceptions=True)
+        await self._moves.give_back_all(self._drain_s)
         try:
             await self._finish_leaving(await self._store.view())
         except Fenced:
@@ -277,10 +239,7 @@ class Membership:
     async def _finish_leaving(self, view: ClusterView) -> None:
         """Repeat the calls that failed before: mark the silo as leaving, and release the queues that it gave back."""
         await self._tell_leaving()
-        left = [
-            lease for lease in view.leases if self._is_mine(lease) and (lease.provider, lease.queue) not in self.held
-        ]
-        if left:
+        if left := [lease for queue, lease in self._mine(view).items() if queue not in self.held]:
             await self._store.release(self.me, left)
 
     async def undrain(self) -> None:
@@ -299,14 +258,11 @@ class Membership:
         """The silo gave back all queues, and the store has recorded it."""
         return self._leaving and self._drained
 
-    async def _end(self) -> list[Queue]:
-        """End all tasks. Return the queues that were not given back."""
+    async def _end(self) -> list[HeldLease]:
+        """End all tasks. Return the leases of the queues that were not given back."""
         await self._background.aclose()
-        lost = sorted(self.held)
-        for held in list(self.held.values()):
-            self._cut(held, "the silo stops")
-        if self._timer is not None:
-            self._timer.cancel()
+        lost = [*self.held]
+        self.held.cut_all("the silo stops")
         return lost
 
     async def _leave_store(self) -> None:
@@ -358,21 +314,20 @@ class Membership:
             log.warning("%s", fenced)
             if isinstance(fenced, Superseded) and not (self._joining or self.superseded.done()):
                 self.superseded.set_exception(fenced)
-            for held in list(self.held.values()):
-                self._cut(held, "the silo is no longer a member")
+            self.held.cut_all("the silo is no longer a member")
             async with self._balancing:
                 if not (self._leaving or self.superseded.done()):
                     await self._join()
             return False
         self.view = view = self._sightings.see(view, self._loop.time())
         self._probes.silos = view.silos
-        self._renew(view, began)
+        self.held.renew(self._mine(view), began)
         self.on_view(view)
         if await self._declare_dead(view):
             return True
         self._probes.start()
         if self._leaving:
-            self._give_back_late()
+            self._moves.give_back_late(self._drain_s)
             await self._finish_leaving(view)
             self._drained = not self.held
         else:
@@ -380,57 +335,11 @@ class Membership:
                 await self._balance(view)
         return False
 
-    def _renew(self, view: ClusterView, began: float) -> None:
-        """Extend the leases that the store has renewed by a call that began at `began`.
-
-        First cut off leases that are over by this process's clock, even if the store renewed them: their deliveries may
-        have stopped already. Such a queue is acquired again.
-        """
-        self._cut_expired()
-        mine = {(lease.provider, lease.queue): lease for lease in view.leases if self._is_mine(lease)}
-        for queue, held in list(self.held.items()):
-            lease = mine.get(queue)
-            if lease is not None and lease.epoch == held.lease.epoch:
-                held.until = began + self._usable_s
-            else:
-                self._cut(held, "by the store, its lease is no longer this silo's")
-        self._set_timer()
-
     def _is_mine(self, lease: Lease) -> bool:
         return (lease.owner, lease.incarnation) == (self.me.name, self.me.incarnation)
 
-    @property
-    def _usable_s(self) -> float:
-        return self._options.lease_s * (1 - MARGIN)
-
-    # ---- leases that end -------------------------------------------------------------------------------------------
-
-    def _set_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self.held:
-            self._timer = self._loop.call_at(min(held.until for held in self.held.values()), self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._cut_expired()
-        self._set_timer()
-
-    def _cut_expired(self) -> None:
-        now = self._loop.time()
-        for held in list(self.held.values()):
-            if held.until <= now:
-                self._cut(held, "its lease could not be renewed in time")
-
-    def _cut(self, held: HeldLease, why: str) -> None:
-        queue = held.lease.provider, held.lease.queue
-        if self.held.get(queue) is not held:
-            return
-        del self.held[queue]
-        log.warning("silo %s loses queue %d of %s: %s", self.name, queue[1], queue[0], why)
-        if held.moving is not None:
-            held.moving.cancel()
-        self._owners[queue[0]].cut(queue[1])
+    def _mine(self, view: ClusterView) -> dict[Queue, Lease]:
+        return {(lease.provider, lease.queue): lease for lease in view.leases if self._is_mine(lease)}
 
     # ---- moves of queues -------------------------------------------------------------------------------------------
 
@@ -441,85 +350,26 @@ class Membership:
         return self._decision.why_unserved(self.view, self._loop.time(), queues)
 
     async def _balance(self, view: ClusterView) -> None:
-        """Begin the moves that the view requires. A move in progress is completed, whatever later views say; its queue
-        is considered again afterwards."""
-        taken = {(lease.provider, lease.queue): lease for lease in view.valid}
+        """Begin the moves that the view requires."""
         desired = self._decision.decide(view, self._loop.time())
-        wanted = {queue for queue, silo in desired.now.items() if silo == self.name}
-        for queue, held in list(self.held.items()):
-            if held.moving is None and queue not in wanted:
-                self._begin(held, self._give_up, "gives back")
-            elif held.moving is None and not held.started:
-                self._begin(held, self._start, "starts")
-        # Leases of this silo that it does not hold: it acquired or released them by a call whose answer was lost.
-        mine = {queue for queue, lease in taken.items() if self._is_mine(lease) and queue not in self.held}
-        if lost := [taken[queue] for queue in sorted(mine - wanted)]:
-            await self._store.release(self.me, lost)
-        if free := sorted((wanted - taken.keys() - self.held.keys()) | (mine & wanted)):
-            over = [lease for lease in view.leases if (lease.provider, lease.queue) in view.over]
-            await self._acquire(free, desired.homes, over)
-        new_homes = {
-            queue: desired.homes[queue]
-            for queue in self.held
-            if queue in taken and desired.homes[queue] != taken[queue].home
-        }
-        if new_homes:
+        plan = plan_moves(self.name, self._mine(view), self.held, view, desired)
+        for held in plan.give_back:
+            self._moves.give_back(held, self._drain_s)
+        for held in plan.start:
+            self._moves.start(held)
+        if plan.release:
+            await self._store.release(self.me, plan.release)
+        if plan.acquire:
+            await self._acquire(plan.acquire, desired.homes, view)
+        if new_homes := {queue: home for queue, home in plan.homes.items() if queue in self.held}:
             await self._store.settle(self.me, new_homes)
 
-    async def _acquire(self, wanted: Sequence[Queue], homes: Mapping[Queue, str], over: Collection[Lease]) -> None:
-        began = self._loop.time()
-        new_homes = {queue: homes[queue] for queue in wanted}
+    async def _acquire(self, wanted: Sequence[Queue], homes: Mapping[Queue, str], view: ClusterView) -> None:
+        began, new_homes = self._loop.time(), {queue: homes[queue] for queue in wanted}
+        over = [lease for lease in view.leases if (lease.provider, lease.queue) in view.over]
         granted = await self._store.acquire(self.me, wanted, self._options.lease_s, new_homes, over)
-        until = began + self._usable_s
-        if until <= self._loop.time():
-            return  # the call took as long as the lease: the next view shows the leases, and they are acquired again
-        for lease in granted:
-            held = self.held[lease.provider, lease.queue] = HeldLease(lease, until)
-            self._begin(held, self._start, "starts")
-        self._set_timer()
+        for held in self.held.add(granted, began):
+            self._moves.start(held)
 
-    async def _start(self, held: HeldLease) -> None:
-        lease = held.lease
-        await self._owners[lease.provider].gain(lease.queue, lease.epoch, held)
-        held.started = True
-        log.info("silo %s serves queue %d of %s, epoch %d", self.name, lease.queue, lease.provider, lease.epoch)
-
-    async def _give_up(self, held: HeldLease) -> None:
-        lease = held.lease
-        held.started = False
-        await self._owners[lease.provider].lose(lease.queue, self._drain_s)
-        if self.held.pop((lease.provider, lease.queue), None) is held:
-            await self._store.release(self.me, [lease])
-            log.info("silo %s gave back queue %d of %s", self.name, lease.queue, lease.provider)
-
-    async def _give_back(self, held: HeldLease) -> None:
-        """Give a queue back, after the move that is in progress."""
-        if held.moving is not None:
-            await asyncio.wait([held.moving])
-        if self.held.get((held.lease.provider, held.lease.queue)) is held:
-            if held.moving is None:
-                self._begin(held, self._give_up, "gives back")
-            if held.moving is not None:
-                await asyncio.wait([held.moving])
-
-    def _give_back_late(self) -> None:
-        """Give queues back that were acquired while `drain` began, or that could not be given back before."""
-        for held in list(self.held.values()):
-            if held.moving is None:
-                self._begin(held, self._give_up, "gives back")
-
-    def _begin(self, held: HeldLease, work: Callable[[HeldLease], Coroutine[Any, Any, None]], verb: str) -> None:
-        lease = held.lease
-        name = f"headrace {self.name} {verb} {lease.provider}/{lease.queue}"
-        held.moving = self._background.start(self._move(held, work), name)
-
-    async def _move(self, held: HeldLease, work: Callable[[HeldLease], Coroutine[Any, Any, None]]) -> None:
-        lease = held.lease
-        try:
-            await work(held)
-        except HeadraceError as error:
-            log.warning("queue %d of %s cannot move yet: %s", lease.queue, lease.provider, error)
-        except Exception:
-            log.exception("queue %d of %s cannot move yet", lease.queue, lease.provider)
-        finally:
-            held.moving = None
+    async def _release(self, lease: Lease) -> None:
+        await self._store.release(self.me, [lease])

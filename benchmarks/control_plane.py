@@ -24,7 +24,8 @@ import click
 from sqlalchemy import event
 
 from headrace.balancer.cluster_options import ClusterOptions
-from headrace.balancer.membership import LeaseTerm, Membership
+from headrace.balancer.held_leases import LeaseTerm
+from headrace.balancer.membership import Membership
 from headrace.store.cluster_store import ClusterStore
 from headrace.store.control_store import ControlStore
 from headrace.streams.cluster import ClusterView, SiloRecord

@@ -107,7 +107,7 @@ async def test_a_lease_that_was_over_when_its_renewal_was_answered_is_cut_and_gr
     await member.joined()
     member.store.answers = asyncio.Event()
     await asyncio.sleep(1.5 * member.options.period_s)  # a heartbeat waits for its answer
-    (until,) = {held.until for held in member.membership.held.values()}
+    (until,) = {held.until for held in member.membership.held}
     member.store.answers.set()  # from here on the answer waits for its turn
     stand_still(until + 0.01 - member.loop.time())
     await asyncio.sleep(3 * member.options.period_s)

@@ -12,7 +12,9 @@ from headrace import SequenceToken
 from headrace.agents import Delivery, PullingManager
 from headrace.agents.cursor import State, StreamCursor
 from headrace.agents.queue_host import QueueHost
-from headrace.balancer.membership import HeldLease, Membership
+from headrace.balancer.held_leases import HeldLease, HeldLeases
+from headrace.balancer.membership import Membership
+from headrace.balancer.queue_moves import QueueMoves
 from headrace.balancer.sightings import Sightings
 from headrace.streams import Checkpoint
 from headrace.streams.cluster import ClusterView, Lease, SiloRecord
@@ -31,7 +33,7 @@ def no_fencing(stack: ExitStack) -> None:
 
     stack.enter_context(patch.object(PullingManager, "__init__", begin_unfenced))
     stack.enter_context(patch.object(Delivery, "over", property(lambda delivery: delivery._stopping)))
-    stack.enter_context(patch.object(Membership, "_on_timer", _ignore))
+    stack.enter_context(patch.object(HeldLeases, "_on_timer", _ignore))
 
 
 def _ignore(_: object) -> None: ...
@@ -54,14 +56,15 @@ class _Unfenced:
 def release_before_drain(stack: ExitStack) -> None:
     """The next owner may begin while the former one still delivers."""
 
-    async def moved_out(membership: Membership, held: HeldLease) -> None:
+    async def give_back(moves: QueueMoves, held: HeldLease, drain_s: float) -> None:
         lease = held.lease
         held.started = False
-        await membership._store.release(membership.me, [lease])
-        await membership._owners[lease.provider].lose(lease.queue, membership._options.drain_s)
-        membership.held.pop((lease.provider, lease.queue), None)
+        await moves._release(lease)
+        await moves._owners[lease.provider].lose(lease.queue, drain_s)
+        if moves._held.holds(held):
+            moves._held.forget(held)
 
-    stack.enter_context(patch.object(Membership, "_give_up", moved_out))
+    stack.enter_context(patch.object(QueueMoves, "_give_back", give_back))
 
 
 def checkpoint_of_the_maximum(stack: ExitStack) -> None:
@@ -75,23 +78,26 @@ def checkpoint_of_the_maximum(stack: ExitStack) -> None:
 
 def lease_from_the_answer(stack: ExitStack) -> None:
     """A lease is counted from when its renewal is answered, not from before it was asked for."""
-    renewed = Membership._renew
+    renew = HeldLeases.renew
 
-    def renewed_late(membership: Membership, view: ClusterView, began: float) -> None:
-        renewed(membership, view, membership._loop.time())
+    def renew_late(leases: HeldLeases, mine: Mapping[tuple[str, int], Lease], began: float) -> None:
+        renew(leases, mine, leases._loop.time())
 
-    stack.enter_context(patch.object(Membership, "_renew", renewed_late))
+    stack.enter_context(patch.object(HeldLeases, "renew", renew_late))
 
 
 def lease_by_the_wall_clock(stack: ExitStack) -> None:
     """A lease is counted by a clock that can be set."""
-    begin = Membership.__init__
+    for timed in (Membership, HeldLeases):
+        stack.enter_context(patch.object(timed, "__init__", _with_wall_clock(timed.__init__)))
 
-    def begin_with_wall_clock(membership: Membership, *args: Any, **options: Any) -> None:
-        begin(membership, *args, **options)
-        membership._loop = _WallClock(membership._loop)  # type: ignore[assignment]
 
-    stack.enter_context(patch.object(Membership, "__init__", begin_with_wall_clock))
+def _with_wall_clock(begin: Callable[..., None]) -> Callable[..., None]:
+    def begin_with_wall_clock(timed: Any, *args: Any, **options: Any) -> None:
+        begin(timed, *args, **options)
+        timed._loop = _WallClock(timed._loop)
+
+    return begin_with_wall_clock
 
 
 class _WallClock:

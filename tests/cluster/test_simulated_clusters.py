@@ -97,8 +97,8 @@ def test_every_bug_that_is_found_here_can_be_planted() -> None:
 
 
 PLACES = {
-    "join", "_join", "_run", "_beat", "_acquire", "_start", "_give_up", "_give_back", "leave", "drain", "_leave_store",
-    "gain", "lose", "save_stopped", "_save_last", "save", "_stop_agent", "aclose", "detach",
+    "join", "_join", "_run", "_beat", "_acquire", "_start", "_give_back", "_give_back_next", "leave", "drain",
+    "_leave_store", "gain", "lose", "save_stopped", "_save_last", "save", "_stop_agent", "aclose", "detach",
 }  # fmt: skip
 """Functions that gain or lose queues. A silo waits in each of them at some time."""
 

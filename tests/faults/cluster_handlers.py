@@ -10,7 +10,7 @@ from typing import Any
 from headrace import EventBatch, SequenceToken, Start
 from headrace.agents.queue_host import QueueHost
 from headrace.balancer import StreamQueueMapper
-from headrace.balancer.membership import LeaseTerm
+from headrace.balancer.held_leases import LeaseTerm
 from headrace.store.control_store import ControlStore
 from headrace.streams import Checkpoint
 from headrace.streams.handlers import subscription
