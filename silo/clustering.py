@@ -8,6 +8,7 @@ import math
 import socket
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +16,7 @@ from ..balancer.membership import Membership
 from ..client.transport import StreamCall
 from ..server.access import SiloSecrets, new_silo_secret, silo_hash
 from ..store.control_store import ControlStore
-from ..store.datadir import SILOS, DataDirectory, DirectoryLock, is_held, lock, place_of
+from ..store.datadir import DataDirectory, place_of
 from ..streams.background import BackgroundTasks, ticks
 from ..streams.cluster import LIVING, ClusterView, SiloRecord, SiloState
 from ..streams.errors import Busy, HeadraceError, InvalidArgument, NotFound, Unavailable
@@ -25,6 +26,7 @@ from .opening import LEASED_TIMEOUT_S
 from .peers import CALL_S, PeerConnections, tls_of
 from .provider_core import ProviderCore
 from .relay.relay import Relays
+from .silo_processes import SiloProcesses
 
 log = logging.getLogger("headrace.silo")
 
@@ -34,8 +36,6 @@ MAX_LOOK_UPS = 100
 """Most calls that wait for that answer. Further calls are refused at once."""
 LOOK_S = 0.2
 """Interval of the checks of relayed consumers, in seconds."""
-BUSY_S = 2.0
-"""How long a starting silo waits until its name is free, in seconds: a silo of that name may be ending."""
 FORGET_S = 24 * 3600.0
 """Age at which records of silos that are dead or left are deleted, in seconds."""
 
@@ -76,8 +76,7 @@ class Clustering:
     async def opened(cls, config: SiloConfig, providers: Mapping[str, ProviderCore]) -> AsyncGenerator[Clustering]:
         """Open the cluster's store for the length of an `async with`. Raise StorageError."""
         assert config.cluster is not None
-        assert config.data is not None
-        where = config.cluster.store or _directory(config.data).control_db
+        where = config.cluster.store or _directory(config).control_db
         # A connection of its own: saving much progress must not delay the renewal of leases.
         control = await ControlStore.open(where, timeout_s=LEASED_TIMEOUT_S)
         async with AsyncExitStack() as stack:
@@ -94,9 +93,10 @@ class Clustering:
         """
         name = self._cluster.name or f"{socket.gethostname()}-{grpc_address.rpartition(':')[2]}"
         async with AsyncExitStack() as stack:
-            held = stack.enter_context(await self._lock_name(name))
+            processes = SiloProcesses(_directory(self._config), self._store)
+            held = stack.enter_context(await processes.lock_name(name))
             place = await asyncio.to_thread(place_of, held)
-            await self._end_former(name, place)
+            await processes.end_former(name, place)
             membership = self._membership = Membership(
                 self._store,
                 name,
@@ -104,7 +104,7 @@ class Clustering:
                 owners={provider.name: provider.manager.queue_host for provider in self._providers.values()},
                 peers=self._peers,
                 options=self._cluster.options(self._config.drain_s),
-                declare_dead=self._declare_dead,
+                declare_dead=partial(processes.declare_dead, own_name=name),
                 settings=self._cluster.shared(),
                 process=place,
             )
@@ -131,46 +131,6 @@ class Clustering:
                 "silo %s does not reach itself at %s, so other silos may fail too, and their consumers miss the "
                 "events of its queues: %s", me.name, me.address, why,
             )  # fmt: skip
-
-    async def _lock_name(self, name: str) -> DirectoryLock:
-        """Lock the silo's name on this machine for this process. A former process may hold it while it ends: wait."""
-        until = asyncio.get_running_loop().time() + BUSY_S
-        while True:
-            try:
-                return await asyncio.to_thread(lock, self._directory, SILOS, name, f"the name of silo {name!r} is used")
-            except Busy:
-                if asyncio.get_running_loop().time() >= until:
-                    raise
-            await asyncio.sleep(BUSY_S / 20)
-
-    async def _end_former(self, name: str, place: str) -> None:
-        """Release the leases of a former process of this machine that had this name and has ended.
-
-        Raises Busy if it still runs, with another data directory. A process on another machine is superseded.
-        """
-        former = next((silo for silo in (await self._store.view()).silos if silo.name == name), None)
-        if former is None or not former.process:
-            return
-        held = former.process != place and await asyncio.to_thread(is_held, former.process)
-        if held:
-            raise Busy(f"the name of silo {name!r} is used by a process with another data directory: stop it first")
-        if held is False:
-            await self._store.declare_dead(former)
-
-    @property
-    def _directory(self) -> DataDirectory:
-        assert self._config.data is not None
-        return _directory(self._config.data)
-
-    async def _declare_dead(self, view: ClusterView) -> bool:
-        """Release the leases of silos of this machine whose processes have ended. Return whether there were any."""
-        others = [silo for silo in view.silos if silo.state in LIVING and silo.process and silo.name != self.name]
-        held = await asyncio.to_thread(lambda: [is_held(silo.process) for silo in others])
-        dead = [silo for silo, is_running in zip(others, held, strict=True) if is_running is False]
-        for silo in dead:
-            log.warning("silo %s is dead: its process has ended", silo.name)
-            await self._store.declare_dead(silo)
-        return bool(dead)
 
     async def _look(self) -> None:
         async for late_s in ticks(LOOK_S):
@@ -331,5 +291,6 @@ class SecretsOfView(SiloSecrets):
             log.info("a caller that may be a silo is refused, because the cluster's store does not answer: %s", error)
 
 
-def _directory(data: str) -> DataDirectory:
-    return DataDirectory(Path(data).absolute())
+def _directory(config: SiloConfig) -> DataDirectory:
+    assert config.data is not None
+    return DataDirectory(Path(config.data).absolute())

@@ -12,7 +12,8 @@ from ..consumers import Consumers
 from ..local import InProcessTransport
 from ..provider import Provider
 from . import publisher
-from .cluster import ClusterService, RunningSilo
+from .agent_changes import RunningSilo
+from .cluster import ClusterService
 from .consumer import ConsumerService
 from .reader import ReaderService
 from .subscriptions import SubscriptionService
