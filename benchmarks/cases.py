@@ -15,7 +15,7 @@ from headrace import CacheOptions, Event, EventBatch, Provider, SlowConsumer, St
 from headrace.silo.tuning import tune_interpreter
 
 from .results import Latency
-from .worker import Gate
+from .worker import StartingGate
 
 STAMP = struct.Struct("<q")
 IN_FLIGHT = 16
@@ -23,23 +23,25 @@ IN_FLIGHT = 16
 WARM_UP = 0.1
 
 
-def publish(gate: Gate, *, data: str, events: int, size: int, batch: int, streams: int = 8, queues: int = 8) -> None:
+def publish(
+    gate: StartingGate, *, data: str, events: int, size: int, batch: int, streams: int = 8, queues: int = 8
+) -> None:
     """Durable publish of batches, `IN_FLIGHT` at a time."""
     asyncio.run(_publish(gate, data, events, size, batch=batch, streams=streams, queues=queues))
 
 
-def publish_singly(gate: Gate, *, data: str, events: int, size: int, publishers: int) -> None:
+def publish_singly(gate: StartingGate, *, data: str, events: int, size: int, publishers: int) -> None:
     """Durable publish of one awaited event at a time by each of `publishers`."""
     asyncio.run(_publish_singly(gate, data, events, size, publishers))
 
 
-def consume(gate: Gate, *, data: str, events: int, per_event: bool = False) -> None:
+def consume(gate: StartingGate, *, data: str, events: int, per_event: bool = False) -> None:
     """The consuming process beside `publish`."""
     asyncio.run(_consume(gate, data, events, per_event=per_event))
 
 
 def in_process(
-    gate: Gate,
+    gate: StartingGate,
     *,
     events: int,
     size: int,
@@ -70,22 +72,22 @@ def in_process(
         return asyncio.run(run)
 
 
-def drain(gate: Gate, *, events: int, size: int, batch: int, streams: int, suspend: bool = False) -> None:
+def drain(gate: StartingGate, *, events: int, size: int, batch: int, streams: int, suspend: bool = False) -> None:
     """Delivery of a backlog of one queue, spread over `streams`; `batch` events of a stream stand together."""
     with tempfile.TemporaryDirectory() as data:
         asyncio.run(_drain(gate, data, events, size, batch=batch, streams=streams, suspend=suspend))
 
 
-def latency_in_process(gate: Gate, *, events: int, size: int, rate: int) -> dict[str, float]:
+def latency_in_process(gate: StartingGate, *, events: int, size: int, rate: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as data:
         return asyncio.run(_latency_in_process(gate, data, events, size, rate))._asdict()
 
 
-def publish_paced(gate: Gate, *, data: str, events: int, size: int, rate: int) -> None:
+def publish_paced(gate: StartingGate, *, data: str, events: int, size: int, rate: int) -> None:
     asyncio.run(_publish_paced(gate, data, events, size, rate))
 
 
-def consume_stamped(gate: Gate, *, data: str, events: int) -> dict[str, float]:
+def consume_stamped(gate: StartingGate, *, data: str, events: int) -> dict[str, float]:
     return asyncio.run(_consume_stamped(gate, data, events))._asdict()
 
 
@@ -149,7 +151,9 @@ class Stamps:
         return Latency.of(self._samples_ms[int(WARM_UP * len(self._samples_ms)) :])
 
 
-async def _publish(gate: Gate, data: str, events: int, size: int, *, batch: int, streams: int, queues: int) -> None:
+async def _publish(
+    gate: StartingGate, data: str, events: int, size: int, *, batch: int, streams: int, queues: int
+) -> None:
     async with Provider.open(data, queues=queues) as provider:
         tune_interpreter()
         gate.wait()
@@ -174,7 +178,7 @@ async def _in_flight(publishes: Iterable[Awaitable[object]], limit: int) -> None
     await asyncio.gather(*(lane() for _ in range(limit)))
 
 
-async def _publish_singly(gate: Gate, data: str, events: int, size: int, publishers: int) -> None:
+async def _publish_singly(gate: StartingGate, data: str, events: int, size: int, publishers: int) -> None:
     payload = os.urandom(size)
     async with Provider.open(data) as provider:
         handles = [provider.stream("bench", str(i)) for i in range(publishers)]
@@ -190,7 +194,7 @@ async def _publish_singly(gate: Gate, data: str, events: int, size: int, publish
         gate.done()
 
 
-async def _consume(gate: Gate, data: str, events: int, *, per_event: bool) -> None:
+async def _consume(gate: StartingGate, data: str, events: int, *, per_event: bool) -> None:
     async with Provider.open(data) as provider:
         counter = Counter(events)
         handler = counter.handler("event" if per_event else "batch")
@@ -202,7 +206,7 @@ async def _consume(gate: Gate, data: str, events: int, *, per_event: bool) -> No
 
 
 async def _in_process(
-    gate: Gate,
+    gate: StartingGate,
     data: str,
     events: int,
     size: int,
@@ -247,7 +251,9 @@ def never_returning(release: asyncio.Event) -> Callable[[EventBatch], Awaitable[
     return stuck
 
 
-async def _drain(gate: Gate, data: str, events: int, size: int, *, batch: int, streams: int, suspend: bool) -> None:
+async def _drain(
+    gate: StartingGate, data: str, events: int, size: int, *, batch: int, streams: int, suspend: bool
+) -> None:
     async with Provider.open(data, queues=1) as provider:
         await fill(provider, events, size, batch, [StreamId("bench", str(i)) for i in range(streams)])
         counter = Counter(events)
@@ -268,7 +274,7 @@ async def fill(provider: Provider, events: int, size: int, batch: int, streams: 
         await provider.adapter.enqueue([(0, EventBatch.of(stream, [payload] * batch)) for stream in chosen])
 
 
-async def _latency_in_process(gate: Gate, data: str, events: int, size: int, rate: int) -> Latency:
+async def _latency_in_process(gate: StartingGate, data: str, events: int, size: int, rate: int) -> Latency:
     async with Provider.open(data, queues=1) as provider:
         stamps = Stamps(events)
         await provider.subscribe("bench", "bench/*", stamps.on_batch, batch=True)
@@ -279,7 +285,7 @@ async def _latency_in_process(gate: Gate, data: str, events: int, size: int, rat
         return found
 
 
-async def _publish_paced(gate: Gate, data: str, events: int, size: int, rate: int) -> None:
+async def _publish_paced(gate: StartingGate, data: str, events: int, size: int, rate: int) -> None:
     async with Provider.open(data) as provider:
         gate.wait()
         await pace(provider, events, size, rate)
@@ -303,7 +309,7 @@ async def _publish_all(publish: Awaitable[object]) -> None:
     await publish
 
 
-async def _consume_stamped(gate: Gate, data: str, events: int) -> Latency:
+async def _consume_stamped(gate: StartingGate, data: str, events: int) -> Latency:
     async with Provider.open(data) as provider:
         stamps = Stamps(events)
         await provider.subscribe("bench", "bench/*", stamps.on_batch, batch=True, start=Start.earliest())

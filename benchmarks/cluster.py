@@ -18,11 +18,11 @@ import click
 from headrace import Client, StreamId
 from headrace.store.control_store import ControlStore
 
-from .cluster_silos import QUEUES, Silos, owners
+from .cluster_silos import QUEUES, BenchmarkSilos, owners
 from .harness import Job, Metric, Result, Rounds, Spread, interleaved, machine, run, table, together
 from .section import cpu
 from .servers import PostgresServer
-from .worker import Gate
+from .worker import StartingGate
 
 HERE = __spec__.name
 """Also where this module is the main one."""
@@ -39,21 +39,21 @@ PATIENCE_S = 60.0
 # ---- until all queues are served again -------------------------------------------------------------------------------
 
 
-def recovery(gate: Gate, *, postgres: bool, remote: bool, times: Mapping[str, object]) -> Mapping[str, float]:
+def recovery(gate: StartingGate, *, postgres: bool, remote: bool, times: Mapping[str, object]) -> Mapping[str, float]:
     """From kill -9 of one of three silos until a consumer has, of each queue, something published since.
 
     With `remote` the other silos cannot tell whether its process lives, as if it were on another machine.
     """
     with PostgresServer() if postgres else nullcontext() as server:
         store = {"store": server.url} if server else {}
-        with Silos(3, cluster={**times, **store}) as silos:
+        with BenchmarkSilos(3, cluster={**times, **store}) as silos:
             gate.wait()
             if remote:
                 (silos.data / "locks" / ".silos" / "silo-2.lock").unlink()
             return {"served_again_s": asyncio.run(_recovery(silos))}
 
 
-async def _recovery(silos: Silos) -> float:
+async def _recovery(silos: BenchmarkSilos) -> float:
     victim = silos.silos[-1]
     others = ",".join(silos.addresses[:-1])
     latest: dict[int, float] = {}
@@ -82,7 +82,7 @@ async def _publish(client: Client) -> None:
         await asyncio.sleep(EACH_S)
 
 
-async def _queues_of(silos: Silos, name: str) -> Sequence[int]:
+async def _queues_of(silos: BenchmarkSilos, name: str) -> Sequence[int]:
     store = await ControlStore.open(silos.control)
     try:
         return [queue for queue, owner in owners(await store.cluster().view()).items() if owner == name]
@@ -114,7 +114,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 def to_consumers(silos: int, *, events: int, clustered: bool = True, consumers: int = CONSUMERS) -> Result:
     """Durable publish, in a process of its own, to consumers over gRPC."""
-    with Silos(silos, cluster={} if clustered else None) as running:
+    with BenchmarkSilos(silos, cluster={} if clustered else None) as running:
         addresses = [running.addresses[number % silos] for number in range(consumers)]
         consume = Job("consumers", f"{CLUSTER_CASES}:consume", {"addresses": addresses, "events": events})
         return together([consume, _publisher(running, events)], server=running).to_result(events=events, size=SIZE)
@@ -122,13 +122,13 @@ def to_consumers(silos: int, *, events: int, clustered: bool = True, consumers: 
 
 def to_handlers(silos: int, *, events: int, clustered: bool = True) -> Result:
     """Durable publish, in a process of its own, until the silos' handlers have had everything and that is saved."""
-    with Silos(silos, cluster={} if clustered else None, modules=[CLUSTER_CASES]) as running:
+    with BenchmarkSilos(silos, cluster={} if clustered else None, modules=[CLUSTER_CASES]) as running:
         args = {"control": running.control, "batches": events // BATCH}
         wait = Job("watcher", f"{CLUSTER_CASES}:until_handled", args)
         return together([wait, _publisher(running, events)], server=running).to_result(events=events, size=SIZE)
 
 
-def _publisher(silos: Silos, events: int) -> Job:
+def _publisher(silos: BenchmarkSilos, events: int) -> Job:
     args = {"data": str(silos.data), "events": events, "size": SIZE, "batch": BATCH, "streams": STREAMS}
     return Job("publisher", f"{CASES}:publish", args)
 

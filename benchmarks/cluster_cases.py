@@ -15,7 +15,7 @@ from headrace.streams.handlers import subscription
 
 from .cases import Counter
 from .grpc_cases import SELECTOR, take
-from .worker import Gate
+from .worker import StartingGate
 
 HANDLED = "handled"
 LOOK_S = 0.02
@@ -26,12 +26,12 @@ async def handle(_: EventBatch) -> None:
     """Nothing."""
 
 
-def consume(gate: Gate, *, addresses: Sequence[str], events: int) -> None:
+def consume(gate: StartingGate, *, addresses: Sequence[str], events: int) -> None:
     """A consumer at each address; they share a subscription."""
     asyncio.run(_consume(gate, addresses, events))
 
 
-async def _consume(gate: Gate, addresses: Sequence[str], events: int) -> None:
+async def _consume(gate: StartingGate, addresses: Sequence[str], events: int) -> None:
     counter = Counter(events)
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
         clients = [await stack.enter_async_context(Client(address)) for address in addresses]
@@ -48,12 +48,12 @@ async def _consume(gate: Gate, addresses: Sequence[str], events: int) -> None:
             task.cancel()
 
 
-def until_handled(gate: Gate, *, control: str, batches: int) -> None:
+def until_handled(gate: StartingGate, *, control: str, batches: int) -> None:
     """Until the silos' handlers have had so many batches, by their checkpoints."""
     asyncio.run(_until_handled(gate, control, batches))
 
 
-async def _until_handled(gate: Gate, control: str, batches: int) -> None:
+async def _until_handled(gate: StartingGate, control: str, batches: int) -> None:
     store = await ControlStore.open(control)
     try:
         gate.wait()

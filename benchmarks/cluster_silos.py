@@ -50,7 +50,7 @@ def _quoted(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-class Silos(Server):
+class BenchmarkSilos(Server):
     """`count` silos over one data directory, for the length of a `with`; all queues are shared when it begins. Its CPU
     time and memory are those of all of them."""
 

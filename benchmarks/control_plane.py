@@ -84,7 +84,7 @@ class CountingStore(ClusterStore):
         return await super().beat(me, lease_s)
 
 
-class Silo:
+class BenchmarkSilo:
     def __init__(self, name: str, store: ControlStore, cluster: Cluster) -> None:
         self.name = name
         self.queues = Queues(cluster.queues)
@@ -109,13 +109,13 @@ class Cluster:
         self.queues = queues
         self.options = options
         self.counts = Counts()
-        self.silos: list[Silo] = []
+        self.silos: list[BenchmarkSilo] = []
         self._path = path
 
     async def start(self) -> None:
         store = await ControlStore.open(self._path)
         self.counts.listen(store)
-        silo = Silo(f"silo-{len(self.silos):02}", store, self)
+        silo = BenchmarkSilo(f"silo-{len(self.silos):02}", store, self)
         self.silos.append(silo)
         await silo.membership.join()
 

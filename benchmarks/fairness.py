@@ -33,7 +33,7 @@ from .cases import STAMP, WARM_UP, fill
 from .harness import Job, Latency, Result, Rounds, count, interleaved, machine, markdown, run, together
 from .results import Spread
 from .servers import LOOPBACK, Server
-from .worker import Gate
+from .worker import StartingGate
 
 HERE = __spec__.name
 """Also where this module is the main one."""
@@ -104,12 +104,12 @@ async def _serve(data: str, port: int, order: str) -> None:
             await asyncio.Event().wait()
 
 
-def backlog(gate: Gate, *, data: str, events: int) -> None:
+def backlog(gate: StartingGate, *, data: str, events: int) -> None:
     """Store what waits for the crowd."""
     asyncio.run(_backlog(gate, data, events))
 
 
-async def _backlog(gate: Gate, data: str, events: int) -> None:
+async def _backlog(gate: StartingGate, data: str, events: int) -> None:
     async with Provider.open(data) as provider:
         gate.wait()
         streams = [StreamId("crowd", str(number)) for number in range(CROWD_STREAMS)]
@@ -117,15 +117,15 @@ async def _backlog(gate: Gate, data: str, events: int) -> None:
     await asyncio.to_thread(os.sync)  # a backlog is old: the disk is not busy with it
 
 
-def single(gate: Gate, *, address: str, events: int) -> dict[str, float]:
+def single(gate: StartingGate, *, address: str, events: int) -> dict[str, float]:
     """The single consumer: its latency."""
     return asyncio.run(_single(gate, address, events))._asdict()
 
 
-async def _single(gate: Gate, address: str, events: int) -> Latency:
+async def _single(gate: StartingGate, address: str, events: int) -> Latency:
     samples_ms: list[float] = []
     async with _channels(address, 1) as (channel,):
-        consumer = await Consumer.attached(channel, name="single", selector="bench/*", start="latest")
+        consumer = await GrpcConsumer.attached(channel, name="single", selector="bench/*", start="latest")
         gate.wait()
         await consumer.grant(1000, 4 << 20)
         while len(samples_ms) < events:
@@ -136,16 +136,16 @@ async def _single(gate: Gate, address: str, events: int) -> Latency:
     return Latency.of(samples_ms[int(WARM_UP * events) :])
 
 
-def crowd(gate: Gate, *, address: str, consumers: int, seconds: float) -> dict[str, float]:
+def crowd(gate: StartingGate, *, address: str, consumers: int, seconds: float) -> dict[str, float]:
     """The many consumers: how much each of their connections had, for so long."""
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     return asyncio.run(_crowd(gate, address, consumers, seconds))
 
 
-async def _crowd(gate: Gate, address: str, consumers: int, seconds: float) -> dict[str, float]:
+async def _crowd(gate: StartingGate, address: str, consumers: int, seconds: float) -> dict[str, float]:
     async with _channels(address, CONNECTIONS) as channels:
         attaching = (
-            Consumer.attached(channels[number % CONNECTIONS], name="crowd", selector="crowd/*", start="earliest")
+            GrpcConsumer.attached(channels[number % CONNECTIONS], name="crowd", selector="crowd/*", start="earliest")
             for number in range(consumers)
         )
         members = await asyncio.gather(*attaching)
@@ -159,7 +159,7 @@ async def _crowd(gate: Gate, address: str, consumers: int, seconds: float) -> di
     return {"events_per_s": events / seconds, "messages_per_s": messages / seconds, "events": events}
 
 
-class Consumer:
+class GrpcConsumer:
     """A consumer of a subscription that does nothing but acknowledge, and grant as much again."""
 
     def __init__(self, call: Any) -> None:
@@ -168,7 +168,7 @@ class Consumer:
         self.messages = 0
 
     @classmethod
-    async def attached(cls, channel: Any, *, name: str, selector: str, start: str) -> Consumer:
+    async def attached(cls, channel: Any, *, name: str, selector: str, start: str) -> GrpcConsumer:
         """Without credit. Returns when the silo has taken it in."""
         call = channel.stream_stream("/headrace.v1.ConsumerService/Subscribe")()
         request = pb.SubscribeRequest()

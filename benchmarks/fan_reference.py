@@ -21,7 +21,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from .processes import Job, together
 from .results import Result
 from .servers import LOOPBACK, Server
-from .worker import Gate
+from .worker import StartingGate
 
 SERVICE, METHOD = "reference.Fan", "Consume"
 UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
@@ -68,12 +68,12 @@ def fan_out(*, events: int, size: int, batch: int, consumers: int) -> Result:
     return outcome.to_result(events=events, size=size)
 
 
-def consume(gate: Gate, *, address: str, events: int, consumers: int) -> None:
+def consume(gate: StartingGate, *, address: str, events: int, consumers: int) -> None:
     """The consumers, in one process, with a connection each."""
     asyncio.run(_consume(gate, address, events, consumers))
 
 
-async def _consume(gate: Gate, address: str, events: int, consumers: int) -> None:
+async def _consume(gate: StartingGate, address: str, events: int, consumers: int) -> None:
     _, parts = messages()
     options = [*UNLIMITED, ("grpc.use_local_subchannel_pool", 1)]
     channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(consumers)]

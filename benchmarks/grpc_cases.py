@@ -13,35 +13,35 @@ from headrace.silo.tuning import tune_interpreter
 
 from .cases import Counter, Stamps, pace, publish_batches
 from .results import Latency
-from .worker import Gate
+from .worker import StartingGate
 
 SELECTOR = "bench/*"
 
 
-def publish(gate: Gate, *, address: str, events: int, size: int, batch: int) -> None:
+def publish(gate: StartingGate, *, address: str, events: int, size: int, batch: int) -> None:
     """Durable publish of batches."""
     asyncio.run(_publish(gate, address, events, size, batch))
 
 
-def publish_paced(gate: Gate, *, address: str, events: int, size: int, rate: int) -> None:
+def publish_paced(gate: StartingGate, *, address: str, events: int, size: int, rate: int) -> None:
     asyncio.run(_publish_paced(gate, address, events, size, rate))
 
 
-def consume(gate: Gate, *, address: str, events: int, consumers: int) -> None:
+def consume(gate: StartingGate, *, address: str, events: int, consumers: int) -> None:
     """Consumers that share a subscription; each has a connection of its own."""
     asyncio.run(_consume(gate, address, events, consumers))
 
 
-def consume_each(gate: Gate, *, address: str, events: int, subscriptions: int) -> None:
+def consume_each(gate: StartingGate, *, address: str, events: int, subscriptions: int) -> None:
     """A consumer of each of several subscriptions, which get a backlog from its beginning."""
     asyncio.run(_consume_each(gate, address, events, subscriptions))
 
 
-def consume_stamped(gate: Gate, *, address: str, events: int) -> dict[str, float]:
+def consume_stamped(gate: StartingGate, *, address: str, events: int) -> dict[str, float]:
     return asyncio.run(_consume_stamped(gate, address, events))._asdict()
 
 
-async def _publish(gate: Gate, address: str, events: int, size: int, batch: int) -> None:
+async def _publish(gate: StartingGate, address: str, events: int, size: int, batch: int) -> None:
     async with Client(address) as client:
         tune_interpreter()
         gate.wait()
@@ -49,14 +49,14 @@ async def _publish(gate: Gate, address: str, events: int, size: int, batch: int)
         gate.done()
 
 
-async def _publish_paced(gate: Gate, address: str, events: int, size: int, rate: int) -> None:
+async def _publish_paced(gate: StartingGate, address: str, events: int, size: int, rate: int) -> None:
     async with Client(address) as client:
         gate.wait()
         await pace(client, events, size, rate)
         gate.done()
 
 
-async def _consume(gate: Gate, address: str, events: int, consumers: int) -> None:
+async def _consume(gate: StartingGate, address: str, events: int, consumers: int) -> None:
     counter = Counter(events)
     async with _clients(address, consumers) as clients, AsyncExitStack() as attached, asyncio.TaskGroup() as group:
         members = [
@@ -72,7 +72,7 @@ async def _consume(gate: Gate, address: str, events: int, consumers: int) -> Non
             task.cancel()
 
 
-async def _consume_each(gate: Gate, address: str, events: int, subscriptions: int) -> None:
+async def _consume_each(gate: StartingGate, address: str, events: int, subscriptions: int) -> None:
     counters = [Counter(events) for _ in range(subscriptions)]
     async with _clients(address, subscriptions) as clients:
         for number, client in enumerate(clients):
@@ -92,7 +92,7 @@ async def _take_all(client: Client, number: int, counter: Counter) -> None:
         taking.cancel()
 
 
-async def _consume_stamped(gate: Gate, address: str, events: int) -> Latency:
+async def _consume_stamped(gate: StartingGate, address: str, events: int) -> Latency:
     stamps = Stamps(events)
     async with Client(address) as client, client.subscribe("bench", SELECTOR, start=Start.earliest()) as consumer:
         gate.wait()

@@ -6,7 +6,7 @@ seconds per million events, over all processes concerned, depend least on what e
 
 A case is a function in a module, run in a process of its own:
 
-    def publish(gate: Gate, *, events: int, size: int) -> dict[str, object]:
+    def publish(gate: StartingGate, *, events: int, size: int) -> dict[str, object]:
         ...              # set up
         gate.wait()      # measuring begins here, in all processes of the case at once
         ...
@@ -23,10 +23,9 @@ from .report import count, machine, markdown, table
 from .results import Latency, Result, Spread
 from .rounds import Metric, Rounds, interleaved
 from .servers import NotAvailable, Server
-from .worker import Gate
+from .worker import StartingGate
 
 __all__ = (
-    "Gate",
     "Job",
     "Latency",
     "Metric",
@@ -37,6 +36,7 @@ __all__ = (
     "Rounds",
     "Server",
     "Spread",
+    "StartingGate",
     "WorkerFailed",
     "count",
     "interleaved",

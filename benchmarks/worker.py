@@ -18,7 +18,7 @@ from typing import IO, Any
 from .servers import peak_rss_of
 
 
-class Gate:
+class StartingGate:
     """Lets the processes of a case wait for each other. Measures time, and CPU time of this process with that of its
     children that have ended."""
 
@@ -66,7 +66,7 @@ def find_case(name: str) -> Case:
 def main() -> None:
     orders, answers = sys.stdin, _private_stdout()
     order = json.loads(orders.readline())
-    gate = Gate(orders, answers)
+    gate = StartingGate(orders, answers)
     result = find_case(order["case"])(gate, **order["args"])
     report = {"result": dict(result or {}), **gate.report(), "peak_rss_bytes": peak_rss_of("self")}
     print(json.dumps(report), file=answers, flush=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .blocking_consumer import SyncBatch, SyncConsumer, SyncPulled
     from .client import UNKNOWN_PLACE, Client
     from .connection import Tls
-    from .consuming import Consumer, Pulled, Subscription
+    from .consuming import Consumer, Pulled, RemoteSubscription
     from .options import SessionState
     from .received import ReceivedBatch
     from .session import SessionStatistics
@@ -34,7 +34,7 @@ _MODULES = {
     "SessionState": ".options",
     "SessionStatistics": ".session",
     "StreamProvider": ".stream_provider",
-    "Subscription": ".consuming",
+    "RemoteSubscription": ".consuming",
     "SubscriptionState": "..streams.states",
     "SyncBatch": ".blocking_consumer",
     "SyncClient": ".blocking",
@@ -54,10 +54,10 @@ __all__ = (
     "Pulled",
     "QueueProgress",
     "ReceivedBatch",
+    "RemoteSubscription",
     "SessionState",
     "SessionStatistics",
     "StreamProvider",
-    "Subscription",
     "SubscriptionState",
     "SyncBatch",
     "SyncClient",

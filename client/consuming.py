@@ -65,7 +65,7 @@ from .session import MAX_BYTES, MAX_EVENTS, Session, SessionStatistics
 from .transport import Transport, reconnect_backoff
 
 _T = TypeVar("_T")
-_A = TypeVar("_A", "Consumer", "Subscription")
+_A = TypeVar("_A", "Consumer", "RemoteSubscription")
 
 ReceivedBatchHandler = Callable[[ReceivedBatch], Awaitable[None]]
 
@@ -419,7 +419,7 @@ class Consumer(Attached):
             _tell(self._plan.on_state, state)
 
 
-class Subscription(Attached):
+class RemoteSubscription(Attached):
     """A subscription that a handler in this process consumes. Made by `await client.subscribe(..., handler)`."""
 
     def __init__(self, management: Management, plan: Plan, handler: Handler, concurrency: int) -> None:
@@ -432,7 +432,7 @@ class Subscription(Attached):
         self._watching = asyncio.create_task(self._watch(), name=f"headrace subscription {plan.name}")
 
     def __repr__(self) -> str:
-        return f"Subscription({self.name!r}, {self.consumer.id!r}, {self.consumer.state.value})"
+        return f"RemoteSubscription({self.name!r}, {self.consumer.id!r}, {self.consumer.state.value})"
 
     @property
     def definition(self) -> SubscriptionDefinition | None:
@@ -498,7 +498,7 @@ class Consuming(Management):
 
     def __init__(self, connection: Transport, provider: str, timeout_s: float) -> None:
         super().__init__(connection, provider, timeout_s)
-        self._attached = WeakSet[Consumer | Subscription]()
+        self._attached = WeakSet[Consumer | RemoteSubscription]()
         self._pulling = set[tuple[str, str]]()
         """Subscription and consumer of each `pull`: these consumers leave when the client is closed."""
 
@@ -511,7 +511,7 @@ class Consuming(Management):
         *,
         batch: Literal[False] = False,
         **options: Unpack[RemoteHandlerOptions],
-    ) -> Coroutine[Any, Any, Subscription]: ...
+    ) -> Coroutine[Any, Any, RemoteSubscription]: ...
     @overload
     def subscribe(
         self,
@@ -521,7 +521,7 @@ class Consuming(Management):
         *,
         batch: Literal[True],
         **options: Unpack[RemoteHandlerOptions],
-    ) -> Coroutine[Any, Any, Subscription]: ...
+    ) -> Coroutine[Any, Any, RemoteSubscription]: ...
     @overload
     def subscribe(
         self,
@@ -536,7 +536,7 @@ class Consuming(Management):
         selector: str | StreamId | None = None,
         handler: AnyHandler | ReceivedBatchHandler | None = None,
         **options: Any,
-    ) -> Coroutine[Any, Any, Subscription] | ConsumerOpening[Consumer]:
+    ) -> Coroutine[Any, Any, RemoteSubscription] | ConsumerOpening[Consumer]:
         """Consume the durable subscription `name`, which is created if it does not exist.
 
         Without `handler`, enter the result, and take batches: `async with client.subscribe(...) as consumer: async for
@@ -584,9 +584,9 @@ class Consuming(Management):
         self._attached.add(consumer)
         return await _opened(consumer, consumer)
 
-    async def _open_subscription(self, plan: Plan, handler: Handler, concurrency: int) -> Subscription:
+    async def _open_subscription(self, plan: Plan, handler: Handler, concurrency: int) -> RemoteSubscription:
         self.connection.check_open()
-        subscription = Subscription(self, plan, handler, concurrency)
+        subscription = RemoteSubscription(self, plan, handler, concurrency)
         self._attached.add(subscription)
         return await _opened(subscription, subscription.consumer)
 

@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 
 
 class HandledSubscription(Protocol):
-    """A subscription with a handler in this process: the result of `await subscribe(..., handler)`."""
+    """A subscription with a handler in this process: the result of `await subscribe(..., handler)`.
+
+    `LocalSubscription` of a provider in this process, and `RemoteSubscription` of a client, implement it.
+    """
 
     name: str
 

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .options import CacheOptions, ProviderOptions
-    from .provider import Provider, Subscription
+    from .provider import LocalSubscription, Provider
     from .views import ProviderStatistics
 
-__all__ = ("CacheOptions", "Provider", "ProviderOptions", "ProviderStatistics", "Subscription")
+__all__ = ("CacheOptions", "LocalSubscription", "Provider", "ProviderOptions", "ProviderStatistics")
 
 _MODULES = {
     "CacheOptions": ".options",
     "Provider": ".provider",
     "ProviderOptions": ".options",
     "ProviderStatistics": ".views",
-    "Subscription": ".provider",
+    "LocalSubscription": ".provider",
 }
 
 

@@ -124,7 +124,7 @@ class Provider(ProviderCore):
         *,
         batch: Literal[False] = False,
         **options: Unpack[LocalHandlerOptions],
-    ) -> Coroutine[Any, Any, Subscription]: ...
+    ) -> Coroutine[Any, Any, LocalSubscription]: ...
     @overload
     def subscribe(
         self,
@@ -134,14 +134,14 @@ class Provider(ProviderCore):
         *,
         batch: Literal[True],
         **options: Unpack[LocalHandlerOptions],
-    ) -> Coroutine[Any, Any, Subscription]: ...
+    ) -> Coroutine[Any, Any, LocalSubscription]: ...
     @overload
     def subscribe(
         self, name: str, selector: str | StreamId, handler: None = None, **options: Unpack[ConsumerOptions]
     ) -> ConsumerOpening[Consumer]: ...
     def subscribe(
         self, name: str, selector: str | StreamId, handler: AnyHandler | None = None, **options: Any
-    ) -> Coroutine[Any, Any, Subscription] | ConsumerOpening[Consumer]:
+    ) -> Coroutine[Any, Any, LocalSubscription] | ConsumerOpening[Consumer]:
         """Consume the durable subscription `name`, which is created if it does not exist.
 
         With `handler`, await the result: `await provider.subscribe(..., handler)`. Without one, enter it, and take
@@ -189,7 +189,7 @@ class Provider(ProviderCore):
             self._local_consumer = await self._stack.enter_async_context(opening)
         return self._local_consumer
 
-    async def attach(self, declared: Declared) -> Subscription:
+    async def attach(self, declared: Declared) -> LocalSubscription:
         """`subscribe` with everything in one value, as the `@subscription` decorator makes it."""
         handler = Handler.of(declared.handler, batch=declared.batch)
         if declared.definition.mode is not Mode.SHARED:
@@ -198,7 +198,7 @@ class Provider(ProviderCore):
                 f"shared, not {declared.definition.mode.value}; consume it through a client instead"
             )
         await self.serve(declared.definition, HandlerService(handler, declared.filter, declared.concurrency))
-        return Subscription(self, declared)
+        return LocalSubscription(self, declared)
 
     async def caught_up(self, name: str) -> None:
         """Return when subscription `name` has finished all events stored before the call (except in paused streams),
@@ -269,7 +269,7 @@ class Provider(ProviderCore):
         return await (await self.local_consumer()).gaps(subscription)
 
 
-class Subscription:
+class LocalSubscription:
     """A subscription that this process serves."""
 
     def __init__(self, provider: Provider, declared: Declared) -> None:

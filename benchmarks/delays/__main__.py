@@ -28,7 +28,7 @@ DELAYS_S = (0.5, 5.0)
 RECIPE = "redis-py, recipe"
 
 
-class Load(NamedTuple):
+class DelayLoad(NamedTuple):
     """What a kind is given to do: as much as takes some seconds."""
 
     kind: str
@@ -38,12 +38,12 @@ class Load(NamedTuple):
 
 LOADS = (
     *(
-        Load(kind, batch, events)
+        DelayLoad(kind, batch, events)
         for batch, events in ((1, 50_000), (100, 300_000), (1000, 300_000))
         for kind in (*OURS, RECIPE, "redis-py, recipe, blocking client", "redis-py, list")
     ),
-    Load("taskiq", 10, 10_000),
-    Load("arq", 10, 10_000),
+    DelayLoad("taskiq", 10, 10_000),
+    DelayLoad("arq", 10, 10_000),
 )
 SLOW = {"RedisQueue": 200, "arq": 200, "taskiq": 50}
 """Events/s that the job queues can do with delays, and what headrace is given beside them."""
@@ -77,7 +77,7 @@ def throughputs(scale: float, kinds: Sequence[str], rounds: int) -> tuple[Rounds
     """Pushing, and taking with acknowledging, in the same runs."""
     pushed: dict[str, list[Result]] = {}
 
-    def case(name: str, load: Load) -> Result:
+    def case(name: str, load: DelayLoad) -> Result:
         push, drain = throughput(load.kind, events=scaled(load.events, scale), batch=load.batch)
         pushed.setdefault(name, []).append(push)
         return drain
@@ -88,7 +88,7 @@ def throughputs(scale: float, kinds: Sequence[str], rounds: int) -> tuple[Rounds
     return Rounds(pushes, dict(drained.not_available)), drained
 
 
-def _title(load: Load) -> str:
+def _title(load: DelayLoad) -> str:
     return f"{load.kind}, jobs" if load.kind in JOBS else f"{load.kind}, {load.batch:,} at a time"
 
 

@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from ..servers import INSTALL, NotAvailable
-from .kinds import Handle, Kind, Place, Push, running
+from .kinds import DelayKind, Handle, Place, Push, running
 
 REQUIREMENT = "arq>=0.26"
 JOBS = 100
@@ -26,7 +26,7 @@ POLL_S = 0.05
 """Where by default it is half a second."""
 
 
-class Arq(Kind):
+class Arq(DelayKind):
     connections = 1
 
     def packages(self) -> str:

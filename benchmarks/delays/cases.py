@@ -14,8 +14,8 @@ from contextlib import AsyncExitStack
 from headrace.silo.tuning import tune_interpreter
 
 from ..results import Latency
-from ..worker import Gate
-from .kinds import Kind, Place, Push, kind_of
+from ..worker import StartingGate
+from .kinds import DelayKind, Place, Push, kind_of
 
 DIGITS = 20
 LANES = 8
@@ -26,27 +26,27 @@ MAX_BURST = 1000
 
 
 def push(
-    gate: Gate, *, kind: str, place: Sequence[str], events: int, size: int, batch: int, delay_s: float = 0.0,
+    gate: StartingGate, *, kind: str, place: Sequence[str], events: int, size: int, batch: int, delay_s: float = 0.0,
     apart: bool = False,
 ) -> None:  # fmt: skip
     """Push as fast as possible. Each batch has a slightly longer delay than the last; with `apart`, each event."""
     asyncio.run(_push(gate, kind, Place(*place), _numbered(events, size, batch, delay_s, apart)))
 
 
-def drain(gate: Gate, *, kind: str, place: Sequence[str], events: int, batch: int) -> None:
+def drain(gate: StartingGate, *, kind: str, place: Sequence[str], events: int, batch: int) -> None:
     """Take, handle and acknowledge the jobs that were pushed before, as fast as possible."""
     asyncio.run(_drain(gate, kind_of(kind), Place(*place), Arrivals(events), batch=batch, consumers=LANES))
 
 
 def push_paced(
-    gate: Gate, *, kind: str, place: Sequence[str], rate: int, events: int, size: int, delays_s: Sequence[float]
+    gate: StartingGate, *, kind: str, place: Sequence[str], rate: int, events: int, size: int, delays_s: Sequence[float]
 ) -> None:
     """Push at a steady rate, with delays spread over a range."""
     asyncio.run(_push_paced(gate, kind, Place(*place), rate=rate, events=events, size=size, delays_s=delays_s))
 
 
 def handle_due(
-    gate: Gate, *, kind: str, place: Sequence[str], events: int, batch: int, delays_s: Sequence[float]
+    gate: StartingGate, *, kind: str, place: Sequence[str], events: int, batch: int, delays_s: Sequence[float]
 ) -> dict[str, float]:
     """Return how late events are handled. Count only those that were due while as many were pushed as came due."""
     arrivals = Arrivals(events)
@@ -80,7 +80,9 @@ class Arrivals:
         return {**Latency.of(late_ms)._asdict(), "earliest_ms": min(late_ms), "events": len(chosen), "seconds": seconds}
 
 
-async def _drain(gate: Gate, kind: Kind, place: Place, arrivals: Arrivals, *, batch: int, consumers: int) -> None:
+async def _drain(
+    gate: StartingGate, kind: DelayKind, place: Place, arrivals: Arrivals, *, batch: int, consumers: int
+) -> None:
     tune_interpreter()
     gate.wait()
     async with AsyncExitStack() as stack:
@@ -90,7 +92,9 @@ async def _drain(gate: Gate, kind: Kind, place: Place, arrivals: Arrivals, *, ba
         gate.done()
 
 
-async def _push(gate: Gate, kind_name: str, place: Place, batches: Iterator[tuple[list[bytes], list[float]]]) -> None:
+async def _push(
+    gate: StartingGate, kind_name: str, place: Place, batches: Iterator[tuple[list[bytes], list[float]]]
+) -> None:
     async with AsyncExitStack() as stack:
         pushes = await _producers(stack, kind_name, place)
 
@@ -120,7 +124,7 @@ def _numbered(
 
 
 async def _push_paced(
-    gate: Gate, kind_name: str, place: Place, *, rate: int, events: int, size: int, delays_s: Sequence[float]
+    gate: StartingGate, kind_name: str, place: Place, *, rate: int, events: int, size: int, delays_s: Sequence[float]
 ) -> None:
     async with AsyncExitStack() as stack:
         pushes = await _producers(stack, kind_name, place)

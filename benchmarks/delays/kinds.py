@@ -29,7 +29,7 @@ class Place(NamedTuple):
         return f"redis://{self.address}"
 
 
-class Kind(ABC):
+class DelayKind(ABC):
     """One way. Its modules are imported only in the processes that use it."""
 
     connections: ClassVar[int] = 8
@@ -63,9 +63,9 @@ KINDS: Mapping[str, str] = {
 """Modules of this package, and their classes."""
 
 
-def kind_of(name: str) -> Kind:
+def kind_of(name: str) -> DelayKind:
     module, _, cls = KINDS[name].partition(":")
-    kind: type[Kind] = getattr(importlib.import_module(f"{__package__}.{module}"), cls)
+    kind: type[DelayKind] = getattr(importlib.import_module(f"{__package__}.{module}"), cls)
     return kind()
 
 

@@ -9,12 +9,12 @@ from datetime import timedelta
 from headrace import Event, EventBatch, Provider, Start
 from headrace.adapters.redis import Pushed, RedisOptions, RedisQueue
 
-from .kinds import Handle, Kind, Place, Push, running
+from .kinds import DelayKind, Handle, Place, Push, running
 
 WAIT_S = 5.0
 
 
-class Queue(Kind):
+class Queue(DelayKind):
     requires = ("redis", "hiredis")
 
     @asynccontextmanager
@@ -40,7 +40,7 @@ async def take(queue: RedisQueue, batch: int, handle: Handle) -> None:
             await queue.acknowledge(*taken)
 
 
-class Published(Kind):
+class Published(DelayKind):
     """Publish to one of eight streams; a subscription with a handler per batch."""
 
     connections = 1

@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
-from .kinds import Handle, Kind, Place, Push, running
+from .kinds import DelayKind, Handle, Place, Push, running
 
 WAITING, BODIES, TAKEN, READY = "waiting", "bodies", "taken", "ready"
 POLL_S = 0.01
@@ -43,7 +43,7 @@ return {ids, redis.call('HMGET', KEYS[3], unpack(ids))}
 """
 
 
-class _Plain(Kind):
+class _Plain(DelayKind):
     requires = ("redis", "hiredis")
     blocking: ClassVar[bool] = False
 

@@ -18,7 +18,7 @@ OURS = ("RedisQueue", "provider")
 JOBS = ("taskiq", "arq")
 
 
-class Run(NamedTuple):
+class DelayRun(NamedTuple):
     """A Redis server for the runs of a case."""
 
     server: RedisServer
@@ -40,11 +40,11 @@ class Run(NamedTuple):
 
 
 @contextmanager
-def started(kind: str) -> Generator[Run]:
+def started(kind: str) -> Generator[DelayRun]:
     """Raises NotAvailable."""
     packages = kind_of(kind).packages()
     with tempfile.TemporaryDirectory() as data, RedisServer() as server:
-        yield Run(server, kind, Place(server.address, data, packages))
+        yield DelayRun(server, kind, Place(server.address, data, packages))
 
 
 def due(kind: str, *, rate: int, seconds: float, delays_s: Sequence[float], batch: int) -> Result:

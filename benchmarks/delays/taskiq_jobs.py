@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from .kinds import Handle, Kind, Place, Push, running
+from .kinds import DelayKind, Handle, Place, Push, running
 
 CONNECTIONS = 100
 SCHEDULER_S = 1.0
 """So often the scheduler asks for new schedules, where by default it is once a minute. It sends once a second."""
 
 
-class Taskiq(Kind):
+class Taskiq(DelayKind):
     connections = 1
     requires = ("taskiq", "taskiq_redis")
 

@@ -1,4 +1,4 @@
-"""The processes of a peer's measurement: what `Peer` runs, over any `Client`."""
+"""The processes of a peer's measurement: what `Peer` runs, over any `PeerClient`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import time
 from contextlib import AbstractAsyncContextManager as Connection
 
 from ..results import Latency
-from ..worker import Gate
-from .peer import Client, Consumer, Producer
+from ..worker import StartingGate
+from .peer import PeerClient, PeerConsumer, Producer
 
 WARM_UP = 0.1
 """Share of the events of a latency run that does not count: connections, caches and branches are cold."""
@@ -21,24 +21,24 @@ PACED_READ = 1000
 _STAMP = struct.Struct("<q")
 
 
-def publish(gate: Gate, *, client: str, address: str, events: int, size: int, batch: int) -> None:
+def publish(gate: StartingGate, *, client: str, address: str, events: int, size: int, batch: int) -> None:
     asyncio.run(_publish(gate, _find(client).producer(address, batch=batch), events, size, batch))
 
 
-def consume(gate: Gate, *, client: str, address: str, events: int, size: int, batch: int) -> None:
+def consume(gate: StartingGate, *, client: str, address: str, events: int, size: int, batch: int) -> None:
     asyncio.run(_consume(gate, _find(client).consumer(address, batch=batch), events, size))
 
 
-def publish_paced(gate: Gate, *, client: str, address: str, events: int, size: int, rate: int) -> None:
+def publish_paced(gate: StartingGate, *, client: str, address: str, events: int, size: int, rate: int) -> None:
     asyncio.run(_publish_paced(gate, _find(client).producer(address, batch=1, paced=True), events, size, rate))
 
 
-def consume_stamped(gate: Gate, *, client: str, address: str, events: int) -> dict[str, float]:
+def consume_stamped(gate: StartingGate, *, client: str, address: str, events: int) -> dict[str, float]:
     consumer = _find(client).consumer(address, batch=PACED_READ, paced=True)
     return asyncio.run(_consume_stamped(gate, consumer, events))._asdict()
 
 
-async def _publish(gate: Gate, connection: Connection[Producer], events: int, size: int, batch: int) -> None:
+async def _publish(gate: StartingGate, connection: Connection[Producer], events: int, size: int, batch: int) -> None:
     payload = os.urandom(size)
     payloads = [payload] * batch
     async with connection as producer:
@@ -51,7 +51,7 @@ async def _publish(gate: Gate, connection: Connection[Producer], events: int, si
         gate.done()
 
 
-async def _consume(gate: Gate, connection: Connection[Consumer], events: int, size: int) -> None:
+async def _consume(gate: StartingGate, connection: Connection[PeerConsumer], events: int, size: int) -> None:
     async with connection as consumer:
         gate.wait()
         count = volume = 0
@@ -65,7 +65,9 @@ async def _consume(gate: Gate, connection: Connection[Consumer], events: int, si
         raise RuntimeError(f"{count:,} events with {volume:,} bytes came, of {events:,} with {events * size:,}")
 
 
-async def _publish_paced(gate: Gate, connection: Connection[Producer], events: int, size: int, rate: int) -> None:
+async def _publish_paced(
+    gate: StartingGate, connection: Connection[Producer], events: int, size: int, rate: int
+) -> None:
     filling = os.urandom(size - _STAMP.size)
     async with connection as producer:
         gate.wait()
@@ -80,7 +82,7 @@ async def _publish_paced(gate: Gate, connection: Connection[Producer], events: i
         gate.done()
 
 
-async def _consume_stamped(gate: Gate, connection: Connection[Consumer], events: int) -> Latency:
+async def _consume_stamped(gate: StartingGate, connection: Connection[PeerConsumer], events: int) -> Latency:
     samples_ms: list[float] = []
     async with connection as consumer:
         gate.wait()
@@ -93,7 +95,7 @@ async def _consume_stamped(gate: Gate, connection: Connection[Consumer], events:
     return Latency.of(samples_ms[int(WARM_UP * events) :])
 
 
-def _find(client: str) -> Client:
+def _find(client: str) -> PeerClient:
     module, _, attribute = client.partition(":")
-    found: Client = getattr(importlib.import_module(module), attribute)
+    found: PeerClient = getattr(importlib.import_module(module), attribute)
     return found

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..servers import NotAvailable, Server
-from .peer import Consumer, Peer, Producer
+from .peer import Peer, PeerConsumer, Producer
 
 if TYPE_CHECKING:
     import confluent_kafka
@@ -90,7 +90,7 @@ class _Client:
         yield _Producer(producer)
 
     @asynccontextmanager
-    async def consumer(self, address: str, *, batch: int, paced: bool = False) -> AsyncGenerator[Consumer]:
+    async def consumer(self, address: str, *, batch: int, paced: bool = False) -> AsyncGenerator[PeerConsumer]:
         from confluent_kafka import OFFSET_BEGINNING, TopicPartition  # noqa: PLC0415
         from confluent_kafka import Consumer as KafkaConsumer  # noqa: PLC0415
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..servers import LOOPBACK, Server, find_program
-from .peer import Consumer, Peer, Producer
+from .peer import Peer, PeerConsumer, Producer
 
 if TYPE_CHECKING:
     from nats.aio.msg import Msg
@@ -98,7 +98,7 @@ class _Client:
             yield _Producer(jetstream)
 
     @asynccontextmanager
-    async def consumer(self, address: str, *, batch: int, paced: bool = False) -> AsyncGenerator[Consumer]:
+    async def consumer(self, address: str, *, batch: int, paced: bool = False) -> AsyncGenerator[PeerConsumer]:
         async with _connected(address) as jetstream:
             wait_s = FETCH_PACED_S if paced else FETCH_S
             yield _Consumer(await jetstream.pull_subscribe_bind(CONSUMER, STREAM), batch, wait_s)

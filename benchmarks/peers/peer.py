@@ -29,7 +29,7 @@ class Producer(Protocol):
         ...
 
 
-class Consumer(Protocol):
+class PeerConsumer(Protocol):
     async def receive(self) -> Sequence[bytes]:
         """Return the messages that arrived, and acknowledge them, or the earlier ones; none after a silent second."""
         ...
@@ -39,7 +39,7 @@ class Consumer(Protocol):
         ...
 
 
-class Client(Protocol):
+class PeerClient(Protocol):
     """The producing and the consuming side of one system; both are ready to go when entered.
 
     `batch` is how many events go together. `paced` is for latency: nothing waits for company.
@@ -47,7 +47,9 @@ class Client(Protocol):
 
     def producer(self, address: str, *, batch: int, paced: bool = False) -> AbstractAsyncContextManager[Producer]: ...
 
-    def consumer(self, address: str, *, batch: int, paced: bool = False) -> AbstractAsyncContextManager[Consumer]: ...
+    def consumer(
+        self, address: str, *, batch: int, paced: bool = False
+    ) -> AbstractAsyncContextManager[PeerConsumer]: ...
 
 
 class Peer(ABC):
@@ -55,7 +57,7 @@ class Peer(ABC):
 
     name: str
     client: str
-    """`module:attribute` of its Client."""
+    """`module:attribute` of its PeerClient."""
     requires: Sequence[str]
     """Modules that the client imports, of packages in the extra `bench`."""
 

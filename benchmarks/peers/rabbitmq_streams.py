@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from ..servers import LOOPBACK, Server, find_program, free_port
-from .peer import Consumer, Peer, Producer
+from .peer import Peer, PeerConsumer, Producer
 
 if TYPE_CHECKING:
     from rstream import ConfirmationStatus, MessageContext
@@ -106,7 +106,7 @@ class _Client:
             yield _Producer(producer, limit=UNCONFIRMED_PACED if paced else UNCONFIRMED_BATCHES * batch)
 
     @asynccontextmanager
-    async def consumer(self, address: str, *, batch: int, paced: bool = False) -> AsyncGenerator[Consumer]:
+    async def consumer(self, address: str, *, batch: int, paced: bool = False) -> AsyncGenerator[PeerConsumer]:
         from rstream import Consumer as StreamConsumer  # noqa: PLC0415
 
         host, _, port = address.partition(":")

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from ..servers import RedisServer, Server
-from .peer import Consumer, Peer, Producer
+from .peer import Peer, PeerConsumer, Producer
 
 STREAM, GROUP, FIELD = "events", "consumers", b"payload"
 BLOCK_MS = 1000
@@ -40,7 +40,7 @@ class _Client:
             yield _Producer(redis)
 
     @asynccontextmanager
-    async def consumer(self, address: str, *, batch: int, paced: bool = False) -> AsyncGenerator[Consumer]:
+    async def consumer(self, address: str, *, batch: int, paced: bool = False) -> AsyncGenerator[PeerConsumer]:
         async with self._connected(address) as redis:
             await redis.create_group()
             yield _Consumer(redis, batch)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from ...silo.provider import Provider, Subscription
+from ...silo.provider import LocalSubscription, Provider
 from ...streams import (
     Busy,
     CorruptRecord,
@@ -247,7 +247,7 @@ async def _withdraw(provider: Provider, name: str) -> None:
         await provider.withdraw(name, DRAIN_S)
 
 
-async def _until_end(printer: Printer, subscription: Subscription, *, follow: bool) -> None:
+async def _until_end(printer: Printer, subscription: LocalSubscription, *, follow: bool) -> None:
     if follow:
         await printer.ended
         return

@@ -17,7 +17,7 @@ from ..commands.output import json_option, note, print_json
 from ..commands.running import run
 from .flights import Flights, installed_flights, load_flights
 from .jobs import open_jobs
-from .run import DEFAULTS, Run, Settings, begin, opened
+from .run import DEFAULTS, DemoRun, Settings, begin, opened
 from .stage import Stage, Verdict, check_only_the_demo
 from .watching import report, watched
 
@@ -85,7 +85,7 @@ def _load(path: Path, events: int | None) -> Flights:
     return flights
 
 
-def _finish(this: Run, flights: Flights, slow: int) -> Verdict:
+def _finish(this: DemoRun, flights: Flights, slow: int) -> Verdict:
     stage = Stage(this, flights, open_jobs(this.folder, flights, slow))
     try:
         run(_play(stage))

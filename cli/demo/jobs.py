@@ -17,7 +17,7 @@ import msgspec
 
 from ...streams import EventBatch
 from .flights import UNKNOWN, CarrierDelays, Flights
-from .ledger import Ledger
+from .ledger import DemoLedger
 
 CANCELLED = -(1 << 15)
 """The delay of a flight that did not depart."""
@@ -37,7 +37,7 @@ class Departure(msgspec.Struct, gc=False):
 _decode = msgspec.json.Decoder(Departure).decode
 
 
-class Job(ABC):
+class DemoJob(ABC):
     """A consumer per batch, with its ledger `<name>.ledger` in `directory`."""
 
     name: str
@@ -46,7 +46,7 @@ class Job(ABC):
 
     def __init__(self, directory: Path, flights: Flights) -> None:
         self.flights = flights
-        self.ledger = Ledger(directory / f"{self.name}.ledger", self.record.size)
+        self.ledger = DemoLedger(directory / f"{self.name}.ledger", self.record.size)
         self.delivered = 0
         self.duplicates = 0
         self._seen = bytearray(len(flights) + 1)
@@ -90,7 +90,7 @@ class Job(ABC):
         return ()
 
 
-class DelayStatistics(Job):
+class FlightDelays(DemoJob):
     """Adds up the delays of each carrier."""
 
     name = "delays"
@@ -117,7 +117,7 @@ class DelayStatistics(Job):
         self.delays[carrier] = self.delays.get(carrier, CarrierDelays()).plus(delay)
 
 
-class OrderCheck(Job):
+class OrderCheck(DemoJob):
     """Checks for each aircraft that its departures come on its own stream, and in order."""
 
     name = "order"
@@ -144,7 +144,7 @@ class OrderCheck(Job):
             yield f"{self.strays:,} flights came on the stream of another aircraft"
 
 
-class SlowConsumer(Job):
+class SlowJob(DemoJob):
     """Handles at most `per_second` events by pausing from time to time, like a handler with a slow database."""
 
     name = "slow"
@@ -167,9 +167,9 @@ class SlowConsumer(Job):
     def restore(self, row: int, *_: int | bytes) -> None: ...
 
 
-def open_jobs(directory: Path, flights: Flights, slow_per_second: int) -> Sequence[Job]:
+def open_jobs(directory: Path, flights: Flights, slow_per_second: int) -> Sequence[DemoJob]:
     return [
-        DelayStatistics(directory, flights),
+        FlightDelays(directory, flights),
         OrderCheck(directory, flights),
-        SlowConsumer(directory, flights, slow_per_second),
+        SlowJob(directory, flights, slow_per_second),
     ]

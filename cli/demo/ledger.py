@@ -17,7 +17,7 @@ from ...streams.private_files import FILE_MODE
 ROW = array("I").itemsize
 
 
-class Ledger:
+class DemoLedger:
     """An append-only file of records of `record_bytes` each. Opening drops a record that a full disk cut off."""
 
     def __init__(self, path: Path, record_bytes: int = ROW) -> None:

@@ -51,7 +51,7 @@ class Frame(NamedTuple):
     delays: Mapping[str, CarrierDelays]
 
 
-class Rates:
+class DemoRates:
     """Events per second of each counter, over the last two seconds."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Picture:
     """Draws frames, and keeps the earlier counts for the rates."""
 
     def __init__(self) -> None:
-        self._rates = Rates()
+        self._rates = DemoRates()
 
     def draw(self, frame: Frame) -> RenderableType:
         rates = self._rates.add(frame.seconds, [frame.published, *(job.done for job in frame.jobs)])

@@ -47,7 +47,7 @@ class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 @dataclass
-class Run:
+class DemoRun:
     """A run in this process. It is the only run in its directory."""
 
     directory: DataDirectory
@@ -95,7 +95,7 @@ def check_same(path: Path, run: Settings, wanted: Settings) -> None:
             )
 
 
-def begin(directory: DataDirectory, left: Record | None, settings: Settings, flights: int) -> Run:
+def begin(directory: DataDirectory, left: Record | None, settings: Settings, flights: int) -> DemoRun:
     """Continue the last run, or begin one with `settings`. `flights` is the fingerprint of the input.
 
     Raises InvalidArgument if the run to be continued had another input.
@@ -106,9 +106,9 @@ def begin(directory: DataDirectory, left: Record | None, settings: Settings, fli
                 f"data directory {directory.path}: holds an interrupted run on another file of flights"
             )
         left.crashes += left.state == "running"
-        run = Run(directory, left, resumed=True)
+        run = DemoRun(directory, left, resumed=True)
     else:
-        run = Run(directory, Record(settings=settings, flights=flights), resumed=False)
+        run = DemoRun(directory, Record(settings=settings, flights=flights), resumed=False)
         _clear(run)
     run.save("running")
     return run
@@ -123,7 +123,7 @@ def _read(path: Path) -> Record | None:
         raise DataDirectoryError(f"data directory {path}: damaged, demo/run.json: {error}") from None
 
 
-def _clear(run: Run) -> None:
+def _clear(run: DemoRun) -> None:
     """Remove a finished run. The queues are removed in one step: a part of their files would be a damaged log."""
     path, removed = run.directory.path, run.folder / "removed"
     make_directory(run.folder)

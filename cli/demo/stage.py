@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from ...adapters import ProducerSequence
 from ...silo.options import CacheOptions
-from ...silo.provider import Provider, Subscription
+from ...silo.provider import LocalSubscription, Provider
 from ...store.datadir import DataDirectory
 from ...streams import DataDirectoryError, Event, SlowConsumer, Start, StreamId
 from .check import Tally, differences, tally
 from .flights import Flights
-from .jobs import DelayStatistics, Job
-from .run import Run
+from .jobs import DemoJob, FlightDelays
+from .run import DemoRun
 
 PROVIDER = "default"
 NAMESPACE = "flights"
@@ -44,7 +44,7 @@ class Verdict(NamedTuple):
 class Stage:
     """A run in this process: call `play` with the provider that `opened` opens."""
 
-    def __init__(self, run: Run, flights: Flights, jobs: Sequence[Job]) -> None:
+    def __init__(self, run: DemoRun, flights: Flights, jobs: Sequence[DemoJob]) -> None:
         self.run = run
         self.flights = flights
         self.jobs = jobs
@@ -67,7 +67,7 @@ class Stage:
         await asyncio.gather(*(subscription.caught_up() for subscription in subscriptions))
         self.seconds = time.monotonic() - self.began
 
-    async def _subscribe(self, provider: Provider, job: Job) -> Subscription:
+    async def _subscribe(self, provider: Provider, job: DemoJob) -> LocalSubscription:
         return await provider.subscribe(
             job.name,
             f"{NAMESPACE}/*",
@@ -105,7 +105,7 @@ class Stage:
         ]
         for job in self.jobs:
             problems += job.problems()
-            if isinstance(job, DelayStatistics):
+            if isinstance(job, FlightDelays):
                 problems += differences(job.delays, self.flights.delays)
         return Verdict(len(keys), len(set(keys)), tallies, self.seconds, problems)
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from ...silo.provider import Provider
 from ...streams.background import BackgroundTasks
 from .check import Tally
-from .jobs import DelayStatistics
+from .jobs import FlightDelays
 from .picture import Frame, JobView, Picture, line
 from .stage import Stage, Verdict
 
@@ -73,7 +73,7 @@ def report(verdict: Verdict) -> None:
 
 async def _frame(stage: Stage, provider: Provider) -> Frame:
     tails = [(await provider.adapter.bounds(queue)).next for queue in range(provider.queues)]
-    delays = [job.delays for job in stage.jobs if isinstance(job, DelayStatistics)]
+    delays = [job.delays for job in stage.jobs if isinstance(job, FlightDelays)]
     return Frame(
         title=f"{provider.queues} queues, embedded log, durability {stage.durability}, policy {stage.policy.value}",
         seconds=time.monotonic() - stage.began,

@@ -3,16 +3,16 @@
 import os
 import time
 
-from benchmarks.harness import Gate
+from benchmarks.harness import StartingGate
 
 
-def count(gate: Gate, *, events: int) -> dict[str, int]:
+def count(gate: StartingGate, *, events: int) -> dict[str, int]:
     print("what a case prints is not an answer")
     gate.wait()
     return {"events": events, "pid": os.getpid()}
 
 
-def burn(gate: Gate, *, before_s: float, measured_s: float, after_s: float) -> dict[str, float]:
+def burn(gate: StartingGate, *, before_s: float, measured_s: float, after_s: float) -> dict[str, float]:
     """Use CPU time before, while and after it is measured."""
     _burn(before_s)
     ready_s = time.monotonic()
@@ -23,20 +23,20 @@ def burn(gate: Gate, *, before_s: float, measured_s: float, after_s: float) -> d
     return {"ready_s": ready_s}
 
 
-def no_gate(_gate: Gate) -> None:
+def no_gate(_gate: StartingGate) -> None:
     """Forgets the gate."""
 
 
-def fail(gate: Gate) -> None:
+def fail(gate: StartingGate) -> None:
     gate.wait()
     raise LookupError("the queue has no name")
 
 
-def fail_early(_gate: Gate) -> None:
+def fail_early(_gate: StartingGate) -> None:
     raise LookupError("the queue has no name")
 
 
-def hang(gate: Gate) -> None:
+def hang(gate: StartingGate) -> None:
     gate.wait()
     while True:
         time.sleep(1)

@@ -21,7 +21,7 @@ import pytest
 from headrace import InvalidArgument, NotFound, Provider, SequenceToken, StreamId
 from headrace.cli.demo.check import Tally, differences, tally
 from headrace.cli.demo.flights import CarrierDelays, load_flights
-from headrace.cli.demo.picture import Rates
+from headrace.cli.demo.picture import DemoRates
 from headrace.store.control_store import ControlStore
 from headrace.streams import Checkpoint
 from tests.cli.commandline import Headrace, Ran, Start, ended
@@ -457,7 +457,7 @@ def test_differences_name_the_carrier():
 
 
 def test_rates_are_over_the_last_two_seconds():
-    rates = Rates()
+    rates = DemoRates()
     rates.add(0.0, [0])
     rates.add(1.0, [100])
     assert rates.add(2.0, [300]) == [150.0]

@@ -1,0 +1,25 @@
+"""A class name stands for one class, in the product and in the benchmarks."""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = (
+    "adapters", "agents", "balancer", "benchmarks", "cli", "client", "front_door", "pipeline", "server", "silo",
+    "store", "streams",
+)  # fmt: skip
+SHARED = {"Feed", "Rejected", "Session"}
+"""Names of two classes: a protocol and its implementation, and two sides of the same call."""
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    files = defaultdict[str, list[str]](list)
+    for folder in FOLDERS:
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    files[node.name].append(str(file.relative_to(ROOT)))
+    assert len(files) > 500
+    assert {name: found for name, found in files.items() if len(found) > 1 and name not in SHARED} == {}
+    assert all(len(files[name]) == 2 for name in SHARED), "take it off the list"
