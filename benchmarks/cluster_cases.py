@@ -10,8 +10,8 @@ from contextlib import AsyncExitStack
 from headrace import Client, EventBatch, Start
 from headrace.silo.tuning import tune_interpreter
 from headrace.store.control_store import ControlStore
-from headrace.streams import Checkpoint
 from headrace.streams.handlers import subscription
+from headrace.streams.subscriptions import Checkpoint
 
 from .cases import Counter
 from .grpc_cases import SELECTOR, take

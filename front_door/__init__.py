@@ -11,184 +11,98 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace.client import (
-        Client,
-        Consumer,
-        Pulled,
-        ReceivedBatch,
-        SessionState,
-        StreamProvider,
-        SyncBatch,
-        SyncClient,
-        SyncConsumer,
-        SyncPulled,
-        SyncStream,
-        SyncStreamProvider,
-        Tls,
-    )
-    from headrace.silo.options import CacheOptions, ProviderOptions
-    from headrace.silo.provider import Provider
-    from headrace.silo.views import ProviderStatistics
-    from headrace.streams.errors import (
-        Busy,
-        Closed,
-        CorruptRecord,
-        DataDirectoryError,
-        DefinitionConflict,
-        Fenced,
-        HeadraceError,
-        InvalidArgument,
-        LimitExceeded,
-        NotFound,
-        NotSupported,
-        PayloadTooLarge,
-        PermissionDenied,
-        QueueFull,
-        SequenceConflict,
-        StorageError,
-        StorageFull,
-        Unauthenticated,
-        Unavailable,
-    )
-    from headrace.streams.events import Event, EventBatch
-    from headrace.streams.handlers import BatchObserver, Observer, subscription
-    from headrace.streams.identity import QueueId, SequenceToken, StreamId
-    from headrace.streams.publishing import ProducerSequence, Receipt
-    from headrace.streams.states import ConsumerState, SubscriptionState
-    from headrace.streams.stream import Stream
-    from headrace.streams.subscriptions import (
-        DeadLetter,
-        GapRecord,
-        Mode,
-        OnFailure,
-        RetryPolicy,
-        Selector,
-        SlowConsumer,
-        Start,
-        SubscriptionDefinition,
-    )
+    from headrace.client.blocking import SyncClient as SyncClient
+    from headrace.client.blocking import SyncStream as SyncStream
+    from headrace.client.blocking_consumer import SyncBatch as SyncBatch
+    from headrace.client.blocking_consumer import SyncConsumer as SyncConsumer
+    from headrace.client.blocking_consumer import SyncPulled as SyncPulled
+    from headrace.client.client import Client as Client
+    from headrace.client.connection import Tls as Tls
+    from headrace.client.consuming import Consumer as Consumer
+    from headrace.client.consuming import Pulled as Pulled
+    from headrace.client.options import SessionState as SessionState
+    from headrace.client.received import ReceivedBatch as ReceivedBatch
+    from headrace.client.stream_provider import StreamProvider as StreamProvider
+    from headrace.client.stream_provider import SyncStreamProvider as SyncStreamProvider
+    from headrace.silo.options import CacheOptions as CacheOptions
+    from headrace.silo.options import ProviderOptions as ProviderOptions
+    from headrace.silo.provider import Provider as Provider
+    from headrace.silo.views import ProviderStatistics as ProviderStatistics
+    from headrace.streams.errors import Busy as Busy
+    from headrace.streams.errors import Closed as Closed
+    from headrace.streams.errors import CorruptRecord as CorruptRecord
+    from headrace.streams.errors import DataDirectoryError as DataDirectoryError
+    from headrace.streams.errors import DefinitionConflict as DefinitionConflict
+    from headrace.streams.errors import Fenced as Fenced
+    from headrace.streams.errors import HeadraceError as HeadraceError
+    from headrace.streams.errors import InvalidArgument as InvalidArgument
+    from headrace.streams.errors import LimitExceeded as LimitExceeded
+    from headrace.streams.errors import NotFound as NotFound
+    from headrace.streams.errors import NotSupported as NotSupported
+    from headrace.streams.errors import PayloadTooLarge as PayloadTooLarge
+    from headrace.streams.errors import PermissionDenied as PermissionDenied
+    from headrace.streams.errors import QueueFull as QueueFull
+    from headrace.streams.errors import SequenceConflict as SequenceConflict
+    from headrace.streams.errors import StorageError as StorageError
+    from headrace.streams.errors import StorageFull as StorageFull
+    from headrace.streams.errors import Unauthenticated as Unauthenticated
+    from headrace.streams.errors import Unavailable as Unavailable
+    from headrace.streams.events import Event as Event
+    from headrace.streams.events import EventBatch as EventBatch
+    from headrace.streams.handlers import BatchObserver as BatchObserver
+    from headrace.streams.handlers import Observer as Observer
+    from headrace.streams.handlers import subscription as subscription
+    from headrace.streams.identity import QueueId as QueueId
+    from headrace.streams.identity import SequenceToken as SequenceToken
+    from headrace.streams.identity import StreamId as StreamId
+    from headrace.streams.publishing import ProducerSequence as ProducerSequence
+    from headrace.streams.publishing import Receipt as Receipt
+    from headrace.streams.states import ConsumerState as ConsumerState
+    from headrace.streams.states import SubscriptionState as SubscriptionState
+    from headrace.streams.stream import Stream as Stream
+    from headrace.streams.subscriptions import DeadLetter as DeadLetter
+    from headrace.streams.subscriptions import GapRecord as GapRecord
+    from headrace.streams.subscriptions import Mode as Mode
+    from headrace.streams.subscriptions import OnFailure as OnFailure
+    from headrace.streams.subscriptions import RetryPolicy as RetryPolicy
+    from headrace.streams.subscriptions import Selector as Selector
+    from headrace.streams.subscriptions import SlowConsumer as SlowConsumer
+    from headrace.streams.subscriptions import Start as Start
+    from headrace.streams.subscriptions import SubscriptionDefinition as SubscriptionDefinition
 
-__all__ = (
-    "BatchObserver",
-    "Busy",
-    "CacheOptions",
-    "Client",
-    "Closed",
-    "Consumer",
-    "ConsumerState",
-    "CorruptRecord",
-    "DataDirectoryError",
-    "DeadLetter",
-    "DefinitionConflict",
-    "Event",
-    "EventBatch",
-    "Fenced",
-    "GapRecord",
-    "HeadraceError",
-    "InvalidArgument",
-    "LimitExceeded",
-    "Mode",
-    "NotFound",
-    "NotSupported",
-    "Observer",
-    "OnFailure",
-    "PayloadTooLarge",
-    "PermissionDenied",
-    "ProducerSequence",
-    "Provider",
-    "ProviderOptions",
-    "ProviderStatistics",
-    "Pulled",
-    "QueueFull",
-    "QueueId",
-    "Receipt",
-    "ReceivedBatch",
-    "RetryPolicy",
-    "Selector",
-    "SequenceConflict",
-    "SequenceToken",
-    "SessionState",
-    "SlowConsumer",
-    "Start",
-    "StorageError",
-    "StorageFull",
-    "Stream",
-    "StreamId",
-    "StreamProvider",
-    "SubscriptionDefinition",
-    "SubscriptionState",
-    "SyncBatch",
-    "SyncClient",
-    "SyncConsumer",
-    "SyncPulled",
-    "SyncStream",
-    "SyncStreamProvider",
-    "Tls",
-    "Unauthenticated",
-    "Unavailable",
-    "subscription",
-)
+_NAMES = {
+    "headrace.client.blocking": ("SyncClient", "SyncStream"),
+    "headrace.client.blocking_consumer": ("SyncBatch", "SyncConsumer", "SyncPulled"),
+    "headrace.client.client": ("Client",),
+    "headrace.client.connection": ("Tls",),
+    "headrace.client.consuming": ("Consumer", "Pulled"),
+    "headrace.client.options": ("SessionState",),
+    "headrace.client.received": ("ReceivedBatch",),
+    "headrace.client.stream_provider": ("StreamProvider", "SyncStreamProvider"),
+    "headrace.silo.options": ("CacheOptions", "ProviderOptions"),
+    "headrace.silo.provider": ("Provider",),
+    "headrace.silo.views": ("ProviderStatistics",),
+    "headrace.streams.errors": (
+        "Busy", "Closed", "CorruptRecord", "DataDirectoryError", "DefinitionConflict", "Fenced",
+        "HeadraceError", "InvalidArgument", "LimitExceeded", "NotFound", "NotSupported", "PayloadTooLarge",
+        "PermissionDenied", "QueueFull", "SequenceConflict", "StorageError", "StorageFull", "Unauthenticated",
+        "Unavailable",
+    ),
+    "headrace.streams.events": ("Event", "EventBatch"),
+    "headrace.streams.handlers": ("BatchObserver", "Observer", "subscription"),
+    "headrace.streams.identity": ("QueueId", "SequenceToken", "StreamId"),
+    "headrace.streams.publishing": ("ProducerSequence", "Receipt"),
+    "headrace.streams.states": ("ConsumerState", "SubscriptionState"),
+    "headrace.streams.stream": ("Stream",),
+    "headrace.streams.subscriptions": (
+        "DeadLetter", "GapRecord", "Mode", "OnFailure", "RetryPolicy", "Selector", "SlowConsumer", "Start",
+        "SubscriptionDefinition",
+    ),
+}  # fmt: skip
+"""The public names, by module. Type checkers read the imports above."""
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
-_MODULES = {
-    "Busy": "headrace.streams.errors",
-    "Closed": "headrace.streams.errors",
-    "CorruptRecord": "headrace.streams.errors",
-    "DataDirectoryError": "headrace.streams.errors",
-    "DefinitionConflict": "headrace.streams.errors",
-    "Fenced": "headrace.streams.errors",
-    "HeadraceError": "headrace.streams.errors",
-    "InvalidArgument": "headrace.streams.errors",
-    "LimitExceeded": "headrace.streams.errors",
-    "NotFound": "headrace.streams.errors",
-    "NotSupported": "headrace.streams.errors",
-    "PayloadTooLarge": "headrace.streams.errors",
-    "PermissionDenied": "headrace.streams.errors",
-    "QueueFull": "headrace.streams.errors",
-    "SequenceConflict": "headrace.streams.errors",
-    "StorageError": "headrace.streams.errors",
-    "StorageFull": "headrace.streams.errors",
-    "Unauthenticated": "headrace.streams.errors",
-    "Unavailable": "headrace.streams.errors",
-    "Event": "headrace.streams.events",
-    "EventBatch": "headrace.streams.events",
-    "BatchObserver": "headrace.streams.handlers",
-    "Observer": "headrace.streams.handlers",
-    "subscription": "headrace.streams.handlers",
-    "QueueId": "headrace.streams.identity",
-    "SequenceToken": "headrace.streams.identity",
-    "StreamId": "headrace.streams.identity",
-    "Stream": "headrace.streams.stream",
-    "DeadLetter": "headrace.streams.subscriptions",
-    "GapRecord": "headrace.streams.subscriptions",
-    "Mode": "headrace.streams.subscriptions",
-    "OnFailure": "headrace.streams.subscriptions",
-    "RetryPolicy": "headrace.streams.subscriptions",
-    "Selector": "headrace.streams.subscriptions",
-    "SlowConsumer": "headrace.streams.subscriptions",
-    "Start": "headrace.streams.subscriptions",
-    "SubscriptionDefinition": "headrace.streams.subscriptions",
-    "ConsumerState": "headrace.streams.states",
-    "SubscriptionState": "headrace.streams.states",
-    "ProducerSequence": "headrace.streams.publishing",
-    "Receipt": "headrace.streams.publishing",
-    "Client": "headrace.client",
-    "Consumer": "headrace.client",
-    "Pulled": "headrace.client",
-    "ReceivedBatch": "headrace.client",
-    "SessionState": "headrace.client",
-    "StreamProvider": "headrace.client",
-    "SyncBatch": "headrace.client",
-    "SyncClient": "headrace.client",
-    "SyncConsumer": "headrace.client",
-    "SyncPulled": "headrace.client",
-    "SyncStream": "headrace.client",
-    "SyncStreamProvider": "headrace.client",
-    "Tls": "headrace.client",
-    "CacheOptions": "headrace.silo.options",
-    "Provider": "headrace.silo.provider",
-    "ProviderOptions": "headrace.silo.options",
-    "ProviderStatistics": "headrace.silo.views",
-}
+__all__ = tuple(sorted(_MODULES))  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,10 +1,14 @@
 """What users import: a name that comes, goes or changes its place shows here. And importing it stays light."""
 
+import ast
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import headrace
 
 PUBLIC = {
     "headrace": {
@@ -67,47 +71,6 @@ PUBLIC = {
         "Unavailable",
         "subscription",
     },
-    "headrace.streams": {
-        "BatchObserver",
-        "Busy",
-        "Checkpoint",
-        "Closed",
-        "CorruptRecord",
-        "DataDirectoryError",
-        "DeadLetter",
-        "DefinitionConflict",
-        "Event",
-        "EventBatch",
-        "Fenced",
-        "GapRecord",
-        "HeadraceError",
-        "InvalidArgument",
-        "LimitExceeded",
-        "Mode",
-        "NotFound",
-        "NotSupported",
-        "Observer",
-        "OnFailure",
-        "PayloadTooLarge",
-        "PermissionDenied",
-        "QueueFull",
-        "QueueId",
-        "RetryPolicy",
-        "Selector",
-        "SequenceConflict",
-        "SequenceToken",
-        "SlowConsumer",
-        "Start",
-        "StorageError",
-        "StorageFull",
-        "Stream",
-        "StreamId",
-        "SubscriptionDefinition",
-        "Unauthenticated",
-        "Unavailable",
-        "declared",
-        "subscription",
-    },
     "headrace.adapters": {
         "AdapterContext",
         "AdapterFactory",
@@ -153,6 +116,17 @@ def test_public_names_are_these(package: str):
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
 
 
+def test_type_checkers_see_the_public_names_where_they_are_imported_from():
+    tree = ast.parse(Path(str(headrace.__file__)).read_text())
+    (checked,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {
+        alias.asname: node.module for node in checked.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert seen.keys() == PUBLIC["headrace"]
+    for name, module in seen.items():
+        assert getattr(importlib.import_module(str(module)), str(name)) is getattr(headrace, str(name))
+
+
 @pytest.mark.parametrize("package", PUBLIC)
 def test_importing_loads_nothing_heavy(package: str):
     script = f"import sys, {package}; print(*sys.modules)"
@@ -164,7 +138,7 @@ def test_importing_loads_nothing_heavy(package: str):
 def test_using_the_vocabulary_loads_nothing_heavy():
     script = (
         "import sys\n"
-        "from headrace.streams import Event, EventBatch, StreamId\n"
+        "from headrace import Event, EventBatch, StreamId\n"
         "made = EventBatch.of(StreamId('n', 'k'), [b'x', Event(b'y', timestamp_us=1)])\n"
         "assert EventBatch.decode(made.encoded).events() == made.events()\n"
         "print(*sys.modules)"

@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from ...streams import DeadLetter, InvalidArgument, NotFound
+from ...streams.errors import InvalidArgument, NotFound
+from ...streams.subscriptions import DeadLetter
 from ...streams.wording import counted
 from .help import CommandGroup
 from .managing import SubscriptionManager, managed

@@ -9,16 +9,20 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from ...streams import Event, HeadraceError, SubscriptionDefinition
 from ...streams.background import first_of
+from ...streams.errors import HeadraceError
+from ...streams.events import Event
 from ...streams.options import EventFilter
-from ...streams.subscriptions import EPHEMERAL
+from ...streams.subscriptions import EPHEMERAL, SubscriptionDefinition
 from .output import note
 from .rendering import Render
 from .writing import Writer
 
 if TYPE_CHECKING:
-    from ...client import Client, Consumer, ReceivedBatch, SessionState
+    from ...client.client import Client
+    from ...client.consuming import Consumer
+    from ...client.options import SessionState
+    from ...client.received import ReceivedBatch
 
 FORGET_S = 2.0
 """How long the deletion of a temporary subscription may take, in seconds."""

@@ -33,7 +33,7 @@ from ...streams.private_files import make_directory, opener
 from .lines import CHUNK_BYTES, LineFormat
 
 if TYPE_CHECKING:
-    from ...client import Client
+    from ...client.client import Client
 
 _LOCKS = ".publish"
 

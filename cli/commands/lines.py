@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ...streams import Event, InvalidArgument, StreamId
-from ...streams.events import MAX_EVENT_BYTES
+from ...streams.errors import InvalidArgument
+from ...streams.events import MAX_EVENT_BYTES, Event
+from ...streams.identity import StreamId
 
 CHUNK_BYTES = 256 << 10
 _FAR_S = 1e12

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 from ...silo.provider import Provider
 from ...silo.views import fault_at
-from ...streams import Checkpoint, DeadLetter, Start, StreamId, SubscriptionDefinition
+from ...streams.identity import StreamId
 from ...streams.states import QueueProgress, SubscriptionState
+from ...streams.subscriptions import Checkpoint, DeadLetter, Start, SubscriptionDefinition
 from .options import ProviderPlace, SiloPlace, connected, opened
 
 

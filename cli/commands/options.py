@@ -16,14 +16,14 @@ from ...silo.config import check_store
 from ...silo.options import ProviderOptions
 from ...silo.provider import Provider
 from ...store.datadir import MARKER, check_provider_name
-from ...streams import Start
 from ...streams.errors import DataDirectoryError, HeadraceError, InvalidArgument, NotFound
+from ...streams.subscriptions import Start
 from ...streams.wording import counted
 from .help import Option
 from .output import note
 
 if TYPE_CHECKING:
-    from ...client import Client
+    from ...client.client import Client
     from ...client.connection import GrpcTransport
 
 CONNECT_S = 5.0
@@ -314,7 +314,8 @@ async def opened(
 @asynccontextmanager
 async def connected(server: SiloPlace) -> AsyncGenerator[Client]:
     """Connect to the provider of a silo for an `async with` block. Raises Unavailable if no silo answers."""
-    from ...client import Client, Tls  # noqa: PLC0415 (it loads grpc)
+    from ...client.client import Client  # noqa: PLC0415 (it loads grpc)
+    from ...client.connection import Tls  # noqa: PLC0415 (it loads grpc)
 
     try:
         tls = None if server.tls is None else Tls(**server.tls)
@@ -332,8 +333,7 @@ async def connected(server: SiloPlace) -> AsyncGenerator[Client]:
 @asynccontextmanager
 async def calling(server: SiloPlace) -> AsyncGenerator[GrpcTransport]:
     """Open a connection to a silo for an `async with` block. Raises Unavailable if no silo answers."""
-    from ...client import Tls  # noqa: PLC0415 (it loads grpc)
-    from ...client.connection import GrpcTransport  # noqa: PLC0415
+    from ...client.connection import GrpcTransport, Tls  # noqa: PLC0415 (it loads grpc)
 
     try:
         tls = None if server.tls is None else Tls(**server.tls)

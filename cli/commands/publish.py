@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from ...streams import Event, NotSupported, StreamId
-from ...streams.events import MAX_DELAY, MAX_PRIORITY
+from ...streams.errors import NotSupported
+from ...streams.events import MAX_DELAY, MAX_PRIORITY, Event
+from ...streams.identity import StreamId
 from ...streams.outcomes import Failed, Interrupted
 from ...streams.publishing import scheduled
 from ...streams.wording import counted
@@ -28,7 +29,7 @@ from .progress import Advance, progress
 from .running import run
 
 if TYPE_CHECKING:
-    from ...client import Client
+    from ...client.client import Client
 
 STDIN = Path("-")
 LINES_AT_ONCE = 4096

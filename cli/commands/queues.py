@@ -11,8 +11,9 @@ import click
 from ...adapters import QueueStatistics
 from ...silo.provider import Provider
 from ...silo.views import age_s, due_in_s, fault_at, lag_of
-from ...streams import Checkpoint, DataDirectoryError, NotFound
+from ...streams.errors import DataDirectoryError, NotFound
 from ...streams.outcomes import Failed
+from ...streams.subscriptions import Checkpoint
 from .help import Command
 from .options import (
     DataPlace,

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from ...streams import Event, InvalidArgument
+from ...streams.errors import InvalidArgument
+from ...streams.events import Event
 from ...streams.options import EventFilter
 
 Format = Literal["json", "raw", "text"]

@@ -8,7 +8,9 @@ from typing import Any
 import click
 
 from ...silo.provider import Provider
-from ...streams import CorruptRecord, EventBatch, NotSupported, SequenceToken, StreamId
+from ...streams.errors import CorruptRecord, NotSupported
+from ...streams.events import EventBatch
+from ...streams.identity import SequenceToken, StreamId
 from ...streams.outcomes import Failed
 from .help import Command
 from .options import DataPlace, adapter_options, data_place_options, opened

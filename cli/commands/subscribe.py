@@ -13,22 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from ...silo.provider import LocalSubscription, Provider
-from ...streams import (
-    Busy,
-    CorruptRecord,
-    Event,
-    EventBatch,
-    NotFound,
-    PermissionDenied,
-    Selector,
-    Start,
-    StreamId,
-    SubscriptionDefinition,
-)
 from ...streams.background import end
+from ...streams.errors import Busy, CorruptRecord, NotFound, PermissionDenied
+from ...streams.events import Event, EventBatch
 from ...streams.handlers import Declared
+from ...streams.identity import StreamId
 from ...streams.outcomes import DONE
-from ...streams.subscriptions import EPHEMERAL
+from ...streams.subscriptions import EPHEMERAL, Selector, Start, SubscriptionDefinition
 from .following import print_from
 from .help import Command
 from .options import (
@@ -48,7 +39,7 @@ from .running import run
 from .writing import Writer
 
 if TYPE_CHECKING:
-    from ...client import Client
+    from ...client.client import Client
 
 DRAIN_S = 2.0
 

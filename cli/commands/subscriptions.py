@@ -9,9 +9,11 @@ from typing import Any
 import click
 import msgspec
 
-from ...streams import NotFound, OnFailure, RetryPolicy, Selector, SlowConsumer, Start, StreamId, SubscriptionDefinition
+from ...streams.errors import NotFound
+from ...streams.identity import StreamId
 from ...streams.outcomes import Failed
 from ...streams.states import QueueProgress, SubscriptionState
+from ...streams.subscriptions import OnFailure, RetryPolicy, Selector, SlowConsumer, Start, SubscriptionDefinition
 from .help import CommandGroup
 from .managing import managed
 from .options import START_HELP, ProviderPlace, adapter_options, check_how, creation_options, parse_start, place_options

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ...silo.tuning import tune_interpreter
-from ...streams import InvalidArgument
+from ...streams.errors import InvalidArgument
 from ...streams.outcomes import Failed, Interrupted
 from ..commands.output import json_option, note, print_json
 from ..commands.running import run

@@ -22,7 +22,7 @@ from typing import IO, NamedTuple
 
 import msgspec
 
-from ...streams import InvalidArgument, NotFound
+from ...streams.errors import InvalidArgument, NotFound
 
 UNKNOWN = "unknown"
 """The aircraft of a flight whose tail number is missing."""

@@ -15,7 +15,7 @@ from struct import Struct
 
 import msgspec
 
-from ...streams import EventBatch
+from ...streams.events import EventBatch
 from .flights import UNKNOWN, CarrierDelays, Flights
 from .ledger import DemoLedger
 

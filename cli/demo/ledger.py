@@ -11,7 +11,7 @@ import os
 from array import array
 from pathlib import Path
 
-from ...streams import StorageFull
+from ...streams.errors import StorageFull
 from ...streams.private_files import FILE_MODE
 
 ROW = array("I").itemsize

@@ -19,7 +19,7 @@ from typing import Literal
 import msgspec
 
 from ...store.datadir import DataDirectory, lock, open_data_directory
-from ...streams import DataDirectoryError, InvalidArgument
+from ...streams.errors import DataDirectoryError, InvalidArgument
 from ...streams.private_files import make_directory, opener
 
 

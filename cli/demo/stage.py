@@ -12,7 +12,10 @@ from ...adapters import ProducerSequence
 from ...silo.options import CacheOptions
 from ...silo.provider import LocalSubscription, Provider
 from ...store.datadir import DataDirectory
-from ...streams import DataDirectoryError, Event, SlowConsumer, Start, StreamId
+from ...streams.errors import DataDirectoryError
+from ...streams.events import Event
+from ...streams.identity import StreamId
+from ...streams.subscriptions import SlowConsumer, Start
 from .check import Tally, differences, tally
 from .flights import Flights
 from .jobs import DemoJob, FlightDelays

@@ -12,8 +12,8 @@ from headrace.adapters import Gap, QueueAdapter
 from headrace.agents import CacheLimits, Delivery, HandlerDelivery, PullingAgent, QueueCache
 from headrace.agents.catch_up_budget import CatchUpBudget
 from headrace.agents.cursor import StreamCursor
-from headrace.streams import Checkpoint
 from headrace.streams.handlers import AnyHandler, Handler
+from headrace.streams.subscriptions import Checkpoint
 from tests.agents.line import NOW, Sink, stream
 from tests.agents.shelf import Shelf
 

@@ -9,9 +9,8 @@ from headrace.agents import Delivery, Edge, Events, Group, Member, QueueCache
 from headrace.agents.cursor import StreamCursor
 from headrace.agents.delivery.breaker import Gate
 from headrace.agents.delivery.group_delivery import GroupDelivery
-from headrace.streams import Checkpoint
 from headrace.streams.frames import Delivered, split
-from headrace.streams.subscriptions import Mode, SubscriptionDefinition
+from headrace.streams.subscriptions import Checkpoint, Mode, SubscriptionDefinition
 from tests.agents.line import NOW, Sink, stream
 
 PLENTY = 1 << 40

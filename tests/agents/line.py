@@ -19,9 +19,9 @@ from headrace.agents import Delivery, HandlerDelivery, QueueCache
 from headrace.agents.cursor import StreamCursor
 from headrace.agents.delivery.breaker import Gate
 from headrace.agents.delivery.delivery import Term
-from headrace.streams import Checkpoint
 from headrace.streams.handlers import AnyHandler, Handler
 from headrace.streams.options import EventFilter
+from headrace.streams.subscriptions import Checkpoint
 
 NOW = RetryPolicy(max_attempts=3, initial_delay_s=0.0)
 """Three attempts, no waiting."""

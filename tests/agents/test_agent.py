@@ -13,8 +13,7 @@ from headrace.adapters.memory import MemoryAdapter
 from headrace.agents.agent import FIRST_TICK_S, MAX_CATCH_UPS
 from headrace.agents.catch_up_budget import CatchUpBudget
 from headrace.agents.cursor import State
-from headrace.streams import Checkpoint
-from headrace.streams.subscriptions import Behind
+from headrace.streams.subscriptions import Behind, Checkpoint
 from tests.agents.bench import FINE, Bench
 from tests.agents.line import Recorder, stream
 from tests.agents.shelf import Shelf

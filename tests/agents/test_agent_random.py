@@ -14,7 +14,7 @@ from headrace.adapters import AdapterContext
 from headrace.adapters.memory import MemoryAdapter
 from headrace.agents import CacheLimits
 from headrace.store.control_store import ControlStore
-from headrace.streams import Checkpoint
+from headrace.streams.subscriptions import Checkpoint
 from tests.agents.shelf import Shelf
 from tests.agents.world import POISON, PROVIDER, UNWANTED, World, consumer_of
 from tests.random_examples import seeds

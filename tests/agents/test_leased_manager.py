@@ -12,10 +12,9 @@ import pytest
 from headrace import DeadLetter, EventBatch, Selector, SequenceToken, StorageError
 from headrace.agents import CacheLimits, HandlerService, PullingManager
 from headrace.store.control_store import ControlStore
-from headrace.streams import Checkpoint
 from headrace.streams.handlers import Handler
 from headrace.streams.progress import RefusedProgress
-from headrace.streams.subscriptions import SubscriptionDefinition
+from headrace.streams.subscriptions import Checkpoint, SubscriptionDefinition
 from tests.agents.line import NOW, Recorder, stream
 from tests.agents.shelf import Shelf
 from tests.virtual_time import virtual_time

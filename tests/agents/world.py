@@ -27,8 +27,8 @@ from headrace.adapters import QueueAdapter
 from headrace.agents import CacheLimits, Delivery, HandlerService, PullingAgent, PullingManager
 from headrace.agents.failure_recorder import FailureRecorder
 from headrace.store.control_store import ControlStore
-from headrace.streams import Checkpoint
 from headrace.streams.handlers import Handler
+from headrace.streams.subscriptions import Checkpoint
 from tests.agents.shelf import Shelf
 from tests.virtual_time import VirtualTimeLoop
 

@@ -69,7 +69,7 @@ def test_another_process_agrees_whatever_its_hash_seed(seed: str):
     script = (
         "import json, sys\n"
         "from headrace.balancer import StreamQueueMapper\n"
-        "from headrace.streams import StreamId\n"
+        "from headrace.streams.identity import StreamId\n"
         "mapper = StreamQueueMapper(16)\n"
         "print(json.dumps([mapper.queue_of(StreamId(*name)) for name in json.load(sys.stdin)]))\n"
     )

@@ -18,7 +18,7 @@ from headrace.silo.checking import Check
 from headrace.silo.provider import Provider
 from headrace.silo.repair import pass_damage
 from headrace.store.checksums import with_checksum
-from headrace.streams import Checkpoint
+from headrace.streams.subscriptions import Checkpoint
 from tests.cli.commandline import Headrace
 from tests.cli.test_repair import lose_control
 from tests.silo.test_damage import PAYLOADS, Got, damage, from_earliest, make, remove

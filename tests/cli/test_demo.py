@@ -23,7 +23,7 @@ from headrace.cli.demo.check import Tally, differences, tally
 from headrace.cli.demo.flights import CarrierDelays, load_flights
 from headrace.cli.demo.picture import DemoRates
 from headrace.store.control_store import ControlStore
-from headrace.streams import Checkpoint
+from headrace.streams.subscriptions import Checkpoint
 from tests.cli.commandline import Headrace, Ran, Start, ended
 from tests.cli.flights_file import HEADER, row, write_flights
 from tests.cli.forking import Process

@@ -5,7 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from headrace.client import UNKNOWN_PLACE, connection, publishing, transport
+from headrace.client import connection, publishing, transport
+from headrace.client.client import UNKNOWN_PLACE
 from headrace.client.window import WindowLimits
 from headrace.streams.events import MAX_EVENT_BYTES
 from headrace.streams.publishing import MAX_BATCH_BYTES

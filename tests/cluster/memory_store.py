@@ -21,9 +21,9 @@ from headrace import (
 )
 from headrace.store.cluster_store import ENOUGH_VOTES
 from headrace.store.rows import differences, plain, printable
-from headrace.streams import Checkpoint
 from headrace.streams.cluster import LIVING, ClusterView, Lease, SiloRecord, SiloState, Superseded
 from headrace.streams.progress import Attachment, ControlRequests, RefusedProgress
+from headrace.streams.subscriptions import Checkpoint
 
 Clock = Callable[[Any], int]
 Progress = Sequence[tuple[str, int, Mapping[int, Checkpoint]]]

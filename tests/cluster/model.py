@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from headrace import StreamId
-from headrace.streams import Checkpoint
+from headrace.streams.subscriptions import Checkpoint
 
 Place = tuple[object, int, object]
 """The holder of an event: the silo, its epoch, and the member of its group."""

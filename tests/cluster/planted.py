@@ -16,8 +16,8 @@ from headrace.balancer.held_leases import HeldLease, HeldLeases
 from headrace.balancer.membership import Membership
 from headrace.balancer.queue_moves import QueueMoves
 from headrace.balancer.sightings import Sightings
-from headrace.streams import Checkpoint
 from headrace.streams.cluster import ClusterView, Lease, SiloRecord
+from headrace.streams.subscriptions import Checkpoint
 from tests.cluster.memory_store import MemoryClusterStore
 
 

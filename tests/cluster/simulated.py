@@ -46,11 +46,11 @@ from headrace.balancer import Balancer, average, lease_count, ring
 from headrace.balancer.cluster_options import ClusterOptions
 from headrace.balancer.membership import Membership
 from headrace.store.control_store import ControlStore
-from headrace.streams import Checkpoint
 from headrace.streams.cluster import SiloRecord
 from headrace.streams.frames import Delivered
 from headrace.streams.handlers import Handler
 from headrace.streams.progress import RefusedProgress
+from headrace.streams.subscriptions import Checkpoint
 from tests.agents.shelf import Shelf
 from tests.cluster.consumers import Consumer, Link, WatchedEdge
 from tests.cluster.machines import Machine, MachineLoop, Step, wall_ns

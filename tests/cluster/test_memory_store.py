@@ -12,9 +12,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, 
 
 from headrace import DeadLetter, GapRecord, HeadraceError, Selector, SequenceToken, StreamId, SubscriptionDefinition
 from headrace.store.control_store import ControlStore
-from headrace.streams import Checkpoint
 from headrace.streams.cluster import Lease, SiloRecord
-from headrace.streams.subscriptions import Behind
+from headrace.streams.subscriptions import Behind, Checkpoint
 from tests.cluster.memory_store import MemoryStore
 from tests.random_examples import examples
 

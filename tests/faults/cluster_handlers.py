@@ -12,9 +12,9 @@ from headrace.agents.queue_host import QueueHost
 from headrace.balancer import StreamQueueMapper
 from headrace.balancer.held_leases import LeaseTerm
 from headrace.store.control_store import ControlStore
-from headrace.streams import Checkpoint
 from headrace.streams.handlers import subscription
 from headrace.streams.progress import RefusedProgress
+from headrace.streams.subscriptions import Checkpoint
 from tests.faults.cluster_notes import GOT, SAVED, Note, Notebook, now_ns
 
 HANDLED = "handled"

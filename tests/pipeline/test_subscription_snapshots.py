@@ -21,9 +21,8 @@ from headrace import (
 from headrace.pipeline.jobs.comparing import lost_ranges, without
 from headrace.pipeline.jobs.subscription_snapshots import SubscriptionSnapshot, checkpoint_of, read_snapshots
 from headrace.pipeline.place import ProviderPlace
-from headrace.streams import Checkpoint
 from headrace.streams.states import QueueProgress
-from headrace.streams.subscriptions import Behind, of_consumer
+from headrace.streams.subscriptions import Behind, Checkpoint, of_consumer
 from tests.client.silos import SiloProcess
 
 PAUSED = StreamId("n", "paused")

@@ -232,11 +232,11 @@ def test_a_missing_file_is_one_line(headrace: Headrace):
         ("\n\n1 / 0", "ZeroDivisionError: division by zero, at .*handlers.py:3"),
         ("def f(:", "SyntaxError: invalid syntax"),
         (
-            "from headrace.streams import subscription\n@subscription('a', 'b')\nasync def f(e): ...",
+            "from headrace import subscription\n@subscription('a', 'b')\nasync def f(e): ...",
             "'b' selects no stream: .*, at .*handlers.py:2$",
         ),
         (
-            "from headrace.streams import subscription\n\n@subscription('a', 'b/c')\ndef f(e): ...",
+            "from headrace import subscription\n\n@subscription('a', 'b/c')\ndef f(e): ...",
             "handler f is a plain function: write async def f, at .*handlers.py:3$",
         ),
     ],

@@ -31,8 +31,7 @@ from headrace import (
 from headrace.pipeline.jobs.archive import archive
 from headrace.pipeline.jobs.audit import audit
 from headrace.pipeline.jobs.findings import CLASSES, UNKNOWN, Audited, SubscriptionAudit
-from headrace.streams import Checkpoint
-from headrace.streams.subscriptions import Behind
+from headrace.streams.subscriptions import Behind, Checkpoint
 from tests.cli.commandline import SCRIPT
 from tests.cli.flights_file import write_flights
 from tests.spark.test_source import publish

@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 from headrace import Event, Provider
 from headrace.store.control_store import ControlStore
-from headrace.streams import Checkpoint
 from headrace.streams.errors import CorruptRecord, HeadraceError
+from headrace.streams.subscriptions import Checkpoint
 from tests.storage.events import Journal, Named, event_of
 from tests.storage.isolated import Killed, in_processes, isolated, temporary
 from tests.storage.pages import Spans, control_spans, log_spans, wal_spans

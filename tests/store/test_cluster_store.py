@@ -11,8 +11,8 @@ from headrace import DeadLetter, Fenced, GapRecord, Selector, SequenceToken, Str
 from headrace.store import store_clock
 from headrace.store.cluster_store import ClusterStore
 from headrace.store.control_store import ControlStore
-from headrace.streams import Checkpoint
 from headrace.streams.cluster import ClusterView, Lease, SiloRecord, SiloState
+from headrace.streams.subscriptions import Checkpoint
 
 LEASE_S = 15.0
 ALL = ("a", "b", "c", "d")

@@ -14,8 +14,8 @@ import pytest_asyncio
 
 from headrace import DataDirectoryError, DeadLetter, Selector, SequenceToken, StreamId, SubscriptionDefinition
 from headrace.store.control_store import ControlStore
-from headrace.streams import Checkpoint
 from headrace.streams.events import ScheduledBatch
+from headrace.streams.subscriptions import Checkpoint
 from tests.store.delay_places import Clock
 
 STREAM = StreamId("flights", "N14228")

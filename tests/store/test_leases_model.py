@@ -15,8 +15,8 @@ from sqlalchemy import Connection
 from benchmarks.servers import PostgresServer
 from headrace import Fenced, Selector, SubscriptionDefinition
 from headrace.store.control_store import ControlStore
-from headrace.streams import Checkpoint
 from headrace.streams.cluster import Lease, SiloRecord, SiloState
+from headrace.streams.subscriptions import Checkpoint
 from tests.random_examples import examples
 from tests.servers import new_schema
 

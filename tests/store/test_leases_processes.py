@@ -10,7 +10,7 @@ import pytest
 
 from headrace import Selector, SubscriptionDefinition
 from headrace.store.control_store import ControlStore
-from headrace.streams import Checkpoint
+from headrace.streams.subscriptions import Checkpoint
 
 QUEUES = 6
 DEFINITION = SubscriptionDefinition(name="stats", selector=Selector("n/*"))
@@ -19,7 +19,7 @@ DEFINITION = SubscriptionDefinition(name="stats", selector=Selector("n/*"))
 FIGHTS = """
 import asyncio, random, sys
 from headrace import Fenced
-from headrace.streams import Checkpoint
+from headrace.streams.subscriptions import Checkpoint
 from headrace.store.control_store import ControlStore
 LEASE_S = 0.03
 

@@ -25,8 +25,7 @@ from headrace import (
     SubscriptionDefinition,
 )
 from headrace.store.control_store import ControlStore, ProviderRecord, TokenRecord
-from headrace.streams import Checkpoint
-from headrace.streams.subscriptions import Behind
+from headrace.streams.subscriptions import Behind, Checkpoint
 
 TAIL = StreamId("flights", "N14228")
 

@@ -29,8 +29,7 @@ from headrace import (
 from headrace.store.control_store import ControlStore, ProviderRecord, TokenRecord
 from headrace.store.database import Database
 from headrace.store.schema import MIGRATIONS, migrate
-from headrace.streams import Checkpoint
-from headrace.streams.subscriptions import Behind
+from headrace.streams.subscriptions import Behind, Checkpoint
 
 DEFINITION = SubscriptionDefinition(name="stats", selector=Selector("flights/*"))
 
@@ -38,7 +37,7 @@ DEFINITION = SubscriptionDefinition(name="stats", selector=Selector("flights/*")
 PRELUDE = """
 import asyncio, resource, sys
 from headrace import Selector, StorageFull, StreamId, SubscriptionDefinition
-from headrace.streams import Checkpoint
+from headrace.streams.subscriptions import Checkpoint
 from headrace.store.control_store import ControlStore
 DEFINITION = SubscriptionDefinition(name="stats", selector=Selector("flights/*"))
 """

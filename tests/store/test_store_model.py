@@ -30,8 +30,7 @@ from headrace import (
     SubscriptionDefinition,
 )
 from headrace.store.control_store import ControlStore
-from headrace.streams import Checkpoint
-from headrace.streams.subscriptions import Behind
+from headrace.streams.subscriptions import Behind, Checkpoint
 from tests.random_examples import examples
 from tests.servers import new_schema
 

@@ -17,7 +17,7 @@ from benchmarks.servers import PostgresServer, process_tree
 from headrace import DataDirectoryError, InvalidArgument, NotFound, Selector, StorageError, SubscriptionDefinition
 from headrace.store.control_store import ControlStore
 from headrace.store.database import Database
-from headrace.streams import Checkpoint
+from headrace.streams.subscriptions import Checkpoint
 
 DEFINITION = SubscriptionDefinition(name="stats", selector=Selector("flights/*"))
 

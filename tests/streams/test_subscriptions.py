@@ -9,8 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headrace import InvalidArgument, RetryPolicy, Selector, SequenceToken, Start, StreamId, SubscriptionDefinition
-from headrace.streams import Checkpoint
-from headrace.streams.subscriptions import Behind, StartKind
+from headrace.streams.subscriptions import Behind, Checkpoint, StartKind
 
 NAMES = st.text(st.sampled_from("ab*?[]!%/\n\\.^$ä"), max_size=6)
 

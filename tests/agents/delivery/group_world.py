@@ -28,10 +28,9 @@ from headrace.agents import (
     PullingManager,
 )
 from headrace.store.control_store import ControlStore
-from headrace.streams import Checkpoint
 from headrace.streams.frames import Delivered
 from headrace.streams.handlers import Handler
-from headrace.streams.subscriptions import SubscriptionDefinition
+from headrace.streams.subscriptions import Checkpoint, SubscriptionDefinition
 from tests.agents.circle import Consumer, indexes, parsed
 from tests.virtual_time import VirtualTimeLoop
 

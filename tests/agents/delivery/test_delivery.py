@@ -12,8 +12,7 @@ import pytest
 from headrace import Closed, Event, EventBatch, OnFailure, RetryPolicy, SequenceToken, StorageError
 from headrace.agents.cursor import State
 from headrace.agents.delivery.delivery import MAX_BEHIND
-from headrace.streams import Checkpoint
-from headrace.streams.subscriptions import Behind
+from headrace.streams.subscriptions import Behind, Checkpoint
 from tests.agents.line import Line, Recorder, stream, until
 from tests.virtual_time import virtual_time
 

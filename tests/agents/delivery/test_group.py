@@ -15,8 +15,7 @@ from headrace.agents.delivery.delivery import MAX_RANGES, STORE_RETRY_S
 from headrace.agents.delivery.group import DRAIN_S
 from headrace.agents.delivery.group_delivery import PARCEL_BYTES, PARCEL_EVENTS
 from headrace.agents.delivery.member import OUTBOX_BYTES
-from headrace.streams import Checkpoint
-from headrace.streams.subscriptions import Behind, Mode
+from headrace.streams.subscriptions import Behind, Checkpoint, Mode
 from tests.agents.circle import Circle, Consumer, indexes, payloads
 from tests.agents.line import Line, Recorder, stream
 from tests.virtual_time import virtual_time

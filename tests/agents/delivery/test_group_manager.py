@@ -16,9 +16,8 @@ from headrace.agents import CacheLimits, Edge, Group, HandlerService, PullingMan
 from headrace.agents.delivery import member
 from headrace.silo.views import provider_statistics
 from headrace.store.control_store import ControlStore
-from headrace.streams import Checkpoint
 from headrace.streams.handlers import Handler
-from headrace.streams.subscriptions import Behind, SubscriptionDefinition
+from headrace.streams.subscriptions import Behind, Checkpoint, SubscriptionDefinition
 from tests.agents.circle import Consumer, payloads
 from tests.agents.line import NOW, Recorder, stream
 from tests.agents.shelf import Shelf

@@ -13,9 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from headrace import RetryPolicy, SequenceToken
 from headrace.agents import Events
 from headrace.agents.cursor import State
-from headrace.streams import Checkpoint
 from headrace.streams.frames import Delivered
-from headrace.streams.subscriptions import Mode
+from headrace.streams.subscriptions import Checkpoint, Mode
 from tests.agents.circle import PLENTY, Circle, Consumer, indexes, payloads
 from tests.agents.line import stream
 from tests.random_examples import examples

@@ -16,9 +16,8 @@ from headrace.adapters import AdapterContext
 from headrace.adapters.memory import MemoryAdapter
 from headrace.agents import CacheLimits
 from headrace.store.control_store import ControlStore
-from headrace.streams import Checkpoint
 from headrace.streams.frames import Delivered
-from headrace.streams.subscriptions import Mode, SubscriptionDefinition
+from headrace.streams.subscriptions import Checkpoint, Mode, SubscriptionDefinition
 from tests.agents.circle import indexes
 from tests.agents.delivery.group_world import PROVIDER, Client, Known, World
 from tests.agents.shelf import Shelf
