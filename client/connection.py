@@ -342,10 +342,6 @@ class GrpcTransport(Transport):
     def address(self) -> str:
         return str(self.addresses[self._current])
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     async def open(self, timeout_s: float) -> None:
         """Check that a silo answers and accepts the token.
 
