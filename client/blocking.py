@@ -133,7 +133,7 @@ class _LoopCall(Generic[_T]):
 
 
 class SyncStream:
-    """A handle on one stream: see `headrace.streams.Stream`."""
+    """A handle on one stream: see `headrace.Stream`."""
 
     __slots__ = ("_client", "id")
 

@@ -18,8 +18,7 @@ from ...server.guard import Call, Guard, Kind, Method, parsed
 from ...streams.errors import InvalidArgument, NotFound, PermissionDenied, Unavailable
 from ..provider_core import ProviderCore
 from .agent_changes import CALL_S, AgentChanges, RunningSilo
-from .cluster_descriptions import WATCH_S, ClusterDescriptions
-from .describing import bare, differ
+from .describing import WATCH_S, ClusterDescriptions, bare, differ
 from .lookup import TO_MANAGE, provider_of
 
 if TYPE_CHECKING:
