@@ -87,12 +87,6 @@ class DelayStore:
         self._database = database
         self._clock = clock or store_clock.wall_us
 
-    async def add(
-        self, provider: str, batches: Sequence[tuple[int, ScheduledBatch]], sequence: ProducerSequence | None = None
-    ) -> None:
-        """Store the batches of one call, as `add_all` does."""
-        await self.add_all(provider, [DelayedCall(batches, sequence)])
-
     async def add_all(self, provider: str, calls: Sequence[DelayedCall]) -> None:
         """Store the batches of several calls until their delay is over. Durable on return. At most one call of each
         producer is given.

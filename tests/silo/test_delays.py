@@ -23,7 +23,7 @@ from headrace.store.delays import DelayStore
 from headrace.streams.errors import InvalidArgument, NotSupported, SequenceConflict, StorageError
 from headrace.streams.events import EventBatch, ScheduledBatch
 from tests.cli.commandline import Headrace
-from tests.store.delay_places import Clock, place_of
+from tests.store.delay_places import Clock, add, place_of
 
 STREAM = StreamId("orders", "42")
 PATIENCE_S = 30
@@ -271,7 +271,7 @@ def now(letter: str) -> EventBatch:
 async def test_who_publishes_may_end_before_or_after_any_step(stage: Stage):
     steps = 0
     for steps in range(100):
-        await stage.store.add("p", [(0, later(f"{steps}a")), (1, later(f"{steps}b")), (0, later(f"{steps}c", 2))])
+        await add(stage.store, "p", [(0, later(f"{steps}a")), (1, later(f"{steps}b")), (0, later(f"{steps}c", 2))])
         stage.clock.now_s += 3
         delaying, killer = stage.process(steps)
         try:
@@ -315,12 +315,12 @@ async def test_who_stores_may_end_before_or_after_any_step_and_the_call_is_made_
 
 
 async def test_one_who_was_thought_dead_and_goes_on_publishes_nothing_twice(stage: Stage):
-    await stage.store.add("p", [(0, later("a"))])
+    await add(stage.store, "p", [(0, later("a"))])
     stage.clock.now_s += 1
     (claimed,) = await stage.store.claim("p", "slow", HOLD_S)
     stage.clock.now_s += HOLD_S
     await stage.publish_all()
-    await stage.store.add("p", [(0, later("b"))])
+    await add(stage.store, "p", [(0, later("b"))])
     sequence = ProducerSequence(claimed.producer, claimed.number, claimed.number - 1)
     answer = await stage.adapter.enqueue([(0, batch) for batch in claimed.batches], sequence=sequence)
     assert [receipt.duplicate for receipt in answer] == [True]
@@ -330,11 +330,11 @@ async def test_one_who_was_thought_dead_and_goes_on_publishes_nothing_twice(stag
 
 
 async def test_a_queue_that_forgot_the_producer_goes_on(stage: Stage):
-    await stage.store.add("p", [(0, later("a"))])
+    await add(stage.store, "p", [(0, later("a"))])
     stage.clock.now_s += 1
     (claimed,) = await stage.store.claim("p", "dead", HOLD_S)
     await stage.store.released("p", {0: claimed.number})  # and the queue knows nothing of it
-    await stage.store.add("p", [(0, later("b"))])
+    await add(stage.store, "p", [(0, later("b"))])
     await stage.publish_all()
     assert await stored(stage.adapter) == ["b"]
 
@@ -397,7 +397,7 @@ async def test_an_error_of_the_store_fails_the_call(stage: Stage):
 
 
 async def test_while_the_queue_cannot_store_it_is_tried_again_and_said(stage: Stage, caplog: pytest.LogCaptureFixture):
-    await stage.store.add("p", [(0, later("a"))])
+    await add(stage.store, "p", [(0, later("a"))])
     stage.clock.now_s += 1
     delaying, killer = stage.process(2 + 2 + 2)  # the due events are claimed, and cannot be published
 
@@ -438,11 +438,11 @@ class Refusing:
 async def test_a_queue_that_cannot_store_holds_up_no_other(stage: Stage):
     adapter = Refusing(stage.adapter, broken=1)
     delaying = DelayingAdapter(cast("QueueAdapter", adapter), stage.store, "p")
-    await stage.store.add("p", [(1, later("x"))])
+    await add(stage.store, "p", [(1, later("x"))])
     stage.clock.now_s += 1
     assert await delaying.look() == 0  # it was claimed, and failed
     for letter in "abc":
-        await stage.store.add("p", [(0, later(letter))])
+        await add(stage.store, "p", [(0, later(letter))])
         stage.clock.now_s += 1
         assert await delaying.look() == 0
         assert 0 < await delaying.look() <= HOLD_S  # x is left alone until its time is over
@@ -459,16 +459,16 @@ async def test_releases_go_on_above_what_the_queue_knows_when_the_store_is_put_b
     async with aclosing(await open_adapter("log", context, {})) as adapter:
         async with aclosing(await ControlStore.open(tmp_path / "control.db")) as control:
             stage = Stage(adapter, control.delay_store(clock), clock)
-            await stage.store.add("p", [(0, later("a"))])
+            await add(stage.store, "p", [(0, later("a"))])
             await stage.publish_all()
-            await stage.store.add("p", [(0, later("kept", 2 * 3600))])
+            await add(stage.store, "p", [(0, later("kept", 2 * 3600))])
             with (
                 closing(sqlite3.connect(tmp_path / "control.db")) as now_there,
                 closing(sqlite3.connect(copy)) as kept,
             ):
                 now_there.backup(kept)
             for letter in "bcd":
-                await stage.store.add("p", [(0, later(letter))])
+                await add(stage.store, "p", [(0, later(letter))])
                 stage.clock.now_s += 1
                 assert await stage.process(-1)[0].look() == 0
         clock.now_s += 3600

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +11,9 @@ import pytest
 from sqlalchemy import Connection
 
 from headrace.store.control_store import ControlStore
-from headrace.store.delays import DelayStore
+from headrace.store.delays import DelayedCall, DelayStore
+from headrace.streams.events import ScheduledBatch
+from headrace.streams.publishing import ProducerSequence
 
 
 class Clock:
@@ -26,6 +28,16 @@ class Place(NamedTuple):
     """Every `opened` is another process's."""
 
     opened: Callable[[], AbstractAsyncContextManager[DelayStore]]
+
+
+async def add(
+    delays: DelayStore,
+    provider: str,
+    batches: Sequence[tuple[int, ScheduledBatch]],
+    sequence: ProducerSequence | None = None,
+) -> None:
+    """Store the batches of one call."""
+    await delays.add_all(provider, [DelayedCall(batches, sequence)])
 
 
 def database_of(request: pytest.FixtureRequest, directory: Path) -> str:

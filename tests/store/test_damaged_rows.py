@@ -16,7 +16,7 @@ from headrace import DataDirectoryError, DeadLetter, Selector, SequenceToken, St
 from headrace.store.control_store import ControlStore
 from headrace.streams.events import ScheduledBatch
 from headrace.streams.subscriptions import Checkpoint
-from tests.store.delay_places import Clock
+from tests.store.delay_places import Clock, add
 
 STREAM = StreamId("flights", "N14228")
 Change = Callable[[str], None]
@@ -144,7 +144,7 @@ async def test_a_damaged_delayed_batch_is_put_aside_and_the_others_are_released(
     batches = [
         ScheduledBatch.of_events(STREAM, [payload], timedelta(seconds=1), None) for payload in (b"a", b"b", b"c")
     ]
-    await delays.add("p", [(0, batch) for batch in batches])
+    await add(delays, "p", [(0, batch) for batch in batches])
     other = batches[2].undelayed().encoded.hex()
     value = f"decode('{other}', 'hex')" if "://" in where else f"x'{other}'"
     change(f"delayed_batches SET batch = {value} WHERE id = 2")

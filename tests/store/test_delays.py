@@ -14,7 +14,7 @@ from headrace import StreamId
 from headrace.store.delays import CALL_KEPT_S, DelayStore, Release
 from headrace.streams.events import EventBatch, ScheduledBatch
 from headrace.streams.publishing import ProducerSequence
-from tests.store.delay_places import Clock, Place, place_of
+from tests.store.delay_places import Clock, Place, add, place_of
 
 STREAM = StreamId("orders", "42")
 HOLD_S = 5.0
@@ -41,7 +41,7 @@ def later(letter: str, delay_s: float, priority: int = 0) -> ScheduledBatch:
 
 
 async def delay(delays: DelayStore, letters: str, delays_s: Iterable[float], queue: int = 0) -> None:
-    await delays.add("p", [(queue, later(*each)) for each in zip(letters, delays_s, strict=True)])
+    await add(delays, "p", [(queue, later(*each)) for each in zip(letters, delays_s, strict=True)])
 
 
 async def claim(delays: DelayStore, holder: str = "me") -> list[Release]:
@@ -72,7 +72,7 @@ async def test_what_is_due_at_one_time_comes_in_the_order_in_which_it_was_publis
 
 async def test_a_released_batch_is_as_it_was_without_its_delay(delays: DelayStore, clock: Clock):
     batch, urgent = later("a", 1), later("b", 1, priority=7)
-    await delays.add("p", [(0, batch), (0, urgent)])
+    await add(delays, "p", [(0, batch), (0, urgent)])
     clock.now_s += 1
     (release,) = await claim(delays)
     plain, with_priority = release.batches
@@ -163,7 +163,7 @@ async def test_a_release_is_bounded_in_batches_and_bytes(delays: DelayStore):
 
 
 async def test_a_release_of_more_rows_than_one_statement_takes(delays: DelayStore):
-    await delays.add("p", [(0, later("a", 0))] * 1_100)
+    await add(delays, "p", [(0, later("a", 0))] * 1_100)
     found = await claim(delays)
     assert len(found[0].batches) == 1_000
     await delays.released("p", numbers(found))
@@ -188,37 +188,37 @@ async def test_a_clock_that_goes_back_makes_things_late_and_one_that_jumps_makes
 
 async def test_a_call_that_is_made_again_stores_once(delays: DelayStore):
     for _ in range(2):
-        await delays.add("p", [(0, later("a", 0))], ProducerSequence("me", 1, 0))
+        await add(delays, "p", [(0, later("a", 0))], ProducerSequence("me", 1, 0))
     found = await claim(delays)
     assert letters(found) == "a"
     await delays.released("p", numbers(found))
-    await delays.add("p", [(0, later("a", 0))], ProducerSequence("me", 1, 0))
-    await delays.add("p", [(0, later("b", 0))], ProducerSequence("you", 1, 0))
+    await add(delays, "p", [(0, later("a", 0))], ProducerSequence("me", 1, 0))
+    await add(delays, "p", [(0, later("b", 0))], ProducerSequence("you", 1, 0))
     assert letters(await claim(delays)) == "b"
 
 
 async def test_what_a_call_stored_that_failed_is_gone_when_the_producer_goes_on_without_it(delays: DelayStore):
-    await delays.add("p", [(0, later("a", 0))], ProducerSequence("me", 1, 0))
-    await delays.add("p", [(0, later("b", 0))], ProducerSequence("me", 2, 1))
-    await delays.add("p", [(0, later("c", 0))], ProducerSequence("me", 3, 1))
+    await add(delays, "p", [(0, later("a", 0))], ProducerSequence("me", 1, 0))
+    await add(delays, "p", [(0, later("b", 0))], ProducerSequence("me", 2, 1))
+    await add(delays, "p", [(0, later("c", 0))], ProducerSequence("me", 3, 1))
     assert letters(await claim(delays)) == "ac"
 
 
 async def test_a_name_of_a_producer_may_be_any_text(delays: DelayStore):
     for name in ("\0", "\ud800", "x" * 1000):
         for _ in range(2):
-            await delays.add("p", [(0, later("a", 0))], ProducerSequence(name, 1, 0))
+            await add(delays, "p", [(0, later("a", 0))], ProducerSequence(name, 1, 0))
     assert letters(await claim(delays)) == "aaa"
 
 
 async def test_producers_are_forgotten_that_stored_nothing_for_long(delays: DelayStore, clock: Clock):
-    await delays.add("p", [(0, later("a", 0))], ProducerSequence("me", 1, 0))
+    await add(delays, "p", [(0, later("a", 0))], ProducerSequence("me", 1, 0))
     clock.now_s += CALL_KEPT_S - 1
     await delays.forget_calls("p")
-    await delays.add("p", [(0, later("a", 0))], ProducerSequence("me", 1, 0))
+    await add(delays, "p", [(0, later("a", 0))], ProducerSequence("me", 1, 0))
     clock.now_s += 2
     await delays.forget_calls("p")
-    await delays.add("p", [(0, later("b", 0))], ProducerSequence("me", 1, 0))
+    await add(delays, "p", [(0, later("b", 0))], ProducerSequence("me", 1, 0))
     assert letters(await claim(delays)) == "ab"
 
 
@@ -227,13 +227,13 @@ async def test_producers_are_forgotten_that_stored_nothing_for_long(delays: Dela
 async def test_what_a_forgotten_producer_stored_comes_though_it_begins_anew(
     delays: DelayStore, clock: Clock, call: ProducerSequence, forget: bool
 ):
-    await delays.add("p", [(0, later("a", 3 * CALL_KEPT_S))], ProducerSequence("me", 10, 0))
+    await add(delays, "p", [(0, later("a", 3 * CALL_KEPT_S))], ProducerSequence("me", 10, 0))
     clock.now_s += CALL_KEPT_S + 1
     if forget:
         await delays.forget_calls("p")
-    await delays.add("p", [(0, later("b", 0))], call)
-    await delays.add("p", [(0, later("c", 0))], ProducerSequence("me", call.number + 1, call.number))
-    await delays.add("p", [(0, later("d", 0))], ProducerSequence("me", call.number + 2, call.number))  # c failed
+    await add(delays, "p", [(0, later("b", 0))], call)
+    await add(delays, "p", [(0, later("c", 0))], ProducerSequence("me", call.number + 1, call.number))
+    await add(delays, "p", [(0, later("d", 0))], ProducerSequence("me", call.number + 2, call.number))  # c failed
     clock.now_s += 3 * CALL_KEPT_S
     assert sorted(letters(await claim(delays))) == ["a", "b", "d"]
 
@@ -251,7 +251,7 @@ async def test_what_many_claim_at_once_goes_to_one_of_them_and_nothing_is_left(p
 
     async def work(delays: DelayStore, name: str) -> None:
         for _ in range(10):
-            await delays.add("p", [(rng.randrange(3), later(name, 0)) for _ in range(5)])
+            await add(delays, "p", [(rng.randrange(3), later(name, 0)) for _ in range(5)])
             found = await delays.claim("p", name, HOLD_S, max_batches=7)
             seen.extend(letters(found))
             await delays.released("p", numbers(found))
