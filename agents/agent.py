@@ -138,7 +138,7 @@ class PullingAgent:
         if self._runner is None:
             self._runner = asyncio.create_task(self._run(), name=f"headrace agent {self.queue}")
         elif self.main is not None:
-            if not self._rewindable and delivery.watermark < self.main.cache.first_offset:
+            if not self._rewindable and delivery.progress.watermark < self.main.cache.first_offset:
                 self._go_back()
             else:
                 self._place(delivery)
@@ -158,7 +158,7 @@ class PullingAgent:
             if (task := self._catching.pop(name, None)) is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-            checkpoint = delivery.checkpoint(limit=None)
+            checkpoint = delivery.progress.checkpoint(limit=None)
             if self.main is not None:
                 self.main.leave(delivery)
             delivery.end()
@@ -255,8 +255,7 @@ class PullingAgent:
             return
         self._retire(main)
         for delivery in list(main.deliveries):
-            delivery.base = delivery.position
-            delivery.feed = None
+            delivery.progress.leave_feed()
             delivery.leave(main)
 
     def _retire(self, feed: Feed) -> None:
@@ -266,8 +265,8 @@ class PullingAgent:
     def _start(self) -> int:
         """The offset at which the main feed starts. It is the furthest one possible: deliveries that are further back
         catch up without holding up the others. It is not past a delivery whose subscription throttles."""
-        throttled = [d.watermark for d in self.deliveries.values() if not self._detachable(d)]
-        return min([max((d.base for d in self.deliveries.values()), default=0), *throttled])
+        throttled = [d.progress.watermark for d in self.deliveries.values() if not self._detachable(d)]
+        return min([max((d.progress.base for d in self.deliveries.values()), default=0), *throttled])
 
     def _detachable(self, delivery: Delivery) -> bool:
         return self._rewindable and delivery.definition.slow_consumer is not SlowConsumer.THROTTLE
@@ -280,18 +279,19 @@ class PullingAgent:
         assert main is not None
         if not self._rewindable:
             self._skip_what_is_gone(delivery, main.cache.first_offset)
-        if delivery.feed is None and (delivery.base >= main.cache.first_offset or not self._rewindable):
+        progress = delivery.progress
+        if progress.feed is None and (progress.base >= main.cache.first_offset or not self._rewindable):
             main.join(delivery)
         self._catch_up(delivery)
 
     def _skip_what_is_gone(self, delivery: Delivery, first: int) -> None:
         """A queue that cannot rewind begins at `first`: record a gap for the events below it that a delivery still
         needs."""
-        if delivery.watermark < first:
-            self.missing([delivery], Gap(delivery.watermark, first, "the queue no longer has them"))
-            for cursor in delivery.cursors.values():
+        if delivery.progress.watermark < first:
+            self.missing([delivery], Gap(delivery.progress.watermark, first, "the queue no longer has them"))
+            for cursor in delivery.progress.cursors.values():
                 if cursor.batch is None and cursor.token.offset < first:
-                    cursor.skip_to(SequenceToken(first))
+                    delivery.progress.skip(cursor, SequenceToken(first))
 
     def _on_parked(self, _: StreamCursor) -> None:
         """Find a feed for the cursor, after the feeds had their turn: the main cache may have moved on by then."""
@@ -310,8 +310,8 @@ class PullingAgent:
     def _due(self, delivery: Delivery) -> list[StreamCursor]:
         """Give the main feed the parked cursors that its cache can serve. Return the others that no feed serves."""
         main = self.main
-        due = [c for c in delivery.cursors.values() if c.state is State.PARKED and c.feed is None]
-        if main is None or delivery.feed is not main:
+        due = [c for c in delivery.progress.cursors.values() if c.state is State.PARKED and c.feed is None]
+        if main is None or delivery.progress.feed is not main:
             return due
         left: list[StreamCursor] = []
         for cursor in due:
@@ -331,7 +331,7 @@ class PullingAgent:
         elif not self._rewindable:
             if due:
                 self._go_back()
-        elif (due or delivery.feed is None) and delivery.name not in self._catching:
+        elif (due or delivery.progress.feed is None) and delivery.name not in self._catching:
             task = asyncio.create_task(
                 self._run_catch_ups(delivery), name=f"headrace catch-up {delivery.name}/{self.queue}"
             )
@@ -341,7 +341,7 @@ class PullingAgent:
         """Run one catch-up after the other until the delivery needs none."""
         backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         try:
-            while not self._closed and (self._due(delivery) or delivery.feed is None):
+            while not self._closed and (self._due(delivery) or delivery.progress.feed is None):
                 try:
                     await delivery.wait_until_accepting()
                     async with self._slot():
@@ -373,8 +373,8 @@ class PullingAgent:
 
     async def _catch_up_once(self, delivery: Delivery) -> None:
         positions = [c.token.offset for c in self._due(delivery)]
-        if delivery.feed is None:
-            positions.append(delivery.base)
+        if delivery.progress.feed is None:
+            positions.append(delivery.progress.base)
         if not positions or self.main is None:
             await asyncio.sleep(FIRST_TICK_S)
             return
@@ -394,8 +394,7 @@ class PullingAgent:
             del self._catch_ups[delivery.name]
             self._retire(feed)
             if feed.whole and not feed.finished:
-                delivery.base = delivery.position
-                delivery.feed = None
+                delivery.progress.leave_feed()
             delivery.leave(feed)
             share.close()
             await receiver.aclose()
@@ -411,10 +410,10 @@ class PullingAgent:
         if not feed.cache.buckets:
             return
         oldest = feed.cache.buckets[0]
-        hungry = {d.name for d in feed.deliveries if not any(c.bucket is not None for c in d.cursors.values())}
+        hungry = {d.name for d in feed.deliveries if not any(c.bucket is not None for c in d.progress.cursors.values())}
         held, most = self._held_apart(), self._limits.max_bytes // 8
         for delivery in [d for d in self.deliveries.values() if self._detachable(d)]:
-            there = (delivery.cursors.get(stream) for stream in {batch.stream for batch in oldest.batches})
+            there = (delivery.progress.cursors.get(stream) for stream in {batch.stream for batch in oldest.batches})
             for cursor in [c for c in there if c is not None and c.bucket is oldest]:
                 size = delivery.held(cursor)
                 fits = not held or held + size <= most  # the first batch always fits, however large it is
@@ -442,7 +441,7 @@ class PullingAgent:
     def _in_demand(self, feed: CatchUp) -> bool:
         """Whether others wait for the slot of a catch-up that has had its turn, and the batches that its handlers would
         keep outside of the cache are not too large."""
-        cursors = feed.delivery.cursors.values()
+        cursors = feed.delivery.progress.cursors.values()
         contended = self._is_contended()
         wanted = contended or (feed.finished and any(c.state is State.PARKED and c.feed is None for c in cursors))
         if not wanted:
@@ -457,7 +456,7 @@ class PullingAgent:
 
     def _held_apart(self) -> int:
         """Bytes of batches that handlers and consumers keep outside of all caches."""
-        apart = [(d, c) for d in self.deliveries.values() for c in d.cursors.values() if c.bucket is None]
+        apart = [(d, c) for d in self.deliveries.values() for c in d.progress.cursors.values() if c.bucket is None]
         return sum(max(d.held(c), c.batch.nbytes) for d, c in apart if c.batch is not None)
 
     def _stuck(self, cursor: StreamCursor) -> bool:
@@ -468,7 +467,7 @@ class PullingAgent:
 
     def missing(self, deliveries: Iterable[Delivery], gap: Gap) -> None:
         for delivery in deliveries:
-            if gap.high > delivery.watermark:
+            if gap.high > delivery.progress.watermark:
                 delivery.gaps += 1
                 self._on_gap(delivery, gap)
 
@@ -512,5 +511,6 @@ def _alone(feed: Feed, delivery: Delivery) -> bool:
         return False
     if delivery.definition.selector.explicit or feed.whole:
         return delivery.definition.selector.explicit
-    due = (c for c in delivery.cursors.values() if c.feed is feed or (c.state is State.PARKED and c.feed is None))
+    cursors = delivery.progress.cursors.values()
+    due = (c for c in cursors if c.feed is feed or (c.state is State.PARKED and c.feed is None))
     return len(list(islice(due, 2))) < 2

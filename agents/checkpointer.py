@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from ..streams.background import run_periodically
 from ..streams.progress import RefusedProgress
 from ..streams.subscriptions import Checkpoint
+from .delivery.progress import UnsavedProgress
 from .host_state import HostState
 from .progress_store import ProgressStore
 from .served import ServedSubscription
@@ -47,16 +48,18 @@ class Checkpointer:
         state = self._state
         async with self.lock:
             leases = state.leases_now()
-            progress = [(served, _changed(served)) for served in state.served.values() if served.service.stored]
+            progress = [(served, _unsaved(served)) for served in state.served.values() if served.service.stored]
             saved = [(name, served.service.saving()) for name, served in state.served.items()]
             # After progress was read: a crash between a checkpoint and the gaps before it would hide the gaps.
             await state.recorder.save_gaps()
-            rows = [(served.definition.name, served.epoch, changed) for served, changed in progress]
+            rows = [(served.definition.name, served.epoch, _changed(served, unsaved)) for served, unsaved in progress]
             refused = await self._store.save_checkpoints(state.provider, rows, leases) if rows else RefusedProgress()
             stale = refused.subscriptions
-            for served, changed in progress:
+            for served, unsaved in progress:
                 if served.definition.name not in stale:
-                    served.saved.update({q: at for q, at in changed.items() if q not in refused.queues})
+                    for queue in unsaved.keys() - refused.queues:
+                        served.saved[queue] = unsaved[queue].checkpoint
+                        unsaved[queue].note_saved()
         for queue in self._no_longer_held(refused.queues, leases):
             log.warning(
                 "queue %d of %s has another owner by now: it is not served here any more", queue, state.provider
@@ -138,6 +141,12 @@ class Checkpointer:
         self._unsaved.pop(queue, None)
 
 
-def _changed(served: ServedSubscription) -> dict[int, Checkpoint]:
-    now = {queue: delivery.periodic_checkpoint() for queue, delivery in served.deliveries.items()}
+def _unsaved(served: ServedSubscription) -> dict[int, UnsavedProgress]:
+    """Progress by queue that may differ from what is stored."""
+    found = {queue: delivery.unsaved() for queue, delivery in served.deliveries.items()}
+    return {queue: unsaved for queue, unsaved in found.items() if unsaved is not None}
+
+
+def _changed(served: ServedSubscription, unsaved: Mapping[int, UnsavedProgress]) -> dict[int, Checkpoint]:
+    now = {queue: each.checkpoint for queue, each in unsaved.items()}
     return {queue: checkpoint for queue, checkpoint in now.items() if served.saved.get(queue) != checkpoint}

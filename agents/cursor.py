@@ -12,8 +12,9 @@ from ..streams.subscriptions import Behind
 from .cache import Cursor
 
 if TYPE_CHECKING:
-    from .delivery.delivery import Failure, Feed
+    from .delivery.delivery import Failure
     from .delivery.parcel import Parcel
+    from .delivery.progress import BatchSource
 
 
 class State(enum.Enum):
@@ -71,7 +72,7 @@ class StreamCursor(Cursor):
 
     __slots__ = ("done", "feed", "parcel", "state", "stream", "trouble")
 
-    def __init__(self, stream: StreamId, feed: Feed | None, batch: EventBatch) -> None:
+    def __init__(self, stream: StreamId, feed: BatchSource | None, batch: EventBatch) -> None:
         bucket = batch.bucket
         bucket.pins += 1
         self.batch = batch

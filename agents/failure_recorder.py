@@ -45,7 +45,7 @@ class FailureRecorder:
             "subscription %r misses offsets %d to %d of queue %d: %s",
             delivery.name, gap.low, max(gap.low, gap.high - 1), delivery.queue, gap.reason,
         )  # fmt: skip
-        low, high = SequenceToken(max(gap.low, delivery.watermark)), SequenceToken(gap.high)
+        low, high = SequenceToken(max(gap.low, delivery.progress.watermark)), SequenceToken(gap.high)
         record = self._gap_record(delivery, None, low, high, gap.reason)
         self._gaps.append(record)
         return record

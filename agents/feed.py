@@ -17,7 +17,6 @@ from typing import Protocol
 from ..adapters.receiving import Gap, QueueReceiver, Received
 from ..streams.backoff import Backoff
 from ..streams.errors import Closed, CorruptRecord, StorageError
-from ..streams.identity import SequenceToken
 from .cache import QueueCache
 from .catch_up_budget import CatchUpShare
 from .cursor import State, StreamCursor
@@ -151,6 +150,7 @@ class Feed:
             self.received_bytes += sum(len(batch.encoded) for batch in part)
             with self._nothing_goes():
                 for delivery in self.deliveries:
+                    delivery.progress.read_on(self)
                     delivery.offer(self, part, self.base(delivery))
             await asyncio.sleep(0)
         self.cache.next_offset = max(self.cache.next_offset, received.next_offset)
@@ -163,11 +163,12 @@ class Feed:
 
     def base(self, delivery: Delivery) -> float:
         """Below this offset only streams with a cursor of this feed need anything."""
-        return delivery.base
+        return delivery.progress.base
 
     def _moved(self) -> None:
         for delivery in self.deliveries:
             settle(delivery, self)
+            delivery.progress.read_on(self)
             delivery.progressed()
 
     def drained(self, delivery: Delivery, cursor: StreamCursor) -> None:
@@ -215,7 +216,7 @@ class Feed:
         elif self.has_passed(delivery, cursor):
             delivery.forget(cursor)
         else:
-            cursor.feed = self
+            delivery.progress.await_batch(cursor, self)
 
     def has_passed(self, delivery: Delivery, cursor: StreamCursor) -> bool:
         """Whether the next batch of a cursor's stream will be new to `delivery`, so that the cursor may be forgotten.
@@ -224,20 +225,21 @@ class Feed:
         events of it are done already."""
         position = self.cache.next_offset
         ahead = cursor.done is not None and max(cursor.done) >= position
-        return position >= delivery.base and cursor.token <= (position, 0) and not ahead
+        return position >= delivery.progress.base and cursor.token <= (position, 0) and not ahead
 
     def join(self, delivery: Delivery) -> None:
         """Serve `delivery` from now on. This feed's cache must reach back to the delivery's position."""
-        wants = min([delivery.base, *(c.token.offset for c in delivery.cursors.values() if c.batch is None)])
+        progress = delivery.progress
+        wants = min([progress.base, *(c.token.offset for c in progress.cursors.values() if c.batch is None)])
         for hole in self._holes:
             if wants < hole.high:
                 self.owner.missing([delivery], hole)
-        delivery.feed = self
+        progress.join(self)
         self.deliveries.append(delivery)
         # Offer first, adopt then: otherwise a stream that is ahead of this cache would look like a new one.
-        parked = [c for c in delivery.cursors.values() if c.state is State.PARKED and c.feed is None]
+        parked = [c for c in progress.cursors.values() if c.state is State.PARKED and c.feed is None]
         with self._nothing_goes():
-            delivery.offer(self, self.cache.batches_from(delivery.base), delivery.base)
+            delivery.offer(self, self.cache.batches_from(progress.base), progress.base)
             for cursor in parked:
                 if cursor.token.offset >= self.cache.first_offset:
                     self.adopt(delivery, cursor)
@@ -250,8 +252,9 @@ class Feed:
 
 def settle(delivery: Delivery, feed: Feed) -> None:
     """Once a feed has passed a delivery's base, forget the parked streams that have nothing left to deliver."""
-    if delivery.feed is feed and feed.cache.next_offset >= delivery.base:
-        for cursor in [c for c in delivery.cursors.values() if c.state is State.PARKED and c.feed is feed]:
+    progress = delivery.progress
+    if progress.feed is feed and feed.cache.next_offset >= progress.base:
+        for cursor in [c for c in progress.cursors.values() if c.state is State.PARKED and c.feed is feed]:
             if feed.has_passed(delivery, cursor):
                 delivery.forget(cursor)
 
@@ -286,17 +289,17 @@ class CatchUp(Feed):
         """Loop time since which its delivery accepts nothing, noted by `PullingAgent.relieve`."""
         self._reading: asyncio.Task[None] | None = None
         self._gave_way = False
-        self.whole = delivery.feed is None
+        self.whole = delivery.progress.feed is None
         if self.whole:
-            delivery.feed = self
+            delivery.progress.join(self)
 
     def base(self, delivery: Delivery) -> float:
-        return delivery.base if self.whole else float("inf")
+        return delivery.progress.base if self.whole else float("inf")
 
     def take_along(self, cursor: StreamCursor) -> None:
         """Serve a parked cursor, too, if its position has not been read past already."""
         if not self.finished and cursor.token.offset >= self.cache.next_offset:
-            cursor.feed = self
+            self.delivery.progress.await_batch(cursor, self)
 
     def meet_damage(self, delivery: Delivery, damage: CorruptRecord) -> None:
         delivery.damage = damage
@@ -364,8 +367,7 @@ class CatchUp(Feed):
 
     def drained(self, delivery: Delivery, cursor: StreamCursor) -> None:
         if self.finished:
-            cursor.feed = None
-            cursor.skip_to(max(cursor.token, SequenceToken(self.cache.next_offset, 0)))
+            delivery.progress.leave_cursor(cursor)
             delivery.on_parked(cursor)
         elif self.whole:
             super().drained(delivery, cursor)
@@ -388,20 +390,18 @@ class CatchUp(Feed):
         return self.cache.next_offset >= main.cache.first_offset or self._idle()
 
     def _idle(self) -> bool:
-        return not self.whole and not any(c.feed is self for c in self.delivery.cursors.values())
+        return not self.whole and not any(c.feed is self for c in self.delivery.progress.cursors.values())
 
     def _join(self, main: Feed) -> None:
         """End: this feed has caught up. Streams that still use its cache move to the main feed when they are done with
         it."""
         self.finish()
-        position = SequenceToken(self.cache.next_offset, 0)
-        parked = [c for c in self.delivery.cursors.values() if c.state is State.PARKED and c.feed is self]
+        parked = [c for c in self.delivery.progress.cursors.values() if c.state is State.PARKED and c.feed is self]
         for cursor in parked:
-            cursor.feed = None
-            cursor.skip_to(max(cursor.token, position))
+            self.delivery.progress.leave_cursor(cursor)
         if self.whole:
-            self.delivery.base = max(self.delivery.base, position.offset)
+            self.delivery.progress.leave_feed()
             main.join(self.delivery)
         for cursor in parked:
-            if cursor.state is State.PARKED and cursor.feed is None and cursor.stream in self.delivery.cursors:
+            if cursor.state is State.PARKED and cursor.feed is None and cursor.stream in self.delivery.progress.cursors:
                 self.delivery.on_parked(cursor)

@@ -74,12 +74,12 @@ class QueueAcknowledger:
         served = self._state.served.values()
         if not self._durable:
             deliveries = [one.deliveries.get(queue) for one in served]
-            return min((delivery.watermark for delivery in deliveries if delivery is not None), default=None)
+            return min((delivery.progress.watermark for delivery in deliveries if delivery is not None), default=None)
         return min((_safe_watermark(one, queue) for one in served if queue in one.deliveries), default=None)
 
 
 def _safe_watermark(served: ServedSubscription, queue: int) -> int:
     """The watermark of a subscription that a crash would not undo: it is stored, or the consumers keep it."""
     if not served.service.stored:
-        return served.deliveries[queue].watermark
+        return served.deliveries[queue].progress.watermark
     return served.saved[queue].watermark if queue in served.saved else 0

@@ -9,8 +9,8 @@ FOLDERS = (
     "adapters", "agents", "balancer", "benchmarks", "cli", "client", "front_door", "pipeline", "server", "silo",
     "store", "streams",
 )  # fmt: skip
-SHARED = {"Feed", "Rejected", "Session"}
-"""Names of two classes: a protocol and its implementation, and two sides of the same call."""
+SHARED = {"Rejected", "Session"}
+"""Names of two classes: two sides of the same call."""
 
 
 def test_no_two_public_classes_share_a_name() -> None:

@@ -13,53 +13,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from heapq import nsmallest
 from typing import NamedTuple, Protocol
 
 from ...streams.errors import Closed, CorruptRecord
 from ...streams.events import Event, EventBatch
 from ...streams.failure_log import failure_text
-from ...streams.identity import SequenceToken, StreamId
-from ...streams.subscriptions import Behind, Checkpoint, OnFailure, SubscriptionDefinition
-from ..cache import EMPTY, QueueCache
+from ...streams.identity import StreamId
+from ...streams.subscriptions import Checkpoint, OnFailure, SubscriptionDefinition
+from ..cache import EMPTY
 from ..cursor import PARKED, READY, RUNNING, State, StreamCursor
 from .breaker import HELD, Gate
+from .progress import BatchSource, DeliveryProgress, UnsavedProgress
 
 log = logging.getLogger("headrace.agents")
 
-MAX_BEHIND = 4000
-"""Most streams behind that a periodic checkpoint lists. The checkpoint of a clean stop lists all."""
-MAX_RANGES = 10_000
-"""Most ranges of events done out of order that a periodic checkpoint lists."""
-FULL_S = 10.0
-"""If periodic checkpoints left something out for so long, the next one is complete, in seconds."""
 STORE_RETRY_S = 1.0
 EXCUSED_S = 1.0
 """The shortest wait after a failure that does not count, in seconds: their number is not limited."""
 
 RNG = random.Random()  # noqa: S311 (jitter)
 """One for all deliveries: a generator takes 2.5 kB, and a subscription has a delivery for each queue."""
-
-
-class Feed(Protocol):
-    """Brings batches to a delivery: the queue's main feed, or a catch-up of the delivery's own."""
-
-    cache: QueueCache
-    damage: CorruptRecord | None
-    """The damaged record that stops reading at present."""
-
-    @property
-    def caught_up(self) -> bool:
-        """Whether it has reached the queue's end as of its start."""
-        ...
-
-    def drained(self, delivery: Delivery, cursor: StreamCursor) -> None:
-        """The cursor has finished all batches of its stream in this feed's cache: forget, keep or move the cursor."""
-        ...
 
 
 class DeliveryStatistics(NamedTuple):
@@ -128,15 +104,9 @@ class Delivery(ABC):
         self.queue = queue
         self.epoch = epoch
         """The epoch under which this process serves the subscription. Its records carry it."""
-        self.base = checkpoint.next_offset
-        """Every event below is done, except in streams that have a cursor."""
-        self.feed: Feed | None = None
-        """Brings new batches: the main feed once the delivery joined it, a catch-up before."""
+        self.progress = DeliveryProgress(checkpoint, asyncio.get_running_loop().time())
         self.on_parked: Callable[[StreamCursor], None] = lambda _: None
         """Called when a parked cursor is due and no feed will bring its next batch."""
-        self.cursors: dict[StreamId, StreamCursor] = {
-            stream: StreamCursor.parked(stream, behind) for stream, behind in checkpoint.behind.items()
-        }
         self.gate = gate or Gate(definition.name, enabled=definition.circuit_breaker)
         """The circuit breaker of the subscription: one for all its queues in this process."""
         self.withheld = False
@@ -152,9 +122,6 @@ class Delivery(ABC):
         self._in_flight = 0
         self._stopping = False
         self._watchers: list[asyncio.Future[None]] = []
-        self.exact = True
-        """Whether the last checkpoint was complete."""
-        self._exact_at = self._loop.time()
         self._delivered_events = self._delivered_batches = self._filtered = self._retries = 0
         self._dead_lettered = self._skipped = 0
         self.gaps = 0
@@ -200,7 +167,7 @@ class Delivery(ABC):
         self._stopping = True
         self.gate.leave(self)
         self._notify()
-        for cursor in self.cursors.values():
+        for cursor in self.progress.cursors.values():
             if cursor.trouble is not None and cursor.trouble.timer is not None:
                 cursor.trouble.timer.cancel()
 
@@ -222,9 +189,9 @@ class Delivery(ABC):
 
     # ---- batches come in -------------------------------------------------------------------------------------------
 
-    def offer(self, feed: Feed, batches: Iterable[EventBatch], base: float) -> None:
+    def offer(self, feed: BatchSource, batches: Iterable[EventBatch], base: float) -> None:
         """Take new batches of `feed`'s cache. Below the offset `base`, only streams with a cursor need any."""
-        cursors, ready, selects = self.cursors, self._ready, self._selects
+        cursors, ready, selects = self.progress.cursors, self._ready, self._selects
         for batch in batches:
             stream = batch.stream
             cursor = cursors.get(stream)
@@ -237,7 +204,7 @@ class Delivery(ABC):
         if ready:
             self._wake()
 
-    def _unpark(self, cursor: StreamCursor, feed: Feed, batch: EventBatch) -> None:
+    def _unpark(self, cursor: StreamCursor, feed: BatchSource, batch: EventBatch) -> None:
         offset, index = cursor.token
         if batch.offset < offset or (batch.offset == offset and index >= batch.count):
             return
@@ -245,12 +212,14 @@ class Delivery(ABC):
         cursor.feed = feed
         if cursor.done is not None:
             cursor.forget_done()
+        self.progress.touch()
         self._enlist(cursor)
 
     # ---- cursors go on ---------------------------------------------------------------------------------------------
 
     def _finished(self, cursor: StreamCursor) -> None:
         """The cursor's batch is done: move to the next one with undelivered events, or leave the cache."""
+        self.progress.touch()
         while True:
             apart = cursor.bucket is None
             if cursor.done is not None:
@@ -273,6 +242,7 @@ class Delivery(ABC):
 
     def _enlist(self, cursor: StreamCursor) -> None:
         """Make the cursor ready at the next event of its batch that was not done out of order."""
+        self.progress.touch()
         if cursor.done is None or cursor.skip_done():
             cursor.state = READY
             self._ready.append(cursor)
@@ -401,14 +371,16 @@ class Delivery(ABC):
         cursor.state = State.PAUSED
         cursor.troubled().paused = reason
         cursor.park()
+        self.progress.touch()
 
     def resume(self, stream: StreamId) -> bool:
         """Go on with a paused stream. Return False if it is not paused here."""
-        cursor = self.cursors.get(stream)
+        cursor = self.progress.cursors.get(stream)
         if cursor is None or cursor.state is not State.PAUSED:
             return False
         trouble = cursor.troubled()
         trouble.paused, trouble.attempts, trouble.phase = "", 0, None
+        self.progress.touch()
         self._go_on(cursor)
         return True
 
@@ -428,7 +400,7 @@ class Delivery(ABC):
         if cursor.state is READY:
             self._park(cursor)
 
-    def follow(self, cursor: StreamCursor, feed: Feed, batch: EventBatch) -> None:
+    def follow(self, cursor: StreamCursor, feed: BatchSource, batch: EventBatch) -> None:
         """Let a parked cursor go on in `feed`, at `batch`."""
         self._unpark(cursor, feed, batch)
         if self._ready:
@@ -436,87 +408,32 @@ class Delivery(ABC):
 
     def forget(self, cursor: StreamCursor) -> None:
         """Drop the cursor of a stream without undelivered events: its next batch starts a new one."""
-        del self.cursors[cursor.stream]
+        self.progress.forget(cursor)
         self._notify()
 
-    def leave(self, feed: Feed) -> None:
+    def leave(self, feed: BatchSource) -> None:
         """`feed` ends: park the cursors that are in its cache."""
-        for cursor in list(self.cursors.values()):
+        for cursor in list(self.progress.cursors.values()):
             if cursor.feed is feed and cursor.state in (READY, RUNNING, State.WAITING):
                 self.detach(cursor)
             elif cursor.feed is feed:
                 cursor.feed = None
+        self.progress.touch()
 
     def end(self) -> None:
         """Leave all feeds. The delivery's progress stays as it is, however far the feeds read on."""
-        self.base, self.feed = self.position, None
-        for cursor in self.cursors.values():
+        self.progress.leave_feed()
+        for cursor in self.progress.cursors.values():
             if cursor.state is PARKED:
-                cursor.skip_to(self._needed(cursor))
+                self.progress.leave_cursor(cursor)
             cursor.feed = None
             cursor.release()
 
     # ---- progress --------------------------------------------------------------------------------------------------
 
-    @property
-    def position(self) -> int:
-        """Every event below is done, except in streams that have a cursor."""
-        return max(self.base, self.feed.cache.next_offset) if self.feed else self.base
-
-    def checkpoint(self, *, limit: int | None = MAX_BEHIND) -> Checkpoint:
-        """The progress at this moment.
-
-        With more than `limit` streams behind, the position goes back until at most `limit` streams are behind it. Of
-        the events done out of order, the checkpoint lists at most `MAX_RANGES` ranges. Some completed events then come
-        again after a crash; none is lost. `exact` says afterwards whether the checkpoint is complete. Without a limit
-        it is."""
-        position = self.position
-        here = SequenceToken(position)
-        room = sys.maxsize if limit is None else MAX_RANGES
-        self.exact = True
-        behind: dict[StreamId, Behind] = {}
-        for cursor in self.cursors.values():
-            token, paused = self._needed(cursor), cursor.trouble.paused if cursor.trouble else ""
-            done = () if cursor.done is None else self._listed(cursor, room)
-            room -= len(done)
-            # Streams ahead of the position count, too: a catch-up may be further than a main feed that started again.
-            if token != here or paused or done:
-                behind[cursor.stream] = Behind(token, paused, done)
-        if limit is not None and len(behind) > limit:
-            self.exact = False
-            position = min(position, nsmallest(limit + 1, (b.token.offset for b in behind.values()))[-1])
-            behind = {stream: b for stream, b in behind.items() if b.token.offset < position}
-        return Checkpoint(position, behind)
-
-    def periodic_checkpoint(self) -> Checkpoint:
-        """Return a checkpoint with a limit, or a complete one if the last ones were not complete for `FULL_S` seconds.
-
-        Consumers wait for the confirmation that their progress is saved, so a complete checkpoint must come sometimes,
-        however large it is."""
-        now = self._loop.time()
-        checkpoint = self.checkpoint(limit=None if now - self._exact_at >= FULL_S else MAX_BEHIND)
-        if self.exact:
-            self._exact_at = now
-        return checkpoint
-
-    def _listed(self, cursor: StreamCursor, room: int) -> tuple[tuple[int, int, int], ...]:
-        """The first `room` ranges of the cursor's events that were done out of order."""
-        done = cursor.done_ranges(room + 1)
-        self.exact = self.exact and len(done) <= room
-        return done[:room]
-
-    def _needed(self, cursor: StreamCursor) -> SequenceToken:
-        """Token of the next undelivered event of the cursor's stream."""
-        token = cursor.token
-        if cursor.state is PARKED and cursor.feed is not None:
-            return max(token, SequenceToken(cursor.feed.cache.next_offset, 0))
-        return token
-
-    @property
-    def watermark(self) -> int:
-        """The lowest offset still needed."""
-        behind = min((self._needed(c).offset for c in self.cursors.values()), default=self.position)
-        return min(behind, self.position)
+    def unsaved(self) -> UnsavedProgress | None:
+        """The checkpoint that is to be saved, None if the one that was saved last still holds."""
+        return self.progress.unsaved(self._loop.time())
 
     async def wait_until(self, offset: int) -> None:
         """Return when every event below `offset` is done. Paused streams do not count.
@@ -524,7 +441,7 @@ class Delivery(ABC):
         Raises Closed once the delivery stopped, CorruptRecord when every event before a damaged record below `offset`
         is done.
         """
-        while not self._reached(offset):
+        while not self.progress.reached(offset):
             if (damage := self._met_damage()) is not None:
                 raise damage
             if self._stopping:
@@ -535,16 +452,10 @@ class Delivery(ABC):
 
     def _met_damage(self) -> CorruptRecord | None:
         """A copy of the error of the damaged record that stops this delivery, once every event before it is done."""
-        for damage in (self.damage, self.feed.damage if self.feed else None):
-            if damage is not None and self._reached(damage.offset or 0):
+        for damage in (self.damage, self.progress.feed.damage if self.progress.feed else None):
+            if damage is not None and self.progress.reached(damage.offset or 0):
                 return damage.copy()
         return None
-
-    def _reached(self, offset: int) -> bool:
-        if self.position < offset:
-            return False
-        live = (c for c in self.cursors.values() if c.state is not State.PAUSED)
-        return all(self._needed(c).offset >= offset for c in live)
 
     async def _progress(self) -> None:
         future: asyncio.Future[None] = self._loop.create_future()
@@ -563,7 +474,7 @@ class Delivery(ABC):
         self._notify()
 
     def statistics(self) -> DeliveryStatistics:
-        states = [c.state for c in self.cursors.values()]
+        states = [c.state for c in self.progress.cursors.values()]
         return DeliveryStatistics(
             self.name,
             self._delivered_events,
@@ -578,5 +489,5 @@ class Delivery(ABC):
             states.count(State.WAITING),
             states.count(PARKED),
             states.count(State.PAUSED),
-            self.watermark,
+            self.progress.watermark,
         )

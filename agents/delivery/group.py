@@ -106,7 +106,7 @@ class Group:
             member.on_gap(record)
 
     def saving(self) -> Callable[[], None]:
-        if self._stored and not all(delivery.exact for delivery in self.deliveries.values()):
+        if self._stored and not all(delivery.progress.exact for delivery in self.deliveries.values()):
             return _not_all
         members = self.members.values()
         marks = [(member, member.connections, member.applied) for member in members if member.applied > member.saved]
@@ -480,7 +480,7 @@ class Group:
         return all(delivery.idle for delivery in self.deliveries.values())
 
     def positions(self) -> Mapping[int, Checkpoint]:
-        return {queue: delivery.checkpoint() for queue, delivery in self.deliveries.items()}
+        return {queue: delivery.progress.checkpoint() for queue, delivery in self.deliveries.items()}
 
     def statistics(self) -> Sequence[MemberStatistics]:
         return [member.statistics() for member in self.members.values()]

@@ -310,6 +310,7 @@ class GroupDelivery(Delivery):
             before = len(indexes)
             indexes.update(range(first, last))
             self._count(parcel, len(indexes) - before)
+        self.progress.touch()
         if self.gate.breaker.watching:
             self.gate.succeeded(cursor.stream)
         return True
@@ -542,9 +543,10 @@ class GroupDelivery(Delivery):
     @property
     def idle(self) -> bool:
         """Nothing is left that could be delivered now."""
-        if self._stopping or self.feed is None or not self.feed.caught_up:
+        feed = self.progress.feed
+        if self._stopping or feed is None or not feed.caught_up:
             return False
-        return all(cursor.state is State.PAUSED for cursor in self.cursors.values())
+        return all(cursor.state is State.PAUSED for cursor in self.progress.cursors.values())
 
     async def stop(self, drain_s: float) -> None:
         self.halt()

@@ -24,6 +24,7 @@ from ...streams.subscriptions import Checkpoint, SubscriptionDefinition
 from ..cursor import READY, RUNNING, StreamCursor
 from .breaker import Admission
 from .delivery import Delivery, Failure, FailureSink
+from .progress import UnsavedProgress
 
 log = logging.getLogger("headrace.agents")
 
@@ -111,6 +112,7 @@ class HandlerDelivery(Delivery):
     ) -> None:
         """A handler that began at event `start` raised. `one`: it was given a single event, even if it takes
         batches."""
+        self.progress.touch()
         if self._workers.ends_worker(error, stopping=self.over):
             cursor.state = READY  # it goes on at its token later
             self._ready.appendleft(cursor)
@@ -226,6 +228,11 @@ class HandlerDelivery(Delivery):
             return error
         self._delivered_events += 1
         return None
+
+    def unsaved(self) -> UnsavedProgress | None:
+        if self._in_flight:
+            self.progress.touch()  # handlers move their cursors with each event, and say so only at the end
+        return super().unsaved()
 
     def runs_here(self) -> bool:
         return self._workers.runs_here()

@@ -121,7 +121,7 @@ async def _unfinished(provider: ProviderCore) -> dict[int, int]:
     for one in served.values():
         for queue, saved in one.saved.items():
             delivery = one.deliveries.get(queue)
-            at = saved.watermark if delivery is None else delivery.watermark
+            at = saved.watermark if delivery is None else delivery.progress.watermark
             lowest[queue] = min(at, lowest.get(queue, at))
     return lowest
 

@@ -274,7 +274,7 @@ async def _positions(provider: ProviderCore, name: str) -> Mapping[int, Checkpoi
     served = provider.manager.served.get(name)
     if served is None:
         return await provider.store.checkpoints(provider.name, name)
-    now = {queue: delivery.checkpoint() for queue, delivery in served.deliveries.items()}
+    now = {queue: delivery.progress.checkpoint() for queue, delivery in served.deliveries.items()}
     if provider.leased and served.service.stored:  # other silos serve other queues
         return {**await provider.store.checkpoints(provider.name, name), **now}
     return served.saved | now

@@ -91,7 +91,7 @@ class Bench:
 
     def held(self) -> tuple[int, int]:
         """Events and bytes of every batch that the agent or one of its cursors keeps alive."""
-        cursors = [c for d in self.agent.deliveries.values() for c in d.cursors.values()]
+        cursors = [c for d in self.agent.deliveries.values() for c in d.progress.cursors.values()]
         caches = {id(feed.cache): feed.cache for feed in self.feeds()}
         caches |= {id(c.bucket.cache): c.bucket.cache for c in cursors if c.bucket is not None}
         batches = [b for cache in caches.values() for bucket in cache.buckets for b in bucket.batches]
@@ -102,7 +102,7 @@ class Bench:
         return [feed for feed in (self.agent.main, *self.agent._catch_ups.values()) if feed is not None]
 
     def cursor(self, delivery: Delivery, key: str) -> StreamCursor:
-        return delivery.cursors[stream(key)]
+        return delivery.progress.cursors[stream(key)]
 
     async def __aenter__(self) -> Self:
         return self

@@ -44,13 +44,13 @@ class Lane:
         self._start = checkpoint.watermark
         self.parked = []  # cursors that the former delivery parks do not count
         delivery.on_parked = self.parked.append
-        delivery.feed = self
-        for cursor in delivery.cursors.values():
+        delivery.progress.join(self)
+        for cursor in delivery.progress.cursors.values():
             cursor.feed = self
 
     def read_again(self) -> None:
         """Offer everything that is in the cache, as a feed does that a delivery joins."""
-        self.delivery.offer(self, self.cache.batches_from(self._start), self.delivery.base)
+        self.delivery.offer(self, self.cache.batches_from(self._start), self.delivery.progress.base)
 
     def unpark(self) -> None:
         """Bring the next batch of every parked cursor, as a catch-up would."""
@@ -70,16 +70,16 @@ class Lane:
         for offset, batch in enumerate(made, self.cache.next_offset):
             batch.offset = offset
         self.cache.add(made)
-        self.delivery.offer(self, made, self.delivery.base)
+        self.delivery.offer(self, made, self.delivery.progress.base)
         self.delivery.progressed()
         return made
 
     def drained(self, delivery: Delivery, cursor: StreamCursor) -> None:
-        if self.cache.next_offset >= delivery.base:
+        if self.cache.next_offset >= delivery.progress.base:
             delivery.forget(cursor)
 
     def cursor(self, key: str) -> StreamCursor:
-        return self.delivery.cursors[stream(key)]
+        return self.delivery.progress.cursors[stream(key)]
 
 
 class Circle:
@@ -128,7 +128,7 @@ class Circle:
         return consumer
 
     def checkpoint(self, queue: int = 0) -> Checkpoint:
-        return self.lanes[queue].delivery.checkpoint()
+        return self.lanes[queue].delivery.progress.checkpoint()
 
     async def rest(self, seconds: float = A_WHILE_S) -> None:
         """Until nothing goes on, in virtual time."""
@@ -137,7 +137,7 @@ class Circle:
     async def stop(self, drain_s: float = 0.0) -> Checkpoint:
         """Stop, and return the exact progress in the first queue."""
         await asyncio.gather(*(lane.delivery.stop(drain_s) for lane in self.lanes))
-        return self.lane.delivery.checkpoint(limit=None)
+        return self.lane.delivery.progress.checkpoint(limit=None)
 
     async def __aenter__(self) -> Self:
         return self

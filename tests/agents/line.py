@@ -90,13 +90,13 @@ class Line:
             concurrency=concurrency, rewindable=rewindable, term=term, gate=gate, rng=random.Random(1),
         )  # fmt: skip
         self.delivery.on_parked = self.parked.append
-        self.delivery.feed = self
+        self.delivery.progress.join(self)
 
     def publish(self, key: str, *payloads: bytes) -> EventBatch:
         made = EventBatch.of(stream(key), payloads)
         made.offset = self.cache.next_offset
         self.cache.add([made])
-        self.delivery.offer(self, [made], self.delivery.base)
+        self.delivery.offer(self, [made], self.delivery.progress.base)
         self.delivery.progressed()
         return made
 
@@ -106,7 +106,7 @@ class Line:
         for offset, batch in enumerate(made, self.cache.next_offset):
             batch.offset = offset
         self.cache.add(made)
-        self.delivery.offer(self, made, self.delivery.base)
+        self.delivery.offer(self, made, self.delivery.progress.base)
 
     def drained(self, delivery: Delivery, cursor: StreamCursor) -> None:
         delivery.forget(cursor)

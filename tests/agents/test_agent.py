@@ -81,7 +81,7 @@ async def test_a_subscription_far_behind_catches_up_beside_the_others() -> None:
         assert bench.agent.statistics().deliveries[1][1]
         gate.set()
         await bench.caught_up()
-        assert delivery.feed is bench.agent.main
+        assert delivery.progress.feed is bench.agent.main
         await bench.publish_numbers(10, start=700)
         await bench.caught_up()
         await until(lambda: not bench.agent._catching)
@@ -213,7 +213,7 @@ async def test_a_stuck_consumer_is_detached_and_gets_everything_once_afterwards(
         await until(lambda: all(len(recorder.seen) == 2000 for recorder in others))
         assert stuck.seen == numbers(5)
         assert slow.statistics().parked == 0  # its handler runs yet
-        assert slow.watermark == 5
+        assert slow.progress.watermark == 5
         gate.set()
         await bench.caught_up()
     assert stuck.seen == numbers(2000)
@@ -481,7 +481,7 @@ async def test_a_catch_up_that_came_to_the_end_while_the_queue_was_down_joins_wh
         bench.agent._reading = None
         gate.set()
         await bench.caught_up()
-        await until(lambda: bench.agent.main is not None and delivery.feed is bench.agent.main)
+        await until(lambda: bench.agent.main is not None and delivery.progress.feed is bench.agent.main)
         await until(lambda: not bench.agent._catching)
     assert recorder.seen == numbers(100)
 
@@ -500,7 +500,7 @@ async def test_what_retention_took_is_reported_to_who_misses_it_and_the_rest_is_
         await bench.caught_up()
         assert bench.gaps == [("late", Gap(20, 120, "dropped"))]
         assert [d.gaps for d in bench.agent.deliveries.values()] == [0, 1]
-        assert bench.agent.deliveries["late"].checkpoint() == Checkpoint(200)
+        assert bench.agent.deliveries["late"].progress.checkpoint() == Checkpoint(200)
     assert late.seen == numbers(80, 120)
     assert live.seen == []
 

@@ -16,7 +16,7 @@ from headrace.agents import CacheLimits
 from headrace.store.control_store import ControlStore
 from headrace.streams.subscriptions import Checkpoint
 from tests.agents.shelf import Shelf
-from tests.agents.world import POISON, PROVIDER, UNWANTED, World, consumer_of
+from tests.agents.world import POISON, PROVIDER, UNWANTED, World, check_saved, consumer_of
 from tests.random_examples import seeds
 from tests.virtual_time import run
 
@@ -28,6 +28,7 @@ def simulate(seed: int, *, kind: str = "rewindable", steps: int = 60) -> World:
     latency = rng.choice((0.0, 0.0, 0.01, 0.1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("headrace.agents.checkpointer.CHECKPOINT_S", 1.0)  # so that crashes find more that is not saved
+        patch.setattr("headrace.agents.delivery.progress.MAX_BEHIND", (2, 4000)[seed % 2])
         # Two clocks are real ones.
         patch.setattr("headrace.agents.delivery.handling.TURN_S", rng.choice((-1.0, math.inf)))
         patch.setattr("headrace.agents.feed.monotonic", lambda: 0.0, raising=False)
@@ -80,6 +81,7 @@ class Life:
     async def go_on(self, steps: int) -> None:
         for _ in range(steps):
             await self._step()
+            check_saved(self.world.manager, self.world.problem)
             if self.world.problems:
                 return
             if self.rng.random() < 0.7:

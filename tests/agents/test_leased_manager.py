@@ -152,6 +152,22 @@ async def test_dead_letters_of_queues_that_others_have_do_not_hold_up_those_of_o
 
 
 @virtual_time
+async def test_progress_that_could_not_be_saved_is_saved_later_though_nothing_else_happens() -> None:
+    async with tenant() as silo:
+        recorder = await silo.handler("g")
+        await silo.gain(0)
+        silo.calls.failing = "save_checkpoints"
+        silo.manager.start()
+        await silo.shelf.enqueue([(0, EventBatch.of(stream("a"), [b"x"]))])
+        await asyncio.sleep(2)
+        assert recorder.seen == ["x"]
+        assert (await silo.store.checkpoints(PROVIDER, "g"))[0] == Checkpoint(0)
+        silo.calls.failing = ""
+        await asyncio.sleep(2)
+        assert (await silo.store.checkpoints(PROVIDER, "g"))[0] == Checkpoint(1)
+
+
+@virtual_time
 async def test_what_was_done_of_a_queue_is_saved_when_it_is_given_back_once_more() -> None:
     async with tenant() as silo:
         recorder = await silo.handler("g")

@@ -1,7 +1,7 @@
 """More streams behind than a periodic checkpoint lists. In virtual time."""
 
 from headrace import EventBatch
-from headrace.agents.delivery.delivery import FULL_S, MAX_BEHIND
+from headrace.agents.delivery.progress import FULL_S, MAX_BEHIND
 from tests.agents.delivery.test_group_manager import connected, house, rest
 from tests.agents.line import stream
 from tests.virtual_time import virtual_time

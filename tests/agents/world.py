@@ -25,6 +25,7 @@ from headrace import (
 )
 from headrace.adapters import QueueAdapter
 from headrace.agents import CacheLimits, Delivery, HandlerService, PullingAgent, PullingManager
+from headrace.agents.delivery import progress
 from headrace.agents.failure_recorder import FailureRecorder
 from headrace.store.control_store import ControlStore
 from headrace.streams.handlers import Handler
@@ -76,6 +77,16 @@ def watch_recorder(recorder: FailureRecorder, world: "World") -> None:
 
     recorder.dead_letter = watched_dead_letter  # pyright: ignore[reportAttributeAccessIssue]
     recorder.skipped = watched_skipped  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def check_saved(manager: PullingManager, problem: Callable[[str], None]) -> None:
+    """A delivery that has nothing unsaved is where its stored checkpoint says."""
+    for name, served in manager.served.items():
+        for queue, delivery in served.deliveries.items():
+            if delivery.unsaved() is None:
+                now = delivery.progress.checkpoint(limit=None if delivery.progress.exact else progress.MAX_BEHIND)
+                if served.saved[queue] != now:
+                    problem(f"{name} does not say that it is at {now}, not at {served.saved[queue]}")
 
 
 class World:
@@ -248,7 +259,7 @@ class World:
     def resume(self) -> None:
         for served in self.manager.served.values():
             for delivery in served.deliveries.values():
-                for stream in list(delivery.cursors):
+                for stream in list(delivery.progress.cursors):
                     delivery.resume(stream)
 
     async def settle(self) -> None:

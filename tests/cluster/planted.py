@@ -11,6 +11,7 @@ from unittest.mock import patch
 from headrace import SequenceToken
 from headrace.agents import Delivery, PullingManager
 from headrace.agents.cursor import State, StreamCursor
+from headrace.agents.delivery.progress import DeliveryProgress
 from headrace.agents.queue_host import QueueHost
 from headrace.balancer.held_leases import HeldLease, HeldLeases
 from headrace.balancer.membership import Membership
@@ -70,10 +71,10 @@ def release_before_drain(stack: ExitStack) -> None:
 def checkpoint_of_the_maximum(stack: ExitStack) -> None:
     """The checkpoint has the furthest position, and leaves out the streams that are behind."""
 
-    def checkpoint(delivery: Delivery, *, limit: int | None = None) -> Checkpoint:
-        return Checkpoint(delivery.position)
+    def listed(progress: DeliveryProgress, _: int | None) -> tuple[Checkpoint, bool]:
+        return Checkpoint(progress.position), True
 
-    stack.enter_context(patch.object(Delivery, "checkpoint", checkpoint))
+    stack.enter_context(patch.object(DeliveryProgress, "_list", listed))
 
 
 def lease_from_the_answer(stack: ExitStack) -> None:
@@ -128,13 +129,13 @@ def start_from_what_was_known(stack: ExitStack) -> None:
 
 def done_when_handed_out(stack: ExitStack) -> None:
     """Events that were handed out count as done."""
-    needed = Delivery._needed
+    needed = DeliveryProgress.needed
 
-    def needed_behind_it(delivery: Delivery, cursor: StreamCursor) -> SequenceToken:
-        token = needed(delivery, cursor)
+    def needed_behind_it(progress: DeliveryProgress, cursor: StreamCursor) -> SequenceToken:
+        token = needed(progress, cursor)
         return SequenceToken(token.offset + 1) if cursor.state is State.RUNNING else token
 
-    stack.enter_context(patch.object(Delivery, "_needed", needed_behind_it))
+    stack.enter_context(patch.object(DeliveryProgress, "needed", needed_behind_it))
 
 
 def leaving_is_told_once(stack: ExitStack) -> None:

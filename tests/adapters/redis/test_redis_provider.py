@@ -281,8 +281,8 @@ async def test_lag_counts_batches_though_offsets_are_times(tmp_path: Path, url: 
         subscription = await provider.subscribe("s", "orders/*", _nothing)
         await stream.publish([b"now", Event(b"later", delay=timedelta(hours=1))])
         await subscription.caught_up()
-        (delivery,) = [one for one in provider.manager.served["s"].deliveries.values() if one.watermark]
-        end = delivery.watermark
+        (delivery,) = [one for one in provider.manager.served["s"].deliveries.values() if one.progress.watermark]
+        end = delivery.progress.watermark
         await subscription.close()
         assert await provider.ends(delivery.queue, [end]) == {end: end}
         await stream.publish([b"now"])

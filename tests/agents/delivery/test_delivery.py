@@ -11,7 +11,7 @@ import pytest
 
 from headrace import Closed, Event, EventBatch, OnFailure, RetryPolicy, SequenceToken, StorageError
 from headrace.agents.cursor import State
-from headrace.agents.delivery.delivery import MAX_BEHIND
+from headrace.agents.delivery.progress import MAX_BEHIND
 from headrace.streams.subscriptions import Behind, Checkpoint
 from tests.agents.line import Line, Recorder, stream, until
 from tests.virtual_time import virtual_time
@@ -248,7 +248,7 @@ async def test_a_batch_handler_gets_the_rest_of_a_batch_after_a_restart() -> Non
 
     half = Checkpoint(1, {stream("a"): Behind(SequenceToken(0, 2))})
     async with Line(handler, batch=True, checkpoint=half) as line:
-        cursor = line.delivery.cursors[stream("a")]
+        cursor = line.delivery.progress.cursors[stream("a")]
         cursor.feed = line
         line.publish("a", b"0", b"1", b"2", b"3")
         await line.done()
@@ -404,7 +404,7 @@ async def test_a_paused_stream_stands_still_until_it_is_resumed(rewindable: bool
         line.publish("b", b"x")
         await line.done()  # without paused streams
         assert recorder.seen == ["0", "x"]
-        paused = line.delivery.checkpoint().behind[stream("a")]
+        paused = line.delivery.progress.checkpoint().behind[stream("a")]
         assert paused == Behind(SequenceToken(0, 1), "ValueError: no 1")
         assert not line.delivery.resume(stream("b"))
         assert line.delivery.resume(stream("a"))
@@ -420,8 +420,8 @@ async def test_a_paused_stream_stands_still_until_it_is_resumed(rewindable: bool
 async def test_a_paused_stream_is_paused_after_a_restart() -> None:
     paused = Checkpoint(5, {stream("a"): Behind(SequenceToken(2, 1), "it failed")})
     async with Line(Recorder(), checkpoint=paused) as line:
-        assert line.delivery.cursors[stream("a")].state is State.PAUSED
-        assert line.delivery.checkpoint() == paused
+        assert line.delivery.progress.cursors[stream("a")].state is State.PAUSED
+        assert line.delivery.progress.checkpoint() == paused
 
 
 @pytest.mark.parametrize("failure", [StorageError("disk on fire"), OSError("no such disk"), asyncio.CancelledError()])
@@ -436,7 +436,7 @@ def test_an_event_is_not_passed_before_giving_up_on_it_is_recorded(failure: Base
             line.publish("a", b"bad", b"1")
             line.publish("b", b"2")
             await until(lambda: len(line.sink.failures) < 2)
-            assert line.delivery.checkpoint().watermark == 0
+            assert line.delivery.progress.checkpoint().watermark == 0
             await line.done()
             assert len(line.sink.dead) + len(line.sink.gaps) == 1
         assert sorted(recorder.seen) == ["1", "2"]
@@ -457,7 +457,7 @@ async def test_a_filter_advances_the_position() -> None:
         line.publish("a", b"1", b"3")
         line.publish("a", b"4", b"5")
         await line.done()
-        assert line.delivery.checkpoint() == Checkpoint(2)
+        assert line.delivery.progress.checkpoint() == Checkpoint(2)
         assert line.delivery.statistics().filtered == 3
     assert recorder.seen == ["4"]
 
@@ -517,19 +517,19 @@ async def test_a_checkpoint_is_exact_however_streams_interleave() -> None:
         line.publish("c", b"c0")  # 2
         line.publish("b", b"b1")  # 3
         await until(lambda: recorder.running == 2 and "b1" in recorder.seen)
-        checkpoint = line.delivery.checkpoint()
+        checkpoint = line.delivery.progress.checkpoint()
         assert checkpoint == Checkpoint(
             4, {stream("a"): Behind(SequenceToken(0, 1)), stream("c"): Behind(SequenceToken(2, 0))}
         )
-        assert checkpoint.watermark == line.delivery.watermark == 0
+        assert checkpoint.watermark == line.delivery.progress.watermark == 0
 
 
 async def test_a_delivery_goes_on_exactly_where_a_checkpoint_says() -> None:
     checkpoint = Checkpoint(4, {stream("a"): Behind(SequenceToken(0, 1)), stream("ahead"): Behind(SequenceToken(5, 1))})
     recorder = Recorder()
     async with Line(recorder, checkpoint=checkpoint) as line:
-        assert line.delivery.checkpoint() == checkpoint
-        for cursor in line.delivery.cursors.values():
+        assert line.delivery.progress.checkpoint() == checkpoint
+        for cursor in line.delivery.progress.cursors.values():
             cursor.feed = line
         line.publish("a", b"a0", b"a1")  # 0
         line.publish("b", b"b0")  # 1
@@ -549,7 +549,7 @@ async def test_with_too_many_streams_behind_the_position_goes_back() -> None:
     async with Line(recorder, concurrency=10, max_events=1_000_000) as line:
         line.publish_all((f"k{number}", f"stuck{number}".encode()) for number in range(count))
         line.publish_all((f"done{number}", b"x") for number in range(10))
-        exact, bounded = line.delivery.checkpoint(limit=None), line.delivery.checkpoint()
+        exact, bounded = line.delivery.progress.checkpoint(limit=None), line.delivery.progress.checkpoint()
     assert len(exact.behind) == count + 10
     assert exact.next_offset == count + 10
     assert bounded.next_offset == len(bounded.behind) == MAX_BEHIND
@@ -560,8 +560,8 @@ async def test_with_too_many_streams_behind_the_position_goes_back() -> None:
 async def test_the_position_never_goes_up_because_many_streams_are_ahead() -> None:
     ahead = {stream(f"k{number}"): Behind(SequenceToken(100 + number)) for number in range(10)}
     async with Line(Recorder(), checkpoint=Checkpoint(7, ahead)) as line:
-        assert line.delivery.checkpoint(limit=None) == Checkpoint(7, ahead)
-        assert line.delivery.checkpoint(limit=5) == Checkpoint(7)
+        assert line.delivery.progress.checkpoint(limit=None) == Checkpoint(7, ahead)
+        assert line.delivery.progress.checkpoint(limit=5) == Checkpoint(7)
 
 
 async def test_nothing_of_streams_that_are_not_selected_is_kept() -> None:
@@ -570,7 +570,7 @@ async def test_nothing_of_streams_that_are_not_selected_is_kept() -> None:
         line.publish("b", b"b")
         line.publish("a", b"a")
         await line.done()
-        assert not line.delivery.cursors
+        assert not line.delivery.progress.cursors
     assert recorder.seen == ["a"]
 
 
@@ -584,14 +584,14 @@ async def test_a_running_handler_keeps_its_batch_when_its_cursor_is_detached() -
         line.publish("a", b"0", b"1")
         line.publish("a", b"2")
         await until(lambda: recorder.started)
-        cursor = line.delivery.cursors[stream("a")]
+        cursor = line.delivery.progress.cursors[stream("a")]
         line.delivery.detach(cursor)
         assert not any(bucket.pins for bucket in line.cache.buckets)
         gate.set()
         await until(lambda: line.parked)
         assert recorder.seen == ["0", "1"]
         assert (cursor.state, cursor.token, cursor.batch) == (State.PARKED, SequenceToken(1, 0), None)
-        assert line.delivery.checkpoint().behind == {stream("a"): Behind(SequenceToken(1, 0))}
+        assert line.delivery.progress.checkpoint().behind == {stream("a"): Behind(SequenceToken(1, 0))}
 
 
 async def test_a_detached_cursor_in_line_is_parked_and_comes_only_once_when_it_is_back() -> None:
@@ -603,7 +603,7 @@ async def test_a_detached_cursor_in_line_is_parked_and_comes_only_once_when_it_i
         batch = line.publish("b", b"0")
         line.publish("b", b"1")
         for _ in range(3):
-            cursor = line.delivery.cursors[stream("b")]
+            cursor = line.delivery.progress.cursors[stream("b")]
             line.delivery.detach(cursor)
             assert cursor.state is State.PARKED
             line.delivery.follow(cursor, line, batch)
@@ -640,7 +640,7 @@ async def test_a_stop_lets_the_present_event_end_and_starts_no_other() -> None:
     await stopping
     assert recorder.seen == ["0", "1"]
     assert recorder.started == ["0", "1"]
-    assert line.delivery.checkpoint(limit=None) == Checkpoint(
+    assert line.delivery.progress.checkpoint(limit=None) == Checkpoint(
         2, {stream("a"): Behind(SequenceToken(0, 2)), stream("b"): Behind(SequenceToken(1, 0))}
     )
 
@@ -657,7 +657,7 @@ async def test_a_handler_that_does_not_end_in_time_is_cancelled_and_its_event_no
     await line.delivery.stop(2.5)
     assert loop.time() - began == 2.5
     assert recorder.running == 0
-    assert line.delivery.checkpoint(limit=None) == Checkpoint(1, {stream("a"): Behind(SequenceToken(0, 1))})
+    assert line.delivery.progress.checkpoint(limit=None) == Checkpoint(1, {stream("a"): Behind(SequenceToken(0, 1))})
 
 
 @virtual_time

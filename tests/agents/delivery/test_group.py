@@ -11,10 +11,11 @@ import pytest
 from headrace import Closed, Event, EventBatch, Fenced, OnFailure, RetryPolicy, SequenceToken, StorageError, Unavailable
 from headrace.agents import Events
 from headrace.agents.cursor import State
-from headrace.agents.delivery.delivery import MAX_RANGES, STORE_RETRY_S
+from headrace.agents.delivery.delivery import STORE_RETRY_S
 from headrace.agents.delivery.group import DRAIN_S
 from headrace.agents.delivery.group_delivery import PARCEL_BYTES, PARCEL_EVENTS
 from headrace.agents.delivery.member import OUTBOX_BYTES
+from headrace.agents.delivery.progress import MAX_RANGES
 from headrace.streams.subscriptions import Behind, Checkpoint, Mode
 from tests.agents.circle import Circle, Consumer, indexes, payloads
 from tests.agents.line import Line, Recorder, stream
@@ -282,7 +283,7 @@ async def test_what_is_acknowledged_is_done() -> None:
         assert not circle.delivery.parcels
         assert not consumer.member.in_flight
         assert (consumer.member.in_flight_events, consumer.member.in_flight_bytes) == (0, 0)
-        assert not circle.delivery.cursors
+        assert not circle.delivery.progress.cursors
 
 
 @virtual_time
@@ -1451,21 +1452,21 @@ async def test_a_handler_does_not_get_what_was_done_out_of_order(batch: bool) ->
             await recorder(event)
 
     async with Line(on_batch if batch else recorder, batch=batch, checkpoint=start) as line:
-        for cursor in line.delivery.cursors.values():
+        for cursor in line.delivery.progress.cursors.values():
             cursor.feed = line
         line.publish("a", b"0", b"1", b"2", b"3")
         line.publish("a", b"4", b"5")
         line.publish("a", b"6", b"7", b"8")
         await line.done()
         assert recorder.seen == ["1", "3", "6", "8"]
-        assert line.delivery.checkpoint() == Checkpoint(3)
+        assert line.delivery.progress.checkpoint() == Checkpoint(3)
 
 
 async def test_a_handler_passes_thousands_of_batches_that_were_done_out_of_order() -> None:
     start = Checkpoint(5001, {stream("a"): Behind(SequenceToken(0), "", tuple((n, 0, 1) for n in range(1, 5000)))})
     recorder = Recorder()
     async with Line(recorder, checkpoint=start) as line:
-        for cursor in line.delivery.cursors.values():
+        for cursor in line.delivery.progress.cursors.values():
             cursor.feed = line
         for number in range(5001):
             line.publish("a", str(number).encode())
@@ -1486,7 +1487,7 @@ async def test_a_periodic_checkpoint_lists_a_bounded_number_of_ranges() -> None:
         listed = circle.checkpoint()
         assert sum(len(behind.done) for behind in listed.behind.values()) == MAX_RANGES
         assert len(listed.behind) == count // 1000
-        exact = circle.delivery.checkpoint(limit=None)
+        exact = circle.delivery.progress.checkpoint(limit=None)
         assert sum(len(behind.done) for behind in exact.behind.values()) == count
         for name, behind in listed.behind.items():
             assert behind.token == exact.behind[name].token
@@ -1501,11 +1502,11 @@ async def test_only_what_is_listed_is_said_to_be_saved() -> None:
         assert consumer.ack(batch, 3, 1)
         assert consumer.ack(batch, 5, 1)
         consumer.member.applied = 7
-        with patch("headrace.agents.delivery.delivery.MAX_RANGES", 1):
-            circle.checkpoint()
+        with patch("headrace.agents.delivery.progress.MAX_RANGES", 1):
+            assert circle.delivery.unsaved() is not None
             circle.group.saving()()
         assert consumer.member.saved == 0
-        circle.checkpoint()
+        assert circle.delivery.unsaved() is not None
         confirm = circle.group.saving()
         consumer.member.applied = 8
         confirm()

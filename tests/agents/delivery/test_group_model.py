@@ -183,7 +183,7 @@ class GroupMachine(RuleBasedStateMachine):
         self.run(self._leave_the_cache(key))
 
     async def _leave_the_cache(self, key: str) -> None:
-        cursor = self.circle.delivery.cursors.get(stream(key))
+        cursor = self.circle.delivery.progress.cursors.get(stream(key))
         if cursor is not None:
             self.circle.delivery.detach(cursor)
         await self._settle()
@@ -195,7 +195,10 @@ class GroupMachine(RuleBasedStateMachine):
         elif how == "crash":
             self.run(self._crash())
         else:
-            self.saved = self.circle.checkpoint()
+            unsaved = self.circle.delivery.unsaved()
+            if unsaved is not None:
+                self.saved = unsaved.checkpoint
+                unsaved.note_saved()
             self._matches(self.saved)
 
     async def _stop_and_start(self) -> None:
@@ -303,7 +306,7 @@ class GroupMachine(RuleBasedStateMachine):
             return
         for key in KEYS:
             following = next(self._undone(key), None)
-            cursor = self.circle.delivery.cursors.get(stream(key))
+            cursor = self.circle.delivery.progress.cursors.get(stream(key))
             if following is not None and cursor is not None and cursor.state is not State.PARKED:
                 assert following in self.held[key], f"nobody was given {key} {following}"
 

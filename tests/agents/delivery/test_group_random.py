@@ -21,6 +21,7 @@ from headrace.streams.subscriptions import Checkpoint, Mode, SubscriptionDefinit
 from tests.agents.circle import indexes
 from tests.agents.delivery.group_world import PROVIDER, Client, Known, World
 from tests.agents.shelf import Shelf
+from tests.agents.world import check_saved
 from tests.random_examples import seeds
 from tests.virtual_time import run
 
@@ -35,6 +36,7 @@ def simulate(seed: int, *, kind: str = "rewindable", events: int = 10_000) -> Wo
     step = rng.choice((0.0, 0.0003, 1.0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("headrace.agents.checkpointer.CHECKPOINT_S", 1.0)  # so that crashes find more that is not saved
+        patch.setattr("headrace.agents.delivery.progress.MAX_BEHIND", (2, 4000)[seed % 2])
         # These clocks are real ones.
         for module in ("edge", "group_delivery"):
             patch.setattr(f"headrace.agents.delivery.{module}.perf_counter", lambda: next(ticks) * step)
@@ -90,6 +92,7 @@ class Life:
             for _ in range(self.rng.randint(1, 8)):
                 for known in self.world.subscriptions.values():
                     self._live(known)
+                check_saved(self.world.manager, self.world.problem)
                 await asyncio.sleep(self.rng.choice((0.0, 0.01, 0.1, 0.5)) * self.rng.random())
 
     async def settle(self) -> None:
@@ -203,7 +206,7 @@ class Life:
     def _resume(self) -> None:
         for served in self.world.manager.served.values():
             for delivery in served.deliveries.values():
-                for stream in list(delivery.cursors):
+                for stream in list(delivery.progress.cursors):
                     delivery.resume(stream)
 
     # ---- consumers -------------------------------------------------------------------------------------------------

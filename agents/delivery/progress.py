@@ -1,0 +1,208 @@
+"""The progress of one subscription in one queue, and the checkpoints that store it. Pure.
+
+Every event below the position is done, except in streams that have a cursor. A checkpoint takes time and space in
+proportion to the cursors, so changes are counted: a delivery whose saved checkpoint still holds costs nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from heapq import nsmallest
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from ...streams.errors import CorruptRecord
+from ...streams.identity import SequenceToken, StreamId
+from ...streams.subscriptions import Behind, Checkpoint
+from ..cache import QueueCache
+from ..cursor import PARKED, State, StreamCursor
+
+if TYPE_CHECKING:
+    from .delivery import Delivery
+
+MAX_BEHIND = 4000
+"""Most streams behind that a periodic checkpoint lists. The checkpoint of a clean stop lists all."""
+MAX_RANGES = 10_000
+"""Most ranges of events done out of order that a periodic checkpoint lists."""
+FULL_S = 10.0
+"""If periodic checkpoints left something out for so long, the next one is complete, in seconds."""
+
+
+class BatchSource(Protocol):
+    """Brings batches to a delivery: the queue's main feed, or a catch-up of the delivery's own."""
+
+    cache: QueueCache
+    damage: CorruptRecord | None
+    """The damaged record that stops reading at present."""
+
+    @property
+    def caught_up(self) -> bool:
+        """Whether it has reached the queue's end as of its start."""
+        ...
+
+    def drained(self, delivery: Delivery, cursor: StreamCursor) -> None:
+        """The cursor has finished all batches of its stream in this feed's cache: forget, keep or move the cursor."""
+        ...
+
+
+class UnsavedProgress(NamedTuple):
+    """A checkpoint that is to be saved, and the state from which it was made."""
+
+    progress: DeliveryProgress
+    checkpoint: Checkpoint
+    complete: bool
+    made_at: float
+    changes: int
+    position: int
+
+    def note_saved(self) -> None:
+        """The checkpoint is stored."""
+        self.progress.note_saved(self)
+
+
+class DeliveryProgress:
+    """The position and the cursors. `touch` it after each change of a cursor's position."""
+
+    def __init__(self, checkpoint: Checkpoint, now: float) -> None:
+        self.base = checkpoint.next_offset
+        """Every event below is done, except in streams that have a cursor."""
+        self.feed: BatchSource | None = None
+        """Brings new batches: the main feed once the delivery joined it, a catch-up before."""
+        self.cursors: dict[StreamId, StreamCursor] = {
+            stream: StreamCursor.parked(stream, behind) for stream, behind in checkpoint.behind.items()
+        }
+        self.exact = True
+        """Whether the last checkpoint of `unsaved` was complete, or if it returned None, the one that was saved."""
+        self._exact_at = now
+        self._changes = 0
+        self._saved: UnsavedProgress | None = None
+
+    @property
+    def position(self) -> int:
+        """Every event below is done, except in streams that have a cursor."""
+        return max(self.base, self.feed.cache.next_offset) if self.feed else self.base
+
+    def needed(self, cursor: StreamCursor) -> SequenceToken:
+        """Token of the next undelivered event of the cursor's stream."""
+        token = cursor.token
+        if cursor.state is PARKED and cursor.feed is not None:
+            return max(token, SequenceToken(cursor.feed.cache.next_offset, 0))
+        return token
+
+    @property
+    def watermark(self) -> int:
+        """The lowest offset still needed."""
+        behind = min((self.needed(c).offset for c in self.cursors.values()), default=self.position)
+        return min(behind, self.position)
+
+    def reached(self, offset: int) -> bool:
+        """Whether every event below `offset` is done. Paused streams do not count."""
+        if self.position < offset:
+            return False
+        live = (c for c in self.cursors.values() if c.state is not State.PAUSED)
+        return all(self.needed(c).offset >= offset for c in live)
+
+    # ---- changes ---------------------------------------------------------------------------------------------------
+
+    def touch(self) -> None:
+        """A cursor moved, or was paused: the saved checkpoint does not hold any more."""
+        self._changes += 1
+
+    def join(self, feed: BatchSource) -> None:
+        """`feed` brings new batches from now on."""
+        self.feed = feed
+        self.touch()
+
+    def read_on(self, feed: BatchSource) -> None:
+        """`feed` has read further. The position tells that of the feed that brings new batches."""
+        if feed is not self.feed or feed.cache.next_offset <= self.base:
+            self.touch()
+
+    def leave_feed(self) -> None:
+        """No feed brings new batches any more. The position stays, however far the feed reads on."""
+        self.base, self.feed = self.position, None
+        self.touch()
+
+    def await_batch(self, cursor: StreamCursor, feed: BatchSource) -> None:
+        """`feed` will bring the parked cursor's next batch."""
+        cursor.feed = feed
+        self.touch()
+
+    def skip(self, cursor: StreamCursor, token: SequenceToken) -> None:
+        """The queue has nothing before `token` any more: a parked cursor goes on there."""
+        cursor.skip_to(token)
+        self.touch()
+
+    def leave_cursor(self, cursor: StreamCursor) -> None:
+        """The parked cursor's feed will not bring its next batch: keep how far the feed has read."""
+        cursor.skip_to(self.needed(cursor))
+        cursor.feed = None
+        self.touch()
+
+    def forget(self, cursor: StreamCursor) -> None:
+        """Drop the cursor of a stream without undelivered events: its next batch starts a new one."""
+        del self.cursors[cursor.stream]
+        self.touch()
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+
+    def checkpoint(self, *, limit: int | None = MAX_BEHIND) -> Checkpoint:
+        """The progress at this moment.
+
+        With more than `limit` streams behind, the position goes back until at most `limit` streams are behind it. Of
+        the events done out of order, the checkpoint lists at most `MAX_RANGES` ranges. Some completed events then come
+        again after a crash; none is lost. Without a limit the checkpoint is complete."""
+        return self._list(limit)[0]
+
+    def unsaved(self, now: float) -> UnsavedProgress | None:
+        """Return a checkpoint that is to be saved, None if the one that was saved last still holds. Call its
+        `note_saved` once it is stored.
+
+        The checkpoint has a limit, but is complete if the last ones were not for `FULL_S` seconds. Consumers wait for
+        the confirmation that their progress is saved, so a complete one must come sometimes, however large it is."""
+        if self._is_saved(now):
+            return None
+        checkpoint, self.exact = self._list(None if now - self._exact_at >= FULL_S else MAX_BEHIND)
+        return UnsavedProgress(self, checkpoint, self.exact, now, self._changes, self.position)
+
+    def note_saved(self, saved: UnsavedProgress) -> None:
+        """This result of `unsaved` is stored."""
+        self._saved = saved
+        if saved.complete:
+            self._exact_at = saved.made_at
+
+    def _is_saved(self, now: float) -> bool:
+        saved = self._saved
+        if saved is None or saved.changes != self._changes:
+            return False
+        holds = saved.position == self.position
+        if not saved.complete:
+            # Streams that begin behind a checkpoint that went back do not change it.
+            holds = (holds or saved.checkpoint.next_offset < saved.position) and now - self._exact_at < FULL_S
+        elif holds:
+            self._exact_at = now
+        self.exact = saved.complete
+        return holds
+
+    def _list(self, limit: int | None) -> tuple[Checkpoint, bool]:
+        """Return a checkpoint, and whether it is complete."""
+        position = self.position
+        here = SequenceToken(position)
+        room = sys.maxsize if limit is None else MAX_RANGES
+        exact = True
+        behind: dict[StreamId, Behind] = {}
+        for cursor in self.cursors.values():
+            token, paused = self.needed(cursor), cursor.trouble.paused if cursor.trouble else ""
+            done: tuple[tuple[int, int, int], ...] = ()
+            if cursor.done is not None:
+                done = cursor.done_ranges(room + 1)
+                exact = exact and len(done) <= room
+                done = done[:room]
+                room -= len(done)
+            # Streams ahead of the position count, too: a catch-up may be further than a main feed that started again.
+            if token != here or paused or done:
+                behind[cursor.stream] = Behind(token, paused, done)
+        if limit is not None and len(behind) > limit:
+            exact = False
+            position = min(position, nsmallest(limit + 1, (b.token.offset for b in behind.values()))[-1])
+            behind = {stream: b for stream, b in behind.items() if b.token.offset < position}
+        return Checkpoint(position, behind), exact

@@ -1,0 +1,113 @@
+"""Which checkpoints have to be saved: one that still holds is not made again."""
+
+from headrace import CorruptRecord, EventBatch, SequenceToken
+from headrace.agents import Delivery, QueueCache
+from headrace.agents.cursor import StreamCursor
+from headrace.agents.delivery.progress import FULL_S, MAX_BEHIND, DeliveryProgress, UnsavedProgress
+from headrace.streams.subscriptions import Behind, Checkpoint
+from tests.agents.circle import Circle
+from tests.agents.line import stream
+from tests.virtual_time import virtual_time
+
+
+class Source:
+    caught_up = True
+
+    def __init__(self, next_offset: int = 0) -> None:
+        self.cache = QueueCache(1_000_000, 1 << 30)
+        self.cache.next_offset = next_offset
+        self.damage: CorruptRecord | None = None
+
+    def drained(self, delivery: Delivery, cursor: StreamCursor) -> None: ...
+
+
+def behind(count: int) -> Checkpoint:
+    """So many streams wait at the beginning of a queue that was read up to their number."""
+    return Checkpoint(count, {stream(str(number)): Behind(SequenceToken(number)) for number in range(count)})
+
+
+def opened(checkpoint: Checkpoint) -> tuple[DeliveryProgress, Source]:
+    progress, feed = DeliveryProgress(checkpoint, 0.0), Source(checkpoint.next_offset)
+    progress.join(feed)
+    return progress, feed
+
+
+def save(progress: DeliveryProgress, now: float = 0.0) -> UnsavedProgress:
+    unsaved = progress.unsaved(now)
+    assert unsaved is not None
+    unsaved.note_saved()
+    return unsaved
+
+
+def publish(progress: DeliveryProgress, feed: Source, key: str) -> None:
+    """An event that nobody takes."""
+    batch = EventBatch.of(stream(key), [b""])
+    batch.offset = feed.cache.next_offset
+    feed.cache.add([batch])
+    progress.cursors[batch.stream] = StreamCursor(batch.stream, feed, batch)
+    progress.read_on(feed)
+
+
+def test_progress_is_unsaved_until_it_is_said_to_be_stored() -> None:
+    progress, _ = opened(behind(3))
+    assert progress.unsaved(0.0) == progress.unsaved(0.0)
+    save(progress)
+    assert progress.unsaved(0.2) is None
+
+
+def test_what_changes_while_it_is_stored_is_unsaved() -> None:
+    progress, _ = opened(behind(3))
+    unsaved = progress.unsaved(0.0)
+    assert unsaved is not None
+    progress.skip(progress.cursors[stream("1")], SequenceToken(2))
+    unsaved.note_saved()
+    assert save(progress).checkpoint.behind[stream("1")] == Behind(SequenceToken(2))
+
+
+def test_a_position_that_moves_is_unsaved() -> None:
+    progress, feed = opened(behind(3))
+    save(progress)
+    publish(progress, feed, "new")
+    assert save(progress).checkpoint == Checkpoint(4, {**behind(3).behind, stream("new"): Behind(SequenceToken(3))})
+
+
+def test_what_comes_behind_a_limited_checkpoint_does_not_change_it() -> None:
+    progress, feed = opened(behind(MAX_BEHIND + 10))
+    limited = save(progress).checkpoint
+    assert limited == Checkpoint(MAX_BEHIND, behind(MAX_BEHIND).behind)
+    publish(progress, feed, "new")
+    assert progress.unsaved(1.0) is None
+    assert progress.checkpoint() == limited
+    progress.forget(progress.cursors[stream("0")])
+    assert save(progress).checkpoint.next_offset == MAX_BEHIND + 1
+
+
+def test_a_limited_checkpoint_is_followed_by_a_complete_one() -> None:
+    progress, _ = opened(behind(MAX_BEHIND + 10))
+    save(progress)
+    assert progress.unsaved(FULL_S - 0.1) is None
+    assert not progress.exact
+    assert save(progress, FULL_S).checkpoint == behind(MAX_BEHIND + 10)
+    assert progress.exact
+    assert progress.unsaved(3 * FULL_S) is None, "the complete one holds"
+
+
+def test_a_complete_checkpoint_that_is_not_stored_is_made_again() -> None:
+    progress, _ = opened(behind(MAX_BEHIND + 10))
+    save(progress)
+    for now in (FULL_S, FULL_S + 0.1):
+        unsaved = progress.unsaved(now)
+        assert unsaved is not None
+        assert unsaved.checkpoint == behind(MAX_BEHIND + 10)
+
+
+@virtual_time
+async def test_a_consumer_that_takes_nothing_does_not_change_the_checkpoint() -> None:
+    async with Circle() as circle:
+        circle.consumer("deaf", events=1)
+        for number in range(100):
+            circle.publish(str(number), "0")
+        await circle.rest()
+        save(circle.delivery.progress)
+        await circle.rest()
+        assert circle.delivery.unsaved() is None
