@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ...streams.errors import HeadraceError
 from ...streams.subscriptions import GapRecord
 from .parcel import Parcel
-from .unsent import SendAccount, SendBudget
+from .unsent import PARCEL_OVERHEAD_BYTES, SendAccount, SendBudget
 
 OUTBOX_BYTES = 256 << 10
 """A member is given more while less than this waits to be sent to it."""
@@ -62,6 +62,8 @@ class Member:
         """Loop time until which it waits for space, if it does."""
         self.sending_bytes = 0
         """Of the message that is in a write."""
+        self._sending = 0
+        """Parcels in it."""
         self.timeout_s = timeout_s
         """It is gone when it was not heard for so long."""
         self.heard_at = 0.0
@@ -159,7 +161,7 @@ class Member:
     def put(self, frame: bytes) -> None:
         self.outbox.append(frame)
         self.outbox_bytes += len(frame)
-        self.account.add(len(frame))
+        self.account.add(len(frame) + PARCEL_OVERHEAD_BYTES)
 
     def collect(self) -> list[bytes]:
         """Take the frames of the next message out of the outbox: a large one alone, small ones together."""
@@ -172,6 +174,7 @@ class Member:
             size += len(frame)
         self.outbox_bytes -= size
         self.sending_bytes += size
+        self._sending += len(frames)
         return frames
 
     def collect_all(self) -> list[bytes]:
@@ -179,12 +182,14 @@ class Member:
         frames = list(self.outbox)
         self.outbox.clear()
         self.sending_bytes += self.outbox_bytes
+        self._sending += len(frames)
         self.outbox_bytes = 0
         return frames
 
     def sent(self) -> None:
         """What was collected is sent."""
-        size, self.sending_bytes = self.sending_bytes, 0
+        size = self.sending_bytes + self._sending * PARCEL_OVERHEAD_BYTES
+        self.sending_bytes = self._sending = 0
         self.account.free(size)
 
     def disconnect(self) -> None:
@@ -193,7 +198,7 @@ class Member:
         self.to_resend.clear()
         self.credit_events = self.credit_bytes = self.needed_bytes = 0
         self.outbox.clear()
-        self.outbox_bytes = self.sending_bytes = 0
+        self.outbox_bytes = self.sending_bytes = self._sending = 0
         self.account.close()
         self.on_outbox = self.on_notice = _ignore
         self.on_gap = lambda _: None
@@ -210,7 +215,9 @@ class Member:
                 "hold: acknowledge some, or add a consumer"
             )
         if self.account.wanted or self.outbox_bytes >= OUTBOX_BYTES:
-            return f"it does not read fast enough: {self.account.held:,} bytes wait to be sent to it"
+            return (
+                f"it does not read fast enough: {self.outbox_bytes + self.sending_bytes:,} bytes wait to be sent to it"
+            )
         return ""
 
     def statistics(self) -> MemberStatistics:

@@ -18,6 +18,9 @@ from collections.abc import Callable, Hashable
 
 LIMIT_BYTES = 16 << 20
 """Limit of a process. A message in a write has a second copy in gRPC, so the memory is up to twice as much."""
+PARCEL_OVERHEAD_BYTES = 1 << 10
+"""Charged for every parcel in addition to its bytes: its objects. Without this charge, parcels of one small event each
+would take ten times the limit."""
 LOOK_BYTES = 4 << 10
 """Waiting accounts are checked after this many freed bytes for each of them, or after a sixteenth of the limit."""
 

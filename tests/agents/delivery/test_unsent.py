@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from headrace.agents import Edge, SendAccount, SendBudget
 from headrace.agents.delivery import member
+from headrace.agents.delivery.unsent import PARCEL_OVERHEAD_BYTES
 from tests.agents.circle import Circle, Consumer
 from tests.virtual_time import virtual_time
 
@@ -157,6 +158,22 @@ async def test_consumers_that_do_not_read_are_handed_no_more_than_the_limit() ->
         circle.lane.publish_all([(str(number), ("x" * LARGE,)) for number in range(400)])
         await circle.rest()
         assert 5 * LARGE < budget.held <= 20 * LARGE
+
+
+@virtual_time
+async def test_small_parcels_count_with_their_objects() -> None:
+    budget = SendBudget(100 * PARCEL_OVERHEAD_BYTES)
+    async with Circle(edge=Edge(budget=budget)) as circle:
+        consumer = deaf(circle, "deaf")
+        circle.lane.publish_all([(str(number), ("x",)) for number in range(400)])
+        await circle.rest()
+        assert 10 < len(consumer.member.in_flight) < 100
+        while consumer.member.sending_bytes:
+            circle.group.sent(consumer.member)
+            await circle.rest()
+            consumer.member.collect_all()
+        assert len(consumer.member.in_flight) == 400
+        assert budget.held == 0
 
 
 @virtual_time
