@@ -58,7 +58,7 @@ class Checkpointer:
             for served, unsaved in progress:
                 if served.definition.name not in stale:
                     for queue in unsaved.keys() - refused.queues:
-                        served.saved[queue] = unsaved[queue].checkpoint
+                        served.note_stored({queue: unsaved[queue].checkpoint})
                         unsaved[queue].note_saved()
         for queue in self._no_longer_held(refused.queues, leases):
             log.warning(
@@ -99,7 +99,7 @@ class Checkpointer:
         if refused.subscriptions:
             log.warning("subscription %s was taken over: its last checkpoint is not saved", name)
             return False
-        served.saved.update(final)
+        served.note_stored(final)
         return True
 
     async def save_stopped(self, done: Mapping[int, Mapping[str, Checkpoint]]) -> None:
@@ -110,7 +110,7 @@ class Checkpointer:
             await state.recorder.save_gaps()
             for served, final in finals:
                 if not served.service.stored:
-                    served.saved.update(final)
+                    served.note_stored(final)
                 elif final and not await self._save_last(served, final, state.leases):
                     self.on_subscription_refused(served.definition.name)
         for queue in done:
@@ -125,7 +125,7 @@ class Checkpointer:
         for queue, checkpoints in done.items():
             unsaved = self._unsaved.setdefault(queue, {})
             if served.definition.name in checkpoints:
-                served.deliveries.pop(queue, None)
+                served.end(queue)
                 unsaved[key] = checkpoints[served.definition.name]
             if key in unsaved:
                 finals[queue] = unsaved[key]

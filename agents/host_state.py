@@ -1,14 +1,14 @@
-"""The state that the parts of a `PullingManager` share."""
+"""The state that the parts of a `PullingManager` share. They read its fields, and change them by its methods."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 from ..adapters.receiving import Gap
 from ..adapters.seam import QueueAdapter
 from ..streams.background import BackgroundTasks
-from ..streams.subscriptions import Checkpoint
 from .agent import CacheLimits, PullingAgent
 from .catch_up_budget import CatchUpBudget
 from .delivery.delivery import Delivery, Term
@@ -32,13 +32,16 @@ class HostState:
     ) -> None:
         self.provider = provider
         self.queues = queues
-        self.leases = leases
+        self._leases = leases
+        self.leases: Mapping[int, int] | None = leases
         """Epochs of the leases by queue. None: this process has all queues."""
-        self.terms: dict[int, Term] = {}
-        """Terms of the leases by queue."""
-        self.served: dict[str, ServedSubscription] = {}
-        self.stopped: set[int] = set()
+        self._served: dict[str, ServedSubscription] = {}
+        self.served: Mapping[str, ServedSubscription] = self._served
+        self._stopped: set[int] = set()
+        self.stopped: AbstractSet[int] = self._stopped
         """Queues whose agents were stopped, until they are started again."""
+        self._terms: dict[int, Term] = {}
+        """Terms of the leases by queue."""
         self.changing = asyncio.Lock()
         """Held while agents stop and start. A call that stops a subscription meanwhile waits for their progress."""
         self.background = BackgroundTasks()
@@ -49,7 +52,8 @@ class HostState:
         self._limits = limits
         self._detach_after_s = detach_after_s
         self._catch_up_budget = CatchUpBudget(queues * limits.catch_up_bytes // 2)
-        self.agents = [self.new_agent(queue) for queue in range(queues)]
+        self._agents = [self.new_agent(queue) for queue in range(queues)]
+        self.agents: Sequence[PullingAgent] = self._agents
 
     def _new_agent(self, queue: int) -> PullingAgent:
         return PullingAgent(
@@ -74,17 +78,62 @@ class HostState:
         """Whether this process reads the queue."""
         return queue not in self.stopped and (self.leases is None or queue in self.leases)
 
-    def attach(self, served: ServedSubscription, queue: int, checkpoint: Checkpoint) -> None:
-        """Deliver a queue's events to a subscription, from the checkpoint on."""
-        delivery = served.deliveries[queue] = served.service.deliver(
-            served.definition, queue, checkpoint, self.recorder,
-            epoch=served.epoch, term=self.terms.get(queue), rewindable=self._adapter.capabilities.rewindable,
+    # ---- subscriptions ---------------------------------------------------------------------------------------------
+
+    def serve(self, served: ServedSubscription) -> None:
+        """Serve a subscription from its stored checkpoints on."""
+        self._served[served.definition.name] = served
+        for queue in served.saved:
+            if self.reads(queue):
+                self._attach(served, queue)
+
+    def remove(self, name: str) -> None:
+        """Serve a subscription no more. Its deliveries go on until they are detached."""
+        del self._served[name]
+
+    def _attach(self, served: ServedSubscription, queue: int) -> None:
+        delivery = served.service.deliver(
+            served.definition, queue, served.saved[queue], self.recorder,
+            epoch=served.epoch, term=self._terms.get(queue), rewindable=self._adapter.capabilities.rewindable,
             gate=served.gate,
         )  # fmt: skip
+        served.begin(queue, delivery)
         self.agents[queue].attach(delivery)
 
-    def attach_all(self, queue: int) -> None:
-        """Deliver a queue's events to all subscriptions that read it, from their stored checkpoints on."""
+    # ---- queues ----------------------------------------------------------------------------------------------------
+
+    def gain(self, queue: int, epoch: int, term: Term) -> None:
+        """The lease of a queue began: read it from the stored checkpoints on."""
+        assert self._leases is not None
+        self._leases[queue], self._terms[queue] = epoch, term
+        self._attach_all(queue)
+
+    def lose(self, queue: int, *, saved: bool) -> None:
+        """The lease of a queue ended. `saved`: all progress is stored. Otherwise the deliveries end at once."""
+        assert self._leases is not None
+        self._leases.pop(queue, None)
+        for served in self.served.values():
+            if not saved and (delivery := served.end(queue)) is not None:
+                delivery.cut()
+            served.service.lost(queue, saved=saved)
+
+    def replace_agent(self, queue: int) -> PullingAgent:
+        """Put a new agent into the place of a queue's agent. Return the former one: the caller closes it."""
+        agent, self._agents[queue] = self._agents[queue], self.new_agent(queue)
+        return agent
+
+    def stop(self, queues: Sequence[int]) -> None:
+        """Attach nothing to these queues until they are started."""
+        self._stopped.update(queues)
+
+    def start(self, queues: Sequence[int]) -> None:
+        """Read those of the queues that were stopped from the stored checkpoints on."""
+        for queue in self._stopped.intersection(queues):
+            self._stopped.discard(queue)
+            self._attach_all(queue)
+
+    def _attach_all(self, queue: int) -> None:
+        """Deliver a queue's events to all subscriptions that read it."""
         for name, served in self.served.items():
             if self.reads(queue) and queue in served.saved and name not in self.agents[queue].deliveries:
-                self.attach(served, queue, served.saved[queue])
+                self._attach(served, queue)

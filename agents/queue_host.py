@@ -11,7 +11,6 @@ from .checkpointer import Checkpointer
 from .delivery.delivery import Term
 from .host_state import HostState
 from .progress_store import ProgressStore
-from .served import ServedSubscription
 
 
 class QueueHost:
@@ -19,8 +18,6 @@ class QueueHost:
 
     def __init__(self, state: HostState, store: ProgressStore, checkpointer: Checkpointer) -> None:
         self.queues = state.queues
-        self.leases = state.leases
-        """Epochs of the leases by queue. None: this process has all queues."""
         self._state = state
         self._store = store
         self._checkpointer = checkpointer
@@ -31,8 +28,8 @@ class QueueHost:
 
     async def aclose(self) -> None:
         """Stop all agents at once, and wait for those that stop already."""
-        agents = self._state.agents
-        await asyncio.gather(*(agent.aclose() for agent in agents), self._cutting.join(), self._giving_back.join())
+        closing = [agent.aclose() for agent in self._state.agents]
+        await asyncio.gather(*closing, self._cutting.join(), self._giving_back.join())
 
     # ---- agents stop and start on request ----------------------------------------------------------------------------
 
@@ -40,7 +37,7 @@ class QueueHost:
         """Stop reading these queues. Events in flight have `drain_s` seconds to end, then exactly the progress made is
         stored. Queues that are stopped already stay so."""
         async with self._state.changing:
-            self._state.stopped.update(queues)
+            self._state.stop(queues)
             stopping = [self._stop_agent(queue, drain_s) for queue in queues]
             done = dict(zip(queues, await asyncio.gather(*stopping), strict=True))
             await self._checkpointer.save_stopped(done)
@@ -49,14 +46,10 @@ class QueueHost:
         """Read these queues again, from their stored checkpoints on."""
         async with self._state.changing:
             await self._checkpointer.save_unsaved(queues)
-            for queue in self._state.stopped.intersection(queues):
-                self._state.stopped.discard(queue)
-                self._state.attach_all(queue)
+            self._state.start(queues)
 
     async def _stop_agent(self, queue: int, drain_s: float) -> dict[str, Checkpoint]:
-        agents = self._state.agents
-        agent, agents[queue] = agents[queue], self._state.new_agent(queue)
-        return await agent.aclose(drain_s)
+        return await self._state.replace_agent(queue).aclose(drain_s)
 
     # ---- leases begin and end ----------------------------------------------------------------------------------------
 
@@ -74,9 +67,8 @@ class QueueHost:
             if here:
                 stored = await self._store.checkpoints_of_queue(state.provider, queue)
             for served in here:
-                _note_stored(served, queue, stored.get(served.definition.name))
-            state.leases[queue], state.terms[queue] = epoch, term
-            state.attach_all(queue)
+                served.note_stored({queue: stored.get(served.definition.name)})
+            state.gain(queue, epoch, term)
 
     async def lose(self, queue: int, drain_s: float) -> None:
         """Give a queue back: events in flight have `drain_s` seconds to end, then exactly the progress made is stored.
@@ -102,35 +94,14 @@ class QueueHost:
                     lost.set_result(None)
 
     async def _lose_some(self, losing: Mapping[int, float]) -> None:
-        leases = self._state.leases
-        assert leases is not None
         stopping = [self._stop_agent(queue, drain_s) for queue, drain_s in losing.items()]
         done = dict(zip(losing, await asyncio.gather(*stopping), strict=True))
         await self._checkpointer.save_stopped(done)
         for queue in losing:
-            leases.pop(queue, None)
-            self._report_lost(queue, saved=True)
+            self._state.lose(queue, saved=True)
 
     def cut(self, queue: int) -> None:
         """The lease is over: stop at once, and store nothing."""
-        state = self._state
-        assert state.leases is not None
-        state.leases.pop(queue, None)
         self._checkpointer.drop_unsaved(queue)
-        for served in state.served.values():
-            if (delivery := served.deliveries.pop(queue, None)) is not None:
-                delivery.cut()
-        self._report_lost(queue, saved=False)
-        self._cutting.start(self._stop_agent(queue, 0.0), f"headrace cut {state.provider}/{queue}")
-
-    def _report_lost(self, queue: int, *, saved: bool) -> None:
-        for served in self._state.served.values():
-            served.service.lost(queue, saved=saved)
-
-
-def _note_stored(served: ServedSubscription, queue: int, stored: Checkpoint | None) -> None:
-    """Note the stored checkpoint of a queue. None: the subscription does not read the queue, or was deleted."""
-    if stored is None:
-        served.saved.pop(queue, None)
-    else:
-        served.saved[queue] = stored
+        self._state.lose(queue, saved=False)
+        self._cutting.start(self._stop_agent(queue, 0.0), f"headrace cut {self._state.provider}/{queue}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from ..streams.errors import HeadraceError
 from ..streams.failure_log import FailureLog
@@ -105,15 +105,36 @@ class HandlerService:
 def _ignore() -> None: ...
 
 
-class ServedSubscription(NamedTuple):
+class ServedSubscription:
     """A subscription that this process serves."""
 
-    definition: SubscriptionDefinition
-    epoch: int
-    service: DeliveryService
-    deliveries: dict[int, Delivery]
-    """By queue. A queue whose agent is stopped is missing."""
-    saved: dict[int, Checkpoint]
-    """Stored checkpoints by queue, so that only changes are written."""
-    gate: Gate
-    """The subscription's circuit breaker."""
+    def __init__(
+        self, definition: SubscriptionDefinition, service: DeliveryService, epoch: int, stored: Mapping[int, Checkpoint]
+    ) -> None:
+        self.definition = definition
+        self.service = service
+        self.epoch = epoch
+        self.gate = Gate(definition.name, enabled=definition.circuit_breaker)
+        """The subscription's circuit breaker."""
+        self._deliveries: dict[int, Delivery] = {}
+        self.deliveries: Mapping[int, Delivery] = self._deliveries
+        """By queue. A queue whose agent is stopped is missing."""
+        self._saved = dict(stored)
+        self.saved: Mapping[int, Checkpoint] = self._saved
+        """Stored checkpoints by queue, so that only changes are written."""
+
+    def begin(self, queue: int, delivery: Delivery) -> None:
+        """The queue's events are delivered from now on."""
+        self._deliveries[queue] = delivery
+
+    def end(self, queue: int) -> Delivery | None:
+        """The queue's events are not delivered any more. Return the delivery, if there was one."""
+        return self._deliveries.pop(queue, None)
+
+    def note_stored(self, stored: Mapping[int, Checkpoint | None]) -> None:
+        """Note stored checkpoints by queue. None: the subscription does not read the queue, or was deleted."""
+        for queue, checkpoint in stored.items():
+            if checkpoint is None:
+                self._saved.pop(queue, None)
+            else:
+                self._saved[queue] = checkpoint

@@ -10,7 +10,6 @@ from ..streams.errors import Busy, Fenced, HeadraceError, InvalidArgument, NotFo
 from ..streams.progress import Attachment
 from ..streams.subscriptions import Checkpoint, SubscriptionDefinition
 from .checkpointer import Checkpointer
-from .delivery.breaker import Gate
 from .host_state import HostState
 from .progress_store import ProgressStore
 from .served import DeliveryService, ServedSubscription
@@ -58,18 +57,13 @@ class SubscriptionRunner:
             raise Busy(f"subscription {name!r} is already served by this process")
 
     def _deliver(self, definition: SubscriptionDefinition, service: DeliveryService, attachment: Attachment) -> None:
-        gate = Gate(definition.name, enabled=definition.circuit_breaker)
-        served = ServedSubscription(definition, attachment.epoch, service, {}, dict(attachment.checkpoints), gate)
-        self._state.served[definition.name] = served
-        for queue, checkpoint in attachment.checkpoints.items():
-            if self._state.reads(queue):
-                self._state.attach(served, queue, checkpoint)
+        self._state.serve(ServedSubscription(definition, service, attachment.epoch, attachment.checkpoints))
 
     async def move(self, name: str, positions: Mapping[int, Checkpoint], reason: str, drain_s: float) -> None:
         """Go on from other positions. If the store fails, raise its error, and go on from the former ones."""
         await self._agents_settled()
         served = self.serving(name)
-        del self._state.served[name]
+        self._state.remove(name)
         here = await self._detach(served, drain_s)
         attachment = Attachment(served.epoch, {**served.saved, **here})
         try:
@@ -88,7 +82,7 @@ class SubscriptionRunner:
         Raises NotFound if it is not served here."""
         await self._agents_settled()
         served = self.serving(name)
-        del self._state.served[name]
+        self._state.remove(name)
         leases = self._state.leases_now()
         final = await self._detach(served, drain_s)
         await self._checkpointer.save_withdrawn(served, final, leases)
@@ -127,9 +121,10 @@ class SubscriptionRunner:
 
     async def _stop_fenced(self, name: str) -> None:
         """Stop. Progress that is still made here is refused anyway. In a cluster, go on from the new position."""
-        served = self._state.served.pop(name, None)
+        served = self._state.served.get(name)
         if served is None:
             return
+        self._state.remove(name)
         await self._detach(served, 0.0)
         if self._state.leases is None:
             log.error("subscription %s was moved, deleted or taken over elsewhere: this process stops serving it", name)

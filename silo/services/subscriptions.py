@@ -277,7 +277,7 @@ async def _positions(provider: ProviderCore, name: str) -> Mapping[int, Checkpoi
     now = {queue: delivery.progress.checkpoint() for queue, delivery in served.deliveries.items()}
     if provider.leased and served.service.stored:  # other silos serve other queues
         return {**await provider.store.checkpoints(provider.name, name), **now}
-    return served.saved | now
+    return {**served.saved, **now}
 
 
 def _consumers(consumers: Consumers, definition: SubscriptionDefinition) -> list[pb.Consumer]:

@@ -119,10 +119,7 @@ def start_from_what_was_known(stack: ExitStack) -> None:
     """A queue that comes is served from where its checkpoints were when this process last saw them."""
 
     async def gain(host: QueueHost, queue: int, epoch: int, term: Any) -> None:
-        state = host._state
-        assert state.leases is not None
-        state.leases[queue], state.terms[queue] = epoch, term
-        state.attach_all(queue)
+        host._state.gain(queue, epoch, term)
 
     stack.enter_context(patch.object(QueueHost, "gain", gain))
 
