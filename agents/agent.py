@@ -161,7 +161,7 @@ class PullingAgent:
             checkpoint = delivery.progress.checkpoint(limit=None)
             if self.main is not None:
                 self.main.leave(delivery)
-            delivery.end()
+            delivery.progress.end()
         return checkpoint
 
     async def acknowledge(self, offset: int) -> bool:
@@ -354,7 +354,7 @@ class PullingAgent:
                         "%s cannot catch up in queue %d: %s", delivery.name, self.queue, error, exc_info=unforeseen
                     )
                     await asyncio.sleep(backoff.next_s())
-            delivery.damage = None
+            delivery.progress.pass_damage()
         finally:
             if self._catching.get(delivery.name) is asyncio.current_task():
                 del self._catching[delivery.name]
@@ -492,7 +492,7 @@ class PullingAgent:
     def _state(self) -> tuple[str, str]:
         main = self.main
         faults = [main.fault if main is not None else "", *(feed.fault for feed in self._catch_ups.values())]
-        damages = [str(d.damage) for d in self.deliveries.values() if d.damage is not None]
+        damages = [str(d.progress.damage) for d in self.deliveries.values() if d.progress.damage is not None]
         if fault := next(filter(None, (self._fault, *faults, *damages)), ""):
             return "faulted", fault
         if main is None:

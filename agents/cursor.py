@@ -12,9 +12,9 @@ from ..streams.subscriptions import Behind
 from .cache import Cursor
 
 if TYPE_CHECKING:
-    from .delivery.delivery import Failure
     from .delivery.parcel import Parcel
     from .delivery.progress import BatchSource
+    from .delivery.retries import Failure
 
 
 class State(enum.Enum):

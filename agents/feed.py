@@ -136,7 +136,7 @@ class Feed:
 
     def meet_damage(self, delivery: Delivery, damage: CorruptRecord) -> None:
         """A delivery cannot pass the damaged record: wake the tasks that wait for its progress."""
-        delivery.progressed()
+        delivery.waiters.notify()
 
     async def _take(self, received: Received) -> None:
         if received.gap is not None:
@@ -169,7 +169,7 @@ class Feed:
         for delivery in self.deliveries:
             settle(delivery, self)
             delivery.progress.read_on(self)
-            delivery.progressed()
+            delivery.waiters.notify()
 
     def drained(self, delivery: Delivery, cursor: StreamCursor) -> None:
         if self.has_passed(delivery, cursor):
@@ -243,7 +243,7 @@ class Feed:
             for cursor in parked:
                 if cursor.token.offset >= self.cache.first_offset:
                     self.adopt(delivery, cursor)
-        delivery.progressed()
+        delivery.waiters.notify()
 
     def leave(self, delivery: Delivery) -> None:
         if delivery in self.deliveries:
@@ -302,7 +302,7 @@ class CatchUp(Feed):
             self.delivery.progress.await_batch(cursor, self)
 
     def meet_damage(self, delivery: Delivery, damage: CorruptRecord) -> None:
-        delivery.damage = damage
+        delivery.progress.stop_at(damage)
         super().meet_damage(delivery, damage)
 
     async def _back_off(self, error: StorageError, seconds: float) -> None:
@@ -331,9 +331,7 @@ class CatchUp(Feed):
             raise
 
     async def _take(self, received: Received) -> None:
-        damage = self.delivery.damage
-        if damage is not None and (damage.offset is None or received.next_offset > damage.offset):
-            self.delivery.damage = None
+        self.delivery.progress.pass_damage(received.next_offset)
         await super()._take(received)
         self._share.hold(self.cache.bytes, 0)
 

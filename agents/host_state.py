@@ -114,7 +114,7 @@ class HostState:
         self._leases.pop(queue, None)
         for served in self.served.values():
             if not saved and (delivery := served.end(queue)) is not None:
-                delivery.cut()
+                delivery.halt(lost=True)
             served.service.lost(queue, saved=saved)
 
     def replace_agent(self, queue: int) -> PullingAgent:

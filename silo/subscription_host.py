@@ -147,7 +147,7 @@ class SubscriptionHost(QueuePositions):
         check_text("name", name)
         check_instance("stream", stream, StreamId, "StreamId('orders', '42')")
         if (served := self.manager.served.get(name)) is not None:
-            return any(delivery.resume(stream) for delivery in served.deliveries.values())
+            return any(delivery.retries.resume(stream) for delivery in served.deliveries.values())
         async with self._unserved(name):
             stored = await self.store.checkpoints(self.name, name)
             paused = {queue: at for queue, at in stored.items() if stream in at.behind and at.behind[stream].paused}
@@ -185,7 +185,7 @@ class SubscriptionHost(QueuePositions):
         in paused streams). Raises NotFound if this process does not serve it."""
         served = self.manager.subscriptions.serving(name)
         for queue, delivery in served.deliveries.items():
-            await delivery.wait_until(await self.due_end(queue))
+            await delivery.waiters.wait_until(await self.due_end(queue))
 
     # ---- locks -----------------------------------------------------------------------------------------------------
 

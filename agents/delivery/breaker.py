@@ -77,7 +77,7 @@ class GatedDelivery(Protocol):
     withheld: bool
     """Whether the gate stops new attempts at present."""
 
-    def wake_ready(self) -> None:
+    def wake(self) -> None:
         """The gate may allow new attempts."""
         ...
 
@@ -363,4 +363,4 @@ class Gate:
     def _wake(self, delivery: GatedDelivery) -> None:
         del self._waiting[delivery]
         delivery.withheld = False
-        delivery.wake_ready()
+        delivery.wake()

@@ -20,10 +20,11 @@ from typing import Any
 from ...balancer import average_allocation
 from ...streams.errors import Busy, Closed, Fenced, HeadraceError, Unavailable
 from ...streams.subscriptions import Checkpoint, GapRecord, Mode, SubscriptionDefinition
-from .delivery import Delivery, Failure, FailureSink
+from .delivery import Delivery, FailureSink
 from .edge import Edge
 from .group_delivery import GroupDelivery, Rejected
 from .member import Events, Member, MemberStatistics
+from .retries import Failure
 
 log = logging.getLogger("headrace.agents")
 
@@ -175,7 +176,7 @@ class Group:
         self.edge.sent(member)
         self._give_up_redriven(member)
         for delivery in self.deliveries.values():
-            delivery.progressed()
+            delivery.waiters.notify()
 
     def leave(self, member: Member) -> None:
         """It goes in order: what it holds comes again, to others. Idempotent."""

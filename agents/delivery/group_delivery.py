@@ -22,9 +22,10 @@ from ...streams.identity import StreamId
 from ...streams.subscriptions import Checkpoint, SubscriptionDefinition
 from ..cursor import READY, RUNNING, State, StreamCursor, Trouble
 from .breaker import Admission
-from .delivery import Delivery, Failure, FailureSink
+from .delivery import Delivery, FailureSink
 from .edge import DeliveryActor
 from .parcel import Parcel, Piece, first_left, left
+from .retries import Failure
 
 if TYPE_CHECKING:
     from .group import Group
@@ -65,13 +66,9 @@ class GroupDelivery(Delivery):
         self._giving_up: set[asyncio.Task[None]] = set()
         self._redriving: set[asyncio.Future[HeadraceError | None]] = set()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         if self._ready and not self._stopping and not self.withheld:
             self.group.edge.wake(self._actor)
-
-    def wake(self) -> None:
-        """A member can be given something."""
-        self._wake()
 
     @property
     def is_accepting(self) -> bool:
@@ -130,7 +127,7 @@ class GroupDelivery(Delivery):
         try:
             added = self._add_first(parcel, frames, batch, one=one)
         except InvalidArgument as error:
-            self._pause(cursor, described(error))
+            self.retries.pause(cursor, described(error))
             return True
         if not added:
             self._ready.appendleft(cursor)
@@ -377,15 +374,14 @@ class GroupDelivery(Delivery):
         elif piece.stop < piece.batch.count:
             self._resume(cursor)
         else:
-            self._finished(cursor)
-        if self._ready:
-            self._wake()
+            self.finished(cursor)
+        self.wake()
 
     def _resume(self, cursor: StreamCursor) -> None:
         """Go on at the cursor's event. What left its cache meanwhile is read again rather than held outside of it."""
         if cursor.bucket is None and self._rewindable:
             cursor.park()
-        self._go_on(cursor)
+        self.go_on(cursor)
 
     def reject(self, parcel: Parcel, at: int, first: int, failure: Failure) -> bool:
         """From event `first` of a piece on, the parcel fails, up to `failure.end`: what follows is taken back, and what
@@ -422,7 +418,7 @@ class GroupDelivery(Delivery):
         cursor = parcel.cursor
         if self._stopping:
             cursor.state = READY
-        elif not self._again(cursor, failure):
+        elif not self.retries.again(cursor, failure):
             if parcel.shed:
                 cursor.troubled().doomed = cursor.token, failure
                 self._resume(cursor)
@@ -435,7 +431,7 @@ class GroupDelivery(Delivery):
         assert batch is not None
         cursor.state = RUNNING
         task = self._loop.create_task(
-            self._exhausted(cursor, batch, failure), name=f"headrace give up {self.name}/{self.queue}"
+            self.retries.exhausted(cursor, batch, failure), name=f"headrace give up {self.name}/{self.queue}"
         )
         self._giving_up.add(task)
         task.add_done_callback(self._gave_up_on)
@@ -444,8 +440,8 @@ class GroupDelivery(Delivery):
         self._giving_up.discard(task)
         if not task.cancelled() and (error := task.exception()):
             log.error("delivery of %s, queue %d failed and goes on", self.name, self.queue, exc_info=error)
-        self._wake()
-        self._notify()
+        self.wake()
+        self.waiters.notify()
 
     def _enlist(self, cursor: StreamCursor) -> None:
         trouble = cursor.trouble
@@ -483,7 +479,7 @@ class GroupDelivery(Delivery):
         self.group.available(member)
         if not self.parcels:
             self.group.drained(self.queue)
-            self._notify()
+            self.waiters.notify()
 
     # ---- leaving a cache -------------------------------------------------------------------------------------------
 
@@ -555,7 +551,7 @@ class GroupDelivery(Delivery):
         try:
             async with asyncio.timeout(drain_s):
                 while self._giving_up or any(parcel.member.attached for parcel in self.parcels):
-                    await self._progress()
+                    await self.waiters.wait()
         except TimeoutError:
             if drain_s > 0:  # else nobody was to be waited for
                 log.warning(
@@ -573,7 +569,7 @@ class GroupDelivery(Delivery):
                 task.cancel()
         if self._giving_up:
             await asyncio.wait(self._giving_up, timeout=CANCEL_S)
-        self._notify()
+        self.waiters.notify()
 
 
 class Rejected(HeadraceError):

@@ -23,8 +23,9 @@ from ...streams.options import EventFilter
 from ...streams.subscriptions import Checkpoint, SubscriptionDefinition
 from ..cursor import READY, RUNNING, StreamCursor
 from .breaker import Admission
-from .delivery import Delivery, Failure, FailureSink
+from .delivery import Delivery, FailureSink
 from .progress import UnsavedProgress
+from .retries import Failure
 
 log = logging.getLogger("headrace.agents")
 
@@ -55,8 +56,8 @@ class HandlerDelivery(Delivery):
         self._handle = self._handle_batch if handler.on_batch else self._handle_events
         self._workers = HandlerWorkers(f"{self.name}, queue {queue}", concurrency, self._work, self._may_run, log)
 
-    def _wake(self) -> None:
-        if not self.withheld:
+    def wake(self) -> None:
+        if self._ready and not self.withheld:
             self._workers.wake()
 
     def _may_run(self) -> bool:
@@ -70,7 +71,7 @@ class HandlerDelivery(Delivery):
         ready, handle, gate, breaker = self._ready, self._handle, self.gate, self.gate.breaker
         turn_ends = monotonic() + TURN_S
         if len(ready) > 1:
-            self._wake()
+            self.wake()
         while ready and not self.over:
             probe = False
             if breaker.limiting:
@@ -97,7 +98,7 @@ class HandlerDelivery(Delivery):
                     gate.succeeded(cursor.stream)
                 if not probe or cursor.index >= batch.count:
                     self._delivered_batches += 1
-                    self._finished(cursor)
+                    self.finished(cursor)
                 else:
                     self._enlist(cursor)
             finally:
@@ -105,7 +106,7 @@ class HandlerDelivery(Delivery):
             if monotonic() > turn_ends:
                 await self._workers.yield_turn()
                 turn_ends = monotonic() + TURN_S
-        self._notify()
+        self.waiters.notify()
 
     async def _raised(
         self, cursor: StreamCursor, batch: EventBatch, error: BaseException, start: int, *, one: bool
@@ -121,7 +122,7 @@ class HandlerDelivery(Delivery):
             self.gate.succeeded(cursor.stream)
         end = batch.count if self._handler.on_batch and not one else cursor.index + 1
         failure = Failure(end, described(error), error, unavailable=isinstance(error, Unavailable))
-        await self._failed(cursor, batch, failure)
+        await self.retries.failed(cursor, batch, failure)
         if cancelled_itself(error):
             raise error
 
@@ -135,7 +136,7 @@ class HandlerDelivery(Delivery):
                 raise asyncio.CancelledError
             if cursor.done is not None and cursor.is_done(index):
                 continue
-            if self.predicate is None or self._wanted(event):
+            if self.predicate is None or self.is_wanted(event):
                 await on_event(event)
                 self._delivered_events += 1
                 handled = True
@@ -153,7 +154,7 @@ class HandlerDelivery(Delivery):
             if cursor.is_done(index):
                 continue
             cursor.index = index
-            if wanted := self._wanted(event):
+            if wanted := self.is_wanted(event):
                 await self._call(batch, event)
                 self._delivered_events += 1
             else:
@@ -180,14 +181,14 @@ class HandlerDelivery(Delivery):
             if cursor.done is not None:
                 events = [e for i, e in enumerate(events, cursor.index) if not cursor.is_done(i)]
             left = len(events)
-            batch = SomeEvents(batch, [e for e in events if self._wanted(e)])
+            batch = SomeEvents(batch, [e for e in events if self.is_wanted(e)])
         if batch.count:
             await on_batch(batch)
         self._delivered_events += batch.count
         self._filtered += left - batch.count
         return batch.count > 0
 
-    def _wanted(self, event: Event) -> bool:
+    def is_wanted(self, event: Event) -> bool:
         try:
             if self.predicate is None or self.predicate(event):
                 return True
@@ -201,14 +202,14 @@ class HandlerDelivery(Delivery):
             return True
         return False
 
-    def _log_failure(self, cursor: StreamCursor, failure: Failure, outcome: str) -> None:
+    def log_failure(self, cursor: StreamCursor, failure: Failure, outcome: str) -> None:
         assert failure.error is not None
         trouble = cursor.troubled()
         message = failure_text(self.name, cursor.stream, cursor.token, outcome, failure.reason)
         first = trouble.attempts + trouble.excused == 1
         self._failures.write(log, self._loop.time(), message, failure.error, first=first)
 
-    async def _gave_up(self, failure: Failure) -> None:
+    async def gave_up(self, failure: Failure) -> None:
         await notify_error(self._handler, failure.error, log)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
@@ -240,4 +241,4 @@ class HandlerDelivery(Delivery):
     async def stop(self, drain_s: float) -> None:
         self.halt()
         await self._workers.stop(drain_s)
-        self._notify()
+        self.waiters.notify()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...streams.events import EventBatch
 from ..cursor import StreamCursor
-from .delivery import Failure
+from .retries import Failure
 
 if TYPE_CHECKING:
     from .group_delivery import GroupDelivery

@@ -11,6 +11,7 @@ from heapq import nsmallest
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ...streams.errors import CorruptRecord
+from ...streams.events import EventBatch
 from ...streams.identity import SequenceToken, StreamId
 from ...streams.subscriptions import Behind, Checkpoint
 from ..cache import QueueCache
@@ -70,6 +71,8 @@ class DeliveryProgress:
         self.cursors: dict[StreamId, StreamCursor] = {
             stream: StreamCursor.parked(stream, behind) for stream, behind in checkpoint.behind.items()
         }
+        self.damage: CorruptRecord | None = None
+        """The damaged record that stopped the last catch-up."""
         self.exact = True
         """Whether the last checkpoint of `unsaved` was complete, or if it returned None, the one that was saved."""
         self._exact_at = now
@@ -142,6 +145,45 @@ class DeliveryProgress:
         """Drop the cursor of a stream without undelivered events: its next batch starts a new one."""
         del self.cursors[cursor.stream]
         self.touch()
+
+    def unpark(self, cursor: StreamCursor, feed: BatchSource, batch: EventBatch) -> bool:
+        """Put a parked cursor onto `batch` in `feed`. Return False if the batch is done already."""
+        offset, index = cursor.token
+        if batch.offset < offset or (batch.offset == offset and index >= batch.count):
+            return False
+        cursor.attach(batch, index if batch.offset == offset else 0)
+        cursor.feed = feed
+        if cursor.done is not None:
+            cursor.forget_done()
+        self.touch()
+        return True
+
+    def end(self) -> None:
+        """Leave all feeds. The progress stays as it is, however far the feeds read on."""
+        self.leave_feed()
+        for cursor in self.cursors.values():
+            if cursor.state is PARKED:
+                self.leave_cursor(cursor)
+            cursor.feed = None
+            cursor.release()
+
+    # ---- damage ----------------------------------------------------------------------------------------------------
+
+    def stop_at(self, damage: CorruptRecord) -> None:
+        """A catch-up cannot pass the damaged record."""
+        self.damage = damage
+
+    def pass_damage(self, offset: float = float("inf")) -> None:
+        """Every event below `offset` was read."""
+        if self.damage is not None and offset > (-1 if self.damage.offset is None else self.damage.offset):
+            self.damage = None
+
+    def met_damage(self) -> CorruptRecord | None:
+        """A copy of the error of the damaged record that stops reading, once every event before it is done."""
+        for damage in (self.damage, self.feed.damage if self.feed else None):
+            if damage is not None and self.reached(damage.offset or 0):
+                return damage.copy()
+        return None
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 

@@ -315,7 +315,7 @@ async def caught_up(provider: ProviderCore, name: str, ends: Mapping[int, int]) 
             await asyncio.sleep(LOOK_S)
             continue
         try:
-            await delivery.wait_until(left[queue])
+            await delivery.waiters.wait_until(left[queue])
             left[queue] = 0
         except Closed:  # it was moved, or its agent stopped: look again
             await asyncio.sleep(LOOK_S)

@@ -87,7 +87,7 @@ class Bench:
         end = (await self.adapter.bounds(0)).next
         async with asyncio.timeout(limit_s):
             for delivery in deliveries or tuple(self.agent.deliveries.values()):
-                await delivery.wait_until(end)
+                await delivery.waiters.wait_until(end)
 
     def held(self) -> tuple[int, int]:
         """Events and bytes of every batch that the agent or one of its cursors keeps alive."""

@@ -71,7 +71,7 @@ class Lane:
             batch.offset = offset
         self.cache.add(made)
         self.delivery.offer(self, made, self.delivery.progress.base)
-        self.delivery.progressed()
+        self.delivery.waiters.notify()
         return made
 
     def drained(self, delivery: Delivery, cursor: StreamCursor) -> None:

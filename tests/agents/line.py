@@ -97,7 +97,7 @@ class Line:
         made.offset = self.cache.next_offset
         self.cache.add([made])
         self.delivery.offer(self, [made], self.delivery.progress.base)
-        self.delivery.progressed()
+        self.delivery.waiters.notify()
         return made
 
     def publish_all(self, batches: Iterable[tuple[str, bytes]]) -> None:
@@ -112,7 +112,7 @@ class Line:
         delivery.forget(cursor)
 
     async def done(self) -> None:
-        await self.delivery.wait_until(self.cache.next_offset)
+        await self.delivery.waiters.wait_until(self.cache.next_offset)
 
     async def __aenter__(self) -> Self:
         return self

@@ -557,7 +557,7 @@ async def test_going_back_loses_nothing_of_streams_that_wait_or_are_paused(on_fa
         bench.attach("late", late)
         await bench.publish_numbers(200, keys=("a", "b", "c"), start=6)
         await until(lambda: len(late.seen) == 206)
-        one.resume(stream("c"))
+        one.retries.resume(stream("c"))
         await bench.caught_up()
     assert sorted(live.seen, key=int) == numbers(206)
     assert [number for number in map(int, live.seen) if number % 3 == 2] == list(range(2, 206, 3))
@@ -572,7 +572,7 @@ async def test_a_stream_that_is_paused_since_before_the_start_goes_on_when_it_is
         one = bench.attach("one", recorder, paused)
         await bench.publish_numbers(300, keys=("a", "b", "c"), start=6)
         await bench.caught_up()
-        one.resume(stream("c"))
+        one.retries.resume(stream("c"))
         await bench.caught_up()
     assert [number for number in map(int, recorder.seen) if number % 3 == 2] == list(range(2, 306, 3))
 

@@ -65,10 +65,10 @@ def keys(count: int) -> list[str]:
 
 @asynccontextmanager
 async def lines(
-    database: Database, queues: int = 1, *, batch: bool = False, **options: object
+    database: Database, queues: int = 1, *, batch: bool = False, circuit_breaker: bool = True, **options: object
 ) -> AsyncGenerator[list[Line]]:
     """A subscription to some queues."""
-    gate, sink = Gate("sub"), Sink()
+    gate, sink = Gate("sub", enabled=circuit_breaker), Sink()
     handler = database.store_all if batch else database.store
     made = [
         Line(handler, batch=batch, gate=gate, sink=sink, max_events=1_000_000, **{"retry": RetryPolicy(), **options})  # type: ignore[arg-type]
@@ -252,7 +252,6 @@ async def test_without_a_circuit_breaker_everything_is_given_up_on() -> None:
     database = Database()
     database.down = True
     async with lines(database, circuit_breaker=False) as (line,):
-        line.delivery.gate = Gate("sub", enabled=False)
         line.publish_all((key, b"x") for key in keys(50))
         await line.done()
         assert len(line.sink.dead) == 50

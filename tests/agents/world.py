@@ -157,7 +157,7 @@ class World:
             HandlerService(self._handler(consumer), passes if consumer.filtered else None, consumer.concurrency),
         )
         for delivery in self.manager.served[consumer.name].deliveries.values():
-            delivery._rng = self.rng
+            delivery.retries._rng = self.rng
 
     async def withdraw(self, consumer: Consumer, drain_s: float) -> None:
         self.note(f"withdraw {consumer.name}, {drain_s} s")
@@ -224,7 +224,7 @@ class World:
         self.generation += 1
         for one in self.manager.served.values():
             for delivery in one.deliveries.values():
-                delivery._stopping = True
+                delivery.halt()
                 delivery.on_parked = lambda _: None
         for agent in self.manager.agents:
             agent._closed = True
@@ -260,7 +260,7 @@ class World:
         for served in self.manager.served.values():
             for delivery in served.deliveries.values():
                 for stream in list(delivery.progress.cursors):
-                    delivery.resume(stream)
+                    delivery.retries.resume(stream)
 
     async def settle(self) -> None:
         """Everybody gets everything."""
@@ -274,7 +274,7 @@ class World:
             self.resume()
             for served in self.manager.served.values():
                 for queue, delivery in served.deliveries.items():
-                    await delivery.wait_until((await self.adapter.bounds(queue)).next)
+                    await delivery.waiters.wait_until((await self.adapter.bounds(queue)).next)
             if not any(one.statistics().paused for s in self.manager.served.values() for one in s.deliveries.values()):
                 break
         for consumer in self.consumers.values():

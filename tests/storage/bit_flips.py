@@ -194,7 +194,7 @@ async def _deliver(provider: Provider, reading: _Reading) -> None:
             for queue in healthy:  # they go on
                 delivery = provider.manager.subscriptions.serving("reader").deliveries[queue]
                 async with asyncio.timeout(PATIENCE_S):
-                    await delivery.wait_until((await provider.adapter.bounds(queue)).next)
+                    await delivery.waiters.wait_until((await provider.adapter.bounds(queue)).next)
             break
     else:
         if not caught_up.done():

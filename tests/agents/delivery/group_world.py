@@ -204,7 +204,7 @@ class World:
             group = known.group = Group(known.definition, self.edge)
             await self.manager.subscriptions.serve(known.definition, group)
         for delivery in self.manager.served[known.name].deliveries.values():
-            delivery._rng = self.rng
+            delivery.retries._rng = self.rng
 
     async def withdraw(self, known: Known, drain_s: float) -> None:
         self.note(f"withdraw {known.name}, {drain_s} s")
@@ -256,7 +256,7 @@ class World:
         served = [self.subscriptions[name] for name in self.manager.served]
         for one in self.manager.served.values():
             for delivery in one.deliveries.values():
-                delivery._stopping = True
+                delivery.halt()
                 delivery.on_parked = lambda _: None
         for agent in self.manager.agents:
             agent._closed = True

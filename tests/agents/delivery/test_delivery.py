@@ -406,9 +406,9 @@ async def test_a_paused_stream_stands_still_until_it_is_resumed(rewindable: bool
         assert recorder.seen == ["0", "x"]
         paused = line.delivery.progress.checkpoint().behind[stream("a")]
         assert paused == Behind(SequenceToken(0, 1), "ValueError: no 1")
-        assert not line.delivery.resume(stream("b"))
-        assert line.delivery.resume(stream("a"))
-        assert not line.delivery.resume(stream("a"))
+        assert not line.delivery.retries.resume(stream("b"))
+        assert line.delivery.retries.resume(stream("a"))
+        assert not line.delivery.retries.resume(stream("a"))
         (cursor,) = line.parked  # it left the cache, so that it does not fill: the agent brings it back
         batch = line.cache.first_batch(stream("a"), 0)
         assert batch is not None

@@ -11,11 +11,11 @@ import pytest
 from headrace import Closed, Event, EventBatch, Fenced, OnFailure, RetryPolicy, SequenceToken, StorageError, Unavailable
 from headrace.agents import Events
 from headrace.agents.cursor import State
-from headrace.agents.delivery.delivery import STORE_RETRY_S
 from headrace.agents.delivery.group import DRAIN_S
 from headrace.agents.delivery.group_delivery import PARCEL_BYTES, PARCEL_EVENTS
 from headrace.agents.delivery.member import OUTBOX_BYTES
 from headrace.agents.delivery.progress import MAX_RANGES
+from headrace.agents.delivery.retries import STORE_RETRY_S
 from headrace.streams.subscriptions import Behind, Checkpoint, Mode
 from tests.agents.circle import Circle, Consumer, indexes, payloads
 from tests.agents.line import Line, Recorder, stream
@@ -650,7 +650,7 @@ async def test_a_stream_is_paused_until_it_is_resumed() -> None:
         await circle.rest()
         assert consumer.took() == ["x"]
         assert circle.checkpoint().behind[stream("a")] == Behind(SequenceToken(0), "no 3", ((0, 2, 3),))
-        assert circle.delivery.resume(stream("a"))
+        assert circle.delivery.retries.resume(stream("a"))
         circle.lane.unpark()
         await circle.rest()
         assert consumer.took() == ["0", "1"]
@@ -751,7 +751,7 @@ async def test_who_reconnects_when_the_lease_is_over_gets_nothing_again() -> Non
         one.disconnect()
         one.take()
         (delivery,) = circle.group.deliveries.values()
-        delivery.cut()
+        delivery.halt(lost=True)
         one.connect()
         await circle.rest()
         assert not one.inbox

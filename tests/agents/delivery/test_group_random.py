@@ -207,7 +207,7 @@ class Life:
         for served in self.world.manager.served.values():
             for delivery in served.deliveries.values():
                 for stream in list(delivery.progress.cursors):
-                    delivery.resume(stream)
+                    delivery.retries.resume(stream)
 
     # ---- consumers -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,192 @@
+"""Failures of deliveries: a failed event is tried again later, or given up on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...streams.events import EventBatch
+from ...streams.identity import StreamId
+from ...streams.subscriptions import OnFailure
+from ..cursor import State, StreamCursor
+from .breaker import HELD
+
+if TYPE_CHECKING:
+    from .delivery import Delivery, FailureSink
+
+log = logging.getLogger("headrace.agents")
+
+STORE_RETRY_S = 1.0
+EXCUSED_S = 1.0
+"""The shortest wait after a failure that does not count, in seconds: their number is not limited."""
+
+RNG = random.Random()  # noqa: S311 (jitter)
+"""One for all deliveries: a generator takes 2.5 kB, and a subscription has a delivery for each queue."""
+
+
+class Failure(NamedTuple):
+    """Why a delivery of the events from the cursor's position up to index `end`, exclusive, failed."""
+
+    end: int
+    reason: str
+    error: BaseException | None = None
+    """The exception of a handler."""
+    delay_s: float | None = None
+    """When the consumer wants the events again, in seconds. None: the retry policy decides."""
+    unavailable: bool = False
+    """The consumer blames a dependency, not the event: it never counts against the event."""
+
+
+class Retries:
+    """Decides what follows the failures of one delivery, and does it."""
+
+    def __init__(
+        self, delivery: Delivery, sink: FailureSink, *, rewindable: bool, rng: random.Random | None = None
+    ) -> None:
+        self.scheduled = self.dead_lettered = self.skipped = self.filtered = 0
+        """Retries, and events that were given up on or that the filter took out of those."""
+        self._delivery = delivery
+        self._definition = delivery.definition
+        self._gate = delivery.gate
+        self._progress = delivery.progress
+        self._sink = sink
+        self._rewindable = rewindable
+        self._rng = rng or RNG
+        self._loop = asyncio.get_running_loop()
+        self._stopped = False
+
+    async def failed(self, cursor: StreamCursor, batch: EventBatch, failure: Failure) -> None:
+        """Schedule another attempt, or give up."""
+        if not self.again(cursor, failure):
+            await self.exhausted(cursor, batch, failure)
+
+    def stop(self) -> None:
+        """Try nothing again."""
+        self._stopped = True
+        for cursor in self._progress.cursors.values():
+            if cursor.trouble is not None and cursor.trouble.timer is not None:
+                cursor.trouble.timer.cancel()
+
+    # ---- another attempt -------------------------------------------------------------------------------------------
+
+    def again(self, cursor: StreamCursor, failure: Failure) -> bool:
+        """Schedule the cursor's next attempt. Count the failed one if the circuit breaker says so. Return False if the
+        retries are exhausted."""
+        now, trouble = self._loop.time(), cursor.troubled()
+        earlier, trouble.phase = trouble.phase, self._gate.breaker.phase
+        if earlier != trouble.phase:
+            trouble.attempts = 0
+            trouble.excused = trouble.excused if failure.unavailable else 0
+        failed_at = trouble.failed_at if trouble.attempts else now
+        delay = self._definition.retry.delay(trouble.attempts + 1, now - failed_at, self._rng)
+        if not self._gate.failed(cursor.stream, failure, earlier=earlier, exhausted=delay is None):
+            self._excuse(cursor, failure)
+            return True
+        trouble.failed_at = failed_at
+        trouble.attempts += 1
+        if delay is None:
+            return False
+        delay = delay if failure.delay_s is None else failure.delay_s
+        self.scheduled += 1
+        self._delivery.log_failure(cursor, failure, f"attempt {trouble.attempts}, again in {delay:.2f} s")
+        self._wait(cursor, delay)
+        return True
+
+    def _excuse(self, cursor: StreamCursor, failure: Failure) -> None:
+        """Try again, without counting the failure. While the subscription is held, the stream goes to the end of the
+        line, and the gate decides when it is tried. Otherwise it waits as after a failure that counts."""
+        trouble = cursor.troubled()
+        trouble.excused += 1
+        trouble.deliveries = 0
+        self.scheduled += 1
+        self._delivery.log_failure(cursor, failure, "not counted")
+        if self._gate.breaker.state is not HELD or self._stopped:
+            delay_s = failure.delay_s
+            if delay_s is None:
+                delay_s = self._definition.retry.backoff(trouble.attempts + trouble.excused, self._rng)
+            self._wait(cursor, max(delay_s, EXCUSED_S))
+            return
+        if cursor.bucket is None and self._rewindable:
+            cursor.park()
+        self._delivery.go_on(cursor)
+
+    def _wait(self, cursor: StreamCursor, delay: float) -> None:
+        cursor.state = State.WAITING
+        if self._stopped:
+            return
+        if cursor.bucket is None and self._rewindable:
+            cursor.park()  # it left its cache while it ran: read it again, rather than hold it outside of all limits
+        cursor.troubled().timer = self._loop.call_later(delay, self._retry, cursor)
+
+    def _retry(self, cursor: StreamCursor) -> None:
+        cursor.troubled().timer = None
+        self._delivery.go_on(cursor)
+
+    # ---- giving up -------------------------------------------------------------------------------------------------
+
+    async def exhausted(self, cursor: StreamCursor, batch: EventBatch, failure: Failure) -> None:
+        """Give up on the events that failed, as the subscription says. If that fails, try again later."""
+        log.warning(
+            "subscription %r gives up on event %s of stream %s after %d attempts: %s: %s",
+            self._definition.name, cursor.token, cursor.stream, cursor.troubled().attempts,
+            self._definition.on_failure.value, failure.reason, exc_info=failure.error,
+        )  # fmt: skip
+        try:
+            await self._give_up(cursor, batch, failure)
+        except (Exception, asyncio.CancelledError) as problem:
+            if self._stopped and isinstance(problem, asyncio.CancelledError):
+                raise
+            log.warning(
+                "cannot record that subscription %r gave up on event %s: %r; trying again",
+                self._definition.name, cursor.token, problem,
+            )  # fmt: skip
+            self._wait(cursor, STORE_RETRY_S)
+        else:
+            await self._delivery.gave_up(failure)
+
+    async def _give_up(self, cursor: StreamCursor, batch: EventBatch, failure: Failure) -> None:
+        if self._definition.on_failure is OnFailure.PAUSE:
+            self.pause(cursor, failure.reason)
+            return
+        left = [e for i, e in enumerate(batch.events()) if cursor.index <= i < failure.end and not cursor.is_done(i)]
+        events = [event for event in left if self._delivery.is_wanted(event)]
+        if self._definition.on_failure is OnFailure.DEAD_LETTER:
+            await self._sink.dead_letter(self._delivery, events, failure.reason, cursor.troubled().attempts)
+            self.dead_lettered += len(events)
+        else:
+            await self._sink.skipped(self._delivery, events, failure.reason)
+            self.skipped += len(events)
+        self.filtered += len(left) - len(events)
+        cursor.index = failure.end
+        cursor.went_on()
+        if cursor.index < batch.count:
+            self._delivery.go_on(cursor)
+        else:
+            self._delivery.finished(cursor)
+
+    def pause(self, cursor: StreamCursor, reason: str) -> None:
+        """Deliver nothing more of a stream until `resume`."""
+        log.warning(
+            "subscription %r pauses stream %s at event %s: %s",
+            self._definition.name,
+            cursor.stream,
+            cursor.token,
+            reason,
+        )
+        cursor.state = State.PAUSED
+        cursor.troubled().paused = reason
+        cursor.park()
+        self._progress.touch()
+
+    def resume(self, stream: StreamId) -> bool:
+        """Go on with a paused stream. Return False if it is not paused here."""
+        cursor = self._progress.cursors.get(stream)
+        if cursor is None or cursor.state is not State.PAUSED:
+            return False
+        trouble = cursor.troubled()
+        trouble.paused, trouble.attempts, trouble.phase = "", 0, None
+        self._progress.touch()
+        self._delivery.go_on(cursor)
+        return True

@@ -1,0 +1,53 @@
+"""Tasks that wait for the progress of a delivery."""
+
+from __future__ import annotations
+
+import asyncio
+
+from ...streams.errors import Closed
+from .progress import DeliveryProgress
+
+
+class ProgressWaiters:
+    """Wakes tasks whenever a delivery comes further."""
+
+    def __init__(self, progress: DeliveryProgress, name: str, queue: int) -> None:
+        self._progress = progress
+        self._name = name
+        self._queue = queue
+        self._closed = False
+        self._futures: list[asyncio.Future[None]] = []
+
+    async def wait_until(self, offset: int) -> None:
+        """Return when every event below `offset` is done. Paused streams do not count.
+
+        Raises Closed once the delivery stopped, CorruptRecord when every event before a damaged record below `offset`
+        is done.
+        """
+        while not self._progress.reached(offset):
+            if (damage := self._progress.met_damage()) is not None:
+                raise damage
+            if self._closed:
+                raise Closed(
+                    f"subscription {self._name} stopped before it came to offset {offset} of queue {self._queue}"
+                )
+            await self.wait()
+
+    async def wait(self) -> None:
+        """Return at the next `notify`."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._futures.append(future)
+        await future
+
+    def notify(self) -> None:
+        """Something may have come further."""
+        if self._futures:
+            futures, self._futures = self._futures, []
+            for future in futures:
+                if not future.done():
+                    future.set_result(None)
+
+    def close(self) -> None:
+        """The delivery stops."""
+        self._closed = True
+        self.notify()
