@@ -1,7 +1,7 @@
 """Pulling agents: queues are read into caches and delivered through cursors."""
 
-from .agent import AgentStatistics, CacheLimits, PullingAgent
-from .cache import EMPTY, BucketStatistics, CacheStatistics, Cursor, Empty, QueueCache
+from .agent import AgentStatistics, PullingAgent
+from .cache import EMPTY, BucketStatistics, CacheLimits, CacheStatistics, Cursor, Empty, QueueCache
 from .delivery.delivery import Delivery, DeliveryStatistics
 from .delivery.edge import Edge
 from .delivery.group import Group, taken_over

@@ -13,9 +13,11 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..adapters.receiving import Gap
+from ..streams.errors import InvalidArgument
 from ..streams.events import EventBatch
 from ..streams.identity import SequenceToken, StreamId
 
@@ -201,6 +203,36 @@ class QueueCache:
                 first[stream] = following
                 batch.following = None  # a delivery that still holds this batch must not keep all later ones in memory
         bucket.batches = []  # break the cycle of references between batches and bucket, so that they are freed at once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheLimits:
+    """Bounds of one queue's cached batches.
+
+    Each of the at most four catch-ups has an eighth of it, so the main feed has half. A queue that cannot
+    rewind has no catch-ups: its main feed has everything."""
+
+    max_events: int = 100_000
+    max_bytes: int = 8 << 20
+
+    def __post_init__(self) -> None:
+        if self.max_events < 20 or self.max_bytes < 20 * 1024:
+            raise InvalidArgument(
+                f"a queue's cache of {self.max_events:,} events and {self.max_bytes:,} bytes is too small: at least 20 "
+                "events and 20 KiB for each queue"
+            )
+
+    def main(self, *, rewindable: bool) -> QueueCache:
+        share = 2 if rewindable else 1
+        return QueueCache(self.max_events // share, self.max_bytes // share)
+
+    @property
+    def catch_up_bytes(self) -> int:
+        """For all catch-ups of one queue."""
+        return self.max_bytes // 2
+
+    def catch_up(self) -> QueueCache:
+        return QueueCache(self.max_events // 8, self.max_bytes // 8)
 
 
 class Cursor:

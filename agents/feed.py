@@ -51,6 +51,10 @@ class FeedOwner(Protocol):
         """The feed's cache is full: detach the cursors that would hold up the others."""
         ...
 
+    def retire(self, feed: Feed) -> None:
+        """A feed has ended."""
+        ...
+
 
 class Feed:
     """Reads one queue into one cache, for some deliveries."""
@@ -286,7 +290,7 @@ class CatchUp(Feed):
         self.end = float("inf")  # its streams have caught up once the main feed serves them
         self.began_at = asyncio.get_running_loop().time()
         self.idle_since: float | None = None
-        """Loop time since which its delivery accepts nothing, noted by `PullingAgent.relieve`."""
+        """Loop time since which its delivery accepts nothing, noted by `CacheRelief.relieve`."""
         self._reading: asyncio.Task[None] | None = None
         self._gave_way = False
         self.whole = delivery.progress.feed is None

@@ -9,7 +9,8 @@ from collections.abc import Set as AbstractSet
 from ..adapters.receiving import Gap
 from ..adapters.seam import QueueAdapter
 from ..streams.background import BackgroundTasks
-from .agent import CacheLimits, PullingAgent
+from .agent import PullingAgent
+from .cache import CacheLimits
 from .catch_up_budget import CatchUpBudget
 from .delivery.delivery import Delivery, Term
 from .failure_recorder import FailureRecorder

@@ -18,7 +18,8 @@ from collections.abc import Coroutine
 from typing import Any
 
 from ..adapters.seam import QueueAdapter
-from .agent import AgentStatistics, CacheLimits
+from .agent import AgentStatistics
+from .cache import CacheLimits
 from .checkpointer import Checkpointer
 from .control_requests import ControlRequestApplier
 from .failure_recorder import FailureRecorder

@@ -99,7 +99,7 @@ class Bench:
         return sum(b.count for b in batches), sum(b.nbytes for b in batches)
 
     def feeds(self) -> list[Any]:
-        return [feed for feed in (self.agent.main, *self.agent._catch_ups.values()) if feed is not None]
+        return [feed for feed in (self.agent.main, *self.agent.catch_ups.running.values()) if feed is not None]
 
     def cursor(self, delivery: Delivery, key: str) -> StreamCursor:
         return delivery.progress.cursors[stream(key)]

@@ -10,8 +10,9 @@ import pytest
 from headrace import Event, OnFailure, RetryPolicy, SequenceToken, SlowConsumer, StorageError
 from headrace.adapters import AdapterContext, Gap
 from headrace.adapters.memory import MemoryAdapter
-from headrace.agents.agent import FIRST_TICK_S, MAX_CATCH_UPS
+from headrace.agents.agent import FIRST_TICK_S
 from headrace.agents.catch_up_budget import CatchUpBudget
+from headrace.agents.catch_up_runner import MAX_CATCH_UPS
 from headrace.agents.cursor import State
 from headrace.streams.subscriptions import Behind, Checkpoint
 from tests.agents.bench import FINE, Bench
@@ -84,7 +85,7 @@ async def test_a_subscription_far_behind_catches_up_beside_the_others() -> None:
         assert delivery.progress.feed is bench.agent.main
         await bench.publish_numbers(10, start=700)
         await bench.caught_up()
-        await until(lambda: not bench.agent._catching)
+        await until(lambda: not bench.agent.catch_ups._tasks)
         assert bench.shelf.opened == 2
     assert live.seen == numbers(210, 500)
     assert late.seen == numbers(710)
@@ -98,7 +99,7 @@ async def test_more_catch_ups_than_there_is_room_for_all_come_to_the_end() -> No
     async def look() -> None:
         nonlocal most
         while True:
-            most = max(most, len(bench.agent._catch_ups))
+            most = max(most, len(bench.agent.catch_ups.running))
             await asyncio.sleep(FINE)
 
     async with Bench(Shelf(1, latency_s=0.01)) as bench:
@@ -124,7 +125,7 @@ async def test_catch_ups_together_hold_no_more_than_their_budget() -> None:
     async def look() -> None:
         nonlocal most
         while True:
-            most = max(most, sum(feed.cache.bytes for feed in bench.agent._catch_ups.values()))
+            most = max(most, sum(feed.cache.bytes for feed in bench.agent.catch_ups.running.values()))
             await asyncio.sleep(FINE)
 
     async with Bench(Shelf(1, latency_s=0.01), max_events=1000, budget=budget) as bench:
@@ -141,7 +142,7 @@ async def test_catch_ups_together_hold_no_more_than_their_budget() -> None:
         for gate in gates:
             gate.set()
         await bench.caught_up()
-        await until(lambda: not bench.agent._catching)
+        await until(lambda: not bench.agent.catch_ups._tasks)
         looking.cancel()
     assert budget.limit // 2 < most <= budget.limit
     assert budget.held == 0
@@ -160,7 +161,7 @@ async def test_stuck_catch_ups_do_not_keep_others_from_catching_up(slow: SlowCon
         await until(lambda: bench.agent.main is not None)
         for number in range(MAX_CATCH_UPS + 1):
             bench.attach(f"stuck{number}", stuck, selector=selector, slow=slow)
-        await until(lambda: len(bench.agent._catch_ups) == MAX_CATCH_UPS)
+        await until(lambda: len(bench.agent.catch_ups.running) == MAX_CATCH_UPS)
         delivery = bench.attach("late", late)
         await bench.caught_up(delivery)
         assert late.seen == numbers(300)
@@ -482,7 +483,7 @@ async def test_a_catch_up_that_came_to_the_end_while_the_queue_was_down_joins_wh
         gate.set()
         await bench.caught_up()
         await until(lambda: bench.agent.main is not None and delivery.progress.feed is bench.agent.main)
-        await until(lambda: not bench.agent._catching)
+        await until(lambda: not bench.agent.catch_ups._tasks)
     assert recorder.seen == numbers(100)
 
 

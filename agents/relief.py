@@ -1,0 +1,113 @@
+"""Which cursors leave a full cache, and which catch-ups end early, so that slow consumers do not hold up the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from itertools import islice
+
+from ..streams.subscriptions import SlowConsumer
+from .catch_up_runner import CatchUpRunner
+from .cursor import State, StreamCursor
+from .delivery.delivery import Delivery
+from .feed import CatchUp, Feed
+
+CATCH_UP_TURN_S = 1.0
+"""A catch-up whose handlers are slow makes way for another after this time, in seconds. A catch-up of remote consumers
+makes way at once, because their batches can be read again."""
+
+
+class CacheRelief:
+    """Relieves the full caches of one queue."""
+
+    def __init__(
+        self,
+        deliveries: Mapping[str, Delivery],
+        catch_ups: CatchUpRunner,
+        *,
+        rewindable: bool,
+        detach_after_s: float,
+        max_bytes: int,
+    ) -> None:
+        """Cursors that left their cache while they run keep at most `max_bytes` bytes, or one batch."""
+        self._deliveries = deliveries
+        self._catch_ups = catch_ups
+        self._rewindable = rewindable
+        self._detach_after_s = detach_after_s
+        self._max_bytes = max_bytes
+
+    def is_detachable(self, delivery: Delivery) -> bool:
+        """Whether the cursors of a delivery may leave a cache: the queue can rewind, and the subscription allows it."""
+        return self._rewindable and delivery.definition.slow_consumer is not SlowConsumer.THROTTLE
+
+    def relieve(self, feed: Feed) -> None:
+        """The feed's cache is full: detach cursors in its oldest bucket.
+
+        A cursor is detached if it makes no progress, or if another subscription has nothing left to do, because the
+        cursor would hold that one up. A catch-up makes way for another one, and ends while its delivery accepts
+        nothing."""
+        if not feed.cache.buckets:
+            return
+        oldest = feed.cache.buckets[0]
+        cursors = [delivery.progress.cursors.values() for delivery in feed.deliveries]
+        starved = any(all(cursor.bucket is None for cursor in of_one) for of_one in cursors)
+        held = self._held_apart()
+        for delivery in [d for d in self._deliveries.values() if self.is_detachable(d)]:
+            there = (delivery.progress.cursors.get(stream) for stream in {batch.stream for batch in oldest.batches})
+            for cursor in [c for c in there if c is not None and c.bucket is oldest]:
+                size = delivery.held(cursor)
+                fits = not held or held + size <= self._max_bytes  # the first batch always fits, however large it is
+                if fits and (starved or self._stuck(cursor)) and not _alone(feed, delivery):
+                    held += size
+                    delivery.detach(cursor)
+        if isinstance(feed, CatchUp) and (self._is_idle(feed) or self._in_demand(feed)):
+            feed.give_way()
+
+    def _is_idle(self, feed: CatchUp) -> bool:
+        """Whether the delivery of a catch-up accepts nothing: at this moment if other catch-ups wait for the slot,
+        otherwise for `detach_after_s` seconds."""
+        now = asyncio.get_running_loop().time()
+        if feed.delivery.is_accepting:
+            feed.idle_since = None
+            return False
+        if feed.idle_since is None:
+            feed.idle_since = now
+        return self._catch_ups.is_contended or now - feed.idle_since >= self._detach_after_s
+
+    def _in_demand(self, feed: CatchUp) -> bool:
+        """Whether others wait for the slot of a catch-up that has had its turn, and the batches that its handlers would
+        keep outside of the cache are not too large."""
+        cursors = feed.delivery.progress.cursors.values()
+        contended = self._catch_ups.is_contended
+        wanted = contended or (feed.finished and any(c.state is State.PARKED and c.feed is None for c in cursors))
+        if not wanted:
+            return False
+        sizes = [feed.delivery.held(c) for c in cursors if c.feed is feed and c.state is State.RUNNING]
+        if contended and not any(sizes):
+            return True
+        if asyncio.get_running_loop().time() - feed.began_at < CATCH_UP_TURN_S:
+            return False
+        held = self._held_apart()
+        return held + sum(sizes) <= self._max_bytes or (not held and len(sizes) == 1)
+
+    def _held_apart(self) -> int:
+        """Bytes of batches that handlers and consumers keep outside of all caches."""
+        apart = [(d, c) for d in self._deliveries.values() for c in d.progress.cursors.values() if c.bucket is None]
+        return sum(max(d.held(c), c.batch.nbytes) for d, c in apart if c.batch is not None)
+
+    def _stuck(self, cursor: StreamCursor) -> bool:
+        now, trouble = asyncio.get_running_loop().time(), cursor.troubled()
+        if trouble.seen != cursor.token:
+            trouble.seen, trouble.seen_at = cursor.token, now
+        return now - trouble.seen_at >= self._detach_after_s
+
+
+def _alone(feed: Feed, delivery: Delivery) -> bool:
+    """Whether a catch-up serves one stream only, so that no other stream waits for its batches."""
+    if not isinstance(feed, CatchUp) or feed.finished:
+        return False
+    if delivery.definition.selector.explicit or feed.whole:
+        return delivery.definition.selector.explicit
+    cursors = delivery.progress.cursors.values()
+    due = (c for c in cursors if c.feed is feed or (c.state is State.PARKED and c.feed is None))
+    return len(list(islice(due, 2))) < 2
