@@ -1,7 +1,7 @@
 """Fair scheduling at the delivery edge: many consumers or cold reads of one client do not delay the other clients.
 
 Pure: no I/O, no clock. The caller runs the turns and reports their costs. The actors are those of QMQ: there is one for
-each key. An actor never has two turns at once, runs for a quota, and is suspended when it has to wait.
+each key. An actor never has two turns at once, and runs for a quota.
 
 The order is start-time fair queueing (Goyal, Vin and Cheng, 1996). Each actor has a virtual time: the cost of its turns
 so far. The actor with the smallest one runs next. The queue's own virtual time is the start of the turn that began
@@ -36,7 +36,7 @@ class ActorState(enum.Enum):
 class Actor:
     """Runs in turns, one at a time. Only the queue writes its fields. Subclasses add fields for their turns."""
 
-    __slots__ = ("below_share", "name", "served_s", "state", "suspensions", "turn", "virtual_s", "wanted")
+    __slots__ = ("below_share", "name", "served_s", "state", "turn", "virtual_s", "wanted")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -47,16 +47,13 @@ class Actor:
         """Cost of all its turns."""
         self.turn = 0
         """The number of its last turn, counted over all actors; 0: it never ran."""
-        self.suspensions = 0
         self.wanted = False
         """Whether it was scheduled since its last turn began."""
         self.below_share = False
         """Whether it had been idle for a part of its share when it was scheduled last."""
 
     def __repr__(self) -> str:
-        return (
-            f"Actor({self.name!r}, {self.state.value}, suspensions={self.suspensions}, virtual_s={self.virtual_s:.6f})"
-        )
+        return f"Actor({self.name!r}, {self.state.value}, virtual_s={self.virtual_s:.6f})"
 
 
 A = TypeVar("A", bound=Actor)
@@ -89,7 +86,7 @@ class FairQueue(Generic[A]):
 
     @property
     def first(self) -> A | None:
-        """The actor that is probably next: it may be suspended or forgotten. None if no actor waits."""
+        """The actor that is probably next: it may be forgotten. None if no actor waits."""
         return self._heap[0][2] if self._heap else None
 
     @property
@@ -100,7 +97,7 @@ class FairQueue(Generic[A]):
     def schedule(self, actor: A) -> bool:
         """Request a turn that begins after this call. Return whether this call put the actor among the waiting ones.
 
-        An actor that waits already keeps its place. A running or suspended one gets its turn afterwards.
+        An actor that waits already keeps its place. A running one gets its turn afterwards.
         """
         actor.wanted = True
         return self._admit(actor)
@@ -111,8 +108,6 @@ class FairQueue(Generic[A]):
             actor = heappop(self._heap)[2]
             if actor.state is ActorState.FORGOTTEN:
                 self._forgotten -= 1
-            elif actor.suspensions:
-                actor.state = ActorState.IDLE
             else:
                 self._begin(actor)
                 return actor
@@ -135,36 +130,19 @@ class FairQueue(Generic[A]):
             self.virtual_s = max(self.virtual_s, actor.virtual_s)
         return self._admit(actor)
 
-    def suspend(self, actor: A) -> None:
-        """Give the actor no turn until it is resumed as often as it was suspended. A running turn goes on."""
-        if actor.state is ActorState.SCHEDULED and not actor.suspensions:
-            self._waiting -= 1
-        actor.suspensions += 1
-
-    def resume(self, actor: A) -> bool:
-        """Take one suspension back, if there is any. Return whether the actor waits again, because it was scheduled
-        meanwhile."""
-        if not actor.suspensions:
-            return False
-        actor.suspensions -= 1
-        if actor.suspensions or actor.state is not ActorState.SCHEDULED:
-            return self._admit(actor)
-        self._waiting += 1
-        return True
-
     def forget(self, actor: A) -> None:
         """Never give the actor a turn again. A running turn may end with or without `done`."""
         if actor.state is ActorState.RUNNING:
             self._running -= 1
         if actor.state is ActorState.SCHEDULED:
-            self._waiting -= not actor.suspensions
+            self._waiting -= 1
             self._forgotten += 1
         actor.state = ActorState.FORGOTTEN
         if 2 * self._forgotten > len(self._heap):
             self._sweep()
 
     def _admit(self, actor: A) -> bool:
-        if not actor.wanted or actor.suspensions or actor.state is not ActorState.IDLE:
+        if not actor.wanted or actor.state is not ActorState.IDLE:
             return False
         actor.state = ActorState.SCHEDULED
         actor.below_share = actor.virtual_s < self.virtual_s

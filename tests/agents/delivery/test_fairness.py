@@ -9,11 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from headrace.agents.delivery.fairness import TURN_COST_S, Actor, ActorState, FairQueue, by_virtual_time
+from headrace.agents.delivery.fairness import TURN_COST_S, Actor, FairQueue, by_virtual_time
 
 QUOTA = 5
-PARK = 0
-"""An item that cannot be processed: the actor suspends itself, and the item stays."""
 
 
 class Mailbox(Actor):
@@ -54,7 +52,7 @@ class Edge:
             return None
         start = self.now
         actor.longest_wait = max(actor.longest_wait, start - actor.free_at)
-        while actor.items and not self._parked(actor):
+        while actor.items:
             self.now += actor.items.popleft()
             actor.done += 1
             if self.now - start >= QUOTA:
@@ -65,12 +63,6 @@ class Edge:
             self.queue.schedule(actor)
         self.queue.done(actor, self.now - start)
         return actor
-
-    def _parked(self, actor: Mailbox) -> bool:
-        if actor.items[0] != PARK:
-            return False
-        self.queue.suspend(actor)
-        return True
 
     def run(self, until: int) -> None:
         while self.now < until and self.turn():
@@ -177,87 +169,6 @@ def test_several_workers_run_different_actors():
     assert (len(queue), queue.running) == (0, 3)
 
 
-# -- suspension ------------------------------------------------------------------------------------------------------
-
-
-def test_suspensions_nest():
-    queue: FairQueue[Actor] = FairQueue()
-    actor = Actor("a")
-    queue.suspend(actor)
-    queue.suspend(actor)
-    assert not queue.schedule(actor)
-    assert not queue.resume(actor)
-    assert queue.next() is None
-    assert queue.resume(actor)
-    assert queue.next() is actor
-
-
-def test_extra_resumes_have_no_effect():
-    queue: FairQueue[Actor] = FairQueue()
-    actor = Actor("a")
-    assert not queue.resume(actor)
-    queue.schedule(actor)
-    assert not queue.resume(actor)
-    assert len(queue) == 1
-    queue.suspend(actor)
-    assert queue.next() is None
-
-
-def test_an_actor_suspended_while_it_waits_keeps_its_wish():
-    queue: FairQueue[Actor] = FairQueue()
-    actor = Actor("a")
-    queue.schedule(actor)
-    queue.suspend(actor)
-    assert len(queue) == 0
-    assert queue.next() is None
-    assert queue.resume(actor)
-    assert len(queue) == 1
-    assert queue.next() is actor
-
-
-def test_an_actor_suspended_and_resumed_while_it_waits_keeps_its_place():
-    queue: FairQueue[Actor] = FairQueue()
-    first, second = Actor("first"), Actor("second")
-    queue.schedule(first)
-    queue.schedule(second)
-    queue.suspend(first)
-    assert queue.resume(first)
-    assert len(queue) == 2
-    assert [queue.next(), queue.next(), queue.next()] == [first, second, None]
-
-
-def test_a_turn_during_which_the_actor_is_suspended_ends_and_is_the_last():
-    queue: FairQueue[Actor] = FairQueue()
-    actor = Actor("a")
-    queue.schedule(actor)
-    assert queue.next() is actor
-    queue.suspend(actor)
-    queue.schedule(actor)
-    assert not queue.done(actor, 1.0)
-    assert queue.next() is None
-    assert queue.resume(actor)
-    assert queue.next() is actor
-
-
-def test_a_resumed_actor_that_nobody_scheduled_stays_idle():
-    queue: FairQueue[Actor] = FairQueue()
-    actor = Actor("a")
-    queue.suspend(actor)
-    assert not queue.resume(actor)
-    assert actor.state is ActorState.IDLE
-
-
-def test_an_item_that_could_not_be_processed_is_seen_again_after_the_resume():
-    edge = Edge()
-    actor = edge.add("a", [1, PARK, 2])
-    edge.run(100)
-    assert list(actor.items) == [PARK, 2]
-    actor.items[0] = 7
-    edge.queue.resume(actor)
-    edge.run(100)
-    assert actor.turns == [(0, 1), (1, 8), (8, 10)]
-
-
 def held(queue: FairQueue[Actor]) -> int:
     return len(queue._heap)  # pyright: ignore[reportPrivateUsage]
 
@@ -267,18 +178,16 @@ def held(queue: FairQueue[Actor]) -> int:
 
 def test_a_forgotten_actor_never_runs():
     queue: FairQueue[Actor] = FairQueue()
-    waiting, running, suspended, kept = (Actor(name) for name in ("waiting", "running", "suspended", "kept"))
-    for actor in (running, waiting, suspended, kept):
+    waiting, running, kept = (Actor(name) for name in ("waiting", "running", "kept"))
+    for actor in (running, waiting, kept):
         queue.schedule(actor)
     assert queue.next() is running
-    queue.suspend(suspended)
     queue.schedule(running)
-    for actor in (waiting, running, suspended):
+    for actor in (waiting, running):
         queue.forget(actor)
         queue.forget(actor)
     assert (len(queue), queue.running) == (1, 0)
     assert not queue.done(running, 1.0)
-    assert not queue.resume(suspended)
     assert not queue.schedule(waiting)
     assert [queue.next(), queue.next()] == [kept, None]
 
@@ -413,7 +322,7 @@ def test_a_newcomer_waits_at_most_a_turn_of_each_other_one(loads: list[list[int]
 
 @settings(stateful_step_count=80)
 class Turns(RuleBasedStateMachine):
-    """Any order of calls: one turn at a time, and each wish is granted unless suspended or forgotten."""
+    """Any order of calls: one turn at a time, and each wish is granted unless forgotten."""
 
     actors = st.integers(0, 4)
 
@@ -424,12 +333,10 @@ class Turns(RuleBasedStateMachine):
         self.wanted: set[Actor] = set()
         self.running: set[Actor] = set()
         self.forgotten: set[Actor] = set()
-        self.suspensions: Counter[Actor] = Counter()
         self.now = 0.0
 
     def waiting(self) -> set[Actor]:
-        held = {actor for actor in self.all if self.suspensions[actor]}
-        return self.wanted - held - self.running
+        return self.wanted - self.running
 
     @rule(n=actors)
     def schedule(self, n: int) -> None:
@@ -458,19 +365,6 @@ class Turns(RuleBasedStateMachine):
             virtual = actor.virtual_s
             assert self.queue.done(actor, cost) == (actor in self.waiting())
             assert actor.virtual_s >= virtual + max(cost, TURN_COST_S)
-
-    @rule(n=actors)
-    def suspend(self, n: int) -> None:
-        self.queue.suspend(self.all[n])
-        self.suspensions[self.all[n]] += 1
-
-    @rule(n=actors)
-    def resume(self, n: int) -> None:
-        actor = self.all[n]
-        before = self.waiting()
-        put = self.queue.resume(actor)
-        self.suspensions[actor] -= self.suspensions[actor] > 0
-        assert put == (actor in self.waiting() - before)
 
     @rule(n=actors)
     def forget(self, n: int) -> None:
