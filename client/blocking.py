@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Generic, ParamSpec, Self, TypeVar, Unpack, cast
 
-from ..streams.arguments import check_options
+from ..streams.arguments import check_call, check_options
 from ..streams.errors import Closed, InvalidArgument
 from ..streams.events import Event
 from ..streams.identity import SequenceToken, StreamId
@@ -141,6 +141,7 @@ class SyncStream:
         self.id = id
         self._client = client
 
+    @check_call
     def publish(
         self,
         events: bytes | Event | Iterable[bytes | Event],
@@ -161,6 +162,7 @@ class SyncClient:
     It does not survive `os.fork`. A process that was forked after a client was opened can open no client.
     """
 
+    @check_call
     def __init__(self, address: str, **options: Unpack[ClientOptions]) -> None:
         """`options` are those of `Client`. Raises InvalidArgument."""
         check_options("SyncClient", options, ClientOptions.__annotations__)
@@ -193,6 +195,7 @@ class SyncClient:
         """A handle on a stream, by namespace and key or by id."""
         return SyncStream(self._client.stream(namespace, key).id, self)
 
+    @check_call
     def publish(
         self,
         stream: StreamId,
@@ -203,6 +206,7 @@ class SyncClient:
     ) -> SequenceToken:
         return self._call(self._client.publish, stream, events, delay=delay, priority=priority)
 
+    @check_call
     def publish_many(
         self, items: Iterable[tuple[StreamId, bytes | Event]], *, sequence: ProducerSequence | None = None
     ) -> Sequence[Receipt]:

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import NoReturn, Self, cast
 
 from ..proto.v1 import publisher_pb2 as pb
-from ..streams.arguments import check_flag, check_seconds, check_text, refused
+from ..streams.arguments import check_call, check_flag, check_seconds, check_text, refused
 from ..streams.errors import InvalidArgument, PayloadTooLarge
 from ..streams.events import Event, EventBatch
 from ..streams.identity import SequenceToken, StreamId
@@ -51,6 +51,7 @@ class Client(Consuming):
     events are stored once and in order, also over an outage: see `publish`.
     """
 
+    @check_call
     def __init__(
         self,
         address: str,
@@ -124,6 +125,7 @@ class Client(Consuming):
             raise InvalidArgument("a stream has a namespace and a key: client.stream('orders', '42')")
         return Stream(StreamId(namespace, key), self)
 
+    @check_call
     async def publish(
         self,
         stream: StreamId,
@@ -151,6 +153,7 @@ class Client(Consuming):
         receipts = await publishing.publish(batches, deadline)
         return receipts[0].token or UNKNOWN_PLACE
 
+    @check_call
     async def publish_many(
         self, items: Iterable[tuple[StreamId, bytes | Event]], *, sequence: ProducerSequence | None = None
     ) -> Sequence[Receipt]:

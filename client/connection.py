@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import grpc
 from grpc import aio
 
-from ..streams.arguments import refused
+from ..streams.arguments import check_constructor, refused
 from ..streams.errors import (
     Closed,
     DefinitionConflict,
@@ -100,6 +100,7 @@ def _address(part: str, text: str) -> Address:
     return Address(match["v6"] or match["host"], int(match["port"]))
 
 
+@check_constructor
 @dataclass(frozen=True, kw_only=True)
 class Tls:
     """Certificates for TLS, as paths of PEM files, or their contents as bytes. Without any, the silo's certificate is

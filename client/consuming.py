@@ -35,13 +35,13 @@ from ..streams.errors import Busy, Closed, HeadraceError, InvalidArgument, NotSu
 from ..streams.frames import split
 from ..streams.handlers import (
     CONCURRENCY,
-    DEFINITION_OPTIONS,
     HANDLER_OPTIONS,
     AnyHandler,
     BatchObserver,
     EventHandler,
     Handler,
     Observer,
+    check_no_definition_options,
     check_no_handler_options,
     define,
 )
@@ -74,7 +74,6 @@ log = logging.getLogger("headrace.client")
 TURN_S = 0.005
 """How long one `async for` goes on before it lets the loop do something else, in seconds."""
 KEPT_GAPS = 1000
-_OF_DEFINITION = (*DEFINITION_OPTIONS, "mode")
 CLOSE_S = 10.0
 """How long closing may take, in seconds."""
 SETTLE_S = 2.0
@@ -127,11 +126,8 @@ def plan_of(call: str, name: str, selector: Selector | None, options: Mapping[st
     if selector is not None:
         mode = Mode.of(options.get("mode", Mode.SHARED))
         definition = define(name, selector, {**options, "mode": mode})
-    elif of_definition := [key for key in _OF_DEFINITION if options.get(key) is not None]:
-        raise InvalidArgument(
-            f"subscription {name!r}: {', '.join(of_definition)} is for a subscription that is created: give its "
-            "selector, too"
-        )
+    else:
+        check_no_definition_options(name, options)
     return Plan(
         name=name,
         definition=definition,

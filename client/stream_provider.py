@@ -81,7 +81,7 @@ class StreamProvider(Protocol):
     def subscribe(
         self,
         name: str,
-        selector: str | StreamId,
+        selector: str | StreamId | None,
         handler: EventHandler | Observer | BatchObserver,
         *,
         batch: Literal[False] = False,
@@ -96,7 +96,7 @@ class StreamProvider(Protocol):
     def subscribe(
         self,
         name: str,
-        selector: str | StreamId,
+        selector: str | StreamId | None,
         handler: BatchHandler | BatchObserver,
         *,
         batch: Literal[True],
@@ -111,7 +111,7 @@ class StreamProvider(Protocol):
     def subscribe(
         self,
         name: str,
-        selector: str | StreamId,
+        selector: str | StreamId | None = None,
         handler: None = None,
         **options: Unpack[ConsumerOptions],
     ) -> ConsumerOpening[Consumer]: ...
@@ -190,7 +190,7 @@ class SyncStreamProvider(Protocol):
     def subscribe(
         self,
         name: str,
-        selector: str | StreamId,
+        selector: str | StreamId | None = None,
         handler: None = None,
         **options: Unpack[ConsumerOptions],
     ) -> BlockingConsumer: ...

@@ -299,8 +299,8 @@ class DelayingAdapter(ForwardingAdapter):
             raise StorageError(release.damage)
         last = LastCall(await self.inner.last_sequence(release.producer))
         # After `last`, not after `number - 1`: the queue may have forgotten that number, but never `last`.
-        sequence = ProducerSequence(release.producer, release.number, last.number)
-        if release.batches and not last.has(sequence):
+        if release.batches and release.number > last.number:
+            sequence = ProducerSequence(release.producer, release.number, last.number)
             await self.inner.enqueue([(release.queue, batch) for batch in release.batches], sequence=sequence)
 
 

@@ -8,13 +8,14 @@ from typing import Any, TypedDict
 
 from ..agents import CacheLimits
 from ..balancer.mapper import MAX_QUEUES
-from ..streams.arguments import check_instance, check_integer, check_seconds, check_text, refused
+from ..streams.arguments import check_constructor, check_instance, check_integer, check_seconds, check_text, refused
 from ..streams.delays import check_delays
 
 DEFAULT_ADAPTER = "log"
 DEFAULT_QUEUES = 8
 
 
+@check_constructor
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheOptions:
     """Bounds of a provider's cache in this process, divided equally over its queues."""
@@ -30,6 +31,7 @@ class CacheOptions:
         return CacheLimits(max_events=self.max_events // queues, max_bytes=self.max_bytes // queues)
 
 
+@check_constructor
 @dataclass(frozen=True, kw_only=True)
 class ProviderOptions:
     """How to open a provider. `adapter` and `queues` are fixed at the first opening; None: the stored values apply."""

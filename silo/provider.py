@@ -13,6 +13,8 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
+from msgspec.structs import replace
+
 from ..agents import HandlerService
 from ..client.options import ConsumerOptions
 from ..streams.arguments import check_ids, check_options, check_text, one_of, refused
@@ -26,6 +28,7 @@ from ..streams.handlers import (
     EventHandler,
     Handler,
     Observer,
+    check_no_definition_options,
     check_no_handler_options,
 )
 from ..streams.identity import StreamId
@@ -42,6 +45,9 @@ if TYPE_CHECKING:
     from ..client.consuming import Consumer, Consuming, Plan, Pulled
     from .consumers import Consumers
     from .relay.relay import Relays
+
+ANY_STREAM = "*/*"
+"""Selector of a subscription before its stored definition is read."""
 
 _CONSUMER_ONLY = ConsumerOptions.__annotations__.keys() - set(LOCAL_HANDLER_OPTIONS)
 
@@ -119,7 +125,7 @@ class Provider(ProviderCore):
     def subscribe(
         self,
         name: str,
-        selector: str | StreamId,
+        selector: str | StreamId | None,
         handler: EventHandler | Observer | BatchObserver,
         *,
         batch: Literal[False] = False,
@@ -129,7 +135,7 @@ class Provider(ProviderCore):
     def subscribe(
         self,
         name: str,
-        selector: str | StreamId,
+        selector: str | StreamId | None,
         handler: BatchHandler | BatchObserver,
         *,
         batch: Literal[True],
@@ -137,10 +143,14 @@ class Provider(ProviderCore):
     ) -> Coroutine[Any, Any, LocalSubscription]: ...
     @overload
     def subscribe(
-        self, name: str, selector: str | StreamId, handler: None = None, **options: Unpack[ConsumerOptions]
+        self,
+        name: str,
+        selector: str | StreamId | None = None,
+        handler: None = None,
+        **options: Unpack[ConsumerOptions],
     ) -> ConsumerOpening[Consumer]: ...
     def subscribe(
-        self, name: str, selector: str | StreamId, handler: AnyHandler | None = None, **options: Any
+        self, name: str, selector: str | StreamId | None = None, handler: AnyHandler | None = None, **options: Any
     ) -> Coroutine[Any, Any, LocalSubscription] | ConsumerOpening[Consumer]:
         """Consume the durable subscription `name`, which is created if it does not exist.
 
@@ -149,14 +159,14 @@ class Provider(ProviderCore):
         afterwards is delivered.
 
         `handler` is an async function of an Event, with `batch=True` of an EventBatch, or an observer object (see
-        `headrace.streams.handlers`). `selector` is `namespace/key`, with `*` for any text. `start` may be text, as in
-        `Start.parse`. Options with a handler: `batch`, `filter`, `concurrency` (how many handlers run at a time, per
-        queue), `start`, `retry`, `on_failure`, `slow_consumer`, `circuit_breaker`. Options without
-        one are those of `Client.subscribe` without one.
+        `headrace.streams.handlers`). `selector` is `namespace/key`, with `*` for any text. Without `selector` the
+        subscription must exist. `start` may be text, as in `Start.parse`. Options with a handler: `batch`, `filter`,
+        `concurrency` (how many handlers run at a time, per queue), `start`, `retry`, `on_failure`, `slow_consumer`,
+        `circuit_breaker`. Options without one are those of `Client.subscribe` without one.
 
         Raises InvalidArgument at once for wrong arguments; when awaited or entered, DefinitionConflict if `name` exists
-        with another definition, Busy if another live process serves it, NotSupported for options that the adapter does
-        not support.
+        with another definition, NotFound, Busy if another live process serves it, NotSupported for options that the
+        adapter does not support.
         """
         if handler is None:
             plan = self._plan(name, selector, options)
@@ -167,15 +177,23 @@ class Provider(ProviderCore):
                 f"use {one_of(sorted(LOCAL_HANDLER_OPTIONS))}"
             )
         check_options("provider.subscribe", options, LOCAL_HANDLER_OPTIONS)
-        declared = Declared.of(self.name, name, selector, handler, options)
+        if selector is None:
+            check_no_definition_options(name, options)
+        declared = Declared.of(self.name, name, ANY_STREAM if selector is None else selector, handler, options)
         Handler.of(handler, batch=declared.batch)
-        return HandlerOpening(cast("Any", self.attach(declared)), "provider", name)
+        attaching = self._attach_existing(declared) if selector is None else self.attach(declared)
+        return HandlerOpening(cast("Any", attaching), "provider", name)
 
-    def _plan(self, name: str, selector: str | StreamId, options: Mapping[str, Any]) -> Plan:
+    async def _attach_existing(self, declared: Declared) -> LocalSubscription:
+        stored = await self.store.subscription(self.name, declared.definition.name)
+        definition = replace(stored, filter=declared.definition.filter)
+        return await self.attach(declared._replace(definition=definition))
+
+    def _plan(self, name: str, selector: str | StreamId | None, options: Mapping[str, Any]) -> Plan:
         from ..client.consuming import plan_of  # noqa: PLC0415 (it loads gRPC's client)
 
         check_no_handler_options(name, options)
-        return plan_of("provider.subscribe", name, Selector.of(selector), options)
+        return plan_of("provider.subscribe", name, None if selector is None else Selector.of(selector), options)
 
     async def _consumer(self, plan: Plan) -> Consumer:
         return await (await self.local_consumer()).open_consumer(plan)

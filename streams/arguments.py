@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+
+import msgspec
 
 from .errors import InvalidArgument
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 _SHOWN = 100
 """Longest representation of a value in a message, in characters."""
@@ -95,9 +100,66 @@ def check_options(call: str, given: Iterable[str], known: Collection[str]) -> No
     """Refuse unknown options of a call. The error names the known options and the most similar one."""
     for name in given:
         if name not in known:
-            similar = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {similar[0]!r}?" if similar else ""
-            raise InvalidArgument(f"{call}: unknown option {name!r}: expected {one_of(sorted(known))}{hint}")
+            raise InvalidArgument(
+                f"{call}: unknown option {name!r}: expected {one_of(sorted(known))}{did_you_mean(name, known)}"
+            )
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """Return the end of a message that names the most similar known name; empty if none is similar."""
+    similar = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {similar[0]!r}?" if similar else ""
+
+
+def check_call(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decorate a function: arguments that do not fit it raise InvalidArgument instead of TypeError."""
+
+    @functools.wraps(function)
+    def checked(*args: _P.args, **options: _P.kwargs) -> _T:
+        try:
+            return function(*args, **options)
+        except TypeError:
+            _check_signature(function, args, options)
+            raise
+
+    return checked
+
+
+def check_constructor(kind: type[_T]) -> type[_T]:
+    """Decorate a class: `check_call` for its constructor."""
+    kind.__init__ = check_call(kind.__init__)
+    return kind
+
+
+class CheckedStruct(msgspec.StructMeta):
+    """Metaclass of a Struct whose constructor is checked as by `check_call`."""
+
+    if not TYPE_CHECKING:  # type checkers use the fields
+
+        def __call__(cls, *args: Any, **options: Any) -> Any:  # noqa: N805 (of a metaclass)
+            try:
+                return super().__call__(*args, **options)
+            except TypeError:
+                _check_signature(cls, args, options)
+                raise
+
+
+def _check_signature(function: Callable[..., Any], args: Sequence[object], options: Mapping[str, object]) -> None:
+    call = function.__qualname__.removesuffix(".__init__").removesuffix(".__new__")
+    parameters = list(inspect.signature(function).parameters.values())
+    if parameters[0].name in ("self", "cls"):
+        parameters, args = parameters[1:], args[1:]
+    if all(each.kind is not each.VAR_KEYWORD for each in parameters):
+        check_options(call, options, [each.name for each in parameters])
+    by_position = [each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(by_position) and len(parameters) > len(by_position):
+        named = list(zip(parameters, args, strict=False))[len(by_position) :]
+        written = ", ".join(f"{parameter.name}={shown(value)}" for parameter, value in named)
+        raise InvalidArgument(f"{call}: {shown(named[0][1])} has no name: write {call}({written})")
+    given = {*options, *(each.name for each in by_position[: len(args)])}
+    required = [each.name for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
+    if missing := [name for name in required if name not in given]:
+        raise InvalidArgument(f"{call}: {missing[0]!r} is missing: expected {', '.join(required)}")
 
 
 def one_of(words: Sequence[str]) -> str:

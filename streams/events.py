@@ -11,6 +11,7 @@ from typing import Any, cast
 import msgspec
 
 from . import layout
+from .arguments import refused
 from .errors import InvalidArgument, PayloadTooLarge
 from .field_limits import check_headers, check_ids, check_times
 from .identity import SequenceToken, StreamId
@@ -270,7 +271,7 @@ def _encode_one(stream: StreamId, item: bytes | Event, now: int) -> bytes:
     else:
         return _encode(stream, [item], now)
     _check_size(stream, len(payload))
-    check_times((now,))
+    _check_times((now,))
     return layout.write_one(stream.prefix, payload, now)
 
 
@@ -311,8 +312,16 @@ def _timestamps(events: Sequence[Event], now: int) -> Sequence[int]:
     given = [event.timestamp_us for event in events]
     same = given.count(given[0]) == len(given)
     times = [now if time is None else time for time in (given[:1] if same else given)]
-    check_times(times)
+    _check_times(times)
     return times
+
+
+def _check_times(times: Sequence[int]) -> None:
+    if bool in map(type, times):
+        raise refused(
+            "timestamp_us", next(time for time in times if type(time) is bool), "an integer of microseconds since 1970"
+        )
+    check_times(times)
 
 
 def _encode_rare(events: Sequence[Event]) -> bytes:

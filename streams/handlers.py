@@ -122,6 +122,14 @@ def check_no_handler_options(name: str, options: Mapping[str, Any]) -> None:
         raise InvalidArgument(f"subscription {name!r}: {' and '.join(given)} {verb} for a handler, and there is none")
 
 
+def check_no_definition_options(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse options of a definition in a `subscribe` without a selector. Raises InvalidArgument."""
+    if given := [option for option in (*DEFINITION_OPTIONS, "mode") if options.get(option) is not None]:
+        raise InvalidArgument(
+            f"subscription {name!r}: {', '.join(given)} is for a subscription that is created: give its selector, too"
+        )
+
+
 def define(
     name: str, selector: object, options: Mapping[str, Any], filter_named: str | None = None
 ) -> SubscriptionDefinition:
@@ -164,7 +172,7 @@ def subscription(
     **options: Unpack[LocalHandlerOptions],
 ) -> Callable[[_B], _B]: ...
 def subscription(
-    name: str, selector: str | StreamId, *, provider: str = "default", **options: Any
+    name: str, selector: str | StreamId | None = None, *, provider: str = "default", **options: Any
 ) -> Callable[[Any], Any]:
     """Declare a subscription. In every silo that loads the module, the decorated async function or observer handles the
     events of `selector`. The options are those of `Provider.subscribe` with a handler: batch, concurrency, filter,
@@ -172,7 +180,11 @@ def subscription(
 
     Raises InvalidArgument if an option or the handler is wrong, or if the name is declared twice.
     """
-    check_options("subscription", options, LOCAL_HANDLER_OPTIONS)
+    if selector is None:
+        raise InvalidArgument(
+            f"subscription: {shown(name)} has no selector: write @subscription('name', 'orders/*') above the handler"
+        )
+    check_options("subscription", options, ("provider", *LOCAL_HANDLER_OPTIONS))
     made = Declared.of(check_text("provider", provider), name, selector, None, options)
 
     def declare(handler: Any) -> Any:

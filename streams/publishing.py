@@ -7,11 +7,11 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from itertools import groupby
-from typing import NamedTuple, cast
+from typing import NamedTuple, Self, cast
 
 from msgspec.structs import replace
 
-from .arguments import check_instance
+from .arguments import check_call, check_instance, check_text
 from .errors import InvalidArgument, NotSupported
 from .events import BATCH_TARGET_BYTES, MAX_BATCH_EVENTS, Event, EventBatch, ScheduledBatch
 from .identity import SequenceToken, StreamId
@@ -23,17 +23,34 @@ MAX_REQUEST_BATCHES = 10_000
 """Limit of batches in one request to a silo."""
 
 
-class ProducerSequence(NamedTuple):
+class _SequenceFields(NamedTuple):
+    producer: str
+    number: int
+    previous: int
+
+
+class ProducerSequence(_SequenceFields):
     """Identifies one `enqueue` call of an idempotent producer, so that a retry stores nothing twice.
 
     `number` strictly increases from call to call of one `producer`; `previous` is the number of the call before, 0 for
     the first call. A call whose number is not above the last stored one is a duplicate: nothing is stored. A call whose
     `previous` is not the last stored number is refused with SequenceConflict, because an earlier call is missing.
+
+    Raises InvalidArgument if `number` is not above `previous`, or is above `MAX_SEQUENCE`.
     """
 
-    producer: str
-    number: int
-    previous: int
+    __slots__ = ()
+
+    @check_call
+    def __new__(cls, producer: str, number: int, previous: int) -> Self:
+        check_text("producer", producer)
+        numbers = previous, number
+        if any(type(each) is not int for each in numbers) or not 0 <= previous < number <= MAX_SEQUENCE:
+            raise InvalidArgument(
+                f"sequence: number is a whole number above previous, from 1 to {MAX_SEQUENCE}, and previous is 0 for "
+                f"the first call; not number {number!r} after previous {previous!r}"
+            )
+        return super().__new__(cls, producer, number, previous)
 
 
 MAX_PRODUCER_BYTES = 128
@@ -55,15 +72,8 @@ def check_producer(producer: object, field: str = "sequence.producer") -> str:
 
 
 def check_sequence(sequence: ProducerSequence) -> ProducerSequence:
-    """Return `sequence`. Raises InvalidArgument if `number` is not above `previous`, or is above `MAX_SEQUENCE`."""
-    check_instance("sequence", sequence, ProducerSequence, "ProducerSequence('import-7', 1, 0)")
-    numbers = sequence.previous, sequence.number
-    if any(type(number) is not int for number in numbers) or not 0 <= numbers[0] < numbers[1] <= MAX_SEQUENCE:
-        raise InvalidArgument(
-            f"sequence: number is a whole number above previous, from 1 to {MAX_SEQUENCE}, and previous is 0 for the "
-            f"first call; not number {numbers[1]!r} after previous {numbers[0]!r}"
-        )
-    return sequence
+    """Return `sequence`, or raise InvalidArgument if it is something else."""
+    return check_instance("sequence", sequence, ProducerSequence, "ProducerSequence('import-7', 1, 0)")
 
 
 class Receipt(NamedTuple):

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Iterable
 from datetime import timedelta
 from typing import Protocol
 
+from .arguments import check_call
 from .events import Event
 from .identity import SequenceToken, StreamId
 
@@ -32,6 +33,7 @@ class Stream:
         self.id = id
         self._publisher = publisher
 
+    @check_call
     def publish(
         self,
         events: bytes | Event | Iterable[bytes | Event],

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from .arguments import check_choice, check_flag, check_instance, check_text, refused, shown
+from .arguments import CheckedStruct, check_choice, check_flag, check_instance, check_text, refused, shown
 from .backoff import Backoff
 from .errors import InvalidArgument
 from .field_limits import (
@@ -115,7 +115,7 @@ class OnFailure(enum.Enum):
     PAUSE = "pause"
 
 
-class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RetryPolicy(msgspec.Struct, metaclass=CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Exponential backoff with jitter, limited by attempts and by time: the limit that is reached first ends it."""
 
     max_attempts: int = 8
@@ -237,7 +237,7 @@ def _check_start_token(text: str) -> None:
         raise InvalidArgument(f"{text!r} is not a token: an offset or index is at most {MAX_OFFSET}")
 
 
-class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Start(msgspec.Struct, metaclass=CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The start position of a subscription, or the target of a seek."""
 
     kind: StartKind
@@ -300,7 +300,9 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return cls.since(when)
 
 
-class SubscriptionDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SubscriptionDefinition(
+    msgspec.Struct, metaclass=CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
     """The stored options of a subscription. Creating it again with an equal definition is a no-op; with another, an
     error."""
 

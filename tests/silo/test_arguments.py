@@ -13,15 +13,20 @@ import pytest
 from headrace import (
     CacheOptions,
     Client,
+    DefinitionConflict,
     Event,
     EventBatch,
     HeadraceError,
     InvalidArgument,
+    NotFound,
     NotSupported,
     OnFailure,
+    ProducerSequence,
     Provider,
+    ProviderOptions,
     ReceivedBatch,
     RetryPolicy,
+    Selector,
     Start,
     StreamId,
     StreamProvider,
@@ -152,7 +157,7 @@ async def test_a_wrong_option_of_a_handler_is_refused(either: Any, options: dict
 async def test_wrong_options_of_the_decorator_are_refused_in_its_line() -> None:
     for options, message in OPTIONS[1:]:
         await refused(partial(subscription, "s", "orders/*", **options), message)
-    await refused(partial(subscription, "s", "orders/*", queue=4), "subscription: unknown option 'queue'")
+    await refused(partial(subscription, "s", "orders/*", queue=4), "subscription: unknown option 'queue'.* provider")
     await refused(partial(subscription, "s", "orders/*", filter=on_event), "a filter is a function of an Event")
     await refused(partial(subscription, "s", "orders/*", filter=lambda: True), "filter.* expected one argument, event")
 
@@ -227,6 +232,11 @@ CALLS: list[tuple[Callable[[Any], Any], str]] = [
     (lambda p: p.publish(S, [5]), "."),
     (lambda p: p.publish(S, b"x", delay=5), "a delay is a timedelta .* not 5"),
     (lambda p: p.publish(S, b"x", priority="1"), "priority"),
+    (lambda p: p.publish(S, b"x", priorty=3), "publish: unknown option 'priorty': .*; did you mean 'priority'"),
+    (lambda p: p.publish(S), "publish: 'events' is missing: expected stream, events"),
+    (lambda p: p.stream(S).publish(b"x", priorty=3), "Stream.publish: unknown option 'priorty': .* mean 'priority'"),
+    (lambda p: p.publish_many([], sequnce=None), "publish_many: unknown option 'sequnce': .* mean 'sequence'"),
+    (lambda p: p.subscribe("s", handler=on_event, start="latest"), "start is for a subscription that is created"),
     (lambda p: p.publish_many([(S, b"x")], sequence=5), "sequence is 5: expected a ProducerSequence"),
     (lambda p: p.publish_many(5), "publish_many takes pairs"),
     (lambda p: p.stream("orders"), "a stream has a namespace and a key"),
@@ -280,9 +290,17 @@ async def test_a_wrong_option_of_a_client_is_refused(
     await refused(lambda: client(**{"address": NOWHERE, **options}) and None, message)
 
 
-async def test_an_unknown_option_of_a_sync_client_is_refused() -> None:
-    unknown: dict[str, Any] = {"tokn": "t"}
-    await refused(lambda: SyncClient(NOWHERE, **unknown) and None, "SyncClient: unknown option 'tokn'.*'token'")
+@pytest.mark.parametrize("client", [Client, SyncClient])
+async def test_an_unknown_option_of_a_client_is_refused(client: Callable[..., Any]) -> None:
+    unknown: dict[str, Any] = {"timeout": 3}
+    await refused(lambda: client(NOWHERE, **unknown) and None, "Client: unknown option 'timeout'.* mean 'timeout_s'")
+    await refused(lambda: client() and None, "Client: 'address' is missing")
+
+
+async def test_an_unknown_option_of_a_blocking_publish_is_refused() -> None:
+    client: Any = SyncClient(NOWHERE)
+    for publish in (partial(client.publish, S), client.stream(S).publish):
+        await refused(lambda publish=publish: publish(b"x", priorty=3), "publish: unknown option 'priorty'")
 
 
 @pytest.mark.parametrize(
@@ -294,6 +312,25 @@ async def test_an_unknown_option_of_a_sync_client_is_refused() -> None:
         (lambda: Start.at("yesterday"), "token"),
         (lambda: CacheOptions(max_bytes="1"), "cache.max_bytes is '1': expected an integer of at least 1"),
         (lambda: SubscriptionDefinition(name="s", selector="orders/*"), "selector is 'orders/.': expected a Selector"),
+        (lambda: CacheOptions(max_event=3), "CacheOptions: unknown option 'max_event': .* did you mean 'max_events'"),
+        (lambda: CacheOptions(3), r"CacheOptions: 3 has no name: write CacheOptions\(max_events=3\)"),
+        (lambda: ProviderOptions(queue=3), "ProviderOptions: unknown option 'queue': .* did you mean 'queues'"),
+        (lambda: RetryPolicy(max_attempt=3), "RetryPolicy: unknown option 'max_attempt': .* mean 'max_attempts'"),
+        (
+            lambda: SubscriptionDefinition("q", Selector("o/*")),
+            r"SubscriptionDefinition: 'q' has no name: .*\(name='q', selector=Selector\(pattern='o/\*'\)\)",
+        ),
+        (lambda: SubscriptionDefinition(name="q"), "SubscriptionDefinition: 'selector' is missing"),
+        (lambda: ProducerSequence("x", "1", 0), "number is a whole number above previous, .* not number '1' after"),
+        (lambda: ProducerSequence(5, 1, 0), "producer is 5: expected a str"),
+        (lambda: ProducerSequence("x", number=1), "ProducerSequence: 'previous' is missing"),
+        (lambda: EventBatch.of(S, [Event(b"x", timestamp_us=True)]), "timestamp_us is True: expected an integer"),
+        (
+            lambda: EventBatch.of(S, [Event(b"x", timestamp_us=5), Event(b"x", timestamp_us=False)]),
+            "timestamp_us is False: expected an integer",
+        ),
+        (lambda: subscription(on_event), "'?<function on_event.* has no selector: write @subscription"),
+        (lambda: Tls(certificat=5), "Tls: unknown option 'certificat'"),
         (lambda: Tls(ca=5), "tls.ca is 5: expected the path of a PEM file, or its contents as bytes"),
     ],
 )
@@ -305,6 +342,27 @@ async def test_handlers_of_other_shapes_are_accepted(provider: Provider) -> None
     for number, handler in enumerate([on_anything, on_optional, partial(on_two, other=2), Observing().on_next]):
         await provider.subscribe(f"s{number}", "orders/*", handler)
     await provider.subscribe("batch", "orders/*", on_anything, batch=True)
+
+
+async def test_a_subscription_that_exists_needs_no_selector(provider: Any) -> None:
+    got = asyncio.Queue[bytes]()
+
+    async def take(event: Event) -> None:
+        got.put_nowait(event.payload)
+
+    with pytest.raises(NotFound, match="s"):
+        await provider.subscribe("s", handler=take)
+    await provider.create_subscription(SubscriptionDefinition(name="s", selector=Selector("orders/*")))
+    handled = await provider.subscribe("s", handler=take)
+    assert handled.definition.selector == Selector("orders/*")
+    await provider.publish(S, b"x")
+    assert await got.get() == b"x"
+    await handled.close()
+    filtered = provider.subscribe("s", handler=take, filter=lambda _: True)
+    with pytest.raises(DefinitionConflict, match="filter"):
+        await filtered
+    async with provider.subscribe("s") as consumer:
+        assert consumer.definition.selector == Selector("orders/*")
 
 
 async def test_subscribe_without_await_or_async_with_warns(either: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from headrace import Event, EventBatch, InvalidArgument, RetryPolicy, Selector, Start, StreamId
 from headrace.streams.field_limits import MAX_TIME_US, MIN_TIME_US
-from headrace.streams.publishing import ProducerSequence, check_producer, check_sequence
+from headrace.streams.publishing import ProducerSequence, check_producer
 from headrace.streams.subscriptions import StartKind
 
 STREAM = StreamId("n", "k")
@@ -40,10 +40,10 @@ def batch(*events: Event) -> EventBatch:
         (lambda: check_producer("é" * 65), "the id of a producer has 1 to 128 bytes in UTF-8, not 130"),
         (lambda: check_producer(7), "the id of a producer is text, not 7"),
         (
-            lambda: check_sequence(ProducerSequence("p", 1 << 63, 0)),
+            lambda: ProducerSequence("p", 1 << 63, 0),
             "sequence: number is a whole number",
         ),
-        (lambda: check_sequence(ProducerSequence("p", 1, -1)), "sequence: number is a whole number"),
+        (lambda: ProducerSequence("p", 1, -1), "sequence: number is a whole number"),
     ],
 )
 def test_what_is_above_a_limit_is_refused(make: Callable[[], Any], why: str):
