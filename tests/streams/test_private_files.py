@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace import DataDirectoryError, EventBatch, InvalidArgument
-from headrace.cli.demo.ledger import Ledger
+from headrace.cli.demo.ledger import DemoLedger
 from headrace.pipeline.staging import StagedFile
 from headrace.server.config import GrpcConfig
 from headrace.silo.config import ProviderConfig, SiloConfig
@@ -64,7 +64,7 @@ async def test_everything_that_a_cluster_makes_is_private(tmp_path: Path):
 
 def test_what_the_demo_and_spark_put_there_is_private(tmp_path: Path):
     directory = open_data_directory(tmp_path / "data")
-    Ledger(directory.path / "jobs.ledger").close()
+    DemoLedger(directory.path / "jobs.ledger").close()
     staged = StagedFile(directory.path / "staging" / "default", 0, 0)
     assert wider(directory.path) == {}
     staged.finish()
