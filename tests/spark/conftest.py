@@ -11,7 +11,7 @@ from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
 from benchmarks.servers import java_home
-from tests.spark.processes import JAVA_OPTIONS, session_members
+from tests.spark.processes import JAVA_OPTIONS, make_home, session_members
 
 HERE = Path(__file__).parent
 LIMIT_S = 400
@@ -54,7 +54,8 @@ def spark_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         patch.setenv("JAVA_HOME", str(java_home()))
         patch.setenv("PYSPARK_PYTHON", str(python))
         patch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
-        for variable in ("PYSPARK_SUBMIT_ARGS", "SPARK_REMOTE", "SPARK_HOME", "SPARK_CONF_DIR"):
+        patch.setenv("SPARK_HOME", str(make_home(tmp_path_factory.mktemp("spark"))))
+        for variable in ("PYSPARK_SUBMIT_ARGS", "SPARK_REMOTE", "SPARK_CONF_DIR"):
             patch.delenv(variable, raising=False)
         yield
 
