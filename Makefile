@@ -45,7 +45,8 @@ types: $(STAMPS)/test ## pyright, strict
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
 pytest: $(STAMPS)/test ## the tests alone, those of consuming in a cluster, too; PYTEST_ARGS chooses
-	HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest $(PROCESSES) -m "not slow" $(PYTEST_ARGS)
+	# A process finds the tests compiled that another one has compiled.
+	PYTHONDONTWRITEBYTECODE= HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest $(PROCESSES) -m "not slow" $(PYTEST_ARGS)
 	HEADRACE_TEST_SILOS=2 $(BIN)/pytest $(PROCESSES) --dist load -m "not slow and not one_silo" tests/silo/services/test_consumer.py tests/silo/services/test_consumer_model.py
 
 quick: ## after make dev: lint, types and tests of one folder, as in make quick FOLDER=balancer

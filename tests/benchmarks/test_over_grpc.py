@@ -8,7 +8,9 @@ from benchmarks.peers import PEERS
 from benchmarks.suite import sections
 
 
-@pytest.mark.parametrize(("consumers", "remote_publisher"), [(1, False), (3, False), (1, True)])
+@pytest.mark.parametrize(
+    ("consumers", "remote_publisher"), [pytest.param(1, False, marks=pytest.mark.slow), (3, False), (1, True)]
+)
 def test_everything_that_is_published_is_consumed_over_grpc(consumers: int, remote_publisher: bool):
     result = grpc_sections.end_to_end(
         events=20_000, size=100, batch=1_000, consumers=consumers, remote_publisher=remote_publisher
@@ -21,7 +23,7 @@ def test_publishing_over_grpc_is_measured_in_the_producer_and_the_silo():
     assert set(grpc_sections.publish_remotely(events=5_000, size=100, batch=1_000).cpu_s) == {"producer", "server"}
 
 
-@pytest.mark.parametrize("remote_publisher", [False, True])
+@pytest.mark.parametrize("remote_publisher", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_latency_over_grpc_is_that_of_a_steady_rate(remote_publisher: bool):
     result = grpc_sections.latency(events=500, size=64, rate=1_000, remote_publisher=remote_publisher)
     assert result.latency is not None

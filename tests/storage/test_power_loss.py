@@ -13,7 +13,7 @@ from tests.storage.recording import Step, record, steps_of
 
 IMAGES = int(os.environ.get("CHAOS_IMAGES", "0"))
 """How many, of each kind of recording. 0: a sample."""
-SAMPLE = ("--images", "20", "--calls", "15", "--recordings", "2")
+SAMPLE = ("--images", "12", "--calls", "15", "--recordings", "2")
 ALL = ("--images", str(IMAGES), "--calls", "300")
 
 
