@@ -30,12 +30,17 @@ LIBRARY = [
 ]
 
 # Examples are random in all profiles: those that fail are kept in .hypothesis and tried first the next time. To explain
-# failures Hypothesis would trace everything that passes, too.
-settings.register_profile("thorough", deadline=None, derandomize=False, phases=set(Phase) - {Phase.explain})
-settings.register_profile("quick", settings.get_profile("thorough"), max_examples=examples(100))
+# failures Hypothesis would trace everything that passes, too. Other tests take the processor meanwhile: that is no
+# reason to fail.
 settings.register_profile(
-    "ci", settings.get_profile("thorough"), print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+    "thorough",
+    deadline=None,
+    derandomize=False,
+    phases=set(Phase) - {Phase.explain},
+    suppress_health_check=[HealthCheck.too_slow],
 )
+settings.register_profile("quick", settings.get_profile("thorough"), max_examples=examples(100))
+settings.register_profile("ci", settings.get_profile("thorough"), print_blob=True)
 settings.load_profile(PROFILE)
 
 
