@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from ..streams.errors import Closed, HeadraceError
 from ..streams.events import Event
 from ..streams.failure_log import described
 from ..streams.subscriptions import DeadLetter
+from .delivery.group_delivery import Rejected
 from .failure_recorder import now_us
 from .host_state import HostState
 from .progress_store import ProgressStore
@@ -59,9 +61,11 @@ class Redriver:
             error = await delivery.redrive(_event(letter))
         except Closed:
             return  # it is delivered when its queue is served again
-        reason = None if error is None else described(error)
+        reason = None
         if error is not None:
-            log.warning("%s failed again on dead letter %d", letter.subscription, letter.id, exc_info=error)
+            reason = str(error) if isinstance(error, Rejected) else described(error)
+            message = f"subscription {letter.subscription!r} failed on dead letter {letter.id} again: {reason}"
+            delivery.failures.write(log, asyncio.get_running_loop().time(), message, error, first=True)
         try:
             await self._store.finish_redrive(
                 letter.id,

@@ -42,6 +42,8 @@ class RemoteHandling:
         self._failures = FailureLog()
         self._failing: dict[StreamId, SequenceToken] = {}
         """The event that failed last, by stream. An attempt above 1 does not always follow a failure."""
+        self._exhausted: dict[StreamId, int] = {}
+        """The silo's number of the attempt after which an event was given up, by stream."""
         self._loop = asyncio.get_running_loop()
         self._busy: dict[StreamId, deque[ReceivedBatch]] = {}
         """Streams whose handler is running, and their batches that arrived meanwhile."""
@@ -133,7 +135,7 @@ class RemoteHandling:
         place = batch.first_open() if per_event else None
         if per_event and place is None:
             return  # it was taken back while the handler ran
-        attempt = batch.attempt if not place else 1
+        attempt = self._attempt(batch) if not place else 1
         token = SequenceToken(batch.offset, batch.indexes[place or 0])
         message = failure_text(self._name, batch.stream, token, f"attempt {attempt}", described(error))
         first = self._failing.get(batch.stream) != token
@@ -144,7 +146,18 @@ class RemoteHandling:
         unavailable = isinstance(error, Unavailable)
         self._session.reject(batch, place, described(error), None, unavailable)
         if attempt >= self._attempts() and not unavailable:
+            if len(self._exhausted) == MAX_FAILING:
+                self._exhausted.clear()
+            self._exhausted[batch.stream] = batch.attempt
             await self.notify_error(error)
+
+    def _attempt(self, batch: ReceivedBatch) -> int:
+        """Which attempt at the batch's first open event this was. The silo counts on over events that were given up."""
+        before = self._exhausted.get(batch.stream, 0)
+        if before >= batch.attempt:
+            del self._exhausted[batch.stream]
+            return batch.attempt
+        return batch.attempt - before
 
     async def notify_error(self, error: BaseException) -> None:
         """Call the observer's `on_error`."""

@@ -49,12 +49,14 @@ class FailureLog:
         not_logged, self._not_logged, self._logged_at = self._not_logged, 0, now_s
         return not_logged
 
-    def write(self, log: logging.Logger, now_s: float, message: str, error: BaseException, *, first: bool) -> None:
-        """Log a failure with its traceback if it is a warning, else at the level debug."""
+    def write(
+        self, log: logging.Logger, now_s: float, message: str, error: BaseException | None, *, first: bool
+    ) -> None:
+        """Log a failure if it is a warning, with the traceback of `error`, else at the level debug."""
         not_logged = self.warn(now_s, first=first)
         if not_logged is None:
             log.debug("%s", message)
         elif not_logged:
-            log.warning("%s (%d more failures are not shown)", message, not_logged, exc_info=error)
+            log.warning("%s (more failures, not shown: %d)", message, not_logged, exc_info=error)
         else:
             log.warning("%s", message, exc_info=error)

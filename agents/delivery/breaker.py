@@ -319,8 +319,9 @@ class Gate:
             if was is CLOSED:
                 self._since_us = time.time_ns() // 1000
             log.warning(
-                "subscription %r is held: deliveries of many streams fail, the last with %s; single events are tried",
-                self._name, failure.reason, exc_info=failure.error,
+                "subscription %r is held: %s, the last failure was %s; single events are tried", self._name,
+                "a dependency is unavailable" if failure.unavailable else "deliveries of many streams fail",
+                failure.reason, exc_info=failure.error,
             )  # fmt: skip
             self._schedule()
         return counts

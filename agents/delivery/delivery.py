@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from ...streams.events import Event, EventBatch
-from ...streams.failure_log import failure_text
+from ...streams.failure_log import FailureLog, failure_text
 from ...streams.subscriptions import Checkpoint, SubscriptionDefinition
 from ..cache import EMPTY
 from ..cursor import PARKED, READY, RUNNING, State, StreamCursor
@@ -78,6 +78,7 @@ class Delivery(ABC):
         term: Term | None = None,
         rewindable: bool = True,
         gate: Gate | None = None,
+        failures: FailureLog | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self.definition = definition
@@ -91,6 +92,7 @@ class Delivery(ABC):
         """Called when a parked cursor is due and no feed will bring its next batch."""
         self.gate = gate or Gate(definition.name, enabled=definition.circuit_breaker)
         """The circuit breaker of the subscription: one for all its queues in this process."""
+        self.failures = failures or FailureLog()
         self.withheld = False
         """Whether the gate stops new attempts at present. Only the gate sets it, and wakes the delivery afterwards."""
         self._selects = definition.selector.matcher()
@@ -255,8 +257,11 @@ class Delivery(ABC):
         return True
 
     def log_failure(self, cursor: StreamCursor, failure: Failure, outcome: str) -> None:
-        """Write a failed attempt to the log."""
-        log.info("%s", failure_text(self.name, cursor.stream, cursor.token, outcome, failure.reason))
+        """Write a failed attempt to the log, at a bounded rate."""
+        trouble = cursor.troubled()
+        message = failure_text(self.name, cursor.stream, cursor.token, outcome, failure.reason)
+        first = trouble.attempts + trouble.excused == 1
+        self.failures.write(log, self._loop.time(), message, failure.error, first=first)
 
     async def gave_up(self, failure: Failure) -> None:
         """Called after the delivery gave up on events."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...streams.errors import Unavailable
 from ...streams.events import Event, EventBatch, SomeEvents
-from ...streams.failure_log import FailureLog, described, failure_text
+from ...streams.failure_log import described
 from ...streams.handler_workers import (
     PROCESS_ENDS,
     TURN_S,
@@ -46,11 +46,9 @@ class HandlerDelivery(Delivery):
         *,
         predicate: EventFilter | None = None,
         concurrency: int = 100,
-        failures: FailureLog | None = None,
         **options: Any,
     ) -> None:
         super().__init__(definition, queue, checkpoint, sink, **options)
-        self._failures = failures or FailureLog()
         self._handler = handler
         self.predicate = predicate
         self._handle = self._handle_batch if handler.on_batch else self._handle_events
@@ -201,13 +199,6 @@ class HandlerDelivery(Delivery):
             )  # fmt: skip
             return True
         return False
-
-    def log_failure(self, cursor: StreamCursor, failure: Failure, outcome: str) -> None:
-        assert failure.error is not None
-        trouble = cursor.troubled()
-        message = failure_text(self.name, cursor.stream, cursor.token, outcome, failure.reason)
-        first = trouble.attempts + trouble.excused == 1
-        self._failures.write(log, self._loop.time(), message, failure.error, first=first)
 
     async def gave_up(self, failure: Failure) -> None:
         await notify_error(self._handler, failure.error, log)

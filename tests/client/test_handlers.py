@@ -106,6 +106,31 @@ async def test_an_observer_is_told_of_events_errors_and_the_end(client: Client):
     assert await client.subscriptions() == []
 
 
+async def test_an_observer_is_told_once_of_each_event_given_up(client: Client):
+    errors: list[str] = []
+
+    class Watch:
+        async def on_next(self, event: Event) -> None:
+            raise ValueError(event.payload)
+
+        async def on_error(self, error: Exception) -> None:
+            errors.append(str(error))
+
+    await publish(client, "a", 3, each=3)
+    subscription = await client.subscribe("s", ORDERS, Watch(), start="earliest", retry=QUICK)
+    await subscription.caught_up()
+    assert errors == ["b'0'", "b'1'", "b'2'"]
+    assert [letter.attempts for letter in await client.dead_letters("s")] == [3, 3, 3]
+    await client.redrive("s")
+    async with asyncio.timeout(PATIENCE_S):
+        while {letter.attempts for letter in await client.dead_letters("s")} != {4}:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert {letter.reason for letter in await client.dead_letters("s")} == {
+        "ValueError: b'0'", "ValueError: b'1'", "ValueError: b'2'",
+    }  # fmt: skip
+    await subscription.close()
+
+
 async def test_a_failed_event_is_retried_before_what_follows_it(client: Client):
     seen: list[int] = []
     failures = {3: 2, 5: 1}
@@ -308,4 +333,4 @@ async def test_the_first_failure_is_a_warning_with_its_traceback(client: Client,
     assert [record.levelname for record in failed] == ["WARNING", "WARNING"]
     first, second = (record.getMessage() for record in failed)
     assert first.endswith("attempt 1: ValueError: b'0'")
-    assert second.endswith("ValueError: b'1' (2 more failures are not shown)")
+    assert second.endswith("ValueError: b'1' (more failures, not shown: 2)")

@@ -468,6 +468,20 @@ async def test_what_is_rejected_comes_again_with_what_follows() -> None:
 
 
 @virtual_time
+async def test_rejections_of_many_streams_do_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "headrace.agents")
+    async with Circle() as circle:
+        consumer = circle.consumer("c")
+        for number in range(200):
+            circle.publish(str(number), "x")
+        await circle.rest()
+        for delivered in consumer.take():
+            assert consumer.reject(delivered)
+        logged = [record for record in caplog.records if "failed on" in record.getMessage()]
+        assert len(logged) == 5
+
+
+@virtual_time
 async def test_a_rejection_in_the_middle_leaves_what_is_before_it_in_flight() -> None:
     async with Circle() as circle:
         consumer = await _delivered(circle, numbers(6), ["6"])
