@@ -235,7 +235,7 @@ def import_module(name: str) -> None:
         sys.path.insert(0, folder)
     try:
         importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = [
             (frame.f_code.co_filename, line)
             for frame, line in traceback.walk_tb(error.__traceback__)

@@ -230,6 +230,7 @@ def test_a_missing_file_is_one_line(headrace: Headrace):
     [
         ("import nowhere", "ModuleNotFoundError: No module named 'nowhere', at .*handlers.py:1"),
         ("\n\n1 / 0", "ZeroDivisionError: division by zero, at .*handlers.py:3"),
+        ("import sys\n\nsys.exit(3)", "SystemExit: 3, at .*handlers.py:3$"),
         ("def f(:", "SyntaxError: invalid syntax"),
         (
             "from headrace import subscription\n@subscription('a', 'b')\nasync def f(e): ...",
