@@ -107,7 +107,13 @@ class CatchUpRunner:
                 except Exception as error:
                     unforeseen = None if isinstance(error, HeadraceError) else error
                     queue = self._owner.queue
-                    log.warning("%s cannot catch up in queue %d: %s", delivery.name, queue, error, exc_info=unforeseen)
+                    log.warning(
+                        "subscription %r cannot catch up in queue %d: %s",
+                        delivery.name,
+                        queue,
+                        error,
+                        exc_info=unforeseen,
+                    )
                     await asyncio.sleep(backoff.next_s())
             delivery.progress.pass_damage()
         finally:

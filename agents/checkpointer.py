@@ -95,9 +95,9 @@ class Checkpointer:
         name = served.definition.name
         refused = await self._store.save_checkpoints(self._state.provider, [(name, served.epoch, final)], leases)
         if refused.queues:
-            log.warning("subscription %s: queues %s have another owner by now", name, sorted(refused.queues))
+            log.warning("subscription %r: queues %s have another owner by now", name, sorted(refused.queues))
         if refused.subscriptions:
-            log.warning("subscription %s was taken over: its last checkpoint is not saved", name)
+            log.warning("subscription %r was taken over: its last checkpoint is not saved", name)
             return False
         served.note_stored(final)
         return True

@@ -127,11 +127,11 @@ class SubscriptionRunner:
         self._state.remove(name)
         await self._detach(served, 0.0)
         if self._state.leases is None:
-            log.error("subscription %s was moved, deleted or taken over elsewhere: this process stops serving it", name)
+            log.error("subscription %r was moved, deleted or taken over elsewhere: this process stops serving it", name)
         elif await self._attached_again(served):
             return
         else:
-            log.info("subscription %s was deleted: it is not served any more", name)
+            log.info("subscription %r was deleted: it is not served any more", name)
         self.on_fenced(name)
         await served.service.fenced(Fenced(f"subscription {name!r} was moved, deleted or taken over elsewhere"))
 
@@ -143,7 +143,7 @@ class SubscriptionRunner:
             try:
                 return await self._attach_again(served)
             except HeadraceError as error:
-                log.warning("subscription %s was moved, and waits for the control store: %s", name, error)
+                log.warning("subscription %r was moved, and waits for the control store: %s", name, error)
             await asyncio.sleep(RETRY_S)
 
     async def _attach_again(self, served: ServedSubscription) -> bool:
@@ -158,7 +158,7 @@ class SubscriptionRunner:
                 return False
             # Before events are delivered: a consumer that hears of it early only drops state it no longer needs.
             served.service.moved(await self.moves(name))
-            log.info("subscription %s was moved: going on from where it is now", name)
+            log.info("subscription %r was moved: going on from where it is now", name)
             self._deliver(served.definition, served.service, attachment)
         return True
 

@@ -166,6 +166,14 @@ class SyncConsumer:
         batch = self._call(_taken, self._opened, timeout_s)
         return None if batch is None else SyncBatch(batch, self._call)
 
+    def opened(self) -> None:
+        """Return when the silo has accepted the consumer for the first time. Raises the error if it does not."""
+        self._call(self._opened.opened)
+
+    def ended(self) -> None:
+        """Return when the consumer is closed. Raises the error if it ended with one."""
+        self._call(self._opened.ended)
+
     def saved(self) -> None:
         """Return when all earlier acknowledgements are saved."""
         self._call(self._opened.saved)

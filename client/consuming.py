@@ -120,7 +120,7 @@ class Plan:
 
 def plan_of(call: str, name: str, selector: Selector | None, options: Mapping[str, Any]) -> Plan:
     """The plan of a consumer from the options of `call`. Raises InvalidArgument."""
-    check_options(call, options, ConsumerOptions.__annotations__)
+    check_options(call, options, ConsumerOptions.__annotations__, HANDLER_OPTIONS)
     check_text("name", name)
     definition = None
     if selector is not None:
@@ -266,7 +266,7 @@ class Consumer(Attached):
         Idempotent. Iterating ends, and batches cannot be acknowledged any more.
         """
         check_seconds("timeout_s", timeout_s)
-        self._session.close(f"consumer {self.id or self.name} is closed: what it had not acknowledged went back")
+        self._session.close(f"consumer {self.id or self.name!r} is closed: what it had not acknowledged went back")
         self._closing = True
         if self._conversation is not None:
             self._conversation.close()
@@ -294,7 +294,7 @@ class Consumer(Attached):
             raise self.error
 
     def _end(self) -> None:
-        self._session.close(f"consumer {self.id or self.name} has ended")
+        self._session.close(f"consumer {self.id or self.name!r} has ended")
         self._set_state(SessionState.CLOSED)
         for event in (self._over, self._opened, self._arrived, self._news):
             event.set()
@@ -307,7 +307,8 @@ class Consumer(Attached):
             await self._attend()
         except Exception as error:  # noqa: BLE001 (whoever iterates is told)
             self.error = error
-            log.warning("%r ended: %s", self, error)
+            if self._opened.is_set():  # otherwise the caller of `subscribe` gets it
+                log.warning("%r ended: %s", self, error)
         finally:
             self._end()
 
@@ -656,7 +657,7 @@ class Consuming(Management):
         try:
             await self._connection.unary("ConsumerService/Pull", request.SerializeToString(), timeout_s=LEAVE_S)
         except HeadraceError as error:
-            log.info("consumer %s did not leave subscription %s in order: %s", consumer, name, error)
+            log.info("consumer %r did not leave subscription %r in order: %s", consumer, name, error)
 
 
 class Pulled(Sequence[ReceivedBatch]):

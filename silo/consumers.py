@@ -214,7 +214,7 @@ class Consumers:
                 try:
                     await self._check_group(name, group)
                 except Exception:
-                    log.exception("the check of the consumers of %s failed, and is tried again", name)
+                    log.exception("the check of the consumers of subscription %r failed, and is tried again", name)
 
     async def _check_group(self, name: str, group: Group) -> None:
         group.tick()
@@ -234,7 +234,9 @@ class Consumers:
                 try:
                     await self._provider.withdraw(name, 0.0)
                 except HeadraceError as error:
-                    log.warning("progress of %s was not saved after its last consumer left: %s", name, error)
+                    log.warning(
+                        "progress of subscription %r was not saved after its last consumer left: %s", name, error
+                    )
 
 
 def _handled(definition: SubscriptionDefinition) -> Busy:

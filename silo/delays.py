@@ -242,7 +242,7 @@ class DelayingAdapter(ForwardingAdapter):
                 self._note_failure(None, str(error))
                 wait_s = backoff.next_s()
             except Exception as error:
-                log.exception("provider %s: what is due cannot be published yet", self._provider)
+                log.exception("provider %r: what is due cannot be published yet", self._provider)
                 self._failures[None] = str(error), self._loop.time()
                 wait_s = backoff.next_s()
             await self._wait(wait_s)
@@ -250,7 +250,7 @@ class DelayingAdapter(ForwardingAdapter):
     def _note_failure(self, queue: int | None, why: str) -> None:
         level = logging.DEBUG if queue in self._failures else logging.WARNING
         of = "" if queue is None else f" in queue {queue}"
-        log.log(level, "provider %s: what is due%s cannot be published yet: %s", self._provider, of, why)
+        log.log(level, "provider %r: what is due%s cannot be published yet: %s", self._provider, of, why)
         self._failures[queue] = why, self._loop.time()
 
     def _failing(self) -> str:

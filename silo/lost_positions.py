@@ -62,7 +62,7 @@ async def _step_back_from_lost_ends(provider: SubscriptionHost) -> None:
             )
             for queue, cp in lost.items()
         ]  # fmt: skip
-        log.error("subscription %s was ahead of queues %s: %s", definition.name, sorted(lost), reason)
+        log.error("subscription %r was ahead of queues %s: %s", definition.name, sorted(lost), reason)
         with suppress(Busy):
             async with provider.exclusive(definition.name):
                 await provider.store.seek(provider.name, definition.name, {**stored, **back}, reason)

@@ -111,7 +111,7 @@ async def _with_delays(options: ProviderOptions, adapter: QueueAdapter, store: C
     if options.delays is None:
         if not adapter.capabilities.idempotent or await delay_store.due_in_s(options.name, "") is None:
             return None
-        log.info("provider %s publishes events that were delayed before its option `delays` was removed", options.name)
+        log.info("provider %r publishes events that were delayed before its option `delays` was removed", options.name)
     return DelayingAdapter(adapter, delay_store, options.name)
 
 

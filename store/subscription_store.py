@@ -104,7 +104,7 @@ class SubscriptionStore(StoreBase):
         """
         epoch = await self._database.write(_seek, provider, name, plain(positions))
         offsets = {queue: position.next_offset for queue, position in sorted(positions.items())}
-        _log.info("subscription %s of %s moved to %s (epoch %d): %s", name, provider, offsets, epoch, reason)
+        _log.info("subscription %r of %r moved to %s (epoch %d): %s", name, provider, offsets, epoch, reason)
         return epoch
 
     async def watermarks(self, provider: str, *, apart_from: Sequence[str] = ()) -> dict[int, int]:

@@ -96,13 +96,13 @@ def check_ids(name: str, ids: object) -> Sequence[int] | None:
     raise refused(name, listed or cast("object", ids), "several integers, such as [1, 2], or None for all")
 
 
-def check_options(call: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Refuse unknown options of a call. The error names the known options and the most similar one."""
+def check_options(call: str, given: Iterable[str], known: Collection[str], others: Collection[str] = ()) -> None:
+    """Refuse unknown options of a call. The error names the known options, and the most similar name among them and
+    `others`, the options of the call in another form."""
     for name in given:
         if name not in known:
-            raise InvalidArgument(
-                f"{call}: unknown option {name!r}: expected {one_of(sorted(known))}{did_you_mean(name, known)}"
-            )
+            similar = did_you_mean(name, [*known, *others])
+            raise InvalidArgument(f"{call}: unknown option {name!r}: expected {one_of(sorted(known))}{similar}")
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:

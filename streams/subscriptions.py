@@ -324,8 +324,8 @@ class SubscriptionDefinition(
         check_stored_name(self.name)
         if self.start.kind is StartKind.OFFSETS and not self.selector.explicit:
             raise InvalidArgument(
-                f"subscription {self.name}: a token is a position in one queue, so it can only start a subscription to "
-                f"one stream, not {self.selector.pattern!r}; start it at a time instead"
+                f"subscription {self.name!r}: a token is a position in one queue, so it can only start a subscription "
+                f"to one stream, not {self.selector.pattern!r}; start it at a time instead"
             )
 
     def _check_types(self) -> None:

@@ -235,7 +235,9 @@ class Group:
                 parcel.delivery.take_back(parcel)
 
     def _time_out(self, member: Member) -> None:
-        log.warning("%s: consumer %s was not heard for %.1f s", self.definition.name, member.id, member.timeout_s)
+        log.warning(
+            "subscription %r: consumer %r was not heard for %.1f s", self.definition.name, member.id, member.timeout_s
+        )
         self._remove(member)
         member.on_gone(Unavailable(f"consumer {member.id!r} was not heard for {member.timeout_s:g} s"))
         self._rebalance()

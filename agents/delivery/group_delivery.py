@@ -439,7 +439,7 @@ class GroupDelivery(Delivery):
     def _gave_up_on(self, task: asyncio.Task[None]) -> None:
         self._giving_up.discard(task)
         if not task.cancelled() and (error := task.exception()):
-            log.error("delivery of %s, queue %d failed and goes on", self.name, self.queue, exc_info=error)
+            log.error("delivery of subscription %r, queue %d failed and goes on", self.name, self.queue, exc_info=error)
         self.wake()
         self.waiters.notify()
 
@@ -532,7 +532,7 @@ class GroupDelivery(Delivery):
                 elif member.account.fits(size):
                     return member
             await self.group.somebody()
-        raise Closed(f"subscription {self.name} stopped before dead letters were delivered once more")
+        raise Closed(f"subscription {self.name!r} stopped before dead letters were delivered once more")
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
@@ -564,7 +564,7 @@ class GroupDelivery(Delivery):
                 self.take_back(parcel)
             for outcome in self._redriving:
                 if not outcome.done():
-                    outcome.set_result(Closed(f"subscription {self.name} stopped"))
+                    outcome.set_result(Closed(f"subscription {self.name!r} stopped"))
             for task in self._giving_up:
                 task.cancel()
         if self._giving_up:

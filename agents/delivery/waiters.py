@@ -29,7 +29,7 @@ class ProgressWaiters:
                 raise damage
             if self._closed:
                 raise Closed(
-                    f"subscription {self._name} stopped before it came to offset {offset} of queue {self._queue}"
+                    f"subscription {self._name!r} stopped before it came to offset {offset} of queue {self._queue}"
                 )
             await self.wait()
 

@@ -235,7 +235,7 @@ class Relay:
                     self.changed.clear()
                     await self.changed.wait()
         except TimeoutError:
-            log.info("a silo is slow to give back the credit of consumer %s", self._opening.consumer)
+            log.info("a silo is slow to give back the credit of consumer %r", self._opening.consumer)
         self._lends = True
         return self._ledger.take_free()
 
@@ -386,7 +386,7 @@ class Relay:
         finally:
             self._forget(link)
         if link.owing:
-            log.info("consumer %s connects again: %s", self._opening.consumer, error)
+            log.info("consumer %r connects again: %s", self._opening.consumer, error)
             self._end(Unavailable(f"silo {link.silo} delivers no more: {error}") if error.retryable else error)
         elif not error.retryable:
             self._end(error)
@@ -394,7 +394,7 @@ class Relay:
             backoff = self._backoffs.setdefault(link.silo, Backoff(AGAIN_S, RARELY_S))
             pause_s = backoff.next_s()
             if backoff.failures == TOLD_AT:
-                log.warning("consumer %s gets nothing of silo %s: %s", self._opening.consumer, link.silo, error)
+                log.warning("consumer %r gets nothing of silo %s: %s", self._opening.consumer, link.silo, error)
             self._not_before[link.silo] = self._loop.time() + pause_s
 
     def _forget(self, link: Link) -> None:
@@ -606,7 +606,7 @@ class Relays:
             answer = await self._silos.call(silo, ACKNOWLEDGE, part.SerializeToString())
             return pb.AcknowledgeResponse.FromString(answer).refused
         except HeadraceError as error:
-            log.info("silo %s was not told what consumer %s acknowledged: %s", silo, part.consumer, error)
+            log.info("silo %s was not told what consumer %r acknowledged: %s", silo, part.consumer, error)
         return _refusals(part)
 
 

@@ -16,12 +16,14 @@ import pytest
 from headrace import (
     Client,
     Closed,
+    Consumer,
     InvalidArgument,
     NotFound,
     PayloadTooLarge,
     Selector,
     StreamId,
     SubscriptionDefinition,
+    SyncConsumer,
     Unavailable,
 )
 from headrace.client.blocking import LoopThread, SyncClient
@@ -127,10 +129,28 @@ def test_batches_are_pulled_and_acknowledged(silo: SiloProcess):
         assert all(queue.lag == 0 for queue in client.subscription("s").progress)
 
 
-def test_it_has_the_methods_of_the_client_with_their_arguments():
-    def named(kind: type) -> set[str]:
-        return {name for name in dir(kind) if not name.startswith("_")}
+def named(kind: type) -> set[str]:
+    return {name for name in dir(kind) if not name.startswith("_")}
 
+
+def test_a_consumer_has_the_methods_of_the_async_one():
+    assert named(Consumer) - named(SyncConsumer) == {"aclose"}  # `close` in `SyncConsumer`
+
+
+def test_a_consumer_waits_for_its_beginning_and_its_end(silo: SiloProcess):
+    with SyncClient(silo.address) as client:
+        with client.subscribe("s", "n/*") as consumer:
+            consumer.opened()
+        consumer.ended()
+
+
+def test_a_subscribe_that_fails_raises_and_logs_nothing(silo: SiloProcess, caplog: pytest.LogCaptureFixture):
+    with SyncClient(silo.address) as client, pytest.raises(NotFound), client.subscribe("nowhere"):
+        pass
+    assert not caplog.records
+
+
+def test_it_has_the_methods_of_the_client_with_their_arguments():
     others = {"aclose", "close", "close_consumers", "connection", "open_consumer", "provider"}
     assert named(Client) - others == named(SyncClient) - others
     for name in named(SyncClient) - others - {"subscribe"}:

@@ -166,6 +166,7 @@ async def test_wrong_options_of_the_decorator_are_refused_in_its_line() -> None:
     ("options", "message"),
     [
         ({"max_event": 2}, "subscribe: unknown option 'max_event': .*; did you mean 'max_events'"),
+        ({"concurency": 2}, "subscribe: unknown option 'concurency': expected circuit_breaker, .* mean 'concurrency'"),
         ({"max_events": "2"}, "max_events is '2': expected an integer of at least 1"),
         ({"max_bytes": 0}, "max_bytes is 0: expected an integer of at least 1"),
         ({"consumer": 5}, "consumer is 5: expected a str"),

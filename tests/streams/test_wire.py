@@ -142,7 +142,7 @@ def bad(**fields: object) -> pb.SubscriptionDefinition:
             "definition.retry: retry.max_delay_s is a number",
         ),
         (bad(start=pb.Start(token="soon")), "definition.start.token: 'soon' is not a token"),
-        (bad(start=pb.Start(token="7")), "definition: subscription printer: a token is a position in one queue"),
+        (bad(start=pb.Start(token="7")), "definition: subscription 'printer': a token is a position in one queue"),
         (bad(start=pb.Start(earliest=False)), "definition.start.earliest is true or left out"),
     ],
 )
