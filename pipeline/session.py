@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .java import use_java
 
@@ -56,17 +56,36 @@ def session(name: str, master: str | None = None) -> SparkSession:
     return made
 
 
+def own_session(spark: SparkSession) -> SparkSession:
+    """Return a session with settings of its own: the user's settings for other queries must not change the files."""
+    own = spark.newSession()
+    register_format(own)
+    own.conf.set("spark.sql.session.timeZone", "UTC")
+    own.conf.set("spark.sql.parquet.outputTimestampType", "TIMESTAMP_MICROS")
+    return own
+
+
 def register_format(session: SparkSession) -> None:
-    """Register the format if Spark does not search for it.
+    """Register the format if Spark's search has not found it. Each new session needs this.
 
-    Spark 4.3 tests its Python with `sh -c "command -v PATH"`. If the path has a space, the test fails, and Spark does
-    not search for any format.
+    The search does not see an editable installation. Spark 4.3 tests its Python with `sh -c "command -v PATH"`. If the
+    path has a space, the test fails, and Spark does not search for any format.
     """
-    from .source import register  # noqa: PLC0415 (needs pyspark)
+    from pyspark.sql import is_remote  # noqa: PLC0415 (of the extra `spark`)
 
-    python = os.environ.get("PYSPARK_DRIVER_PYTHON") or os.environ["PYSPARK_PYTHON"]
-    if len(python.split()) > 1:
-        register(session)
+    from .source import HeadraceSource  # noqa: PLC0415 (needs pyspark)
+
+    if is_remote():  # the server searches, with its own Python
+        return
+    java: Any = session._jsparkSession  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+    if java.sessionState().dataSourceManager().dataSourceExists(HeadraceSource.name()):
+        return
+    active = java.getActiveSession()  # Spark refuses a format that this one knows, whatever `session` knows
+    java.setActiveSession(java)
+    try:
+        session.dataSource.register(HeadraceSource)
+    finally:
+        java.setActiveSession(active.get() if active.isDefined() else None)
 
 
 def _start_java() -> SparkConf:

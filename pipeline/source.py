@@ -376,8 +376,3 @@ def _estimated_bytes(wanted: Range, state: QueueState) -> int:
     batches = state.next - state.first
     each = state.nbytes / batches if state.nbytes is not None and batches else 1
     return max(round((wanted.end - wanted.start) * each), 1)
-
-
-def register(session: Any) -> None:
-    """Register the format with a Spark session that has not found it."""
-    session.dataSource.register(HeadraceSource)

@@ -24,6 +24,7 @@ from ..place import OPTIONS as PLACE_OPTIONS
 from ..place import ProviderPlace
 from ..planning import estimated_events, ranges
 from ..positions import shares
+from ..session import own_session
 from .failures import headrace_error
 from .files import Archive, ArchiveGap, ArchiveState, DayDirectory, Step, check_path, lock_for_reading, read_state
 
@@ -271,14 +272,6 @@ class _Run:
         with lock:
             self._archive.change(folder, msgspec.structs.replace(state, run=state.run + 1), chosen)
         return len(chosen)
-
-
-def own_session(spark: SparkSession) -> SparkSession:
-    """Return a session with settings of its own: the user's settings for other queries must not change the files."""
-    own = spark.newSession()
-    own.conf.set("spark.sql.session.timeZone", "UTC")
-    own.conf.set("spark.sql.parquet.outputTimestampType", "TIMESTAMP_MICROS")
-    return own
 
 
 def _estimated(positions: Sequence[int], queues: Sequence[QueueState]) -> int:

@@ -33,8 +33,9 @@ from ..options import selector_options, source_options
 from ..place import OPTIONS as PLACE_OPTIONS
 from ..place import ProviderPlace
 from ..publishing import open_destination, producer_of
+from ..session import own_session
 from ..staging import StagingFolder, staging_directory
-from .archive import Progress, by_queue, own_session, read_archive
+from .archive import Progress, by_queue, read_archive
 from .failures import headrace_error
 from .files import Lock, lock_for_reading, read_json, read_state, write_json
 from .pacing import Cut, EventPosition, Pace, PacedProgress, TimedEvent, cut, publish
