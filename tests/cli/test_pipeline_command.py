@@ -120,6 +120,14 @@ def test_an_error_in_a_process_of_spark_is_one_line(pipeline: Run, tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_an_error_of_java_is_one_line(pipeline: Run, tmp_path: Path):
+    publish(tmp_path / "data", 1)
+    said = pipeline("archive", "kept", "--data", "data", "--master", "nowhere").refused(1)
+    assert said.startswith("Spark failed: Could not parse Master URL: 'nowhere'")
+    assert said.endswith(": --spark-log FILE keeps its output")
+
+
+@pytest.mark.slow
 def test_what_is_interrupted_is_gone_on_with(
     begin: Callable[..., "subprocess.Popen[bytes]"], pipeline: Run, tmp_path: Path
 ):

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
-from pyspark.errors import PySparkException
 
-from ....pipeline.jobs.failures import ERROR_LINE, headrace_error
+from ....pipeline.jobs.failures import ERROR_LINE, SPARK_ERRORS, headrace_error, spark_message
 from ....pipeline.session import session
 from ....streams.outcomes import Failed, Interrupted
 from ..help import Option
@@ -81,7 +80,7 @@ def spark_session(name: str, master: str | None, spark_log: Path | None) -> Gene
                 spark = session(name, master)
                 yield spark
                 spark.stop()
-            except PySparkException as error:
+            except SPARK_ERRORS as error:
                 raise headrace_error(error) or _unexpected(error, spark_log) from None
             except KeyboardInterrupt:
                 raise Interrupted("interrupted") from None  # click would print an empty line for KeyboardInterrupt
@@ -89,9 +88,9 @@ def spark_session(name: str, master: str | None, spark_log: Path | None) -> Gene
         signal.signal(signal.SIGTERM, terminated)
 
 
-def _unexpected(error: PySparkException, spark_log: Path | None) -> Failed:
+def _unexpected(error: Exception, spark_log: Path | None) -> Failed:
     causes = [match[0].removeprefix("Caused by: ") for match in ERROR_LINE.finditer(str(error))]
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    first = next(iter(spark_message(error).strip().splitlines()), type(error).__name__)
     cause = f" ({causes[-1]})" if causes and causes[-1] not in first else ""
     where = f"{spark_log} has more" if spark_log else "--spark-log FILE keeps its output"
     return Failed(f"Spark failed: {first[:500]}{cause[:500]}: {where}")
