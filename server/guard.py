@@ -99,11 +99,13 @@ class Call(Protocol):
         principal: the caller with its permissions. Call `call.principal.require(Permission.PUBLISH, namespace)` or
             another check before any look-up.
         peer: the caller's address in gRPC's form.
+        client: the client whose limits apply, as `client_of` names it.
         closing: set when the silo stops, or sends callers of the service to other silos: end the call soon, in order.
     """
 
     principal: Principal
     peer: str
+    client: str
     closing: asyncio.Event
 
     async def read(self) -> bytes | None:
@@ -117,7 +119,7 @@ class Call(Protocol):
     async def write(self, message: bytes) -> None:
         """Send a message on a stream. Wait while the caller does not read earlier messages.
 
-        Only one `write` at a time: two at once end the call.
+        Only one `write` at a time: two at once end the call. Raises Unavailable if the caller is gone.
         """
 
     def check_valid(self) -> None:
@@ -137,13 +139,14 @@ class Call(Protocol):
 class GrpcCall:
     """A call over gRPC that the guard has admitted."""
 
-    __slots__ = ("_context", "_guard", "_usage", "closing", "peer", "principal")
+    __slots__ = ("_context", "_guard", "_usage", "client", "closing", "peer", "principal")
 
     def __init__(
         self, guard: Guard, context: Context, principal: Principal, usage: CallUsage, closing: asyncio.Event
     ) -> None:
         self.principal = principal
         self.peer = context.peer()
+        self.client = usage.client
         self.closing = closing
         self._guard = guard
         self._context = context
@@ -159,7 +162,10 @@ class GrpcCall:
         return message
 
     async def write(self, message: bytes) -> None:
-        await self._context.write(message)
+        try:
+            await self._context.write(message)
+        except grpc.aio.InternalError as error:  # gRPC has ended the call; the cancellation of the handler follows
+            raise Unavailable("the caller is gone") from error
 
     def check_valid(self) -> None:
         if self.principal is not EVERYTHING and not self._guard.authenticator.still_valid(self.principal):

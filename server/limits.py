@@ -149,6 +149,11 @@ class CallUsage:
         self._held = 0
         self._open = True
 
+    @property
+    def client(self) -> str:
+        """The client whose limits apply, as `client_of` names it."""
+        return self._client.name
+
     def request(self) -> None:
         """Count another message on the call's stream. Raise LimitExceeded."""
         self._client.request()

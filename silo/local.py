@@ -106,7 +106,7 @@ class InProcessCall(Call):
 
     def __init__(self, closing: asyncio.Event, deadline: float | None, principal: Principal = EVERYTHING) -> None:
         self.principal = principal
-        self.peer = THIS_PROCESS
+        self.peer = self.client = THIS_PROCESS
         self.closing = closing
         self._deadline = deadline
         self._requests: deque[bytes | None] = deque()

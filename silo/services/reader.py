@@ -10,9 +10,11 @@ import asyncio
 import sys
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 
-from ...adapters import QueueReceiver
+from ...adapters import QueueAdapter, QueueReceiver
 from ...adapters.reaching import OffsetRange, RangeLimits, reach_by_reading
+from ...agents import SendBudget
 from ...proto.v1 import reader_pb2 as pb
 from ...server.access import Permission, Principal
 from ...server.guard import Call, Kind, Method, parsed
@@ -35,6 +37,10 @@ SILENT_BYTES = 16 << 20
 """Bytes without a selected batch after which the reader gets its position."""
 REACH_BYTES = 64 << 20
 """Upper bound of bytes read to find the end position of a reader that may not read all streams."""
+UNSENT_BYTES = 32 << 20
+"""Upper bound of bytes that all calls of Read have read and not sent yet. A client may have half of it."""
+LOOK_S = 1.0
+"""How often a call that waits for space checks whether it has to end."""
 
 
 class ReaderService:
@@ -43,6 +49,7 @@ class ReaderService:
     def __init__(self, providers: Providers, visible: VisibleBounds) -> None:
         self._providers = providers
         self._visible = visible
+        self._budget = SendBudget(UNSENT_BYTES)
 
     def methods(self) -> Sequence[Method]:
         return (
@@ -89,11 +96,7 @@ class ReaderService:
         provider = self._provider(call, request.provider)
         queue, start, end = request.queue, request.start_offset, request.end_offset
         _check_range(queue, start, end, (await self._visible.bounds(call.principal, provider, queue)).next)
-        receiver = await provider.adapter.open_receiver(queue, start)
-        try:
-            await ReadCall(call, request, receiver).run()
-        finally:
-            await receiver.aclose()
+        await ReadCall(call, request, provider.adapter, self._budget).run()
 
     async def _queue(
         self, principal: Principal, provider: ProviderCore, queue: int, time_us: int | None
@@ -141,36 +144,48 @@ def _check_range(queue: int, start: int, end: int, next_offset: int) -> None:
 
 
 class ReadCall:
-    """One call of Read."""
+    """One call of Read. It reserves bytes before it reads them, so calls that wait for space hold nothing."""
 
-    def __init__(self, call: Call, request: pb.ReadRequest, receiver: QueueReceiver) -> None:
+    def __init__(self, call: Call, request: pb.ReadRequest, adapter: QueueAdapter, budget: SendBudget) -> None:
         self._call = call
         self._queue = request.queue
         self._end = request.end_offset
-        self._receiver = receiver
+        self._adapter = adapter
+        self._receiver: QueueReceiver | None = None
         self._selects = Selector(request.selector).matcher()
         self._position = request.start_offset
         """All selected batches below it were sent, or are in the response."""
         self._silent_bytes = 0
         self._response = EncodedResponse(self._queue)
+        self._account = budget.account(call.client)
+        self._next_bytes = PIECE_BYTES
+        """Bytes to reserve for the next piece."""
 
     async def run(self) -> None:
         """Send the whole range. If reading fails, send the batches before the failure, and raise the error."""
+        self._account.prove()  # the half for new consumers has no use here: nothing is acknowledged
         try:
             while self._position < self._end:
                 await self._read_piece()
         except HeadraceError:
             await self._send()
             raise
-        await self._send()
+        else:
+            await self._send()
+        finally:
+            self._account.close()
+            await self._close_receiver()
 
     async def _read_piece(self) -> None:
-        self._call.check_valid()
-        if self._call.closing.is_set():
-            raise Unavailable("the silo stops: read on at another silo, or when it is back")
+        await self._reserve(self._next_bytes)
+        if self._receiver is None:
+            self._receiver = await self._adapter.open_receiver(self._queue, self._position)
         batches, next_offset, gap = await self._receiver.receive(PIECE_EVENTS, PIECE_BYTES)
         if gap is not None and not gap.passed and gap.low < self._end:
             raise OffsetsGone(self._queue, gap.low, gap.high)
+        if not self._hold(sum(batch.nbytes for batch in batches)):
+            await self._close_receiver()  # drop the batches, and read them again when there is space
+            return
         for batch in batches:
             if batch.offset >= self._end:
                 break
@@ -179,9 +194,48 @@ class ReadCall:
         if self._silent_bytes >= SILENT_BYTES:
             await self._send()
 
+    async def _reserve(self, size: int) -> None:
+        """Wait for space for `size` bytes. Send the response before waiting."""
+        self._check_open()
+        if not self._account.fits(size) and self._account.held:
+            await self._send()
+        reserved = asyncio.Event()
+
+        def reserve() -> None:
+            self._account.add(size)
+            reserved.set()
+
+        self._account.wait(size, reserve)
+        self._account.wake()
+        while not reserved.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await reserved.wait()
+            self._check_open()
+
+    def _hold(self, size: int) -> bool:
+        """Replace the reservation by the `size` bytes that were read. False if they do not fit: nothing is held."""
+        missing = size - self._next_bytes
+        if missing > 0 and not self._account.fits(missing):
+            self._account.free(self._next_bytes)
+            self._next_bytes = size
+            return False
+        if missing > 0:
+            self._account.add(missing)
+        else:
+            self._account.free(-missing)
+        self._next_bytes = PIECE_BYTES
+        return True
+
+    def _check_open(self) -> None:
+        self._call.check_valid()
+        if self._call.closing.is_set():
+            raise Unavailable("the silo stops: read on at another silo, or when it is back")
+
     async def _take(self, batch: EventBatch) -> None:
         if not self._selects(batch.stream):
             self._silent_bytes += batch.nbytes
+            self._account.free(batch.nbytes)
             return
         if not self._response.fits(batch):
             self._position = batch.offset
@@ -189,8 +243,15 @@ class ReadCall:
         self._response.add(batch)
 
     async def _send(self) -> None:
-        response, self._response, self._silent_bytes = self._response, EncodedResponse(self._queue), 0
-        await self._call.write(response.encoded(self._position))
+        message, size = self._response.encoded(self._position), self._response.batch_bytes
+        self._response, self._silent_bytes = EncodedResponse(self._queue), 0
+        await self._call.write(message)
+        self._account.free(size)
+
+    async def _close_receiver(self) -> None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            await receiver.aclose()
 
 
 class EncodedResponse:
@@ -200,6 +261,7 @@ class EncodedResponse:
         self._queue = queue
         self._frames: list[bytes] = []
         self._nbytes = 0
+        self.batch_bytes = 0
         self._starts, self._sizes, self._prefixes, self._counts = (array("I") for _ in range(4))
         self._offsets = array("Q")
 
@@ -216,6 +278,7 @@ class EncodedResponse:
         self._counts.append(batch.count)
         self._offsets.append(batch.offset)
         self._nbytes += len(framed)
+        self.batch_bytes += batch.nbytes
 
     def encoded(self, next_offset: int) -> bytes:
         columns = (self._starts, self._sizes, self._prefixes, self._counts, self._offsets)

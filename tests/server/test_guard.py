@@ -170,6 +170,28 @@ async def test_a_handler_is_cancelled_when_its_caller_hangs_up():
         await ended.wait()
 
 
+async def test_a_caller_that_hangs_up_during_a_write_is_no_failure(caplog: pytest.LogCaptureFixture):
+    begun, ended = asyncio.Semaphore(0), asyncio.Semaphore(0)
+
+    async def handler(call: Call, _: bytes) -> None:
+        begun.release()
+        try:
+            while True:
+                await call.write(bytes(1 << 20))
+        finally:
+            ended.release()
+
+    async with offering(Method("test.Service/Write", Kind.RESPONSES, handler)) as caller:
+        streams = [caller.responses("test.Service/Write", EMPTY) for _ in range(20)]
+        for _ in streams:
+            await begun.acquire()
+        for stream in streams:
+            stream.cancel()
+        for _ in streams:
+            await ended.acquire()
+    assert not caplog.records
+
+
 # Admitted callers, and the size of their messages
 
 

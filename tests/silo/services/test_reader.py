@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ import pytest
 
 from headrace import EventBatch, StreamId
 from headrace.adapters import QueueAdapter
+from headrace.agents import SendBudget
 from headrace.proto.v1 import reader_pb2 as pb
 from headrace.server.config import GrpcConfig
 from headrace.silo.config import ProviderConfig, SiloConfig
@@ -201,6 +202,43 @@ async def test_the_reader_is_waited_for(tmp_path: Path):
         found = await rest(stream)
         assert found.reached == 80
         assert len(first.batches) + len(found.batches) == 80
+
+
+async def test_calls_that_are_not_read_leave_space_to_other_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reader, "UNSENT_BYTES", 8 << 20)
+    budgets: list[SendBudget] = []
+
+    def budget(limit: int) -> SendBudget:
+        budgets.append(SendBudget(limit))
+        return budgets[-1]
+
+    monkeypatch.setattr(reader, "SendBudget", budget)
+    tokens = await make_tokens(tmp_path, deaf=Allowed(["*"], ["*"]), reads=Allowed(["*"], ["*"]))
+    async with opened(tmp_path, provider=ONE_QUEUE, auth="tokens") as silo, AsyncExitStack() as stack:
+        await store(silo, *(sized("s", 1_000_000) for _ in range(9)))
+        address = silo.grpc_address or ""
+        caller, *deaf = [
+            await stack.enter_async_context(connecting(address, tokens["reads" if number == 0 else "deaf"]))
+            for number in range(21)
+        ]
+        streams = [reading(each, 9) for each in deaf]
+
+        async def others_wait() -> bool:
+            return len(budgets[0].waiting) >= 16
+
+        await eventually(others_wait)
+        assert 2 << 20 < budgets[0].held <= 4 << 20
+        assert (await read(caller, 9)).reached == 9
+        *others, waiting, last = streams
+        for stream in others:
+            stream.cancel()
+        for stream in (waiting, last):
+            assert (await rest(stream)).reached == 9
+
+        async def all_freed() -> bool:
+            return not budgets[0].held and not budgets[0].clients
+
+        await eventually(all_freed)
 
 
 async def test_reach_counts_events_and_bytes(tmp_path: Path):
