@@ -31,6 +31,7 @@ from ..streams.arguments import (
     check_text,
     refused,
 )
+from ..streams.background import first_of
 from ..streams.errors import Busy, Closed, HeadraceError, InvalidArgument, NotSupported, Unavailable
 from ..streams.frames import split
 from ..streams.handlers import (
@@ -151,10 +152,6 @@ class Attached:
         self._management = management
         self._session = session
 
-    async def caught_up(self) -> None:
-        """Return when everything stored before the call is done, by all consumers (paused streams apart)."""
-        await self._management.caught_up(self.name)
-
     async def seek(self, start: Start | str) -> None:
         """Go on from another position, also an earlier one. All consumers of the subscription do, and what is in their
         hands counts as given back."""
@@ -247,6 +244,18 @@ class Consumer(Attached):
                 raise self.error or Closed(f"{self!r}: what it acknowledged last may not be saved")
             self._news.clear()
             await self._news.wait()
+
+    async def caught_up(self) -> None:
+        """Return when all consumers have handled everything stored before the call, except in paused streams.
+
+        Raise the error with which this consumer ended, or Closed if it is closed.
+        """
+
+        async def end() -> None:
+            await self._over.wait()
+            raise self.error or Closed(f"{self!r}: it gets no more events; call caught_up of the client instead")
+
+        await first_of(self._management.caught_up(self.name), end(), name=f"headrace catching up {self.name}")
 
     def statistics(self) -> SessionStatistics:
         """A cheap snapshot of what is held, owed and was done."""
@@ -452,6 +461,10 @@ class RemoteSubscription(Attached):
             self._closing = asyncio.create_task(self._close(drain_s), name=f"headrace close {self.name}")
         # Whoever is cancelled while waiting does not leave the rest half closed.
         await asyncio.shield(self._closing)
+
+    async def caught_up(self) -> None:
+        """As `Consumer.caught_up`."""
+        await self.consumer.caught_up()
 
     async def aclose(self) -> None:
         """`close`."""

@@ -180,6 +180,25 @@ async def test_a_batch_cannot_be_acknowledged_once_its_consumer_is_closed(client
     await consumer.aclose()
 
 
+async def test_waiting_for_a_closed_consumer_to_catch_up_raises_closed(client: Client):
+    async with client.subscribe("s", ORDERS) as consumer:
+        await publish(client, "a", 1)
+        waiting = asyncio.create_task(consumer.caught_up())
+        await take(consumer, 1)
+    for caught_up in (waiting, consumer.caught_up()):
+        with pytest.raises(Closed, match="it gets no more events"):
+            await asyncio.wait_for(caught_up, PATIENCE_S)
+
+    async def ignore(_: Event) -> None: ...
+
+    subscription = await client.subscribe("s", ORDERS, ignore)
+    await subscription.caught_up()
+    await subscription.close()
+    await publish(client, "a", 1)
+    with pytest.raises(Closed, match="it gets no more events"):
+        await asyncio.wait_for(subscription.caught_up(), PATIENCE_S)
+
+
 async def test_closing_the_client_closes_its_consumers(silo: Silo):
     assert silo.grpc_address is not None
     async with AsyncExitStack() as stack:
