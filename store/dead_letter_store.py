@@ -10,7 +10,7 @@ from sqlalchemy import ColumnElement, Connection, and_, delete, func, select, up
 from ..streams.errors import Fenced, InvalidArgument, NotFound
 from ..streams.subscriptions import DeadLetter, GapRecord
 from .rows import dead_letter_of, dead_letter_row, gap_of, gap_row, printable
-from .schema import dead_letters, gaps
+from .schema import LETTER_IDENTITY, dead_letters, gaps
 from .store_base import (
     IDS_AT_ONCE,
     ReadRows,
@@ -32,7 +32,8 @@ class DeadLetterStore(StoreBase):
     ) -> list[int]:
         """Store events that a subscription gave up on. Return their ids, in the same order.
 
-        If the subscription has a dead letter of the same event, its reason, attempts and time are updated. With an
+        If the subscription has a dead letter of the same event, its reason, attempts and time are updated. An event is
+        the same if position and content are equal: a queue that lost its end gives positions again. With an
         `epoch`, all letters must be of one subscription; raises Fenced if the subscription has another epoch by now.
         With `leases`, raises Fenced if `save_checkpoints` would refuse one of the queues.
         """
@@ -111,7 +112,7 @@ def _add_dead_letters(
     require_leases(connection, letters, held)
     statement = insert_into(connection, dead_letters)
     statement = statement.on_conflict_do_update(
-        index_elements=["provider", "subscription", "queue", "token_offset", "token_index"],
+        index_elements=LETTER_IDENTITY,
         set_={column: statement.excluded[column] for column in ("reason", "attempts", "failed_at_us")},
     ).returning(dead_letters.c.id)
     return [connection.execute(statement, dead_letter_row(letter)).scalar_one() for letter in letters]

@@ -108,6 +108,10 @@ checkpoints = Table(
 )
 """`behind` is JSON: [[namespace, key, offset, index, paused], …]. The row was written under `epoch`."""
 
+LETTER_IDENTITY = ("provider", "subscription", "queue", "token_offset", "token_index", "timestamp_us", "checksum")
+"""The columns that tell dead letters apart. The position alone does not: a queue that lost its end in a crash, or that
+does not outlive its process, gives positions again, to other events. The checksum is of the event's content."""
+
 dead_letters = Table(
     "dead_letters",
     metadata,
@@ -126,7 +130,7 @@ dead_letters = Table(
     Column("failed_at_us", BigInteger, nullable=False),
     Column("redrive", Boolean, nullable=False),
     _checksum_column(),
-    UniqueConstraint("provider", "subscription", "queue", "token_offset", "token_index"),
+    UniqueConstraint(*LETTER_IDENTITY),
     sqlite_autoincrement=True,  # ids are never reused
 )
 """`attributes` is JSON: {"id": text or null, "headers": {name: value}}."""

@@ -16,7 +16,6 @@ from headrace import (
     GapRecord,
     InvalidArgument,
     NotFound,
-    SequenceToken,
     SubscriptionDefinition,
 )
 from headrace.store.cluster_store import ENOUGH_VOTES
@@ -27,8 +26,8 @@ from headrace.streams.subscriptions import Checkpoint
 
 Clock = Callable[[Any], int]
 Progress = Sequence[tuple[str, int, Mapping[int, Checkpoint]]]
-Letter = tuple[str, str, int, SequenceToken]
-"""The identity of a dead letter: provider, subscription, queue, token."""
+Letter = tuple[Any, ...]
+"""The identity of a dead letter."""
 
 
 class Subscription:
@@ -199,7 +198,7 @@ class MemoryStore:
             raise Fenced(f"subscription {name!r} of {provider!r} is {at}: another process took it over")
 
     def _add_dead_letter(self, letter: DeadLetter) -> int:
-        key = letter.provider, letter.subscription, letter.queue, letter.token
+        key = _identity(letter)
         reason = printable(letter.reason)
         if (known := self._ids.get(key)) is not None:
             self._letters[known] = self._letters[known]._replace(
@@ -251,7 +250,7 @@ class MemoryStore:
             return
         if delivered:
             del self._letters[letter_id]
-            del self._ids[letter.provider, letter.subscription, letter.queue, letter.token]
+            del self._ids[_identity(letter)]
             return
         why = letter.reason if reason is None else printable(reason)
         self._letters[letter_id] = letter._replace(
@@ -271,6 +270,13 @@ class MemoryStore:
 
 @dataclass
 class Members:
+def _identity(letter: DeadLetter) -> Letter:
+    return (
+        letter.provider, letter.subscription, letter.queue, letter.token, letter.timestamp_us, letter.stream,
+        letter.payload, tuple(letter.headers.items()), letter.event_id,
+    )  # fmt: skip
+
+
     incarnation: int = 0
     silos: dict[str, SiloRecord] = field(default_factory=dict[str, SiloRecord])
     leases: dict[tuple[str, int], Lease] = field(default_factory=dict[tuple[str, int], Lease])

@@ -31,6 +31,14 @@ BEHIND = st.dictionaries(
     max_size=2,
 )
 POSITIONS = st.dictionaries(QUEUE, st.builds(Checkpoint, OFFSETS, BEHIND), max_size=2)
+EVENTS = st.sampled_from(
+    [
+        (StreamId("n", "x"), b"x", 1),
+        (StreamId("n", "x"), b"x", 2),
+        (StreamId("n", "x"), b"z", 1),
+        (StreamId("n", "y"), b"x", 1),
+    ]
+)
 NAMES = st.sampled_from(["one", "two"])
 PROVIDERS = st.sampled_from(["p", "p", "p", "p", "q"])
 RARELY = st.sampled_from([False, False, True])
@@ -189,10 +197,21 @@ class Progress(BothStores):
 
     # Dead letters and gaps
 
-    @rule(name=NAMES, leased=st.booleans(), stale=RARELY, late=RARELY, token=TOKENS, queue=QUEUE)
-    def give_up(self, name: str, leased: bool, stale: bool, late: bool, token: SequenceToken, queue: int) -> None:
-        stream, reason = StreamId("n", "x"), f"boom\0{self.now_s}"
-        letter = DeadLetter(0, "p", name, queue, stream, token, b"x", {"h": "v"}, None, 1, reason, 8, self.now_s)
+    @rule(name=NAMES, leased=st.booleans(), stale=RARELY, late=RARELY, token=TOKENS, queue=QUEUE, event=EVENTS)
+    def give_up(
+        self,
+        name: str,
+        leased: bool,
+        stale: bool,
+        late: bool,
+        token: SequenceToken,
+        queue: int,
+        event: tuple[StreamId, bytes, int],
+    ) -> None:
+        (stream, payload, timestamp_us), reason = event, f"boom\0{self.now_s}"
+        letter = DeadLetter(
+            0, "p", name, queue, stream, token, payload, {"h": "v"}, None, timestamp_us, reason, 8, self.now_s
+        )
         self.both("add_dead_letters", [letter], self.epoch(name, stale), self.leases(late) if leased else None)
 
     @rule(method=st.sampled_from(["stop_queues", "start_queues"]), queues=QUEUES)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace import Busy, Event, InvalidArgument, Provider, SequenceToken, Start, StreamId
+from headrace import Busy, Event, InvalidArgument, Provider, RetryPolicy, SequenceToken, Start, StreamId
 
 
 async def ignore(_: Event) -> None: ...
@@ -106,6 +106,37 @@ async def test_a_subscription_may_be_closed_again_also_after_it_was_deleted(tmp_
         assert [each.name for each in await provider.subscriptions()] == ["all"]
         await subscription.delete()
         await subscription.close()
+
+
+async def test_an_event_at_the_position_of_an_older_dead_letter_gets_its_own(tmp_path: Path) -> None:
+    """The queues of the memory adapter do not outlive the process, but the dead letters do."""
+    handled: list[tuple[StreamId | None, bytes]] = []
+
+    async def run(payload: bytes, *, fail: bool = True) -> None:
+        async def handler(event: Event) -> None:
+            if fail:
+                raise ValueError(f"cannot do {event.payload!r}")
+            handled.append((event.stream, event.payload))
+
+        async with Provider.open(tmp_path, adapter="memory", queues=1) as provider:
+            retry = RetryPolicy(max_attempts=1)
+            subscription = await provider.subscribe("s", "o/*", handler, start="earliest", retry=retry)
+            if fail:
+                await provider.publish(StreamId("o", payload.decode()), payload)
+                await subscription.caught_up()
+                return
+            assert [(each.stream.key, each.payload, each.reason) for each in await provider.dead_letters("s")] == [
+                ("first", b"first", "ValueError: cannot do b'first'"),
+                ("second", b"second", "ValueError: cannot do b'second'"),
+            ]
+            assert await subscription.redrive() == 2
+            while await provider.dead_letters("s"):
+                pass
+
+    await run(b"first")
+    await run(b"second")
+    await run(b"", fail=False)
+    assert sorted(handled) == [(StreamId("o", "first"), b"first"), (StreamId("o", "second"), b"second")]
 
 
 async def test_a_checkpoint_past_the_end_of_the_log_skips_nothing_new_and_leaves_a_gap(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ CREATE TABLE dead_letters (
 	failed_at_us BIGINT NOT NULL, 
 	redrive BOOLEAN NOT NULL, 
 	checksum BIGINT DEFAULT 0 NOT NULL, 
-	UNIQUE (provider, subscription, queue, token_offset, token_index)
+	UNIQUE (provider, subscription, queue, token_offset, token_index, timestamp_us, checksum)
 );
 INSERT INTO "dead_letters" VALUES(1,'default','stats',0,3,0,'flights/N14228',X'00FF','{"id":null,"headers":{"carrier":"UA"}}',1,'boom',8,2,0,2304761608);
 CREATE TABLE delayed_batches (

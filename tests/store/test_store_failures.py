@@ -406,6 +406,7 @@ async def test_a_store_of_the_first_version_is_brought_up_to_date_with_all_that_
             assert await store.checkpoints("default", "stats") == {0: Checkpoint(7, {stream: Behind(token, "boom")})}
             letter = await store.dead_letter(1)
             assert (letter.payload, letter.headers) == (b"\x00\xff", {"carrier": "UA"})
+            assert await store.add_dead_letters([letter], None) == [1]
             assert [gap.reason for gap in await store.gaps("default")] == ["old"]
             assert await store.value("k") == "v"
             assert await store.tokens() == [TokenRecord("t", bytes(32), {"publish": ("*",)}, 1, "c")]

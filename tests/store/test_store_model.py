@@ -84,7 +84,7 @@ class TwoStores(RuleBasedStateMachine):
         self.stores = [self.run(ControlStore.open(where)) for _ in range(2)]
         self.known: dict[str, Known] = {}
         self.highest = 0
-        self.letters: dict[tuple[str, int], str] = {}
+        self.letters: dict[tuple[str, int, bytes], str] = {}
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(call)
@@ -145,13 +145,20 @@ class TwoStores(RuleBasedStateMachine):
             if self.is_current(name, epoch):
                 self.known[name].save(positions)
 
-    @rule(who=WHO, grant=grants, offset=OFFSETS, reason=st.sampled_from(["boom", "worse"]))
-    def give_up(self, who: int, grant: tuple[str, int], offset: int, reason: str) -> None:
+    @rule(
+        who=WHO,
+        grant=grants,
+        offset=OFFSETS,
+        payload=st.sampled_from([b"", b"x"]),
+        reason=st.sampled_from(["boom", "worse"]),
+    )
+    def give_up(self, who: int, grant: tuple[str, int], offset: int, payload: bytes, reason: str) -> None:
         name, epoch = grant
-        letter = DeadLetter(0, "p", name, 0, StreamId("n", "x"), SequenceToken(offset), b"", {}, None, 1, reason, 8, 2)
+        stream, token = StreamId("n", "x"), SequenceToken(offset)
+        letter = DeadLetter(0, "p", name, 0, stream, token, payload, {}, None, 1, reason, 8, 2)
         if self.is_current(name, epoch):
             self.run(self.stores[who].add_dead_letters([letter], epoch))
-            self.letters[name, offset] = reason
+            self.letters[name, offset, payload] = reason
         else:
             with pytest.raises(Fenced):
                 self.run(self.stores[who].add_dead_letters([letter], epoch))
@@ -183,7 +190,8 @@ class TwoStores(RuleBasedStateMachine):
                 watermarks[queue] = min(position.watermark, watermarks.get(queue, position.watermark))
         assert await store.watermarks("p") == watermarks
         letters = await store.dead_letters("p")
-        assert {(letter.subscription, letter.token.offset): letter.reason for letter in letters} == self.letters
+        found = {(each.subscription, each.token.offset, each.payload): each.reason for each in letters}
+        assert found == self.letters
         assert len(letters) == len(self.letters)
 
 
