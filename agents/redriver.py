@@ -54,7 +54,9 @@ class Redriver:
 
     async def _redrive(self, letter: DeadLetter) -> None:
         served = self._state.served.get(letter.subscription)
-        delivery = served.deliveries.get(letter.queue) if served else None
+        if served is None or not served.definition.selector.matcher()(letter.stream):
+            return  # of another subscription that had this name
+        delivery = served.deliveries.get(letter.queue)
         if delivery is None:
             return
         try:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, and_, delete, func, select, update
 
 from ..streams.errors import Fenced, InvalidArgument, NotFound
-from ..streams.subscriptions import DeadLetter, GapRecord
+from ..streams.identity import StreamId
+from ..streams.subscriptions import DeadLetter, GapRecord, Selector
 from .rows import dead_letter_of, dead_letter_row, gap_of, gap_row, printable
 from .schema import LETTER_IDENTITY, dead_letters, gaps
 from .store_base import (
@@ -20,7 +21,8 @@ from .store_base import (
     of_subscription,
     read_rows,
     require_leases,
-    require_subscription,
+    stored_definition,
+    subscription_not_found,
 )
 
 
@@ -55,7 +57,8 @@ class DeadLetterStore(StoreBase):
     async def request_redrive(self, provider: str, subscription: str, ids: Sequence[int] | None = None) -> int:
         """Request that dead letters are delivered once more; None means all. Return how many were found.
 
-        Raises NotFound if the subscription does not exist: no process would deliver them.
+        Dead letters of streams that the subscription does not select are of a deleted one with its name, and are left
+        out. Raises NotFound if the subscription does not exist: no process would deliver them.
         """
         return await self._database.write(_request_redrive, provider, subscription, ids)
 
@@ -82,19 +85,24 @@ class DeadLetterStore(StoreBase):
             failure["reason"] = printable(reason)
         await self._database.write(_finish_redrive, letter_id, delivered, failure)
 
-    async def delete_dead_letters(self, provider: str, subscription: str, ids: Sequence[int] | None = None) -> int:
+    async def delete_dead_letters(
+        self, provider: str, subscription: str, ids: Sequence[int] | None = None, selector: Selector | None = None
+    ) -> int:
         """Delete dead letters of a subscription; None deletes all. Return their number. The subscription itself may
-        already be deleted."""
-        return await self._database.write(_delete_dead_letters, provider, subscription, ids)
+        already be deleted. With `selector`, only dead letters of streams that it matches are deleted."""
+        return await self._database.write(_delete_dead_letters, provider, subscription, ids, selector)
 
     async def add_gaps(self, records: Sequence[GapRecord], leases: Mapping[int, int] | None = None) -> None:
         """Store gap records. The same range of the same subscription is stored once. With `leases`, raises Fenced, and
         stores nothing, if `save_checkpoints` would refuse one of the queues."""
         await self._database.write(_add_gaps, list(records), None if leases is None else dict(leases))
 
-    async def count_left_behind(self, provider: str, subscription: str) -> tuple[int, int]:
-        """Return the numbers of dead letters and of gap records of a subscription."""
-        return await self._database.read(_count_left_behind, provider, subscription)
+    async def count_left_behind(
+        self, provider: str, subscription: str, selector: Selector | None = None
+    ) -> tuple[int, int]:
+        """Return the numbers of dead letters and of gap records of a subscription. With `selector`, only dead letters
+        of streams that it matches count."""
+        return await self._database.read(_count_left_behind, provider, subscription, selector)
 
     async def gaps(self, provider: str, subscription: str | None = None) -> list[GapRecord]:
         """Return gap records in the order in which they were stored."""
@@ -157,20 +165,47 @@ def _dead_letter(connection: Connection, letter_id: int) -> DeadLetter:
     return dead_letter_of(row)
 
 
-def _chosen(provider: str, name: str, ids: Sequence[int] | None) -> list[ColumnElement[bool]]:
+def _chosen(
+    connection: Connection, provider: str, name: str, ids: Sequence[int] | None, selector: Selector | None
+) -> list[ColumnElement[bool]]:
     """Return conditions that together match these dead letters. Each has at most `IDS_AT_ONCE` ids."""
     all_letters = of_subscription(dead_letters, provider, name)
-    if ids is None:
-        return [all_letters]
+    conditions = [all_letters] if ids is None else _with_ids(all_letters, ids)
+    if selector is None:
+        return conditions
+    matches = _matcher_of_texts(selector)
+    query = select(dead_letters.c.id, dead_letters.c.stream)
+    rows = (row for condition in conditions for row in connection.execute(query.where(condition)))
+    return _with_ids(all_letters, (row.id for row in rows if matches(row.stream)))
+
+
+def _with_ids(letters: ColumnElement[bool], ids: Iterable[int]) -> list[ColumnElement[bool]]:
     unique = sorted(set(ids))
     chunks = [unique[at : at + IDS_AT_ONCE] for at in range(0, len(unique), IDS_AT_ONCE)]
-    return [and_(all_letters, dead_letters.c.id.in_(chunk)) for chunk in chunks]
+    return [and_(letters, dead_letters.c.id.in_(chunk)) for chunk in chunks]
+
+
+def _matcher_of_texts(selector: Selector) -> Callable[[object], bool]:
+    """Return a predicate: whether the selector matches a stream as it is stored. It never matches a damaged one."""
+    matches = selector.matcher()
+
+    def matches_text(text: object) -> bool:
+        try:
+            return isinstance(text, str) and matches(StreamId.parse(text))
+        except InvalidArgument:
+            return False
+
+    return matches_text
 
 
 def _request_redrive(connection: Connection, provider: str, name: str, ids: Sequence[int] | None) -> int:
-    require_subscription(connection, provider, name)
+    lock_epochs(connection, provider, [name])  # a concurrent deletion waits, and then cancels the redrives
+    definition = stored_definition(connection, provider, name)
+    if definition is None:
+        raise subscription_not_found(provider, name)
     mark = update(dead_letters).values(redrive=True)
-    return sum(connection.execute(mark.where(chosen)).rowcount for chosen in _chosen(provider, name, ids))
+    chosen = _chosen(connection, provider, name, ids, definition.selector)
+    return sum(connection.execute(mark.where(condition)).rowcount for condition in chosen)
 
 
 def _finish_redrive(connection: Connection, letter_id: int, delivered: bool, failure: Mapping[str, Any]) -> None:
@@ -181,10 +216,11 @@ def _finish_redrive(connection: Connection, letter_id: int, delivered: bool, fai
     connection.execute(update(dead_letters).where(this).values(redrive=False, **failure))
 
 
-def _delete_dead_letters(connection: Connection, provider: str, name: str, ids: Sequence[int] | None) -> int:
-    return sum(
-        connection.execute(delete(dead_letters).where(chosen)).rowcount for chosen in _chosen(provider, name, ids)
-    )
+def _delete_dead_letters(
+    connection: Connection, provider: str, name: str, ids: Sequence[int] | None, selector: Selector | None
+) -> int:
+    chosen = _chosen(connection, provider, name, ids, selector)
+    return sum(connection.execute(delete(dead_letters).where(condition)).rowcount for condition in chosen)
 
 
 def _add_gaps(connection: Connection, records: Sequence[GapRecord], held: Mapping[int, int] | None) -> None:
@@ -194,14 +230,16 @@ def _add_gaps(connection: Connection, records: Sequence[GapRecord], held: Mappin
         connection.execute(statement, [gap_row(record) for record in records])
 
 
-def _count_left_behind(connection: Connection, provider: str, name: str) -> tuple[int, int]:
-    letters, records = (
-        connection.execute(
-            select(func.count()).select_from(table).where(of_subscription(table, provider, name))
-        ).scalar_one()
-        for table in (dead_letters, gaps)
-    )
-    return letters, records
+def _count_left_behind(connection: Connection, provider: str, name: str, selector: Selector | None) -> tuple[int, int]:
+    of_name, number = of_subscription(dead_letters, provider, name), select(func.count())
+    if selector is None:
+        letters: int = connection.execute(number.select_from(dead_letters).where(of_name)).scalar_one()
+    else:
+        matches = _matcher_of_texts(selector)
+        streams = select(dead_letters.c.stream, func.count()).where(of_name).group_by(dead_letters.c.stream)
+        letters = sum(count for stream, count in connection.execute(streams) if matches(stream))
+    records = number.select_from(gaps).where(of_subscription(gaps, provider, name))
+    return letters, connection.execute(records).scalar_one()
 
 
 def _gaps(connection: Connection, provider: str, name: str | None) -> list[GapRecord]:

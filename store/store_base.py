@@ -11,8 +11,9 @@ from sqlalchemy import ColumnElement, Connection, Row, Table, and_, delete, sele
 from sqlalchemy.dialects import postgresql, sqlite
 
 from ..streams.errors import DataDirectoryError, Fenced, NotFound
-from ..streams.subscriptions import DeadLetter, GapRecord
+from ..streams.subscriptions import DeadLetter, GapRecord, SubscriptionDefinition
 from .database import Database
+from .rows import definition_of
 from .schema import entries, leases, subscriptions
 
 _log = logging.getLogger(__name__)
@@ -77,6 +78,12 @@ def of_subscription(table: Table, provider: str, name: str | None) -> ColumnElem
 
 def subscription_not_found(provider: str, name: str) -> NotFound:
     return NotFound(f"provider {provider!r} has no subscription {name!r}")
+
+
+def stored_definition(connection: Connection, provider: str, name: str) -> SubscriptionDefinition | None:
+    query = select(subscriptions.c.definition).where(is_subscription(provider, name))
+    text = connection.execute(query).scalar()
+    return None if text is None else definition_of(text)
 
 
 def require_subscription(connection: Connection, provider: str, name: str) -> None:

@@ -13,7 +13,7 @@ from ..streams.progress import Attachment, ControlRequests, RefusedProgress
 from ..streams.subscriptions import Checkpoint, SubscriptionDefinition
 from .checksums import check_row, with_checksum
 from .rows import checkpoint_of, checkpoint_row, definition_of, definition_text, differences, plain
-from .schema import checkpoints, counters, entries, gaps, subscriptions
+from .schema import checkpoints, counters, dead_letters, entries, gaps, subscriptions
 from .store_base import (
     IDS_AT_ONCE,
     ReadRows,
@@ -26,6 +26,7 @@ from .store_base import (
     refused_queues,
     require_subscription,
     store_value,
+    stored_definition,
     subscription_not_found,
 )
 
@@ -56,8 +57,8 @@ class SubscriptionStore(StoreBase):
     async def delete_subscription(self, provider: str, name: str) -> None:
         """Delete a subscription, its checkpoints and its gap records. A process that is attached to it is fenced.
 
-        Its dead letters stay until they are deleted themselves: they may be the last copies of their events. Raises
-        NotFound.
+        Its dead letters stay until they are deleted themselves: they may be the last copies of their events. Requested
+        redrives are cancelled. Raises NotFound.
         """
         await self._database.write(_delete_subscription, provider, name)
 
@@ -138,7 +139,7 @@ def _create_subscription(
     row = {"provider": provider, "name": definition.name, "definition": definition_text(definition), "epoch": 0}
     statement = insert_into(connection, subscriptions).values(row).on_conflict_do_nothing()
     while connection.execute(statement.returning(subscriptions.c.name)).first() is None:
-        stored = _definition(connection, provider, definition.name)
+        stored = stored_definition(connection, provider, definition.name)
         if stored is not None:  # else it was deleted in between
             _require_equal(stored, definition)
             return False
@@ -156,16 +157,10 @@ def _require_equal(stored: SubscriptionDefinition, wanted: SubscriptionDefinitio
 
 
 def _subscription(connection: Connection, provider: str, name: str) -> SubscriptionDefinition:
-    stored = _definition(connection, provider, name)
+    stored = stored_definition(connection, provider, name)
     if stored is None:
         raise subscription_not_found(provider, name)
     return stored
-
-
-def _definition(connection: Connection, provider: str, name: str) -> SubscriptionDefinition | None:
-    query = select(subscriptions.c.definition).where(is_subscription(provider, name))
-    text = connection.execute(query).scalar()
-    return None if text is None else definition_of(text)
 
 
 def _subscriptions(connection: Connection, provider: str) -> list[SubscriptionDefinition]:
@@ -178,6 +173,8 @@ def _delete_subscription(connection: Connection, provider: str, name: str) -> No
         raise subscription_not_found(provider, name)
     connection.execute(delete(checkpoints).where(of_subscription(checkpoints, provider, name)))
     connection.execute(delete(gaps).where(of_subscription(gaps, provider, name)))
+    requested = and_(of_subscription(dead_letters, provider, name), dead_letters.c.redrive.is_(True))
+    connection.execute(update(dead_letters).where(requested).values(redrive=False))
 
 
 def _attach(connection: Connection, provider: str, name: str) -> Attachment:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NoReturn, TypeVar
 
@@ -22,6 +22,7 @@ from ...streams.subscriptions import (
     EPHEMERAL,
     Checkpoint,
     DeadLetter,
+    Selector,
     SubscriptionDefinition,
     is_parent,
 )
@@ -45,6 +46,8 @@ LOOK_S = 0.25
 
 _T = TypeVar("_T")
 _M = TypeVar("_M", bound=Message)
+_Selectors = Mapping[str, Selector | None]
+"""Dead letters: by the name under which they are stored, those of streams that the selector matches; None: all."""
 
 
 class SubscriptionService:
@@ -97,7 +100,7 @@ class SubscriptionService:
             definition=wire.definition_message(definition),
             progress=await self._progress(call, provider, definition),
             consumers=_consumers(self._consumers[provider.name], definition),
-            **await _left_behind(provider, definition),
+            **await _left_behind(call, provider, definition),
             held=await _held(provider, definition),
         )
         return pb.GetSubscriptionResponse(subscription=found).SerializeToString()
@@ -168,13 +171,13 @@ class SubscriptionService:
     async def dead_letters(self, call: Call, message: bytes) -> bytes:
         request = parsed(pb.ListDeadLettersRequest, message)
         provider = provider_of(call, self._providers, request.provider, TO_MANAGE)
-        names = (
-            await _names_of_letters(call, provider, request.subscription)
+        selectors = (
+            await _selectors_of_letters(call, provider, request.subscription)
             if request.subscription
-            else await _names_of_all_letters(call, provider)
+            else await _selectors_of_all_letters(call, provider)
         )
         limit = min(request.limit or LETTERS, MAX_LETTERS)
-        letters = await _letters(provider, names, limit, min(request.after_id, MAX_POSITION))
+        letters = await _letters(provider, selectors, limit, min(request.after_id, MAX_POSITION))
         return pb.ListDeadLettersResponse(dead_letters=_fitting(letters)).SerializeToString()
 
     async def redrive(self, call: Call, message: bytes) -> bytes:
@@ -193,9 +196,12 @@ class SubscriptionService:
         if request.all == bool(request.ids):
             raise InvalidArgument("say which dead letters to delete: ids, or all, and not both")
         provider = provider_of(call, self._providers, request.provider, TO_MANAGE)
-        names = await _names_of_letters(call, provider, request.subscription)
+        selectors = await _selectors_of_letters(call, provider, request.subscription)
         ids = None if request.all else _ids(request.ids)
-        counts = [await provider.store.delete_dead_letters(provider.name, name, ids) for name in names]
+        counts = [
+            await provider.store.delete_dead_letters(provider.name, name, ids, selector)
+            for name, selector in selectors.items()
+        ]
         return pb.DeleteDeadLettersResponse(count=sum(counts)).SerializeToString()
 
     async def gaps(self, call: Call, message: bytes) -> bytes:
@@ -261,9 +267,10 @@ async def _held(provider: ProviderCore, definition: SubscriptionDefinition) -> p
     return None
 
 
-async def _left_behind(provider: ProviderCore, definition: SubscriptionDefinition) -> dict[str, int]:
+async def _left_behind(call: Call, provider: ProviderCore, definition: SubscriptionDefinition) -> dict[str, int]:
+    selector = _selector_of_letters(call, definition)
     counts = [
-        await provider.store.count_left_behind(provider.name, name)
+        await provider.store.count_left_behind(provider.name, name, selector)
         for name in await _position_names(provider, definition)
     ]
     return {"dead_letters": sum(letters for letters, _ in counts), "gaps": sum(gaps for _, gaps in counts)}
@@ -335,45 +342,59 @@ async def _unless_closing(call: Call, work: Coroutine[Any, Any, _T]) -> _T:
     return await first_of(work, refuse(), name="headrace call")
 
 
-async def _names_of_letters(call: Call, provider: ProviderCore, name: str) -> Sequence[str]:
-    """The names under which a subscription's dead letters are stored. They stay when it is deleted; then only a caller
-    that may manage all namespaces gets them. Raises as `subscription_of`."""
+async def _selectors_of_letters(call: Call, provider: ProviderCore, name: str) -> _Selectors:
+    """The dead letters that the caller may manage, under the name of a subscription. They stay when it is deleted; then
+    only a caller that may manage all namespaces gets them. Raises as `subscription_of`."""
     try:
         definition = await subscription_of(call, provider, name, TO_MANAGE)
     except NotFound:  # raised only if the caller may know all names
         call.principal.require_everywhere(Permission.MANAGE)
         if not await provider.store.dead_letters(provider.name, name, limit=1):
             raise
-        return [name]
-    return await _position_names(provider, definition)
+        return {name: None}
+    return dict.fromkeys(await _position_names(provider, definition), _selector_of_letters(call, definition))
 
 
-async def _names_of_all_letters(call: Call, provider: ProviderCore) -> Sequence[str] | None:
-    """The names for all subscriptions that the caller may manage; None for all, including deleted ones."""
+async def _selectors_of_all_letters(call: Call, provider: ProviderCore) -> _Selectors | None:
+    """The same for all subscriptions that the caller may manage; None for all, including deleted ones."""
     if call.principal.allows_everywhere(Permission.MANAGE):
         return None
     allows = call.principal.allows_selector
     stored = await provider.store.subscriptions(provider.name)
-    return [one.name for one in stored if allows(Permission.MANAGE, one.selector.pattern)]
+    return {one.name: one.selector for one in stored if allows(Permission.MANAGE, one.selector.pattern)}
+
+
+def _selector_of_letters(call: Call, definition: SubscriptionDefinition) -> Selector | None:
+    """Matches the streams of the dead letters that the caller gets. Others have this subscription's name, but are of a
+    deleted one. They may be of any namespace, so only a caller that may manage all namespaces gets them, too: None."""
+    return None if call.principal.allows_everywhere(Permission.MANAGE) else definition.selector
 
 
 async def _letters(
-    provider: ProviderCore, names: Sequence[str] | None, limit: int, after_id: int
+    provider: ProviderCore, selectors: _Selectors | None, limit: int, after_id: int
 ) -> list[pb.DeadLetter]:
-    """The first dead letters under these names, or of all, by id: at most `limit`, and at most one message."""
-    name = names[0] if names and len(names) == 1 else None
+    """The first of these dead letters, or of all, by id: at most `limit`, and at most one message."""
+    name = next(iter(selectors)) if selectors and len(selectors) == 1 else None
+    matchers = {name: selector and selector.matcher() for name, selector in (selectors or {}).items()}
     letters: list[pb.DeadLetter] = []
     size = 0
     while len(letters) < limit and size < LIST_BYTES:
         # Several names together: pages of single names would end at different ids.
         found = await provider.store.dead_letters(provider.name, name, limit=LETTERS_AT_ONCE, after_id=after_id)
-        wanted = [letter for letter in found if names is None or letter.subscription in names]
+        wanted = [letter for letter in found if selectors is None or _is_matched(letter, matchers)]
         letters += map(_letter_message, wanted)
         size += sum(len(letter.payload) for letter in wanted)
         if len(found) < LETTERS_AT_ONCE:
             break
         after_id = found[-1].id
     return letters[:limit]
+
+
+def _is_matched(letter: DeadLetter, matchers: Mapping[str, Callable[[StreamId], bool] | None]) -> bool:
+    if letter.subscription not in matchers:
+        return False
+    matches = matchers[letter.subscription]
+    return matches is None or matches(letter.stream)
 
 
 def _letter_message(letter: DeadLetter) -> pb.DeadLetter:

@@ -91,6 +91,8 @@ class MemoryStore:
         self._gaps = {
             key: gap for key, gap in self._gaps.items() if (gap.provider, gap.subscription) != (provider, name)
         }
+        for number in self._chosen(provider, name, None):
+            self._letters[number] = self._letters[number]._replace(redrive=False)
 
     def _get(self, provider: str, name: str) -> Subscription:
         found = self._subscriptions.get((provider, name))
@@ -222,8 +224,8 @@ class MemoryStore:
         return found[:limit]
 
     async def request_redrive(self, provider: str, subscription: str, ids: Sequence[int] | None = None) -> int:
-        self._get(provider, subscription)
-        chosen = self._chosen(provider, subscription, ids)
+        matches = self._get(provider, subscription).definition.selector.matcher()
+        chosen = [n for n in self._chosen(provider, subscription, ids) if matches(self._letters[n].stream)]
         for number in chosen:
             self._letters[number] = self._letters[number]._replace(redrive=True)
         return len(chosen)
@@ -268,8 +270,6 @@ class MemoryStore:
         return [gap for gap in found if subscription in (None, gap.subscription)]
 
 
-@dataclass
-class Members:
 def _identity(letter: DeadLetter) -> Letter:
     return (
         letter.provider, letter.subscription, letter.queue, letter.token, letter.timestamp_us, letter.stream,
@@ -277,6 +277,8 @@ def _identity(letter: DeadLetter) -> Letter:
     )  # fmt: skip
 
 
+@dataclass
+class Members:
     incarnation: int = 0
     silos: dict[str, SiloRecord] = field(default_factory=dict[str, SiloRecord])
     leases: dict[tuple[str, int], Lease] = field(default_factory=dict[tuple[str, int], Lease])

@@ -365,6 +365,63 @@ async def test_giving_up_twice_on_one_event_makes_one_dead_letter(store: Control
     assert await store.add_dead_letters([letter(6)._replace(subscription="other")], None) != [first[1]]
 
 
+async def test_events_that_got_the_same_position_are_each_a_dead_letter(store: ControlStore):
+    """A queue that lost its end gives positions again."""
+    await created(store)
+    old, new = letter(reason="old"), letter(reason="new")._replace(payload=b"another")
+    later = letter(reason="later")._replace(timestamp_us=old.timestamp_us + 1)
+    moved = letter(reason="moved")._replace(stream=StreamId("flights", "other"))
+    events = [old, new, later, moved, letter(reason="id")._replace(event_id=None)]
+    ids = await store.add_dead_letters(events, None)
+    assert await store.add_dead_letters([*reversed(events)], None) == [*reversed(ids)]
+    found = await store.dead_letters("p", "stats")
+    assert found == [each._replace(id=number) for each, number in zip(events, ids, strict=True)]
+    assert await store.request_redrive("p", "stats", ids[:2]) == 2
+    await store.finish_redrive(ids[1], delivered=True, reason=None, attempts=9, failed_at_us=70)
+    assert [each.reason for each in await store.redrives("p", ["stats"])] == ["old"]
+    assert await store.delete_dead_letters("p", "stats", [ids[0]]) == 1
+    assert [each.reason for each in await store.dead_letters("p")] == ["later", "moved", "id"]
+
+
+async def test_a_subscription_redrives_no_dead_letter_of_a_deleted_one_with_its_name(store: ControlStore):
+    await created(store)
+    old = await store.add_dead_letters([letter(offset) for offset in range(1100)], None)
+    assert await store.request_redrive("p", "stats") == 1100
+    await store.delete_subscription("p", "stats")
+    assert await store.redrives("p", ["stats"]) == []
+    await store.create_subscription("p", definition(selector="trains/*"), {})
+    own = letter(2000)._replace(stream=StreamId("trains", "1"))
+    ids = await store.add_dead_letters([own], None)
+    assert await store.redrives("p", ["stats"]) == []
+    assert await store.request_redrive("p", "stats", [*old, *ids]) == 1
+    assert await store.request_redrive("p", "stats", old) == 0
+    assert await store.request_redrive("p", "stats") == 1
+    assert [each.stream for each in await store.redrives("p", ["stats"])] == [own.stream]
+
+
+async def test_a_subscription_redrives_a_dead_letter_from_before_it_was_created_again(store: ControlStore):
+    await created(store)
+    ids = await store.add_dead_letters([letter()], None)
+    await store.delete_subscription("p", "stats")
+    await created(store)
+    assert await store.request_redrive("p", "stats") == 1
+    assert [each.id for each in await store.redrives("p", ["stats"])] == ids
+
+
+async def test_dead_letters_are_counted_and_deleted_by_their_streams(store: ControlStore):
+    await created(store)
+    trains = [letter(offset)._replace(stream=StreamId("trains", str(offset))) for offset in range(3)]
+    flights = [letter(5), letter(6)]
+    ids = await store.add_dead_letters([*trains, *flights], None)
+    assert await store.count_left_behind("p", "stats") == (5, 0)
+    assert await store.count_left_behind("p", "stats", Selector("trains/*")) == (3, 0)
+    assert await store.count_left_behind("p", "stats", Selector("trains/?*")) == (3, 0)
+    assert await store.count_left_behind("p", "stats", Selector("trains/1")) == (1, 0)
+    assert await store.delete_dead_letters("p", "stats", [*ids[1:]], Selector("trains/1")) == 1
+    assert await store.delete_dead_letters("p", "stats", None, Selector("trains/*")) == 2
+    assert await store.count_left_behind("p", "stats") == (2, 0)
+
+
 async def test_dead_letters_are_fenced(two: tuple[ControlStore, ControlStore]):
     here, there = two
     await created(here)

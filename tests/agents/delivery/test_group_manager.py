@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from headrace import EventBatch, Fenced, RetryPolicy, Selector, SequenceToken, StorageError
+from headrace import EventBatch, Fenced, RetryPolicy, Selector, SequenceToken, StorageError, StreamId
 from headrace.adapters import AdapterContext, QueueAdapter
 from headrace.adapters.memory import MemoryAdapter
 from headrace.agents import CacheLimits, Edge, Group, HandlerService, PullingManager
@@ -459,6 +459,19 @@ async def test_a_dead_letter_is_delivered_once_more_and_gone() -> None:
         assert consumer.ack(letter)
         await rest(2)
         assert not await built.store.dead_letters(PROVIDER)
+
+
+@virtual_time
+async def test_a_dead_letter_of_a_stream_that_is_not_selected_is_not_delivered() -> None:
+    """It is of a deleted subscription that had the name."""
+    async with house() as built:
+        await built.publish("a", "0")
+        _, consumer = await _with_a_dead_letter(built)
+        (letter,) = await built.store.dead_letters(PROVIDER)
+        foreign = letter._replace(stream=StreamId("another", "a"), redrive=True)
+        await built.store.add_dead_letters([foreign, letter._replace(payload=b"own", redrive=True)], None)
+        await rest(2)
+        assert payloads(consumer.take()) == ["own"]
 
 
 @virtual_time

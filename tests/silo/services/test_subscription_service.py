@@ -381,6 +381,57 @@ async def test_dead_letters_of_a_deleted_subscription_can_still_be_had(tmp_path:
         assert (await refused(caller, "DeleteDeadLetters", everything)).status == "NOT_FOUND"
 
 
+@pytest.mark.parametrize("broadcast", [False, True])
+async def test_a_tenant_gets_no_dead_letters_of_a_deleted_subscription_with_the_name_of_its_own(
+    tmp_path: Path, broadcast: bool
+):
+    tokens = await make_tokens(
+        tmp_path,
+        admin=Allowed(subscribe=["*"], manage=["*"]),
+        alice=Allowed(subscribe=["shop"], manage=["shop"]),
+        bob=Allowed(subscribe=["bank"], manage=["bank"]),
+    )
+    name = "printer~c1" if broadcast else "printer"
+
+    async def create(caller: Caller, selector: str) -> None:
+        await caller.create("printer", selector, mode=pb.MODE_BROADCAST if broadcast else pb.MODE_SHARED)
+        if broadcast:
+            definition = await store.subscription("default", "printer")
+            await store.create_subscription("default", of_consumer(definition, "c1"), {})
+
+    async with opened(tmp_path, auth="tokens") as silo, connecting(silo.grpc_address or "") as channel:
+        admin, alice, bob = (Caller(channel.channel, tokens[name]) for name in ("admin", "alice", "bob"))
+        store = provider_of(silo).store
+        await create(alice, "shop/*")
+        hers = await add_letters(silo, letter(1, b"secret", name), letter(2, b"secret", name))
+        redrive = pb.RedriveDeadLettersRequest(subscription="printer")
+        assert (await ask(alice, "RedriveDeadLetters", redrive)).count == 2
+        await ask(alice, "DeleteSubscription", pb.DeleteSubscriptionRequest(name="printer"))
+
+        await create(bob, "bank/*")
+        his = await add_letters(silo, letter(3, b"own", name)._replace(stream=StreamId("bank", "1")))
+        everything = pb.ListDeadLettersRequest()
+        for letters in (await list_letters(bob), (await ask(bob, "ListDeadLetters", everything)).dead_letters):
+            assert [(each.id, each.payload) for each in letters] == [(his[0], b"own")]
+        assert (await bob.get("printer")).dead_letters == 1
+        assert (
+            await refused(alice, "ListDeadLetters", named("ListDeadLetters", "printer"))
+        ).status == "PERMISSION_DENIED"
+        assert (await admin.get("printer")).dead_letters == 3
+        assert [each.redrive for each in await list_letters(admin)] == [False] * 3
+
+        for caller in (bob, admin):
+            assert (await ask(caller, "RedriveDeadLetters", redrive)).count == 1
+        redrive.ids.extend(hers)
+        for caller in (bob, admin):
+            assert (await ask(caller, "RedriveDeadLetters", redrive)).count == 0
+        some = pb.DeleteDeadLettersRequest(subscription="printer", ids=hers)
+        assert (await ask(bob, "DeleteDeadLetters", some)).count == 0
+        assert (await ask(bob, "DeleteDeadLetters", named("DeleteDeadLetters", "printer"))).count == 1
+        assert [each.payload for each in await list_letters(admin)] == [b"secret"] * 2
+        assert (await ask(admin, "DeleteDeadLetters", some)).count == 2
+
+
 async def test_gaps_are_listed_from_where_one_left_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(subscriptions, "LIST_BYTES", 100)
     async with opened(tmp_path) as silo, connecting(silo.grpc_address or "") as caller:
