@@ -57,7 +57,7 @@ async def test_a_start_may_be_text(tmp_path: Path) -> None:
         subscription = await provider.subscribe("all", "orders/*", handler, start="earliest")
         await subscription.caught_up()
         assert got == [b"before"]
-        with pytest.raises(InvalidArgument, match="no start"):
+        with pytest.raises(InvalidArgument, match="is not a start"):
             await provider.subscribe("other", "orders/*", handler, start="nonsense")
 
 
