@@ -114,6 +114,9 @@ class Check:
             if _logs(control_db.parent / "providers"):
                 way = f"{_BACKUP}, or make it anew with {self._remedy('repair control')}"
                 self._found("missing", "control.db", "it is missing or empty, but there are logs", way)
+            else:
+                what = "it is missing or empty, and there is no log: this directory holds no data"
+                self._found("missing", "control.db", what, f"check the directory's name, or {_BACKUP}")
             return None
         faults = ["it cannot be read"]
         for _ in range(_ATTEMPTS):

@@ -89,6 +89,7 @@ def open_data_directory(
     """
     directory, shown = Path(path).absolute(), None if control is None else _shown(control)
     try:
+        check_marker_kept(directory)
         marker = _read_marker(directory) or _claim(directory, shown)
         _check_marker(directory, marker, shown, control_lost=control_lost)
     except OSError as error:
@@ -137,6 +138,7 @@ def find_data_directory(path: str | os.PathLike[str]) -> DataDirectory:
     """
     directory = Path(path).absolute()
     try:
+        check_marker_kept(directory)
         marker = _read_marker(directory)
     except OSError as error:
         raise _refusal(directory, error) from None
@@ -144,6 +146,19 @@ def find_data_directory(path: str | os.PathLike[str]) -> DataDirectory:
         raise DataDirectoryError(f"{str(directory)!r} is no data directory: it has no {MARKER}; check its name")
     _check_format(directory, marker)
     return DataDirectory(directory)
+
+
+def check_marker_kept(directory: Path) -> None:
+    """Raise DataDirectoryError if the marker is missing or empty, but other parts of a data directory are there."""
+    own = DataDirectory(directory)
+    is_used = own.control_db.exists() or (own.path / "providers").exists()
+    if not is_used or (_read_marker(directory) or b"").strip():  # in this order: another process may make it now
+        return
+    write = f"""`echo '{{"format": {FORMAT}}}' > {shlex.quote(str(directory.absolute() / MARKER))}`"""
+    way = f"write it anew with {write}" if own.control_db.exists() else "write it anew as docs/damage.md says"
+    raise DataDirectoryError(
+        f"data directory {directory}: damaged, {MARKER} is missing or empty: restore it from a backup, or {way}"
+    )
 
 
 def check_control(directory: DataDirectory, control: str) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from ...silo.config import check_store
 from ...silo.options import ProviderOptions
 from ...silo.provider import Provider
-from ...store.datadir import MARKER, check_provider_name
+from ...store.datadir import MARKER, check_marker_kept, check_provider_name
 from ...streams.errors import DataDirectoryError, HeadraceError, InvalidArgument, NotFound
 from ...streams.subscriptions import Start
 from ...streams.wording import counted
@@ -369,6 +369,7 @@ def check_exists(data_place: DataPlace) -> None:
 def check_data_directory(data_place: DataPlace) -> None:
     """Raise NotFound if the data directory is missing, DataDirectoryError if it is not headrace's."""
     if not (data_place.data / MARKER).exists():
+        check_marker_kept(data_place.data)
         if data_place.data.exists() and not (data_place.data.is_dir() and not any(data_place.data.iterdir())):
             raise DataDirectoryError(
                 f"{str(data_place.data)!r} is no data directory: it is not empty and not made by headrace: name another"

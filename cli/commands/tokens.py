@@ -15,7 +15,7 @@ import click
 from ...server.access import REFRESH_S, Permission, new_token
 from ...silo.config import check_store
 from ...store.control_store import ControlStore, TokenRecord
-from ...store.datadir import MARKER, open_data_directory
+from ...store.datadir import MARKER, check_marker_kept, open_data_directory
 from ...streams.errors import NotFound
 from .help import CommandGroup
 from .options import data_option, store_option, typed
@@ -164,6 +164,7 @@ async def _opened(kept: Kept, *, create: bool = False) -> AsyncGenerator[Control
 
 def _control_db(data: Path, create: bool) -> Path:
     exists = (data / MARKER).exists()
+    check_marker_kept(data)
     if not exists and not create:
         raise NotFound(f"{str(data)!r} is no data directory: check its name, or create a token in it first")
     directory = open_data_directory(data)

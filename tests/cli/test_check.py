@@ -5,6 +5,7 @@ import os
 import shutil
 import sqlite3
 import struct
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -50,6 +51,11 @@ def rewrite_tail(data: Path, position: int, value: int) -> None:
             numbers = list(struct.unpack("<QQQQQ", txn.get(bytes(4), b"")))
             numbers[position] = value
             txn.put(bytes(4), struct.pack("<QQQQQ", *numbers))
+
+
+def lose_everything(data: Path) -> None:
+    lose_control(data, None)
+    shutil.rmtree(data / "providers")
 
 
 def spoil_control(data: Path) -> None:
@@ -153,6 +159,13 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
             "anew with `headrace repair control --data DATA`"
         ),
     ),
+    "nothing but the marker": (
+        lose_everything,
+        (
+            "missing: control.db: it is missing or empty, and there is no log: this directory holds no data: check the "
+            "directory's name, or restore it from a backup"
+        ),
+    ),
     "control spoilt": (spoil_control, "damaged: control.db: "),
     "control without provider": (
         forget_provider,
@@ -183,6 +196,21 @@ def test_each_fault_is_named_with_what_to_do(data: Path, headrace: Headrace, fau
     expected = expected.replace("DATA", str(data))
     assert any(line.startswith(expected) for line in found.out.splitlines()), found.out
     assert contents(data) == before
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\n"])
+@pytest.mark.parametrize("command", [("check",), ("repair", "control"), ("subscriptions", "list"), ("tokens", "list")])
+def test_a_lost_marker_is_named_with_the_command_that_writes_it(
+    data: Path, headrace: Headrace, command: tuple[str, ...], content: bytes | None
+):
+    marker = data / "headrace.json"
+    marker.unlink()
+    if content is not None:
+        marker.write_bytes(content)
+    line = headrace(*command, "--data", data).refused(1)
+    assert "headrace.json is missing or empty: restore it from a backup, or write it anew with `echo" in line
+    subprocess.run(line.split("`")[1], shell=True, check=True)
+    assert headrace("check", "--data", data).code == 0
 
 
 @pytest.mark.parametrize("fault", ["damaged block", "missing block", "wrong count", "wrong end"])
