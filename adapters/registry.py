@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Mapping
 from importlib.metadata import entry_points
-from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
-
-import msgspec
+from typing import Any, TypeVar, cast
 
 from ..streams.errors import InvalidArgument, NotFound
+from ..streams.option_tables import OptionTable
 from .seam import AdapterContext, AdapterFactory, QueueAdapter
 
 GROUP = "headrace.adapters"
@@ -48,17 +46,8 @@ def read_options(adapter: str, kind: type[_T], options: Mapping[str, Any]) -> _T
     which names the option.
     """
     try:
-        return msgspec.convert(dict(options), kind)
-    except msgspec.ValidationError as error:
-        raise InvalidArgument(f"adapter {adapter!r}: {error}{_accepted(kind, str(error))}", option="options") from None
-
-
-def _accepted(kind: type, error: str) -> str:
-    """Return the accepted options or values, if the error is about an unknown one, else ""."""
-    types = get_type_hints(kind)
-    if "unknown field" in error:
-        return f": accepted are {', '.join(types)}"
-    option = re.search(r"\$\.(\w+)", error)
-    if option and get_origin(choice := types.get(option[1])) is Literal:
-        return f": accepted are {', '.join(map(str, get_args(choice)))}"
-    return ""
+        return OptionTable(kind).convert(
+            dict(options), lambda path: f"adapter {adapter!r}: {'.'.join(path)}".rstrip(":. ")
+        )
+    except InvalidArgument as error:
+        raise InvalidArgument(str(error), option="options") from None

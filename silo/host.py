@@ -116,12 +116,17 @@ class Silo:
     async def _start(self, subscriptions: Sequence[Declared]) -> None:
         for name, options in self.config.providers.items():
             cluster = self.config.cluster
-            self.providers[name] = await Provider.start(
-                self.config.data,
-                options.named(name),
-                control=cluster.store if cluster is not None else None,
-                leased=cluster is not None,
-            )
+            try:
+                self.providers[name] = await Provider.start(
+                    self.config.data,
+                    options.named(name),
+                    control=cluster.store if cluster is not None else None,
+                    leased=cluster is not None,
+                )
+            except InvalidArgument as error:
+                if error.option == "options":
+                    error = InvalidArgument(error.problem, option=f"[providers.{name}.options]")
+                raise error from None
         for one in subscriptions:
             await self.providers[one.provider].attach(one)
 

@@ -13,11 +13,12 @@ from typing import Any
 import click
 
 from ...silo.config import SiloConfig, parse_address
-from ...silo.config_loader import load_config, unknown_variables
+from ...silo.config_loader import load_config, named_source, unknown_variables
 from ...silo.host import Silo
 from ...silo.supervisor import Supervisor, configurations
 from ...silo.tuning import tune_interpreter
 from ...streams.background import first_of
+from ...streams.errors import InvalidArgument
 from ...streams.outcomes import DONE
 from .help import Command, Option
 from .running import handle_signals
@@ -94,7 +95,10 @@ def command(
     for line in unknown_variables(os.environ):
         log.warning("%s", line)
     if loaded.workers is None:
-        asyncio.run(serve(loaded, None))
+        try:
+            asyncio.run(serve(loaded, None))
+        except InvalidArgument as error:
+            raise named_source(error, config, os.environ) from None
         return DONE
     return asyncio.run(_supervise(configurations(loaded, loaded.workers)))
 

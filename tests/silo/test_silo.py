@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace import InvalidArgument
+from headrace.silo.config_loader import named_source
 from tests.cli.commandline import ENVIRONMENT, Headrace, Start, ended
 from tests.cli.forking import Process
 
@@ -246,6 +248,28 @@ def test_a_module_that_cannot_be_imported_is_one_line(code: str, reason: str, tm
     (tmp_path / "handlers.py").write_text(code)
     refused = headrace("silo", "silo.toml").refused(2)
     assert re.match(rf"module handlers cannot be imported: .*{reason}", refused), refused
+
+
+@pytest.mark.parametrize(
+    ("option", "problem"),
+    [
+        ('retain_age_s = "1d"', 'retain_age_s = "1d": expected a number > 0'),
+        ("retain_ages = 5", "retain_ages: unknown option; .*; did you mean 'retain_age_s'"),
+    ],
+)
+def test_a_wrong_option_of_an_adapter_is_named_with_its_source(
+    option: str, problem: str, tmp_path: Path, headrace: Headrace
+):
+    (tmp_path / "silo.toml").write_text(f'data = "data"\n[providers.default.options]\n{option}\n')
+    refused = headrace("silo", "silo.toml").refused(2)
+    assert re.match(rf"silo.toml: \[providers.default.options\]: adapter 'log': {problem}", refused), refused
+
+
+def test_a_wrong_option_of_an_adapter_in_a_variable_is_named_with_it():
+    error = InvalidArgument("adapter 'log': retain_age_s = \"1d\": no", option="[providers.default.options]")
+    variable = "HEADRACE_PROVIDERS__DEFAULT__OPTIONS__RETAIN_AGE_S"
+    named = str(named_source(error, Path("silo.toml"), {variable: "1d"}))
+    assert named == f"{variable}: adapter 'log': retain_age_s = \"1d\": no"
 
 
 def test_a_subscription_of_a_provider_that_is_not_configured_is_refused(tmp_path: Path, headrace: Headrace):

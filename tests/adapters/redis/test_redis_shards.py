@@ -410,7 +410,7 @@ async def test_what_is_done_leaves_the_servers_that_answer_in_every_queue(
         ),
         ({"shards": [{"name": "a b", "url": "redis://h"}]}, "is no name"),
         ({"url": "http://h"}, "the url of a Redis is"),
-        ({"url": "redis://h", "when_unavailable": "maybe"}, "accepted are wait, fail"),
+        ({"url": "redis://h", "when_unavailable": "maybe"}, 'when_unavailable = "maybe": expected "wait" or "fail"'),
         ({"url": "redis://h", "visibility": 3}, "unknown field"),
     ],
 )
