@@ -81,6 +81,8 @@ class ConsumerService:
         self._consumers = consumers
         self._relays = relays
         self._pulls: dict[Member, Pulls] = {}
+        self._joining = set[tuple[Consumers, str, str]]()
+        """Consumers whose first Pull is joining the group: subscription and consumer."""
         self._relay_pulls: dict[tuple[str, str, str], RelayPulls] = {}
 
     async def aclose(self) -> None:
@@ -182,14 +184,27 @@ class ConsumerService:
         place = consumers.find(definition, request.consumer)
         pulls = None if place is None else self._pulls.get(place.member)
         if place is None or pulls is None:
-            timeout_s = request.session_timeout_ms / 1000
-            place = await consumers.join(definition, request.consumer, timeout_s, client=_client(call))
+            place = await self._join(call, request, consumers, definition)
             pulls = self._pulls[place.member] = Pulls(place, self._pulls)
         place.member.timeout_s = consumers.timeout(request.session_timeout_ms / 1000)
         refused = await pulls.apply(request.acknowledgements, request.rejections)
         frames = await pulls.wait(call, request)
         notices = pb.PullResponse(refused=refused, gaps=map(wire.gap_message, pulls.take_gaps()))
         return b"".join((*frames, notices.SerializeToString()))
+
+    async def _join(
+        self, call: Call, request: pb.PullRequest, consumers: Consumers, definition: SubscriptionDefinition
+    ) -> AttachedConsumer:
+        """Make the caller a member. A second call that joins meanwhile is refused; it would take over the first."""
+        key = consumers, definition.name, request.consumer
+        if key in self._joining:
+            raise waits_already(request.consumer)
+        self._joining.add(key)
+        try:
+            timeout_s = request.session_timeout_ms / 1000
+            return await consumers.join(definition, request.consumer, timeout_s, client=_client(call))
+        finally:
+            self._joining.discard(key)
 
     async def _leave(
         self, request: pb.PullRequest, provider: ProviderCore, definition: SubscriptionDefinition
@@ -287,6 +302,10 @@ def _reject(place: AttachedConsumer, each: pb.Rejection) -> bool:
     delay_s = each.delay_ms / 1000 if each.HasField("delay_ms") else None
     reason = each.reason[:MAX_REASON] or "rejected by its consumer"
     return place.group.reject(place.member, events, reason, delay_s, unavailable=each.unavailable)
+
+
+def waits_already(consumer: str) -> LimitExceeded:
+    return LimitExceeded(f"consumer {consumer!r} waits in another call already: wait for that one first")
 
 
 def _client(call: Call) -> str | None:
@@ -663,7 +682,7 @@ class Pulls:
         """The frames of what is there, at once or after a wait. Empty where nothing came."""
         member = self._member
         if self._waiting:
-            raise LimitExceeded(f"consumer {member.id!r} waits in another call already: wait for that one first")
+            raise waits_already(member.id)
         self._waiting = True
         before = set[Parcel]() if member.resending else set(member.in_flight.values())
         frames: Sequence[bytes] = ()

@@ -884,6 +884,17 @@ async def test_a_pull_waits_for_what_is_published_meanwhile(caller: Caller) -> N
     assert [event.payload for event in events_of((await waiting).batches)] == [b"0"]
 
 
+async def test_one_of_several_first_pulls_waits_and_the_others_are_refused(caller: Caller) -> None:
+    await caller.create("s", "n/*")
+    await caller.publish(batch("n/k", b"0"))
+    async with asyncio.timeout(10):
+        answers = await asyncio.gather(*(pull(caller, max_events=1) for _ in range(4)), return_exceptions=True)
+    refused = [answer for answer in answers if isinstance(answer, Refused)]
+    (answer,) = [answer for answer in answers if isinstance(answer, pb.PullResponse)]
+    assert [refusal.status for refusal in refused] == ["RESOURCE_EXHAUSTED"] * 3
+    assert [event.attempt for event in events_of(answer.batches)] == [1]
+
+
 @pytest.mark.one_silo
 @pytest.mark.parametrize(
     ("asked_s", "remaining_s", "waits_s"),
