@@ -410,8 +410,8 @@ async def test_what_is_done_leaves_the_servers_that_answer_in_every_queue(
         ),
         ({"shards": [{"name": "a b", "url": "redis://h"}]}, "is no name"),
         ({"url": "http://h"}, "the url of a Redis is"),
-        ({"url": "redis://h", "when_unavailable": "maybe"}, 'when_unavailable = "maybe": expected "wait" or "fail"'),
-        ({"url": "redis://h", "visibility": 3}, "unknown field"),
+        ({"url": "redis://h", "when_unavailable": "maybe"}, 'when_unavailable = "maybe": expected "fail" or "wait"'),
+        ({"url": "redis://h", "visibility": 3}, "visibility: unknown option; accepted are url"),
     ],
 )
 async def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
