@@ -1,4 +1,4 @@
-"""How a client calls services: the protocol of a transport, and the retries that all transports share.
+"""Transports, by which a client calls services: their protocol, and the retries that they share.
 
 There are two transports: gRPC (`GrpcTransport` in `client/connection.py`), and services of the same process
 (`InProcessTransport` in `silo/local.py`). Requests and responses are encoded bytes. A method is named `Service/Method`,
@@ -71,10 +71,13 @@ class Transport(Protocol):
         """Raise InvalidArgument if the transport is open and belongs to another event loop."""
 
     def check_open(self) -> None:
-        """Raise Closed if it is not open, and as `check_loop`."""
+        """Raise Closed if the transport is not open. Raise InvalidArgument as `check_loop` does."""
 
     async def ready(self, timeout_s: float) -> None:
-        """Return when a silo answers and accepts the caller. Raise Unavailable after `timeout_s`, Unauthenticated."""
+        """Return when a silo answers and accepts the caller.
+
+        Raise Unavailable after `timeout_s`, and Unauthenticated if the silo refuses the caller.
+        """
 
     async def unary(self, method: str, request: bytes, *, timeout_s: float | None) -> bytes:
         """Call a method once. Raise a HeadraceError; Unavailable if no answer comes within `timeout_s`."""
@@ -125,7 +128,7 @@ def reconnect_backoff() -> Backoff:
 
 
 def require_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Raise InvalidArgument in another event loop than this one."""
+    """Raise InvalidArgument if the running event loop is another one than `loop`."""
     if asyncio.get_running_loop() is not loop:
         raise InvalidArgument(
             "a client belongs to the event loop that opened it: open another one in this loop, or use SyncClient, "

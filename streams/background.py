@@ -17,7 +17,8 @@ AGAIN_S = 1.0
 """A task that has not ended so many seconds after it was cancelled is cancelled again. Shorter would interrupt tasks
 that clean up."""
 MAX_PAUSE_S, MAX_SHARE = 1.0, 0.05
-"""Repeated work that takes long gets at most this share of the time, but is done at least once in so many seconds."""
+"""After repeated work that took long, there is a pause. It is so long that the work takes at most `MAX_SHARE` of the
+time, but at most `MAX_PAUSE_S` seconds."""
 
 _T = TypeVar("_T")
 
@@ -36,7 +37,7 @@ class BackgroundTasks:
         return task
 
     def hold(self, work: Coroutine[Any, Any, _T], name: str) -> asyncio.Task[_T]:
-        """Run `work` in a task that the caller awaits, but does not end with the caller: await it in `asyncio.shield`.
+        """Run `work` in a task that the caller awaits in `asyncio.shield`: the task goes on if the caller is cancelled.
         The caller gets its error."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks[task] = None
@@ -91,7 +92,7 @@ async def end(*tasks: asyncio.Task[Any] | None) -> None:
 
 
 async def first_of(*works: Coroutine[Any, Any, _T], name: str) -> _T:
-    """Return or raise as the first of several works does, and end the others."""
+    """Run several works. Return the result of the first that ends, or raise its error, and end the others."""
     tasks = [asyncio.create_task(work, name=name) for work in works]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -130,8 +131,8 @@ async def run_periodically(work: Callable[[], Awaitable[None]], period_s: float)
 
 
 async def ticks(period_s: float) -> AsyncGenerator[float]:
-    """Yield every `period_s` seconds for ever: for how many seconds this process did not run. Delays below a period are
-    0."""
+    """Every `period_s` seconds, yield for how many seconds this process did not run: 0 if it was less than a period.
+    Does not end."""
     loop = asyncio.get_running_loop()
     while True:
         began = loop.time()

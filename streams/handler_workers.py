@@ -33,8 +33,8 @@ class HandlerWorkers:
         is_ready: Callable[[], bool],
         log: logging.Logger,
     ) -> None:
-        """`work` is a worker: it calls handlers until nothing is ready. `is_ready` tells whether another worker could
-        call one. `name` is for the log."""
+        """`work` is a worker: it calls handlers until no event is ready. `is_ready` returns whether events are ready
+        for another worker. `name` is for the log."""
         self.concurrency = concurrency
         self._name = name
         self._work = work
@@ -111,7 +111,7 @@ class HandlerWorkers:
 
 
 def cancelled_itself(error: BaseException) -> bool:
-    """Whether a handler cancelled the task that it runs in. Raise the error then: another worker goes on."""
+    """Whether a handler cancelled the task that it runs in. Then raise the error: this worker ends, another goes on."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 

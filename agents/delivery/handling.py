@@ -223,7 +223,7 @@ class HandlerDelivery(Delivery):
 
     def unsaved(self) -> UnsavedProgress | None:
         if self._in_flight:
-            self.progress.touch()  # handlers move their cursors with each event, and say so only at the end
+            self.progress.touch()  # a handler moves its cursor with each event, without a `touch` until the batch ends
         return super().unsaved()
 
     def runs_here(self) -> bool:

@@ -1,7 +1,7 @@
 """The progress of one subscription in one queue, and the checkpoints that store it. Pure.
 
-Every event below the position is done, except in streams that have a cursor. A checkpoint takes time and space in
-proportion to the cursors, so changes are counted: a delivery whose saved checkpoint still holds costs nothing.
+Every event below the position is done, except in streams that have a cursor. To make a checkpoint takes time and space
+in proportion to the cursors. So changes are counted: no checkpoint is made while the saved one still holds.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ class DeliveryProgress:
 
     def __init__(self, checkpoint: Checkpoint, now: float) -> None:
         self.base = checkpoint.next_offset
-        """Every event below is done, except in streams that have a cursor."""
+        """The position without a feed. A feed that reads beyond it moves the position, but not `base`."""
         self.feed: BatchSource | None = None
-        """Brings new batches: the main feed once the delivery joined it, a catch-up before."""
+        """Brings new batches: a catch-up, or the main feed once the delivery has joined it."""
         self.cursors: dict[StreamId, StreamCursor] = {
             stream: StreamCursor.parked(stream, behind) for stream, behind in checkpoint.behind.items()
         }
         self.damage: CorruptRecord | None = None
         """The damaged record that stopped the last catch-up."""
         self.exact = True
-        """Whether the last checkpoint of `unsaved` was complete, or if it returned None, the one that was saved."""
+        """Whether the last checkpoint of `unsaved` was complete. If it returned None: whether the saved one is."""
         self._exact_at = now
         self._changes = 0
         self._saved: UnsavedProgress | None = None
@@ -116,7 +116,7 @@ class DeliveryProgress:
         self.touch()
 
     def read_on(self, feed: BatchSource) -> None:
-        """`feed` has read further. The position tells that of the feed that brings new batches."""
+        """`feed` has read further. Count a change only if `position` does not show it."""
         if feed is not self.feed or feed.cache.next_offset <= self.base:
             self.touch()
 
@@ -199,8 +199,8 @@ class DeliveryProgress:
         """Return a checkpoint that is to be saved, None if the one that was saved last still holds. Call its
         `note_saved` once it is stored.
 
-        The checkpoint has a limit, but is complete if the last ones were not for `FULL_S` seconds. Consumers wait for
-        the confirmation that their progress is saved, so a complete one must come sometimes, however large it is."""
+        The checkpoint has a limit. But if no saved checkpoint was complete for `FULL_S` seconds, this one is, however
+        large it becomes: consumers wait for the confirmation that their progress is saved."""
         if self._is_saved(now):
             return None
         checkpoint, self.exact = self._list(None if now - self._exact_at >= FULL_S else MAX_BEHIND)
@@ -218,7 +218,7 @@ class DeliveryProgress:
             return False
         holds = saved.position == self.position
         if not saved.complete:
-            # Streams that begin behind a checkpoint that went back do not change it.
+            # A checkpoint below `saved.position` lists no streams that began after it was made: it still holds.
             holds = (holds or saved.checkpoint.next_offset < saved.position) and now - self._exact_at < FULL_S
         elif holds:
             self._exact_at = now

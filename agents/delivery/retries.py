@@ -1,4 +1,4 @@
-"""Failures of deliveries: a failed event is tried again later, or given up on."""
+"""Retries: an event that failed is delivered again later, or given up on."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ log = logging.getLogger("headrace.agents")
 
 STORE_RETRY_S = 1.0
 EXCUSED_S = 1.0
-"""The shortest wait after a failure that does not count, in seconds: their number is not limited."""
+"""The shortest wait after a failure that does not count, in seconds. The number of such failures is not limited."""
 
 RNG = random.Random()  # noqa: S311 (jitter)
 """One for all deliveries: a generator takes 2.5 kB, and a subscription has a delivery for each queue."""
 
 
 class Failure(NamedTuple):
-    """Why a delivery of the events from the cursor's position up to index `end`, exclusive, failed."""
+    """A failed delivery of the events from the cursor's position up to index `end`, exclusive."""
 
     end: int
     reason: str
@@ -36,7 +36,7 @@ class Failure(NamedTuple):
     delay_s: float | None = None
     """When the consumer wants the events again, in seconds. None: the retry policy decides."""
     unavailable: bool = False
-    """The consumer blames a dependency, not the event: it never counts against the event."""
+    """The consumer blames a dependency, not the event: the failure never counts against the event."""
 
 
 class Retries:
@@ -46,7 +46,7 @@ class Retries:
         self, delivery: Delivery, sink: FailureSink, *, rewindable: bool, rng: random.Random | None = None
     ) -> None:
         self.scheduled = self.dead_lettered = self.skipped = self.filtered = 0
-        """Retries, and events that were given up on or that the filter took out of those."""
+        """The number of retries, the numbers of events given up on, and of those that the filter held back instead."""
         self._delivery = delivery
         self._definition = delivery.definition
         self._gate = delivery.gate
@@ -95,8 +95,8 @@ class Retries:
         return True
 
     def _excuse(self, cursor: StreamCursor, failure: Failure) -> None:
-        """Try again, without counting the failure. While the subscription is held, the stream goes to the end of the
-        line, and the gate decides when it is tried. Otherwise it waits as after a failure that counts."""
+        """Try again, without counting the failure. While the subscription is held, the stream joins the end of the
+        ready ones, and the gate decides when it is tried. Otherwise it waits as after a failure that counts."""
         trouble = cursor.troubled()
         trouble.excused += 1
         trouble.deliveries = 0
@@ -117,7 +117,7 @@ class Retries:
         if self._stopped:
             return
         if cursor.bucket is None and self._rewindable:
-            cursor.park()  # it left its cache while it ran: read it again, rather than hold it outside of all limits
+            cursor.park()  # it left its cache while it ran: read the batch again later, rather than keep it
         cursor.troubled().timer = self._loop.call_later(delay, self._retry, cursor)
 
     def _retry(self, cursor: StreamCursor) -> None:
@@ -127,7 +127,7 @@ class Retries:
     # ---- giving up -------------------------------------------------------------------------------------------------
 
     async def exhausted(self, cursor: StreamCursor, batch: EventBatch, failure: Failure) -> None:
-        """Give up on the events that failed, as the subscription says. If that fails, try again later."""
+        """Give up on the events that failed, as the subscription says. If that cannot be recorded, try again later."""
         log.warning(
             "subscription %r gives up on event %s of stream %s after %d attempts: %s: %s",
             self._definition.name, cursor.token, cursor.stream, cursor.troubled().attempts,

@@ -9,7 +9,7 @@ from .progress import DeliveryProgress
 
 
 class ProgressWaiters:
-    """Wakes tasks whenever a delivery comes further."""
+    """Wakes tasks whenever a delivery makes progress."""
 
     def __init__(self, progress: DeliveryProgress, name: str, queue: int) -> None:
         self._progress = progress
@@ -21,8 +21,8 @@ class ProgressWaiters:
     async def wait_until(self, offset: int) -> None:
         """Return when every event below `offset` is done. Paused streams do not count.
 
-        Raises Closed once the delivery stopped, CorruptRecord when every event before a damaged record below `offset`
-        is done.
+        Raises Closed if the delivery has stopped. Raises CorruptRecord if there is a damaged record below `offset`, and
+        every event before that record is done.
         """
         while not self._progress.reached(offset):
             if (damage := self._progress.met_damage()) is not None:
@@ -40,7 +40,7 @@ class ProgressWaiters:
         await future
 
     def notify(self) -> None:
-        """Something may have come further."""
+        """Wake all waiting tasks: the delivery may have made progress."""
         if self._futures:
             futures, self._futures = self._futures, []
             for future in futures:
@@ -48,6 +48,6 @@ class ProgressWaiters:
                     future.set_result(None)
 
     def close(self) -> None:
-        """The delivery stops."""
+        """Wake all waiting tasks for the last time: the delivery stops."""
         self._closed = True
         self.notify()
