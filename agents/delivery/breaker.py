@@ -8,19 +8,19 @@ process, shared by its deliveries of all queues, with the timer that wakes them.
                                                      ▲                                  │
                                                      └── failures spread again ─────────┘
 
-- *closed*: no limit. Evidence is how many streams fail, and how many succeed. Only the first failure of an event is
-  evidence, a retry that fails is not: the poison of a burst that is over does not look like an outage.
+- *closed*: no limit. The evidence is the number of streams that fail, and of those that succeed. Only the first failure
+  of an event is evidence, a failed retry is not. So poison events that a burst leaves do not look like an outage.
 - A *known* event failed before the subscription last resumed. If it fails again, it holds the subscription again only
-  if as many streams fail as succeeded since the first of the holds in a row. So poison that is left after an outage
-  counts its attempts, although nothing else is left that could succeed.
-- *held*: one delivery of one event at a time is due, after 1 s at first and 10 s at the most (the half-open state of
-  other breakers). No failure counts.
+  if as many streams fail as have succeeded since the breaker was last closed. So poison events that are left after an
+  outage use up their attempts, even if there is no other event left that could succeed.
+- *held*: only probes may begin, that is, deliveries of single events. They come after pauses of 1 s at first, which
+  double up to 10 s (the half-open state of other breakers). No failure counts.
 - *resuming*: in step n, of at least one second, 10 x 2^n deliveries may begin (slow start). Nothing is given up on.
   The first step that does not use its limit is the last.
 
 An event's failed attempts from before a hold do not count after it. If no delivery succeeds any more, poison cannot be
-told from an outage, and the subscription stays held. Silos do not coordinate: each sees the failures
-of all its queues, and probes for itself.
+told from an outage, and the subscription stays held. Silos do not coordinate: each sees the failures of all its queues,
+and probes for itself.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ log = logging.getLogger("headrace.agents")
 STREAMS = 5
 """Streams that have to fail before a subscription is held."""
 CALM = 20
-"""Streams that have to succeed, and three more for each that fails, before failures are forgotten."""
+"""Failures are forgotten after so many streams have succeeded, and three more for each stream that fails."""
 MAX_RECOVERED = 10_000
 SETTLE_S = 1.0
-"""Failures are seen for so long before they hold a subscription, unless an event would be given up on earlier."""
+"""Failures must go on for so long to hold a subscription, in seconds, unless an event would be given up on earlier."""
 FIRST_PROBE_S, MAX_PROBE_S = 1.0, 10.0
 FIRST_STEP = 10
 STEP_S, MAX_STEP_S = 1.0, 30.0
-"""A step of resuming is longer, up to the second number, while less than half of its deliveries have ended."""
+"""The length of a step of resuming, in seconds. It is extended up to `MAX_STEP_S` while less than half of its
+deliveries have ended."""
 
 LATE_S = 0.001
 """Timers are set this much later: a timer may be early by the resolution of the clock, in seconds."""
@@ -103,26 +104,27 @@ class CircuitBreaker:
     def __init__(self) -> None:
         self.state = CLOSED
         self.limiting = False
-        """Whether `admission` may say anything but ANY: not while it is closed."""
+        """Whether `admission` may return anything but ANY. False while the breaker is closed."""
         self.watching = False
         """Whether `succeeded` has to be called: there was a failure not long ago."""
         self.phase = 0
-        """How often it was held or resumed: attempts that were counted under a lower number are void."""
+        """The number of holds and resumptions so far. Attempts that were counted under a lower number are void."""
         self.reason = ""
         """The failure that held it last."""
         self.due = 0.0
         """When the next probe is due, or the present step ends."""
         self._failing: set[StreamId] = set()
+        """Streams whose latest outcome is a failure that is evidence."""
         self._failing_anew: set[StreamId] = set()
         """Those of them whose event is not a known one."""
         self._fine: set[StreamId] = set()
-        """Streams by their latest outcome, since the first failure that is remembered."""
+        """Streams whose latest outcome since the first remembered failure is a success."""
         self._recovered: set[StreamId] = set()
-        """Streams that succeeded since the first of the holds in a row, `MAX_RECOVERED` at the most."""
+        """Streams that have succeeded since the breaker was last closed, at most `MAX_RECOVERED`."""
         self._untried: set[StreamId] = set()
         """Streams that failed before it last resumed, and have had no outcome since."""
         self._calm_phase = 0
-        """Events that failed last before this phase are no evidence."""
+        """An event whose latest failure was before this phase is no evidence."""
         self._in_a_row: set[StreamId] = set()
         """Streams of which an event failed for the first time since the last success."""
         self._watching_since = 0.0
@@ -248,7 +250,7 @@ class CircuitBreaker:
         self._step_began, self.due = now, now + STEP_S
 
     def _calm(self) -> None:
-        """Most streams succeed: forget the failures. While it resumes, remember some successes against the next."""
+        """Most streams succeed: forget the failures. While it resumes, keep some successes to outweigh later failures."""
         self._failing.clear()
         self._failing_anew.clear()
         self._untried.clear()
@@ -333,7 +335,7 @@ class Gate:
     # ---- waking ----------------------------------------------------------------------------------------------------
 
     def _schedule(self, least_s: float = 0.0) -> None:
-        """Look again when the breaker is due, and not before `least_s` seconds."""
+        """Take a turn when the breaker is due, but not before `least_s` seconds."""
         if self._timer is not None:
             self._timer.cancel()
         at = max(self.breaker.due, self._loop.time() + least_s) + LATE_S
@@ -352,7 +354,7 @@ class Gate:
                 self._schedule(FIRST_PROBE_S)  # if the one that was woken has nothing to try, the next one is
 
     def _wake_all(self) -> None:
-        """Wake all, each time another one first: the first may use up the step."""
+        """Wake all. Begin with the second, so that each time another one is first: the first may use up the step."""
         waiting = list(self._waiting)
         for delivery in waiting[1:] + waiting[:1]:
             self._wake(delivery)

@@ -1,7 +1,7 @@
 """Delivery of one queue's events to one subscription.
 
-A `Delivery` is the actor (subscription, queue). It has one cursor for each stream with undelivered events. One handler
-or one consumer at a time has events of a stream, so order within a stream holds, and streams do not wait for each
+A `Delivery` is the actor (subscription, queue). It has one cursor for each stream with undelivered events. Only one
+handler or consumer at a time has events of a stream. So order within a stream holds, and streams do not wait for each
 other.
 
 This class has the common part of all deliveries: how cursors go on. `progress.py` has their positions, `retries.py`

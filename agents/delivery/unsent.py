@@ -5,7 +5,7 @@ consumers that grant credit and never read would fill the memory with a message 
 
 The limit is divided by dynamic thresholds (Choudhury and Hahne, 1998). If n clients hold bytes, each of them may hold
 one part in n + 1 of the bytes that the process has left. The consumers of a client divide half the limit in the same
-way. So n clients that never read leave at least the n-th part of the limit.
+way. So n clients that never read leave at least one part in n + 1 of the limit.
 
 A consumer that holds nothing gets one batch if the batch fits into the remaining bytes. A consumer that has
 acknowledged nothing yet counts against half of the limit. So new consumers that never read leave the other half to the
@@ -22,7 +22,7 @@ PARCEL_OVERHEAD_BYTES = 1 << 10
 """Charged for every parcel in addition to its bytes: its objects. Without this charge, parcels of one small event each
 would take ten times the limit."""
 LOOK_BYTES = 4 << 10
-"""Waiting accounts are checked after this many freed bytes for each of them, or after a sixteenth of the limit."""
+"""Waiting accounts are checked when this many bytes for each of them were freed, or a sixteenth of the limit."""
 
 
 def _ignore() -> None: ...
