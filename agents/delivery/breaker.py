@@ -250,7 +250,7 @@ class CircuitBreaker:
         self._step_began, self.due = now, now + STEP_S
 
     def _calm(self) -> None:
-        """Most streams succeed: forget the failures. While it resumes, keep some successes to outweigh later failures."""
+        """Most streams succeed: forget the failures. While it resumes, keep some successes to outweigh new failures."""
         self._failing.clear()
         self._failing_anew.clear()
         self._untried.clear()
