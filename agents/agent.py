@@ -73,7 +73,7 @@ class PullingAgent:
         self._rewindable = adapter.capabilities.rewindable
         self._rng = rng or random.Random()  # noqa: S311 (spreads load)
         self.main: Feed | None = None
-        """The feed that is shared, while the queue is being read."""
+        """The main feed; None while the queue is not being read."""
         self._runner: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
         budget = budget or CatchUpBudget(limits.catch_up_bytes)
@@ -221,8 +221,8 @@ class PullingAgent:
         self._received_bytes += feed.received_bytes
 
     def _start(self) -> int:
-        """The offset at which the main feed starts. It is the furthest one possible: deliveries that are further back
-        catch up without holding up the others. It is not past a delivery whose subscription throttles."""
+        """Return the offset at which the main feed starts: the furthest position of all deliveries, because the others
+        catch up without holding it up. It is not past a delivery whose subscription throttles."""
         throttled = [d.progress.watermark for d in self.deliveries.values() if not self._relief.is_detachable(d)]
         return min([max((d.progress.base for d in self.deliveries.values()), default=0), *throttled])
 

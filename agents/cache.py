@@ -80,7 +80,7 @@ class QueueCache:
     """Holds the batches of one queue between receiving and the last delivery.
 
     Capacity is `max_events` and `max_bytes`, whichever is reached first, in buckets of a tenth each. A reader that
-    stops at pressure exceeds it by one batch at most, and only if that is larger than the one before or the first.
+    stops at pressure exceeds it by at most one batch: the first one, or one that is larger than the batch before.
     """
 
     def __init__(self, max_events: int, max_bytes: int) -> None:
@@ -209,8 +209,8 @@ class QueueCache:
 class CacheLimits:
     """Bounds of one queue's cached batches.
 
-    Each of the at most four catch-ups has an eighth of it, so the main feed has half. A queue that cannot
-    rewind has no catch-ups: its main feed has everything."""
+    Each of the at most four catch-ups has an eighth, and the main feed has half. A queue that cannot rewind has no
+    catch-ups: its main feed has everything."""
 
     max_events: int = 100_000
     max_bytes: int = 8 << 20

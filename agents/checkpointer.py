@@ -25,7 +25,7 @@ CHECKPOINT_S = 0.1
 
 
 class Checkpointer:
-    """Stores progress: all the time, and when queues or subscriptions stop."""
+    """Stores progress: periodically, and when queues or subscriptions stop."""
 
     def __init__(self, state: HostState, store: ProgressStore) -> None:
         self.lock = asyncio.Lock()
@@ -50,7 +50,7 @@ class Checkpointer:
             leases = state.leases_now()
             progress = [(served, _unsaved(served)) for served in state.served.values() if served.service.stored]
             saved = [(name, served.service.saving()) for name, served in state.served.items()]
-            # After progress was read: a crash between a checkpoint and the gaps before it would hide the gaps.
+            # After progress was read, before it is stored: a crash must not leave a checkpoint past an unrecorded gap.
             await state.recorder.save_gaps()
             rows = [(served.definition.name, served.epoch, _changed(served, unsaved)) for served, unsaved in progress]
             refused = await self._store.save_checkpoints(state.provider, rows, leases) if rows else RefusedProgress()
@@ -81,7 +81,7 @@ class Checkpointer:
     async def save_withdrawn(
         self, served: ServedSubscription, final: Mapping[int, Checkpoint], leases: Mapping[int, int] | None
     ) -> None:
-        """Store the last checkpoints of a subscription, read under these leases."""
+        """Store the last checkpoints of a subscription, which were read under these leases."""
         confirm = served.service.saving()
         async with self.lock:
             await self._state.recorder.save_gaps()

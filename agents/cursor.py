@@ -51,11 +51,11 @@ class Trouble:
         """Phase of the circuit breaker at the last failure, None before the first. `attempts` of an earlier phase do
         not count."""
         self.deliveries = 0
-        """How often consumers were sent the events before `again` and did not finish them, whatever the reason."""
+        """How often consumers were sent events before `again` and did not finish them, whatever the reason."""
         self.again: tuple[int, int] = (0, 0)
-        """Offset and index of the event after them."""
+        """Offset and index after the last event that consumers were sent and did not finish."""
         self.doomed: tuple[SequenceToken, Failure] | None = None
-        """The end of a range to give up on once its batch has been read again, and the failure."""
+        """The event to give up on once its batch has been read again, and its failure."""
         self.failed_at = 0.0
         """Loop time of the first failed attempt."""
         self.timer: asyncio.TimerHandle | None = None

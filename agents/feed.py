@@ -40,7 +40,7 @@ class FeedOwner(Protocol):
 
     @property
     def main(self) -> Feed | None:
-        """The feed that is shared, while the queue is being read."""
+        """The main feed; None while the queue is not being read."""
         ...
 
     def missing(self, deliveries: Iterable[Delivery], gap: Gap) -> None:
@@ -75,7 +75,7 @@ class Feed:
         """The damaged record that stops reading at present."""
         self.throttled = False
         self._holes: list[Gap] = []
-        """Gaps between the batches of the cache: a delivery that joins before one of them misses it, too."""
+        """Gaps between the batches of the cache. A delivery that joins before one of them misses these events, too."""
         self._check_s = check_s
         self._receive_bytes = RECEIVE_BYTES
         self._pause_s = 0.0
@@ -162,7 +162,7 @@ class Feed:
 
     @property
     def caught_up(self) -> bool:
-        """Whether it has reached the queue's end as of its start."""
+        """Whether it has reached the offset at which the queue ended when the feed began."""
         return self.cache.next_offset >= self.end
 
     def base(self, delivery: Delivery) -> float:
@@ -176,6 +176,7 @@ class Feed:
             delivery.waiters.notify()
 
     def drained(self, delivery: Delivery, cursor: StreamCursor) -> None:
+        """See `BatchSource`."""
         if self.has_passed(delivery, cursor):
             delivery.forget(cursor)
 
@@ -193,8 +194,8 @@ class Feed:
 
     @contextmanager
     def _nothing_goes(self) -> Generator[None]:
-        """Keep all batches in the cache meanwhile. The first batches offered may be done already, which unpins their
-        bucket before the rest was offered."""
+        """Keep all batches in the cache meanwhile. Otherwise the first ones may be done, and their bucket dropped,
+        before the others were offered."""
         bucket = self.cache.buckets[0] if self.cache.buckets else None
         if bucket is not None:
             bucket.pins += 1
@@ -240,7 +241,7 @@ class Feed:
                 self.owner.missing([delivery], hole)
         progress.join(self)
         self.deliveries.append(delivery)
-        # Offer first, adopt then: otherwise a stream that is ahead of this cache would look like a new one.
+        # Offer first, then adopt: otherwise a stream that is ahead of this cache would look like a new one.
         parked = [c for c in progress.cursors.values() if c.state is State.PARKED and c.feed is None]
         with self._nothing_goes():
             delivery.offer(self, self.cache.batches_from(progress.base), progress.base)
@@ -290,7 +291,7 @@ class CatchUp(Feed):
         self.end = float("inf")  # its streams have caught up once the main feed serves them
         self.began_at = asyncio.get_running_loop().time()
         self.idle_since: float | None = None
-        """Loop time since which its delivery accepts nothing, noted by `CacheRelief.relieve`."""
+        """Loop time since which its delivery accepts nothing. Only `CacheRelief` sets it."""
         self._reading: asyncio.Task[None] | None = None
         self._gave_way = False
         self.whole = delivery.progress.feed is None
@@ -301,7 +302,7 @@ class CatchUp(Feed):
         return delivery.progress.base if self.whole else float("inf")
 
     def take_along(self, cursor: StreamCursor) -> None:
-        """Serve a parked cursor, too, if its position has not been read past already."""
+        """Serve a parked cursor, too, unless this feed has already read past its position."""
         if not self.finished and cursor.token.offset >= self.cache.next_offset:
             self.delivery.progress.await_batch(cursor, self)
 
@@ -382,7 +383,7 @@ class CatchUp(Feed):
             self._join(main)
 
     def meet(self, main: Feed) -> None:
-        """The main feed starts: it may be needed no more, but wait at the queue's end."""
+        """The main feed starts. End now if it can take over: this feed may wait for new events at the queue's end."""
         if not self.finished and self._meets(main):
             self._join(main)
             if self._reading is not None:

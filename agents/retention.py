@@ -1,4 +1,4 @@
-"""Space in the queue technology: events that every subscription has finished may go."""
+"""Frees space in the queues: events that every subscription has finished may be deleted."""
 
 from __future__ import annotations
 

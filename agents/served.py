@@ -44,7 +44,7 @@ class DeliveryService(Protocol):
         ...
 
     def gap(self, record: GapRecord) -> None:
-        """Events were gone before they were delivered."""
+        """The queue deleted events before they were delivered."""
         ...
 
     def lost(self, queue: int, *, saved: bool) -> None:
@@ -56,7 +56,7 @@ class DeliveryService(Protocol):
         ...
 
     def saving(self) -> Callable[[], None]:
-        """Called when progress was read and before it is stored. The caller calls the result once it is durable."""
+        """Return a function that the caller calls once the progress that it has just read is durable."""
         ...
 
     async def fenced(self, error: HeadraceError) -> None:

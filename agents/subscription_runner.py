@@ -27,7 +27,7 @@ class SubscriptionRunner:
         self.on_fenced: Callable[[str], None] = lambda _: None
         """Called with the name of a subscription that another process took over, once it is not served here."""
         self.moves: Callable[[str], Awaitable[int]] = _never
-        """Return how often a subscription, given by its name, was moved so far."""
+        """Returns the generation of a subscription: the number of its moves so far."""
         self._state = state
         self._store = store
         self._checkpointer = checkpointer
@@ -156,7 +156,7 @@ class SubscriptionRunner:
                 attachment = await self._attachment(name)
             except NotFound:
                 return False
-            # Before events are delivered: a consumer that hears of it early only drops state it no longer needs.
+            # Notify before events are delivered: a consumer that is told too early only drops state it does not need.
             served.service.moved(await self.moves(name))
             log.info("subscription %r was moved: going on from where it is now", name)
             self._deliver(served.definition, served.service, attachment)
