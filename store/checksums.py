@@ -1,4 +1,4 @@
-"""Checksums of rows in the control store. The pages of SQLite have none: without them nothing finds a flipped bit.
+"""Checksums of rows in the control store. They find flipped bits: the pages of SQLite have no checksums.
 
 A checksum covers the columns that are written together with it. Columns that are updated later on their own (the
 reason and attempts of a dead letter, the claim on a delayed batch) are not covered.

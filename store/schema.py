@@ -1,7 +1,8 @@
 """Tables of the control store: one SQLAlchemy Core schema for SQLite and PostgreSQL.
 
 Conventions: a stream is stored in its text form (`StreamId.__str__`, one printable line; "" stands for no
-stream). Positions are 64-bit integers and exclusive. Times are microseconds since 1970 UTC.
+stream). Positions are 64-bit integers and exclusive. Times are microseconds since 1970 UTC; those of silos
+are by the store's clock (`headrace.store.store_clock`).
 
 The row in `headrace_version` has the version. A change of the tables adds a function to `MIGRATIONS` that migrates data
 of the version before. A new database is created from the tables as they are now.
@@ -106,7 +107,8 @@ checkpoints = Table(
     Column("epoch", BigInteger, nullable=False),
     _checksum_column(),
 )
-"""`behind` is JSON: [[namespace, key, offset, index, paused], …]. The row was written under `epoch`."""
+"""`behind` is JSON: [[namespace, key, offset, index, paused, [[offset, first index, end index], …]], …]. The inner
+ranges are events done out of order, and may be missing. The row was written under `epoch`."""
 
 LETTER_IDENTITY = ("provider", "subscription", "queue", "token_offset", "token_index", "timestamp_us", "checksum")
 """The columns that tell dead letters apart. The position alone does not: a queue that lost its end in a crash, or that

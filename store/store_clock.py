@@ -21,8 +21,8 @@ _SINCE_BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # without L
 
 
 def now_us(connection: Connection) -> int:
-    """Return microseconds by the store's clock. Call it before the transaction locks rows: then the time is not too
-    late."""
+    """Return microseconds by the store's clock. Call it before the transaction locks rows: a wait for locks would make
+    the time too late."""
     if connection.dialect.name != "postgresql":
         return time.clock_gettime_ns(_SINCE_BOOT) // 1000
     seconds = extract("epoch", func.clock_timestamp())
