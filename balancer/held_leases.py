@@ -80,8 +80,8 @@ class HeldLeases:
         return self._held.get(held.queue) is held
 
     def add(self, granted: Iterable[Lease], began: float) -> list[HeldLease]:
-        """Hold the leases that a call granted which began at `began`. Hold none if that call took as long as a lease:
-        the next view shows the leases, and they are acquired again."""
+        """Hold the leases that a call granted. The call began at `began`. If it took as long as a lease is used, hold
+        none: the next view shows the leases, and they are acquired again."""
         until = began + self._usable_s
         if until <= self._loop.time():
             return []
@@ -91,8 +91,8 @@ class HeldLeases:
         return added
 
     def renew(self, mine: Mapping[Queue, Lease], began: float) -> None:
-        """Extend the leases that the store has renewed by a call that began at `began`. `mine` are the leases of this
-        silo in its answer.
+        """Extend the leases that a call to the store has renewed. The call began at `began`; `mine` are the leases of
+        this silo in its answer.
 
         First cut off leases that are over by this process's clock, even if the store renewed them: their deliveries may
         have stopped already. Such a queue is acquired again.

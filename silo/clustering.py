@@ -41,7 +41,7 @@ FORGET_S = 24 * 3600.0
 
 
 class Clustering:
-    """Made by `opened`, before gRPC is served. It is a member within `joined`."""
+    """This silo's part in its cluster. Made by `opened` before gRPC is served. The silo is a member within `joined`."""
 
     def __init__(
         self,

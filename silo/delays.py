@@ -79,21 +79,21 @@ class DelayingAdapter(ForwardingAdapter):
         self._adding: asyncio.Future[None] | None = None
         self._wake = asyncio.Event()
         self._wakes_at = 0.0
-        """Until when nothing is to be done, as far as is known; by the loop's clock."""
+        """Loop time until which nothing is to be done, as far as this process knows."""
         self._closing = False
         self._stored = self._released = 0
         self._counts: Mapping[int, Mapping[str, int]] = {}
-        """By queue, what the delayed batches add to its backlog."""
+        """By queue, the fields of its backlog that count delayed batches."""
         self._counted_until = 0.0
         self._failures: dict[int | None, tuple[str, float]] = {}
-        """Why nothing can be published into a queue, and when that was found; under None, why into none."""
+        """By queue, why nothing can be published into it, and when that was found. The key None: into no queue."""
 
     def start(self) -> None:
         """Publish the batches that are due, from now on."""
         self._releasing.start(self._run(), f"headrace delays {self._provider}")
 
     async def aclose(self) -> None:
-        """Finish storing, and the publishing under way: for as long as other processes leave it to this one."""
+        """Finish the calls that store batches. Wait for publishing in progress as long as its claim lasts."""
         self._closing = True
         self._wake.set()
         await self._storing.join()
@@ -153,7 +153,8 @@ class DelayingAdapter(ForwardingAdapter):
         return self._storing.hold(storing, f"headrace delay {self._provider}")
 
     def _enqueue(self, parts: _Parts) -> Awaitable[Sequence[Receipt]]:
-        """Store a call without a sequence. Immediate batches go to the adapter at once: later calls stay behind."""
+        """Store a call without a sequence. Immediate batches go to the adapter at once, so that later
+        calls cannot overtake them."""
         storing = asyncio.ensure_future(self.inner.enqueue(parts.immediate)) if parts.immediate else None
 
         async def both() -> Sequence[Receipt]:
@@ -173,7 +174,7 @@ class DelayingAdapter(ForwardingAdapter):
         """Store a call with a sequence, after the producer's call `before`.
 
         The number of the producer in the queues proves that the whole call is stored. So the delayed batches are stored
-        first. If the call gets no further than that, the delay store knows it by its number.
+        first. If the call ends there, and is repeated, the delay store recognises it by its number.
         """
         if before is not None:
             await asyncio.wait([before])
@@ -195,7 +196,7 @@ class DelayingAdapter(ForwardingAdapter):
         return [Receipt(SequenceToken(ends[queue])) for queue, _ in delayed]
 
     async def _add_with_others(self, call: DelayedCall) -> Mapping[int, int]:
-        """Returns where the queues ended before it was stored."""
+        """Store a call, together with others that wait. Return the ends of its queues before it was stored."""
         answer: asyncio.Future[Mapping[int, int]] = self._loop.create_future()
         self._unstored.append((call, answer))
         if self._adding is None:
@@ -215,7 +216,7 @@ class DelayingAdapter(ForwardingAdapter):
         try:
             ends = {queue: (await self.inner.bounds(queue)).next for queue in queues}
             await self.store.add_all(self._provider, calls)
-        except Exception as error:  # noqa: BLE001 (each of them is told)
+        except Exception as error:  # noqa: BLE001 (each caller gets it)
             for _, answer in some:
                 if not answer.done():
                     answer.set_exception(error)
@@ -230,7 +231,7 @@ class DelayingAdapter(ForwardingAdapter):
         backoff, forget_at = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S), 0.0
         while not self._closing:
             self._wake.clear()
-            self._wakes_at = float("inf")  # until it is known, whatever is delayed wakes
+            self._wakes_at = float("inf")  # until `look` has returned, each new delayed batch wakes this loop
             try:
                 if self._loop.time() >= forget_at:
                     forget_at = self._loop.time() + FORGET_S
@@ -326,13 +327,13 @@ class _Parts(NamedTuple):
         return cls(delayed, immediate, order)
 
     def receipts(self, added: Sequence[Receipt], stored: Sequence[Receipt]) -> Sequence[Receipt]:
-        """In the order of the call."""
+        """Return the receipts in the order of the call."""
         later, now = iter(added), iter(stored)
         return [next(later if delayed else now) for delayed in self.order]
 
 
 def _some(waiting: deque[_Unstored]) -> Sequence[_Unstored]:
-    """The first ones, taken out: so many that a transaction stays short, at least one."""
+    """Take out the first calls: at least one, and so few that a transaction stays short."""
     some: list[_Unstored] = []
     batches = nbytes = 0
     while waiting and batches < RELEASE_BATCHES and nbytes < RELEASE_BYTES:

@@ -59,7 +59,7 @@ class SubscriptionHost(QueuePositions):
         return await self.ensure_subscription(definition)
 
     async def ensure_subscription(self, definition: SubscriptionDefinition) -> bool:
-        """As `create_subscription`, also for the subscription of one consumer, with a name that users cannot choose."""
+        """Do as `create_subscription`. Accept also the name of a consumer's subscription, which users cannot choose."""
         if definition.slow_consumer is SlowConsumer.DETACH and not self.adapter.capabilities.rewindable:
             raise NotSupported(
                 f"subscription {definition.name!r}: detach needs an adapter that can rewind; use throttle"
@@ -122,7 +122,7 @@ class SubscriptionHost(QueuePositions):
             for consumer in await self._consumers_of(name):
                 await self.seek(consumer, start, reason)
             return
-        # Count before the seek: a consumer that hears of it early only drops state that it no longer needs.
+        # Count before the seek: a consumer that is told too early only drops state that it no longer needs.
         await self.store.set_value(self._moves_key(name), str(await self.moves(name) + 1))
         if name not in self.manager.served:
             async with self._unserved(name):
@@ -132,8 +132,8 @@ class SubscriptionHost(QueuePositions):
         await self.manager.subscriptions.move(name, positions, reason, self._drain_s(name))
 
     async def moves(self, name: str) -> int:
-        """How often `seek` moved a subscription. When it changes, consumers forget which events they acknowledged: the
-        same events may be delivered again on purpose."""
+        """Return the generation of a subscription: how often `seek` moved it. When it changes, consumers forget which
+        events they acknowledged: the same events may be delivered again on purpose."""
         return int(await self.store.value(self._moves_key(name)) or 0)
 
     def _moves_key(self, name: str) -> str:
