@@ -20,12 +20,12 @@ class QueueCount(Protocol):
 
 
 class DesiredOwners(NamedTuple):
-    """The silos that should have the queues. The name of a silo is "" if none can have the queue."""
+    """The names of the silos that should have the queues."""
 
     now: Mapping[Queue, str]
     """The silo that should have each queue now. Queues that no silo can have are missing."""
     homes: Mapping[Queue, str]
-    """The silo that should have each queue permanently."""
+    """The silo that should have each queue permanently; "" if no silo can have it."""
 
 
 class OwnerDecision:
@@ -48,7 +48,7 @@ class OwnerDecision:
         return DesiredOwners(desired, permanent)
 
     def why_unserved(self, view: ClusterView, now: float, queues: Sequence[Queue]) -> list[tuple[str, float]]:
-        """Return why no silo serves each of these queues, as far as this silo knows, and for how many seconds."""
+        """Return for each queue why no silo serves it, as far as this silo knows, and for how many seconds."""
         leases = {(lease.provider, lease.queue): lease for lease in view.leases}
         active = {silo.name for silo in view.silos if silo.state is SiloState.ACTIVE}
         desired = self.decide(view, now)

@@ -2,7 +2,7 @@
 
     DIR/headrace.json            the marker: {"format": 1}; if the control store is on a server, also its address
                                  "control", and "id"
-    DIR/control.db               else the control store (SQLite)
+    DIR/control.db               the control store (SQLite), if it is not on a server
     DIR/providers/<provider>/    the data of the provider's adapter
     DIR/locks/<provider>/<subscription>.lock
                                  held (flock) by the process that serves the subscription, or shared by the silos of a

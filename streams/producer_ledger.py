@@ -1,4 +1,4 @@
-"""The ledger of idempotent producers: decides if a call is new, was stored before, or would leave a hole. Pure.
+"""The ledger of idempotent producers. It decides if a call is new, was stored before, or would leave a hole. Pure.
 
 The adapters `memory`, `log` and `redis` and the delays decide by it, each with the last calls that its own storage has.
 A script in Redis refuses old numbers again, because other processes store at the same time.
@@ -31,9 +31,9 @@ class LastCall(NamedTuple):
         return sequence.previous == self.number < sequence.number
 
     def answer(self, sequence: ProducerSequence, batches: int) -> list[Receipt]:
-        """Return the receipts of a call of so many batches that is not accepted because it was stored before.
+        """Return the receipts of a call of `batches` batches that is not accepted because it was stored before.
 
-        Only those of the last call have tokens. Raises SequenceConflict if calls before it are missing.
+        Only receipts of the last call have tokens. Raises SequenceConflict if calls before it are missing.
         """
         if not self.has(sequence):
             raise SequenceConflict(

@@ -61,7 +61,7 @@ class Term(Protocol):
     """How long a queue's lease lasts."""
 
     until: float
-    """End of the lease, in loop time. The membership moves it on when it renews the lease."""
+    """End of the lease, in loop time. It rises when the membership renews the lease."""
 
 
 class Delivery(ABC):
@@ -89,7 +89,7 @@ class Delivery(ABC):
         self.progress = DeliveryProgress(checkpoint, asyncio.get_running_loop().time())
         self.waiters = ProgressWaiters(self.progress, self.name, queue)
         self.on_parked: Callable[[StreamCursor], None] = lambda _: None
-        """Called when a parked cursor is due and no feed will bring its next batch."""
+        """Called when a parked cursor needs a feed: none will bring its next batch. Only the agent sets it."""
         self.gate = gate or Gate(definition.name, enabled=definition.circuit_breaker)
         """The circuit breaker of the subscription: one for all its queues in this process."""
         self.failures = failures or FailureLog()
@@ -122,13 +122,13 @@ class Delivery(ABC):
 
     @property
     def over(self) -> bool:
-        """Whether nothing may be handed out any more: the delivery stops, or the queue's lease is over. The lease may
-        be over before `halt` is called."""
+        """Whether no more events may be handed out: the delivery stops, or the queue's lease is over. The lease may be
+        over before `halt` is called."""
         return self._stopping or self.lost
 
     @property
     def lost(self) -> bool:
-        """Whether the queue's lease is over: results of events in flight do not count here any more, either."""
+        """Whether the queue's lease is over. Then the results of events in flight do not count here, either."""
         return self._lost or (self._term is not None and self._loop.time() >= self._term.until)
 
     def halt(self, *, lost: bool = False) -> None:

@@ -5,12 +5,13 @@ each key. An actor never has two turns at once, and runs for a quota.
 
 The order is start-time fair queueing (Goyal, Vin and Cheng, 1996). Each actor has a virtual time: the cost of its turns
 so far. The actor with the smallest one runs next. The queue's own virtual time is the start of the turn that began
-last. An actor that was idle starts there, not in the past. QMQ's two orders lack that. By least total cost, a new actor
-starves all others until it has caught up. By last start, an expensive actor takes a multiple of its share.
+last. An actor that was idle starts there, not in the past. Neither order of QMQ has this rule. With the order by total
+cost, a new actor starves all others until it has caught up. With the order by last start, an expensive actor takes a
+multiple of its share.
 
-Guarantees: actors that always have work get the same service, to within one turn of each. Between two turns, an actor
-waits for each other actor at most as long as its own last turn and one turn of the other. An actor that was idle waits
-at most for a turn of each other actor, and for the turns that run already.
+Guarantees: the service of two actors that always have work differs by at most one turn of each. Between two turns, an
+actor waits for each other actor at most as long as its own last turn and one turn of the other. An actor that was idle
+waits at most for a turn of each other actor, and for the turns that run already.
 """
 
 from __future__ import annotations
