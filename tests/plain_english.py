@@ -37,7 +37,7 @@ EXCEPTED = (
 )
 """Files and folders that are not measured: the remote consumption path, which will be written again as a whole."""
 
-NOT_OURS = {"build", "demo-data", "dist", "node_modules"}
+NOT_OURS = {"__pycache__", "build", "demo-data", "dist", "node_modules"}
 """Folders that are made and not written."""
 
 _VERBS = "is|was|has|had|comes?|came|does|did|can|may|must|should|would|follows|goes|went|stands|remains|needs?"

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace import EventBatch, SequenceToken, Start
-from headrace.agents.queue_host import QueueHost
+from headrace.agents.delivery.delivery import Term
+from headrace.agents.host_state import HostState
 from headrace.balancer import StreamQueueMapper
-from headrace.balancer.held_leases import LeaseTerm
 from headrace.store.control_store import ControlStore
 from headrace.streams.handlers import subscription
 from headrace.streams.progress import RefusedProgress
@@ -20,16 +20,16 @@ from tests.faults.cluster_notes import GOT, SAVED, Note, Notebook, now_ns
 HANDLED = "handled"
 SILO = Path.cwd().name
 _notebook = Notebook(Path("notes"))
-_hosts: list[QueueHost] = []
+_hosts: list[HostState] = []
 _mappers: dict[int, StreamQueueMapper] = {}
-_gain, _save = QueueHost.gain, ControlStore.save_checkpoints
+_gain, _save = HostState.gain, ControlStore.save_checkpoints
 
 
-async def gain(self: QueueHost, queue: int, epoch: int, term: LeaseTerm) -> None:
+def gain(self: HostState, queue: int, epoch: int, term: Term) -> None:
     if self not in _hosts:
         _hosts.append(self)
         _mappers[self.queues] = StreamQueueMapper(self.queues)
-    await _gain(self, queue, epoch, term)
+    _gain(self, queue, epoch, term)
 
 
 async def save_checkpoints(
@@ -78,5 +78,5 @@ def _token(event: Any) -> SequenceToken:
     return event.token
 
 
-QueueHost.gain = gain
+HostState.gain = gain
 ControlStore.save_checkpoints = save_checkpoints

@@ -125,9 +125,9 @@ async def test_who_comes_back_is_told_that_it_is_still_known(caller: Caller) -> 
 @pytest.mark.parametrize(
     ("fields", "status", "says"),
     [
-        ({"subscription": "s", "consumer": "a b"}, "INVALID_ARGUMENT", "no id of a consumer"),
+        ({"subscription": "s", "consumer": "a b"}, "INVALID_ARGUMENT", "not an id of a consumer"),
         ({"subscription": "s", "consumer": "x" * 101}, "INVALID_ARGUMENT", "the limit is 100"),
-        ({"subscription": "s", "consumer": "~"}, "INVALID_ARGUMENT", "no id of a consumer"),
+        ({"subscription": "s", "consumer": "~"}, "INVALID_ARGUMENT", "not an id of a consumer"),
         ({"subscription": "s", "session_timeout_ms": 499}, "INVALID_ARGUMENT", "500 to 600,000"),
         ({"subscription": "s", "session_timeout_ms": 600_001}, "INVALID_ARGUMENT", "500 to 600,000"),
         ({"subscription": "s", "provider": "other"}, "NOT_FOUND", "no provider"),
