@@ -29,10 +29,12 @@ from headrace import (
     OnFailure,
     ReceivedBatch,
     RetryPolicy,
+    Selector,
     SequenceToken,
     SessionState,
     Start,
     StreamId,
+    SubscriptionDefinition,
 )
 from headrace.silo.host import Silo
 from tests.client.consumers import PATIENCE_S, numbers, publish, take, until
@@ -589,8 +591,9 @@ async def test_what_the_silo_refuses_is_raised(client: Client, silo: Silo):
 
 async def test_batches_are_pulled_and_acknowledged_in_calls_of_their_own(client: Client):
     await publish(client, ["a"], 5)
-    async with client.subscribe("s", ORDERS, start="earliest", retry=QUICK):
-        pass
+    await client.create_subscription(
+        SubscriptionDefinition(name="s", selector=Selector(ORDERS), start=Start.earliest(), retry=QUICK)
+    )
     pulled = await client.pull("s", "me", max_events=2, wait_s=5)
     assert numbers(pulled) == [0, 1]
     assert pulled[0].attempt == 1

@@ -65,7 +65,7 @@ async def test_an_address_of_another_machine_is_refused():
 
 
 async def test_a_name_that_is_no_address_is_refused():
-    with pytest.raises(InvalidArgument, match=r"grpc\.host: 'no such host' is no address"):
+    with pytest.raises(InvalidArgument, match=r"grpc\.host: 'no such host' is not an address"):
         async with offering(WHO, host="no such host", insecure=True):
             pass
 

@@ -27,7 +27,7 @@ async def test_a_group_that_cannot_be_looked_after_keeps_no_other_from_it(
             while good.group.members:  # noqa: ASYNC110 (that somebody went tells nobody)
                 await asyncio.sleep(0.05)
         assert bad.group.members
-        assert "the check of the consumers of bad failed" in caplog.text
+        assert "the check of the consumers of subscription 'bad' failed" in caplog.text
         caplog.clear()
 
 

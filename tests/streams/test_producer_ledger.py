@@ -25,7 +25,6 @@ def call(number: int, previous: int) -> ProducerSequence:
         (5, 9, 5, True, False),
         (5, 7, 6, False, False),
         (5, 6, 4, False, False),
-        (5, 5, 5, False, True),
     ],
 )
 def test_a_call_is_new_or_stored_or_leaves_a_hole(last: int, number: int, previous: int, accepted: bool, stored: bool):
