@@ -1,12 +1,13 @@
-"""The delivery edge: whose events are handed to remote consumers next.
+"""The delivery edge decides which subscription's events are handed to remote consumers next.
 
-Every (subscription, queue) is an actor. What its consumers cost is mostly not its own turn, in which it decides who
-gets what, but the sending afterwards, and what it answers; so three things keep it fair. Who has the next turn is
-decided by virtual time (`fairness.py`), in which messages are charged as well. Only a few messages are on their way at
-a time: with a hundred consumers to serve, who comes next is decided again after each few messages, not after a hundred
-of them. One that a slow connection holds up does not count for long, so that slow consumers cannot close the window.
-And while somebody is served who takes less than its share, the others fill neither the window nor the loop: what it has
-to say finds both nearly idle. Where all want more than there is, nothing is held back.
+Every (subscription, queue) is an actor. Most of its cost is not its own turn, which only hands out parcels, but the
+sending and the acknowledgements afterwards. So three rules keep the order fair:
+
+- Virtual time decides which actor has the next turn (`fairness.py`). Messages are charged to their actor.
+- Only a few messages are on their way at a time, so the next actor is chosen again after every few messages. A message
+  that a slow connection holds up leaves this window soon, so slow consumers cannot close it.
+- While an actor is served that takes less than its share, the others fill neither the window nor the loop. Its messages
+  find both nearly idle. If all actors want more than their share, none is held back.
 """
 
 from __future__ import annotations
@@ -26,30 +27,30 @@ from .unsent import SendBudget
 WINDOW = 4
 """Messages on their way at a time."""
 MODEST_S = 0.25
-"""So long after a turn of somebody who takes less than its share, the others make room for it: one message of theirs is
-on its way at a time, and after each the loop is left to itself for as long as that took, or was waited for."""
+"""For so long after a turn of an actor below its share, in seconds, the others make room for it. Only one
+of their messages is on its way, and after each the loop is left free as long as the turn, or the wait for it, took."""
 STALLED_S = 0.005
-"""A message that takes longer waits for its consumer: it leaves the window."""
+"""A message that takes longer than this, in seconds, leaves the window: it waits for its consumer."""
 QUOTA_S = 0.001
-"""How long a turn may go on. Less than QMQ's 5 ms: turns here are short, and what follows a turn is not preempted."""
+"""How long a turn may take, in seconds. Less than QMQ's 5 ms: the work after a turn is not preempted."""
 MAX_PAUSE_S = 0.02
 MESSAGE_S = 0.0002
-"""What a message costs besides the turn: sending it, and taking its acknowledgement. Measured."""
+"""Cost of a message in seconds, without the turn: sending it, and taking its acknowledgement. Measured."""
 FRAMES_BYTES = 4 << 20
 FRAME_WORTH = 4096
-"""Smaller frames are quicker made than found."""
+"""Frames of smaller batches, in bytes, are not kept: it is faster to make them again."""
 PARTS_EVENTS = 65_536
-"""Events of batches that go out in parts, at the most, of which is remembered how they are made up."""
+"""The most events whose places are remembered, of batches that are sent in parts."""
 PARTS_WORTH = 64
-"""Batches of fewer events are quicker read again."""
+"""The places in batches of fewer events are not kept: it is faster to read the batch again."""
 
 
 class Turning(Protocol):
-    """What has a turn: a delivery to the members of a group."""
+    """A delivery to the members of a group, as the edge sees it."""
 
     def turn(self, ends: float) -> bool:
-        """Hand out at least one parcel where that is possible, and go on until `ends` (`perf_counter`). Whether it
-        could go on."""
+        """Hand out at least one parcel if possible, and go on until `ends` (`perf_counter`). Return whether it could
+        go on."""
         ...
 
 
@@ -60,11 +61,11 @@ class DeliveryActor(Actor):
         super().__init__(name)
         self.delivery = delivery
         self.modest_until = 0.0
-        """It takes less than its share: others make room for it until then."""
+        """Loop time until which the others make room for it, because it takes less than its share."""
 
 
 class Edge:
-    """One for each provider in a process. All on one loop."""
+    """Gives turns to the deliveries of one provider in this process. All on one loop."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class Edge:
         modest_s: float = MODEST_S,
         budget: SendBudget | None = None,
     ) -> None:
-        """`budget` bounds what waits to be sent; all edges of a process share one."""
+        """`budget` bounds the bytes that wait to be sent; all edges of a process share one."""
         self.budget = budget or SendBudget()
         self._fair = fair or FairQueue[DeliveryActor]()
         self._window = window
@@ -85,17 +86,17 @@ class Edge:
         self._armed = False
         self._asked_at = 0.0
         self._burden_s = 0.0
-        """What the last turn cost, or how long the loop took to come to it, where that is more."""
+        """Cost of the last turn, or the time until the loop came to it, if that is more."""
         self._pause: asyncio.TimerHandle | None = None
-        """The next turn is left to others for so long. Whoever was idle, and so is first, does not wait for that."""
+        """Begins the next turn after a pause for other actors. An actor below its share ends the pause."""
         self._timer: asyncio.TimerHandle | None = None
         self._modest_until = 0.0
-        """The last of theirs."""
+        """The last `modest_until` of all actors."""
         self._turn: DeliveryActor | None = None
         self._sending: dict[Member, float] = {}
-        """Since when."""
+        """Members to which a message is on its way, with the loop time of its beginning."""
         self._begun = 0
-        """Messages that were begun, also those that wait for the one before them."""
+        """Number of messages begun so far, also of those that wait for the message before."""
         self._frames: OrderedDict[tuple[int, int], bytes] = OrderedDict()
         self._frames_bytes = 0
         self._parts: OrderedDict[tuple[int, int], Parts] = OrderedDict()
@@ -105,7 +106,7 @@ class Edge:
     # ---- turns -----------------------------------------------------------------------------------------------------
 
     def wake(self, actor: DeliveryActor) -> None:
-        """There is something for it to do."""
+        """Give the actor a turn: its delivery may hand out events."""
         self._fair.schedule(actor)
         if self._pause is not None and actor.below_share and self._fair.first is actor:
             self._pause.cancel()
@@ -129,7 +130,7 @@ class Edge:
             self._timer = self._loop.call_later(STALLED_S, self._look_again)
 
     def _makes_room(self, actor: DeliveryActor | None) -> bool:
-        """Whether it is to leave room for somebody more modest."""
+        """Whether the actor makes room for another one that takes less than its share."""
         now = self._asked_at
         return now < self._modest_until and actor is not None and not (actor.below_share or now < actor.modest_until)
 
@@ -143,7 +144,7 @@ class Edge:
         self._loop.call_soon(self._run)
 
     def _run(self) -> None:
-        """One turn. The loop goes round before the next."""
+        """Run one turn. Other callbacks of the loop run before the next."""
         self._armed = False
         lag_s = self._loop.time() - self._asked_at
         actor = self._turn = self._fair.next()
@@ -151,7 +152,7 @@ class Edge:
             return
         if actor.below_share:
             actor.modest_until = self._modest_until = self._asked_at + self._modest_s
-        # Charged is what it took of the processor: that the system gave that to others is no debt.
+        # Charge the time on the processor: the actor does not owe the time that the system gave to other threads.
         began, charged, messages = perf_counter(), thread_time(), self._begun
         try:
             if actor.delivery.turn(began + self._quota_s):
@@ -178,7 +179,7 @@ class Edge:
         return len(sending) < window
 
     def put(self, member: Member, frame: bytes) -> None:
-        """Into the member's outbox; where nothing is on its way to it, it begins to be sent."""
+        """Put a frame into the member's outbox. If no message is on its way to the member, sending begins."""
         if not member.outbox:
             self._begun += 1
         member.put(frame)
@@ -188,7 +189,7 @@ class Edge:
             member.on_outbox()
 
     def sent(self, member: Member) -> bool:
-        """A message went out, or its member is gone. Whether there is more to send to it."""
+        """A message was sent, or its member is gone. Return whether there is more to send to the member."""
         self.messages += 1
         member.sent()
         if member.outbox:
@@ -202,7 +203,7 @@ class Edge:
     # ---- frames ----------------------------------------------------------------------------------------------------
 
     def frame(self, batch: EventBatch, queue: int) -> bytes:
-        """The batch as it goes to everybody who gets all of it for the first time."""
+        """Return the frame of a whole batch, for all members that get it for the first time."""
         if len(batch.encoded) < FRAME_WORTH:
             return frame(batch.encoded, queue, batch.offset)
         key = queue, batch.offset
@@ -215,7 +216,7 @@ class Edge:
         return found
 
     def part(self, batch: EventBatch, queue: int, indexes: Sequence[int]) -> bytes:
-        """Some events of a batch, encoded as one. Raises InvalidArgument where it is damaged."""
+        """Return some events of a batch, encoded as one batch. Raises InvalidArgument if the batch is damaged."""
         if batch.count < PARTS_WORTH:
             return part(batch, indexes)
         key = queue, batch.offset

@@ -1,8 +1,9 @@
 """Delivery to the members of a group: remote consumers with credit.
 
-One parcel of a stream is in flight: consecutive events, handed to one member, until they are done, rejected or taken
-back. So order within a stream holds although members outnumber queues, and a retry never overtakes. Acknowledgements
-come in any order; the cursor moves over what is done from its position on, and remembers what is done behind that.
+At most one parcel of a stream is in flight: consecutive events that one member holds until they are done, rejected or
+taken back. So order within a stream holds even if there are more members than queues, and a retry never overtakes.
+Acknowledgements come in any order: the cursor moves to the first event that is not done, and remembers later events
+that are done.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ log = logging.getLogger("headrace.agents")
 
 PARCEL_EVENTS = 4096
 PARCEL_BYTES = 256 << 10
-"""A parcel of several batches has no more than this."""
+"""A parcel of several batches has at most this many events and bytes."""
 FRAME_BYTES = 64
-"""A frame has less than this besides its batch and its indexes."""
+"""The most bytes of a frame, without its batch and its indexes."""
 INDEX_BYTES = 3
-"""An index takes no more."""
+"""The most bytes of an index."""
 EVENT_OVERHEAD_BYTES = 16
-"""Of an event in an encoded batch, besides payload, id and headers."""
+"""Bytes of an event in an encoded batch, without payload, id and headers."""
 
 
 class GroupDelivery(Delivery):
@@ -59,9 +60,9 @@ class GroupDelivery(Delivery):
         super().__init__(definition, queue, checkpoint, sink, **options)
         self.group = group
         self.parcels: dict[Parcel, None] = {}
-        """In flight, in the order in which they were handed out."""
+        """Parcels in flight, in the order in which they were handed out."""
         self.interrupted: list[Member] = []
-        """Who held something when it stopped."""
+        """Members that held events when the delivery stopped."""
         self._actor = DeliveryActor(f"{definition.name}/{queue}", self)
         self._giving_up: set[asyncio.Task[None]] = set()
         self._redriving: set[asyncio.Future[HeadraceError | None]] = set()
@@ -82,8 +83,8 @@ class GroupDelivery(Delivery):
     # ---- parcels are handed out ------------------------------------------------------------------------------------
 
     def turn(self, ends: float) -> bool:
-        """Hand parcels to members in turn, until nothing is ready, nobody can take more, or the time is up. Whether
-        it could go on."""
+        """Hand parcels to members in turn, until no stream is ready, no member can take more, or the time is up. Return
+        whether it could go on."""
         ready, group = self._ready, self.group
         if self.over:
             return False
@@ -100,7 +101,7 @@ class GroupDelivery(Delivery):
         return bool(ready) and not self._stopping and not self.withheld
 
     def _hand_some(self, member: Member, share: int, ends: float) -> None:
-        """So many parcels for one member, where it can take them and the time is not up; then it is another's turn."""
+        """Hand up to `share` parcels to one member while it can take them and the time is not up. Then rotate."""
         ready, gate, breaker = self._ready, self.gate, self.gate.breaker
         while ready and share and member.open:
             admission = gate.ask(self) if breaker.limiting else Admission.ANY
@@ -119,8 +120,8 @@ class GroupDelivery(Delivery):
         self.group.rotate(member)
 
     def _hand(self, cursor: StreamCursor, member: Member, *, one: bool) -> bool:
-        """Hand a member what is ready of a stream, or `one` event of it, as its credit allows. False if it allows
-        nothing."""
+        """Hand a member the ready events of a stream, or `one` of them, as its credit allows. Return False if it allows
+        none."""
         parcel, frames = Parcel(self, cursor, member), list[bytes]()
         batch = cursor.batch
         assert batch is not None
@@ -133,7 +134,7 @@ class GroupDelivery(Delivery):
             self._ready.appendleft(cursor)
             self.group.pass_over(member)
             return False
-        # The rest of a stream only follows whole batches: a part ends where the credit does.
+        # Later batches follow only a whole batch: a part ends because the credit does.
         if (
             not one
             and cursor.bucket is not None
@@ -146,7 +147,7 @@ class GroupDelivery(Delivery):
         return True
 
     def _add_first(self, parcel: Parcel, frames: list[bytes], batch: EventBatch, *, one: bool) -> bool:
-        """What is left of the cursor's batch, or a part of that. False where its member cannot take it now."""
+        """Add the rest of the cursor's batch, or a part of it. Return False if the member cannot take it now."""
         cursor, member = parcel.cursor, parcel.member
         if member.redriven and self._confusing(member, batch):
             return False
@@ -166,11 +167,11 @@ class GroupDelivery(Delivery):
         return True
 
     def _confusing(self, member: Member, batch: EventBatch) -> bool:
-        """Whether an acknowledgement could be taken for that of a dead letter which the member was given, too."""
+        """Whether the member holds a dead letter of this batch: acknowledgements could be mistaken for its own."""
         return any(key[:2] == (self.queue, batch.offset) for key in member.redriven)
 
     def _add_following(self, parcel: Parcel, frames: list[bytes], first: EventBatch) -> None:
-        """What is cached of the stream behind the first batch, up to what a parcel has and the credit allows."""
+        """Add the next cached batches of the stream, as many as a parcel may have and the credit allows."""
         member, batch = parcel.member, first
         events = min(member.credit_events, PARCEL_EVENTS)
         size = min(member.credit_bytes, PARCEL_BYTES, member.account.space)
@@ -183,7 +184,7 @@ class GroupDelivery(Delivery):
             self._add(parcel, frames, batch)
 
     def _add(self, parcel: Parcel, frames: list[bytes], batch: EventBatch) -> None:
-        """A whole batch."""
+        """Add a whole batch."""
         trouble = parcel.cursor.trouble
         attempt = 1 if trouble is None else _attempt(trouble, (batch.offset, 0))
         if attempt == 1:
@@ -196,8 +197,8 @@ class GroupDelivery(Delivery):
         parcel.size += len(encoded)
 
     def _add_part(self, parcel: Parcel, frames: list[bytes], batch: EventBatch, *, one: bool) -> bool:
-        """The first events of the cursor's batch that are not done, as many as the credit allows. False where that is
-        none, or waiting for more is better: what the member holds is going to be done."""
+        """Add the first events of the cursor's batch that are not done, as many as the credit allows. Return False if
+        it allows none, or if the member holds events and more credit will follow when they are done."""
         cursor, member = parcel.cursor, parcel.member
         indexes, whole = first_left(cursor, batch, 1 if one else member.credit_events)
         wanted = len(indexes)
@@ -214,7 +215,7 @@ class GroupDelivery(Delivery):
         return True
 
     def _fitting(self, batch: EventBatch, indexes: Sequence[int], member: Member) -> tuple[Sequence[int], bytes]:
-        """Those of the events, from the first on, that fit into the member's credit, and their encoding."""
+        """Return as many of the first events as fit into the member's credit, and their encoding."""
         sizes, room = batch.sizes(), member.credit_bytes - len(batch.stream.prefix) - FRAME_BYTES
         for count, index in enumerate(indexes):
             room -= sizes[index] + EVENT_OVERHEAD_BYTES
@@ -228,7 +229,7 @@ class GroupDelivery(Delivery):
                 return indexes, encoded
             if len(indexes) == 1:
                 member.needed_bytes = size
-            indexes = indexes[: len(indexes) // 2]  # ids and headers take more than was thought
+            indexes = indexes[: len(indexes) // 2]  # ids and headers take more than the estimate
         return indexes, b""
 
     def _handed(self, parcel: Parcel, frames: list[bytes]) -> None:
@@ -246,11 +247,11 @@ class GroupDelivery(Delivery):
         member.charge(parcel.events, parcel.size)
         if member.pulls:
             parcel.handed_at = self._loop.time()
-        # In one response: else the rest could still be on its way when its beginning is rejected.
+        # In one response: otherwise its beginning could be rejected while the rest is still on its way.
         self.group.edge.put(member, frames[0] if len(frames) == 1 else b"".join(frames))
 
     def may_resend(self, parcel: Parcel) -> bool:
-        """Whether its member's credit is enough for it; else that says how much is needed."""
+        """Return whether its member's credit is enough. If not, set the credit that the member needs."""
         member, size = parcel.member, parcel.size + FRAME_BYTES + INDEX_BYTES * parcel.events
         if parcel.events <= member.credit_events and size <= member.credit_bytes:
             return True
@@ -258,7 +259,7 @@ class GroupDelivery(Delivery):
         return False
 
     def resend(self, parcel: Parcel) -> bool:
-        """Its member came back: send again what it had not acknowledged. False where its credit is too small, the
+        """The member came back: send it the unacknowledged events again. Return False if its credit is too small, the
         events have to be read again, or the queue's lease is over."""
         member = parcel.member
         if self.lost or parcel.shed or parcel.events > member.credit_events:
@@ -277,7 +278,7 @@ class GroupDelivery(Delivery):
         return True
 
     def _frame_left(self, parcel: Parcel, at: int) -> bytes:
-        """What of a piece is not done; empty where nothing is."""
+        """Return a frame with the events of a piece that are not done; empty if all are done."""
         batch, indexes = parcel.pieces[at].batch, parcel.left(at)
         if not indexes:
             return b""
@@ -291,7 +292,7 @@ class GroupDelivery(Delivery):
     # ---- parcels come to their end ---------------------------------------------------------------------------------
 
     def done(self, parcel: Parcel, at: int, first: int, last: int) -> bool:
-        """Events `first` to `last`, exclusive, of a piece are done. False where it does not have them."""
+        """Events `first` to `last`, exclusive, of a piece are done. Return False if the piece does not have them."""
         piece = parcel.pieces[at]
         first, last = max(first, piece.start), min(last, piece.stop)
         if first >= last or at < parcel.head:
@@ -313,7 +314,7 @@ class GroupDelivery(Delivery):
         return True
 
     def done_up_to(self, parcel: Parcel, at: int, last: int) -> None:
-        """Everything before event `last` of a piece is done."""
+        """All events before event `last` of a piece are done."""
         while parcel.head < at:
             self.done(parcel, parcel.head, 0, parcel.pieces[parcel.head].stop)
         if parcel.head == at:
@@ -325,7 +326,7 @@ class GroupDelivery(Delivery):
         self._delivered_events += events
 
     def _advance(self, parcel: Parcel, index: int) -> None:
-        """Everything below `index` in the head piece is done."""
+        """All events below `index` in the head piece are done."""
         cursor, piece = parcel.cursor, parcel.pieces[parcel.head]
         offset = piece.batch.offset
         if cursor.done is None:
@@ -352,7 +353,7 @@ class GroupDelivery(Delivery):
             offset, index = piece.batch.offset, piece.start
 
     def _step(self, cursor: StreamCursor, batch: EventBatch) -> None:
-        """On to the next batch of the parcel."""
+        """Move the cursor to the next batch of the parcel."""
         if cursor.done is not None:
             cursor.forget_batch()
         if cursor.bucket is None:
@@ -362,7 +363,7 @@ class GroupDelivery(Delivery):
             assert cursor.batch is batch
 
     def _complete(self, parcel: Parcel, piece: Piece) -> None:
-        """All its pieces are done: on with the stream, or with what made it fail."""
+        """All pieces are done: go on with the stream, or with the failure."""
         cursor, failure = parcel.cursor, parcel.failure
         self._end(parcel)
         if failure is not None:
@@ -378,14 +379,14 @@ class GroupDelivery(Delivery):
         self.wake()
 
     def _resume(self, cursor: StreamCursor) -> None:
-        """Go on at the cursor's event. What left its cache meanwhile is read again rather than held outside of it."""
+        """Go on at the cursor's event. If its batch left the cache meanwhile, read it again rather than keep it."""
         if cursor.bucket is None and self._rewindable:
             cursor.park()
         self.go_on(cursor)
 
     def reject(self, parcel: Parcel, at: int, first: int, failure: Failure) -> bool:
-        """From event `first` of a piece on, the parcel fails, up to `failure.end`: what follows is taken back, and what
-        is before it stays in flight. False where it does not have that event."""
+        """The parcel fails from event `first` of a piece up to `failure.end`. Take later events back; earlier ones stay
+        in flight. Return False if the parcel does not have the event."""
         piece, cursor = parcel.pieces[at], parcel.cursor
         if at < parcel.head or not parcel.begin(at) <= first < piece.stop or cursor.is_done(first, piece.offset):
             return False
@@ -403,7 +404,7 @@ class GroupDelivery(Delivery):
         return True
 
     def _cut(self, parcel: Parcel, at: int) -> None:
-        """Take the pieces from `at` on out of its member's hands."""
+        """Take the pieces from `at` on back from the member."""
         for number in range(at, len(parcel.pieces)):
             self._forgo(parcel, len(parcel.left(number)))
             del parcel.member.in_flight[self.queue, parcel.pieces[number].offset]
@@ -414,7 +415,7 @@ class GroupDelivery(Delivery):
         parcel.member.in_flight_events -= events
 
     def _fail(self, parcel: Parcel, failure: Failure) -> None:
-        """At the cursor's event."""
+        """The cursor's event failed: retry, or give up."""
         cursor = parcel.cursor
         if self._stopping:
             cursor.state = READY
@@ -426,7 +427,7 @@ class GroupDelivery(Delivery):
                 self._start_giving_up(cursor, failure)
 
     def _start_giving_up(self, cursor: StreamCursor, failure: Failure) -> None:
-        """To record it takes a task."""
+        """Give up in a task, because the store has to record it."""
         batch = cursor.batch
         assert batch is not None
         cursor.state = RUNNING
@@ -453,7 +454,7 @@ class GroupDelivery(Delivery):
         super()._enlist(cursor)
 
     def take_back(self, parcel: Parcel) -> None:
-        """Its member is gone, or the queue changes hands: what is not done comes again."""
+        """The member is gone, or the queue moves: events that are not done are delivered again."""
         for piece in parcel.pieces[parcel.head :]:
             del parcel.member.in_flight[self.queue, piece.batch.offset]
         self._end(parcel)
@@ -464,7 +465,7 @@ class GroupDelivery(Delivery):
             self._resume(parcel.cursor)
 
     def _note_return(self, parcel: Parcel) -> None:
-        """What was sent of it, and not finished, comes again."""
+        """Note that events of the parcel were sent and not finished: their next delivery is a later attempt."""
         trouble = parcel.cursor.troubled()
         trouble.deliveries += 1
         trouble.again = max(trouble.again, parcel.end)
@@ -489,13 +490,13 @@ class GroupDelivery(Delivery):
             cursor.parcel.shed_bytes()
 
     def held(self, cursor: StreamCursor) -> int:
-        # What is in a consumer's hands need not be in this process, where it can be read again.
+        # If the queue can rewind, events that a consumer holds need not be kept in this process.
         return 0 if cursor.parcel is not None and self._rewindable else super().held(cursor)
 
     # ---- out of line -----------------------------------------------------------------------------------------------
 
     async def redrive(self, event: Event) -> BaseException | None:
-        """Deliver one event out of line, to whoever can take it first. Raises Closed where the delivery ends before."""
+        """Deliver one event out of order, to the first member that can take it. Raises Closed if the delivery ends."""
         assert event.token is not None
         key = self.queue, event.token.offset, event.token.index
         batch = EventBatch.of(event.stream or StreamId("", ""), [event])
@@ -508,7 +509,7 @@ class GroupDelivery(Delivery):
                 return error
 
     async def _redrive_to(self, member: Member, key: tuple[int, int, int], encoded: bytes) -> HeadraceError | None:
-        """Its answer; Closed where it goes before."""
+        """Return the member's answer; Closed if the member goes before it answers."""
         outcome = member.redriven[key] = self._loop.create_future()
         self._redriving.add(outcome)
         member.charge(1, len(encoded))
@@ -522,7 +523,7 @@ class GroupDelivery(Delivery):
             self.group.tell_somebody()
 
     async def _somebody(self, key: tuple[int, int, int], size: int) -> Member:
-        """Who has credit for it, and nothing in hands that its acknowledgement could be taken for."""
+        """Wait for a member that has credit, and holds no event for which the dead letter could be mistaken."""
         while not self._stopping:
             for member in self.group.candidates(self.queue):
                 if key in member.redriven or key[:2] in member.in_flight:
@@ -538,7 +539,7 @@ class GroupDelivery(Delivery):
 
     @property
     def idle(self) -> bool:
-        """Nothing is left that could be delivered now."""
+        """Whether no event is left that could be delivered now."""
         feed = self.progress.feed
         if self._stopping or feed is None or not feed.caught_up:
             return False
@@ -553,7 +554,7 @@ class GroupDelivery(Delivery):
                 while self._giving_up or any(parcel.member.attached for parcel in self.parcels):
                     await self.waiters.wait()
         except TimeoutError:
-            if drain_s > 0:  # else nobody was to be waited for
+            if drain_s > 0:  # otherwise the caller does not wait
                 log.warning(
                     "%d parcels of %s, queue %d were not acknowledged within %.1f s and come again",
                     len(self.parcels), self.name, self.queue, drain_s,
@@ -573,11 +574,11 @@ class GroupDelivery(Delivery):
 
 
 class Rejected(HeadraceError):
-    """A consumer rejected an event that was delivered to it out of line."""
+    """A consumer rejected an event that was delivered to it out of order."""
 
     code = "rejected"
 
 
 def _attempt(trouble: Trouble, token: tuple[int, int]) -> int:
-    """Which delivery of an event it is, as far as is known."""
+    """Return the number of an event's next delivery, as far as it is known."""
     return 1 + trouble.deliveries if token < trouble.again else 1

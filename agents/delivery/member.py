@@ -1,4 +1,4 @@
-"""Members of a group: consumers attached to a subscription, and the credit that bounds what is in their hands. Pure."""
+"""Members of a group: consumers attached to a subscription, and the credit that bounds the events they hold. Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .parcel import Parcel
 from .unsent import PARCEL_OVERHEAD_BYTES, SendAccount, SendBudget
 
 OUTBOX_BYTES = 256 << 10
-"""A member is given more while less than this waits to be sent to it."""
+"""A member gets more events only while fewer bytes than this wait to be sent to it."""
 MAX_CREDIT = 1 << 62
 MAX_IN_FLIGHT = 100_000
-"""Batches that a member holds at the most, whatever its credit: what is known of each takes memory."""
+"""The most batches that a member holds, whatever its credit: the record of each takes memory."""
 
 
 def _ignore() -> None: ...
@@ -28,12 +28,12 @@ class Events(NamedTuple):
     queue: int
     offset: int
     index: int = 0  # pyright: ignore[reportIncompatibleMethodOverride] (tuple.index is not missed)
-    """The first of them."""
+    """Index of the first event."""
     count: int = 0  # pyright: ignore[reportIncompatibleMethodOverride] (nor is tuple.count)
-    """How many; 0: all that are left of the batch."""
+    """Number of events; 0: all from `index` to the end of the batch."""
 
     def end(self, stop: int) -> int:
-        """Index behind the last of them, where the batch ends at `stop`."""
+        """Return the index after the last event, in a batch that ends at `stop`."""
         return min(self.index + self.count, stop) if self.count else stop
 
 
@@ -47,82 +47,82 @@ class MemberStatistics(NamedTuple):
     needed_bytes: int
     queues: tuple[int, ...]
     blocked: str = ""
-    """Why it is given nothing although it has credit; empty if it would be."""
+    """Why it gets no events although it has credit; empty if it could get some."""
 
 
 class Member:
-    """A consumer. Whoever talks to it (a session) grants its credit, sends what is in its outbox, and says what it has
-    acknowledged, through its group."""
+    """A consumer. The session that is connected to it grants its credit, sends its outbox, and passes its
+    acknowledgements to the group."""
 
     def __init__(self, id: str, timeout_s: float, account: SendAccount | None = None) -> None:  # noqa: A002, PLR0915 (the word of the field; plain data)
         self.id = id
         self.account = account or SendBudget().account()
-        """Counts what is in its outbox or in a write."""
+        """Counts the bytes in its outbox and in a write."""
         self.retry_at = 0.0
-        """Loop time until which it waits for space, if it does."""
+        """Loop time until which it waits for space, if it waits."""
         self.sending_bytes = 0
-        """Of the message that is in a write."""
+        """Bytes of the message that is in a write."""
         self._sending = 0
-        """Parcels in it."""
+        """Frames in that message."""
         self.timeout_s = timeout_s
-        """It is gone when it was not heard for so long."""
+        """The member is given up if nothing was heard from it for so long."""
         self.heard_at = 0.0
         self.connected = False
-        """It may be given something."""
+        """It may get events."""
         self.attached = False
-        """Somebody is there who can acknowledge."""
+        """A consumer is there that can acknowledge."""
         self.credit_events = 0
         self.credit_bytes = 0
         self.needed_events = 0
-        """The same in events, of what is to be sent again."""
+        """The number of events that its credit must allow, so that a parcel can be sent again; 0: it is enough."""
         self.needed_bytes = 0
-        """Its credit is too small for the next event, which has so many bytes on the wire; 0: it is not."""
+        """The number of bytes that its credit must allow, so that the next events can be sent; 0: it is enough."""
         self.in_flight: dict[tuple[int, int], Parcel] = {}
-        """By queue and offset."""
+        """Parcels by queue and offset of each of their batches."""
         self.in_flight_events = 0
         self.in_flight_bytes = 0
-        """Of parcels, each until all of it is done."""
+        """Bytes of parcels. A parcel counts as a whole until all its events are done."""
         self.redriven: dict[tuple[int, int, int], asyncio.Future[HeadraceError | None]] = {}
-        """Events delivered out of line, by queue, offset and index."""
+        """Dead letters that it holds, by queue, offset and index, and the future for the outcome."""
         self.to_resend: deque[Parcel] = deque()
-        """It came back: what it held is to be sent again, once it has granted credit."""
+        """After a reconnection: parcels that it held, to be sent again once it has granted credit."""
         self.resend_until = 0.0
-        """So long it is waited for enough of it, where another silo divides it."""
+        """Loop time until which these parcels wait for enough credit, if another silo divides the credit."""
         self.outbox: deque[bytes] = deque()
         """Frames that wait to be sent."""
         self.outbox_bytes = 0
         self.busy = False
-        """Something of its outbox is on its way."""
+        """A message to it is on its way."""
         self.queues: tuple[int, ...] = ()
-        """Mode bound: which are dealt out to it."""
+        """Mode bound: the queues that are assigned to it."""
         self.resumed = False
-        """It came back before it was given up."""
+        """It reconnected before it was given up."""
         self.connections = 0
-        """How often it connected. Requests are numbered for each connection anew."""
+        """How often it connected. Each connection numbers its requests from the start."""
         self.applied = 0
         """Number of the last request whose acknowledgements have been applied."""
         self.saved = 0
-        """Up to which of those numbers all is durable."""
+        """The acknowledgements of all requests up to this number are durable."""
         self.moves = 0
-        """How often the subscription was moved so far, as its session is to be told."""
+        """The generation of the subscription, for its session."""
         self.pulls = False
-        """It has credit only while a call waits. What it holds comes again only when its time is up."""
+        """It has credit only while a call waits. Events that it holds come again only after its session timeout."""
         self.relayed = False
-        """Another silo speaks for it, which divides its credit: it is told where credit is needed."""
+        """Another silo relays its events and divides its credit. That silo is told if credit is needed here."""
         self.waiting = False
-        """Events wait for which nobody has credit. It is told once, until it grants more."""
+        """Events wait because no member has credit. The member was told, once until it grants more."""
         self.listed = False
-        """It stands in its group's line."""
+        """It is in the line of its group."""
         self.patient = True
-        """What does not fit into its credit waits until more is granted: what it holds is going to be done."""
+        """A batch that does not fit into its credit waits for more: the events that it holds will be done."""
         self.on_outbox: Callable[[], None] = _ignore
-        """There is something to send: later, not within this call."""
+        """Called when there is something to send. Send it later, not within this call."""
         self.on_notice: Callable[[], None] = _ignore
-        """`saved`, `queues` or `moves` changed."""
+        """Called when `saved`, `queues` or `moves` changed."""
         self.on_gap: Callable[[GapRecord], None] = lambda _: None
-        """Events were gone before they were delivered."""
+        """Called when the queue deleted events before they were delivered."""
         self.on_gone: Callable[[HeadraceError], None] = lambda _: None
-        """It is a member no more: its session has to end with this error."""
+        """Called when it is no longer a member: its session has to end with this error."""
 
     @property
     def resending(self) -> bool:
@@ -130,17 +130,17 @@ class Member:
 
     @property
     def open(self) -> bool:
-        """Whether it can be given something."""
+        """Whether it can get new events."""
         return len(self.in_flight) < MAX_IN_FLIGHT and self.credited
 
     @property
     def credited(self) -> bool:
-        """Whether it can be sent something, if only what it holds."""
+        """Whether it can be sent events, at least those that it holds."""
         has_credit = self.credit_events > 0 and self.credit_bytes > 0
         return self.connected and has_credit and self.outbox_bytes < OUTBOX_BYTES and not self.account.wanted
 
     def grant(self, events: int, size: int) -> None:
-        """Credit only ever adds, up to `MAX_CREDIT`."""
+        """Add to its credit, up to `MAX_CREDIT`."""
         self.credit_events = min(self.credit_events + events, MAX_CREDIT)
         self.credit_bytes = min(self.credit_bytes + size, MAX_CREDIT)
         self.needed_bytes = self.needed_events = 0
@@ -148,7 +148,7 @@ class Member:
             self.waiting = False
 
     def reclaim(self) -> tuple[int, int]:
-        """Take back what credit is left: events and bytes."""
+        """Take back the credit that is left. Return its events and bytes."""
         left = max(self.credit_events, 0), max(self.credit_bytes, 0)
         self.charge(*left)
         self.waiting = False
@@ -178,7 +178,7 @@ class Member:
         return frames
 
     def collect_all(self) -> list[bytes]:
-        """Take all of them."""
+        """Take all frames out of the outbox."""
         frames = list(self.outbox)
         self.outbox.clear()
         self.sending_bytes += self.outbox_bytes
@@ -187,13 +187,13 @@ class Member:
         return frames
 
     def sent(self) -> None:
-        """What was collected is sent."""
+        """The frames that were collected are sent: free their bytes."""
         size = self.sending_bytes + self._sending * PARCEL_OVERHEAD_BYTES
         self.sending_bytes = self._sending = 0
         self.account.free(size)
 
     def disconnect(self) -> None:
-        """Its connection is gone: what it has not acknowledged stays in its hands until it is back, or given up."""
+        """The connection is lost. The member keeps its unacknowledged events until it is back, or given up."""
         self.connected = self.attached = self.waiting = False
         self.to_resend.clear()
         self.credit_events = self.credit_bytes = self.needed_bytes = 0
@@ -205,7 +205,7 @@ class Member:
         self.on_gone = lambda _: None
 
     def parcels(self) -> list[Parcel]:
-        """What it holds, in the order in which it was given."""
+        """Return the parcels that it holds, in the order in which it got them."""
         return list(dict.fromkeys(self.in_flight.values()))
 
     def _blocked(self) -> str:

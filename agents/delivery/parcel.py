@@ -1,4 +1,4 @@
-"""Parcels: what a member of a group holds of one stream."""
+"""Parcels: the events of one stream that a member of a group holds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Piece:
-    """Events `start` to `stop`, exclusive, of one batch, less those that were done before it was handed out."""
+    """Events `start` to `stop`, exclusive, of one batch, without those that were done before it was handed out."""
 
     __slots__ = ("batch", "start", "stop")
 
@@ -32,8 +32,8 @@ class Piece:
 
 
 class Parcel:
-    """Consecutive events of one stream, in one member's hands as a unit: until all are done, it is rejected, or taken
-    back. The cursor stands on the first event that is not done, in the piece `head`."""
+    """Consecutive events of one stream that one member holds, until all are done, or the parcel is rejected or taken
+    back. The cursor is at the first event that is not done, in the piece `head`."""
 
     __slots__ = (
         "cursor",
@@ -57,37 +57,37 @@ class Parcel:
         self.pieces: list[Piece] = []
         self.head = 0
         self.events = 0
-        """Sent, and not done."""
+        """Number of events that were sent and are not done."""
         self.size = 0
-        """Bytes on the wire: what the member's credit was charged."""
+        """Bytes on the wire, which were charged to the member's credit."""
         self.end: tuple[int, int] = (0, 0)
-        """Offset and index behind the last event that was sent."""
+        """Offset and index after the last event that was sent."""
         self.failure: Failure | None = None
-        """Why it fails once all its pieces are done: at the event behind them,"""
+        """The failure of the event after the pieces. It takes effect once all pieces are done."""
         self.failing: EventBatch | None = None
-        """which is in this batch."""
+        """The batch of the event that failed."""
         self.handed_at = 0.0
-        """By the loop's clock, where its member pulls."""
+        """Loop time, if the member pulls; else 0."""
         self.shed = False
-        """It knows only where its events are: what is sent again has to be read again."""
+        """The payloads were dropped: events that are to be sent again have to be read again."""
 
     def find(self, offset: int) -> int:
-        """Which of the pieces has the batch at `offset`."""
+        """Return the index of the piece with the batch at `offset`."""
         if self.pieces[self.head].offset == offset:
             return self.head
         return bisect_left(self.pieces, offset, key=_offset_of)
 
     def left(self, at: int) -> list[int]:
-        """Indexes of the events of a piece that are not done."""
+        """Return the indexes of the events of a piece that are not done."""
         piece = self.pieces[at]
         return list(left(self.cursor, piece.offset, self.begin(at), piece.stop))
 
     def begin(self, at: int) -> int:
-        """Index of the first event of a piece that may not be done."""
+        """Return the index of the first event of a piece that may not be done."""
         return self.cursor.index if at == self.head else self.pieces[at].start
 
     def shed_bytes(self) -> None:
-        """Its cursor left the cache: hold nothing of what is in a consumer's hands."""
+        """The cursor left the cache: drop the payloads of the events that the consumer holds."""
         self.shed = True
         for piece in self.pieces:
             piece.batch = _husk(piece.batch)
@@ -97,13 +97,13 @@ class Parcel:
 
 
 def left(cursor: StreamCursor, offset: int, start: int, stop: int) -> Iterator[int]:
-    """Indexes of the events of a batch that were not done out of order."""
+    """Yield the indexes from `start` to `stop` of the events of a batch that were not done out of order."""
     done = cursor.done.get(offset) if cursor.done is not None else None
     return iter(range(start, stop)) if done is None else (index for index in range(start, stop) if index not in done)
 
 
 def first_left(cursor: StreamCursor, batch: EventBatch, most: int) -> tuple[Sequence[int], bool]:
-    """The first so many that are left of a cursor's batch, and whether those are all."""
+    """Return the indexes of the first `most` events of a cursor's batch that are not done, and whether they are all."""
     some = list(islice(left(cursor, batch.offset, cursor.index, batch.count), most + 1))
     return some[:most], len(some) <= most
 
