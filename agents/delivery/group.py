@@ -1,11 +1,11 @@
-"""Groups: the consumers attached to a subscription, and who of them gets what.
+"""Groups: the consumers attached to a subscription, and the distribution of its events to them.
 
 Mode *shared*: the next parcel of any stream goes to the next member in line that has credit. Mode *bound*: the queues
-are dealt out by average allocation (EQueue), and one changes hands only after what its former member holds is done, or
-taken back. (Mode *broadcast* is a group of one for each consumer.)
+are assigned to members by average allocation (EQueue). A queue moves to another member only after the events that its
+former member holds are done or taken back. (Mode *broadcast* has a group of one member for each consumer.)
 
-A member that is not heard for its timeout is gone: what it held goes to others. One whose connection broke is waited
-for as long; it gets again what it held, before anything else.
+A member is given up if nothing is heard from it for its session timeout: its events go to others. A member whose
+connection broke has the same time to return. Then it first gets the events again that it held.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ log = logging.getLogger("headrace.agents")
 
 MAX_MEMBERS = 10_000
 RESEND_S = 2.0
-"""How long a member of another silo may take to come by credit for what it held."""
+"""How long a relayed member may take to grant credit for the events that it held, in seconds."""
 SPACE_S = 5.0
-"""How long a member waits until there is space for one batch, before it is tried with another one."""
+"""How long a member waits for the space for one batch, in seconds. Then another batch is tried."""
 DRAIN_S = 10.0
-"""Mode bound: how long a member may keep what it holds of a queue that another is to have, in seconds."""
+"""Mode bound: how long a member may keep the events of a queue that moves to another member, in seconds."""
 
 
 class Group:
     """The members of one subscription in this process, over all its queues. A `DeliveryService`.
 
-    `stored` says whether the control store keeps the position. All on one loop; `tick` is to be called about every
-    second, or more often.
+    `stored` says whether the control store keeps the position. All on one loop. Call `tick` at least about once a
+    second.
     """
 
     def __init__(
         self, definition: SubscriptionDefinition, edge: Edge, *, stored: bool = True, queues: Sequence[int] = ()
     ) -> None:
-        """With mode bound, `queues` are all that are dealt out, also those that other silos have; none: those that are
-        delivered here."""
+        """With mode bound, `queues` are all queues to assign, also those of other silos. If empty, the queues that are
+        delivered here are assigned."""
         self.definition = definition
         self._queues = queues
         self.edge = edge
@@ -56,14 +56,14 @@ class Group:
         self.members: dict[str, Member] = {}
         self.deliveries: dict[int, GroupDelivery] = {}
         self.empty_since = asyncio.get_running_loop().time()
-        """When the last member left, while there is none."""
+        """Loop time when the last member left. Only valid while there is no member."""
         self._bound = definition.mode is Mode.BOUND
         self._line: deque[Member] = deque()
         self._owners: dict[int, str] = {}
         self._moving: dict[int, float] = {}
-        """Mode bound: queues that are to change hands, and until when that waits."""
+        """Mode bound: queues that wait to move to another member, and the loop time until which they wait."""
         self._unserved: set[int] = set()
-        """Queues for which nobody could be given something: their deliveries wait to be woken."""
+        """Queues whose events no member could take: their deliveries wait to be woken."""
         self._wanting: list[asyncio.Future[None]] = []
         self._rebalancing = False
         self._loop = asyncio.get_running_loop()
@@ -88,8 +88,8 @@ class Group:
         return delivery
 
     def lost(self, queue: int, *, saved: bool) -> None:
-        """The queue is another silo's. Who held something of it when it was stopped has to come again, and, where
-        what was done was not `saved`, everybody: a client knows what it acknowledged."""
+        """The queue belongs to another silo now. Members that held events of it have to connect again. If the progress
+        was not `saved`, all members have to: their clients know which events they acknowledged."""
         delivery = self.deliveries.pop(queue, None)
         self._owners.pop(queue, None)
         self._moving.pop(queue, None)
@@ -120,13 +120,13 @@ class Group:
         self.dissolve(Fenced(f"subscription {self.definition.name!r} was deleted, or is not served here any more"))
 
     def dissolve(self, error: HeadraceError) -> None:
-        """The subscription is not served here any more: all members are told why."""
+        """The subscription is not served here any more: remove all members, and tell them why."""
         for member in list(self.members.values()):
             self._remove(member)
             member.on_gone(error)
 
     def moved(self, moves: int) -> None:
-        """The subscription is going to be moved, for the time that `moves` counts: members are told."""
+        """The subscription gets the generation `moves`, because it is going to be moved: tell the members."""
         for member in self.members.values():
             member.moves = moves
             member.on_notice()
@@ -141,9 +141,9 @@ class Group:
         pulls: bool = False,
         client: Hashable = None,
     ) -> Member:
-        """A consumer connects. Whoever had its id is superseded; what that one held is sent again, as the new credit
-        allows; or, where it `pulls` through another silo, when it has had it for its timeout. What waits to be sent to
-        it counts for `client`, by default for itself alone. Raises Busy where there are too many members."""
+        """A consumer connects. It supersedes the connection with its id, and gets the events of that one again, as
+        the new credit allows. If it `pulls`, they come again only after its session timeout. Bytes that wait to be sent
+        to it count for `client`, by default for itself alone. Raises Busy if there are too many members."""
         member = self.members.get(id)
         resumed = member is not None
         if member is None:
@@ -169,7 +169,7 @@ class Group:
         member.heard_at = self._loop.time()
 
     def disconnect(self, member: Member) -> None:
-        """Its connection is gone; it is waited for."""
+        """The connection of a member is lost. The member has its session timeout to return."""
         self.heard(member)
         member.disconnect()
         self._unlist(member)
@@ -179,7 +179,7 @@ class Group:
             delivery.waiters.notify()
 
     def leave(self, member: Member) -> None:
-        """It goes in order: what it holds comes again, to others. Idempotent."""
+        """A member leaves in order. The events that it holds are delivered to others. Idempotent."""
         if self.members.get(member.id) is member:
             self._remove(member)
             self._rebalance()
@@ -200,13 +200,13 @@ class Group:
                 outcome.set_result(Closed(f"consumer {member.id!r} is gone"))
 
     def extend_timeouts(self, late_s: float) -> None:
-        """Nobody could be heard for so long: what members said is not read yet."""
+        """This process did not run for `late_s` seconds: requests of members may have come that are not read yet."""
         for member in self.members.values():
             member.heard_at += late_s
 
     def tick(self) -> None:
-        """Give up members that were not heard, and moves that took too long; let those who wait for more credit have
-        what is left of theirs."""
+        """Give up members whose session timeout is over, and take back the events of queues that wait too long to move.
+        Let members that wait for more credit use the credit that is left."""
         now = self._loop.time()
         for member in list(self.members.values()):
             if now - member.heard_at > member.timeout_s:
@@ -229,7 +229,7 @@ class Group:
 
     @staticmethod
     def _take_back_late(member: Member, now: float) -> None:
-        """What a consumer that pulls has had for its timeout."""
+        """Take back the parcels that a pulling consumer has held for its session timeout."""
         for parcel in member.parcels():
             if now - parcel.handed_at > member.timeout_s:
                 parcel.delivery.take_back(parcel)
@@ -245,7 +245,7 @@ class Group:
     # ---- credit ----------------------------------------------------------------------------------------------------
 
     def grant(self, member: Member, events: int, size: int) -> None:
-        """More may be sent to a member. One that came back gets first what it held."""
+        """Add to the credit of a member. A member that came back first gets the events that it held."""
         member.grant(events, size)
         self._go_on(member)
 
@@ -255,12 +255,12 @@ class Group:
         self.available(member)
 
     def wait_for_space(self, member: Member, size: int) -> None:
-        """The member gets nothing until so many more bytes may wait to be sent to it."""
+        """Give the member no events until `size` more bytes may wait for it, or `SPACE_S` seconds are over."""
         member.retry_at = self._loop.time() + SPACE_S
         member.account.wait(size, partial(self._go_on, member))
 
     def _resend(self, member: Member, *, patient: bool = True) -> None:
-        """What does not fit into its credit is taken back; where another silo divides it, more may come."""
+        """Send parcels again. Take those back that do not fit into the credit, except if more credit may follow."""
         while member.to_resend:
             parcel = member.to_resend[0]
             if parcel in parcel.delivery.parcels:
@@ -276,13 +276,13 @@ class Group:
         member.needed_events = member.needed_bytes = 0
 
     def sent(self, member: Member) -> bool:
-        """A message to a member went out. Whether there is more to send."""
+        """A message to a member was sent. Return whether there is more to send."""
         more = self.edge.sent(member)
         self.available(member)
         return more
 
     def available(self, member: Member) -> None:
-        """It may be that it can be given something now: into the line, where it does not stand there yet."""
+        """A member may be able to take events now: if so, put it into the line."""
         if not member.open or member.resending:
             return
         if self._wanting:
@@ -297,8 +297,8 @@ class Group:
             self.deliveries[queue].wake()
 
     def next_member(self, queue: int) -> Member | None:
-        """Who gets the next parcel of a queue; None where nobody can take one, and the queue's delivery is woken
-        later."""
+        """Return the member that gets the next parcel of a queue. None: no member can take one, and the delivery of the
+        queue is woken later."""
         owner = self._owner(queue) if self._bound else None
         if self._bound:
             if owner is not None and owner.listed and owner.open:
@@ -314,7 +314,7 @@ class Group:
         return None
 
     def ask_for_credit(self, queue: int) -> None:
-        """Events of a queue wait, and no member can be given them: tell the members whose credit other silos divide."""
+        """Events of a queue wait, and no member can take them: tell the relayed members."""
         if queue not in self.deliveries:
             return
         self._unserved.add(queue)
@@ -328,7 +328,7 @@ class Group:
                 member.on_notice()
 
     def relay(self, member: Member) -> None:
-        """Another silo speaks for it."""
+        """Another silo relays the events of this member."""
         member.relayed = True
         if any(not self._bound or self._owner(queue) is member for queue in self._unserved):
             self._tell_waiting([member])
@@ -337,26 +337,26 @@ class Group:
         return None if queue in self._moving else self.members.get(self._owners.get(queue, ""))
 
     def candidates(self, queue: int) -> Sequence[Member]:
-        """Who can be given something of a queue: the first of them is next."""
+        """Return the members that can take events of a queue. The first of them is next."""
         if not self._bound:
             return [member for member in self._line if member.open]
         owner = self._owner(queue)
         return [] if owner is None or not owner.open or owner.resending else [owner]
 
     def is_accepting(self, queue: int) -> bool:
-        """Whether a member can be given events of a queue. A member that pulls has credit only while a call waits, so
+        """Whether a member can take events of a queue. A member that pulls has credit only while a call waits, so
         the next events are kept ready for it."""
         return bool(self.candidates(queue)) or any(member.pulls for member in self.members.values())
 
     def pass_over(self, member: Member) -> None:
-        """Its credit is too small for what is next: it waits for more."""
+        """The credit of a member is too small for the next events: it waits for more."""
         if member.needed_bytes:
             member.on_notice()
         self._tell_waiting([member])
         self._unlist(member)
 
     def needs(self, member: Member, size: int) -> None:
-        """So many bytes of credit are needed for what is out of line."""
+        """Tell a member that a dead letter needs `size` bytes of credit."""
         if member.needed_bytes != size:
             member.needed_bytes = size
             member.on_notice()
@@ -367,16 +367,16 @@ class Group:
         member.listed = False
 
     def rotate(self, member: Member) -> None:
-        """It had its share: the next one's turn."""
+        """The member had its share: the next one in line has its turn."""
         if not self._bound and self._line and self._line[0] is member:
             self._line.rotate(-1)
 
     def share(self, ready: int) -> int:
-        """How many of so many streams that are ready one member gets at a time."""
+        """Return how many of `ready` streams one member gets in its turn."""
         return ready if self._bound else -(-ready // max(len(self._line), 1))
 
     async def somebody(self) -> None:
-        """Wait until who can be given something may have changed, or the end."""
+        """Wait until other members may be able to take events, or a delivery stops."""
         future: asyncio.Future[None] = self._loop.create_future()
         self._wanting.append(future)
         await future
@@ -390,8 +390,8 @@ class Group:
     # ---- what members say ------------------------------------------------------------------------------------------
 
     def acknowledge(self, member: Member, events: Events, *, up_to: bool = False) -> bool:
-        """Events are done; with `up_to` also everything of the stream before them that the member holds. False where
-        it does not hold them."""
+        """Events are done; with `up_to` also the earlier events of the stream that the member holds. Return False if
+        the member does not hold the events."""
         if member.redriven and self._redriven(member, events, None):
             return True
         parcel = member.in_flight.get((events.queue, events.offset))
@@ -410,8 +410,8 @@ class Group:
     def reject(
         self, member: Member, events: Events, reason: str, delay_s: float | None = None, *, unavailable: bool = False
     ) -> bool:
-        """Events failed, or, with `unavailable`, a dependency of the consumer. They, and what follows in the parcel,
-        come again. False if the member does not hold them."""
+        """Events failed, or, with `unavailable`, a dependency of the consumer. These events and the later ones of the
+        parcel are delivered again. Return False if the member does not hold the events."""
         if member.redriven and self._redriven(member, events, Rejected(reason)):
             return True
         parcel = member.in_flight.get((events.queue, events.offset))
@@ -432,7 +432,7 @@ class Group:
     # ---- mode bound ------------------------------------------------------------------------------------------------
 
     def _rebalance(self) -> None:
-        """Deal the queues out anew. One of which something is in hands waits until they are empty."""
+        """Assign the queues again. A queue of which a member holds events moves when these are done or taken back."""
         self._rebalancing = False
         if not self._bound:
             return
@@ -462,7 +462,7 @@ class Group:
             self.tell_somebody()
 
     def drained(self, queue: int) -> None:
-        """Nothing of a queue is in anybody's hands."""
+        """No member holds events of a queue any more."""
         if queue in self._moving:
             self._move(queue, self._wanted_owners().get(queue))
             self._tell_queues()
@@ -479,7 +479,7 @@ class Group:
 
     @property
     def caught_up(self) -> bool:
-        """Nothing is left that could be delivered now."""
+        """Whether no event is left that could be delivered now."""
         return all(delivery.idle for delivery in self.deliveries.values())
 
     def positions(self) -> Mapping[int, Checkpoint]:
@@ -494,7 +494,7 @@ def taken_over(consumer: str) -> Fenced:
 
 
 def _not_all() -> None:
-    """What is stored leaves some of it out: nothing is confirmed before all is in it."""
+    """Confirm no acknowledgement: the stored checkpoints leave some of them out."""
 
 
 def _saved(marks: Sequence[tuple[Member, int, int]]) -> None:
