@@ -220,7 +220,9 @@ def test_an_unknown_option_is_one_line(tmp_path: Path, headrace: Headrace):
 
 def test_an_unknown_option_of_the_adapter_is_one_line(tmp_path: Path, headrace: Headrace):
     (tmp_path / "silo.toml").write_text(CONFIG + 'options = { durabilty = "commit" }\n')
-    assert "options: adapter 'log'" in headrace("silo", "silo.toml").refused(2)
+    message = headrace("silo", "silo.toml").refused(2)
+    assert message.startswith("silo.toml: [providers.default.options]: adapter 'log': durabilty: unknown option")
+    assert message.endswith("did you mean 'durability'?")
 
 
 def test_a_missing_file_is_one_line(headrace: Headrace):

@@ -34,12 +34,17 @@ class Clock:
 
 
 def check_agreement(direct: Redis, keys: ShardKeys) -> dict[str, set[str]]:
-    """Every event has its bytes and one place, and nothing else is left of any. Returns the ids by place."""
-    server = cast("Any", direct)
-    places: dict[str, set[bytes]] = {
-        name: set(server.zrange(getattr(keys, name), 0, -1)) for name in ("waiting", "claimed", "held")
-    }
-    bodies, leases = set(server.hkeys(keys.body)), set(server.hkeys(keys.lease))
+    """Every event has its bytes and one place, and nothing else is left of any. Returns the ids by place. It looks at
+    one moment, because producers may go on."""
+    names = "waiting", "claimed", "held"
+    with cast("Any", direct).pipeline(transaction=True) as looked_up:
+        for name in names:
+            looked_up.zrange(getattr(keys, name), 0, -1)
+        looked_up.hkeys(keys.body)
+        looked_up.hkeys(keys.lease)
+        found: list[set[bytes]] = [set(each) for each in looked_up.execute()]
+    places = dict(zip(names, found, strict=False))
+    bodies, leases = found[3:]
     anywhere = {each for ids in places.values() for each in ids}
     assert sum(map(len, places.values())) == len(anywhere), "an event in two places"
     assert anywhere == bodies
