@@ -34,19 +34,20 @@ class Clock:
 
 
 def check_agreement(direct: Redis, keys: ShardKeys) -> dict[str, set[str]]:
-    """Every event has its bytes and one place, and nothing else is left of any. Returns the ids by place. It looks at
-    one moment, because producers may go on."""
-    names = "waiting", "claimed", "held"
-    with cast("Any", direct).pipeline(transaction=True) as looked_up:
-        for name in names:
-            looked_up.zrange(getattr(keys, name), 0, -1)
-        looked_up.hkeys(keys.body)
-        looked_up.hkeys(keys.lease)
-        found: list[set[bytes]] = [set(each) for each in looked_up.execute()]
-    places = dict(zip(names, found, strict=False))
-    bodies, leases = found[3:]
+    """Every event has its bytes and one place, and nothing else is left of any. Returns the ids by place."""
+    before, found = None, _sets(direct, keys)
+    while found != before:  # producers go on: what is equal twice was there at one moment
+        before, found = found, _sets(direct, keys)
+    bodies, leases = found.pop("body"), found.pop("lease")
+    places = found
     anywhere = {each for ids in places.values() for each in ids}
     assert sum(map(len, places.values())) == len(anywhere), "an event in two places"
     assert anywhere == bodies
     assert places["claimed"] | places["held"] <= leases <= bodies
     return {name: {each.decode() for each in ids} for name, ids in places.items()}
+
+
+def _sets(direct: Redis, keys: ShardKeys) -> dict[str, set[bytes]]:
+    server = cast("Any", direct)
+    sets = {name: set(server.zrange(getattr(keys, name), 0, -1)) for name in ("waiting", "claimed", "held")}
+    return sets | {name: set(server.hkeys(getattr(keys, name))) for name in ("body", "lease")}
