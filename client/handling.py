@@ -155,7 +155,7 @@ class RemoteHandling:
         """Which attempt at the batch's first open event this was. The silo counts on over events that were given up."""
         before = self._exhausted.get(batch.stream, 0)
         if before >= batch.attempt:
-            del self._exhausted[batch.stream]
+            self._exhausted.pop(batch.stream, None)
             return batch.attempt
         return batch.attempt - before
 
