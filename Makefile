@@ -24,6 +24,8 @@ BENCH_ARGS  ?=
 PYTEST_ARGS ?=
 # More than two cores have: many tests wait. Each process starts the servers that its tests need; one starts a JVM.
 PROCESSES   ?= --numprocesses 4 --dist loadfile
+# The same order and the same random numbers each time. A test that fails once is run once more, and listed at the end.
+GATE        ?= --randomly-seed=1 --reruns=1 -rR
 SIM_ARGS    ?=
 
 .PHONY: help test lint types pytest quick slow fuzz chaos sim demo bench dev format generate baseline wheel clean
@@ -46,8 +48,8 @@ types: $(STAMPS)/test ## pyright, strict
 
 pytest: $(STAMPS)/test ## the tests alone, those of consuming in a cluster, too; PYTEST_ARGS chooses
 	# A process finds the tests compiled that another one has compiled.
-	PYTHONDONTWRITEBYTECODE= HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest $(PROCESSES) -m "not slow" $(PYTEST_ARGS)
-	HEADRACE_TEST_SILOS=2 $(BIN)/pytest $(PROCESSES) --dist load -m "not slow and not one_silo" tests/silo/services/test_consumer.py tests/silo/services/test_consumer_model.py
+	PYTHONDONTWRITEBYTECODE= HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest $(PROCESSES) $(GATE) -m "not slow" $(PYTEST_ARGS)
+	HEADRACE_TEST_SILOS=2 $(BIN)/pytest $(PROCESSES) $(GATE) --dist load -m "not slow and not one_silo" tests/silo/services/test_consumer.py tests/silo/services/test_consumer_model.py
 
 quick: ## after make dev: lint, types and tests of one folder, as in make quick FOLDER=balancer
 	@test -d tests/$(or $(FOLDER),?) || { echo "make quick: name a folder of code that tests/ has too: make quick FOLDER=balancer" >&2; exit 2; }
