@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from ..adapters.receiving import Gap
+from ..streams.errors import Fenced
 from ..streams.events import Event
 from ..streams.identity import SequenceToken, StreamId
 from ..streams.subscriptions import DeadLetter, GapRecord
@@ -24,12 +26,12 @@ class FailureRecorder:
         self._provider = provider
         self._store = store
         self._leases = leases
-        self._gaps: list[GapRecord] = []
-        """Gaps that are not stored yet."""
+        self._gaps: dict[tuple[str, int | None], list[GapRecord]] = {}
+        """Gaps that are not stored yet, by subscription and its epoch."""
 
     async def dead_letter(self, delivery: Delivery, events: Sequence[Event], reason: str, attempts: int) -> None:
         letters = [_letter(self._provider, delivery, event, reason, attempts) for event in events]
-        await self._store.add_dead_letters(letters, delivery.epoch or None, self._leases)
+        await self._store.add_dead_letters(letters, _epoch(delivery), self._leases)
 
     async def skipped(self, delivery: Delivery, events: Sequence[Event], reason: str) -> None:
         records = [
@@ -37,7 +39,7 @@ class FailureRecorder:
             for e in events
             if e.token is not None
         ]
-        await self._store.add_gaps(records, self._leases)
+        await self._store.add_gaps(records, _epoch(delivery), self._leases)
 
     def record_gap(self, delivery: Delivery, gap: Gap) -> GapRecord:
         """Log a gap, and keep its record until `save_gaps`."""
@@ -47,20 +49,31 @@ class FailureRecorder:
         )  # fmt: skip
         low, high = SequenceToken(max(gap.low, delivery.progress.watermark)), SequenceToken(gap.high)
         record = self._gap_record(delivery, None, low, high, gap.reason)
-        self._gaps.append(record)
+        self._gaps.setdefault((delivery.name, _epoch(delivery)), []).append(record)
         return record
 
     async def save_gaps(self) -> None:
-        """Store gaps. Call it before checkpoints past them are stored: a crash in between would hide the gaps."""
-        if self._gaps:
-            gaps = list(self._gaps)
-            await self._store.add_gaps(gaps)
-            del self._gaps[: len(gaps)]
+        """Store gaps. Call it before checkpoints past them are stored: a crash in between would hide the gaps.
+
+        Drop the gaps of a subscription that was moved, deleted or taken over: its checkpoints are refused, too.
+        """
+        for key, gaps in list(self._gaps.items()):
+            number = len(gaps)
+            with suppress(Fenced):
+                await self._store.add_gaps(gaps[:number], key[1])
+            del gaps[:number]  # another gap may have been recorded meanwhile
+            if not gaps:
+                self._gaps.pop(key, None)
 
     def _gap_record(
         self, delivery: Delivery, stream: StreamId | None, low: SequenceToken, high: SequenceToken, reason: str
     ) -> GapRecord:
         return GapRecord(self._provider, delivery.name, delivery.queue, stream, low, high, reason, now_us())
+
+
+def _epoch(delivery: Delivery) -> int | None:
+    """Return the epoch of a delivery's subscription, None if the subscription is not stored."""
+    return delivery.epoch or None
 
 
 def _letter(provider: str, delivery: Delivery, event: Event, reason: str, attempts: int) -> DeadLetter:

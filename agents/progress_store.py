@@ -46,14 +46,16 @@ class ProgressStore(Protocol):
         """Changes of these subscriptions, and stopped queues."""
         ...
 
-    async def add_gaps(self, records: Sequence[GapRecord], leases: Mapping[int, int] | None = None) -> None:
-        """Store gap records. Raises Fenced if one of the queues has another owner by now."""
+    async def add_gaps(
+        self, records: Sequence[GapRecord], epoch: int | None = None, leases: Mapping[int, int] | None = None
+    ) -> None:
+        """Store gap records. Raises Fenced if the subscription or a queue has another owner by now."""
         ...
 
     async def add_dead_letters(
         self, letters: Sequence[DeadLetter], epoch: int | None, leases: Mapping[int, int] | None = None
     ) -> object:
-        """Store events that a subscription gave up on. Raises Fenced if it or a queue has another owner by now."""
+        """Store events that a subscription gave up on. Raises Fenced as `add_gaps` does."""
         ...
 
     async def redrives(

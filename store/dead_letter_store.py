@@ -92,10 +92,14 @@ class DeadLetterStore(StoreBase):
         already be deleted. With `selector`, only dead letters of streams that it matches are deleted."""
         return await self._database.write(_delete_dead_letters, provider, subscription, ids, selector)
 
-    async def add_gaps(self, records: Sequence[GapRecord], leases: Mapping[int, int] | None = None) -> None:
-        """Store gap records. The same range of the same subscription is stored once. With `leases`, raises Fenced, and
-        stores nothing, if `save_checkpoints` would refuse one of the queues."""
-        await self._database.write(_add_gaps, list(records), None if leases is None else dict(leases))
+    async def add_gaps(
+        self, records: Sequence[GapRecord], epoch: int | None = None, leases: Mapping[int, int] | None = None
+    ) -> None:
+        """Store gap records. The same range of the same subscription is stored once.
+
+        `epoch` and `leases` are as in `add_dead_letters`. Raises Fenced, and stores nothing, as that does.
+        """
+        await self._database.write(_add_gaps, list(records), epoch, None if leases is None else dict(leases))
 
     async def count_left_behind(
         self, provider: str, subscription: str, selector: Selector | None = None
@@ -115,8 +119,7 @@ class DeadLetterStore(StoreBase):
 def _add_dead_letters(
     connection: Connection, letters: Sequence[DeadLetter], epoch: int | None, held: Mapping[int, int] | None
 ) -> list[int]:
-    if epoch is not None and letters:
-        _require_epoch(connection, {(letter.provider, letter.subscription) for letter in letters}, epoch)
+    _require_epoch(connection, letters, epoch)
     require_leases(connection, letters, held)
     statement = insert_into(connection, dead_letters)
     statement = statement.on_conflict_do_update(
@@ -126,11 +129,15 @@ def _add_dead_letters(
     return [connection.execute(statement, dead_letter_row(letter)).scalar_one() for letter in letters]
 
 
-def _require_epoch(connection: Connection, named: set[tuple[str, str]], epoch: int) -> None:
+def _require_epoch(
+    connection: Connection, records: Sequence[DeadLetter] | Sequence[GapRecord], epoch: int | None
+) -> None:
+    """Raise Fenced if the subscription of the records has another epoch than this one. None: any epoch will do."""
+    if epoch is None or not records:
+        return
+    named = {(record.provider, record.subscription) for record in records}
     if len(named) > 1:
-        raise InvalidArgument(
-            f"an epoch belongs to one subscription, these dead letters to {len(named)}: {sorted(named)}"
-        )
+        raise InvalidArgument(f"an epoch belongs to one subscription, these records to {len(named)}: {sorted(named)}")
     ((provider, name),) = named
     current = lock_epochs(connection, provider, [name]).get(name)
     if current != epoch:
@@ -223,7 +230,10 @@ def _delete_dead_letters(
     return sum(connection.execute(delete(dead_letters).where(condition)).rowcount for condition in chosen)
 
 
-def _add_gaps(connection: Connection, records: Sequence[GapRecord], held: Mapping[int, int] | None) -> None:
+def _add_gaps(
+    connection: Connection, records: Sequence[GapRecord], epoch: int | None, held: Mapping[int, int] | None
+) -> None:
+    _require_epoch(connection, records, epoch)
     require_leases(connection, records, held)
     if records:
         statement = insert_into(connection, gaps).on_conflict_do_nothing()

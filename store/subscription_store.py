@@ -143,7 +143,8 @@ def _create_subscription(
         if stored is not None:  # else it was deleted in between
             _require_equal(stored, definition)
             return False
-    _write_checkpoints(connection, _checkpoint_rows(provider, definition.name, 0, start))
+    epoch = _new_epoch(connection, provider, definition.name)  # a deleted one with this name had another
+    _write_checkpoints(connection, _checkpoint_rows(provider, definition.name, epoch, start))
     return True
 
 

@@ -133,6 +133,22 @@ async def test_a_subscription_that_was_deleted_elsewhere_does_not_keep_a_queue_f
 
 
 @virtual_time
+async def test_a_gap_of_a_subscription_that_was_deleted_is_not_stored() -> None:
+    async with tenant() as silo:
+        await silo.handler("gone")
+        await silo.handler("there")
+        await silo.gain(0)
+        await silo.store.delete_subscription(PROVIDER, "gone")
+        silo.shelf.drop(0, 2)
+        await silo.shelf.enqueue([(0, EventBatch.of(stream("a"), [b"%d" % number])) for number in range(3)])
+        await asyncio.sleep(1)
+        await silo.manager.checkpointer.save()
+        assert [(gap.subscription, gap.low, gap.high) for gap in await silo.store.gaps(PROVIDER)] == [
+            ("there", SequenceToken(0), SequenceToken(2))
+        ]
+
+
+@virtual_time
 async def test_dead_letters_of_queues_that_others_have_do_not_hold_up_those_of_one_s_own() -> None:
     async with tenant() as silo:
         recorder = await silo.handler("g")

@@ -75,7 +75,8 @@ class MemoryStore:
         found = self._subscriptions.get((provider, definition.name))
         if found is None:
             made = self._subscriptions[provider, definition.name] = Subscription(definition)
-            made.write(0, start)
+            made.epoch = self._next_epoch()
+            made.write(made.epoch, start)
             return True
         if found.definition != definition:
             raise DefinitionConflict(
@@ -181,16 +182,16 @@ class MemoryStore:
     async def add_dead_letters(
         self, letters: Sequence[DeadLetter], epoch: int | None, leases: Mapping[int, int] | None = None
     ) -> list[int]:
-        if epoch is not None and letters:
-            self._require_epoch({(letter.provider, letter.subscription) for letter in letters}, epoch)
+        self._require_epoch(letters, epoch)
         self._require_leases(letters, leases)
         return [self._add_dead_letter(letter) for letter in letters]
 
-    def _require_epoch(self, of: set[tuple[str, str]], epoch: int) -> None:
+    def _require_epoch(self, records: Sequence[DeadLetter] | Sequence[GapRecord], epoch: int | None) -> None:
+        if epoch is None or not records:
+            return
+        of = {(record.provider, record.subscription) for record in records}
         if len(of) > 1:
-            raise InvalidArgument(
-                f"an epoch belongs to one subscription, these dead letters to {len(of)}: {sorted(of)}"
-            )
+            raise InvalidArgument(f"an epoch belongs to one subscription, these records to {len(of)}: {sorted(of)}")
         ((provider, name),) = of
         found = self._subscriptions.get((provider, name))
         if found is None:
@@ -259,7 +260,10 @@ class MemoryStore:
             redrive=False, attempts=attempts, reason=why, failed_at_us=failed_at_us
         )
 
-    async def add_gaps(self, records: Sequence[GapRecord], leases: Mapping[int, int] | None = None) -> None:
+    async def add_gaps(
+        self, records: Sequence[GapRecord], epoch: int | None = None, leases: Mapping[int, int] | None = None
+    ) -> None:
+        self._require_epoch(records, epoch)
         self._require_leases(records, leases)
         for record in records:
             key = record.provider, record.subscription, record.queue, record.stream, record.low, record.high

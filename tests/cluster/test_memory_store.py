@@ -229,11 +229,13 @@ class Progress(BothStores):
             "finish_redrive", number, delivered=delivered, reason=reason, attempts=number, failed_at_us=1000 * number
         )
 
-    @rule(name=NAMES, leased=st.booleans(), late=RARELY, low=TOKENS, whole=st.booleans(), queue=QUEUE)
-    def miss(self, name: str, leased: bool, late: bool, low: SequenceToken, whole: bool, queue: int) -> None:
+    @rule(name=NAMES, leased=st.booleans(), stale=RARELY, late=RARELY, low=TOKENS, whole=st.booleans(), queue=QUEUE)
+    def miss(
+        self, name: str, leased: bool, stale: bool, late: bool, low: SequenceToken, whole: bool, queue: int
+    ) -> None:
         stream = None if whole else StreamId("n", "x")
         gap = GapRecord("p", name, queue, stream, low, SequenceToken(20), "re\0ason", self.now_s)
-        self.both("add_gaps", [gap], self.leases(late) if leased else None)
+        self.both("add_gaps", [gap], self.epoch(name, stale), self.leases(late) if leased else None)
 
     def teardown(self) -> None:
         self.they_hold_the_same()

@@ -370,12 +370,12 @@ async def test_dead_letters_and_gaps_of_a_lost_lease_are_refused_together(contro
     (a,) = await joined(store, "a")
     held = {lease.queue: lease.epoch for lease in await store.acquire(a, queues(2), LEASE_S)}
     await control.add_dead_letters([letter(0), letter(1)], epoch, held)
-    await control.add_gaps([gap(0)], held)
+    await control.add_gaps([gap(0)], epoch, held)
     await store.acquire(a, queues(1), LEASE_S)
     with pytest.raises(Fenced, match=r"the lease of 'flights' on queues \[0\] is lost: another silo may have them"):
         await control.add_dead_letters([letter(1)._replace(token=SequenceToken(2)), letter(0)], epoch, held)
     with pytest.raises(Fenced, match=r"on queues \[0, 2\] is lost"):
-        await control.add_gaps([gap(1), gap(0), gap(2)], held)
+        await control.add_gaps([gap(1), gap(0), gap(2)], epoch, held)
     assert len(await control.dead_letters("flights")) == 2
     assert await control.gaps("flights") == [gap(0)]
 

@@ -437,9 +437,10 @@ async def test_dead_letters_are_fenced(two: tuple[ControlStore, ControlStore]):
 
 
 async def test_one_epoch_cannot_fence_two_subscriptions(store: ControlStore):
-    with pytest.raises(InvalidArgument, match="an epoch belongs to one subscription, these dead letters to 2"):
+    with pytest.raises(InvalidArgument, match="an epoch belongs to one subscription, these records to 2"):
         await store.add_dead_letters([letter(), letter(subscription="other")], 1)
     assert await store.add_dead_letters([], 1) == []
+    await store.add_gaps([], 1)
 
 
 async def test_dead_letters_are_listed_page_by_page(store: ControlStore):
@@ -512,6 +513,32 @@ async def test_gaps_are_kept_once(store: ControlStore):
     one = one._replace(reason="skipped \\x00")
     assert await store.gaps("p", "stats") == [whole, one]
     assert await store.gaps("p") == [whole, one, one._replace(subscription="other")]
+
+
+async def test_progress_of_a_deleted_subscription_is_refused_by_a_new_one_with_its_name(store: ControlStore):
+    await created(store)
+    shared = (await store.attach("p", "stats", exclusive=False)).epoch
+    await store.delete_subscription("p", "stats")
+    await created(store)
+    refused = await store.save_checkpoints("p", [("stats", shared, {0: Checkpoint(90)})])
+    assert refused.subscriptions == ["stats"]
+
+
+async def test_gaps_are_fenced(two: tuple[ControlStore, ControlStore]):
+    here, there = two
+    await created(here)
+    old = (await here.attach("p", "stats")).epoch
+    gap = GapRecord("p", "stats", 0, None, SequenceToken(0), SequenceToken(90), "retention", 5)
+    await here.add_gaps([gap], old)
+    await there.attach("p", "stats")
+    later = gap._replace(low=SequenceToken(90), high=SequenceToken(95))
+    with pytest.raises(Fenced, match=f"subscription 'stats' of 'p' is at epoch {old + 1}, not {old}"):
+        await here.add_gaps([later], old)
+    assert await there.gaps("p") == [gap]
+    await there.delete_subscription("p", "stats")
+    with pytest.raises(Fenced, match="subscription 'stats' of 'p' has been deleted"):
+        await here.add_gaps([later], old)
+    assert await there.gaps("p") == []
 
 
 # Entries, closing, cancelling
