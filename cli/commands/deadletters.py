@@ -158,14 +158,23 @@ async def _show(place: ProviderPlace, letter_id: int) -> DeadLetter:
 
 async def _redrive(place: ProviderPlace, subscription: str, ids: Sequence[int] | None) -> int:
     async with managed(place) as provider:
-        if missing := await _missing(provider, subscription, ids):
+        found = await _letters(provider, subscription, ids)
+        if missing := [one for one in ids or () if one not in found]:
             raise _not_there(subscription, missing)
+        if ids is not None:
+            selects = (await provider.subscription(subscription)).definition.selector.matcher()
+            if foreign := [one for one in ids if not selects(found[one].stream)]:
+                raise NotFound(
+                    f"subscription {subscription!r} does not select the stream of {_named(foreign)}: a deleted "
+                    "subscription had the same name; nothing was changed"
+                )
         return await provider.redrive(subscription, ids)
 
 
 async def _delete(place: ProviderPlace, subscription: str, ids: Sequence[int] | None) -> int:
     async with managed(place) as provider:
-        missing = await _missing(provider, subscription, ids)
+        found = await _letters(provider, subscription, ids)
+        missing = [one for one in dict.fromkeys(ids or ()) if one not in found]
         # The list has no damaged dead letters, but they can be deleted.
         damaged = await provider.delete_dead_letters(subscription, missing) if missing else 0
         if damaged < len(missing):
@@ -174,22 +183,24 @@ async def _delete(place: ProviderPlace, subscription: str, ids: Sequence[int] | 
         return damaged + (0 if listed == [] else await provider.delete_dead_letters(subscription, listed))
 
 
-async def _missing(provider: SubscriptionManager, subscription: str, ids: Sequence[int] | None) -> list[int]:
-    """The ids that are no dead letters of the subscription. Raises NotFound if `ids` is None and the subscription is
-    not known."""
+async def _letters(
+    provider: SubscriptionManager, subscription: str, ids: Sequence[int] | None
+) -> dict[int, DeadLetter]:
+    """The dead letters of the subscription with these ids. Raises NotFound if `ids` is None and the subscription is not
+    known."""
     if ids is None:
         await _check_known(provider, subscription)
-    return [one for one in dict.fromkeys(ids or ()) if not await _is_of(provider, subscription, one)]
+    found = [await provider.dead_letters(subscription, limit=1, after_id=one - 1) for one in dict.fromkeys(ids or ())]
+    return {letter.id: letter for letters in found for letter in letters if letter.id in (ids or ())}
 
 
 def _not_there(subscription: str, ids: Sequence[int]) -> NotFound:
-    noun = "dead letter" if len(ids) == 1 else "dead letters"
-    return NotFound(f"subscription {subscription!r} has no {noun} {', '.join(map(str, ids))}: nothing was changed")
+    return NotFound(f"subscription {subscription!r} has no {_named(ids)}: nothing was changed")
 
 
-async def _is_of(provider: SubscriptionManager, subscription: str, letter_id: int) -> bool:
-    found = await provider.dead_letters(subscription, limit=1, after_id=letter_id - 1)
-    return [letter.id for letter in found] == [letter_id]
+def _named(ids: Sequence[int]) -> str:
+    unique = dict.fromkeys(ids)
+    return f"dead letter{'s' if len(unique) > 1 else ''} {', '.join(map(str, unique))}"
 
 
 async def _check_known(provider: SubscriptionManager, subscription: str) -> None:

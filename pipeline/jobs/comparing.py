@@ -42,6 +42,8 @@ _REASONS = {
     CONTRADICTED: "delivered, and a dead letter all the same",
     UNKNOWN: "delivered, and not published",
 }
+_PLACE = (("queue", pa.int32()), ("offset", pa.int64()), ("index", pa.int32()))
+"""The columns of an event's position."""
 _REPORTED = (*PROBLEMS, SKIPPED, DEAD)
 """The kinds of events with details in the report, in this order."""
 
@@ -93,7 +95,12 @@ class Comparison:
         snapshot = self._snapshot
         own = None if ledger is None else _own(ledger, snapshot.name)
         starts = self._starts(own)
-        events = self._published.events(snapshot.definition.selector).where(_from(starts))
+        columns = ("timestamp", "payload") if snapshot.letters else ()
+        events = self._published.events(snapshot.definition.selector, *columns).where(_from(starts))
+        if snapshot.letters:
+            events = _with_letters(events, self._letters())
+        else:
+            events = events.withColumn("letter", F.lit(None).cast("string"))
         classified = self._classified(events, None if own is None else self._within(own, starts))
         by_stream = classified.groupBy("kind", "namespace", "key", "queue", "reason").agg(
             F.count("*").alias("events"),
@@ -156,7 +163,7 @@ class Comparison:
             given = given.withColumn("times", F.lit(None).cast("long"))
         else:
             given = given.join(ledger, place, "full_outer")
-        given = given.join(self._letters(), place, "left").join(self._skipped(), place, "left")
+        given = given.join(self._skipped(), place, "left")
         given = given.join(F.broadcast(self._behind()), ["queue", "namespace", "key"], "left")
         given = given.join(F.broadcast(self._gaps()), "queue", "left")
         kind, filtered = F.col("kind"), self._snapshot.definition.filter is not None
@@ -197,12 +204,19 @@ class Comparison:
         return self._frame(schema, rows)
 
     def _letters(self) -> DataFrame:
-        return self._frame(_placed("letter"), self._snapshot.letters)
+        schema = pa.schema([*_PLACE, ("timestamp_us", pa.int64()), ("checksum", pa.int64()), ("letter", pa.string())])
+        rows = [
+            (one.queue, *one.token, one.timestamp_us, one.checksum, reason)
+            for one, reason in self._snapshot.letters.items()
+        ]
+        return self._frame(schema, rows)
 
     def _skipped(self) -> DataFrame:
         """Return the gap records of single events: a subscription that skips failed events may have many."""
         rows = [(gap.queue, *gap.low, gap.reason) for gap in self._snapshot.gaps if _of_one(gap)]
-        return self._frame(_placed("skip"), rows).dropDuplicates(["queue", "offset", "index"])
+        return self._frame(pa.schema([*_PLACE, ("skip", pa.string())]), rows).dropDuplicates(
+            ["queue", "offset", "index"]
+        )
 
     def _gaps(self) -> DataFrame:
         """Return the other gap records, by queue."""
@@ -251,10 +265,12 @@ def _from(starts: Sequence[SequenceToken]) -> Column:
     return (offset > first) | ((offset == first) & (F.col("index") >= index))
 
 
-def _placed(text: str) -> pa.Schema:
-    return pa.schema([
-        ("queue", pa.int32()), ("offset", pa.int64()), ("index", pa.int32()), (text, pa.string()),
-    ])  # fmt: skip
+def _with_letters(events: DataFrame, letters: DataFrame) -> DataFrame:
+    """Return the events with the reason of their dead letter, null if there is none."""
+    identified = events.withColumn("timestamp_us", F.coalesce(F.unix_micros("timestamp"), F.lit(0)))
+    identified = identified.withColumn("checksum", F.crc32("payload")).drop("timestamp", "payload")
+    identity = [*(name for name, _ in _PLACE), "timestamp_us", "checksum"]
+    return identified.join(letters, identity, "left").drop("timestamp_us", "checksum")
 
 
 def _of_one(gap: GapRecord) -> bool:

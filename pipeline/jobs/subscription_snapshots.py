@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
+from zlib import crc32
 
 from ...client.management import Management
 from ...store.control_store import ControlStore
@@ -26,13 +27,27 @@ CALL_S = 60.0
 _LETTERS_AT_ONCE = 1000
 
 
+class LetterIdentity(NamedTuple):
+    """The event of a dead letter. A queue that lost its end gives positions again, to other events."""
+
+    queue: int
+    token: SequenceToken
+    timestamp_us: int
+    checksum: int
+    """CRC-32 of the payload."""
+
+    @classmethod
+    def of(cls, letter: DeadLetter) -> LetterIdentity:
+        return cls(letter.queue, letter.token, letter.timestamp_us, crc32(letter.payload))
+
+
 class SubscriptionSnapshot(NamedTuple):
     """A subscription with its checkpoints, dead letters and gap records."""
 
     definition: SubscriptionDefinition
     checkpoints: Mapping[int, Checkpoint]
-    letters: Sequence[tuple[int, int, int, str]]
-    """Queue, offset and index of each dead letter, and its reason."""
+    letters: Mapping[LetterIdentity, str]
+    """The dead letters with their reasons."""
     gaps: Sequence[GapRecord]
     exact: bool = True
     """False: only the lowest position of the streams that are behind is known, so `checkpoints` are lower bounds."""
@@ -105,10 +120,10 @@ def _of_consumers(
 async def _snapshot(there: _SubscriptionReader, definition: SubscriptionDefinition) -> SubscriptionSnapshot:
     """Read the checkpoints first: a dead letter is stored before the checkpoint that is past it."""
     checkpoints, exact = await there.checkpoints(definition.name)
-    letters: list[tuple[int, int, int, str]] = []
+    letters: dict[LetterIdentity, str] = {}
     last = 0
     while more := await there.letters(definition.name, last):
-        letters += [(one.queue, one.token.offset, one.token.index, one.reason) for one in more]
+        letters |= {LetterIdentity.of(one): one.reason for one in more}
         last = more[-1].id
     return SubscriptionSnapshot(definition, checkpoints, letters, await there.gaps(definition.name), exact)
 

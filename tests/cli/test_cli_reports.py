@@ -192,6 +192,24 @@ async def test_dead_letters_that_do_not_exist_are_named_and_nothing_is_done(
     assert "1 dead letter of subscription 'orders'" in headrace(*of_orders, letter["id"]).err
 
 
+async def test_dead_letters_of_streams_that_the_subscription_does_not_select_are_not_redriven(
+    provider: Provider, headrace: Headrace
+):
+    await give_up_on(provider, b"a", b"b")
+    await provider.delete_subscription("orders")
+    await provider.create_subscription(SubscriptionDefinition(name="orders", selector=Selector("shop/b")))
+    a, b = sorted(headrace("deadletters", "list", *DATA, "--json").json, key=lambda one: one["stream"])
+    of_orders = ["deadletters", "redrive", *DATA, "--subscription", "orders"]
+
+    refused = headrace(*of_orders, b["id"], a["id"]).refused(1)
+    assert refused == (
+        f"subscription 'orders' does not select the stream of dead letter {a['id']}: a deleted subscription had the "
+        "same name; nothing was changed"
+    )
+    assert headrace("deadletters", "show", *DATA, b["id"], "--json").json["redrive"] is False
+    assert "1 dead letter of subscription 'orders'" in headrace(*of_orders, b["id"]).err
+
+
 async def test_dead_letters_of_a_deleted_subscription_are_listed_until_they_are_gone(
     provider: Provider, headrace: Headrace
 ):

@@ -16,6 +16,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from headrace import (
+    DeadLetter,
     Event,
     GapRecord,
     InvalidArgument,
@@ -126,6 +127,26 @@ def test_checkpoints_and_dead_letters_account_for_every_event(spark: SparkSessio
     queue, offset, index = scene.dead
     assert (letter.kind, letter.queue, letter.first, letter.events) == ("dead-lettered", queue, (offset, index), 1)
     assert "no such book" in letter.reason
+
+
+def test_a_dead_letter_of_another_event_at_the_same_position_does_not_count(spark: SparkSession, tmp_path: Path):
+    publish(tmp_path, [(f"n/{n}", Event(b"%d" % n, timestamp_us=n)) for n in range(4)], queues=1)
+    definition = SubscriptionDefinition(name="s", selector=Selector("n/*"), start=Start.earliest())
+
+    def letter(n: int, payload: bytes, timestamp_us: int) -> DeadLetter:
+        of = StreamId("n", str(n)), SequenceToken(n), payload, dict[str, str](), None, timestamp_us
+        return DeadLetter(0, "default", "s", 0, *of, f"letter {n}", 1, 1)
+
+    async def plant(provider: Provider) -> None:
+        await provider.create_subscription(definition)
+        await provider.store.seek(provider.name, "s", {0: Checkpoint(4)}, "planted")
+        letters = [letter(1, b"1", 1), letter(1, b"1", 7), letter(2, b"lost", 2), letter(3, b"3", 7)]
+        await provider.store.add_dead_letters(letters, None)
+
+    stored(tmp_path, plant)
+    found = only(audit(spark, data=tmp_path))
+    assert found.counts == counts(delivered=3, dead=1)
+    assert [(finding.first, finding.reason) for finding in found.findings] == [((1, 0), "letter 1")]
 
 
 def test_what_consumers_wrote_is_compared_event_by_event(spark: SparkSession, scene: Scene, tmp_path: Path):
