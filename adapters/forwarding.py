@@ -41,11 +41,11 @@ class ForwardingAdapter(QueueAdapter):
     async def offset_at(self, queue: int, time_us: int) -> int:
         return await self.inner.offset_at(queue, time_us)
 
-    async def reach(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
-        return await self.inner.reach(queue, start, end, max_events, max_bytes)
+    async def end_within(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
+        return await self.inner.end_within(queue, start, end, max_events, max_bytes)
 
-    async def passed(self, queue: int, start: int, end: int) -> Sequence[tuple[int, int]]:
-        return await self.inner.passed(queue, start, end)
+    async def skipped(self, queue: int, start: int, end: int) -> Sequence[tuple[int, int]]:
+        return await self.inner.skipped(queue, start, end)
 
     async def backlog(self, queue: int, offset: int) -> Backlog:
         return await self.inner.backlog(queue, offset)

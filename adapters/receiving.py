@@ -15,7 +15,7 @@ class Gap(NamedTuple):
     low: int
     high: int
     reason: str
-    passed: bool = False
+    skipped: bool = False
     """Whether the gap is damage that an operator skipped with `headrace repair queue`: all readers skip it."""
 
 

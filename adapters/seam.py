@@ -21,7 +21,7 @@ from ..streams.errors import NotSupported
 from ..streams.events import EventBatch
 from ..streams.identity import StreamId
 from ..streams.publishing import ProducerSequence, Receipt
-from .reaching import OffsetRange, RangeLimits, reach_by_reading
+from .range_ends import OffsetRange, RangeLimits, end_by_reading
 from .receiving import Bounds, QueueReceiver
 
 
@@ -135,7 +135,7 @@ class QueueAdapter(ABC):
         """
         raise NotSupported("this adapter cannot find a position by time: it is not rewindable")
 
-    async def reach(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
+    async def end_within(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
         """Return how far a reader can read from `start` on within limits of events and encoded bytes (None: no limit).
 
         The result is the offset after the last batch that the limits allow, at most `end`. The first batch is always
@@ -145,9 +145,9 @@ class QueueAdapter(ABC):
         """
         if not self.capabilities.rewindable:
             raise NotSupported("this adapter cannot be read by ranges of offsets: it is not rewindable")
-        return await reach_by_reading(self, OffsetRange(queue, start, end), RangeLimits(max_events, max_bytes))
+        return await end_by_reading(self, OffsetRange(queue, start, end), RangeLimits(max_events, max_bytes))
 
-    async def passed(self, queue: int, start: int, end: int) -> Sequence[tuple[int, int]]:
+    async def skipped(self, queue: int, start: int, end: int) -> Sequence[tuple[int, int]]:
         """Return the damaged ranges of offsets from `start` up to `end` (exclusive) that an operator skipped with
         `headrace repair queue`."""
         return ()

@@ -66,7 +66,7 @@ class QueueAccess(ABC):
         """Return for each queue the offset of the first batch stored at or after `time_us` (µs since 1970 UTC)."""
 
     @abstractmethod
-    def reach(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
+    def end_within(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
         """Return the exclusive end of the batches from `start` up to `end` that are within both limits.
 
         At least one batch is within the limits, if there is one.
@@ -81,8 +81,8 @@ class QueueAccess(ABC):
         """
 
     @abstractmethod
-    def passed(self, queue: int, start: int, end: int) -> Sequence[tuple[int, int]]:
-        """Return the damaged ranges from `start` up to `end` (exclusive) that an operator passed.
+    def skipped(self, queue: int, start: int, end: int) -> Sequence[tuple[int, int]]:
+        """Return the damaged ranges from `start` up to `end` (exclusive) that an operator skipped.
 
         `read` leaves them out.
         """
@@ -112,15 +112,15 @@ class LogAccess(QueueAccess):
     def offsets_at(self, time_us: int) -> Sequence[int]:
         return self._scan.offsets_at(time_us)
 
-    def reach(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
-        return self._scan.reach(queue, start, end, max_events, max_bytes)
+    def end_within(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
+        return self._scan.end_within(queue, start, end, max_events, max_bytes)
 
     def read(self, queue: int, start: int, end: int, selector: Selector) -> Iterator[Chunk]:
         for blocks in self._scan.blocks(queue, start, end):
             yield _chunk(blocks, start, end)
 
-    def passed(self, queue: int, start: int, end: int) -> Sequence[tuple[int, int]]:
-        return self._scan.passed(queue, start, end)
+    def skipped(self, queue: int, start: int, end: int) -> Sequence[tuple[int, int]]:
+        return self._scan.skipped(queue, start, end)
 
     def close(self) -> None:
         self._scan.close()

@@ -58,8 +58,8 @@ class RemoteAccess(QueueAccess):
         request = pb.GetQueuesRequest(provider=self._provider, time_us=time_us)
         return [each.time_offset for each in self._get_queues(request)]
 
-    def reach(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
-        request = pb.ReachRequest(
+    def end_within(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
+        request = pb.EndWithinRequest(
             provider=self._provider,
             queue=queue,
             start_offset=start,
@@ -67,7 +67,9 @@ class RemoteAccess(QueueAccess):
             max_events=max_events,
             max_bytes=max_bytes,
         )
-        return self._with_offsets(lambda: self._ask("Reach", request, pb.ReachResponse), queue, start).end_offset
+        return self._with_offsets(
+            lambda: self._ask("EndWithin", request, pb.EndWithinResponse), queue, start
+        ).end_offset
 
     def read(self, queue: int, start: int, end: int, selector: Selector) -> Iterator[Chunk]:
         """See QueueAccess. Only selected batches come. If a silo fails, reading goes on at the next one. The last
@@ -94,8 +96,8 @@ class RemoteAccess(QueueAccess):
             finally:
                 self._end(call)
 
-    def passed(self, queue: int, start: int, end: int) -> Sequence[tuple[int, int]]:
-        ranges = self._get_queues(pb.GetQueuesRequest(provider=self._provider))[queue].passed
+    def skipped(self, queue: int, start: int, end: int) -> Sequence[tuple[int, int]]:
+        ranges = self._get_queues(pb.GetQueuesRequest(provider=self._provider))[queue].skipped
         cut = [(max(one.start_offset, start), min(one.end_offset, end)) for one in ranges]
         return [(low, high) for low, high in cut if low < high]
 

@@ -246,7 +246,7 @@ def _check_namespace(access: QueueAccess, options: SourceOptions, whole: Sequenc
     columns, others = ColumnReader(("namespace",), selector), ColumnReader(("namespace",), Selector("*/*"))
     found: set[str] = set()
     for queue, start, end in whole:
-        reached = access.reach(queue, start, end, left, None)
+        reached = access.end_within(queue, start, end, left, None)
         for _ in columns.batches(queue, access.read(queue, start, reached, selector)):
             return
         try:
@@ -364,7 +364,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         reached = list(starts)
         for one, most_events, most_bytes in zip(wanted, events, nbytes, strict=True):
             start = max(one.start, states[one.queue].first)
-            reached[one.queue] = self._access.reach(one.queue, start, one.end, most_events, most_bytes)
+            reached[one.queue] = self._access.end_within(one.queue, start, one.end, most_events, most_bytes)
         return reached
 
 

@@ -174,8 +174,8 @@ def _made_with(own: Path) -> tuple[int, str]:
         return scan.queues, str(scan.created_us)
 
 
-class Passed(NamedTuple):
-    """The result of `pass_damage`."""
+class SkippedDamage(NamedTuple):
+    """The result of `skip_damage`."""
 
     damages: Sequence[Damage]
     noted: Sequence[str]
@@ -184,8 +184,8 @@ class Passed(NamedTuple):
     """Subscriptions that another process serves: it notes the gap itself when it comes there."""
 
 
-async def pass_damage(data: Path, provider: str, queue: int, control: str | None = None) -> Passed:
-    """Pass the damaged and missing records of a queue of a log, so that all readers go on behind them.
+async def skip_damage(data: Path, provider: str, queue: int, control: str | None = None) -> SkippedDamage:
+    """Skip the damaged and missing records of a queue of a log, so that all readers continue after them.
 
     Each subscription that is not past them gets a gap record. The queue's end and counts are set right, too. Other
     processes may use the provider meanwhile.
@@ -198,9 +198,9 @@ async def pass_damage(data: Path, provider: str, queue: int, control: str | None
     try:
         adapter = opened.adapter if opened.delays is None else opened.delays.inner
         if not isinstance(adapter, LogAdapter):
-            raise NotSupported(f"provider {provider!r}: its adapter is not 'log', so nothing of it can be passed")
-        damages = await adapter.pass_damage(queue)
-        gaps = [Gap(one.low, one.high, one.reason, passed=True) for one in damages]
+            raise NotSupported(f"provider {provider!r}: its adapter is not 'log': only a log has records to skip")
+        damages = await adapter.skip_damage(queue)
+        gaps = [Gap(one.low, one.high, one.reason, skipped=True) for one in damages]
         noted: list[str] = []
         serving: list[str] = []
         for definition in await opened.store.subscriptions(provider) if damages else ():
@@ -209,7 +209,7 @@ async def pass_damage(data: Path, provider: str, queue: int, control: str | None
                     noted.append(definition.name)
             except Busy:
                 serving.append(definition.name)
-        return Passed(damages, noted, serving)
+        return SkippedDamage(damages, noted, serving)
     finally:
         await opened.aclose()
 

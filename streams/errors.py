@@ -180,7 +180,7 @@ class CorruptRecord(StorageError):
         """`remedy` is the command that skips the record."""
         last = offset if next_offset is None else next_offset - 1
         where = f"offset {offset}" if last <= offset else f"offsets {offset} to {last}"
-        way = f": go on behind it with {remedy}" if remedy else ""
+        way = f": skip it with {remedy}" if remedy else ""
         super().__init__(f"queue {queue}, {where}: the stored record is damaged ({why}){way}")
         self.queue: int | None = queue
         """`queue` and `offset` are None if the error is from a silo; its message has them."""

@@ -29,7 +29,7 @@ class ReadingTests(AdapterConformance):
             if not adapter.capabilities.rewindable:
                 await _refused(lambda: adapter.open_receiver(0, 0))
                 await _refused(lambda: adapter.offset_at(0, 0))
-                await _refused(lambda: adapter.reach(0, 0, 1, 1, None))
+                await _refused(lambda: adapter.end_within(0, 0, 1, 1, None))
             if not adapter.capabilities.idempotent:
                 await _refused(lambda: adapter.enqueue([], sequence=ProducerSequence("p", 1, 0)))
                 await _refused(lambda: adapter.last_sequence("p"))

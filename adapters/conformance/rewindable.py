@@ -73,7 +73,7 @@ class RewindingTests(AdapterConformance):
                 batches = everything[index:]
                 start, end = batches[0].offset, batches[-1].offset + 1
                 for max_events, max_bytes in limits:
-                    reached = await soon(adapter.reach(0, start, end, max_events, max_bytes))
+                    reached = await soon(adapter.end_within(0, start, end, max_events, max_bytes))
                     assert reached == _reached(batches, max_events, max_bytes)
 
     async def test_limits_reach_to_the_end_that_is_given_and_to_that_of_the_queue(self, tmp_path: Path) -> None:
@@ -81,10 +81,10 @@ class RewindingTests(AdapterConformance):
             everything = await take(await adapter.open_receiver(0), BATCHES)
             first, middle, end = everything[0].offset, everything[BATCHES // 2].offset, (await adapter.bounds(0)).next
             for max_events in (ANY, None):
-                assert await soon(adapter.reach(0, first, middle, max_events, None)) == middle
-                assert await soon(adapter.reach(0, first, end + 1, max_events, None)) == end
-                assert await soon(adapter.reach(0, end, end + 1, max_events, None)) == end
-                assert await soon(adapter.reach(0, first, first, max_events, None)) == first
+                assert await soon(adapter.end_within(0, first, middle, max_events, None)) == middle
+                assert await soon(adapter.end_within(0, first, end + 1, max_events, None)) == end
+                assert await soon(adapter.end_within(0, end, end + 1, max_events, None)) == end
+                assert await soon(adapter.end_within(0, first, first, max_events, None)) == first
 
 
 class ConformsToRewindableReadOnly(RewindingTests):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ...streams.errors import Closed, DataDirectoryError, InvalidArgument, PayloadTooLarge
 from ...streams.events import EventBatch
 from ...streams.private_files import make_directory
-from ..reaching import RangeLimits
+from ..range_ends import RangeLimits
 from ..receiving import Bounds
 from ..registry import read_options
 from ..seam import AdapterContext, Backlog, Capabilities, ProducerSequence, QueueAdapter, QueueStatistics, Receipt
@@ -19,12 +19,12 @@ from .allocator import prefer_reuse
 from .backlog import backlog
 from .blocks import StreamTable
 from .committer import Committer
-from .damage import Damage, find_damage, pass_damage, passed_ranges
+from .damage import Damage, find_damage, skip_damage, skipped_ranges
 from .doorbell import Doorbell, Ringer
 from .environment import MAX_QUEUES, LogEnvironment, acquire, check_process, release
 from .group import CommitRequest
 from .options import LogOptions
-from .reach import reach
+from .range_ends import end_within
 from .receiver import LogReceiver, QueueReader
 from .retention import expire_producers, trim
 from .timesearch import offset_at
@@ -149,9 +149,9 @@ class LogAdapter(QueueAdapter):
     async def offset_at(self, queue: int, time_us: int) -> int:
         return await self._read_snapshot(lambda snapshot: offset_at(snapshot, queue, time_us), queue)
 
-    async def reach(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
+    async def end_within(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
         limits = RangeLimits(max_events, max_bytes)
-        return await self._read_snapshot(lambda snapshot: reach(snapshot, queue, start, end, limits), queue)
+        return await self._read_snapshot(lambda snapshot: end_within(snapshot, queue, start, end, limits), queue)
 
     async def backlog(self, queue: int, offset: int) -> Backlog:
         return await self._read_snapshot(lambda snapshot: backlog(snapshot, queue, offset), queue)
@@ -164,15 +164,15 @@ class LogAdapter(QueueAdapter):
         """Return the unfinished ranges that retention deleted from a queue, oldest first."""
         return await self._read_snapshot(lambda snapshot: list(snapshot.gaps(queue)), queue)
 
-    async def passed(self, queue: int, start: int, end: int) -> Sequence[tuple[int, int]]:
-        return await self._read_snapshot(lambda snapshot: passed_ranges(snapshot, queue, start, end), queue)
+    async def skipped(self, queue: int, start: int, end: int) -> Sequence[tuple[int, int]]:
+        return await self._read_snapshot(lambda snapshot: skipped_ranges(snapshot, queue, start, end), queue)
 
-    async def pass_damage(self, queue: int) -> list[Damage]:
-        """Read a whole queue, and mark its damaged ranges as passed: readers get a gap there, and continue. Return the
+    async def skip_damage(self, queue: int) -> list[Damage]:
+        """Read a whole queue, and mark its damaged ranges as skipped: readers get a gap there, and continue. Return the
         ranges."""
         self._check_queue(queue)
         damages = await self._run(lambda: find_damage(self._environment, queue))
-        return await self._run(lambda: pass_damage(self._environment, queue, damages))
+        return await self._run(lambda: skip_damage(self._environment, queue, damages))
 
     async def apply_retention(self, watermarks: Mapping[int, int]) -> None:
         """See QueueAdapter. Deletes in short transactions, so that publishers can commit between them."""

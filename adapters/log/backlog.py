@@ -22,7 +22,7 @@ def backlog(snapshot: Snapshot, queue: int, offset: int) -> Backlog:
     first = snapshot.block_holding(queue, start)
     assert first is not None, "oldest is retained, and there are no holes above it"
     header = _header(snapshot, queue, first)
-    since_us = None if header is None or header.passed else header.time_us
+    since_us = None if header is None or header.skipped else header.time_us
     events, counted_to = _counted(snapshot, queue, first, start, tail.next)
     left = tail.next - counted_to
     events += _estimated(tail, oldest, left)

@@ -14,7 +14,7 @@
 The checksum includes the place. A block that is found in another queue or at another offset is therefore damaged.
 Blocks with the older magic b"HRB1" have a checksum without the place.
 
-An operator can pass a damaged block, that is, let all readers skip it. The block is then replaced by a record with the
+An operator can skip a damaged block for all readers. The block is then replaced by a record with the
 magic b"HRP1", no events, no columns, and the reason as UTF-8 text after the header. This record keeps the offsets of
 the lost batches.
 
@@ -50,7 +50,7 @@ MAX_BATCHES = (1 << 32) - 1
 
 _MAGIC = b"HRB2"
 _FIRST_MAGIC = b"HRB1"
-_PASSED_MAGIC = b"HRP1"
+_SKIPPED_MAGIC = b"HRP1"
 _PLACE = Struct("<IQ")
 _HEADER = Struct("<4sIQII")
 _CRC = Struct("<I")
@@ -77,15 +77,15 @@ class BlockHeader(NamedTuple):
     time_us: int
     batches: int
     events: int
-    passed: bool = False
-    """An operator passed the block because it was damaged. It is empty."""
+    skipped: bool = False
+    """An operator skipped the block because it was damaged. It is empty."""
     has_place: bool = True
     """Whether the checksum covers the place of the block."""
 
 
-def passed_record(place: BlockPlace, batches: int, time_us: int, reason: str) -> bytes:
-    """Return the record of a passed block that takes the offsets of `batches` batches."""
-    record = bytearray(_HEADER.pack(_PASSED_MAGIC, 0, time_us, batches, 0) + reason.encode())
+def skipped_record(place: BlockPlace, batches: int, time_us: int, reason: str) -> bytes:
+    """Return the record of a skipped block that takes the offsets of `batches` batches."""
+    record = bytearray(_HEADER.pack(_SKIPPED_MAGIC, 0, time_us, batches, 0) + reason.encode())
     _CRC.pack_into(record, 4, _checksum(record, place))
     return bytes(record)
 
@@ -95,8 +95,8 @@ def _checksum(record: bytes | bytearray | memoryview, place: BlockPlace | None) 
     return zlib.crc32(memoryview(record)[_CHECKED_FROM:], start)
 
 
-def passed_reason(record: bytes | memoryview) -> str:
-    """Return the reason why a block was passed."""
+def skipped_reason(record: bytes | memoryview) -> str:
+    """Return the reason why a block was skipped."""
     return bytes(record[_HEADER.size :]).decode(errors="replace")
 
 
@@ -147,15 +147,15 @@ def read_header(record: bytes | memoryview) -> BlockHeader:
     if len(record) < _HEADER.size:
         raise DamagedBlockError(f"{len(record)} bytes, too short for a block")
     magic, crc, time_us, count, events = _HEADER.unpack_from(record)
-    if magic not in (_MAGIC, _FIRST_MAGIC, _PASSED_MAGIC):
+    if magic not in (_MAGIC, _FIRST_MAGIC, _SKIPPED_MAGIC):
         raise DamagedBlockError(f"begins with {magic!r}, not {_MAGIC!r}")
-    return BlockHeader(crc, time_us, count, events, magic == _PASSED_MAGIC, magic != _FIRST_MAGIC)
+    return BlockHeader(crc, time_us, count, events, magic == _SKIPPED_MAGIC, magic != _FIRST_MAGIC)
 
 
 def check_block(record: bytes | memoryview, place: BlockPlace) -> BlockHeader:
-    """Check a whole record that is stored at `place`; it may be a passed block. Raises DamagedBlockError."""
+    """Check a whole record that is stored at `place`; it may be a skipped block. Raises DamagedBlockError."""
     header = read_header(record)
-    if not header.passed:
+    if not header.skipped:
         return Block(record, place).header
     _check_sum(record, place, header)
     return header
@@ -171,7 +171,7 @@ def events_from(record: bytes | memoryview, start: int) -> int:
 
     Raises DamagedBlockError.
     """
-    return 0 if read_header(record).passed else sum(columns(record)[1][start:])
+    return 0 if read_header(record).skipped else sum(columns(record)[1][start:])
 
 
 def columns(record: bytes | memoryview) -> tuple[array[int], array[int]]:

@@ -1,4 +1,4 @@
-"""Find damaged blocks of a queue, and pass them: replace them by records that readers skip."""
+"""Find damaged blocks of a queue, and skip them: replace them by records that readers pass over."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from ...streams.errors import CorruptRecord
-from .blocks import MAX_BATCHES, BlockPlace, DamagedBlockError, check_block, passed_record, read_header
+from .blocks import MAX_BATCHES, BlockPlace, DamagedBlockError, check_block, read_header, skipped_record
 from .environment import LogEnvironment
 from .transactions import Changes, Snapshot, StoredGap
 
-PASSED = "damaged, and passed by an operator"
-"""The beginning of the reason of a gap that was passed."""
+SKIPPED = "damaged, and skipped by an operator"
+"""The beginning of the reason of a gap that was skipped."""
 MISSING = "the block is missing"
 
 _READ_BYTES = 8 << 20
@@ -30,8 +30,8 @@ class Damage(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """The reason of the gap, once it is passed."""
-        return f"{PASSED} ({self.why})"
+        """The reason of the gap, once it is skipped."""
+        return f"{SKIPPED} ({self.why})"
 
     @property
     def offsets(self) -> str:
@@ -80,7 +80,7 @@ def check_range(snapshot: Snapshot, queue: int, start: int, end: int) -> Checked
     """Check the blocks from offset `start` up to `end`, at most about 8 MiB of them."""
     try:
         oldest = snapshot.first(queue)
-    except CorruptRecord:  # all blocks are behind the queue's end, which `pass_damage` corrects
+    except CorruptRecord:  # all blocks are behind the queue's end, which `skip_damage` corrects
         oldest = None
     if oldest is None:
         return CheckedRange(end, 0, [])
@@ -114,9 +114,9 @@ def _checked(record: memoryview, place: BlockPlace, after: int) -> tuple[int, st
     return place.first + header.batches, ""
 
 
-def passed_ranges(snapshot: Snapshot, queue: int, start: int, end: int) -> list[tuple[int, int]]:
-    """Return the ranges of offsets from `start` up to `end` (exclusive) that were damaged and passed by an operator."""
-    gaps = [gap for gap in snapshot.gaps(queue) if gap.reason.startswith(PASSED)]
+def skipped_ranges(snapshot: Snapshot, queue: int, start: int, end: int) -> list[tuple[int, int]]:
+    """Return the damaged ranges of offsets from `start` up to `end` (exclusive) that an operator skipped."""
+    gaps = [gap for gap in snapshot.gaps(queue) if gap.reason.startswith(SKIPPED)]
     cut = [(max(gap.low, start), min(gap.high, end)) for gap in gaps]
     return [(low, high) for low, high in cut if low < high]
 
@@ -132,21 +132,21 @@ def merge_adjacent(damages: list[Damage]) -> list[Damage]:
     return found
 
 
-def pass_damage(environment: LogEnvironment, queue: int, damages: list[Damage]) -> list[Damage]:
-    """Replace damaged blocks by passed ones. Return the damages that were passed.
+def skip_damage(environment: LogEnvironment, queue: int, damages: list[Damage]) -> list[Damage]:
+    """Replace damaged blocks by skipped ones. Return the damages that were skipped.
 
     A range that was deleted or repaired in the meantime is left as it is. The queue's end and its numbers of events and
     bytes are corrected too.
     """
     now_us = time.time_ns() // 1000
-    passed: list[Damage] = []
+    skipped: list[Damage] = []
     with environment.writing() as changes:
         for damage in damages:
             if damage in still_damaged(changes, queue, damage):
-                _pass(changes, queue, damage, now_us)
-                passed.append(damage)
+                _skip(changes, queue, damage, now_us)
+                skipped.append(damage)
         _recount(changes, queue)
-    return passed
+    return skipped
 
 
 def still_damaged(snapshot: Snapshot, queue: int, damage: Damage) -> list[Damage]:
@@ -160,13 +160,13 @@ def still_damaged(snapshot: Snapshot, queue: int, damage: Damage) -> list[Damage
     return merge_adjacent(found)
 
 
-def _pass(changes: Changes, queue: int, damage: Damage, now_us: int) -> None:
+def _skip(changes: Changes, queue: int, damage: Damage, now_us: int) -> None:
     time_us = _time_before(changes, queue, damage.low)
     for first in [first for first, _ in changes.blocks(queue, damage.low) if first < damage.high]:
         changes.delete(queue, first)
     bounds = [*range(damage.low, damage.high, MAX_BATCHES), damage.high]
     for low, high in pairwise(bounds):
-        changes.put(queue, low, passed_record(BlockPlace(queue, low), high - low, time_us, damage.reason))
+        changes.put(queue, low, skipped_record(BlockPlace(queue, low), high - low, time_us, damage.reason))
     changes.put_gap(queue, StoredGap(damage.low, damage.high, now_us, damage.reason))
 
 

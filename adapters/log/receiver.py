@@ -15,8 +15,8 @@ from .blocks import (
     ReadBudget,
     StreamTable,
     check_block,
-    passed_reason,
     read_header,
+    skipped_reason,
 )
 from .environment import LogEnvironment
 from .transactions import Snapshot
@@ -49,7 +49,7 @@ class QueueReader:
             first = snapshot.block_holding(self._queue, position) if end - position <= FRESH_BATCHES else None
             if first is None:
                 return None
-            if self._passed(snapshot, first, position) is not None:
+            if self._skipped(snapshot, first, position) is not None:
                 return None
             small = budget._replace(nbytes=min(budget.nbytes, FRESH_BYTES))
             batches = self._collect(snapshot, first, position, end, small, largest=FRESH_BYTES)
@@ -68,7 +68,7 @@ class QueueReader:
             if first is None:
                 gap = _gap(snapshot, self._queue, position, end)
                 return Received((), gap.high, gap)
-            if (gap := self._passed(snapshot, first, position)) is not None:
+            if (gap := self._skipped(snapshot, first, position)) is not None:
                 return Received((), gap.high, gap)
             batches = self._collect(snapshot, first, position, end, budget)
         return Received(batches, batches[-1].offset + 1)
@@ -84,7 +84,7 @@ class QueueReader:
             try:
                 block = self._open(snapshot, first, position)
             except DamagedBlockError as damage:
-                if batches:  # return them first; the next read begins at this block, which is damaged or passed
+                if batches:  # return them first; the next read begins at this block, which is damaged or skipped
                     break
                 after = snapshot.block_after(self._queue, max(first, position))
                 raise snapshot.corrupt(self._queue, position, damage, after) from None
@@ -94,13 +94,13 @@ class QueueReader:
             position = first = first + block.header.batches
         return batches
 
-    def _passed(self, snapshot: Snapshot, first: int, position: int) -> Gap | None:
-        """Return the gap from `position` on if the block that begins at `first` was passed, else None."""
+    def _skipped(self, snapshot: Snapshot, first: int, position: int) -> Gap | None:
+        """Return the gap from `position` on if the block that begins at `first` was skipped, else None."""
         try:
             record = snapshot.record(self._queue, first)
         except DamagedBlockError:
             return None  # `_open` raises the error
-        return passed_gap(record, BlockPlace(self._queue, first), position)
+        return skipped_gap(record, BlockPlace(self._queue, first), position)
 
     def _open(self, snapshot: Snapshot, first: int, position: int) -> Block:
         """Return the block at `first`. Its checksum is verified by the first of several reads only.
@@ -115,15 +115,15 @@ class QueueReader:
         return block
 
 
-def passed_gap(record: memoryview, place: BlockPlace, position: int) -> Gap | None:
-    """Return the gap from `position` on if the record at `place` is a passed block, else None."""
+def skipped_gap(record: memoryview, place: BlockPlace, position: int) -> Gap | None:
+    """Return the gap from `position` on if the record at `place` is a skipped block, else None."""
     try:
-        if not read_header(record).passed:
+        if not read_header(record).skipped:
             return None
         header = check_block(record, place)
     except DamagedBlockError:
         return None  # reading the block raises the error
-    return Gap(position, place.first + header.batches, passed_reason(record), passed=True)
+    return Gap(position, place.first + header.batches, skipped_reason(record), skipped=True)
 
 
 def _gap(snapshot: Snapshot, queue: int, position: int, end: int) -> Gap:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from ...streams.errors import InvalidArgument, NotFound, OffsetsGone
-from ..reaching import RangeLimits
+from ..range_ends import RangeLimits
 from .blocks import BlockHeader, BlockPlace, DamagedBlockError, check_block
-from .damage import passed_ranges
+from .damage import skipped_ranges
 from .environment import acquire, has_log, release
 from .options import LogOptions
-from .reach import reach
+from .range_ends import end_within
 from .rows import Tail
 from .timesearch import offset_at
 from .transactions import Snapshot
@@ -80,15 +80,15 @@ class LogScan:
         with self._environment.reading() as snapshot:
             return [offset_at(snapshot, queue, time_us) for queue in range(self.queues)]
 
-    def reach(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
-        """See QueueAdapter.reach."""
+    def end_within(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
+        """See QueueAdapter.end_within."""
         with self._environment.reading() as snapshot:
-            return reach(snapshot, queue, start, end, RangeLimits(max_events, max_bytes))
+            return end_within(snapshot, queue, start, end, RangeLimits(max_events, max_bytes))
 
     def blocks(self, queue: int, start: int, end: int) -> Iterator[StoredBlocks]:
         """Yield the blocks that hold the batches from `start` up to `end` (exclusive), about 1 MiB at a time.
 
-        Blocks are whole: the first and the last may hold other batches too. Passed blocks are left out. Raises
+        Blocks are whole: the first and the last may hold other batches too. Skipped blocks are left out. Raises
         OffsetsGone if `start` is not retained, InvalidArgument if `end` is behind the queue's end, CorruptRecord for a
         damaged block.
         """
@@ -99,7 +99,7 @@ class LogScan:
             start = read.end
 
     def _read(self, queue: int, start: int, end: int) -> StoredBlocks:
-        """Return the next blocks. They are empty only if the first one was passed."""
+        """Return the next blocks. They are empty only if the first one was skipped."""
         with self._environment.reading() as snapshot:
             if end > (queue_end := snapshot.tail(queue).next):
                 raise InvalidArgument(f"queue {queue} ends at offset {queue_end}: it cannot be read to {end}")
@@ -121,7 +121,7 @@ class LogScan:
                     break
                 after = snapshot.block_after(queue, first)
                 raise snapshot.corrupt(queue, max(start, first), damage, after) from None
-            if header.passed:
+            if header.skipped:
                 if blocks:
                     break
                 return StoredBlocks(b"", (), first + header.batches)
@@ -131,10 +131,10 @@ class LogScan:
             first += header.batches
         return StoredBlocks(b"".join(views), blocks, first)
 
-    def passed(self, queue: int, start: int, end: int) -> Sequence[tuple[int, int]]:
-        """Return the damaged ranges of offsets from `start` up to `end` (exclusive) that an operator passed."""
+    def skipped(self, queue: int, start: int, end: int) -> Sequence[tuple[int, int]]:
+        """Return the damaged ranges of offsets from `start` up to `end` (exclusive) that an operator skipped."""
         with self._environment.reading() as snapshot:
-            return passed_ranges(snapshot, queue, start, end)
+            return skipped_ranges(snapshot, queue, start, end)
 
     def close(self) -> None:
         """Idempotent."""

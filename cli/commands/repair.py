@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ...silo.repair import pass_damage, renew_control, renew_log
+from ...silo.repair import renew_control, renew_log, skip_damage
 from ...streams.wording import counted
 from .help import CommandGroup
 from .options import data_options, provider_option
@@ -64,24 +64,24 @@ def control(*, data: Path, store: str | None, as_json: bool) -> None:
 def queue(*, data: Path, store: str | None, provider: str, queue: int, as_json: bool) -> None:
     """Skip the damaged and missing records of QUEUE of a log, so that its subscriptions continue after them.
 
-    The damaged events are lost. Each subscription that has not passed them gets a gap record. Silos may run meanwhile.
+    The damaged events are lost. Each subscription that is not past them gets a gap record. Silos may run meanwhile.
     """
-    passed = run(pass_damage(data, provider, queue, store))
+    skipped = run(skip_damage(data, provider, queue, store))
     if as_json:
         print_json(
             {
                 "queue": queue,
-                "passed": [one._asdict() for one in passed.damages],
-                "noted": passed.noted,
-                "serving": passed.serving,
+                "skipped": [one._asdict() for one in skipped.damages],
+                "noted": skipped.noted,
+                "serving": skipped.serving,
             }
         )
         return
-    if not passed.damages:
+    if not skipped.damages:
         note(f"queue {queue}: no record is damaged or missing; its end and its counts are right")
-    for damage in passed.damages:
-        note(f"queue {queue}: passed {damage.offsets} ({damage.why})")
-    for name in passed.noted:
+    for damage in skipped.damages:
+        note(f"queue {queue}: skipped {damage.offsets} ({damage.why})")
+    for name in skipped.noted:
         note(f"subscription {name!r} has a gap record")
-    for name in passed.serving:
+    for name in skipped.serving:
         note(f"subscription {name!r} is served by a process, which writes the gap record when it reaches the damage")

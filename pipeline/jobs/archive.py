@@ -207,7 +207,7 @@ class _Run:
             state = self._retained(access.states())
             try:
                 reached = _reached(access, state.positions, ends, events)
-                return self._add(_with_passed(access, state, reached), reached)
+                return self._add(_with_skipped(access, state, reached), reached)
             except (PySparkException, OffsetsGone) as error:
                 cause = headrace_error(error) if isinstance(error, PySparkException) else error
                 if not isinstance(cause, OffsetsGone) or attempt == _MOST_TRIES - 1:
@@ -279,12 +279,12 @@ def _estimated(positions: Sequence[int], queues: Sequence[QueueState]) -> int:
     return sum(estimated_events(one, queues[one.queue]) for one in ranges(starts, [there.next for there in queues]))
 
 
-def _with_passed(access: QueueAccess, state: ArchiveState, ends: Sequence[int]) -> ArchiveState:
-    """Return the state with gaps for the damaged ranges up to `ends` that an operator has passed."""
+def _with_skipped(access: QueueAccess, state: ArchiveState, ends: Sequence[int]) -> ArchiveState:
+    """Return the state with gaps for the damaged ranges up to `ends` that an operator has skipped."""
     gaps = [
         ArchiveGap(one.queue, low, high)
         for one in ranges(state.positions, ends)
-        for low, high in access.passed(one.queue, one.start, one.end)
+        for low, high in access.skipped(one.queue, one.start, one.end)
     ]
     return msgspec.structs.replace(state, gaps=[*state.gaps, *gaps])
 
@@ -295,7 +295,7 @@ def _reached(access: QueueAccess, starts: Sequence[int], ends: Sequence[int], ev
     dealt = shares([estimated_events(one, states[one.queue]) for one in wanted], events)
     reached = list(starts)
     for one, most in zip(wanted, dealt, strict=True):
-        reached[one.queue] = access.reach(one.queue, one.start, one.end, most, None)
+        reached[one.queue] = access.end_within(one.queue, one.start, one.end, most, None)
     return reached
 
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from headrace.proto.v1 import events_pb2 as headrace_dot_proto_dot_v1_dot_events__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eheadrace/proto/v1/reader.proto\x12\x0bheadrace.v1\x1a\x1eheadrace/proto/v1/events.proto\"F\n\x10GetQueuesRequest\x12\x10\n\x08provider\x18\x01 \x01(\t\x12\x14\n\x07time_us\x18\x02 \x01(\x03H\x00\x88\x01\x01\x42\n\n\x08_time_us\"<\n\x11GetQueuesResponse\x12\'\n\x06queues\x18\x01 \x03(\x0b\x32\x17.headrace.v1.QueueRange\"\xc9\x01\n\nQueueRange\x12\x14\n\x0c\x66irst_offset\x18\x01 \x01(\x04\x12\x13\n\x0bnext_offset\x18\x02 \x01(\x04\x12\x13\n\x06\x65vents\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x12\n\x05\x62ytes\x18\x04 \x01(\x04H\x01\x88\x01\x01\x12\x18\n\x0btime_offset\x18\x05 \x01(\x04H\x02\x88\x01\x01\x12(\n\x06passed\x18\x06 \x03(\x0b\x32\x18.headrace.v1.PassedRangeB\t\n\x07_eventsB\x08\n\x06_bytesB\x0e\n\x0c_time_offset\"7\n\x0bPassedRange\x12\x14\n\x0cstart_offset\x18\x01 \x01(\x04\x12\x12\n\nend_offset\x18\x02 \x01(\x04\"\xa7\x01\n\x0cReachRequest\x12\x10\n\x08provider\x18\x01 \x01(\t\x12\r\n\x05queue\x18\x02 \x01(\r\x12\x14\n\x0cstart_offset\x18\x03 \x01(\x04\x12\x12\n\nend_offset\x18\x04 \x01(\x04\x12\x17\n\nmax_events\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x16\n\tmax_bytes\x18\x06 \x01(\x04H\x01\x88\x01\x01\x42\r\n\x0b_max_eventsB\x0c\n\n_max_bytes\"#\n\rReachResponse\x12\x12\n\nend_offset\x18\x01 \x01(\x04\"j\n\x0bReadRequest\x12\x10\n\x08provider\x18\x01 \x01(\t\x12\r\n\x05queue\x18\x02 \x01(\r\x12\x14\n\x0cstart_offset\x18\x03 \x01(\x04\x12\x12\n\nend_offset\x18\x04 \x01(\x04\x12\x10\n\x08selector\x18\x05 \x01(\t\"]\n\x0cReadResponse\x12(\n\x07\x62\x61tches\x18\x01 \x03(\x0b\x32\x17.headrace.v1.EventBatch\x12#\n\x04head\x18\x02 \x01(\x0b\x32\x15.headrace.v1.ReadHead\"q\n\x08ReadHead\x12\x13\n\x0bnext_offset\x18\x01 \x01(\x04\x12\x0e\n\x06starts\x18\x02 \x03(\x07\x12\r\n\x05sizes\x18\x03 \x03(\x07\x12\x10\n\x08prefixes\x18\x04 \x03(\x07\x12\x0e\n\x06\x63ounts\x18\x05 \x03(\x07\x12\x0f\n\x07offsets\x18\x06 \x03(\x06\x32\xda\x01\n\rReaderService\x12J\n\tGetQueues\x12\x1d.headrace.v1.GetQueuesRequest\x1a\x1e.headrace.v1.GetQueuesResponse\x12>\n\x05Reach\x12\x19.headrace.v1.ReachRequest\x1a\x1a.headrace.v1.ReachResponse\x12=\n\x04Read\x12\x18.headrace.v1.ReadRequest\x1a\x19.headrace.v1.ReadResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eheadrace/proto/v1/reader.proto\x12\x0bheadrace.v1\x1a\x1eheadrace/proto/v1/events.proto\"F\n\x10GetQueuesRequest\x12\x10\n\x08provider\x18\x01 \x01(\t\x12\x14\n\x07time_us\x18\x02 \x01(\x03H\x00\x88\x01\x01\x42\n\n\x08_time_us\"<\n\x11GetQueuesResponse\x12\'\n\x06queues\x18\x01 \x03(\x0b\x32\x17.headrace.v1.QueueRange\"\xcb\x01\n\nQueueRange\x12\x14\n\x0c\x66irst_offset\x18\x01 \x01(\x04\x12\x13\n\x0bnext_offset\x18\x02 \x01(\x04\x12\x13\n\x06\x65vents\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x12\n\x05\x62ytes\x18\x04 \x01(\x04H\x01\x88\x01\x01\x12\x18\n\x0btime_offset\x18\x05 \x01(\x04H\x02\x88\x01\x01\x12*\n\x07skipped\x18\x06 \x03(\x0b\x32\x19.headrace.v1.SkippedRangeB\t\n\x07_eventsB\x08\n\x06_bytesB\x0e\n\x0c_time_offset\"8\n\x0cSkippedRange\x12\x14\n\x0cstart_offset\x18\x01 \x01(\x04\x12\x12\n\nend_offset\x18\x02 \x01(\x04\"\xab\x01\n\x10\x45ndWithinRequest\x12\x10\n\x08provider\x18\x01 \x01(\t\x12\r\n\x05queue\x18\x02 \x01(\r\x12\x14\n\x0cstart_offset\x18\x03 \x01(\x04\x12\x12\n\nend_offset\x18\x04 \x01(\x04\x12\x17\n\nmax_events\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x16\n\tmax_bytes\x18\x06 \x01(\x04H\x01\x88\x01\x01\x42\r\n\x0b_max_eventsB\x0c\n\n_max_bytes\"\'\n\x11\x45ndWithinResponse\x12\x12\n\nend_offset\x18\x01 \x01(\x04\"j\n\x0bReadRequest\x12\x10\n\x08provider\x18\x01 \x01(\t\x12\r\n\x05queue\x18\x02 \x01(\r\x12\x14\n\x0cstart_offset\x18\x03 \x01(\x04\x12\x12\n\nend_offset\x18\x04 \x01(\x04\x12\x10\n\x08selector\x18\x05 \x01(\t\"]\n\x0cReadResponse\x12(\n\x07\x62\x61tches\x18\x01 \x03(\x0b\x32\x17.headrace.v1.EventBatch\x12#\n\x04head\x18\x02 \x01(\x0b\x32\x15.headrace.v1.ReadHead\"q\n\x08ReadHead\x12\x13\n\x0bnext_offset\x18\x01 \x01(\x04\x12\x0e\n\x06starts\x18\x02 \x03(\x07\x12\r\n\x05sizes\x18\x03 \x03(\x07\x12\x10\n\x08prefixes\x18\x04 \x03(\x07\x12\x0e\n\x06\x63ounts\x18\x05 \x03(\x07\x12\x0f\n\x07offsets\x18\x06 \x03(\x06\x32\xe6\x01\n\rReaderService\x12J\n\tGetQueues\x12\x1d.headrace.v1.GetQueuesRequest\x1a\x1e.headrace.v1.GetQueuesResponse\x12J\n\tEndWithin\x12\x1d.headrace.v1.EndWithinRequest\x1a\x1e.headrace.v1.EndWithinResponse\x12=\n\x04Read\x12\x18.headrace.v1.ReadRequest\x1a\x19.headrace.v1.ReadResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,19 +37,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETQUEUESRESPONSE']._serialized_start=151
   _globals['_GETQUEUESRESPONSE']._serialized_end=211
   _globals['_QUEUERANGE']._serialized_start=214
-  _globals['_QUEUERANGE']._serialized_end=415
-  _globals['_PASSEDRANGE']._serialized_start=417
-  _globals['_PASSEDRANGE']._serialized_end=472
-  _globals['_REACHREQUEST']._serialized_start=475
-  _globals['_REACHREQUEST']._serialized_end=642
-  _globals['_REACHRESPONSE']._serialized_start=644
-  _globals['_REACHRESPONSE']._serialized_end=679
-  _globals['_READREQUEST']._serialized_start=681
-  _globals['_READREQUEST']._serialized_end=787
-  _globals['_READRESPONSE']._serialized_start=789
-  _globals['_READRESPONSE']._serialized_end=882
-  _globals['_READHEAD']._serialized_start=884
-  _globals['_READHEAD']._serialized_end=997
-  _globals['_READERSERVICE']._serialized_start=1000
-  _globals['_READERSERVICE']._serialized_end=1218
+  _globals['_QUEUERANGE']._serialized_end=417
+  _globals['_SKIPPEDRANGE']._serialized_start=419
+  _globals['_SKIPPEDRANGE']._serialized_end=475
+  _globals['_ENDWITHINREQUEST']._serialized_start=478
+  _globals['_ENDWITHINREQUEST']._serialized_end=649
+  _globals['_ENDWITHINRESPONSE']._serialized_start=651
+  _globals['_ENDWITHINRESPONSE']._serialized_end=690
+  _globals['_READREQUEST']._serialized_start=692
+  _globals['_READREQUEST']._serialized_end=798
+  _globals['_READRESPONSE']._serialized_start=800
+  _globals['_READRESPONSE']._serialized_end=893
+  _globals['_READHEAD']._serialized_start=895
+  _globals['_READHEAD']._serialized_end=1008
+  _globals['_READERSERVICE']._serialized_start=1011
+  _globals['_READERSERVICE']._serialized_end=1241
 # @@protoc_insertion_point(module_scope)

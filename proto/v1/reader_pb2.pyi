@@ -78,7 +78,7 @@ class QueueRange(_message.Message):
     EVENTS_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     TIME_OFFSET_FIELD_NUMBER: _builtins.int
-    PASSED_FIELD_NUMBER: _builtins.int
+    SKIPPED_FIELD_NUMBER: _builtins.int
     first_offset: _builtins.int
     """The first offset. For a caller that may not subscribe to, or manage, all namespaces: the offset of the first batch
     that it may see.
@@ -96,8 +96,8 @@ class QueueRange(_message.Message):
     `next_offset`.
     """
     @_builtins.property
-    def passed(self) -> _containers.RepeatedCompositeFieldContainer[Global___PassedRange]:
-        """The ranges from `first_offset` up to `next_offset` that were damaged and that an operator passed. Read leaves them
+    def skipped(self) -> _containers.RepeatedCompositeFieldContainer[Global___SkippedRange]:
+        """The ranges from `first_offset` up to `next_offset` that were damaged and that an operator skipped. Read leaves them
         out.
         """
 
@@ -109,11 +109,11 @@ class QueueRange(_message.Message):
         events: _builtins.int | None = ...,
         bytes: _builtins.int | None = ...,
         time_offset: _builtins.int | None = ...,
-        passed: _abc.Iterable[Global___PassedRange] | None = ...,
+        skipped: _abc.Iterable[Global___SkippedRange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bytes", b"_bytes", "_events", b"_events", "_time_offset", b"_time_offset", "bytes", b"bytes", "events", b"events", "time_offset", b"time_offset"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bytes", b"_bytes", "_events", b"_events", "_time_offset", b"_time_offset", "bytes", b"bytes", "events", b"events", "first_offset", b"first_offset", "next_offset", b"next_offset", "passed", b"passed", "time_offset", b"time_offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bytes", b"_bytes", "_events", b"_events", "_time_offset", b"_time_offset", "bytes", b"bytes", "events", b"events", "first_offset", b"first_offset", "next_offset", b"next_offset", "skipped", b"skipped", "time_offset", b"time_offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bytes: _TypeAlias = _typing.Literal["bytes"]  # noqa: Y015
     _WhichOneofArgType__bytes: _TypeAlias = _typing.Literal["_bytes", b"_bytes"]  # noqa: Y015
@@ -131,7 +131,7 @@ class QueueRange(_message.Message):
 Global___QueueRange: _TypeAlias = QueueRange  # noqa: Y015
 
 @_typing.final
-class PassedRange(_message.Message):
+class SkippedRange(_message.Message):
     """Offsets of damaged batches."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -154,10 +154,10 @@ class PassedRange(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PassedRange: _TypeAlias = PassedRange  # noqa: Y015
+Global___SkippedRange: _TypeAlias = SkippedRange  # noqa: Y015
 
 @_typing.final
-class ReachRequest(_message.Message):
+class EndWithinRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROVIDER_FIELD_NUMBER: _builtins.int
@@ -201,10 +201,10 @@ class ReachRequest(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_events) -> _WhichOneofReturnType__max_events | None: ...
 
-Global___ReachRequest: _TypeAlias = ReachRequest  # noqa: Y015
+Global___EndWithinRequest: _TypeAlias = EndWithinRequest  # noqa: Y015
 
 @_typing.final
-class ReachResponse(_message.Message):
+class EndWithinResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     END_OFFSET_FIELD_NUMBER: _builtins.int
@@ -223,7 +223,7 @@ class ReachResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReachResponse: _TypeAlias = ReachResponse  # noqa: Y015
+Global___EndWithinResponse: _TypeAlias = EndWithinResponse  # noqa: Y015
 
 @_typing.final
 class ReadRequest(_message.Message):

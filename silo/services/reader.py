@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ...adapters import QueueAdapter, QueueReceiver
-from ...adapters.reaching import OffsetRange, RangeLimits, reach_by_reading
+from ...adapters.range_ends import OffsetRange, RangeLimits, end_by_reading
 from ...agents import SendBudget
 from ...proto.v1 import reader_pb2 as pb
 from ...server.access import Permission, Principal
@@ -35,7 +35,7 @@ PIECE_EVENTS, PIECE_BYTES = 1 << 20, 256 << 10
 """Most events and bytes of one read. Framing them blocks the event loop."""
 SILENT_BYTES = 16 << 20
 """Bytes without a selected batch after which the reader gets its position."""
-REACH_BYTES = 64 << 20
+END_WITHIN_BYTES = 64 << 20
 """Upper bound of bytes read to find the end position of a reader that may not read all streams."""
 UNSENT_BYTES = 32 << 20
 """Upper bound of bytes that all calls of Read have read and not sent yet. A client may have half of it."""
@@ -54,7 +54,7 @@ class ReaderService:
     def methods(self) -> Sequence[Method]:
         return (
             Method(f"{SERVICE}/GetQueues", Kind.UNARY, self.get_queues),
-            Method(f"{SERVICE}/Reach", Kind.UNARY, self.reach),
+            Method(f"{SERVICE}/EndWithin", Kind.UNARY, self.end_within),
             Method(f"{SERVICE}/Read", Kind.RESPONSES, self.read),
         )
 
@@ -69,8 +69,8 @@ class ReaderService:
         )
         return pb.GetQueuesResponse(queues=queues).SerializeToString()
 
-    async def reach(self, call: Call, encoded: bytes) -> bytes:
-        request = parsed(pb.ReachRequest, encoded)
+    async def end_within(self, call: Call, encoded: bytes) -> bytes:
+        request = parsed(pb.EndWithinRequest, encoded)
         provider = self._provider(call, request.provider)
         adapter = provider.adapter
         span = OffsetRange(request.queue, request.start_offset, request.end_offset)
@@ -79,7 +79,7 @@ class ReaderService:
             request.max_bytes if request.HasField("max_bytes") else None,
         )
         if _may_read_all(call.principal):
-            end = await adapter.reach(*span, *limits)
+            end = await adapter.end_within(*span, *limits)
         else:
 
             def counted(stream: StreamId) -> bool:
@@ -87,8 +87,8 @@ class ReaderService:
 
             last = (await self._visible.bounds(call.principal, provider, request.queue)).next
             span = span._replace(end=min(span.end, last))
-            end = await reach_by_reading(adapter, span, limits, counted=counted, read_bytes=REACH_BYTES)
-        return pb.ReachResponse(end_offset=end).SerializeToString()
+            end = await end_by_reading(adapter, span, limits, counted=counted, read_bytes=END_WITHIN_BYTES)
+        return pb.EndWithinResponse(end_offset=end).SerializeToString()
 
     async def read(self, call: Call, encoded: bytes) -> None:
         request = parsed(pb.ReadRequest, encoded)
@@ -102,11 +102,11 @@ class ReaderService:
         self, principal: Principal, provider: ProviderCore, queue: int, time_us: int | None
     ) -> pb.QueueRange:
         first, end = await self._visible.bounds(principal, provider, queue)
-        passed = [
-            pb.PassedRange(start_offset=low, end_offset=high)
-            for low, high in await provider.adapter.passed(queue, first, end)
+        skipped = [
+            pb.SkippedRange(start_offset=low, end_offset=high)
+            for low, high in await provider.adapter.skipped(queue, first, end)
         ]
-        found = pb.QueueRange(first_offset=first, next_offset=end, passed=passed)
+        found = pb.QueueRange(first_offset=first, next_offset=end, skipped=skipped)
         if _may_read_all(principal):
             _, events, nbytes = await provider.adapter.statistics(queue)
             if events is not None:
@@ -181,7 +181,7 @@ class ReadCall:
         if self._receiver is None:
             self._receiver = await self._adapter.open_receiver(self._queue, self._position)
         batches, next_offset, gap = await self._receiver.receive(PIECE_EVENTS, PIECE_BYTES)
-        if gap is not None and not gap.passed and gap.low < self._end:
+        if gap is not None and not gap.skipped and gap.low < self._end:
             raise OffsetsGone(self._queue, gap.low, gap.high)
         if not self._hold(sum(batch.nbytes for batch in batches)):
             await self._close_receiver()  # drop the batches, and read them again when there is space

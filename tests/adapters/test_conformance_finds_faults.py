@@ -256,13 +256,13 @@ class FindsOnlyLaterTimes(Adapter):
 
 
 class ReachesOneTooFar(Adapter):
-    async def reach(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
-        return min(await super().reach(queue, start, end, max_events, max_bytes) + 1, end)
+    async def end_within(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
+        return min(await super().end_within(queue, start, end, max_events, max_bytes) + 1, end)
 
 
 class ReachesPastTheEnd(Adapter):
-    async def reach(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
-        return end if max_events is None else await super().reach(queue, start, end, max_events, max_bytes)
+    async def end_within(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
+        return end if max_events is None else await super().end_within(queue, start, end, max_events, max_bytes)
 
 
 class DeclaresNothing(Adapter):

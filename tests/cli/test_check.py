@@ -17,7 +17,7 @@ import pytest
 from headrace import CorruptRecord, Event
 from headrace.silo.checking import Check
 from headrace.silo.provider import Provider
-from headrace.silo.repair import pass_damage
+from headrace.silo.repair import skip_damage
 from headrace.store.checksums import with_checksum
 from headrace.streams.subscriptions import Checkpoint
 from tests.cli.commandline import Headrace
@@ -240,7 +240,7 @@ async def test_a_wrong_end_moves_no_subscription_before_it_is_repaired(
         assert "subscription 'done' stays where it is: queue 0, offset" in caplog.text
         with pytest.raises(CorruptRecord, match=r"records are stored behind that.*headrace repair queue --data"):
             await provider.stream("orders", "42").publish(b"new")
-    await pass_damage(tmp_path, "default", 0)
+    await skip_damage(tmp_path, "default", 0)
     async with Provider.open(tmp_path) as provider:
         await provider.stream("orders", "42").publish(b"new")
         await (await provider.subscribe("done", "orders/*", handler, start="earliest")).caught_up()
@@ -257,7 +257,7 @@ async def test_a_queue_with_all_records_behind_its_end_is_repaired(tmp_path: Pat
     async with Provider.open(tmp_path) as provider:
         with pytest.raises(CorruptRecord, match=r"headrace repair queue --data .* --provider default 0`"):
             await provider.adapter.bounds(0)
-    await pass_damage(tmp_path, "default", 0)
+    await skip_damage(tmp_path, "default", 0)
     async with Provider.open(tmp_path) as provider:
         assert await provider.adapter.bounds(0) == (len(gone), len(PAYLOADS))
         got = Got()

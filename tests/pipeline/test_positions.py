@@ -29,13 +29,13 @@ class Queues(QueueAccess):
     def offsets_at(self, time_us: int) -> Sequence[int]:
         return [min(time_us, state.next) for state in self._states]
 
-    def reach(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
+    def end_within(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
         raise NotImplementedError
 
     def read(self, queue: int, start: int, end: int, selector: Selector) -> Iterator[Chunk]:
         raise NotImplementedError
 
-    def passed(self, queue: int, start: int, end: int) -> Sequence[tuple[int, int]]:
+    def skipped(self, queue: int, start: int, end: int) -> Sequence[tuple[int, int]]:
         raise NotImplementedError
 
     def close(self) -> None: ...

@@ -112,8 +112,8 @@ def test_it_is_what_the_data_directory_has(tmp_path: Path, silos: Callable[[], S
             middle = state.next // 2
             assert taken(access.read(queue, middle, middle + 3, ALL)) == everything(log, queue)[middle : middle + 3]
             for limits in ((None, None), (1, None), (10, None), (None, MIB), (100, 1000)):
-                reached = access.reach(queue, 0, state.next, *limits)
-                assert reached == log.reach(queue, 0, state.next, *limits)
+                reached = access.end_within(queue, 0, state.next, *limits)
+                assert reached == log.end_within(queue, 0, state.next, *limits)
         assert taken(access.read(0, 1, 1, ALL)) == []
 
 
@@ -217,7 +217,7 @@ def _meets_gone(address: str) -> None:
     with remote(address) as access:
         (state,) = access.states()
         assert state.first > 0
-        for call in (lambda: list(access.read(0, 0, 3, ALL)), lambda: access.reach(0, 0, 3, 1, None)):
+        for call in (lambda: list(access.read(0, 0, 3, ALL)), lambda: access.end_within(0, 0, 3, 1, None)):
             with pytest.raises(OffsetsGone) as caught:
                 call()
             assert (caught.value.queue, caught.value.start, caught.value.first) == (0, 0, state.first)
@@ -274,7 +274,7 @@ def _reads_its_own(address: str, token: str) -> None:
         (state,) = access.states()
         assert (state.next, state.events, state.nbytes) == (3, None, None)
         assert [offset for offset, *_ in everything(access, 0, Selector("shop/*"))] == [0, 2]
-        assert access.reach(0, 0, 3, 1, None) == 2
+        assert access.end_within(0, 0, 3, 1, None) == 2
         for selector in ("*/*", "bank/*"):
             with pytest.raises(PermissionDenied):
                 everything(access, 0, Selector(selector))

@@ -1,4 +1,4 @@
-"""Damaged records of a log: shown with queue and offsets, passed by a command, and behind them readers go on."""
+"""Damaged records of a log: shown with queue and offsets, skipped by a command, and readers continue after them."""
 
 import asyncio
 import json
@@ -15,14 +15,14 @@ from headrace.client.connection import GrpcTransport
 from headrace.pipeline.access import LogAccess
 from headrace.pipeline.remote import RemoteAccess
 from headrace.silo.provider import Provider
-from headrace.silo.repair import pass_damage
+from headrace.silo.repair import skip_damage
 from headrace.streams.identity import SequenceToken
 from headrace.streams.subscriptions import Behind, Checkpoint, Selector
 from tests.cli.commandline import Headrace
-from tests.silo.services.test_reader import one_queue, reach, read
+from tests.silo.services.test_reader import end_within, one_queue, read
 
 PAYLOADS = [b"0", b"1", b"2", b"3", b"4"]
-MISSED = "damaged, and passed by an operator (its checksum does not match)"
+MISSED = "damaged, and skipped by an operator (its checksum does not match)"
 
 
 def damage(data: Path, *offsets: int, byte: int = -1) -> None:
@@ -90,7 +90,7 @@ async def test_catching_up_ends_at_a_damaged_record_when_all_before_it_is_done(t
         await past.caught_up()  # it is behind the damage already
 
 
-async def test_a_damaged_range_is_passed_while_a_process_serves_its_subscriptions(tmp_path: Path):
+async def test_a_damaged_range_is_skipped_while_a_process_serves_its_subscriptions(tmp_path: Path):
     await make(tmp_path)
     await asyncio.to_thread(damage, tmp_path, 1, 2)
     async with Provider.open(tmp_path) as provider:
@@ -99,9 +99,9 @@ async def test_a_damaged_range_is_passed_while_a_process_serves_its_subscription
         await provider.subscribe("past", "orders/*", Got(), start="earliest")
         with pytest.raises(CorruptRecord):
             await subscription.caught_up()
-        passed = await pass_damage(tmp_path, "default", 0)
-        assert [(one.low, one.high) for one in passed.damages] == [(1, 3)]
-        assert (passed.noted, passed.serving) == ([], ["past", "waits"])
+        skipped = await skip_damage(tmp_path, "default", 0)
+        assert [(one.low, one.high) for one in skipped.damages] == [(1, 3)]
+        assert (skipped.noted, skipped.serving) == ([], ["past", "waits"])
         await got.last.wait()
         assert got == [b"0", b"3", b"4"]
         await subscription.caught_up()
@@ -112,13 +112,13 @@ async def test_a_damaged_range_is_passed_while_a_process_serves_its_subscription
         assert await gaps(provider, "past") == []
 
 
-async def test_readers_of_every_kind_go_on_behind_a_passed_range_also_after_a_restart(tmp_path: Path):
+async def test_readers_of_every_kind_continue_after_a_skipped_range_also_after_a_restart(tmp_path: Path):
     await make(tmp_path)
     await asyncio.to_thread(damage, tmp_path, 2)
-    passed = await pass_damage(tmp_path, "default", 0)
-    assert (passed.noted, passed.serving) == (["waits"], [])
+    skipped = await skip_damage(tmp_path, "default", 0)
+    assert (skipped.noted, skipped.serving) == (["waits"], [])
     for expected in ([b"0", b"1", b"3", b"4"], []):
-        assert (await pass_damage(tmp_path, "default", 0)).damages == []
+        assert (await skip_damage(tmp_path, "default", 0)).damages == []
         async with Provider.open(tmp_path) as provider:
             got, late = Got(), Got()
             subscription = await provider.subscribe("waits", "orders/*", got, start="earliest")
@@ -133,28 +133,28 @@ async def test_readers_of_every_kind_go_on_behind_a_passed_range_also_after_a_re
     async with Provider.open(tmp_path) as provider:
         statistics = await provider.adapter.statistics(0)
         assert (statistics.bounds, statistics.events) == ((0, 5), 4)
-        assert await provider.adapter.reach(0, 0, 5, 3, None) == 4
+        assert await provider.adapter.end_within(0, 0, 5, 3, None) == 4
         backlog = await provider.adapter.backlog(0, 0)
         assert (backlog.batches, backlog.events) == (5, 4)
         assert await gaps(provider, "past") == []
     assert await asyncio.to_thread(offsets_read, tmp_path) == ([0, 1, 3, 4], [(2, 3)])
 
 
-async def test_a_missing_block_is_passed_too(tmp_path: Path):
+async def test_a_missing_block_is_skipped_too(tmp_path: Path):
     await make(tmp_path)
     await asyncio.to_thread(remove, tmp_path, 3)
-    passed = await pass_damage(tmp_path, "default", 0)
-    assert [(one.low, one.high, one.why) for one in passed.damages] == [(3, 4, "the block is missing")]
+    skipped = await skip_damage(tmp_path, "default", 0)
+    assert [(one.low, one.high, one.why) for one in skipped.damages] == [(3, 4, "the block is missing")]
     async with Provider.open(tmp_path) as provider:
         got = Got()
         await (await provider.subscribe("waits", "orders/*", got, start="earliest")).caught_up()
     assert got == [b"0", b"1", b"2", b"4"]
 
 
-async def test_retention_deletes_passed_blocks(tmp_path: Path):
+async def test_retention_deletes_skipped_blocks(tmp_path: Path):
     await make(tmp_path)
     await asyncio.to_thread(damage, tmp_path, 0)
-    await pass_damage(tmp_path, "default", 0)
+    await skip_damage(tmp_path, "default", 0)
     async with Provider.open(tmp_path, options={"retain_age_s": 1e-6, "retain_unfinished": False}) as provider:
         await provider.adapter.apply_retention({})
         assert (await provider.adapter.statistics(0)) == ((5, 5), 0, 0)
@@ -168,7 +168,7 @@ async def test_a_subscription_with_a_stream_before_the_damage_gets_a_gap_record(
         behind = {0: Checkpoint(5, {stream: Behind(SequenceToken(1), "poison")})}
         await provider.store.seek("default", "past", behind, "test")
     await asyncio.to_thread(damage, tmp_path, 2)
-    assert (await pass_damage(tmp_path, "default", 0)).noted == ["past", "waits"]
+    assert (await skip_damage(tmp_path, "default", 0)).noted == ["past", "waits"]
 
 
 async def test_damaged_records_of_several_subscriptions_do_not_hold_up_another_that_is_behind(tmp_path: Path):
@@ -191,11 +191,11 @@ async def test_damaged_records_of_several_subscriptions_do_not_hold_up_another_t
 
 
 def offsets_read(data: Path) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return the offsets of the queue that the pipeline reads, and the ranges that it knows to be passed."""
+    """Return the offsets of the queue that the pipeline reads, and the ranges that it knows to be skipped."""
     access = LogAccess(data, "default")
     try:
         chunks = list(access.read(0, 0, 5, Selector("*/*")))
-        return [int(offset) for chunk in chunks for offset in chunk.offsets], list(access.passed(0, 0, 5))
+        return [int(offset) for chunk in chunks for offset in chunk.offsets], list(access.skipped(0, 0, 5))
     finally:
         access.close()
 
@@ -206,7 +206,7 @@ def test_commands_show_the_damage_and_exit_with_1(tmp_path: Path, headrace: Head
         headrace("publish", *data, "--queues", 1, "--stream", "orders/1", stdin=payload)
     headrace("subscriptions", "create", *data, "--from", "earliest", "s", "orders/*")
     damage(tmp_path / "a d", 1)
-    line = "queue 0, offset 1: the stored record is damaged (its checksum does not match): go on behind it with"
+    line = "queue 0, offset 1: the stored record is damaged (its checksum does not match): skip it with"
     way = f"`headrace repair queue --data '{tmp_path / 'a d'}' --provider default 0`"
 
     subscribe = ("subscribe", *data, "--name", "s", "--no-follow", "--format", "raw", "orders/*")
@@ -227,9 +227,9 @@ def test_commands_show_the_damage_and_exit_with_1(tmp_path: Path, headrace: Head
     assert (shown.code, shown.err) == (1, f"headrace: subscription 's': {line} {way}\n")
     assert json.loads(shown.out)["queues"]["0"]["fault"] == f"{line} {way}"
 
-    passed = headrace(*shlex.split(way.strip("`"))[1:])
-    assert passed.err.splitlines() == [
-        "headrace: queue 0: passed offset 1 (its checksum does not match)",
+    skipped = headrace(*shlex.split(way.strip("`"))[1:])
+    assert skipped.err.splitlines() == [
+        "headrace: queue 0: skipped offset 1 (its checksum does not match)",
         "headrace: subscription 's' has a gap record",
     ]
     assert headrace("queues", *data).code == 0
@@ -256,7 +256,7 @@ async def test_a_silo_shows_the_damage_at_which_a_subscription_stands(tmp_path: 
         assert (await asyncio.to_thread(headrace, "subscriptions", "show", *server, "past")).code == 0
 
 
-async def test_silos_read_on_behind_a_passed_range(tmp_path: Path):
+async def test_silos_read_on_after_a_skipped_range(tmp_path: Path):
     await make(tmp_path / "data")
     await asyncio.to_thread(damage, tmp_path / "data", 2)
     async with one_queue(tmp_path / "data") as (silo, caller):
@@ -270,15 +270,15 @@ async def test_silos_read_on_behind_a_passed_range(tmp_path: Path):
                 await second.ack()
                 with pytest.raises(CorruptRecord, match="queue 0, offset 2"):
                     await consumer.caught_up()
-                await pass_damage(tmp_path / "data", "default", 0)
+                await skip_damage(tmp_path / "data", "default", 0)
                 assert [event.payload for event in (await anext(consumer)).events()] == [b"3"]
         whole = await read(caller, 5)
         assert (whole.refused, [offset for _, _, offset in whole.batches]) == (None, [0, 1, 3, 4])
-        assert await reach(caller, 0, 5, max_events=3) == 4
-        assert await asyncio.to_thread(passed_at, silo.grpc_address or "") == [[(2, 3)], [], []]
+        assert await end_within(caller, 0, 5, max_events=3) == 4
+        assert await asyncio.to_thread(skipped_at, silo.grpc_address or "") == [[(2, 3)], [], []]
 
 
-def passed_at(address: str) -> list[Sequence[tuple[int, int]]]:
-    """The passed ranges that a silo tells the pipeline of: from 0 to 5, from 0 to 2, and from 3 to 5."""
+def skipped_at(address: str) -> list[Sequence[tuple[int, int]]]:
+    """The skipped ranges that a silo tells the pipeline of: from 0 to 5, from 0 to 2, and from 3 to 5."""
     with closing(RemoteAccess(GrpcTransport(address), "default")) as access:
-        return [access.passed(0, start, end) for start, end in ((0, 5), (0, 2), (3, 5))]
+        return [access.skipped(0, start, end) for start, end in ((0, 5), (0, 2), (3, 5))]

@@ -13,8 +13,8 @@ from headrace.adapters.log.blocks import (
     ReadBudget,
     StreamTable,
     check_block,
-    passed_record,
     read_header,
+    skipped_record,
     split,
 )
 
@@ -131,10 +131,10 @@ def test_a_block_at_a_wrong_place_is_damaged(place: BlockPlace):
     assert check_block(record, PLACE).batches == 1
     with pytest.raises(DamagedBlockError, match="checksum"):
         check_block(record, place)
-    passed = passed_record(PLACE, 1, 0, "reason")
-    assert check_block(passed, PLACE).passed
+    skipped = skipped_record(PLACE, 1, 0, "reason")
+    assert check_block(skipped, PLACE).skipped
     with pytest.raises(DamagedBlockError, match="checksum"):
-        check_block(passed, place)
+        check_block(skipped, place)
 
 
 def test_a_block_of_the_first_format_is_read():

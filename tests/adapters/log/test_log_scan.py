@@ -68,7 +68,7 @@ async def test_what_retention_has_removed_is_told_with_what_is_left(open_log: Op
             next(reading)
         assert (caught.value.start, caught.value.first) == (0, 6)
         with pytest.raises(OffsetsGone):
-            scan.reach(0, 2, 10, 1, None)
+            scan.end_within(0, 2, 10, 1, None)
 
 
 def test_a_directory_without_a_log_stays_as_it_is(tmp_path: Path):

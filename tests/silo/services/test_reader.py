@@ -78,9 +78,9 @@ async def queues(caller: Caller, **fields: Any) -> Sequence[pb.QueueRange]:
     return (await caller.ask(f"{READER}/GetQueues", pb.GetQueuesRequest(**fields), pb.GetQueuesResponse)).queues
 
 
-async def reach(caller: Caller, start: int, end: int, **fields: Any) -> int:
-    request = pb.ReachRequest(start_offset=start, end_offset=end, **fields)
-    return (await caller.ask(f"{READER}/Reach", request, pb.ReachResponse)).end_offset
+async def end_within(caller: Caller, start: int, end: int, **fields: Any) -> int:
+    request = pb.EndWithinRequest(start_offset=start, end_offset=end, **fields)
+    return (await caller.ask(f"{READER}/EndWithin", request, pb.EndWithinResponse)).end_offset
 
 
 @asynccontextmanager
@@ -244,13 +244,13 @@ async def test_calls_that_are_not_read_leave_space_to_other_clients(tmp_path: Pa
 async def test_reach_counts_events_and_bytes(tmp_path: Path):
     async with one_queue(tmp_path) as (_, caller):
         await caller.publish(*(batch("n/a", *[b"x"] * number) for number in (1, 2, 3, 4)))
-        assert await reach(caller, 0, 4) == 4
-        assert await reach(caller, 0, 9) == 4
-        assert await reach(caller, 0, 4, max_events=3) == 2
-        assert await reach(caller, 0, 4, max_events=0) == 1
-        assert await reach(caller, 2, 4, max_events=6) == 3
-        assert await reach(caller, 0, 4, max_bytes=1) == 1
-        assert await reach(caller, 4, 4, max_events=1) == 4
+        assert await end_within(caller, 0, 4) == 4
+        assert await end_within(caller, 0, 9) == 4
+        assert await end_within(caller, 0, 4, max_events=3) == 2
+        assert await end_within(caller, 0, 4, max_events=0) == 1
+        assert await end_within(caller, 2, 4, max_events=6) == 3
+        assert await end_within(caller, 0, 4, max_bytes=1) == 1
+        assert await end_within(caller, 4, 4, max_events=1) == 4
 
 
 # What is refused
@@ -269,7 +269,7 @@ async def test_what_retention_removed_is_refused_with_its_own_code(tmp_path: Pat
         assert (found.refused.status, found.refused.code) == ("OUT_OF_RANGE", "offsets_gone")
         assert "queue 0: offsets 0 to" in found.refused.details
         with pytest.raises(Refused, match=r"OUT_OF_RANGE \(offsets_gone\)"):
-            await reach(caller, 0, 2, max_events=1)
+            await end_within(caller, 0, 2, max_events=1)
 
 
 async def test_before_a_damaged_block_everything_is_sent(tmp_path: Path):
@@ -317,7 +317,7 @@ async def test_a_bad_range_is_refused(tmp_path: Path, fields: Any, text: str):
 async def test_an_adapter_that_cannot_go_back_is_refused():
     async with opened(None, provider={"adapter": "memory"}) as silo, connecting(silo.grpc_address or "") as caller:
         told = r"FAILED_PRECONDITION \(not_supported\): provider 'default' cannot be read by ranges of offsets"
-        for call in (queues(caller), reach(caller, 0, 0)):
+        for call in (queues(caller), end_within(caller, 0, 0)):
             with pytest.raises(Refused, match=told):
                 await call
         refused = (await read(caller, 0)).refused
@@ -329,7 +329,7 @@ async def test_an_adapter_that_makes_its_data_can_be_read(tmp_path: Path):
     provider = {"adapter": "generator", "queues": 1, "options": {"events": 5000, "rate": 1e12}}
     async with opened(tmp_path, provider=provider) as silo, connecting(silo.grpc_address or "") as caller:
         assert [each.next_offset for each in await queues(caller)] == [5]
-        assert await reach(caller, 0, 5, max_events=3500) == 3
+        assert await end_within(caller, 0, 5, max_events=3500) == 3
         found = await read(caller, 5)
         assert found.refused is None
         assert [each.head.counts for each in found.responses] == [[1000] * 5]
@@ -347,11 +347,11 @@ async def test_only_what_may_be_subscribed_to_is_read_and_counted(tmp_path: Path
         async with connecting(address, tokens["all"]) as caller:
             await caller.publish(*(batch(f"{space}/a", b"x", b"y") for space in ("shop", "bank", "shop", "shop")))
             assert [each.events for each in await queues(caller)] == [8]
-            assert await reach(caller, 0, 4, max_events=4) == 2
+            assert await end_within(caller, 0, 4, max_events=4) == 2
         async with connecting(address, tokens["shop"]) as caller:
             (there,) = await queues(caller)
             assert (there.next_offset, there.HasField("events"), there.HasField("bytes")) == (4, False, False)
-            assert await reach(caller, 0, 4, max_events=4) == 3
+            assert await end_within(caller, 0, 4, max_events=4) == 3
             assert [offset for *_, offset in (await read(caller, 4, "shop/*")).batches] == [0, 2, 3]
             for selector in ("*/*", "bank/a", "shop*/a"):
                 await forbidden(caller, selector)
@@ -360,7 +360,7 @@ async def test_only_what_may_be_subscribed_to_is_read_and_counted(tmp_path: Path
             with pytest.raises(Refused, match="PERMISSION_DENIED"):
                 await queues(caller)
             with pytest.raises(Refused, match="PERMISSION_DENIED"):
-                await reach(caller, 0, 1)
+                await end_within(caller, 0, 1)
         async with connecting(address) as caller:
             refused = (await read(caller, 4)).refused
             assert refused is not None
@@ -375,16 +375,16 @@ async def forbidden(caller: Caller, selector: str) -> None:
 
 
 async def test_counting_for_who_sees_little_ends_after_so_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(reader, "REACH_BYTES", 3 << 20)
+    monkeypatch.setattr(reader, "END_WITHIN_BYTES", 3 << 20)
     tokens = await make_tokens(tmp_path, mine=Allowed(["*"], ["mine"]))
     async with opened(tmp_path, provider=ONE_QUEUE, auth="tokens") as silo:
         await store(silo, *(sized("other", 500_000) for _ in range(20)))
         async with connecting(silo.grpc_address or "", tokens["mine"]) as caller:
-            assert await reach(caller, 0, 20, max_events=1) == 0
+            assert await end_within(caller, 0, 20, max_events=1) == 0
             await caller.publish(batch("mine/a", b"x"))
             steps = [0]
             while steps[-1] < 20:
-                steps.append(await reach(caller, steps[-1], 20, max_events=1))
+                steps.append(await end_within(caller, steps[-1], 20, max_events=1))
             assert len(steps) > 3
             assert steps == sorted(set(steps))
 

@@ -55,8 +55,8 @@ async def told(caller: Caller) -> list[str]:
         ("GetQueues", pb.GetQueuesRequest(), pb.GetQueuesResponse),
         ("GetQueues", pb.GetQueuesRequest(time_us=1), pb.GetQueuesResponse),
         ("GetQueues", pb.GetQueuesRequest(time_us=250_000_000_000_000_000), pb.GetQueuesResponse),
-        ("Reach", pb.ReachRequest(end_offset=MAX_OFFSET), pb.ReachResponse),
-        ("Reach", pb.ReachRequest(end_offset=MAX_OFFSET, max_events=1 << 40), pb.ReachResponse),
+        ("EndWithin", pb.EndWithinRequest(end_offset=MAX_OFFSET), pb.EndWithinResponse),
+        ("EndWithin", pb.EndWithinRequest(end_offset=MAX_OFFSET, max_events=1 << 40), pb.EndWithinResponse),
     ]
     for method, request, kind in requests:
         try:

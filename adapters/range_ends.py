@@ -50,7 +50,7 @@ class ReadableQueues(Protocol):
     async def open_receiver(self, queue: int, start: int | None = None) -> QueueReceiver: ...
 
 
-async def reach_by_reading(
+async def end_by_reading(
     adapter: ReadableQueues,
     span: OffsetRange,
     limits: RangeLimits,
@@ -58,7 +58,7 @@ async def reach_by_reading(
     counted: Callable[[StreamId], bool] = every_stream,
     read_bytes: int | None = None,
 ) -> int:
-    """See QueueAdapter.reach. Batches of streams that are not `counted` do not count against the limits.
+    """See QueueAdapter.end_within. Batches of streams that are not `counted` do not count against the limits.
 
     `read_bytes` ends the search once this many encoded bytes are read, counted or not. Raises NotSupported if the
     adapter is not rewindable.
@@ -69,12 +69,12 @@ async def reach_by_reading(
         return max(start, end)
     receiver = await adapter.open_receiver(queue, start)
     try:
-        return await _reach(receiver, OffsetRange(queue, start, end), _CountedLimits(limits, counted), read_bytes)
+        return await _read_to(receiver, OffsetRange(queue, start, end), _CountedLimits(limits, counted), read_bytes)
     finally:
         await receiver.aclose()
 
 
-async def _reach(receiver: QueueReceiver, span: OffsetRange, limits: _CountedLimits, read_bytes: int | None) -> int:
+async def _read_to(receiver: QueueReceiver, span: OffsetRange, limits: _CountedLimits, read_bytes: int | None) -> int:
     queue, at, end = span
     read = 0
     while at < end and (read_bytes is None or read < read_bytes):
@@ -96,7 +96,7 @@ async def _reach(receiver: QueueReceiver, span: OffsetRange, limits: _CountedLim
 
 async def _receive(receiver: QueueReceiver, queue: int) -> tuple[Sequence[EventBatch], int]:
     batches, next_offset, gap = await receiver.receive(READ_EVENTS, READ_BYTES)
-    if gap is not None and not gap.passed:
+    if gap is not None and not gap.skipped:
         raise OffsetsGone(queue, gap.low, gap.high)
     return batches, next_offset
 

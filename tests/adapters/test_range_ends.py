@@ -10,22 +10,22 @@ import pytest
 
 from headrace import CorruptRecord, EventBatch, StreamId
 from headrace.adapters import AdapterContext, QueueAdapter, open_adapter
-from headrace.adapters.reaching import OffsetRange, RangeLimits, reach_by_reading
+from headrace.adapters.range_ends import OffsetRange, RangeLimits, end_by_reading
 from headrace.streams.errors import OffsetsGone
 
-Reach = Callable[[int, int, int | None, int | None], Awaitable[int]]
+EndWithin = Callable[[int, int, int | None, int | None], Awaitable[int]]
 
 
 async def log(directory: Path, **options: Any) -> QueueAdapter:
     return await open_adapter("log", AdapterContext(provider="p", queues=1, directory=directory), options)
 
 
-def ways(adapter: QueueAdapter) -> tuple[Reach, Reach]:
+def ways(adapter: QueueAdapter) -> tuple[EndWithin, EndWithin]:
     async def own(start: int, end: int, events: int | None, nbytes: int | None) -> int:
-        return await adapter.reach(0, start, end, events, nbytes)
+        return await adapter.end_within(0, start, end, events, nbytes)
 
     async def by_reading(start: int, end: int, events: int | None, nbytes: int | None) -> int:
-        return await reach_by_reading(adapter, OffsetRange(0, start, end), RangeLimits(events, nbytes))
+        return await end_by_reading(adapter, OffsetRange(0, start, end), RangeLimits(events, nbytes))
 
     return own, by_reading
 
@@ -56,11 +56,11 @@ async def test_what_retention_removed_is_not_reached_over(tmp_path: Path):
         await adapter.enqueue([(0, batch_of("k", 1))])
     await adapter.apply_retention({})
     first = (await adapter.bounds(0)).first
-    for reach in ways(adapter):
+    for end_within in ways(adapter):
         with pytest.raises(OffsetsGone) as caught:
-            await reach(0, 4, 1, None)
+            await end_within(0, 4, 1, None)
         assert (caught.value.queue, caught.value.start, caught.value.first) == (0, 0, first)
-        assert await reach(first, 4, 1, None) == min(first + 1, 4)
+        assert await end_within(first, 4, 1, None) == min(first + 1, 4)
     await adapter.aclose()
 
 
@@ -69,11 +69,11 @@ async def test_damage_is_told_where_it_is_first_and_reached_up_to_where_it_is_no
     for _ in range(3):
         await adapter.enqueue([(0, batch_of("k", 1))])
     await asyncio.to_thread(spoil, adapter, 1)
-    for reach in ways(adapter):
-        assert await reach(0, 3, 9, None) == 1
+    for end_within in ways(adapter):
+        assert await end_within(0, 3, 9, None) == 1
         with pytest.raises(CorruptRecord):
-            await reach(1, 3, 9, None)
-        assert await reach(2, 3, 9, None) == 3
+            await end_within(1, 3, 9, None)
+        assert await end_within(2, 3, 9, None) == 3
     await adapter.aclose()
 
 
@@ -90,11 +90,11 @@ async def test_streams_that_do_not_count_take_nothing_of_the_limits(tmp_path: Pa
     await adapter.enqueue([(0, batch_of(key, 2)) for key in "abababab"])
     span = OffsetRange(0, 0, 8)
 
-    async def reach(events: int, read_bytes: int | None = None) -> int:
-        return await reach_by_reading(
+    async def end_within(events: int, read_bytes: int | None = None) -> int:
+        return await end_by_reading(
             adapter, span, RangeLimits(events, None), counted=lambda stream: stream.key == "b", read_bytes=read_bytes
         )
 
-    assert [await reach(events) for events in (0, 1, 2, 3, 4, 8)] == [1, 1, 3, 3, 5, 8]
-    assert await reach(8, read_bytes=1) == 8  # all that was read at once
+    assert [await end_within(events) for events in (0, 1, 2, 3, 4, 8)] == [1, 1, 3, 3, 5, 8]
+    assert await end_within(8, read_bytes=1) == 8  # all that was read at once
     await adapter.aclose()

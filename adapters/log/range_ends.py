@@ -5,12 +5,12 @@ from __future__ import annotations
 from array import array
 
 from ...streams.errors import CorruptRecord, OffsetsGone
-from ..reaching import RangeLimits
+from ..range_ends import RangeLimits
 from .blocks import COLUMNS_BYTES, HEADER_BYTES, DamagedBlockError, columns
 from .transactions import Snapshot
 
 
-def reach(snapshot: Snapshot, queue: int, start: int, end: int, limits: RangeLimits) -> int:
+def end_within(snapshot: Snapshot, queue: int, start: int, end: int, limits: RangeLimits) -> int:
     """Return the exclusive end of the batches from `start` on, up to `end`, that the limits allow; at least one batch.
 
     Raises OffsetsGone if `start` is not retained, CorruptRecord if its block is damaged.
@@ -24,7 +24,7 @@ def reach(snapshot: Snapshot, queue: int, start: int, end: int, limits: RangeLim
     at, after = start, first
     while at == max(after, start) and at < end:
         try:
-            at, after, limits = _reach_in_block(snapshot, queue, after, range(at, end), limits)
+            at, after, limits = _end_in_block(snapshot, queue, after, range(at, end), limits)
         except CorruptRecord:
             if at > start:  # the next call begins at the damage and raises the error
                 break
@@ -32,24 +32,24 @@ def reach(snapshot: Snapshot, queue: int, start: int, end: int, limits: RangeLim
     return max(at, start + 1)
 
 
-def _reach_in_block(
+def _end_in_block(
     snapshot: Snapshot, queue: int, first: int, wanted: range, limits: RangeLimits
 ) -> tuple[int, int, RangeLimits]:
     """Return the end of the wanted batches of a block that the limits allow, the end of the block, and the limits that
     are left."""
     header = snapshot.header(queue, first)
-    if header.passed:
+    if header.skipped:
         after = first + header.batches
         return min(after, wanted.stop), after, limits
     nbytes = snapshot.size(queue, first) - HEADER_BYTES - COLUMNS_BYTES * header.batches
     after = first + header.batches
     if wanted.start == first and after <= wanted.stop and limits.allow(header.events, nbytes):
         return after, after, limits.minus(header.events, nbytes)
-    at, limits = _reach_within(snapshot, queue, first, range(wanted.start, min(after, wanted.stop)), limits)
+    at, limits = _end_in_columns(snapshot, queue, first, range(wanted.start, min(after, wanted.stop)), limits)
     return at, after, limits
 
 
-def _reach_within(
+def _end_in_columns(
     snapshot: Snapshot, queue: int, first: int, batches: range, limits: RangeLimits
 ) -> tuple[int, RangeLimits]:
     """Return the first of these batches of a block that the limits do not allow, and the limits that are left."""
