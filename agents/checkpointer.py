@@ -62,7 +62,7 @@ class Checkpointer:
                         unsaved[queue].note_saved()
         for queue in self._no_longer_held(refused.queues, leases):
             log.warning(
-                "queue %d of %s has another owner by now: it is not served here any more", queue, state.provider
+                "queue %d of %r has another owner by now: it is not served here any more", queue, state.provider
             )
             self.on_queue_refused(queue)
         for name, confirm in saved:

@@ -57,9 +57,9 @@ class OwnerDecision:
             lease, silo, home = leases.get(queue), desired.now.get(queue, ""), desired.homes.get(queue, "")
             if lease is not None and lease.owner and queue not in view.over:
                 length_s = lease.length_us / 1e6
-                return f"silo {lease.owner} has its lease, for up to {length_s:g} s, and does not serve it"
+                return f"silo {lease.owner!r} has its lease, for up to {length_s:g} s, and does not serve it"
             if silo:
-                return f"silo {silo} is to serve it, and has not begun"
+                return f"silo {silo!r} is to serve it, and has not begun"
             if home and home not in active:
                 return f"it is kept for silo {home}, which is not there"
             return "no silo that is there may serve it: see the balancer and its list"

@@ -136,7 +136,7 @@ class HeldLeases:
     def _cut(self, held: HeldLease, why: str) -> None:
         del self._held[held.queue]
         provider, queue = held.queue
-        log.warning("silo %s loses queue %d of %s: %s", self._silo, queue, provider, why)
+        log.warning("silo %r loses queue %d of %r: %s", self._silo, queue, provider, why)
         if held.moving is not None:
             held.moving.cancel()
         self._owners[provider].cut(queue)

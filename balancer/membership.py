@@ -83,12 +83,12 @@ async def declare_none(_: ClusterView) -> bool:
 
 
 def _listed(leases: Iterable[HeldLease]) -> str:
-    """Return a text such as "queues 0, 3 of default"."""
+    """Return a text such as "queues 0, 3 of 'default'"."""
     by_provider: defaultdict[str, list[int]] = defaultdict(list)
     for provider, queue in sorted(held.queue for held in leases):
         by_provider[provider].append(queue)
     return "; ".join(
-        f"queue{'s' if len(found) > 1 else ''} {', '.join(map(str, found))} of {provider}"
+        f"queue{'s' if len(found) > 1 else ''} {', '.join(map(str, found))} of {provider!r}"
         for provider, found in by_provider.items()
     )
 
@@ -161,7 +161,7 @@ class Membership:
     async def join(self) -> None:
         """Become a member. Queues are acquired later. Raises StorageError if the store cannot be reached."""
         await self._join()
-        log.info("silo %s is member %d of its cluster", self.name, self.me.incarnation)
+        log.info("silo %r is member %d of its cluster", self.name, self.me.incarnation)
         self._background.start(self._run(), f"headrace membership {self.name}")
 
     async def _join(self) -> None:
@@ -269,7 +269,7 @@ class Membership:
         try:
             await self._store.leave(self.me)
         except HeadraceError as error:
-            log.warning("silo %s could not record in its cluster's store that it leaves: %s", self.name, error)
+            log.warning("silo %r could not record in its cluster's store that it leaves: %s", self.name, error)
 
     # ---- the loop --------------------------------------------------------------------------------------------------
 
@@ -281,14 +281,14 @@ class Membership:
             try:
                 pause = 0.0 if await self._beat() else period
                 if failing:
-                    log.info("silo %s reaches its cluster's store again", self.name)
+                    log.info("silo %r reaches its cluster's store again", self.name)
                 failing = False
             except HeadraceError as error:
                 level = logging.DEBUG if failing else logging.WARNING
-                log.log(level, "silo %s serves as long as its leases last: its cluster's store: %s", self.name, error)
+                log.log(level, "silo %r serves as long as its leases last: its cluster's store: %s", self.name, error)
                 pause, failing = RETRY * period, True
             except Exception:
-                log.exception("silo %s: unexpected error in the membership, which goes on", self.name)
+                log.exception("silo %r: unexpected error in the membership, which goes on", self.name)
                 pause = period
             wakes_at = began + pause * self._rng.uniform(0.9, 1.1)
             await asyncio.sleep(max(0.0, min(wakes_at, self._next_end()) - self._loop.time()))

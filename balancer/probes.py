@@ -71,8 +71,8 @@ class SiloProbes:
                 return
             peers = [peer.name for peer in self.silos if self._is_heard(peer)]
             if await self._store.suspect(self._me(), silo, peers):
-                log.warning("silo %s is dead: it sends no heartbeats, and its peers cannot reach it", silo.name)
+                log.warning("silo %r is dead: it sends no heartbeats, and its peers cannot reach it", silo.name)
         except StorageError as error:
-            log.warning("silo %s cannot vote against silo %s: %s", self._me().name, silo.name, error)
+            log.warning("silo %r cannot vote against silo %r: %s", self._me().name, silo.name, error)
         except HeadraceError as error:
-            log.info("silo %s cannot vote against silo %s: %s", self._me().name, silo.name, error)
+            log.info("silo %r cannot vote against silo %r: %s", self._me().name, silo.name, error)

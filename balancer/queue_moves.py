@@ -111,9 +111,9 @@ class QueueMoves:
         try:
             await work()
         except HeadraceError as error:
-            log.warning("queue %d of %s cannot move yet: %s", queue, provider, error)
+            log.warning("queue %d of %r cannot move yet: %s", queue, provider, error)
         except Exception:
-            log.exception("queue %d of %s cannot move yet", queue, provider)
+            log.exception("queue %d of %r cannot move yet", queue, provider)
         finally:
             held.moving = None
 
@@ -121,7 +121,7 @@ class QueueMoves:
         lease = held.lease
         await self._owners[lease.provider].gain(lease.queue, lease.epoch, held)
         held.started = True
-        log.info("silo %s serves queue %d of %s, epoch %d", self._silo, lease.queue, lease.provider, lease.epoch)
+        log.info("silo %r serves queue %d of %r, epoch %d", self._silo, lease.queue, lease.provider, lease.epoch)
 
     async def _give_back(self, held: HeldLease, drain_s: float) -> None:
         lease = held.lease
@@ -130,4 +130,4 @@ class QueueMoves:
         if self._held.holds(held):
             self._held.forget(held)
             await self._release(lease)
-            log.info("silo %s gave back queue %d of %s", self._silo, lease.queue, lease.provider)
+            log.info("silo %r gave back queue %d of %r", self._silo, lease.queue, lease.provider)

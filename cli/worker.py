@@ -12,6 +12,7 @@ import msgspec
 from ..silo.config import SiloConfig
 from ..silo.host import Silo
 from ..silo.supervisor import WorkerStatus
+from ..streams.errors import HeadraceError
 from .commands.silo import FORMAT, serve
 from .outcome import exit_code, message
 
@@ -35,9 +36,16 @@ def main(reports: int) -> int:
         code = exit_code(error)
         if code is None:
             raise
-        _report(reports, WorkerStatus(error=message(error)))
+        _report(reports, _failure(error))
         return code
     return 0
+
+
+def _failure(error: BaseException) -> WorkerStatus:
+    """Keep the option apart: the supervisor knows its source, the file or a variable."""
+    if isinstance(error, HeadraceError) and error.option and not error.hint:
+        return WorkerStatus(error=error.problem, option=error.option)
+    return WorkerStatus(error=message(error))
 
 
 async def _serve(config: SiloConfig, reports: int) -> None:

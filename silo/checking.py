@@ -143,15 +143,15 @@ class Check:
         for name in _logs(own):
             if name not in known:
                 way = f"{_BACKUP}, or make it anew with {self._remedy('repair control')}"
-                self._found("inconsistent", f"provider {name}", f"it has a log, but {store} does not know it", way)
+                self._found("inconsistent", f"provider {name!r}", f"it has a log, but {store} does not know it", way)
 
     # ---- providers -------------------------------------------------------------------------------------------------
 
     async def _provider(self, store: ControlStore | None, name: str, record: ProviderRecord | None, own: Path) -> None:
         if record is not None and record.adapter != "log":
-            self.skipped.append(f"provider {name}: its adapter {record.adapter!r} keeps no log in the directory")
+            self.skipped.append(f"provider {name!r}: its adapter {record.adapter!r} keeps no log in the directory")
             return
-        where = f"provider {name}"
+        where = f"provider {name!r}"
         if not await asyncio.to_thread(has_log, own / "log"):
             way = f"{_BACKUP}, or begin an empty one with {self._remedy('repair log', provider=name)}"
             self._found("missing", where, "its log was deleted or emptied", way)
@@ -172,10 +172,10 @@ class Check:
         with LogInspection(path) as log:
             if expected not in (None, log.identity):
                 what = "its log does not belong to the control store: it is of another data directory, or older"
-                self._found("inconsistent", f"provider {name}", what, "put back the right one; see docs/damage.md")
+                self._found("inconsistent", f"provider {name!r}", what, "put back the right one; see docs/damage.md")
             if record is not None and record.queues != log.queues:
                 what = f"its log has {log.queues} queues, its control store says {record.queues}"
-                self._found("inconsistent", f"provider {name}", what, "put back the right one; see docs/damage.md")
+                self._found("inconsistent", f"provider {name!r}", what, "put back the right one; see docs/damage.md")
             for queue in range(log.queues):
                 self._queue(name, queue, log.check(queue, self._read))
                 self.checked = self.checked._replace(queues=self.checked.queues + 1)
@@ -186,10 +186,10 @@ class Check:
         self._tell(self.checked)
 
     def _queue(self, name: str, queue: int, report: QueueReport) -> None:
-        where, repair = f"provider {name}, queue {queue}", self._remedy("repair queue", queue, provider=name)
+        where, repair = f"provider {name!r}, queue {queue}", self._remedy("repair queue", queue, provider=name)
         for damage in report.damages:
             kind = "missing" if damage.why == MISSING else "damaged"
-            self._found(kind, f"{where}, {damage.offsets}", damage.why, f"{_BACKUP}, or pass it with {repair}")
+            self._found(kind, f"{where}, {damage.offsets}", damage.why, f"{_BACKUP}, or skip it with {repair}")
         for fault in report.faults:
             self._found("inconsistent", where, fault, f"set it right with {repair}")
 
@@ -201,7 +201,7 @@ class Check:
                 except DataDirectoryError:  # found with the rows
                     continue
                 for queue, at in sorted(stored.items()):
-                    where = f"provider {provider}, subscription {definition.name}"
+                    where = f"provider {provider!r}, subscription {definition.name!r}"
                     if queue >= len(ends):
                         what = f"it has progress in queue {queue}, which there is not"
                         self._found("inconsistent", where, what, "put back the log and control store of the same time")

@@ -125,10 +125,10 @@ class Clustering:
         warn of other failures."""
         why = await self._peers.why_unreachable(me)
         if "certificate" in why:
-            raise InvalidArgument(f"other silos could not call silo {me.name} at {me.address}: {why}")
+            raise InvalidArgument(f"other silos could not call silo {me.name!r} at {me.address}: {why}")
         if why:
             log.warning(
-                "silo %s does not reach itself at %s, so other silos may fail too, and their consumers miss the "
+                "silo %r does not reach itself at %s, so other silos may fail too, and their consumers miss the "
                 "events of its queues: %s", me.name, me.address, why,
             )  # fmt: skip
 
@@ -185,7 +185,7 @@ class Clustering:
                 self._warned.add(run)
                 different = ", ".join(f"{key} = {value} (here {own.get(key)})" for key, value in others.items())
                 log.warning(
-                    "silo %s has other settings in [cluster] than this one: %s; give all silos the same, or queues may "
+                    "silo %r has other settings in [cluster] than this one: %s; give all silos the same, or queues may "
                     "stay unserved", silo.name, different,
                 )  # fmt: skip
 

@@ -136,7 +136,7 @@ class Silo:
         log.info(
             "silo is ready: %s; %s; subscriptions: %s%s%s",
             ", ".join({f"data in {one.data}" for one in self.providers.values() if one.data}) or "no data directory",
-            ", ".join(f"provider {one.name} with {counted(one.queues, 'queue')}" for one in self.providers.values()),
+            ", ".join(f"provider {one.name!r} with {counted(one.queues, 'queue')}" for one in self.providers.values()),
             ", ".join(one.definition.name for one in subscriptions) or "none",
             f"; {self.address}/metrics" if self.address else "",
             f"; gRPC on {self.grpc_address}" if self.grpc_address else "",

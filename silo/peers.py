@@ -63,7 +63,7 @@ class PeerConnections:
         """Return whether the silo answers at its address."""
         why = await self.why_unreachable(silo)
         if why:
-            log.info("silo %s cannot be reached at %s: %s", silo.name, silo.address, why)
+            log.info("silo %r cannot be reached at %s: %s", silo.name, silo.address, why)
         return not why
 
     async def why_unreachable(self, silo: SiloRecord) -> str:

@@ -55,6 +55,6 @@ class SiloProcesses:
         held = await asyncio.to_thread(lambda: [is_held(silo.process) for silo in others])
         dead = [silo for silo, is_running in zip(others, held, strict=True) if is_running is False]
         for silo in dead:
-            log.warning("silo %s is dead: its process has ended", silo.name)
+            log.warning("silo %r is dead: its process has ended", silo.name)
             await self._store.declare_dead(silo)
         return bool(dead)

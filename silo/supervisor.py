@@ -42,6 +42,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """Address of gRPC. Set when the worker is ready."""
     error: str = ""
     """The reason of its end. Set when it failed."""
+    option: str = ""
+    """The wrong option, if the reason is one. `error` does not repeat it."""
 
 
 def configurations(config: SiloConfig, workers: int) -> Sequence[SiloConfig]:
@@ -102,8 +104,8 @@ class WorkerExit(NamedTuple):
     """How a worker's process ended."""
 
     code: int
-    error: str
-    """The error that the worker reported."""
+    reported: WorkerStatus
+    """The last status of the worker."""
     ready_s: float | None
     """How long it was ready, in seconds. None: never."""
 
@@ -114,8 +116,8 @@ class WorkerExit(NamedTuple):
 
     @property
     def why(self) -> str:
-        if self.error:
-            return self.error
+        if self.reported.error:
+            return ": ".join(part for part in (self.reported.option, self.reported.error) if part)
         if self.code == DONE:
             return "it was stopped"
         if self.code < 0:
@@ -135,13 +137,13 @@ class Worker:
         self.address = ""
         self._line = msgspec.json.encode(config) + b"\n"
         self._process: asyncio.SubprocessTransport | None = None
-        self._error = ""
+        self._reported = WorkerStatus()
         self._ready_at: float | None = None
 
     async def run(self) -> WorkerExit:
         """Start the process, and wait for its end."""
         loop = asyncio.get_running_loop()
-        self._error, self._ready_at = "", None
+        self._reported, self._ready_at = WorkerStatus(), None
         theirs, ours = _pipe()
         with open(ours, "rb", buffering=0) as reports:  # noqa: PTH123, ASYNC230 (a pipe)
             try:
@@ -160,17 +162,17 @@ class Worker:
                 reading.close()
             self._process.close()
         self._process = None
-        return WorkerExit(code, self._error, None if self._ready_at is None else loop.time() - self._ready_at)
+        return WorkerExit(code, self._reported, None if self._ready_at is None else loop.time() - self._ready_at)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         async for line in reader:
             status = msgspec.json.decode(line, type=WorkerStatus)
-            self._error = status.error
+            self._reported = status
             if status.address:
                 self.address, self._ready_at = status.address, asyncio.get_running_loop().time()
                 self.ready.set()
                 if self._process is not None:
-                    log.info("worker %s is process %d", self.name, self._process.get_pid())
+                    log.info("worker %r is process %d", self.name, self._process.get_pid())
 
     def signal(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.get_returncode() is None:
@@ -266,9 +268,9 @@ class Supervisor:
     async def _lead(self, worker: Worker) -> int:
         ended = await worker.run()
         if not worker.ready.is_set() and not self._stopping.is_set():
-            if ended.error and ended.code == USAGE:
-                raise InvalidArgument(ended.error)
-            raise Failed(ended.error or f"worker {worker.name} ended before it was ready: {ended.why}")
+            if ended.reported.error and ended.code == USAGE:
+                raise InvalidArgument(ended.reported.error, option=ended.reported.option)
+            raise Failed(ended.reported.error or f"worker {worker.name!r} ended before it was ready: {ended.why}")
         await self._restart(worker, ended)
         return DONE
 
@@ -285,13 +287,13 @@ class Supervisor:
                 backoff.reset()
             pause_s = 0.0 if steady else backoff.next_s()
             when = f"in {pause_s:g} s" if pause_s else "now"
-            log.warning("worker %s ended: %s; it starts again %s", worker.name, ended.why, when)
+            log.warning("worker %r ended: %s; it starts again %s", worker.name, ended.why, when)
             if await self._stopped_within(pause_s):
                 return
             ended = await worker.run()
         if not ended.in_order:
             self._failed = True
-            log.error("worker %s did not stop in order: %s", worker.name, ended.why)
+            log.error("worker %r did not stop in order: %s", worker.name, ended.why)
 
     async def _stopped_within(self, pause_s: float) -> bool:
         try:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import msgspec
 
 from . import layout
-from .arguments import refused
+from .arguments import check_instance, refused
 from .errors import InvalidArgument, PayloadTooLarge
 from .field_limits import check_headers, check_ids, check_times
 from .identity import SequenceToken, StreamId
@@ -112,6 +112,7 @@ class EventBatch:
         Raises InvalidArgument for other types, without any event, and for more than `MAX_BATCH_EVENTS`; PayloadTooLarge
         for a payload above `MAX_EVENT_BYTES`.
         """
+        check_instance("stream", stream, StreamId, "StreamId('orders', '42')")
         items = events if isinstance(events, list) else list(events)
         now = time.time_ns() // 1000 if now_us is None else now_us
         encoded = _encode_one(stream, items[0], now) if len(items) == 1 else _encode(stream, items, now)

@@ -254,4 +254,4 @@ def _no_timestamp() -> InvalidArgument:
 
 
 def _damaged(encoded: bytes) -> InvalidArgument:
-    return InvalidArgument(f"damaged batch: {len(encoded)} bytes that are no EventBatch")
+    return InvalidArgument(f"damaged batch: its {len(encoded):,} bytes cannot be decoded")

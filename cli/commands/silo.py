@@ -94,13 +94,13 @@ def command(
     logging.basicConfig(level=loaded.log_level.upper(), format=FORMAT)
     for line in unknown_variables(os.environ):
         log.warning("%s", line)
-    if loaded.workers is None:
-        try:
-            asyncio.run(serve(loaded, None))
-        except InvalidArgument as error:
-            raise named_source(error, config, os.environ) from None
-        return DONE
-    return asyncio.run(_supervise(configurations(loaded, loaded.workers)))
+    try:
+        if loaded.workers is not None:
+            return asyncio.run(_supervise(configurations(loaded, loaded.workers)))
+        asyncio.run(serve(loaded, None))
+    except InvalidArgument as error:
+        raise named_source(error, config, os.environ) from None
+    return DONE
 
 
 def _given(**options: Any) -> dict[str, Any]:

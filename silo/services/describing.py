@@ -93,7 +93,7 @@ async def _ask(clustering: Clustering, record: SiloRecord, counted: bool) -> pb.
     try:
         answer = await clustering.call(record.name, "ClusterService/DescribeCluster", request, timeout_s=ASK_S)
     except HeadraceError as error:
-        log.info("silo %s did not describe itself: %s", record.name, error)
+        log.info("silo %r did not describe itself: %s", record.name, error)
         return None
     found = pb.DescribeClusterResponse.FromString(answer).cluster.silos
     return found[0] if [silo.name for silo in found] == [record.name] else None

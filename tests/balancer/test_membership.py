@@ -152,7 +152,7 @@ async def test_the_reasons_of_unserved_queues_cost_one_placement_and_do_not_chan
         found.append([reason for reason, _ in member.membership.why_unserved(queues)])
         costs.append(len(placements) - before)
         stand_still(1.0)
-    reason = "silo a has its lease, for up to 8 s, and does not serve it"
+    reason = "silo 'a' has its lease, for up to 8 s, and does not serve it"
     assert found == [[reason], [reason, reason]]
     assert costs[0] == costs[1]
     await member.membership.leave()
@@ -183,7 +183,7 @@ async def test_a_silo_that_ends_while_queues_cannot_be_saved_says_so() -> None:
     member = Member()
     await member.joined()
     member.owner.fails = True
-    with pytest.raises(Unavailable, match=r"ends without having saved all progress of queues 0, 1 of p"):
+    with pytest.raises(Unavailable, match=r"ends without having saved all progress of queues 0, 1 of 'p'"):
         await member.membership.leave()
     assert member.owner.notes == [("cut", 0), ("cut", 1)]
 

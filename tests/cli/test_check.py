@@ -124,34 +124,34 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "damaged block": (
         lambda data: damage(data, 1, 2),
         (
-            "damaged: provider default, queue 0, offsets 1 to 2: its checksum does not match: restore it from a "
-            "backup, or pass it with `headrace repair queue --data DATA --provider default 0`"
+            "damaged: provider 'default', queue 0, offsets 1 to 2: its checksum does not match: restore it from a "
+            "backup, or skip it with `headrace repair queue --data DATA --provider default 0`"
         ),
     ),
     "missing block": (
         lambda data: remove(data, 2),
         (
-            "missing: provider default, queue 0, offset 2: the block is missing: restore it from a backup, or "
-            "pass it with `headrace repair queue --data DATA --provider default 0`"
+            "missing: provider 'default', queue 0, offset 2: the block is missing: restore it from a backup, or "
+            "skip it with `headrace repair queue --data DATA --provider default 0`"
         ),
     ),
     "wrong count": (
         lambda data: rewrite_tail(data, 1, 7),
-        "inconsistent: provider default, queue 0: its number of events or bytes is wrong: it says 7 and ",
+        "inconsistent: provider 'default', queue 0: its number of events or bytes is wrong: it says 7 and ",
     ),
     "wrong end": (
         lambda data: rewrite_tail(data, 0, 4),
-        "inconsistent: provider default, queue 0: it ends at offset 4, but there are records behind that: ",
+        "inconsistent: provider 'default', queue 0: it ends at offset 4, but there are records behind that: ",
     ),
     "log deleted": (
         lambda data: shutil.rmtree(log_of(data)),
         (
-            "missing: provider default: its log was deleted or emptied: restore it from a backup, or begin an empty "
+            "missing: provider 'default': its log was deleted or emptied: restore it from a backup, or begin an empty "
             "one with `headrace repair log --data DATA --provider default`"
         ),
     ),
-    "log cut short": (cut_short, "damaged: provider default: "),
-    "log exchanged": (exchange_log, "inconsistent: provider default: its log does not belong to the control store: "),
+    "log cut short": (cut_short, "damaged: provider 'default': "),
+    "log exchanged": (exchange_log, "inconsistent: provider 'default': its log does not belong to the control store: "),
     "control deleted": (
         lambda data: lose_control(data, None),
         (
@@ -169,7 +169,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "control spoilt": (spoil_control, "damaged: control.db: "),
     "control without provider": (
         forget_provider,
-        "inconsistent: provider default: it has a log, but control.db does not know it: ",
+        "inconsistent: provider 'default': it has a log, but control.db does not know it: ",
     ),
     "damaged checkpoint": (
         flip_checkpoint,
@@ -181,7 +181,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "subscription ahead": (
         move_ahead,
-        "inconsistent: provider default, subscription past: it is at offset 9 of queue 0, which ends at 5: ",
+        "inconsistent: provider 'default', subscription 'past': it is at offset 9 of queue 0, which ends at 5: ",
     ),
 }
 
@@ -292,4 +292,6 @@ def test_a_directory_that_cannot_be_written_is_checked(data: Path, public_path: 
         os.seteuid(user)
         for path in (copy, *copy.rglob("*")):
             path.chmod(0o755)
-    assert [(each.kind, each.where) for each in check.findings] == [("damaged", "provider default, queue 0, offset 1")]
+    assert [(each.kind, each.where) for each in check.findings] == [
+        ("damaged", "provider 'default', queue 0, offset 1")
+    ]

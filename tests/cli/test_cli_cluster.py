@@ -250,9 +250,9 @@ def test_settings_that_differ_and_queues_that_nobody_serves_are_shown(tmp_path: 
     mapping = f'balancer = "static"\nmapping = {{{kept}}}\n'
     with silos(tmp_path, "a", times=TIMES + mapping) as (a,), silos(tmp_path, "b") as (b,):
         a.talking.until_said(
-            r"silo b has other settings in \[cluster\] than this one: balancer = lease-count \(here static\), mapping"
+            r"silo 'b' has other settings in \[cluster\] than this one: balancer = lease-count \(here static\), mapping"
         )
-        b.talking.until_said(r"silo a has other settings in \[cluster\] than this one: balancer = static")
+        b.talking.until_said(r"silo 'a' has other settings in \[cluster\] than this one: balancer = static")
         at = ["--server", a.address]
         told = headrace("cluster", *at, "--json").json
         assert told["differences"]["balancer"] == {"static": ["a"], "lease-count": ["b"]}

@@ -14,7 +14,7 @@ import pytest
 from headrace import InvalidArgument
 from headrace.server.config import GrpcConfig, HttpConfig
 from headrace.silo.config import ClusterConfig, SiloConfig
-from headrace.silo.supervisor import WorkerExit, configurations
+from headrace.silo.supervisor import WorkerExit, WorkerStatus, configurations
 from tests.cli.commandline import Headrace
 from tests.silo.talking import PATIENCE_S, Talking, gone, shares, wait_until
 
@@ -64,14 +64,14 @@ def test_the_workers_are_a_cluster_in_which_one_that_dies_comes_back(supervisor:
     killed = pids(supervisor)["w-2"]
     said = len(supervisor.said)
     os.kill(killed, signal.SIGKILL)
-    supervisor.until_said(r"worker w-2 ended: killed by SIGKILL; it starts again", said)
+    supervisor.until_said(r"worker 'w-2' ended: killed by SIGKILL; it starts again", said)
     supervisor.until_said(rf"w-2 headrace.silo: silo is ready: .*gRPC on {second}\n", said)
     wait_until(first, lambda cluster: shares(cluster) == {"w-1": 4, "w-2": 4})
     assert pids(supervisor)["w-2"] != killed
 
     said = len(supervisor.said)
     os.kill(pids(supervisor)["w-1"], signal.SIGTERM)
-    supervisor.until_said(r"worker w-1 ended: it was stopped; it starts again now", said)
+    supervisor.until_said(r"worker 'w-1' ended: it was stopped; it starts again now", said)
     supervisor.until_said(rf"w-1 headrace.silo: silo is ready: .*gRPC on {first}\n", said)
     supervisor.process.send_signal(signal.SIGINT)
     assert supervisor.ended() == 0
@@ -106,7 +106,7 @@ def test_a_worker_that_died_comes_back_while_a_process_that_it_forked_lives_on(t
         supervisor.until_said("all 2 workers are ready")
         said = len(supervisor.said)
         os.kill(pids(supervisor)["w-2"], signal.SIGKILL)
-        supervisor.until_said("worker w-2 ended: killed by SIGKILL; it starts again", said)
+        supervisor.until_said("worker 'w-2' ended: killed by SIGKILL; it starts again", said)
         supervisor.until_said("w-2 headrace.silo: silo is ready", said)
         supervisor.process.send_signal(signal.SIGTERM)
         assert supervisor.process.wait(PATIENCE_S) == 0
@@ -157,6 +157,13 @@ def test_what_cannot_be_is_one_line(flags: list[object], reason: str, headrace: 
     assert reason in headrace("silo", "--data", "data", *flags).refused(2)
 
 
+def test_a_wrong_option_of_an_adapter_is_named_with_the_file(tmp_path: Path, headrace: Headrace):
+    text = 'data = "data"\nworkers = 2\n[grpc]\nport = 0\n[providers.default.options]\nretain_ages = 5\n'
+    (tmp_path / "silo.toml").write_text(text)
+    refused = headrace("silo", "silo.toml").refused(2)
+    assert refused.startswith("silo.toml: [providers.default.options]: adapter 'log': retain_ages: unknown option")
+
+
 CONFIG = SiloConfig(data="d", workers=3, grpc=GrpcConfig(port=9465), cluster=ClusterConfig(name="w"))
 
 
@@ -192,7 +199,7 @@ def test_a_name_that_is_none_is_refused():
 
 
 def test_one_that_was_told_to_stop_before_it_began_has_ended_in_order():
-    assert WorkerExit(-signal.SIGTERM, "", None).in_order
-    assert not WorkerExit(-signal.SIGTERM, "", 1.0).in_order
-    assert not WorkerExit(-signal.SIGKILL, "", None).in_order
-    assert WorkerExit(0, "", 1.0).in_order
+    assert WorkerExit(-signal.SIGTERM, WorkerStatus(), None).in_order
+    assert not WorkerExit(-signal.SIGTERM, WorkerStatus(), 1.0).in_order
+    assert not WorkerExit(-signal.SIGKILL, WorkerStatus(), None).in_order
+    assert WorkerExit(0, WorkerStatus(), 1.0).in_order

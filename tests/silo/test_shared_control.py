@@ -92,7 +92,7 @@ def test_checking_with_another_database_finds_a_fault_and_changes_nothing(
     assert faults(tmp_path / "data", empty) == ["damaged: control store"]
     assert not tables(empty)
     asyncio.run(opened(tmp_path / "other", other, name="other"))
-    assert "inconsistent: provider default" in faults(tmp_path / "data", other)
+    assert "inconsistent: provider 'default'" in faults(tmp_path / "data", other)
     with psycopg.connect(postgres_url, autocommit=True) as connection:
         connection.execute("UPDATE headrace_version SET version = version + 1")
         assert faults(tmp_path / "data", postgres_url) == ["damaged: control store"]

@@ -308,7 +308,7 @@ def test_what_is_without_effect_is_warned_of(tmp_path: Path, start: Start, monke
 
     assert b"WARNING headrace.silo: variable HEADRACE_MODULE is no option" in said
     assert b"WARNING headrace.silo: silo has no subscription to serve" in said
-    assert f"silo is ready: data in {tmp_path / 'd'}; provider default with 8 queues".encode() in said
+    assert f"silo is ready: data in {tmp_path / 'd'}; provider 'default' with 8 queues".encode() in said
 
 
 def test_without_modules_it_runs(headrace: Headrace, start: Start):

@@ -223,7 +223,7 @@ def test_reading_a_damaged_batch_raises_nothing_else(items: list[bytes | Event],
     ("encoded", "why"),
     [
         (b"", "it has no events"),
-        (b"\xff\xff", "2 bytes that are no EventBatch"),
+        (b"\xff\xff", "its 2 bytes cannot be decoded"),
         (Message(sizes=[4], payload=b"abc").SerializeToString(), "the sizes add up to 4, the payload has 3 bytes"),
         (
             Message(sizes=[1, 1, 1], timestamps_us=[1, 2], payload=b"abc").SerializeToString(),
@@ -231,7 +231,7 @@ def test_reading_a_damaged_batch_raises_nothing_else(items: list[bytes | Event],
         ),
         (Message(sizes=[1, 2], ids=["a"], payload=b"abc").SerializeToString(), "1 ids or headers for 2 events"),
         (Message(sizes=[1, 2], headers=[Headers()] * 3, payload=b"abc").SerializeToString(), "3 ids or headers for 2"),
-        (b"\x1a\x03abc", "5 bytes that are no EventBatch"),
+        (b"\x1a\x03abc", "its 5 bytes cannot be decoded"),
         (Message(sizes=[0], namespace="n" * 1025).SerializeToString(), "namespace has 1,025 bytes"),
     ],
 )
@@ -326,6 +326,12 @@ def test_limits_are_exact():
 def test_a_batch_without_events_is_refused():
     with pytest.raises(InvalidArgument, match="at least one event"):
         EventBatch.of(STREAM, [])
+
+
+def test_a_batch_of_something_that_is_no_stream_is_refused():
+    of: Any = "orders/42"
+    with pytest.raises(InvalidArgument, match=r"stream is 'orders/42': expected a StreamId, such as StreamId"):
+        EventBatch.of(of, [b"x"])
 
 
 def test_any_iterable_of_events_is_taken():

@@ -115,7 +115,7 @@ def test_what_delivery_appends_is_refused(field: dict[str, object], stream: str)
     ("sent", "text"),
     [
         (b"", "it has no events"),
-        (b"\xff", "1 bytes that are no EventBatch"),
+        (b"\xff", "its 1 bytes cannot be decoded"),
         (batch("shop/1"), "it has no events"),
         (events_pb2.EventBatch(namespace="shop", key="1", sizes=[2], payload=b"a"), "the sizes add up to 2"),
         (batch("shop/1", b"a", timestamps_us=[1, 2]), "2 timestamps for 1 events"),
@@ -132,7 +132,7 @@ def test_what_is_no_batch_is_refused(sent: events_pb2.EventBatch | bytes, text: 
 
 
 def test_names_that_are_no_utf_8_are_refused():
-    with pytest.raises(InvalidArgument, match="no EventBatch"):
+    with pytest.raises(InvalidArgument, match="cannot be decoded"):
         accepted(batch("shop/1", b"a").SerializeToString().replace(b"shop", b"sh\xffp"), NOW)
 
 
