@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
 from typing import Any, Literal, Self, TypeVar, Unpack, cast, overload
@@ -100,6 +100,8 @@ class Plan:
     timeout_s: float | None
     on_state: Callable[[SessionState], None] | None
     on_gap: Callable[[GapRecord], None] | None
+    concurrent: bool = False
+    """It works on many streams at once: the silo sends a few events of many streams, not many events of a few."""
 
     def __post_init__(self) -> None:
         check_subscription_name(self.name)
@@ -372,6 +374,7 @@ class Consumer(Attached):
             consumer=self.id,
             session_timeout_ms=round((plan.session_timeout_s or 0) * 1000),
             keeps_positions=plan.keeps_positions,
+            concurrent=plan.concurrent,
             positions=[pb.Position(queue=queue, token=token) for queue, token in self.positions.items()],
         )
         if plan.definition is None or self._opened.is_set():
@@ -596,7 +599,7 @@ class Consuming(Management):
 
     async def _open_subscription(self, plan: Plan, handler: Handler, concurrency: int) -> RemoteSubscription:
         self.connection.check_open()
-        subscription = RemoteSubscription(self, plan, handler, concurrency)
+        subscription = RemoteSubscription(self, replace(plan, concurrent=concurrency > 1), handler, concurrency)
         self._attached.add(subscription)
         return await _opened(subscription, subscription.consumer)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Awaitable, Generator, Sequence
+from collections.abc import Awaitable, Generator, Iterator, Sequence
 from datetime import timedelta
 from typing import Protocol, cast
 
@@ -258,8 +258,8 @@ class ReceivedPart(ReceivedBatch):
         super().clear()
         self._part = None
 
-    def events(self, start: int = 0) -> list[Event]:
-        return self._part.events(start) if self._part else []
+    def iter_events(self, start: int = 0) -> Iterator[Event]:
+        return self._part.iter_events(start) if self._part else iter(())
 
     def payloads(self) -> list[bytes]:
         return self._part.payloads() if self._part else []

@@ -91,12 +91,14 @@ class Consumers:
         positions: Mapping[int, Checkpoint] | None = None,
         *,
         pulls: bool = False,
+        concurrent: bool = False,
         client: Hashable = None,
     ) -> AttachedConsumer:
         """Attach a consumer to an existing subscription. If `timeout_s` is 0, the silo's timeout applies.
 
         With `positions`, which needs mode broadcast, the client keeps its position: the consumer continues from
-        `positions`, and in other queues from the subscription's start. `pulls` and `client` are as in `Group.join`.
+        `positions`, and in other queues from the subscription's start. `pulls`, `concurrent` and `client` are as in
+        `Group.join`.
 
         Raises Busy if handlers or another process serve the subscription, or it has too many consumers; LimitExceeded
         if mode broadcast has `MAX_POSITIONS` consumers already; InvalidArgument, NotSupported.
@@ -107,7 +109,8 @@ class Consumers:
             if own is not definition:
                 await self._check_position_limit(definition, own)
             group = await self._group(own, positions)
-            return AttachedConsumer(group, group.join(consumer, self.timeout(timeout_s), pulls=pulls, client=client))
+            member = group.join(consumer, self.timeout(timeout_s), pulls=pulls, concurrent=concurrent, client=client)
+            return AttachedConsumer(group, member)
 
     async def prepare(
         self, definition: SubscriptionDefinition, consumer: str, positions: Mapping[int, Checkpoint] | None

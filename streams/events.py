@@ -151,16 +151,20 @@ class EventBatch:
 
     def events(self, start: int = 0) -> list[Event]:
         """Return the events from index `start` on, with `stream` and `token` set."""
+        return list(self.iter_events(start))
+
+    def iter_events(self, start: int = 0) -> Iterator[Event]:
+        """Yield the events from index `start` on, each made when it is asked for. Raises InvalidArgument at once."""
         if self.count == 1 and not start and (one := layout.read_one(self.encoded, self.stream.prefix)):
             timestamp, at = one
             token = SequenceToken(self.offset, 0)
-            return [Event(self.encoded[at:], NO_HEADERS, None, timestamp, None, None, self.stream, token)]
+            return iter((Event(self.encoded[at:], NO_HEADERS, None, timestamp, None, None, self.stream, token),))
         columns = self._read()
         ids, headers = self._rare_columns(columns, start)
         timestamps = self.timestamps_us()[start:]
         nothing, tokens = repeat(None), _tokens(self.offset, range(start, self.count))
-        payloads = layout.slices(columns, start)
-        return list(map(Event, payloads, headers, ids, timestamps, nothing, nothing, repeat(self.stream), tokens))
+        payloads = layout.iter_slices(columns, start)
+        return map(Event, payloads, headers, ids, timestamps, nothing, nothing, repeat(self.stream), tokens)
 
     def _rare_columns(self, columns: Columns, start: int) -> tuple[Iterable[str | None], Iterable[Mapping[str, str]]]:
         if not columns.rare:
@@ -201,8 +205,8 @@ class SomeEvents(EventBatch):
     def token(self) -> SequenceToken:
         return self._events[0].token or super().token
 
-    def events(self, start: int = 0) -> list[Event]:
-        return self._events[start:]
+    def iter_events(self, start: int = 0) -> Iterator[Event]:
+        return iter(self._events[start:])
 
     def payloads(self) -> list[bytes]:
         return [event.payload for event in self._events]

@@ -16,8 +16,9 @@ from .identity import StreamId
 from .options import EventFilter, LocalHandlerOptions
 from .subscriptions import Selector, Start, SubscriptionDefinition
 
-CONCURRENCY = 100
-"""Default number of handlers that run at a time."""
+CONCURRENCY = 2000
+"""Default number of handlers that run at a time: of a queue in a silo, of a subscription in a client. One that waits
+takes about 3 KB. It is high because a handler that waits keeps no other from running, and a stuck one should not."""
 DEFINITION_OPTIONS = ("start", "retry", "on_failure", "slow_consumer", "circuit_breaker")
 HANDLER_OPTIONS = ("batch", "concurrency", *DEFINITION_OPTIONS)
 LOCAL_HANDLER_OPTIONS = ("filter", *HANDLER_OPTIONS)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -137,10 +137,15 @@ def read_rare(encoded: bytes, count: int) -> tuple[Sequence[str | None], Sequenc
 
 def slices(columns: Columns, first: int = 0) -> list[bytes]:
     """Return the payloads from index `first` on."""
+    return list(iter_slices(columns, first))
+
+
+def iter_slices(columns: Columns, first: int = 0) -> Iterator[bytes]:
+    """Yield the payloads from index `first` on."""
     sizes = columns.sizes
     payloads = BytesIO(columns.source)  # shares the bytes
     payloads.seek(columns.start + sum(sizes[:first]))
-    return list(map(payloads.read, sizes[first:] if first else sizes))
+    return map(payloads.read, sizes[first:] if first else sizes)
 
 
 def message_of(encoded: bytes) -> events_pb2.EventBatch:

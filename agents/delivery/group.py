@@ -33,6 +33,13 @@ RESEND_S = 2.0
 """How long a relayed member may take to grant credit for the events that it held, in seconds."""
 SPACE_S = 5.0
 """How long a member waits for the space for one batch, in seconds. Then another batch is tried."""
+PARCEL_S = 1.0
+"""How long a concurrent consumer should work on a parcel, in seconds."""
+FIRST_EVENT_S = 0.1
+"""Assumed time per event until parcels are done, in seconds: the first parcels are small."""
+MIN_EVENT_S = 1e-6
+NEWEST_SHARE = 0.1
+"""Weight of the newest parcel in the average time per event."""
 DRAIN_S = 10.0
 """Mode bound: how long a member may keep the events of a queue that moves to another member, in seconds."""
 
@@ -65,6 +72,11 @@ class Group:
         self._unserved: set[int] = set()
         """Queues whose events no member could take: their deliveries wait to be woken."""
         self._wanting: list[asyncio.Future[None]] = []
+        self._event_s = FIRST_EVENT_S
+        """Moving average of the time that consumers take for a parcel, in seconds per event."""
+        self.parcel_events = int(PARCEL_S / FIRST_EVENT_S)
+        """The most events of a parcel for a concurrent consumer. With larger ones, slow streams would hold all of its
+        credit, while the handlers of other streams could run."""
         self._rebalancing = False
         self._loop = asyncio.get_running_loop()
 
@@ -139,10 +151,12 @@ class Group:
         timeout_s: float,
         *,
         pulls: bool = False,
+        concurrent: bool = False,
         client: Hashable = None,
     ) -> Member:
         """A consumer connects. It supersedes the connection with its id, and gets the events of that one again, as
-        the new credit allows. If it `pulls`, they come again only after its session timeout. Bytes that wait to be sent
+        the new credit allows. If it `pulls`, they come again only after its session timeout. If it is `concurrent`, a
+        parcel has events for about a second of work, not more. Bytes that wait to be sent
         to it count for `client`, by default for itself alone. Raises Busy if there are too many members."""
         member = self.members.get(id)
         resumed = member is not None
@@ -156,7 +170,7 @@ class Group:
             member.account = self.edge.budget.account(client)
             member.to_resend.extend([] if pulls else member.parcels())
             member.resend_until = self._loop.time() + RESEND_S
-        member.timeout_s, member.pulls = timeout_s, pulls
+        member.timeout_s, member.pulls, member.concurrent = timeout_s, pulls, concurrent
         member.resumed = resumed
         member.connected = member.attached = True
         member.connections += 1
@@ -374,6 +388,12 @@ class Group:
     def share(self, ready: int) -> int:
         """Return how many of `ready` streams one member gets in its turn."""
         return ready if self._bound else -(-ready // max(len(self._line), 1))
+
+    def note_duration(self, seconds: float, events: int) -> None:
+        """A parcel of so many events is done."""
+        event_s = max(seconds / events, MIN_EVENT_S)
+        self._event_s += (event_s - self._event_s) * NEWEST_SHARE
+        self.parcel_events = max(int(PARCEL_S / self._event_s), 1)
 
     async def somebody(self) -> None:
         """Wait until other members may be able to take events, or a delivery stops."""

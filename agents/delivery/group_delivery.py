@@ -25,6 +25,7 @@ from ..cursor import READY, RUNNING, State, StreamCursor, Trouble
 from .breaker import Admission
 from .delivery import Delivery, FailureSink
 from .edge import DeliveryActor
+from .member import MAX_CREDIT
 from .parcel import Parcel, Piece, first_left, left
 from .retries import Failure
 
@@ -125,8 +126,9 @@ class GroupDelivery(Delivery):
         parcel, frames = Parcel(self, cursor, member), list[bytes]()
         batch = cursor.batch
         assert batch is not None
+        most = self.group.parcel_events if member.concurrent else MAX_CREDIT
         try:
-            added = self._add_first(parcel, frames, batch, one=one)
+            added = self._add_first(parcel, frames, batch, most, one=one)
         except InvalidArgument as error:
             self.retries.pause(cursor, described(error))
             return True
@@ -142,11 +144,11 @@ class GroupDelivery(Delivery):
             and cursor.done is None
             and parcel.pieces[0].stop == batch.count
         ):
-            self._add_following(parcel, frames, batch)
+            self._add_following(parcel, frames, batch, most)
         self._handed(parcel, frames)
         return True
 
-    def _add_first(self, parcel: Parcel, frames: list[bytes], batch: EventBatch, *, one: bool) -> bool:
+    def _add_first(self, parcel: Parcel, frames: list[bytes], batch: EventBatch, most: int, *, one: bool) -> bool:
         """Add the rest of the cursor's batch, or a part of it. Return False if the member cannot take it now."""
         cursor, member = parcel.cursor, parcel.member
         if member.redriven and self._confusing(member, batch):
@@ -159,10 +161,10 @@ class GroupDelivery(Delivery):
             one
             or cursor.index
             or cursor.done is not None
-            or batch.count > member.credit_events
+            or batch.count > min(member.credit_events, most)
             or batch.nbytes + FRAME_BYTES > member.credit_bytes
         ):
-            return self._add_part(parcel, frames, batch, one=one)
+            return self._add_part(parcel, frames, batch, most, one=one)
         self._add(parcel, frames, batch)
         return True
 
@@ -170,10 +172,10 @@ class GroupDelivery(Delivery):
         """Whether the member holds a dead letter of this batch: acknowledgements could be mistaken for its own."""
         return any(key[:2] == (self.queue, batch.offset) for key in member.redriven)
 
-    def _add_following(self, parcel: Parcel, frames: list[bytes], first: EventBatch) -> None:
+    def _add_following(self, parcel: Parcel, frames: list[bytes], first: EventBatch, most: int) -> None:
         """Add the next cached batches of the stream, as many as a parcel may have and the credit allows."""
         member, batch = parcel.member, first
-        events = min(member.credit_events, PARCEL_EVENTS)
+        events = min(member.credit_events, PARCEL_EVENTS, most)
         size = min(member.credit_bytes, PARCEL_BYTES, member.account.space)
         while (
             (batch := batch.following) is not None
@@ -196,15 +198,17 @@ class GroupDelivery(Delivery):
         parcel.events += batch.count
         parcel.size += len(encoded)
 
-    def _add_part(self, parcel: Parcel, frames: list[bytes], batch: EventBatch, *, one: bool) -> bool:
-        """Add the first events of the cursor's batch that are not done, as many as the credit allows. Return False if
-        it allows none, or if the member holds events and more credit will follow when they are done."""
+    def _add_part(self, parcel: Parcel, frames: list[bytes], batch: EventBatch, most: int, *, one: bool) -> bool:
+        """Add the first `most` events of the cursor's batch that are not done, or as many as the credit allows. Return
+        False if it allows none, or if the member holds events and more credit will follow when they are done."""
         cursor, member = parcel.cursor, parcel.member
-        indexes, whole = first_left(cursor, batch, 1 if one else member.credit_events)
+        most = 1 if one else most
+        indexes, whole = first_left(cursor, batch, min(most, member.credit_events))
         wanted = len(indexes)
         indexes, encoded = self._fitting(batch, indexes, member)
         whole = whole and len(indexes) == wanted
-        if not indexes or (not whole and not one and member.in_flight and member.patient):
+        cut_by_credit = not whole and len(indexes) < most
+        if not indexes or (cut_by_credit and member.in_flight and member.patient):
             return False
         attempt = 1 if cursor.trouble is None else _attempt(cursor.trouble, cursor.token)
         frames.append(frame(encoded, self.queue, batch.offset, attempt=attempt, indexes=indexes))
@@ -245,8 +249,7 @@ class GroupDelivery(Delivery):
         member.in_flight_events += parcel.events
         member.in_flight_bytes += parcel.size
         member.charge(parcel.events, parcel.size)
-        if member.pulls:
-            parcel.handed_at = self._loop.time()
+        parcel.handed_at, parcel.count = self._loop.time(), parcel.events
         # In one response: otherwise its beginning could be rejected while the rest is still on its way.
         self.group.edge.put(member, frames[0] if len(frames) == 1 else b"".join(frames))
 
@@ -365,6 +368,7 @@ class GroupDelivery(Delivery):
     def _complete(self, parcel: Parcel, piece: Piece) -> None:
         """All pieces are done: go on with the stream, or with the failure."""
         cursor, failure = parcel.cursor, parcel.failure
+        self.group.note_duration(self._loop.time() - parcel.handed_at, parcel.count)
         self._end(parcel)
         if failure is not None:
             assert parcel.failing is not None

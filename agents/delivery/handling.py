@@ -17,7 +17,7 @@ from ...streams.handler_workers import (
     cancelled_itself,
     notify_error,
 )
-from ...streams.handlers import Handler
+from ...streams.handlers import CONCURRENCY, Handler
 from ...streams.identity import StreamId
 from ...streams.options import EventFilter
 from ...streams.subscriptions import Checkpoint, SubscriptionDefinition
@@ -45,7 +45,7 @@ class HandlerDelivery(Delivery):
         sink: FailureSink,
         *,
         predicate: EventFilter | None = None,
-        concurrency: int = 100,
+        concurrency: int = CONCURRENCY,
         **options: Any,
     ) -> None:
         super().__init__(definition, queue, checkpoint, sink, **options)
@@ -129,7 +129,7 @@ class HandlerDelivery(Delivery):
         on_event = self._handler.on_event
         assert on_event is not None
         start, leased, handled = cursor.index, self._term is not None, False
-        for index, event in enumerate(batch.events(start), start):
+        for index, event in enumerate(batch.iter_events(start), start):
             if self._stopping or (leased and self.over):
                 raise asyncio.CancelledError
             if cursor.done is not None and cursor.is_done(index):

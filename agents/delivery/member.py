@@ -107,6 +107,8 @@ class Member:
         """The generation of the subscription, for its session."""
         self.pulls = False
         """It has credit only while a call waits. Events that it holds come again only after its session timeout."""
+        self.concurrent = False
+        """It works on many streams at once: a parcel has events for about a second of work, not more."""
         self.relayed = False
         """Another silo relays its events and divides its credit. That silo is told if credit is needed here."""
         self.waiting = False

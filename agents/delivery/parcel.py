@@ -36,6 +36,7 @@ class Parcel:
     back. The cursor is at the first event that is not done, in the piece `head`."""
 
     __slots__ = (
+        "count",
         "cursor",
         "delivery",
         "end",
@@ -67,7 +68,9 @@ class Parcel:
         self.failing: EventBatch | None = None
         """The batch of the event that failed."""
         self.handed_at = 0.0
-        """Loop time, if the member pulls; else 0."""
+        """Loop time."""
+        self.count = 0
+        """Number of events that were handed out."""
         self.shed = False
         """The payloads were dropped: events that are to be sent again have to be read again."""
 

@@ -102,6 +102,7 @@ class Open(_message.Message):
     KEEPS_POSITIONS_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
     PULLS_FIELD_NUMBER: _builtins.int
+    CONCURRENT_FIELD_NUMBER: _builtins.int
     provider: _builtins.str
     """Name of the provider; empty for "default"."""
     subscription: _builtins.str
@@ -120,6 +121,10 @@ class Open(_message.Message):
     pulls: _builtins.bool
     """Of a call from another silo: the consumer pulls there. What it holds is not sent again because it comes back, but
     when the session timeout has passed since it was sent.
+    """
+    concurrent: _builtins.bool
+    """The consumer works on many streams at once. So that slow streams do not hold all of its credit, a parcel has events
+    for about a second of work, not more.
     """
     @_builtins.property
     def definition(self) -> _subscriptions_pb2.SubscriptionDefinition:
@@ -140,10 +145,11 @@ class Open(_message.Message):
         keeps_positions: _builtins.bool = ...,
         positions: _abc.Iterable[Global___Position] | None = ...,
         pulls: _builtins.bool = ...,
+        concurrent: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["definition", b"definition"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "definition", b"definition", "keeps_positions", b"keeps_positions", "positions", b"positions", "provider", b"provider", "pulls", b"pulls", "session_timeout_ms", b"session_timeout_ms", "subscription", b"subscription"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrent", b"concurrent", "consumer", b"consumer", "definition", b"definition", "keeps_positions", b"keeps_positions", "positions", b"positions", "provider", b"provider", "pulls", b"pulls", "session_timeout_ms", b"session_timeout_ms", "subscription", b"subscription"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -529,9 +529,10 @@ class Relays:
         positions: Mapping[int, Checkpoint] | None,
         *,
         pulls: bool = False,
+        concurrent: bool = False,
     ) -> AsyncGenerator[Relay]:
         """A consumer that may join at every silo, for the length of an `async with`. `positions` are those of all
-        queues, where its client keeps them; `pulls` says that it does."""
+        queues, where its client keeps them; `pulls` and `concurrent` are as in `Group.join`."""
         opening = pb.Open(
             provider=provider.name,
             subscription=definition.name,
@@ -539,6 +540,7 @@ class Relays:
             session_timeout_ms=round(timeout_s * 1000),
             keeps_positions=positions is not None,
             pulls=pulls,
+            concurrent=concurrent,
         )
         for queue, checkpoint in (positions or {}).items():
             opening.positions.add(queue=queue, token=position_token(checkpoint))

@@ -116,7 +116,13 @@ class ConsumerService:
         provider, definition, consumer, timeout_s, positions, found = wanted
         consumers = self._consumers[provider.name]
         place = await consumers.join(
-            definition, consumer, timeout_s, positions, pulls=request.pulls, client=_client(call)
+            definition,
+            consumer,
+            timeout_s,
+            positions,
+            pulls=request.pulls,
+            concurrent=request.concurrent,
+            client=_client(call),
         )
         connection, gaps = place.member.connections, list(found)
         place.member.on_gap = gaps.append  # until there is a session to tell
@@ -164,7 +170,14 @@ class ConsumerService:
             definition=wire.definition_message(wanted.definition),
             moves=await consumers.moves(wanted.definition, wanted.consumer),
         )
-        async with relays.opened(wanted.provider, wanted.definition, wanted.consumer, timeout_s, positions) as relay:
+        async with relays.opened(
+            wanted.provider,
+            wanted.definition,
+            wanted.consumer,
+            timeout_s,
+            positions,
+            concurrent=request.open.concurrent,
+        ) as relay:
             relay.gaps.extend(map(wire.gap_message, wanted.gaps))
             bound = wanted.definition.mode is Mode.BOUND
             await RelaySession(call, relay, opened, bound=bound).run(request)

@@ -149,12 +149,15 @@ class Circle:
 class Consumer:
     """A client. It counts its credit and the events it was sent."""
 
-    def __init__(self, group: Group, name: str, *, timeout_s: float = 30.0, pace_s: float = 0.0) -> None:
+    def __init__(
+        self, group: Group, name: str, *, timeout_s: float = 30.0, pace_s: float = 0.0, concurrent: bool = False
+    ) -> None:
         self.group = group
         self.name = name
         self.timeout_s = timeout_s
         self.pace_s = pace_s
         """How long a message takes."""
+        self.concurrent = concurrent
         self.inbox: list[Delivered] = []
         self.everything: list[Delivered] = []
         self.messages = 0
@@ -167,7 +170,7 @@ class Consumer:
     def connect(self, events: int = PLENTY, size: int = PLENTY) -> None:
         self.connection += 1
         self.granted = self.sent = (0, 0)
-        self.member = self.group.join(self.name, self.timeout_s)
+        self.member = self.group.join(self.name, self.timeout_s, concurrent=self.concurrent)
         self.gone = None  # only now: a former connection, if there is one, has just been told to end
         self.member.on_outbox = self._send
         self.member.on_notice = self._notice

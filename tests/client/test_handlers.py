@@ -207,6 +207,28 @@ async def test_a_stuck_stream_holds_up_no_other(client: Client):
     await subscription.close()
 
 
+async def test_many_stuck_handlers_with_a_large_backlog_hold_up_no_other_stream(client: Client):
+    """The stuck streams have more events than the credit of a client."""
+    free, stuck, last = asyncio.Event(), set[str](), asyncio.Event()
+
+    async def handle(event: Event) -> None:
+        assert event.stream is not None
+        if event.stream.key == "last":
+            last.set()
+        else:
+            stuck.add(event.stream.key)
+            await free.wait()
+
+    keys = [str(number) for number in range(120)]
+    await publish(client, keys, 100, each=100)
+    await publish(client, ["last"], 1)
+    subscription = await client.subscribe("s", ORDERS, handle, start="earliest")
+    await until(lambda: len(stuck) == 120 and last.is_set())
+    free.set()
+    await subscription.caught_up()
+    await subscription.close()
+
+
 async def test_what_a_long_batch_is_done_with_is_acknowledged_before_its_end(client: Client):
     stuck = asyncio.Event()
 

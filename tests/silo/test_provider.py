@@ -168,3 +168,25 @@ async def running(condition: Callable[[], bool], turn: Callable[[float], Awaitab
     async with asyncio.timeout(10):
         while not condition():
             await turn(0.001)
+
+
+async def test_a_thousand_stuck_handlers_of_one_queue_keep_no_other_stream_from_its_handler(tmp_path: Path) -> None:
+    async with Provider.open(tmp_path, queues=1) as provider:
+        stuck, free = set[str](), asyncio.Event()
+        last = asyncio.Event()
+
+        async def handler(event: Event) -> None:
+            assert event.stream is not None
+            if event.stream.key == "last":
+                last.set()
+            else:
+                stuck.add(event.stream.key)
+                await free.wait()
+
+        await provider.publish_many([(StreamId("orders", str(number)), b"") for number in range(1000)])
+        subscription = await provider.subscribe("all", "orders/*", handler, start="earliest")
+        await provider.stream("orders", "last").publish(b"")
+        await last.wait()
+        assert len(stuck) == 1000
+        free.set()
+        await subscription.caught_up()

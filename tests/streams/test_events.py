@@ -256,6 +256,14 @@ def test_events_from_an_index_on(start: int, rare: bool):
     assert [event.token for event in batch.events(start)] == [SequenceToken(0, i) for i in range(start, 3)]
 
 
+def test_events_are_made_one_by_one_when_they_are_asked_for():
+    batch = EventBatch.of(STREAM, [bytes([number]) for number in range(100)])
+    events = batch.iter_events(7)
+    assert not isinstance(events, list)
+    assert next(events).payload == b"\7"
+    assert [event.payload for event in events] == batch.payloads()[8:]
+
+
 def test_events_without_rare_columns_do_not_pay_for_them():
     plain = EventBatch.of(STREAM, [Event(b"a", id=""), Event(b"b", headers={})], NOW)
     assert plain == EventBatch.of(STREAM, [b"a", b"b"], NOW)

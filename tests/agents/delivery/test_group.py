@@ -4,6 +4,7 @@ that come and go, modes, checkpoints, stopping. All in virtual time."""
 
 import asyncio
 import logging
+from collections import Counter
 from unittest.mock import patch
 
 import pytest
@@ -233,6 +234,41 @@ async def test_a_consumer_that_acknowledges_only_full_hands_gets_the_rest_of_its
         circle.group.tick()
         await circle.rest()
         assert [len(each.batch) for each in consumer.inbox] == [6, 4]
+
+
+@virtual_time
+async def test_a_concurrent_consumer_gets_parcels_for_a_second_of_work() -> None:
+    """Slow streams do not hold all of its credit, neither with many small batches nor with a large one."""
+    async with Circle() as circle:
+        circle.lane.publish_all([("a", [str(number)]) for number in range(100)])
+        circle.publish("b", *numbers(100))
+        consumer = circle.consumer("c", events=1000, concurrent=True)
+        held = Counter[str]()
+        for _ in range(100):
+            await circle.rest(0.0)
+            for each in consumer.take():
+                held[each.batch.stream.key] += each.batch.count
+                if each.batch.stream.key == "b":
+                    asyncio.get_running_loop().call_later(0.2 * each.batch.count, consumer.ack, each)
+            await circle.rest(1.0)
+        assert held["a"] == 10  # it is stuck
+        assert held["b"] == 100
+        parts = [each.batch.count for each in consumer.everything if each.batch.stream.key == "b"]
+        assert parts[0] == 10
+        assert max(parts[-10:]) <= 8  # the average comes near to 0.2 s for an event
+
+
+@virtual_time
+async def test_a_concurrent_consumer_that_is_soon_done_gets_larger_parcels() -> None:
+    async with Circle() as circle:
+        for number in range(100):
+            circle.publish(str(number % 10), *numbers(50))
+        consumer = circle.consumer("c", events=200, concurrent=True)
+        for _ in range(200):
+            await circle.rest(0.01)
+            consumer.ack_all()
+        assert consumer.everything[0].batch.count == 10
+        assert consumer.everything[-1].batch.count == 50
 
 
 @virtual_time

@@ -213,7 +213,11 @@ class Life:
 
     def _client(self, known: Known) -> Client:
         client = Client(
-            known, f"c{next(self._names)}", timeout_s=self.rng.uniform(0.5, 5.0), pace_s=self.rng.choice((0, 0, 0.03))
+            known,
+            f"c{next(self._names)}",
+            timeout_s=self.rng.uniform(0.5, 5.0),
+            pace_s=self.rng.choice((0, 0, 0.03)),
+            concurrent=self.rng.random() < 0.5,
         )
         known.clients.append(client)
         self._kept[client] = []
