@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..streams.events import EventBatch
@@ -37,6 +37,10 @@ class Bounds(NamedTuple):
     next: int
 
 
+Accept = Callable[[Sequence[EventBatch]], bool]
+"""Takes the next batches of a queue, with their offsets, or returns False. The batches belong to it. Does not raise."""
+
+
 class QueueReceiver(ABC):
     """Reads one queue. Two `receive` calls must not run at once; open a second receiver instead."""
 
@@ -44,10 +48,20 @@ class QueueReceiver(ABC):
     async def receive(self, max_events: int, max_bytes: int) -> Received:
         """Return at least one batch or a gap. Wait only if the queue has no batch; do not wait for more of them.
 
+        If batches were accepted while the call waited (see `offer_to`), it may return neither of them.
+
         Stop after the batch that reaches or exceeds either limit, so a batch above the limit is returned alone. A
         cancelled call loses nothing: the next call returns the same batches.
 
         Raises StorageError if reading failed (the position is unchanged: call again), Closed after `aclose`.
+        """
+
+    def offer_to(self, accept: Accept) -> None:
+        """Offer new batches to `accept` while `receive` waits. Optional: by default this does nothing.
+
+        An adapter may call `accept` on the event loop with batches that this process has just stored, so that they need
+        not be read back. They are as durable as `enqueue` promises, and follow the position of the waiting call.
+        Accepted batches count as received. If they are not accepted, `receive` returns them.
         """
 
     @abstractmethod

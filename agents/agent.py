@@ -179,6 +179,7 @@ class PullingAgent:
             cache.next_offset = start if start is not None else bounds.first
             self.main = Feed(self, receiver, cache, check_s=min(PRESSURE_CHECK_S, self._detach_after_s))
             self.main.end = bounds.next
+            receiver.offer_to(self.main.accept)
             self._restarting, self._fault = False, ""
             for delivery in list(self.deliveries.values()):
                 self._place(delivery)

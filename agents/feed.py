@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Generator, Iterable
+from collections.abc import Awaitable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from time import monotonic
 from typing import Protocol
@@ -17,6 +17,7 @@ from typing import Protocol
 from ..adapters.receiving import Gap, QueueReceiver, Received
 from ..streams.backoff import Backoff
 from ..streams.errors import Closed, CorruptRecord, StorageError
+from ..streams.events import EventBatch
 from .cache import QueueCache
 from .catch_up_budget import CatchUpShare
 from .cursor import State, StreamCursor
@@ -82,6 +83,8 @@ class Feed:
         """Wait between two calls of `relieve`, in seconds. A call takes longer with more streams; this keeps it to a
         twentieth of the time."""
         self._relief = asyncio.Event()
+        self._failure: Exception | None = None
+        """Raised by `accept`."""
         cache.on_unpinned = self._unpinned
 
     async def run(self) -> None:
@@ -99,6 +102,8 @@ class Feed:
             except StorageError as error:
                 await self._back_off(error, backoff.next_s())
                 continue
+            if self._failure is not None:
+                raise self._failure
             backoff.reset()
             self.fault, self.damage = "", None
             await self._take(received)
@@ -106,6 +111,30 @@ class Feed:
 
     def finish(self) -> None:
         self.finished = True
+
+    def accept(self, batches: Sequence[EventBatch]) -> bool:
+        """Take batches that were just stored, without a read: see `QueueReceiver.offer_to`.
+
+        Return False if they must be read instead: they do not follow the cache, they do not fit, or reading has an
+        error."""
+        if self.finished or self.fault or batches[0].offset != self.cache.next_offset:
+            return False
+        self.cache.purge()
+        max_events, max_bytes = self.cache.room
+        if (
+            self._is_full()
+            or len(batches) > OFFER_BATCHES
+            or sum(batch.count for batch in batches) > max_events
+            or sum(len(batch.encoded) for batch in batches) > min(max_bytes, self._receive_bytes)
+        ):
+            return False
+        try:
+            self._add(batches)
+            self._moved()
+        except Exception as error:  # noqa: BLE001 (`run` raises it)
+            self._failure = error
+            return False
+        return True
 
     def _is_full(self) -> bool:
         """Whether reading waits until the cache has space."""
@@ -148,17 +177,26 @@ class Feed:
             self._holes = [*(hole for hole in self._holes if hole.high > self.cache.first_offset), received.gap]
         batches = received.batches
         for start in range(0, len(batches), OFFER_BATCHES):
-            part = batches[start : start + OFFER_BATCHES]
-            self.cache.add(part)
-            self.received_events += sum(batch.count for batch in part)
-            self.received_bytes += sum(len(batch.encoded) for batch in part)
-            with self._nothing_goes():
-                for delivery in self.deliveries:
-                    delivery.progress.read_on(self)
-                    delivery.offer(self, part, self.base(delivery))
+            self._add(batches[start : start + OFFER_BATCHES])
             await asyncio.sleep(0)
         self.cache.next_offset = max(self.cache.next_offset, received.next_offset)
         self._moved()
+
+    def _add(self, batches: Sequence[EventBatch]) -> None:
+        """Add batches to the cache, and offer them to the deliveries."""
+        before = self.cache.next_offset
+        self.cache.add(batches)
+        try:
+            with self._nothing_goes():
+                for delivery in self.deliveries:
+                    delivery.progress.read_on(self)
+                    delivery.offer(self, batches, self.base(delivery))
+        except Exception:
+            # Else deliveries that were not offered the batches would count them as done.
+            self.cache.next_offset = before
+            raise
+        self.received_events += sum(batch.count for batch in batches)
+        self.received_bytes += sum(len(batch.encoded) for batch in batches)
 
     @property
     def caught_up(self) -> bool:

@@ -17,6 +17,7 @@ from ...streams.identity import StreamId
 from ..receiving import QueueReceiver
 from ..seam import QueueAdapter
 from .harness import BATCHES, batch_of, check_receipt, contents, receiving, soon, take, turns
+from .offers import ReadingWithOffers
 from .reading import ReadingTests
 from .steps import RandomSteps
 
@@ -135,6 +136,23 @@ class ConformsToQueueAdapter(ReadingTests):
             if len(received) < 60:
                 received += await take(receiver, 60 - len(received))
         assert _payloads(received) == [str(number) for number in range(60)]
+
+    @pytest.mark.parametrize("seed", range(3))
+    async def test_offered_and_received_batches_are_all_of_them_once_and_in_order(
+        self, tmp_path: Path, seed: int
+    ) -> None:
+        """Some offers are accepted and some are not. An adapter need not offer anything."""
+        async with self.adapter(tmp_path) as adapter:
+            reading = ReadingWithOffers(await adapter.open_receiver(0), seed)
+            for first in range(0, 120, 3):
+                batches = [batch_of("s", str(number)) for number in range(first, first + 3)]
+                calls = [asyncio.ensure_future(adapter.enqueue([(0, batch)])) for batch in batches]
+                await soon(asyncio.gather(*calls) if first % 2 else calls[2])
+                await turns(first % 7)
+            await soon(reading.until(120))
+            await reading.stop()
+            assert _payloads(reading.found) == [str(number) for number in range(120)]
+            assert await take(await adapter.open_receiver(0), 120) == reading.found
 
     async def test_bounds_of_an_empty_queue_are_empty_and_grow_with_it(self, tmp_path: Path) -> None:
         async with self.adapter(tmp_path, queues=2) as adapter:

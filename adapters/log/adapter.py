@@ -18,7 +18,7 @@ from ..seam import AdapterContext, Backlog, Capabilities, ProducerSequence, Queu
 from .allocator import prefer_reuse
 from .backlog import backlog
 from .blocks import StreamTable
-from .committer import Committer
+from .committer import Committer, Growth
 from .damage import Damage, find_damage, skip_damage, skipped_ranges
 from .doorbell import Doorbell, Ringer
 from .environment import MAX_QUEUES, LogEnvironment, acquire, check_process, release
@@ -79,10 +79,11 @@ class LogAdapter(QueueAdapter):
         self._loop = asyncio.get_running_loop()
         self._doorbell = Doorbell(wake)
         self._ringer = Ringer(wake, self._doorbell.name)
-        self._committer = Committer(environment, self._ringer.ring, self._doorbell.ring)
+        self._committer = Committer(environment, self._ringer.ring, self._offer)
         self._threads = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="headrace-log-read")
         self._streams = StreamTable()
-        self._receivers: set[LogReceiver] = set()
+        self._receivers: dict[int, set[LogReceiver]] = {}
+        """By queue."""
         self._expired_to = b""
         self._closing: asyncio.Task[None] | None = None
 
@@ -116,7 +117,7 @@ class LogAdapter(QueueAdapter):
         grown = await self._doorbell.listen(queue)
 
         def forget(receiver: LogReceiver) -> None:
-            self._receivers.discard(receiver)
+            self._receivers[queue].discard(receiver)
             self._doorbell.forget(queue, grown)
 
         reader = QueueReader(self._environment, queue, self._streams)
@@ -128,7 +129,7 @@ class LogAdapter(QueueAdapter):
             acknowledge=lambda offset: self._environment.acknowledgements.note(queue, offset),
             on_close=forget,
         )
-        self._receivers.add(receiver)
+        self._receivers.setdefault(queue, set()).add(receiver)
         return receiver
 
     async def bounds(self, queue: int) -> Bounds:
@@ -188,7 +189,7 @@ class LogAdapter(QueueAdapter):
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        for receiver in list(self._receivers):
+        for receiver in [receiver for receivers in self._receivers.values() for receiver in receivers]:
             await receiver.aclose()
         await self._committer.aclose()
         await self._doorbell.aclose()
@@ -198,6 +199,11 @@ class LogAdapter(QueueAdapter):
         self._threads.shutdown()
         self._ringer.close()
         release(self._environment)
+
+    def _offer(self, grown: Growth) -> None:
+        for queue, stored in grown.items():
+            for receiver in list(self._receivers.get(queue, ())):
+                receiver.offer(stored)
 
     async def _read_snapshot(self, read: Callable[[Snapshot], _T], queue: int = 0) -> _T:
         self._check_queue(queue)

@@ -8,7 +8,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from queue import Empty, SimpleQueue
@@ -17,25 +17,28 @@ from ...streams.errors import HeadraceError, StorageError, StorageFull
 from .acknowledgements import store
 from .blocks import BlockEncoder
 from .environment import LogEnvironment
-from .group import CommitGroup, CommitRequest, Outcome
+from .group import CommitGroup, CommitRequest, Outcome, StoredBatches
 
 _CHORES_EVERY_S = 1.0
 
 _log = logging.getLogger(__name__)
 
+Growth = Mapping[int, StoredBatches]
+"""The new batches of each queue that a commit has made grow."""
+
 
 class Committer:
     """Stores calls in groups, in the order of `submit`. Used from one event loop; has a thread of its own.
 
-    Both callbacks get the queues that have grown. `on_commit` is called in the committer's thread. `on_answers` is
-    called on the event loop, after the futures of the group's calls have their results.
+    `on_commit` gets the queues that have grown, in the committer's thread. `on_answers` gets their new batches, on the
+    event loop, after the futures of the group's calls have their results. It must not raise.
     """
 
     def __init__(
         self,
         environment: LogEnvironment,
-        on_commit: Callable[[set[int]], None],
-        on_answers: Callable[[set[int]], None],
+        on_commit: Callable[[Iterable[int]], None],
+        on_answers: Callable[[Growth], None],
     ) -> None:
         self._environment = environment
         self._on_commit = on_commit
@@ -93,32 +96,33 @@ class Committer:
         return [take() for _ in range(len(self._calls))]
 
     def _commit(self, calls: Sequence[CommitRequest]) -> None:
+        grown: Growth = {}
         try:
             outcomes, grown = self._store(calls)
         except HeadraceError as error:
-            outcomes, grown = [error.copy() for _ in calls], set[int]()
+            outcomes = [error.copy() for _ in calls]
         except Exception as error:  # noqa: BLE001 (callers must get an answer, and the thread must go on)
             _log.exception("%s: a commit failed with an unexpected error", self._environment.path)
-            outcomes, grown = [StorageError(f"a commit failed: {error!r}") for _ in calls], set[int]()
+            outcomes = [StorageError(f"a commit failed: {error!r}") for _ in calls]
         self._unsynced = True
         self._notify(grown)
         self._loop.call_soon_threadsafe(self._answer, calls, outcomes, grown)
 
-    def _notify(self, grown: set[int]) -> None:
+    def _notify(self, grown: Iterable[int]) -> None:
         """Wake up the receivers of other handles. If that fails, they still poll each second, so only log the error."""
         try:
             self._on_commit(grown)
         except OSError as error:
             _log.warning("%s: receivers of other handles cannot be woken up: %s", self._environment.path, error)
 
-    def _store(self, calls: Sequence[CommitRequest]) -> tuple[Sequence[Outcome | HeadraceError], set[int]]:
+    def _store(self, calls: Sequence[CommitRequest]) -> tuple[Sequence[Outcome | HeadraceError], Growth]:
         try:
             return self._store_once(calls)
         except StorageFull:
             self._environment.advance()
             return self._store_once(calls)
 
-    def _store_once(self, calls: Sequence[CommitRequest]) -> tuple[Sequence[Outcome | HeadraceError], set[int]]:
+    def _store_once(self, calls: Sequence[CommitRequest]) -> tuple[Sequence[Outcome | HeadraceError], Growth]:
         with self._environment.writing() as changes:
             group = CommitGroup(changes, self._encoder, time.time_ns() // 1000)
             outcomes = [group.add(call) for call in calls]
@@ -143,7 +147,7 @@ class Committer:
     # On the loop.
 
     def _answer(
-        self, calls: Sequence[CommitRequest], outcomes: Sequence[Outcome | HeadraceError], grown: set[int]
+        self, calls: Sequence[CommitRequest], outcomes: Sequence[Outcome | HeadraceError], grown: Growth
     ) -> None:
         for call, outcome in zip(calls, outcomes, strict=True):
             answer = call.answer

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from asyncio import Future
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ...streams.errors import InvalidArgument, SequenceConflict
 from ...streams.events import EventBatch
@@ -46,6 +46,24 @@ _tuple: Any = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUn
 Outcome = Sequence[Receipt] | SequenceConflict
 
 
+class StoredBatches(NamedTuple):
+    """Batches of one queue that a commit has stored, at consecutive offsets."""
+
+    first: int
+    batches: Sequence[EventBatch]
+
+    @property
+    def end(self) -> int:
+        """The offset after the last one."""
+        return self.first + len(self.batches)
+
+    def copies(self) -> list[EventBatch]:
+        """Return new batches with their offsets, which share the encoded bytes."""
+        return [
+            EventBatch(each.stream, each.encoded, each.count, at) for at, each in enumerate(self.batches, self.first)
+        ]
+
+
 class CommitGroup:
     """Collects the batches of calls, then writes them: `add` each call, then `write`."""
 
@@ -72,14 +90,14 @@ class CommitGroup:
         self._producers[call.producer] = LastCall(sequence.number, [token.offset for token, _ in receipts if token])
         return receipts
 
-    def write(self) -> set[int]:
-        """Write all batches and producers. Return the queues that have grown."""
+    def write(self) -> Mapping[int, StoredBatches]:
+        """Write all batches and producers. Return the new batches of each queue that has grown."""
         for queue, growth in self._queues.items():
             growth.write(self._changes, self._encoder, queue, self._now_us)
         for producer, (number, offsets) in self._producers.items():
             kept = [each for each in offsets if each is not None] if len(offsets) <= _MAX_STORED_OFFSETS else []
             self._changes.put_producer(producer, ProducerRow(number, self._now_us, kept))
-        return set(self._queues)
+        return {queue: StoredBatches(grown.tail.next, grown.batches) for queue, grown in self._queues.items()}
 
     def _last(self, producer: bytes) -> LastCall:
         if producer in self._producers:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from ...streams.errors import Closed
 from ...streams.events import EventBatch
-from ..receiving import Gap, QueueReceiver, Received
+from ..receiving import Accept, Gap, QueueReceiver, Received
 from .blocks import (
     Block,
     BlockPlace,
@@ -19,6 +19,7 @@ from .blocks import (
     skipped_reason,
 )
 from .environment import LogEnvironment
+from .group import StoredBatches
 from .transactions import Snapshot
 
 RETENTION = "removed by retention"
@@ -153,6 +154,10 @@ class LogReceiver(QueueReceiver):
         self._run = run
         self._acknowledge = acknowledge
         self._on_close = on_close
+        self._accept: Accept | None = None
+        self._waiting = False
+        self._accepted = False
+        """Whether batches were accepted since the call waits."""
         self._closed = False
 
     async def receive(self, max_events: int, max_bytes: int) -> Received:
@@ -163,12 +168,33 @@ class LogReceiver(QueueReceiver):
             received = self._reader.read_fresh(self._position, budget)
             if received is None:
                 received = await self._run(lambda: self._reader.read(self._position, budget))
-            elif not received.batches:
-                await self._grown.wait()
+            elif not received.batches and await self._wait():
+                return Received((), self._position)
             if received.batches or received.gap:
                 self._position = received.next_offset
                 return received
         raise Closed("this receiver is closed")
+
+    async def _wait(self) -> bool:
+        """Wait until the queue may have grown. Return whether batches were accepted meanwhile."""
+        self._waiting, self._accepted = True, False
+        try:
+            await self._grown.wait()
+        finally:
+            self._waiting = False
+        return self._accepted
+
+    def offer_to(self, accept: Accept) -> None:
+        self._accept = accept
+
+    def offer(self, stored: StoredBatches) -> None:
+        """This process has committed batches of the queue: offer them, or else wake up `receive`."""
+        follows = self._waiting and self._position == stored.first
+        if follows and self._accept is not None and self._accept(stored.copies()):
+            self._position = stored.end
+            self._accepted = True
+        elif self._position < stored.end:
+            self._grown.set()
 
     async def acknowledge(self, offset: int) -> None:
         if self._closed:

@@ -28,6 +28,7 @@ from headrace.adapters.conformance import (
     harness,
 )
 from headrace.adapters.forwarding import ForwardingAdapter
+from headrace.adapters.receiving import Accept
 
 
 class Receiver(QueueReceiver):
@@ -89,6 +90,47 @@ class HandsOutTheSameObjects(Receiver):
         received = await super().receive(max_events, max_bytes)
         same = [self.known.setdefault((batch.encoded.hex(), batch.offset), batch) for batch in received.batches]
         return received._replace(batches=same)
+
+
+class Offers(Receiver):
+    accept: Accept | None = None
+
+    def offer_to(self, accept: Accept) -> None:
+        self.accept = accept
+
+
+class ReturnsWhatWasAccepted(Offers):
+    async def receive(self, max_events: int, max_bytes: int) -> Received:
+        received = await super().receive(max_events, max_bytes)
+        if self.accept is not None:
+            self.accept(received.batches)
+        return received
+
+
+class LosesWhatIsRefused(Offers):
+    async def receive(self, max_events: int, max_bytes: int) -> Received:
+        received = await super().receive(max_events, max_bytes)
+        if self.accept is None:
+            return received
+        self.accept(received.batches)
+        return Received((), received.next_offset)
+
+
+class OffersTheLastOnly(Offers):
+    async def receive(self, max_events: int, max_bytes: int) -> Received:
+        received = await super().receive(max_events, max_bytes)
+        if self.accept is not None and self.accept(received.batches[-1:]):
+            return Received((), received.next_offset)
+        return received
+
+
+class OffersLater(Offers):
+    async def receive(self, max_events: int, max_bytes: int) -> Received:
+        received = await super().receive(max_events, max_bytes)
+        if self.accept is not None:
+            asyncio.get_running_loop().call_soon(self.accept, received.batches)
+            return Received((), received.next_offset)
+        return received
 
 
 class NumbersBackwards(Receiver):
@@ -288,6 +330,10 @@ FINDS: list[tuple[type[Adapter], str]] = [
     (with_receiver(AcknowledgesAsItReads), "test_a_second_receiver_gets_everything_not_acknowledged_too"),
     (with_receiver(ClosesInSilence), "test_closing_a_receiver_wakes_its_waiting_receive"),
     (with_receiver(ClosesInSilence), "test_a_closed_receiver_is_refused_and_the_adapter_goes_on"),
+    (with_receiver(ReturnsWhatWasAccepted), "test_offered_and_received_batches_are_all_of_them_once_and_in_order"),
+    (with_receiver(LosesWhatIsRefused), "test_offered_and_received_batches_are_all_of_them_once_and_in_order"),
+    (with_receiver(OffersTheLastOnly), "test_offered_and_received_batches_are_all_of_them_once_and_in_order"),
+    (with_receiver(OffersLater), "test_offered_and_received_batches_are_all_of_them_once_and_in_order"),
     (StoresBackwards, "test_what_was_enqueued_is_received_unchanged"),
     (StoresBackwards, "test_receipts_come_in_the_order_of_the_call_whatever_the_queue"),
     (OvertakesWhenNotAwaited, "test_calls_are_stored_in_order_without_awaiting_in_between"),
@@ -326,6 +372,7 @@ FINDS: list[tuple[type[Adapter], str]] = [
 ARGUMENTS: dict[str, dict[str, int]] = {
     "test_receiving_with_limits_brings_the_same": {"max_events": 5, "max_bytes": 1 << 30},
     "test_random_steps_give_what_a_list_gives": {"seed": 1},
+    "test_offered_and_received_batches_are_all_of_them_once_and_in_order": {"seed": 1},
     "test_a_call_with_an_unknown_queue_is_refused_whole": {"queue": 2},
     "test_a_queue_that_does_not_exist_is_refused": {"queue": -1},
 }

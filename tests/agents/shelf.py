@@ -16,18 +16,26 @@ from headrace.adapters import (
     Receipt,
     Received,
 )
+from headrace.adapters.receiving import Accept
 
 
 class Shelf(QueueAdapter):
     """A rewindable adapter that keeps its batches in lists, for one event loop.
 
-    `latency_s` bounds the random time that each call takes; `faults` is the share of calls that fail.
+    `latency_s` bounds the random time that each call takes; `faults` is the share of calls that fail. `offers` is the
+    share of calls whose batches are offered to the receivers: the other calls are like those of another process.
     """
 
     capabilities = Capabilities(rewindable=True, durable=True)
 
     def __init__(
-        self, queues: int, rng: random.Random | None = None, *, latency_s: float = 0.0, faults: float = 0.0
+        self,
+        queues: int,
+        rng: random.Random | None = None,
+        *,
+        latency_s: float = 0.0,
+        faults: float = 0.0,
+        offers: float = 0.0,
     ) -> None:
         self.queues: list[list[EventBatch]] = [[] for _ in range(queues)]
         self.first = [0] * queues
@@ -36,19 +44,33 @@ class Shelf(QueueAdapter):
         self.faults = faults
         self._rng = rng or random.Random()
         self._latency_s = latency_s
+        self._offers = offers
 
     def enqueue(
         self, batches: Sequence[tuple[int, EventBatch]], *, sequence: ProducerSequence | None = None
     ) -> Awaitable[Sequence[Receipt]]:
+        loop = asyncio.get_running_loop()
         receipts: list[Receipt] = []
+        ends = [len(stored) for stored in self.queues]
         for queue, batch in batches:
             receipts.append(Receipt(SequenceToken(len(self.queues[queue]))))
             self.queues[queue].append(batch)
-        for receiver in self.receivers:
-            receiver.news.set()
-        answer: asyncio.Future[Sequence[Receipt]] = asyncio.get_running_loop().create_future()
+        if self._offers and self._rng.random() < self._offers:
+            loop.call_later(self._some_latency_s(), self._offer, ends, [len(stored) for stored in self.queues])
+        else:
+            for receiver in self.receivers:
+                receiver.news.set()
+        answer: asyncio.Future[Sequence[Receipt]] = loop.create_future()
         answer.set_result(receipts)
         return answer
+
+    def _offer(self, starts: Sequence[int], ends: Sequence[int]) -> None:
+        for receiver in list(self.receivers):
+            if starts[receiver.queue] < ends[receiver.queue]:
+                receiver.offer(starts[receiver.queue], ends[receiver.queue])
+
+    def _some_latency_s(self) -> float:
+        return self._rng.choice((0.0, self._latency_s * self._rng.random()))
 
     async def open_receiver(self, queue: int, start: int | None = None) -> QueueReceiver:
         await self.trouble("open")
@@ -77,7 +99,7 @@ class Shelf(QueueAdapter):
     async def trouble(self, what: str) -> None:
         """The time that a call takes, and its chance to fail."""
         if self._latency_s:
-            await asyncio.sleep(self._rng.choice((0.0, self._latency_s * self._rng.random())))
+            await asyncio.sleep(self._some_latency_s())
         if self._rng.random() < self.faults:
             raise self._rng.choice((StorageError(f"{what}: try again"), OSError(f"{what}: the cable is out")))
 
@@ -86,8 +108,13 @@ class ShelfReceiver(QueueReceiver):
     def __init__(self, shelf: Shelf, queue: int, position: int) -> None:
         self.news = asyncio.Event()
         self.position = position
+        self.queue = queue
+        self.reads = 0
+        self.offered: list[int] = []
+        """The sizes of the offers that were accepted."""
         self._shelf = shelf
-        self._queue = queue
+        self._accept: Accept | None = None
+        self._waiting = False
         self._closed = False
         self._receiving = False
 
@@ -104,23 +131,45 @@ class ShelfReceiver(QueueReceiver):
                 if received.batches or received.gap:
                     self.position = received.next_offset
                     return received
+                position, self._waiting = self.position, True
                 await self.news.wait()
+                self._waiting = False
+                if self.position > position:
+                    return Received((), self.position)
         finally:
-            self._receiving = False
+            self._receiving = self._waiting = False
         raise Closed("this receiver is closed")
 
+    def offer_to(self, accept: Accept) -> None:
+        self._accept = accept
+
+    def offer(self, start: int, end: int) -> None:
+        """The batches of these offsets were stored."""
+        if self._accept is None or not self._waiting or self.news.is_set() or self.position != start:
+            self.news.set()
+        elif self._accept(self._batches(start, end)):
+            self.offered.append(end - start)
+            self.position = end
+        else:
+            self.news.set()
+
     def _read(self, max_events: int, max_bytes: int) -> Received:
-        low, first = self.position, self._shelf.first[self._queue]
+        self.reads += 1
+        low, first = self.position, self._shelf.first[self.queue]
         gap = Gap(low, first, "dropped") if low < first else None
         batches: list[EventBatch] = []
         start = max(low, first)
-        for offset, stored in enumerate(self._shelf.queues[self._queue][start:], start):
+        for batch in self._batches(start, None):
             if max_events <= 0 or max_bytes <= 0:
                 break
-            batches.append(EventBatch(stored.stream, stored.encoded, stored.count, offset))
-            max_events -= stored.count
-            max_bytes -= stored.nbytes
+            batches.append(batch)
+            max_events -= batch.count
+            max_bytes -= batch.nbytes
         return Received(batches, start + len(batches), gap)
+
+    def _batches(self, start: int, end: int | None) -> list[EventBatch]:
+        stored = self._shelf.queues[self.queue][start:end]
+        return [EventBatch(each.stream, each.encoded, each.count, offset) for offset, each in enumerate(stored, start)]
 
     async def acknowledge(self, offset: int) -> None:
         raise AssertionError("a queue that can rewind is not acknowledged")

@@ -41,7 +41,13 @@ async def _simulate(rng: random.Random, kind: str, steps: int) -> World:
     adapter = (
         MemoryAdapter(AdapterContext(provider=PROVIDER, queues=queues))
         if kind == "memory"
-        else Shelf(queues, rng, latency_s=rng.choice((0.0, 0.01, 0.2)), faults=faults)
+        else Shelf(
+            queues,
+            rng,
+            latency_s=rng.choice((0.0, 0.01, 0.2)),
+            faults=faults,
+            offers=rng.choice((0.0, 0.5, 1.0)),
+        )
     )
     limits = CacheLimits(max_events=rng.randint(20, 80), max_bytes=rng.choice((20, 40, 1000)) * 1024)
     store = await ControlStore.open("memory")

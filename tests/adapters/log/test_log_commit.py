@@ -87,7 +87,7 @@ def test_commit_times_never_go_back(tmp_path: Path):
             with environment.writing() as changes:
                 group = CommitGroup(changes, BlockEncoder(), now_us)
                 group.add(CommitRequest([(0, batch(b"x"))], 1, answer))
-                assert group.write() == {0}
+                assert set(group.write()) == {0}
     with environment.reading() as snapshot:
         assert [snapshot.header(0, offset).time_us for offset in range(3)] == [100, 100, 200]
         found = [offset_at(snapshot, 0, time_us) for time_us in (0, 100, 101, 200, 201)]

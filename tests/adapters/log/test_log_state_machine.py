@@ -3,7 +3,8 @@
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -19,6 +20,7 @@ from tests.random_examples import examples
 
 QUEUES = 2
 OPTIONS = {"retain_bytes": 3000, "group_bytes": 2000, "map_bytes": 64 << 20}
+ANY = 1 << 30
 T = TypeVar("T")
 
 queues = st.integers(0, QUEUES - 1)
@@ -35,6 +37,37 @@ class Reading:
         self.queue = queue
         self.position = position
 
+    async def read_until(self, end: Callable[[], int], accepts: Sequence[bool]) -> list[EventBatch]:
+        """Receive up to the offset `end`, and accept every offer for which `accepts` has True, in turn."""
+        found: list[EventBatch] = []
+        answers = cycle(accepts)
+
+        def accept(batches: Sequence[EventBatch]) -> bool:
+            assert batches[0].offset == self.position
+            if next(answers):
+                found.extend(batches)
+                self.position = batches[-1].offset + 1
+                return True
+            return False
+
+        async def receive() -> None:
+            while True:
+                received = await self.receiver.receive(ANY, ANY)
+                found.extend(received.batches)
+                self.position = received.next_offset
+
+        self.receiver.offer_to(accept)
+        receiving = asyncio.create_task(receive())
+        async with asyncio.timeout(30):
+            while self.position < end() and not receiving.done():  # noqa: ASYNC110 (both may change at any turn)
+                await asyncio.sleep(0)
+        receiving.cancel()
+        await asyncio.wait([receiving])
+        if not receiving.cancelled():
+            receiving.result()
+        self.receiver.offer_to(lambda _: False)
+        return found
+
 
 class LogMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
@@ -48,6 +81,7 @@ class LogMachine(RuleBasedStateMachine):
         self.last_receipts: list[Receipt] = []
         self.handles: list[LogAdapter] = []
         self.readings: list[Reading] = []
+        self.publishing = False
 
     def run(self, awaited: Awaitable[T]) -> T:
         async def wait() -> T:
@@ -89,6 +123,49 @@ class LogMachine(RuleBasedStateMachine):
             return await asyncio.gather(*[adapter.enqueue(batches) for batches in made])
 
         assert self.run(publish_all()) == [self.store(batches) for batches in made]
+
+    @rule(
+        published=st.lists(st.tuples(st.integers(0, 1), calls), min_size=1, max_size=8),
+        accepts=st.lists(st.booleans(), min_size=1),
+    )
+    def publish_by_both_handles_to_waiting_receivers(
+        self, published: list[tuple[int, list[tuple[int, str, list[bytes]]]]], accepts: list[bool]
+    ) -> None:
+        """The commits of the handles interleave; offers are accepted or not."""
+        made = [
+            (number, [(queue, EventBatch.of(StreamId("m", key), data)) for queue, key, data in call])
+            for number, call in published
+        ]
+        readings = [reading for reading in self.readings if reading.position == self.end(reading.queue)]
+        starts = [reading.position for reading in readings]
+
+        async def publish() -> None:
+            calls = [asyncio.ensure_future(self.handle(number).enqueue(batches)) for number, batches in made]
+            placed = [
+                (receipt.token, queue, batch)
+                for (_, batches), call in zip(made, calls, strict=True)
+                for (queue, batch), receipt in zip(batches, await call, strict=True)
+            ]
+            for token, queue, batch in sorted(placed, key=lambda each: each[0] or SequenceToken(-1)):
+                assert token == (self.end(queue), 0)
+                self.stored[queue].append(batch)
+            self.publishing = False
+
+        async def read_and_publish() -> list[list[EventBatch]]:
+            self.publishing = True
+            ends = [lambda queue=reading.queue: 1 << 30 if self.publishing else self.end(queue) for reading in readings]
+            reads = [
+                asyncio.create_task(reading.read_until(end, accepts))
+                for reading, end in zip(readings, ends, strict=True)
+            ]
+            await asyncio.sleep(0)
+            await publish()
+            return [await read for read in reads]
+
+        for reading, start, found in zip(readings, starts, self.run(read_and_publish()), strict=True):
+            expected = self.stored[reading.queue][start:]
+            assert [(b.stream, b.encoded, b.count) for b in found] == [(b.stream, b.encoded, b.count) for b in expected]
+            assert [b.offset for b in found] == list(range(start, reading.position))
 
     @rule(number=st.integers(0, 1), step=st.integers(-2, 2), hole=st.booleans(), call=calls)
     def publish_as_a_producer(

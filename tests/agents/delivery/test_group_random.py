@@ -50,7 +50,7 @@ async def _simulate(rng: random.Random, kind: str, events: int) -> World:
     adapter = (
         MemoryAdapter(AdapterContext(provider=PROVIDER, queues=queues))
         if kind == "memory"
-        else Shelf(queues, rng, latency_s=rng.choice((0.0, 0.01, 0.2)))
+        else Shelf(queues, rng, latency_s=rng.choice((0.0, 0.01, 0.2)), offers=rng.choice((0.0, 0.5, 1.0)))
     )
     limits = CacheLimits(max_events=rng.choice((20, 80, 1000)), max_bytes=rng.choice((20, 100, 1000)) * 1024)
     store = await ControlStore.open("memory")
