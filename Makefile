@@ -46,10 +46,11 @@ lint: $(STAMPS)/test $(TREE) ## ruff, imports that run one way, plain English, a
 types: $(STAMPS)/test ## pyright, strict
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
-pytest: $(STAMPS)/test ## the tests alone, those of consuming in a cluster, too; PYTEST_ARGS chooses
+pytest: $(STAMPS)/test ## the tests alone, those of consuming in a cluster and of clients over gRPC, too; PYTEST_ARGS chooses
 	# A process finds the tests compiled that another one has compiled.
 	PYTHONDONTWRITEBYTECODE= HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest $(PROCESSES) $(GATE) -m "not slow" $(PYTEST_ARGS)
 	HEADRACE_TEST_SILOS=2 $(BIN)/pytest $(PROCESSES) $(GATE) --dist load -m "not slow and not one_silo" tests/silo/services/test_consumer.py tests/silo/services/test_consumer_model.py
+	HEADRACE_TEST_NATIVE=0 $(BIN)/pytest $(PROCESSES) $(GATE) --dist load -m "not slow" tests/client/test_outages.py tests/client/test_publishing.py
 
 quick: ## after make dev: lint, types and tests of one folder, as in make quick FOLDER=balancer
 	@test -d tests/$(or $(FOLDER),?) || { echo "make quick: name a folder of code that tests/ has too: make quick FOLDER=balancer" >&2; exit 2; }

@@ -35,6 +35,7 @@ from ..streams.stream import Stream
 from .connection import GrpcTransport, Tls
 from .consuming import Consuming
 from .management import parsed
+from .native import NativeTransport
 from .publishing import PublishPipeline, frame, receipts_of
 
 UNKNOWN_PLACE = SequenceToken(-1)
@@ -83,7 +84,7 @@ class Client(Consuming):
         for name, value in (("connect_timeout_s", connect_timeout_s), ("timeout_s", timeout_s)):
             check_seconds(name, value, above_zero=True)
         check_seconds("linger_s", linger_s)
-        self._transport = GrpcTransport(address, token=token, tls=tls, insecure=insecure)
+        self._transport = NativeTransport(GrpcTransport(address, token=token, tls=tls, insecure=insecure))
         super().__init__(self._transport, provider, timeout_s)
         self._connect_timeout_s = connect_timeout_s
         self._publishing = PublishPipeline(self._transport, provider, timeout_s=timeout_s, linger_s=linger_s)

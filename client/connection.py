@@ -12,7 +12,9 @@ import asyncio
 import ipaddress
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+import ssl
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -46,8 +48,10 @@ KEEPALIVE_TIMEOUT_MS = 5_000
 """How long to wait for the answer to a ping before the connection counts as lost."""
 SETTLE_S = 0.5
 """Longest time that closing waits for grpc to end cancelled calls, in seconds."""
+HEALTH = "/grpc.health.v1.Health/Check"
 
-_SERVICE = "/headrace.v1."
+SERVICE = "/headrace.v1."
+"""Beginning of the full name of a method."""
 _OPTIONS: Sequence[tuple[str, Any]] = (
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
@@ -121,10 +125,32 @@ class Tls:
                 "a client certificate and its key go together", option="tls.certificate", hint="give both, or neither"
             )
 
+    def context(self) -> ssl.SSLContext:
+        """Read the files for connections beside gRPC. Without `ca`, the roots are those of the system.
+
+        Raises InvalidArgument for files that OpenSSL cannot use."""
+        ca, certificate = _pem("ca", self.ca, "CERTIFICATE"), _pem("certificate", self.certificate, "CERTIFICATE")
+        key = _pem("key", self.key, "PRIVATE KEY")
+        try:
+            context = ssl.create_default_context(cadata=None if ca is None else ca.decode("ascii", "replace"))
+            if certificate is not None and key is not None:
+                _load_pair(context, certificate, key)
+        except ssl.SSLError as error:
+            raise InvalidArgument(f"the files of TLS cannot be used ({error})", option="tls") from None
+        return context
+
     def credentials(self) -> grpc.ChannelCredentials:
         """Read the files. Raises InvalidArgument with the name of a file that is unreadable or has no certificate."""
         ca, certificate = _pem("ca", self.ca, "CERTIFICATE"), _pem("certificate", self.certificate, "CERTIFICATE")
         return grpc.ssl_channel_credentials(ca, _pem("key", self.key, "PRIVATE KEY"), certificate)
+
+
+def _load_pair(context: ssl.SSLContext, certificate: bytes, key: bytes) -> None:
+    """OpenSSL takes files only: this one is readable by this user alone, and removed at once."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(certificate + b"\n" + key)
+        file.flush()
+        context.load_cert_chain(file.name, password="")
 
 
 def _pem(option: str, source: str | os.PathLike[str] | bytes | None, kind: str) -> bytes | None:
@@ -223,7 +249,7 @@ def _is_call_watcher(task: asyncio.Task[Any]) -> bool:
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
-_THIS_SILO_ONLY = b"\x08\x01"
+THIS_SILO_ONLY = b"\x08\x01"
 """`DescribeClusterRequest(here=True)`: the silo does not ask whether other silos answer."""
 
 
@@ -343,15 +369,33 @@ class GrpcTransport(Transport):
     def address(self) -> str:
         return str(self.addresses[self._current])
 
+    @property
+    def index(self) -> int:
+        """Number of the address of the next call in `addresses`."""
+        return self._current
+
+    @property
+    def authorization(self) -> str:
+        """Value of the metadata `authorization`; "" without a token."""
+        return self._metadata[0][1] if self._metadata else ""
+
     async def open(self, timeout_s: float) -> None:
         """Check that a silo answers and accepts the token.
 
         Raises Unavailable if no silo answers within `timeout_s`, Unauthenticated, and InvalidArgument for unusable
         files.
         """
-        credentials = None if self._tls is None else await asyncio.to_thread(self._tls.credentials)
-        self.begin(credentials)
+        await self.prepare()
         await self.ready(timeout_s)
+
+    async def prepare(self) -> ssl.SSLContext | None:
+        """Read the files of TLS, and bind the connection to the running loop, without calling a silo. Return the
+        context for connections beside gRPC; None without TLS. Raises InvalidArgument for unusable files."""
+        if self._tls is None:
+            self.begin(None)
+            return None
+        self.begin(await asyncio.to_thread(self._tls.credentials))
+        return await asyncio.to_thread(self._tls.context)
 
     def begin(self, credentials: grpc.ChannelCredentials | None) -> None:
         """Bind the connection to the running loop, without calling a silo. Raises NotSupported as `use_grpc`."""
@@ -360,7 +404,7 @@ class GrpcTransport(Transport):
         self._loop = asyncio.get_running_loop()
 
     async def ready(self, timeout_s: float) -> None:
-        await self.call("ClusterService/DescribeCluster", _THIS_SILO_ONLY, timeout_s=timeout_s)
+        await self.call("ClusterService/DescribeCluster", THIS_SILO_ONLY, timeout_s=timeout_s)
 
     def check_loop(self) -> None:
         if self._loop is not None and not self._closed:
@@ -392,9 +436,14 @@ class GrpcTransport(Transport):
     async def renew(self, index: int, channel: aio.Channel) -> None:
         """Give up a connection to address `index`, with all its calls. Does nothing if that was done already."""
         self.leave(index)
-        if self._channels.get(index) is not channel:
+        if self._channels.get(index) is channel:
+            await self.disconnect(index)
+
+    async def disconnect(self, index: int) -> None:
+        """Close the connection to address `index`, if it is open. The next call there makes a new one."""
+        channel = self._channels.pop(index, None)
+        if channel is None:
             return
-        del self._channels[index]
         self._methods = {key: method for key, method in self._methods.items() if key[0] != index}
         self._given_up = channel  # see `aclose`
         await channel.close()
@@ -411,6 +460,23 @@ class GrpcTransport(Transport):
             raise
         raise failure
 
+    async def health_metadata(self, index: int, timeout_s: float) -> Mapping[str, str | bytes]:
+        """Check the health of the silo at address `index`, and return the trailing metadata; nothing from another
+        server, or a proxy. Raises Unavailable."""
+        self.check_open()
+        call = cast("aio.UnaryUnaryCall[bytes, bytes]", self.channel(index).unary_unary(HEALTH)(b"", timeout=timeout_s))
+        try:
+            await call
+            return dict(await call.trailing_metadata() or ())
+        except aio.AioRpcError as error:
+            failure = self.failed(index, error.code(), error.details() or "", error.trailing_metadata())
+        except asyncio.CancelledError:
+            self.has_cancelled_calls = True
+            raise
+        if isinstance(failure, Unavailable | Closed):
+            raise failure
+        return {}
+
     def responses(self, method: str, request: bytes) -> GrpcResponseCall:
         """Begin a call of `Service/Method` with many responses. The first `receive` raises if it fails."""
         index = self._current
@@ -425,11 +491,15 @@ class GrpcTransport(Transport):
         self, index: int, code: grpc.StatusCode, details: str, metadata: Iterable[tuple[str, str | bytes]] | None
     ) -> HeadraceError:
         """The error for a failed call to address `index`. After Unavailable, the next call goes to the next address."""
+        named = dict(metadata or ()).get(CODE)
+        status = cast("tuple[int, str]", code.value)[0]
+        return self.failure(index, status, named if isinstance(named, str) else None, details)
+
+    def failure(self, index: int, status: int, named: str | None, details: str) -> HeadraceError:
+        """As `failed`, from the number of the status and the code of the error, if it has one."""
         if self._closed:
             return Closed("the client is closed")
-        status = cast("tuple[int, str]", code.value)[0]
-        named = dict(metadata or ()).get(CODE)
-        error = remote_error(named, details) if isinstance(named, str) else None
+        error = None if named is None else remote_error(named, details)
         where = str(self.addresses[index])
         error = error or status_error(status, details, where)
         if isinstance(error, Unauthenticated) and not self._metadata:
@@ -449,7 +519,7 @@ class GrpcTransport(Transport):
         self.check_open()
         known = self._methods.get((index, method))
         if known is None:
-            known = self._methods[index, method] = getattr(self.channel(index), kind)(_SERVICE + method)
+            known = self._methods[index, method] = getattr(self.channel(index), kind)(SERVICE + method)
         return known
 
     def channel(self, index: int) -> aio.Channel:

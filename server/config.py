@@ -29,6 +29,10 @@ class GrpcConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     host: str = "127.0.0.1"
     port: Port | None = None
     """None: not served. 0: a free port, which is logged."""
+    native: bool = True
+    """Serve the native protocol of Python clients as well. They learn its port over gRPC."""
+    native_port: Port = 0
+    """The port of the native protocol. 0: a free port."""
     insecure: bool = False
     """Serve without TLS even if other machines can reach the address."""
     certificate: str | None = None

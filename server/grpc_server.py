@@ -20,6 +20,7 @@ from .access import Authenticator
 from .config import Credentials, GrpcConfig, read_credentials
 from .guard import Guard, Method
 from .limits import ClientLimits, Limits
+from .native_server import native_serving
 from .probes import HEALTH, Health, reflection_methods
 
 log = logging.getLogger("headrace.silo")
@@ -48,7 +49,9 @@ async def serving(
     *,
     drain_s: float,
 ) -> AsyncGenerator[str]:
-    """Serve the methods of `services`, health and reflection for the length of an `async with`. Yield HOST:PORT.
+    """Serve the methods of `services` over gRPC and the native protocol for the length of an `async with`.
+
+    gRPC also has health and reflection. Yield its HOST:PORT.
 
     At its end, health reports NOT_SERVING and new calls are refused. Open calls have `drain_s` seconds to end.
 
@@ -56,14 +59,16 @@ async def serving(
     certificates that cannot be read.
     """
     guard = Guard(authenticator, _limits(config.limits), certificates=config.client_ca is not None)
-    server = _server(guard, services(guard), config.limits)
+    methods = services(guard)
+    server = _server(guard, methods, config.limits)
     credentials = await asyncio.to_thread(read_credentials, config)
     port = await _bind(server, config, credentials)
-    await server.start()
-    try:
-        yield config.at(port)
-    finally:
-        await _stop(server, guard, drain_s)
+    async with native_serving(config, guard, methods):
+        await server.start()
+        try:
+            yield config.at(port)
+        finally:
+            await _stop(server, guard, drain_s)
 
 
 def _limits(limits: ClientLimits) -> Limits:
@@ -75,6 +80,7 @@ def _server(guard: Guard, methods: Sequence[Method], limits: ClientLimits) -> gr
     server = grpc.aio.server(options=_options(limits))
     own = sorted({method.service for method in methods})
     probes = [*Health(guard).methods(), *reflection_methods([*own, HEALTH])]
+    guard.offer([*methods, *probes])
     for service, handlers in guard.handlers([*methods, *probes]).items():
         server.add_registered_method_handlers(service, dict(handlers))
     return server

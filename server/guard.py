@@ -1,4 +1,4 @@
-"""The guard of the gRPC server: it authenticates each caller, applies limits, and turns errors into statuses.
+"""The guard of a silo's servers: it authenticates each caller, applies limits, and turns errors into statuses.
 
 A service is a list of methods. Each has a handler that takes a `Call` and encoded messages, and returns encoded ones:
 
@@ -28,7 +28,7 @@ import enum
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -136,29 +136,79 @@ class Call(Protocol):
         """Release counted bytes that are now stored or refused."""
 
 
-class GrpcCall:
-    """A call over gRPC that the guard has admitted."""
+class GuardedCall(Call):
+    """A call over a network. The guard admits it before its handler gets it."""
 
-    __slots__ = ("_context", "_guard", "_usage", "client", "closing", "peer", "principal")
+    def __init__(self, peer: str, authorization: str | bytes | None) -> None:
+        self.peer = peer
+        self.authorization = authorization
+        """The metadata of this name; None without any."""
+        self._guard: Guard | None = None
+        self._usage: CallUsage | None = None
 
-    def __init__(
-        self, guard: Guard, context: Context, principal: Principal, usage: CallUsage, closing: asyncio.Event
-    ) -> None:
+    @property
+    def common_name(self) -> str:
+        """The name in the caller's certificate, "" without a certificate."""
+        raise NotImplementedError
+
+    def admit(self, guard: Guard, principal: Principal, usage: CallUsage, closing: asyncio.Event) -> None:
+        """The guard has admitted the call."""
         self.principal = principal
-        self.peer = context.peer()
         self.client = usage.client
         self.closing = closing
-        self._guard = guard
+        self._guard, self._usage = guard, usage
+
+    async def admitted(self) -> None:
+        """Called before the handler of a stream."""
+
+    def check_message(self, message: bytes) -> None:
+        """Check a message that was read, as `read` says."""
+        assert self._guard is not None
+        assert self._usage is not None
+        self.check_valid()
+        self._usage.request()
+        self._guard.check_size(message)
+
+    def check_valid(self) -> None:
+        assert self._guard is not None
+        if self.principal is not EVERYTHING and not self._guard.authenticator.still_valid(self.principal):
+            raise Unauthenticated("the token was revoked while the call was open")
+
+    def hold(self, nbytes: int) -> None:
+        assert self._usage is not None
+        self._usage.hold(nbytes)
+
+    def release(self, nbytes: int) -> None:
+        assert self._usage is not None
+        self._usage.release(nbytes)
+
+    def end(self) -> None:
+        """End the call's count. Only for the guard."""
+        assert self._usage is not None
+        self._usage.end()
+
+
+class GrpcCall(GuardedCall):
+    """A call over gRPC."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context.peer(), _authorization(context))
         self._context = context
-        self._usage = usage
+
+    @property
+    def common_name(self) -> str:
+        names = cast("Mapping[str, Sequence[bytes]]", self._context.auth_context()).get("x509_common_name", ())
+        return names[0].decode("utf-8", "replace") if names else ""
+
+    async def admitted(self) -> None:
+        # Send them first: while a first message is being sent, gRPC cannot send an error.
+        await self._context.send_initial_metadata(())
 
     async def read(self) -> bytes | None:
         message = await self._context.read()
         if message is grpc.aio.EOF:
             return None
-        self.check_valid()
-        self._usage.request()
-        self._guard.check_size(message)
+        self.check_message(message)
         return message
 
     async def write(self, message: bytes) -> None:
@@ -167,22 +217,8 @@ class GrpcCall:
         except grpc.aio.InternalError as error:  # gRPC has ended the call; the cancellation of the handler follows
             raise Unavailable("the caller is gone") from error
 
-    def check_valid(self) -> None:
-        if self.principal is not EVERYTHING and not self._guard.authenticator.still_valid(self.principal):
-            raise Unauthenticated("the token was revoked while the call was open")
-
     def remaining_s(self) -> float | None:
         return self._context.time_remaining()
-
-    def hold(self, nbytes: int) -> None:
-        self._usage.hold(nbytes)
-
-    def release(self, nbytes: int) -> None:
-        self._usage.release(nbytes)
-
-    def end(self) -> None:
-        """End the call's count. Only for the guard."""
-        self._usage.end()
 
 
 class Guard:
@@ -194,6 +230,8 @@ class Guard:
         self._closing: dict[str, asyncio.Event] = {}
         self.change = asyncio.Event()
         """Set when a service is closed or reopened; each change has a new event."""
+        self.announced: tuple[tuple[str, str], ...] = ()
+        """Trailing metadata of probes."""
         self._limits = limits
         self._unlimited = Limits(UNLIMITED, asyncio.get_running_loop().time)
         """For other silos: they limit their own clients."""
@@ -202,11 +240,15 @@ class Guard:
         self._none_open = asyncio.Event()
         self._none_open.set()
 
+    def offer(self, methods: Iterable[Method]) -> None:
+        """Open the services of these methods. Call this before `handlers` and `run`."""
+        for method in methods:
+            self._closing.setdefault(method.service, asyncio.Event())
+
     def handlers(self, methods: Iterable[Method]) -> Mapping[str, Mapping[str, grpc.RpcMethodHandler[bytes, bytes]]]:
         """Return gRPC's handlers by service and method."""
         handlers: dict[str, dict[str, grpc.RpcMethodHandler[bytes, bytes]]] = {}
         for method in methods:
-            self._closing.setdefault(method.service, asyncio.Event())
             handlers.setdefault(method.service, {})[method.name.partition("/")[2]] = self._handler(method)
         return handlers
 
@@ -266,46 +308,50 @@ class Guard:
         return converse
 
     async def _serve(self, method: Method, context: Context, *requests: bytes) -> Any:
+        if method.probe and self.announced:
+            context.set_trailing_metadata(self.announced)
         try:
-            if not method.probe:
-                await self.authenticator.prepare(_authorization(context))
-            call = self._admit(method, context)
-            try:
-                for request in requests:
-                    self.check_size(request)
-                if method.kind is not Kind.UNARY:
-                    # Send them first: while a first message is being sent, gRPC cannot send an error.
-                    await context.send_initial_metadata(())
-                return await method.handler(call, *requests)
-            finally:
-                self._leave(method, call)
+            return await self.run(method, GrpcCall(context), *requests)
         except Exception as error:  # noqa: BLE001 (the caller gets a status, and the log the bugs)
-            await _fail(method, context, error)
+            failure = logged_failure(method, error)
+            await context.abort(failure.status, failure.details, tuple(failure.trailers))
 
-    def _admit(self, method: Method, context: Context) -> GrpcCall:
+    async def run(self, method: Method, call: GuardedCall, *requests: bytes) -> Any:
+        """Admit a call, and run its handler. Raise the handler's errors; HeadraceError if the call is refused."""
+        if not method.probe:
+            await self.authenticator.prepare(call.authorization)
+        self._admit(method, call)
+        try:
+            for request in requests:
+                self.check_size(request)
+            if method.kind is not Kind.UNARY:
+                await call.admitted()
+            return await method.handler(call, *requests)
+        finally:
+            self._leave(method, call)
+
+    def _admit(self, method: Method, call: GuardedCall) -> None:
         closing = self._closing[method.service]
         if closing.is_set() and not (method.while_closing or method.probe):
             raise Unavailable("the silo stops, or is drained: try again later, or call another silo")
-        principal = EVERYTHING if method.probe else self._principal(context)
-        peer = context.peer()
+        principal = EVERYTHING if method.probe else self._principal(call)
         limits = self._unlimited if principal is PEER else self._limits
-        usage = limits.begin(client_of(principal, peer), peer)
+        call.admit(self, principal, limits.begin(client_of(principal, call.peer), call.peer), closing)
         if not method.probe:
             self._open += 1
             self._none_open.clear()
-        return GrpcCall(self, context, principal, usage, closing)
 
-    def _leave(self, method: Method, call: GrpcCall) -> None:
+    def _leave(self, method: Method, call: GuardedCall) -> None:
         call.end()
         if not method.probe:
             self._open -= 1
             if not self._open:
                 self._none_open.set()
 
-    def _principal(self, context: Context) -> Principal:
-        principal = self.authenticator.authenticate(_authorization(context))
+    def _principal(self, call: GuardedCall) -> Principal:
+        principal = self.authenticator.authenticate(call.authorization)
         if self._certificates and principal is EVERYTHING:
-            name = _common_name(context)
+            name = call.common_name
             return Principal(name, EVERYTHING.grants, account_of_certificate(name))
         return principal
 
@@ -360,15 +406,14 @@ def details_of(error: HeadraceError) -> str:
     return text if len(text) <= MAX_DETAILS else f"{text[:MAX_DETAILS]}..."
 
 
-async def _fail(method: Method, context: Context, error: Exception) -> NoReturn:
+def logged_failure(method: Method, error: Exception) -> CallFailure:
+    """Return the failure of a call. Log an error that is a bug."""
     if isinstance(error, HeadraceError):
-        failure = failure_of(error)
         if type(error) is HeadraceError:
             log.error("%s failed", method.name, exc_info=error)
-    else:
-        log.error("%s failed", method.name, exc_info=error)
-        failure = CallFailure(grpc.StatusCode.INTERNAL, _INTERNAL, [(CODE, HeadraceError.code)])
-    await context.abort(failure.status, failure.details, tuple(failure.trailers))
+        return failure_of(error)
+    log.error("%s failed", method.name, exc_info=error)
+    return CallFailure(grpc.StatusCode.INTERNAL, _INTERNAL, [(CODE, HeadraceError.code)])
 
 
 def _authorization(context: Context) -> str | bytes | None:
@@ -376,9 +421,3 @@ def _authorization(context: Context) -> str | bytes | None:
         if key == "authorization":
             return value
     return None
-
-
-def _common_name(context: Context) -> str:
-    """The name in the caller's certificate, "" without a certificate."""
-    names = cast("Mapping[str, Sequence[bytes]]", context.auth_context()).get("x509_common_name", ())
-    return names[0].decode("utf-8", "replace") if names else ""

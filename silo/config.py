@@ -198,6 +198,10 @@ def check(config: SiloConfig) -> None:
         raise InvalidArgument("grpc.client_ca is given without grpc.certificate and grpc.key: it is part of TLS")
     if grpc.port is not None:
         _check_served(grpc, config.data)
+    if grpc.native_port and not grpc.native:
+        raise InvalidArgument("grpc.native_port is given and grpc.native is false: leave out one of them")
+    if grpc.native_port and grpc.native_port in (grpc.port, config.http.port):
+        raise InvalidArgument(f"grpc.native_port is {grpc.native_port}, which another server of the silo has, too")
     if config.cluster is not None:
         _check_cluster(config, config.cluster)
 

@@ -56,18 +56,20 @@ def configurations(config: SiloConfig, workers: int) -> Sequence[SiloConfig]:
     cluster = config.cluster or ClusterConfig()
     name = cluster.name or socket.gethostname()
     grpc = _ports("grpc.port", config.grpc.host, config.grpc.port, workers)
+    first = config.grpc.native_port
+    native = _ports("grpc.native_port", config.grpc.host, first, workers) if first else [0] * workers
     http = _ports("http.port", config.http.host, config.http.port, workers)
     made = [
         msgspec.structs.replace(
             config,
             workers=None,
-            grpc=msgspec.structs.replace(config.grpc, port=grpc_port),
+            grpc=msgspec.structs.replace(config.grpc, port=grpc_port, native_port=native_port),
             http=msgspec.structs.replace(config.http, port=http_port),
             cluster=msgspec.structs.replace(
                 cluster, name=f"{name}-{number}", address=_address_of(cluster.address, grpc_port)
             ),
         )
-        for number, grpc_port, http_port in zip(range(1, workers + 1), grpc, http, strict=True)
+        for number, grpc_port, native_port, http_port in zip(range(1, workers + 1), grpc, native, http, strict=True)
     ]
     for one in made:
         check(one)

@@ -1,22 +1,32 @@
-"""A TCP proxy that cuts connections when the test says so, or lets them fall silent."""
+"""A TCP proxy that cuts connections when the test says so, or lets them fall silent.
+
+It forwards a silo's ports, gRPC and native, at the same numbers of another loopback address. So a client that learns
+the native port through the proxy also connects to that port through the proxy.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
+
+from headrace.client.connection import GrpcTransport
+from headrace.client.packets import ANNOUNCED
 
 CHUNK = 1 << 16
+HOST = "127.0.0.2"
 
 
 class CuttingProxy:
-    """Forwards to `target`, HOST:PORT, which may come and go."""
+    """Forwards to the silo at `target`, HOST:PORT."""
 
     def __init__(self, target: str) -> None:
-        self.target = target
-        self.address = ""
+        host, _, port = target.rpartition(":")
+        self.address = f"{HOST}:{port}"
         self.connections = 0
         """Number of connections so far."""
+        self._host = host
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
         self._flows = asyncio.Event()
@@ -26,13 +36,13 @@ class CuttingProxy:
     @asynccontextmanager
     async def opened(cls, target: str) -> AsyncGenerator[CuttingProxy]:
         proxy = cls(target)
-        server = await asyncio.start_server(proxy._accept, "127.0.0.1", 0)
-        host, port = server.sockets[0].getsockname()
-        proxy.address = f"{host}:{port}"
+        ports = [int(target.rpartition(":")[2]), *await _native_ports(target)]
+        servers = [await asyncio.start_server(partial(proxy._accept, port), HOST, port) for port in ports]
         try:
             yield proxy
         finally:
-            server.close()
+            for server in servers:
+                server.close()
             proxy.cut()
             await asyncio.gather(*proxy._tasks, return_exceptions=True)
 
@@ -49,22 +59,22 @@ class CuttingProxy:
         self._flows = asyncio.Event()
         self._flows.set()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         self.connections += 1
         try:
             with suppress(OSError, asyncio.CancelledError):
-                await self._forward(reader, writer, self._flows)
+                await self._forward(port, reader, writer)
         finally:
             writer.transport.abort()
             self._writers.discard(writer)
             self._tasks.discard(task)
 
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, flows: asyncio.Event) -> None:
-        host, _, port = self.target.rpartition(":")
-        there, back = await asyncio.open_connection(host, int(port))
+    async def _forward(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        flows = self._flows
+        there, back = await asyncio.open_connection(self._host, port)
         self._writers |= {writer, back}
         directions = [asyncio.create_task(_copy(reader, back, flows)), asyncio.create_task(_copy(there, writer, flows))]
         try:
@@ -75,6 +85,17 @@ class CuttingProxy:
             for direction in directions:
                 direction.cancel()
             await asyncio.gather(*directions, return_exceptions=True)
+
+
+async def _native_ports(target: str) -> list[int]:
+    """The silo's native port; nothing if it has none."""
+    transport = GrpcTransport(target)
+    transport.begin(None)
+    try:
+        announced = (await transport.health_metadata(0, 10)).get(ANNOUNCED)
+        return [] if announced is None else [int(str(announced).split()[0])]
+    finally:
+        await transport.aclose()
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, flows: asyncio.Event) -> None:

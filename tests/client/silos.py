@@ -15,6 +15,8 @@ from headrace.silo.provider import Provider
 from tests.cli.commandline import ENVIRONMENT
 from tests.cli.forking import Process, forking
 
+NATIVE = os.environ.get("HEADRACE_TEST_NATIVE", "1") == "1"
+"""Whether silos serve the native protocol. HEADRACE_TEST_NATIVE=0 tests the clients over gRPC."""
 READY = re.compile(rb"silo is ready: .*; gRPC on (\S+)")
 
 
@@ -32,7 +34,8 @@ class SiloProcess:
     def start(self) -> str:
         """Start it, or start it again, and return its address when it serves."""
         arguments = ["silo", "--data", str(self.data), "--listen", self.address, *self._flags]
-        self._process = forking().start(arguments, cwd=self.folder, env=ENVIRONMENT, stderr=subprocess.PIPE)
+        environment = ENVIRONMENT | {"HEADRACE_GRPC__NATIVE": str(NATIVE).lower()}
+        self._process = forking().start(arguments, cwd=self.folder, env=environment, stderr=subprocess.PIPE)
         assert self._process.stderr is not None
         lines: list[bytes] = []
         for line in self._process.stderr:

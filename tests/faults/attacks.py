@@ -19,8 +19,10 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 
+from headrace.client.packets import HEAD, PacketKind
 from headrace.proto.v1 import cluster_pb2, consumer_pb2, events_pb2, publisher_pb2, reader_pb2, subscriptions_pb2
 from tests.faults.mutations import NAMES, absurd, mutated
+from tests.server.native_calls import GREETING, beginning, native_port, packet
 
 SPARE = b"\x0a\x05spare"
 """Put behind any request that begins with a provider's name, this names the provider spare: the last one holds."""
@@ -73,8 +75,9 @@ class Ended(NamedTuple):
 class Attacker:
     """Attacks from one machine, with numbers of its own."""
 
-    def __init__(self, address: str, seed: int) -> None:
+    def __init__(self, address: str, port: int, seed: int) -> None:
         self.address = address
+        self.native_port = port
         self.rng = random.Random(seed)
         self.statuses: Counter[str] = Counter()
         self.suspicious: list[Ended] = []
@@ -111,9 +114,9 @@ class Attacker:
             data += head + rng.choice((0, 1, 1, 2, 3, (1 << 31) - 1)).to_bytes(4, "big") + rng.randbytes(size)
         await self._send(data)
 
-    async def _send(self, data: bytes) -> None:
+    async def _send(self, data: bytes, port: int | None = None) -> None:
         with suppress(OSError):
-            reader, writer = await self._connect()
+            reader, writer = await self._connect(port)
             try:
                 writer.write(data)
                 async with asyncio.timeout(0.3):
@@ -133,9 +136,79 @@ class Attacker:
             if not isinstance(each, BaseException):
                 each[1].close()
 
-    def _connect(self) -> Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        host, _, port = self.address.rpartition(":")
-        return asyncio.open_connection(host, int(port))
+    def _connect(self, port: int | None = None) -> Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """To gRPC, or to another port of the silo."""
+        host, _, grpc_port = self.address.rpartition(":")
+        return asyncio.open_connection(host, port or int(grpc_port))
+
+    # ---- the native protocol ---------------------------------------------------------------------------------------
+
+    async def native_garbage(self) -> None:
+        """Bytes on the native port, and packets of all kinds with lengths, calls and bodies that do not fit."""
+        rng = self.rng
+        beginnings = (b"", GREETING, HTTP2, GREETING * 2)
+        await asyncio.gather(*(self._native(start + rng.randbytes(rng.choice((0, 10, 3000)))) for start in beginnings))
+        for _ in range(10):
+            packets = [packet(rng.choice((*range(11), 99)), rng.choice((0, 1, 1, 2, 3, (1 << 32) - 1)),
+                              rng.randbytes(rng.choice((0, 1, 4, 5, 20)))) for _ in range(10)]  # fmt: skip
+            packets.insert(0, beginning(1, rng.choice(TARGETS).name))
+            if rng.random() < 0.3:
+                packets.append(HEAD.pack(rng.choice((5 << 20, (1 << 32) - 1)), 1, rng.choice((1, 2))))
+            await self._native(GREETING + b"".join(packets))
+
+    async def native_silence(self, count: int = 100) -> None:
+        """Connections that say nothing, or only their greeting."""
+        opened = await asyncio.gather(*(self._connect(self.native_port) for _ in range(count)), return_exceptions=True)
+        for index, each in enumerate(opened):
+            if not isinstance(each, BaseException) and index % 2:
+                each[1].write(GREETING)
+        await asyncio.sleep(0.2)
+        for each in opened:
+            if not isinstance(each, BaseException):
+                each[1].close()
+
+    async def native_flood(self) -> None:
+        """Calls that are cancelled as soon as they begin, and a client that reads no answers."""
+        target = self.rng.choice([target for target in TARGETS if not target.apart])
+        calls = [
+            beginning(n, target.name) + packet(PacketKind.CANCEL, n) for n in range(1, self.rng.choice((300, 5000)))
+        ]
+        await self._native(GREETING + b"".join(calls))
+        await self._native(
+            GREETING + b"".join(beginning(n, _TARGET["Publish"].name, bytes(10_000)) for n in range(1, 300))
+        )
+
+    async def native_requests(self) -> None:
+        """Call every method with an absurd request, on one connection, and note how the calls end."""
+        rng = self.rng
+        with suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
+            reader, writer = await self._connect(self.native_port)
+            writer.write(GREETING)
+            calls: dict[int, tuple[Target, bytes]] = {}
+            for number, target in enumerate(TARGETS, 1):
+                request = self._bytes(target)
+                calls[number] = target, request
+                if target.asks_much:
+                    messages = [
+                        packet(PacketKind.MESSAGE, number, self._bytes(target)) for _ in range(rng.choice((0, 3)))
+                    ]
+                    writer.write(beginning(number, target.name) + b"".join(messages) + packet(PacketKind.END, number))
+                else:
+                    writer.write(beginning(number, target.name, request))
+            try:
+                async with asyncio.timeout(1.0):
+                    while calls:
+                        size, number, kind = HEAD.unpack(await reader.readexactly(HEAD.size))
+                        body = await reader.readexactly(size)
+                        if kind == PacketKind.ERROR:
+                            self.note(_native_end(*calls.pop(number), body))
+                        elif kind in (PacketKind.END, PacketKind.ANSWER):
+                            del calls[number]
+            finally:
+                writer.close()
+
+    async def _native(self, data: bytes) -> None:
+        await self._send(data, self.native_port)
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
@@ -270,6 +343,7 @@ class Attacker:
         return (
             self.garbage, self.frames, self.silence, self.requests, self.requests, self.requests, self.unknown,
             self.oversized, self.flood, self.sessions, self.sessions, self.hoarder,
+            self.native_garbage, self.native_silence, self.native_flood, self.native_requests, self.native_requests,
         )  # fmt: skip
 
 
@@ -316,6 +390,7 @@ BY_GRPC = {"UNIMPLEMENTED", "RESOURCE_EXHAUSTED"}
 """Said by gRPC itself: there is no such method, or the message is far too large."""
 BY_CLIENT = {"Internal error from Core", "Locally cancelled by application!"}
 """Said by the attacker's own gRPC: it hung up, or wrote when the call had ended."""
+STATUS_NAMES = {status.value[0]: status.name for status in grpc.StatusCode}
 LONG = ("Pull", "AwaitCaughtUp", "DescribeCluster")
 """They may wait for longer than the attacker does: the last one comes in floods, which wait for themselves."""
 
@@ -337,12 +412,19 @@ async def _ended(target: Target, call: Any, request: bytes) -> Ended:
     return Ended(target.name, status.name, trailers.get("headrace-code", ""), details, request)
 
 
+def _native_end(target: Target, request: bytes, body: bytes) -> Ended:
+    at = 2 + body[1]
+    status = STATUS_NAMES[body[0]]
+    return Ended(target.name, status, body[2:at].decode(), body[at:].decode(), request)
+
+
 # ---- the program -----------------------------------------------------------------------------------------------------
 
 
 async def attack(address: str, seed: int, seconds: float) -> dict[str, Any]:
     seeds = random.Random(seed)
-    attackers = [Attacker(address, seeds.getrandbits(32)) for _ in range(AT_A_TIME)]
+    port = await native_port(address)
+    attackers = [Attacker(address, port, seeds.getrandbits(32)) for _ in range(AT_A_TIME)]
     if not seconds:
         await asyncio.gather(*(each() for each in dict.fromkeys(attackers[0].attacks)))
     ends = asyncio.get_running_loop().time() + seconds

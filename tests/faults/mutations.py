@@ -73,6 +73,7 @@ _VALUES: dict[int, Sequence[Any]] = {
     _F.TYPE_UINT32: _UNSIGNED_32,
     _F.TYPE_FIXED32: _UNSIGNED_32,
     _F.TYPE_UINT64: _UNSIGNED_64,
+    _F.TYPE_INT64: _SIGNED_64,
     _F.TYPE_SINT64: _SIGNED_64,
     _F.TYPE_SFIXED64: _SIGNED_64,
     _F.TYPE_ENUM: (-(1 << 31), -1, 0, 1, 2, 3, 4, 1000, (1 << 31) - 1),

@@ -32,6 +32,7 @@ port = 9464
 [grpc]
 host = "0.0.0.0"
 port = 9465
+native_port = 9466
 certificate = "tls/silo.pem"
 key = "tls/silo.key"
 client_ca = "/etc/ca.pem"
@@ -81,6 +82,7 @@ def test_every_option_of_the_file_arrives(tmp_path: Path):
         grpc=GrpcConfig(
             host="0.0.0.0",
             port=9465,
+            native_port=9466,
             certificate=str(tmp_path / "tls" / "silo.pem"),
             key=str(tmp_path / "tls" / "silo.key"),
             client_ca="/etc/ca.pem",
@@ -158,6 +160,8 @@ def default(**options: Any) -> SiloConfig:
         ("GRPC__PORT", "0", SiloConfig(grpc=GrpcConfig(port=0))),
         ("GRPC__INSECURE", "true", SiloConfig(grpc=GrpcConfig(insecure=True))),
         ("GRPC__INSECURE", "1", SiloConfig(grpc=GrpcConfig(insecure=True))),
+        ("GRPC__NATIVE", "false", SiloConfig(grpc=GrpcConfig(native=False))),
+        ("GRPC__NATIVE_PORT", "7", SiloConfig(grpc=GrpcConfig(native_port=7))),
         ("GRPC__AUTH", "none", SiloConfig(grpc=GrpcConfig(auth="none"))),
         ("GRPC__SESSION_TIMEOUT_S", "2.5", SiloConfig(grpc=GrpcConfig(session_timeout_s=2.5))),
         ("GRPC__LIMITS__CALLS", "9", SiloConfig(grpc=GrpcConfig(limits=ClientLimits(calls=9)))),
@@ -299,7 +303,7 @@ def test_a_variable_that_is_no_option_is_told_of():
         ("data = 3", 'FILE: data = 3: expected text; write data = "3"'),
         ("data = { password = 's3cret' }", "FILE: data: expected text"),
         ("[grpc]\nport = -1", "FILE: [grpc] port = -1: expected an integer >= 0"),
-        ("[grpc]\nprot = 1", "FILE: [grpc] prot: unknown option; accepted are host, port, insecure, certificate, "),
+        ("[grpc]\nprot = 1", "FILE: [grpc] prot: unknown option; accepted are host, port, native, native_port, "),
         ("[grpc]\ninsecure = 'yes'", 'FILE: [grpc] insecure = "yes": expected true or false'),
         ("[grpc]\nauth = 'token'", 'FILE: [grpc] auth = "token": expected "none" or "tokens"'),
         ("[grpc]\nsession_timeout_s = 0", "FILE: [grpc] session_timeout_s = 0: expected a number > 0"),
@@ -407,6 +411,8 @@ def test_who_is_asked_for_a_token(options: dict[str, Any], asks: bool):
     [
         (grpc(certificate="c.pem"), "grpc.certificate is given without grpc.key: TLS needs both"),
         (grpc(key="c.key"), "grpc.key is given without grpc.certificate: TLS needs both"),
+        (grpc(native=False, native_port=7), "grpc.native_port is given and grpc.native is false: leave out one"),
+        (grpc(port=7, native_port=7), "grpc.native_port is 7, which another server of the silo has, too"),
         (grpc(port=None, key="c.key"), "grpc.key is given without grpc.certificate: TLS needs both"),
         (grpc(client_ca="ca.pem"),
          "grpc.client_ca is given without grpc.certificate and grpc.key: it is part of TLS"),

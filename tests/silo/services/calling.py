@@ -23,6 +23,7 @@ from headrace.silo.config import ProviderConfig, SiloConfig
 from headrace.silo.host import Silo
 from headrace.store.control_store import ControlStore
 from headrace.store.datadir import open_data_directory
+from tests.client.silos import NATIVE
 from tests.silo.clusters import clustered
 
 # For the whole run: else what gRPC has collected last waits for its thread to end, in the middle of another test.
@@ -202,7 +203,7 @@ async def _end(server: AsyncExitStack, offered: Offered) -> None:
 
 
 def _config(options: Mapping[str, Any]) -> GrpcConfig:
-    chosen: dict[str, Any] = {"port": 0, **options}
+    chosen: dict[str, Any] = {"port": 0, "native": NATIVE, **options}
     return GrpcConfig(**chosen)
 
 
