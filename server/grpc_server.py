@@ -37,6 +37,8 @@ IDLE_S = 600.0
 """Time after which a connection without a call is closed, in seconds."""
 HANDSHAKE_S = 10.0
 """Time for the handshake of TLS and HTTP/2, in seconds. Then the connection is closed."""
+WINDOW_BYTES = 256 << 10
+"""Bytes of one call that gRPC receives before the silo reads a message. Then it receives the rest of that message."""
 FLUSH_S = 1.0
 """Time for sending finished answers when the server stops, in seconds."""
 
@@ -98,6 +100,9 @@ def _options(limits: ClientLimits) -> list[tuple[str, Any]]:
         ("grpc.keepalive_time_ms", _ms(KEEPALIVE_S)),
         ("grpc.keepalive_timeout_ms", _ms(KEEPALIVE_TIMEOUT_S)),
         ("grpc.keepalive_permit_without_calls", 1),
+        # A fixed window: else gRPC buffers megabytes of each call before the silo reads them.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
         ("grpc.http2.min_ping_interval_without_data_ms", _ms(MIN_PING_S)),
         ("grpc.max_connection_idle_ms", _ms(IDLE_S)),
         ("grpc.server_handshake_timeout_ms", _ms(HANDSHAKE_S)),

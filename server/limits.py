@@ -38,7 +38,7 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     burst: _Count = 40_000
     """Requests that may arrive at once after a pause."""
     publish_bytes: _Count = 64 << 20
-    """Bytes being published: received, and not yet stored."""
+    """Bytes being published: received, and not yet stored. Each open stream may have one more message in addition."""
     message_bytes: _Count = (4 << 20) + (64 << 10)
     """Size of one message to the silo."""
 

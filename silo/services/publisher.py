@@ -29,6 +29,9 @@ STREAM_REQUESTS = 1_000
 """Most unanswered requests of one stream."""
 STREAM_BYTES = 8 << 20
 """Most bytes of unanswered requests of one stream. A single request may be larger."""
+REFUSED_PAUSE_S = 0.25
+"""Pause before a stream is read again after a request above the client's limit, in seconds. It slows down a client that
+goes on sending: else such requests would fill gRPC's buffers."""
 
 _BATCHES = 3
 """The number of the field `batches` in both requests."""
@@ -86,20 +89,29 @@ class PublisherService:
         provider: str | None = None
         try:
             while (message := await call.read()) is not None:
-                await pending.wait_for_space(len(message))
-                try:
-                    call.hold(len(message))
-                except LimitExceeded as error:
-                    pending.add(_Answer(0, error))
-                    continue
-                try:
-                    request, batches = await _decoded(pb.PublishStreamRequest, message)
-                    provider = request.provider if provider is None else provider
-                    pending.add(_Answer(len(message), self._store(call, provider, request, batches)))
-                except HeadraceError as error:
-                    pending.add(_Answer(len(message), error))
+                provider = await self._begin(call, pending, provider, message)
+                del message  # else it would stay in memory until the next one arrives
         finally:
             pending.end()
+
+    async def _begin(self, call: Call, pending: _PendingAnswers, provider: str | None, message: bytes) -> str | None:
+        """Begin a request of a stream. Return the provider of the stream: the one of its first valid request."""
+        held = len(message)
+        try:
+            call.hold(held)  # before it waits: requests that wait take memory, too
+        except LimitExceeded as error:
+            await pending.wait_for_space(0)
+            pending.add(_Answer(0, error))
+            await asyncio.sleep(REFUSED_PAUSE_S)
+            return provider
+        await pending.wait_for_space(held)
+        try:
+            request, batches = await _decoded(pb.PublishStreamRequest, message)
+            provider = request.provider if provider is None else provider
+            pending.add(_Answer(held, self._store(call, provider, request, batches)))
+        except HeadraceError as error:
+            pending.add(_Answer(held, error))
+        return provider
 
     def _store(self, call: Call, provider: str, request: _R, batches: Sequence[EventBatch]) -> _Storing:
         for namespace in {batch.stream.namespace for batch in batches}:

@@ -1,4 +1,5 @@
-"""How much memory of its own a silo takes while consumers grant credit and never read."""
+"""How much memory of its own a silo takes while consumers grant credit and never read, or clients publish on many
+streams."""
 
 import asyncio
 import sys
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from headrace.proto.v1.publisher_pb2 import PublishStreamRequest, PublishStreamResponse
+from headrace.server.limits import ClientLimits
 from headrace.streams.publishing import MAX_REQUEST_BATCHES
 from tests.faults.scene import ROOT
 from tests.faults.silo_process import SiloProcess, silo_process
-from tests.silo.services.calling import batch, connecting
+from tests.silo.services.calling import PUBLISH_STREAM, Caller, batch, connecting
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -20,6 +23,7 @@ MOST_BYTES = 150_000_000
 LARGE, SMALL = (1 << 20) - 1000, 1000
 REQUESTS = 100
 """200 MB, three times the cache."""
+STREAMS, REQUESTS_OF_STREAM = 40, 12
 SETTLED = 6
 """Looks in a row that find no more memory than before: it does not grow any more."""
 LOOK_S = 0.5
@@ -55,6 +59,35 @@ async def publish(silo: SiloProcess, events: int, size: int, requests: int) -> N
     async with connecting(silo.address) as caller:
         for number in range(requests):
             await caller.publish(*(batch(f"n/{number}-{each}", *[payload] * events) for each in range(batches)))
+
+
+async def test_a_client_that_publishes_on_many_streams_takes_bounded_memory(tmp_path: Path) -> None:
+    async with silo_process(tmp_path / "silo") as silo, connecting(silo.address) as caller:
+        most = idle = silo.memory
+        publishing = asyncio.gather(*(publish_on_stream(caller, f"n/{number}") for number in range(STREAMS)))
+        while not publishing.done():
+            most = max(most, silo.memory)
+            await asyncio.sleep(0.02)
+        await publishing
+        print(f"{STREAMS} streams: {idle / 1e6:.0f} MB idle, {most / 1e6:.0f} MB")
+        # gRPC, the request, its batches and the block that is stored have a copy each.
+        assert most <= idle + 4 * (ClientLimits().publish_bytes + STREAMS * 3 * LARGE)
+
+
+async def publish_on_stream(caller: Caller, stream: str) -> None:
+    """Send large requests as fast as possible. Some are refused."""
+    request = PublishStreamRequest(batches=[batch(stream, *[bytes(LARGE)] * 3)])
+    call = caller.stream(PUBLISH_STREAM)
+
+    async def send() -> None:
+        for _ in range(REQUESTS_OF_STREAM):
+            await call.write(request)
+        await call.done_writing()
+
+    sending = asyncio.create_task(send())
+    while (answer := await call.read(PublishStreamResponse)) is not None:
+        assert answer.error.code in ("", "limit_exceeded")
+    await sending
 
 
 @pytest.mark.parametrize(
