@@ -62,7 +62,6 @@ class RemoteHandling:
         """Run handlers until no waiting batch may run."""
         if self._session.waiting:
             self.wake()
-        turn_ends = monotonic() + TURN_S
         while not self._stopping and (batch := self._next()) is not None:
             stream, waiting = batch.stream, deque[ReceivedBatch]()
             self._busy[stream] = waiting
@@ -70,9 +69,8 @@ class RemoteHandling:
                 while True:
                     if self._session.begin(batch):
                         await self._step(batch)
-                    if monotonic() > turn_ends:
+                    if monotonic() > self._workers.turn_ends:
                         await self._workers.yield_turn()
-                        turn_ends = monotonic() + TURN_S
                     if self._stopping or not waiting:
                         break
                     batch = waiting.popleft()
@@ -111,18 +109,19 @@ class RemoteHandling:
         on_event = self._handler.on_event
         assert on_event is not None
         done = acknowledged = 0
-        turn_ends = monotonic() + TURN_S
+        acknowledges_at = monotonic() + TURN_S
         try:
             for event in batch.events():
                 if self._stopping:
                     raise asyncio.CancelledError
                 await on_event(event)
                 done += 1
-                if monotonic() > turn_ends:
+                now = monotonic()
+                if now > acknowledges_at:
                     self._session.acknowledge_some(batch, acknowledged, done)
-                    acknowledged = done
+                    acknowledged, acknowledges_at = done, now + TURN_S
+                if now > self._workers.turn_ends:
                     await self._workers.yield_turn()
-                    turn_ends = monotonic() + TURN_S
         finally:
             if done > acknowledged:
                 self._session.acknowledge_some(batch, acknowledged, done)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from time import monotonic
 from typing import Any
 
 from .handlers import Handler
 
 TURN_S = 0.005
-"""How long a worker runs before it lets other tasks run, in seconds (QMQ's actor quota)."""
+"""How long workers run before they let other tasks run, in seconds (QMQ's actor quota)."""
 CANCEL_S = 1.0
 """How long a cancelled task has to end, in seconds. After that nothing waits for it."""
 PROCESS_ENDS = (SystemExit, KeyboardInterrupt)
@@ -44,6 +45,9 @@ class HandlerWorkers:
         self._tasks: set[asyncio.Task[None]] = set()
         self._spreading = False
         self._yielding = 0
+        self.turn_ends = 0.0
+        """When a worker should call `yield_turn` (`monotonic`). All workers share the turn: one whose handler waited
+        has not had the loop meanwhile, and goes on at once."""
 
     def wake(self) -> None:
         """Call this when events become ready."""
@@ -61,6 +65,7 @@ class HandlerWorkers:
             self._start()
 
     def _start(self) -> None:
+        self.turn_ends = monotonic() + TURN_S
         task = self._loop.create_task(self._work(), name=f"headrace handle {self._name}")
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -74,11 +79,13 @@ class HandlerWorkers:
 
     async def yield_turn(self) -> None:
         """Let other tasks run. No other worker is started meanwhile, because the caller does not wait for anything."""
+        self.turn_ends = monotonic() + TURN_S  # of the workers that go on meanwhile
         self._yielding += 1
         try:
             await asyncio.sleep(0)
         finally:
             self._yielding -= 1
+        self.turn_ends = monotonic() + TURN_S
         if self._is_ready():
             self.wake()
 

@@ -34,10 +34,12 @@ RESEND_S = 2.0
 SPACE_S = 5.0
 """How long a member waits for the space for one batch, in seconds. Then another batch is tried."""
 PARCEL_S = 1.0
-"""How long a concurrent consumer should work on a parcel, in seconds."""
+"""How long a concurrent consumer works on a parcel at most, in seconds."""
 FIRST_EVENT_S = 0.1
 """Assumed time per event until parcels are done, in seconds: the first parcels are small."""
 MIN_EVENT_S = 1e-6
+SIZES = 16
+"""Number of different sizes of parcels."""
 NEWEST_SHARE = 0.1
 """Weight of the newest parcel in the average time per event."""
 DRAIN_S = 10.0
@@ -74,9 +76,8 @@ class Group:
         self._wanting: list[asyncio.Future[None]] = []
         self._event_s = FIRST_EVENT_S
         """Moving average of the time that consumers take for a parcel, in seconds per event."""
-        self.parcel_events = int(PARCEL_S / FIRST_EVENT_S)
-        """The most events of a parcel for a concurrent consumer. With larger ones, slow streams would hold all of its
-        credit, while the handlers of other streams could run."""
+        self._concurrent_parcels = 0
+        """Number of parcels for concurrent consumers so far."""
         self._rebalancing = False
         self._loop = asyncio.get_running_loop()
 
@@ -393,7 +394,16 @@ class Group:
         """A parcel of so many events is done."""
         event_s = max(seconds / events, MIN_EVENT_S)
         self._event_s += (event_s - self._event_s) * NEWEST_SHARE
-        self.parcel_events = max(int(PARCEL_S / self._event_s), 1)
+
+    def parcel_events(self) -> int:
+        """Return the most events of the next parcel for a concurrent consumer.
+
+        With larger parcels, slow streams would hold all of its credit, while handlers of other streams could run. The
+        sizes differ by up to a third, so that parcels handed out together do not end together.
+        """
+        self._concurrent_parcels += 1
+        seconds = PARCEL_S * (1 - self._concurrent_parcels % SIZES / (3 * SIZES))
+        return max(int(seconds / self._event_s), 1)
 
     async def somebody(self) -> None:
         """Wait until other members may be able to take events, or a delivery stops."""

@@ -126,7 +126,7 @@ class GroupDelivery(Delivery):
         parcel, frames = Parcel(self, cursor, member), list[bytes]()
         batch = cursor.batch
         assert batch is not None
-        most = self.group.parcel_events if member.concurrent else MAX_CREDIT
+        most = self.group.parcel_events() if member.concurrent else MAX_CREDIT
         try:
             added = self._add_first(parcel, frames, batch, most, one=one)
         except InvalidArgument as error:

@@ -12,7 +12,6 @@ from ...streams.events import Event, EventBatch, SomeEvents
 from ...streams.failure_log import described
 from ...streams.handler_workers import (
     PROCESS_ENDS,
-    TURN_S,
     HandlerWorkers,
     cancelled_itself,
     notify_error,
@@ -67,7 +66,7 @@ class HandlerDelivery(Delivery):
         """Call handlers until no cursor is ready. The body is not divided into functions: each costs a call per
         batch."""
         ready, handle, gate, breaker = self._ready, self._handle, self.gate, self.gate.breaker
-        turn_ends = monotonic() + TURN_S
+        workers = self._workers
         if len(ready) > 1:
             self.wake()
         while ready and not self.over:
@@ -101,9 +100,8 @@ class HandlerDelivery(Delivery):
                     self._enlist(cursor)
             finally:
                 self._in_flight -= 1
-            if monotonic() > turn_ends:
-                await self._workers.yield_turn()
-                turn_ends = monotonic() + TURN_S
+            if monotonic() > workers.turn_ends:
+                await workers.yield_turn()
         self.waiters.notify()
 
     async def _raised(

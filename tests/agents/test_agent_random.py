@@ -30,7 +30,7 @@ def simulate(seed: int, *, kind: str = "rewindable", steps: int = 60) -> World:
         patch.setattr("headrace.agents.checkpointer.CHECKPOINT_S", 1.0)  # so that crashes find more that is not saved
         patch.setattr("headrace.agents.delivery.progress.MAX_BEHIND", (2, 4000)[seed % 2])
         # Two clocks are real ones.
-        patch.setattr("headrace.agents.delivery.handling.TURN_S", rng.choice((-1.0, math.inf)))
+        patch.setattr("headrace.streams.handler_workers.TURN_S", rng.choice((-1.0, math.inf)))
         patch.setattr("headrace.agents.feed.monotonic", lambda: 0.0, raising=False)
         return run(_simulate(rng, kind, steps), limit_s=100_000, latency=lambda: latency * rng.random())
 

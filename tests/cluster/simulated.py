@@ -759,7 +759,7 @@ def simulate(
         patch.setattr("headrace.agents.checkpointer.CHECKPOINT_S", CHECKPOINT_S)
         for name in ("redriver.REDRIVE_S", "control_requests.POLL_S", "subscription_runner.RETRY_S"):
             patch.setattr(f"headrace.agents.{name}", 5.0)  # no requests come here
-        patch.setattr("headrace.agents.delivery.handling.TURN_S", math.inf)  # these clocks are real ones
+        patch.setattr("headrace.streams.handler_workers.TURN_S", math.inf)  # these clocks are real ones
         patch.setattr("headrace.agents.feed.monotonic", lambda: 0.0)
         for name in ("edge.perf_counter", "edge.thread_time", "group_delivery.perf_counter"):
             patch.setattr(f"headrace.agents.delivery.{name}", lambda: 0.0)

@@ -6,12 +6,14 @@ import logging
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from time import monotonic
 
 import pytest
 
 from headrace import Closed, Event, EventBatch, OnFailure, RetryPolicy, SequenceToken, StorageError
 from headrace.agents.cursor import State
 from headrace.agents.delivery.progress import MAX_BEHIND
+from headrace.streams.handler_workers import TURN_S
 from headrace.streams.subscriptions import Behind, Checkpoint
 from tests.agents.line import Line, Recorder, stream, until
 from tests.virtual_time import virtual_time
@@ -85,6 +87,26 @@ async def test_streams_that_got_ready_while_all_workers_wait_are_served() -> Non
             gate.set()
         await line.done()
     assert len(recorder.seen) == 40
+
+
+async def test_handlers_that_waited_go_on_with_their_streams_in_the_same_turn_of_the_loop() -> None:
+    """A handler that waited long has not had the loop meanwhile, so its worker need not leave the loop to others."""
+    started, gate, in_turn = list[str](), asyncio.Event(), list[int]()
+
+    async def handler(event: Event) -> None:
+        assert event.stream is not None
+        started.append(event.stream.key)
+        await gate.wait()
+
+    async with Line(handler) as line:
+        line.publish_all((f"k{number % 50}", b"") for number in range(100))
+        await until(lambda: len(started) == 50)
+        later = monotonic() + 2 * TURN_S
+        await until(lambda: monotonic() > later)
+        gate.set()
+        asyncio.get_running_loop().call_soon(lambda: in_turn.append(len(started)))
+        await line.done()
+    assert in_turn[0] >= 99  # only the first one leaves the loop to others
 
 
 async def test_a_failing_stream_does_not_hold_up_the_others() -> None:

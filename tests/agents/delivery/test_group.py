@@ -251,11 +251,12 @@ async def test_a_concurrent_consumer_gets_parcels_for_a_second_of_work() -> None
                 if each.batch.stream.key == "b":
                     asyncio.get_running_loop().call_later(0.2 * each.batch.count, consumer.ack, each)
             await circle.rest(1.0)
-        assert held["a"] == 10  # it is stuck
+        assert 6 <= held["a"] <= 10  # it is stuck
         assert held["b"] == 100
         parts = [each.batch.count for each in consumer.everything if each.batch.stream.key == "b"]
-        assert parts[0] == 10
+        assert 6 <= parts[0] <= 10
         assert max(parts[-10:]) <= 8  # the average comes near to 0.2 s for an event
+        assert len(set(parts)) > 2  # parcels that were handed out together do not end together
 
 
 @virtual_time
@@ -267,7 +268,7 @@ async def test_a_concurrent_consumer_that_is_soon_done_gets_larger_parcels() -> 
         for _ in range(200):
             await circle.rest(0.01)
             consumer.ack_all()
-        assert consumer.everything[0].batch.count == 10
+        assert consumer.everything[0].batch.count <= 10
         assert consumer.everything[-1].batch.count == 50
 
 

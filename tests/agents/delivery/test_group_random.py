@@ -40,7 +40,7 @@ def simulate(seed: int, *, kind: str = "rewindable", events: int = 10_000) -> Wo
         # These clocks are real ones.
         for module in ("edge", "group_delivery"):
             patch.setattr(f"headrace.agents.delivery.{module}.perf_counter", lambda: next(ticks) * step)
-        patch.setattr("headrace.agents.delivery.handling.TURN_S", rng.choice((-1.0, math.inf)))
+        patch.setattr("headrace.streams.handler_workers.TURN_S", rng.choice((-1.0, math.inf)))
         patch.setattr("headrace.agents.feed.monotonic", lambda: 0.0)
         return run(_simulate(rng, kind, events), limit_s=1_000_000, latency=lambda: latency * rng.random())
 
