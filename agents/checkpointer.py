@@ -22,6 +22,8 @@ log = logging.getLogger("headrace.agents")
 
 CHECKPOINT_S = 0.1
 """How often progress is stored, in seconds. Events that were done since come again after a crash."""
+CHECK_OWNER_S = 1.0
+"""If no progress has changed, the store is asked only so often whether subscriptions have another owner, in seconds."""
 
 
 class Checkpointer:
@@ -38,6 +40,8 @@ class Checkpointer:
         self._store = store
         self._unsaved: dict[int, dict[tuple[str, int], Checkpoint]] = {}
         """Progress in queues that are not read any more, by subscription and epoch, until it is stored."""
+        self._check_owner_at = 0.0
+        """Loop time from which on `save` asks the store even if no progress has changed."""
 
     async def run(self) -> None:
         """Store progress periodically. Does not end."""
@@ -45,7 +49,7 @@ class Checkpointer:
 
     async def save(self) -> None:
         """Store the checkpoints that changed, in one transaction. Stop queues and subscriptions that it refuses."""
-        state = self._state
+        state, loop = self._state, asyncio.get_running_loop()
         async with self.lock:
             leases = state.leases_now()
             progress = [(served, _unsaved(served)) for served in state.served.values() if served.service.stored]
@@ -53,7 +57,10 @@ class Checkpointer:
             # After progress was read, before it is stored: a crash must not leave a checkpoint past an unrecorded gap.
             await state.recorder.save_gaps()
             rows = [(served.definition.name, served.epoch, _changed(served, unsaved)) for served, unsaved in progress]
-            refused = await self._store.save_checkpoints(state.provider, rows, leases) if rows else RefusedProgress()
+            refused = RefusedProgress()
+            if any(changed for _, _, changed in rows) or (rows and loop.time() >= self._check_owner_at):
+                refused = await self._store.save_checkpoints(state.provider, rows, leases)
+                self._check_owner_at = loop.time() + CHECK_OWNER_S
             stale = refused.subscriptions
             for served, unsaved in progress:
                 if served.definition.name not in stale:

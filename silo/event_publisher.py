@@ -122,11 +122,13 @@ class EventPublisher(QueuePositions):
         placed = [(self.queue_of(batch.stream), batch) for batch in batches]
         number = self._publishing.begin()
         answer = asyncio.ensure_future(self.adapter.enqueue(placed, sequence=sequence))
-        answer.add_done_callback(partial(self._note_stored, placed))
-        answer.add_done_callback(lambda _: self._publishing.end(number))
+        answer.add_done_callback(partial(self._note_answer, number, placed))
         return answer
 
-    def _note_stored(self, placed: Sequence[tuple[int, EventBatch]], answer: asyncio.Future[Sequence[Receipt]]) -> None:
+    def _note_answer(
+        self, number: int, placed: Sequence[tuple[int, EventBatch]], answer: asyncio.Future[Sequence[Receipt]]
+    ) -> None:
+        self._publishing.end(number)
         if answer.cancelled() or answer.exception() is not None:
             return
         if not any(receipt.duplicate for receipt in answer.result()):

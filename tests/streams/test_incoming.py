@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from headrace import Event, EventBatch, InvalidArgument, PayloadTooLarge, StreamId
 from headrace.proto.v1 import events_pb2
-from headrace.streams.events import ScheduledBatch
+from headrace.streams import layout
+from headrace.streams.events import MAX_EVENT_BYTES, ScheduledBatch
 from headrace.streams.field_limits import MAX_TIME_US, MIN_TIME_US
 from headrace.streams.frames import frame, split
 from headrace.streams.identity import varint
@@ -175,3 +176,42 @@ def test_what_a_client_schedules_comes_as_it_was_sent():
 def test_a_schedule_that_is_none_is_refused(schedule: dict[str, int]):
     with pytest.raises(InvalidArgument, match=r"from 0 to 99|a delay is 0 to 36,500 days"):
         accepted(batch("shop/1", b"a", **schedule).SerializeToString(), NOW)  # type: ignore[arg-type]
+
+
+@given(
+    st.builds(StreamId, TEXT, TEXT | st.just("x" * 127) | st.just("x" * 128)),
+    st.binary(max_size=20),
+    st.integers(MIN_TIME_US, MAX_TIME_US) | st.sampled_from([MIN_TIME_US - 1, MAX_TIME_US + 1]),
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 255)), max_size=2),
+)
+def test_a_batch_of_one_event_is_checked_as_any_other(
+    stream: StreamId, payload: bytes, time_us: int, changes: list[tuple[int, int]]
+):
+    """Bytes of a batch are changed at random: what is accepted is whole, and keeps its bytes unless it has to be put in
+    order."""
+    encoded = bytearray(layout.write_one(stream.prefix, payload, time_us))
+    for at, value in changes:
+        encoded[at % len(encoded)] = value
+    try:
+        found = accepted(bytes(encoded), NOW)
+    except (InvalidArgument, PayloadTooLarge):
+        assert changes or not MIN_TIME_US <= time_us <= MAX_TIME_US
+        return
+    decoded = EventBatch.decode(found.encoded)
+    assert (decoded.stream, decoded.count) == (found.stream, found.count)
+    assert found.encoded.startswith(found.stream.prefix)
+    assert all(MIN_TIME_US <= each <= MAX_TIME_US for each in decoded.timestamps_us())
+    if not changes:
+        assert (found.stream, found.payloads(), found.encoded) == (stream, [payload], bytes(encoded))
+
+
+def test_a_length_of_two_bytes_is_not_read_as_one():
+    prefix = b"\x0a" + bytes([200]) + b"n" * 200 + b"\x12\x01k"
+    with pytest.raises(InvalidArgument):
+        accepted(layout.write_one(prefix, b"x", NOW), NOW)
+
+
+def test_a_single_event_above_the_limit_is_refused():
+    encoded = layout.write_one(StreamId("s", "a").prefix, bytes(MAX_EVENT_BYTES + 1), NOW)
+    with pytest.raises(PayloadTooLarge):
+        accepted(encoded, NOW)
