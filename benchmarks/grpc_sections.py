@@ -1,7 +1,8 @@
 """Compares headrace over gRPC with headrace in one process, and with peers that have remote consumers.
 
-A silo serves gRPC in a process of its own; the embedded publisher writes to its data directory, the remote one over
-gRPC. A run ends when the consumers have read every payload, and acknowledged it batch by batch.
+A silo serves gRPC in a process of its own; the embedded publisher writes to its data directory, the remote one to the
+silo. Clients use the native protocol, except in the cases that turn it off. A run ends when the consumers have read
+every payload, and acknowledged it batch by batch.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ CASES, GRPC_CASES = "benchmarks.cases", "benchmarks.grpc_cases"
 REMOTE_PEERS = ("redis", "redis-always", "nats", "rabbitmq")
 EMBEDDED, CONSUMER, TEN = "headrace, two processes", "consumer over gRPC", "ten consumers over gRPC"
 BOTH, PUBLISHER = "publisher and consumer over gRPC", "headrace, publisher over gRPC"
+NOT_NATIVE = ", native protocol off"
 REFERENCE = "a server that serialises for every consumer"
 
 
-def end_to_end(*, events: int, size: int, batch: int, consumers: int = 1, remote_publisher: bool = False) -> Result:
+def end_to_end(
+    *, events: int, size: int, batch: int, consumers: int = 1, remote_publisher: bool = False, native: bool = True
+) -> Result:
     """From the first publish until `consumers` consumers of one subscription have had everything."""
-    with SiloServer() as silo:
+    with SiloServer(native=native) as silo:
         produce = {"events": events, "size": size, "batch": batch}
         consume = {"address": silo.address, "events": events, "consumers": consumers}
         jobs = [
@@ -36,14 +40,14 @@ def end_to_end(*, events: int, size: int, batch: int, consumers: int = 1, remote
         return together(jobs, server=silo).to_result(events=events, size=size)
 
 
-def publish_remotely(*, events: int, size: int, batch: int) -> Result:
-    with SiloServer() as silo:
+def publish_remotely(*, events: int, size: int, batch: int, native: bool = True) -> Result:
+    with SiloServer(native=native) as silo:
         job = _producer(silo, "publish", {"events": events, "size": size, "batch": batch}, remote=True)
         return together([job], server=silo).to_result(events=events, size=size)
 
 
-def latency(*, events: int, size: int, rate: int, remote_publisher: bool = False) -> Result:
-    with SiloServer() as silo:
+def latency(*, events: int, size: int, rate: int, remote_publisher: bool = False, native: bool = True) -> Result:
+    with SiloServer(native=native) as silo:
         produce = {"events": events, "size": size, "rate": rate}
         consume = {"address": silo.address, "events": events}
         jobs = [
@@ -90,6 +94,7 @@ def sections(scale: float, peers: Sequence[str]) -> list[Section]:
                 CONSUMER: partial(end_to_end, **args),
                 TEN: partial(end_to_end, **args, consumers=10),
                 BOTH: partial(end_to_end, **args, remote_publisher=True),
+                BOTH + NOT_NATIVE: partial(end_to_end, **args, remote_publisher=True, native=False),
                 **beside("end_to_end", events=theirs, size=size, batch=1000),
             },
             targets=(
@@ -107,6 +112,9 @@ def sections(scale: float, peers: Sequence[str]) -> list[Section]:
             cases={
                 "headrace, embedded": partial(publish, "publish", events=n(1_000_000), size=100, batch=1000),
                 PUBLISHER: partial(publish_remotely, events=n(1_000_000), size=100, batch=1000),
+                PUBLISHER + NOT_NATIVE: partial(
+                    publish_remotely, events=n(1_000_000), size=100, batch=1000, native=False
+                ),
                 **beside("publish", events=n(200_000), size=100, batch=1000),
             },
         ),
@@ -125,6 +133,7 @@ def _latency(peers: dict[str, Run], events: int) -> Section:
             EMBEDDED: partial(latency_of_two, **args),
             CONSUMER: partial(latency, **args),
             BOTH: partial(latency, **args, remote_publisher=True),
+            BOTH + NOT_NATIVE: partial(latency, **args, remote_publisher=True, native=False),
             **peers,
         },
         targets=(

@@ -10,12 +10,16 @@ from .servers import Server
 
 
 class SiloServer(Server):
-    """`headrace silo` with gRPC on `address`, and its data in the folder `data`; `arguments` are added."""
+    """`headrace silo` with gRPC on `address`, and its data in the folder `data`; `arguments` are added.
+
+    Without `native`, clients use gRPC.
+    """
 
     name = "silo"
 
-    def __init__(self, directory: Path | None = None, *, arguments: Sequence[str] = ()) -> None:
+    def __init__(self, directory: Path | None = None, *, arguments: Sequence[str] = (), native: bool = True) -> None:
         super().__init__(directory)
+        self._native = native
         self._arguments = arguments
         self._logged = 0
 
@@ -25,10 +29,13 @@ class SiloServer(Server):
 
     def command(self) -> Sequence[str]:
         script = str(Path(sys.executable).parent / "headrace")
-        return (script, "silo", "--data", self.data, "--listen", self.address, *self._arguments)
+        file = () if self._native else (str(self.directory / "silo.toml"),)
+        return (script, "silo", *file, "--data", self.data, "--listen", self.address, *self._arguments)
 
     def prepare(self) -> None:
         self._logged = len(self.log())
+        if not self._native:
+            (self.directory / "silo.toml").write_text("[grpc]\nnative = false\n")
 
     def ping(self) -> bool:
         """Whether this start of it has said that it is ready."""

@@ -30,6 +30,7 @@ its own call, and the receiver holds at most `WINDOW` and one message for it.
 from __future__ import annotations
 
 import asyncio
+import socket
 import struct
 from collections import deque
 from collections.abc import Callable
@@ -44,10 +45,12 @@ HEAD = struct.Struct("!IIB")
 OPENING = struct.Struct("!IB")
 """Beginning of the body of BEGIN."""
 U32 = struct.Struct("!I")
-WINDOW = 1 << 20
+WINDOW = 4 << 20
 """Bytes of messages that may be sent for a call before its reader has taken any."""
 TURN_PACKETS = 500
 """Most packets of one connection that are handled before others have their turn."""
+WRITE_BUFFER_BYTES = 256 << 10
+"""Bytes that wait to be sent. With more of them, calls wait."""
 FLUSH_BYTES = 1 << 16
 """Packets of one turn of the loop are sent together. More bytes than these are sent at once."""
 
@@ -163,6 +166,9 @@ class PacketConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
+        # asyncio sets it only on sockets that were made with the number of TCP, which accepted ones may not have.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
@@ -298,7 +304,7 @@ class PacketStream:
         cost = len(message) + HEAD.size
         self._connection.unread -= cost
         self._grantable += cost
-        if self._grantable >= WINDOW // 2 and self._read_end is None:
+        if self._grantable >= WINDOW // 4 and self._read_end is None:
             self._owed += self._grantable
             self._connection.put(PacketKind.GRANT, self._number, U32.pack(self._grantable))
             self._grantable = 0

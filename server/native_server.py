@@ -46,8 +46,6 @@ HANDSHAKE_S = 10.0
 """Time for the handshake of TLS, and as long again for the greeting, in seconds."""
 UNSENT_BYTES = 1 << 20
 """If a client leaves more bytes unread, the silo reads nothing more from it: each packet may cause another one."""
-WRITE_BUFFER_BYTES = 256 << 10
-"""Bytes that wait to be sent. With more of them, calls wait."""
 BACKLOG = 1024
 """Connections that wait to be accepted."""
 WARN_S = 10.0
@@ -143,7 +141,6 @@ class NativeServerConnection(PacketConnection):
         super().connection_made(transport)
         self.peer = _peer(transport.get_extra_info("peername"))
         self.common_name = _common_name(transport.get_extra_info("peercert"))
-        cast("asyncio.Transport", transport).set_write_buffer_limits(WRITE_BUFFER_BYTES)
         self._greeting = self.loop.call_later(HANDSHAKE_S, self.abort, TimeoutError("no greeting arrived"))
         if self.server.enter(self):
             self.put(PacketKind.HELLO, 0, MAGIC + self.server.process)

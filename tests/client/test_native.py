@@ -313,6 +313,28 @@ class Received(PacketConnection):
     def on_lost(self, reason: Exception | None) -> None: ...
 
 
+async def test_packets_are_sent_at_once_also_on_accepted_sockets():
+    """Otherwise a message may wait 40 ms for the acknowledgement of the one before."""
+    nodelay: list[int] = []
+    connected = asyncio.Event()
+
+    class Noted(Received):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)
+            nodelay.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            if len(nodelay) == 2:
+                connected.set()
+
+    loop = asyncio.get_running_loop()
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = await loop.create_server(Noted, sock=listening)
+    transport, _ = await loop.create_connection(Noted, *listening.getsockname())
+    await connected.wait()
+    assert all(nodelay)
+    transport.abort()
+    server.close()
+
+
 PACKETS = some.lists(
     some.tuples(
         some.sampled_from([PacketKind.MESSAGE, PacketKind.GRANT]), some.integers(0, 1 << 31), some.binary(max_size=1100)
