@@ -55,7 +55,13 @@ def _percentile(values: Sequence[float]) -> str:
 
 
 def _times(spread: Spread) -> str:
-    return f"{spread.median:.2f} ({spread.low:.2f}–{spread.high:.2f})"
+    median, low, high = map(decimals, spread)
+    return f"{median} ({low}–{high})"
+
+
+def decimals(number: float) -> str:
+    """A ratio for people: 0.987, 1.02, 12.34."""
+    return f"{number:.3f}" if number < 1 else f"{number:.2f}"
 
 
 def count(number: float) -> str:

@@ -32,6 +32,8 @@ class Section:
     targets: Sequence[Target] = field(default_factory=tuple[Target, ...])
     deliveries_each: Mapping[str, int] = field(default_factory=dict[str, int])
     """Number of deliveries of an event, if it goes to several consumers."""
+    ratio_to: str | None = None
+    """The case to which the table shows the rate of each."""
 
 
 def cpu(result: Result) -> float:

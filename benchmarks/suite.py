@@ -12,9 +12,10 @@ from functools import partial
 
 import click
 
-from . import grpc_sections
+from . import grpc_sections, slow_handlers
 from .harness import Result, Rounds, count, interleaved, machine, markdown, table
 from .peers import PEERS
+from .report import decimals
 from .results import Spread
 from .runs import alone, latency_of_two, memory, publish, two_processes
 from .section import Run, Section, Target, cpu, own_mb, p50, p99
@@ -221,13 +222,14 @@ def sections(scale: float, peers: Sequence[str]) -> list[Section]:
                 ),
             ),
         ),
+        slow_handlers.section(peers, slow_handlers.Setting(seconds=max(10 * scale, 0.5))),
         *grpc_sections.sections(scale, peers),
     ]
 
 
 def report(section: Section, rounds: Rounds) -> str:
     """A section as Markdown: the figures, then each target with its result."""
-    lines = [f"## {section.title}", "", table(rounds)]
+    lines = [f"## {section.title}", "", table(rounds, ratio_to=section.ratio_to)]
     if section.deliveries_each:
         lines += ["", _deliveries(section, rounds)]
     verdicts = [_verdict(target, rounds) for target in section.targets]
@@ -258,7 +260,7 @@ def _verdict(target: Target, rounds: Rounds) -> tuple[str, str, str]:
 
 
 def _figures(spread: Spread) -> str:
-    shown = [count(v) if v >= 1000 else f"{v:.2f}" for v in spread]
+    shown = [count(v) if v >= 1000 else decimals(v) for v in spread]
     return f"{shown[0]} ({shown[1]}–{shown[2]})"
 
 
