@@ -7,9 +7,11 @@ The limit is divided by dynamic thresholds (Choudhury and Hahne, 1998). If n cli
 one part in n + 1 of the bytes that the process has left. The consumers of a client divide half the limit in the same
 way. So n clients that never read leave at least one part in n + 1 of the limit.
 
-A consumer that holds nothing gets one batch if the batch fits into the remaining bytes. A consumer that has
-acknowledged nothing yet counts against half of the limit. So new consumers that never read leave the other half to the
-others.
+A consumer that holds nothing gets one batch if the batch fits into the remaining bytes, and into its client's share:
+one part in n + 1 of the limit. A client that holds nothing gets a batch that fits into the remaining bytes.
+
+A consumer that has acknowledged nothing yet counts against half of the limit. So new consumers that never read leave
+the other half to the others.
 """
 
 from __future__ import annotations
@@ -91,8 +93,11 @@ class SendAccount:
         """Whether the consumer may be handed a batch of `size` bytes."""
         if size <= self.space:
             return True
-        left = min(self._limit - self._budget.held, self._client.limit - self._client.held)
-        return not self.held and (size <= left or not self._budget.held)
+        budget, client = self._budget, self._client
+        left = min(self._limit - budget.held, client.limit - client.held)
+        if client.held:  # its consumers together leave a share to each other client, and to the next one
+            left = min(left, self._limit // (budget.holders + 1) - client.held)
+        return not self.held and (size <= left or not budget.held)
 
     @property
     def _limit(self) -> int:

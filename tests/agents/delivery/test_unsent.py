@@ -48,6 +48,23 @@ def test_consumers_of_a_client_that_do_not_read_leave_space_to_the_next_one() ->
     assert budget.account("client").fits(LIMIT // 2 // 20)
 
 
+@pytest.mark.parametrize("clients", [1, 2, 5])
+@pytest.mark.parametrize("proven", [False, True])
+def test_clients_whose_many_consumers_do_not_read_leave_a_share_to_the_next_client(clients: int, proven: bool) -> None:
+    budget = SendBudget(1200)
+    for number in range(100):
+        account = budget.account(f"client {number % clients}")
+        if proven:
+            account.prove()
+        if account.fits(10):
+            account.add(10)
+    limit = 1200 if proven else 600
+    newcomer = budget.account("another")
+    if proven:
+        newcomer.prove()
+    assert newcomer.fits(limit // (clients + 1) - 10)
+
+
 def test_what_is_larger_than_the_limit_goes_alone() -> None:
     budget = SendBudget(LIMIT)
     account, other = budget.account(), budget.account()
