@@ -49,7 +49,7 @@ ANY_ORDER, BY_HAND = "any order", "order by hand"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
+class SlowSetting:
     streams: int = 1000
     stuck: int = 10
     seconds: float = 10.0
@@ -68,7 +68,7 @@ class Setting:
 class Handling:
     """The handler, and the count of the events that it handled."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: SlowSetting) -> None:
         self._setting = setting
         step = setting.streams // max(setting.stuck, 1)
         self._stuck = set(setting.keys[::step][: setting.stuck])
@@ -100,10 +100,10 @@ class Handling:
 
 
 def alone(gate: StartingGate, **setting: Any) -> Mapping[str, Any]:
-    return asyncio.run(_alone(gate, Setting(**setting)))
+    return asyncio.run(_alone(gate, SlowSetting(**setting)))
 
 
-async def _alone(gate: StartingGate, setting: Setting) -> Mapping[str, Any]:
+async def _alone(gate: StartingGate, setting: SlowSetting) -> Mapping[str, Any]:
     handling = Handling(setting)
 
     async def stream(key: str) -> None:
@@ -118,25 +118,25 @@ async def _alone(gate: StartingGate, setting: Setting) -> Mapping[str, Any]:
 
 
 def in_silo(gate: StartingGate, **setting: Any) -> Mapping[str, Any]:
-    return asyncio.run(_in_silo(gate, Setting(**setting)))
+    return asyncio.run(_in_silo(gate, SlowSetting(**setting)))
 
 
-async def _in_silo(gate: StartingGate, setting: Setting) -> Mapping[str, Any]:
+async def _in_silo(gate: StartingGate, setting: SlowSetting) -> Mapping[str, Any]:
     with tempfile.TemporaryDirectory() as data:
         async with Provider.open(data) as provider:
             return await _subscribe(gate, setting, provider)
 
 
 def over_grpc(gate: StartingGate, *, address: str, **setting: Any) -> Mapping[str, Any]:
-    return asyncio.run(_over_grpc(gate, address, Setting(**setting)))
+    return asyncio.run(_over_grpc(gate, address, SlowSetting(**setting)))
 
 
-async def _over_grpc(gate: StartingGate, address: str, setting: Setting) -> Mapping[str, Any]:
+async def _over_grpc(gate: StartingGate, address: str, setting: SlowSetting) -> Mapping[str, Any]:
     async with Client(address) as client:
         return await _subscribe(gate, setting, client)
 
 
-async def _subscribe(gate: StartingGate, setting: Setting, place: Provider | Client) -> Mapping[str, Any]:
+async def _subscribe(gate: StartingGate, setting: SlowSetting, place: Provider | Client) -> Mapping[str, Any]:
     tune_interpreter()
     for _ in range(setting.each):
         await place.publish_many([(StreamId("bench", key), key.encode()) for key in setting.keys])
@@ -314,10 +314,10 @@ CONSUMPTIONS: Mapping[str, type[Consumption]] = {ANY_ORDER: AnyOrder, BY_HAND: O
 
 
 def peer(gate: StartingGate, *, system: str, way: str, address: str, **setting: Any) -> Mapping[str, Any]:
-    return asyncio.run(_peer(gate, system, way, address, Setting(**setting)))
+    return asyncio.run(_peer(gate, system, way, address, SlowSetting(**setting)))
 
 
-async def _peer(gate: StartingGate, system: str, way: str, address: str, setting: Setting) -> Mapping[str, Any]:
+async def _peer(gate: StartingGate, system: str, way: str, address: str, setting: SlowSetting) -> Mapping[str, Any]:
     async with INBOXES[system](address) as inbox:
         tune_interpreter()
         for _ in range(setting.each):
@@ -335,29 +335,29 @@ async def _peer(gate: StartingGate, system: str, way: str, address: str, setting
 # ---- the section -----------------------------------------------------------------------------------------------------
 
 
-def run_alone(function: str, setting: Setting) -> Result:
+def run_alone(function: str, setting: SlowSetting) -> Result:
     return _result([Job("consumer", f"{HERE}:{function}", _args(setting))])
 
 
-def run_over_grpc(setting: Setting) -> Result:
+def run_over_grpc(setting: SlowSetting) -> Result:
     with SiloServer() as silo:
         return _result([Job("consumer", f"{HERE}:over_grpc", {"address": silo.address, **_args(setting)})], silo)
 
 
-def run_peer(system: str, way: str, setting: Setting) -> Result:
+def run_peer(system: str, way: str, setting: SlowSetting) -> Result:
     with SERVERS[system]() as server:
         args = {"system": system, "way": way, "address": server.address, **_args(setting)}
         return _result([Job("consumer", f"{HERE}:peer", args)], server)
 
 
-def ideal(setting: Setting) -> Result:
+def ideal(setting: SlowSetting) -> Result:
     """Nothing runs: what the handlers' own time allows."""
     return Result(
         events=round((setting.streams - setting.stuck) / HANDLER_S * setting.seconds), seconds=setting.seconds
     )
 
 
-def _args(setting: Setting) -> Mapping[str, float]:
+def _args(setting: SlowSetting) -> Mapping[str, float]:
     return {
         "streams": setting.streams,
         "stuck": setting.stuck,
@@ -371,7 +371,7 @@ def _result(jobs: Sequence[Job], server: Server | None = None) -> Result:
     return outcome.to_result(events=outcome.reports["consumer"].result["events"])
 
 
-def section(peers: Sequence[str], setting: Setting) -> Section:
+def section(peers: Sequence[str], setting: SlowSetting) -> Section:
     names = {"redis": "Redis Streams group", "nats": "NATS JetStream consumer"}
     cases: dict[str, Run] = {
         IDEAL: partial(ideal, setting),

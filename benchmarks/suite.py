@@ -222,7 +222,7 @@ def sections(scale: float, peers: Sequence[str]) -> list[Section]:
                 ),
             ),
         ),
-        slow_handlers.section(peers, slow_handlers.Setting(seconds=max(10 * scale, 0.5))),
+        slow_handlers.section(peers, slow_handlers.SlowSetting(seconds=max(10 * scale, 0.5))),
         *grpc_sections.sections(scale, peers),
     ]
 

@@ -3,15 +3,25 @@
 import pytest
 
 from benchmarks import slow_handlers
-from benchmarks.slow_handlers import ANY_ORDER, IDEAL, Setting
+from benchmarks.slow_handlers import ANY_ORDER, IDEAL, SlowSetting
 
-SETTING = Setting(streams=50, stuck=5, seconds=0.5, warm_up_s=0.2)
+SETTING = SlowSetting(streams=50, stuck=5, seconds=0.5, warm_up_s=0.2)
 SECTION = slow_handlers.section(["redis", "nats"], SETTING)
 ROUND = 50
 """Events of all streams in 100 ms: so many may end at the edge of the window."""
 
 
-@pytest.mark.parametrize("name", [name for name in SECTION.cases if name != IDEAL])
+PEERS = ("Redis", "NATS")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name.startswith(PEERS) else [])
+        for name in SECTION.cases
+        if name != IDEAL
+    ],
+)
 def test_healthy_streams_are_handled_beside_stuck_ones(name: str) -> None:
     ideal, result = SECTION.cases[IDEAL](), SECTION.cases[name]()
     assert ideal.events == 225
