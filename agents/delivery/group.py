@@ -156,7 +156,7 @@ class Group:
         client: Hashable = None,
     ) -> Member:
         """A consumer connects. It supersedes the connection with its id, and gets the events of that one again, as
-        the new credit allows. If it `pulls`, they come again only after its session timeout. If it is `concurrent`, a
+        the new credit allows. If both `pulls`, they come again only after the session timeout. If it is `concurrent`, a
         parcel has events for about a second of work, not more. Bytes that wait to be sent
         to it count for `client`, by default for itself alone. Raises Busy if there are too many members."""
         member = self.members.get(id)
@@ -169,7 +169,7 @@ class Group:
             member.on_gone(taken_over(id))
             self.disconnect(member)
             member.account = self.edge.budget.account(client)
-            member.to_resend.extend([] if pulls else member.parcels())
+            member.to_resend.extend([] if pulls and member.pulls else member.parcels())
             member.resend_until = self._loop.time() + RESEND_S
         member.timeout_s, member.pulls, member.concurrent = timeout_s, pulls, concurrent
         member.resumed = resumed
