@@ -26,7 +26,7 @@ from headrace.proto.v1 import events_pb2 as headrace_dot_proto_dot_v1_dot_events
 from headrace.proto.v1 import subscriptions_pb2 as headrace_dot_proto_dot_v1_dot_subscriptions__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n headrace/proto/v1/consumer.proto\x12\x0bheadrace.v1\x1a\x1eheadrace/proto/v1/events.proto\x1a%headrace/proto/v1/subscriptions.proto\"\x96\x02\n\x10SubscribeRequest\x12\x1f\n\x04open\x18\x01 \x01(\x0b\x32\x11.headrace.v1.Open\x12#\n\x06\x63redit\x18\x02 \x01(\x0b\x32\x13.headrace.v1.Credit\x12\x36\n\x10\x61\x63knowledgements\x18\x03 \x03(\x0b\x32\x1c.headrace.v1.Acknowledgement\x12*\n\nrejections\x18\x04 \x03(\x0b\x32\x16.headrace.v1.Rejection\x12\x0e\n\x06number\x18\x05 \x01(\x04\x12\r\n\x05\x63lose\x18\x06 \x01(\x08\x12\x0f\n\x07reclaim\x18\x07 \x01(\x08\x12\x18\n\x0bmoves_heard\x18\x08 \x01(\x04H\x00\x88\x01\x01\x42\x0e\n\x0c_moves_heard\"\xfb\x01\n\x04Open\x12\x10\n\x08provider\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\x12\x37\n\ndefinition\x18\x03 \x01(\x0b\x32#.headrace.v1.SubscriptionDefinition\x12\x10\n\x08\x63onsumer\x18\x04 \x01(\t\x12\x1a\n\x12session_timeout_ms\x18\x05 \x01(\r\x12\x17\n\x0fkeeps_positions\x18\x06 \x01(\x08\x12(\n\tpositions\x18\x07 \x03(\x0b\x32\x15.headrace.v1.Position\x12\r\n\x05pulls\x18\x08 \x01(\x08\x12\x12\n\nconcurrent\x18\t \x01(\x08\"\'\n\x06\x43redit\x12\x0e\n\x06\x65vents\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"]\n\x0f\x41\x63knowledgement\x12\r\n\x05queue\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\r\n\x05index\x18\x03 \x01(\r\x12\r\n\x05\x63ount\x18\x04 \x01(\r\x12\r\n\x05up_to\x18\x05 \x01(\x08\"\x91\x01\n\tRejection\x12\r\n\x05queue\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\r\n\x05index\x18\x03 \x01(\r\x12\r\n\x05\x63ount\x18\x04 \x01(\r\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x15\n\x08\x64\x65lay_ms\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0bunavailable\x18\x07 \x01(\x08\x42\x0b\n\t_delay_ms\"\x95\x03\n\x11SubscribeResponse\x12(\n\x07\x62\x61tches\x18\x01 \x03(\x0b\x32\x17.headrace.v1.EventBatch\x12#\n\x06opened\x18\x02 \x01(\x0b\x32\x13.headrace.v1.Opened\x12\r\n\x05saved\x18\x03 \x01(\x04\x12%\n\x07refused\x18\x04 \x03(\x0b\x32\x14.headrace.v1.Refusal\x12+\n\nassignment\x18\x05 \x01(\x0b\x32\x17.headrace.v1.Assignment\x12\'\n\x08progress\x18\x06 \x01(\x0b\x32\x15.headrace.v1.Progress\x12\x1e\n\x04gaps\x18\x07 \x03(\x0b\x32\x10.headrace.v1.Gap\x12(\n\tpositions\x18\x08 \x03(\x0b\x32\x15.headrace.v1.Position\x12%\n\x07\x63losing\x18\t \x01(\x0b\x32\x14.headrace.v1.Closing\x12\r\n\x05moves\x18\n \x01(\x04\x12%\n\x08returned\x18\x0b \x01(\x0b\x32\x13.headrace.v1.Credit\"\xa5\x01\n\x06Opened\x12\x10\n\x08\x63onsumer\x18\x01 \x01(\t\x12\x1a\n\x12session_timeout_ms\x18\x02 \x01(\r\x12\x14\n\x0cheartbeat_ms\x18\x03 \x01(\r\x12\x37\n\ndefinition\x18\x04 \x01(\x0b\x32#.headrace.v1.SubscriptionDefinition\x12\x0f\n\x07resumed\x18\x05 \x01(\x08\x12\r\n\x05moves\x18\x06 \x01(\x04\"7\n\x07Refusal\x12\r\n\x05queue\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\r\n\x05index\x18\x03 \x01(\r\"\x1c\n\nAssignment\x12\x0e\n\x06queues\x18\x01 \x03(\r\"\xcb\x01\n\x08Progress\x12\x15\n\rcredit_events\x18\x01 \x01(\x04\x12\x14\n\x0c\x63redit_bytes\x18\x02 \x01(\x04\x12\x18\n\x10in_flight_events\x18\x03 \x01(\x04\x12\x17\n\x0fin_flight_bytes\x18\x04 \x01(\x04\x12\x11\n\tcaught_up\x18\x05 \x01(\x08\x12\x14\n\x0cneeded_bytes\x18\x06 \x01(\x04\x12\x0f\n\x07waiting\x18\x07 \x01(\x08\x12\x0e\n\x06queues\x18\x08 \x03(\r\x12\x15\n\rneeded_events\x18\t \x01(\x04\"(\n\x08Position\x12\r\n\x05queue\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\"*\n\x07\x43losing\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07settled\x18\x02 \x01(\x08\"\x8e\x02\n\x0bPullRequest\x12\x10\n\x08provider\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\x12\x10\n\x08\x63onsumer\x18\x03 \x01(\t\x12\x12\n\nmax_events\x18\x04 \x01(\x04\x12\x11\n\tmax_bytes\x18\x05 \x01(\x04\x12\x0f\n\x07wait_ms\x18\x06 \x01(\r\x12\x1a\n\x12session_timeout_ms\x18\x07 \x01(\r\x12\x36\n\x10\x61\x63knowledgements\x18\x08 \x03(\x0b\x32\x1c.headrace.v1.Acknowledgement\x12*\n\nrejections\x18\t \x03(\x0b\x32\x16.headrace.v1.Rejection\x12\r\n\x05leave\x18\n \x01(\x08\"\x7f\n\x0cPullResponse\x12(\n\x07\x62\x61tches\x18\x01 \x03(\x0b\x32\x17.headrace.v1.EventBatch\x12%\n\x07refused\x18\x04 \x03(\x0b\x32\x14.headrace.v1.Refusal\x12\x1e\n\x04gaps\x18\x07 \x03(\x0b\x32\x10.headrace.v1.Gap\"\xb2\x01\n\x12\x41\x63knowledgeRequest\x12\x10\n\x08provider\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\x12\x10\n\x08\x63onsumer\x18\x03 \x01(\t\x12\x36\n\x10\x61\x63knowledgements\x18\x04 \x03(\x0b\x32\x1c.headrace.v1.Acknowledgement\x12*\n\nrejections\x18\x05 \x03(\x0b\x32\x16.headrace.v1.Rejection\"<\n\x13\x41\x63knowledgeResponse\x12%\n\x07refused\x18\x01 \x03(\x0b\x32\x14.headrace.v1.Refusal2\xf0\x01\n\x0f\x43onsumerService\x12N\n\tSubscribe\x12\x1d.headrace.v1.SubscribeRequest\x1a\x1e.headrace.v1.SubscribeResponse(\x01\x30\x01\x12;\n\x04Pull\x12\x18.headrace.v1.PullRequest\x1a\x19.headrace.v1.PullResponse\x12P\n\x0b\x41\x63knowledge\x12\x1f.headrace.v1.AcknowledgeRequest\x1a .headrace.v1.AcknowledgeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n headrace/proto/v1/consumer.proto\x12\x0bheadrace.v1\x1a\x1eheadrace/proto/v1/events.proto\x1a%headrace/proto/v1/subscriptions.proto\"\xa3\x01\n\x10SubscribeRequest\x12\x1f\n\x04open\x18\x01 \x01(\x0b\x32\x11.headrace.v1.Open\x12#\n\x06\x63redit\x18\x02 \x01(\x0b\x32\x13.headrace.v1.Credit\x12)\n\x07reports\x18\x03 \x03(\x0b\x32\x18.headrace.v1.QueueReport\x12\r\n\x05\x63lose\x18\x04 \x01(\x08\x12\x0f\n\x07reclaim\x18\x05 \x01(\x08\"\x8b\x02\n\x04Open\x12\x10\n\x08provider\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\x12\x37\n\ndefinition\x18\x03 \x01(\x0b\x32#.headrace.v1.SubscriptionDefinition\x12\x10\n\x08\x63onsumer\x18\x04 \x01(\t\x12\x1a\n\x12session_timeout_ms\x18\x05 \x01(\r\x12\x17\n\x0fkeeps_positions\x18\x06 \x01(\x08\x12(\n\tpositions\x18\x07 \x03(\x0b\x32\x15.headrace.v1.Position\x12\x0e\n\x06\x64irect\x18\x08 \x01(\x08\x12\r\n\x05pulls\x18\t \x01(\x08\x12\x12\n\nconcurrent\x18\n \x01(\x08\"\'\n\x06\x43redit\x12\x0e\n\x06\x65vents\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"\x8b\x02\n\x0bQueueReport\x12\r\n\x05queue\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0e\n\x06number\x18\x04 \x01(\x04\x12\x36\n\x10\x61\x63knowledgements\x18\x05 \x03(\x0b\x32\x1c.headrace.v1.Acknowledgement\x12*\n\nrejections\x18\x06 \x03(\x0b\x32\x16.headrace.v1.Rejection\x12-\n\x0bunconfirmed\x18\x07 \x03(\x0b\x32\x18.headrace.v1.Unconfirmed\x12\'\n\x08released\x18\x08 \x03(\x0b\x32\x15.headrace.v1.Released\"N\n\x0f\x41\x63knowledgement\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\r\n\x05\x63ount\x18\x03 \x01(\r\x12\r\n\x05up_to\x18\x04 \x01(\x08\"\x82\x01\n\tRejection\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\r\n\x05\x63ount\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x15\n\x08\x64\x65lay_ms\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0bunavailable\x18\x06 \x01(\x08\x42\x0b\n\t_delay_ms\"[\n\x0bUnconfirmed\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\r\n\x05index\x18\x04 \x01(\r\x12\r\n\x05\x63ount\x18\x05 \x01(\r\")\n\x08Released\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\"\x98\x03\n\x11SubscribeResponse\x12(\n\x07\x62\x61tches\x18\x01 \x03(\x0b\x32\x17.headrace.v1.EventBatch\x12#\n\x06opened\x18\x02 \x01(\x0b\x32\x13.headrace.v1.Opened\x12(\n\x06queues\x18\x03 \x03(\x0b\x32\x18.headrace.v1.QueueStatus\x12!\n\x05saved\x18\x04 \x03(\x0b\x32\x12.headrace.v1.Saved\x12%\n\x07refused\x18\x05 \x03(\x0b\x32\x14.headrace.v1.Refusal\x12\'\n\x08progress\x18\x06 \x01(\x0b\x32\x15.headrace.v1.Progress\x12\x1e\n\x04gaps\x18\x07 \x03(\x0b\x32\x10.headrace.v1.Gap\x12%\n\x07\x63losing\x18\x08 \x01(\x0b\x32\x14.headrace.v1.Closing\x12%\n\x08returned\x18\t \x01(\x0b\x32\x13.headrace.v1.Credit\x12)\n\tplacement\x18\n \x01(\x0b\x32\x16.headrace.v1.Placement\"\x93\x01\n\x06Opened\x12\x10\n\x08\x63onsumer\x18\x01 \x01(\t\x12\x1a\n\x12session_timeout_ms\x18\x02 \x01(\r\x12\x14\n\x0cheartbeat_ms\x18\x03 \x01(\r\x12\x37\n\ndefinition\x18\x04 \x01(\x0b\x32#.headrace.v1.SubscriptionDefinition\x12\x0c\n\x04silo\x18\x05 \x01(\t\"\xd7\x01\n\x0bQueueStatus\x12\r\n\x05queue\x18\x01 \x01(\r\x12-\n\x05state\x18\x02 \x01(\x0e\x32\x1e.headrace.v1.QueueStatus.State\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x10\n\x08\x61ssigned\x18\x05 \x01(\x08\"U\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x10\n\x0cSTATE_SERVED\x10\x01\x12\x12\n\x0eSTATE_DRAINING\x10\x02\x12\x0f\n\x0bSTATE_ENDED\x10\x03\"s\n\x05Saved\x12\r\n\x05queue\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06number\x18\x03 \x01(\x04\x12\x13\n\x0bunconfirmed\x18\x04 \x01(\x04\x12\'\n\x08position\x18\x05 \x01(\x0b\x32\x15.headrace.v1.Position\"7\n\x07Refusal\x12\r\n\x05queue\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\r\n\x05index\x18\x03 \x01(\r\"\xbb\x01\n\x08Progress\x12\x15\n\rcredit_events\x18\x01 \x01(\x04\x12\x14\n\x0c\x63redit_bytes\x18\x02 \x01(\x04\x12\x18\n\x10in_flight_events\x18\x03 \x01(\x04\x12\x17\n\x0fin_flight_bytes\x18\x04 \x01(\x04\x12\x11\n\tcaught_up\x18\x05 \x01(\x08\x12\x14\n\x0cneeded_bytes\x18\x06 \x01(\x04\x12\x15\n\rneeded_events\x18\x07 \x01(\x04\x12\x0f\n\x07waiting\x18\x08 \x01(\x08\"\x80\x01\n\tPlacement\x12,\n\x06owners\x18\x01 \x03(\x0b\x32\x1c.headrace.v1.Placement.Owner\x12\x0e\n\x06queues\x18\x02 \x01(\r\x1a\x35\n\x05Owner\x12\r\n\x05queue\x18\x01 \x01(\r\x12\x0c\n\x04silo\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"(\n\x08Position\x12\r\n\x05queue\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\"\x19\n\x07\x43losing\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xd5\x01\n\x0bPullRequest\x12\x10\n\x08provider\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\x12\x10\n\x08\x63onsumer\x18\x03 \x01(\t\x12\x12\n\nmax_events\x18\x04 \x01(\x04\x12\x11\n\tmax_bytes\x18\x05 \x01(\x04\x12\x0f\n\x07wait_ms\x18\x06 \x01(\r\x12\x1a\n\x12session_timeout_ms\x18\x07 \x01(\r\x12)\n\x07reports\x18\x08 \x03(\x0b\x32\x18.headrace.v1.QueueReport\x12\r\n\x05leave\x18\t \x01(\x08\"\xa9\x01\n\x0cPullResponse\x12(\n\x07\x62\x61tches\x18\x01 \x03(\x0b\x32\x17.headrace.v1.EventBatch\x12(\n\x06queues\x18\x02 \x03(\x0b\x32\x18.headrace.v1.QueueStatus\x12%\n\x07refused\x18\x03 \x03(\x0b\x32\x14.headrace.v1.Refusal\x12\x1e\n\x04gaps\x18\x04 \x03(\x0b\x32\x10.headrace.v1.Gap\"y\n\x12\x41\x63knowledgeRequest\x12\x10\n\x08provider\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\x12\x10\n\x08\x63onsumer\x18\x03 \x01(\t\x12)\n\x07reports\x18\x04 \x03(\x0b\x32\x18.headrace.v1.QueueReport\"<\n\x13\x41\x63knowledgeResponse\x12%\n\x07refused\x18\x01 \x03(\x0b\x32\x14.headrace.v1.Refusal2\xf0\x01\n\x0f\x43onsumerService\x12N\n\tSubscribe\x12\x1d.headrace.v1.SubscribeRequest\x1a\x1e.headrace.v1.SubscribeResponse(\x01\x30\x01\x12;\n\x04Pull\x12\x18.headrace.v1.PullRequest\x1a\x19.headrace.v1.PullResponse\x12P\n\x0b\x41\x63knowledge\x12\x1f.headrace.v1.AcknowledgeRequest\x1a .headrace.v1.AcknowledgeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,37 +34,51 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.proto.v1.consumer_
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SUBSCRIBEREQUEST']._serialized_start=121
-  _globals['_SUBSCRIBEREQUEST']._serialized_end=399
-  _globals['_OPEN']._serialized_start=402
-  _globals['_OPEN']._serialized_end=653
-  _globals['_CREDIT']._serialized_start=655
-  _globals['_CREDIT']._serialized_end=694
-  _globals['_ACKNOWLEDGEMENT']._serialized_start=696
-  _globals['_ACKNOWLEDGEMENT']._serialized_end=789
-  _globals['_REJECTION']._serialized_start=792
-  _globals['_REJECTION']._serialized_end=937
-  _globals['_SUBSCRIBERESPONSE']._serialized_start=940
-  _globals['_SUBSCRIBERESPONSE']._serialized_end=1345
-  _globals['_OPENED']._serialized_start=1348
-  _globals['_OPENED']._serialized_end=1513
-  _globals['_REFUSAL']._serialized_start=1515
-  _globals['_REFUSAL']._serialized_end=1570
-  _globals['_ASSIGNMENT']._serialized_start=1572
-  _globals['_ASSIGNMENT']._serialized_end=1600
-  _globals['_PROGRESS']._serialized_start=1603
-  _globals['_PROGRESS']._serialized_end=1806
-  _globals['_POSITION']._serialized_start=1808
-  _globals['_POSITION']._serialized_end=1848
-  _globals['_CLOSING']._serialized_start=1850
-  _globals['_CLOSING']._serialized_end=1892
-  _globals['_PULLREQUEST']._serialized_start=1895
-  _globals['_PULLREQUEST']._serialized_end=2165
-  _globals['_PULLRESPONSE']._serialized_start=2167
-  _globals['_PULLRESPONSE']._serialized_end=2294
-  _globals['_ACKNOWLEDGEREQUEST']._serialized_start=2297
-  _globals['_ACKNOWLEDGEREQUEST']._serialized_end=2475
-  _globals['_ACKNOWLEDGERESPONSE']._serialized_start=2477
-  _globals['_ACKNOWLEDGERESPONSE']._serialized_end=2537
-  _globals['_CONSUMERSERVICE']._serialized_start=2540
-  _globals['_CONSUMERSERVICE']._serialized_end=2780
+  _globals['_SUBSCRIBEREQUEST']._serialized_end=284
+  _globals['_OPEN']._serialized_start=287
+  _globals['_OPEN']._serialized_end=554
+  _globals['_CREDIT']._serialized_start=556
+  _globals['_CREDIT']._serialized_end=595
+  _globals['_QUEUEREPORT']._serialized_start=598
+  _globals['_QUEUEREPORT']._serialized_end=865
+  _globals['_ACKNOWLEDGEMENT']._serialized_start=867
+  _globals['_ACKNOWLEDGEMENT']._serialized_end=945
+  _globals['_REJECTION']._serialized_start=948
+  _globals['_REJECTION']._serialized_end=1078
+  _globals['_UNCONFIRMED']._serialized_start=1080
+  _globals['_UNCONFIRMED']._serialized_end=1171
+  _globals['_RELEASED']._serialized_start=1173
+  _globals['_RELEASED']._serialized_end=1214
+  _globals['_SUBSCRIBERESPONSE']._serialized_start=1217
+  _globals['_SUBSCRIBERESPONSE']._serialized_end=1625
+  _globals['_OPENED']._serialized_start=1628
+  _globals['_OPENED']._serialized_end=1775
+  _globals['_QUEUESTATUS']._serialized_start=1778
+  _globals['_QUEUESTATUS']._serialized_end=1993
+  _globals['_QUEUESTATUS_STATE']._serialized_start=1908
+  _globals['_QUEUESTATUS_STATE']._serialized_end=1993
+  _globals['_SAVED']._serialized_start=1995
+  _globals['_SAVED']._serialized_end=2110
+  _globals['_REFUSAL']._serialized_start=2112
+  _globals['_REFUSAL']._serialized_end=2167
+  _globals['_PROGRESS']._serialized_start=2170
+  _globals['_PROGRESS']._serialized_end=2357
+  _globals['_PLACEMENT']._serialized_start=2360
+  _globals['_PLACEMENT']._serialized_end=2488
+  _globals['_PLACEMENT_OWNER']._serialized_start=2435
+  _globals['_PLACEMENT_OWNER']._serialized_end=2488
+  _globals['_POSITION']._serialized_start=2490
+  _globals['_POSITION']._serialized_end=2530
+  _globals['_CLOSING']._serialized_start=2532
+  _globals['_CLOSING']._serialized_end=2557
+  _globals['_PULLREQUEST']._serialized_start=2560
+  _globals['_PULLREQUEST']._serialized_end=2773
+  _globals['_PULLRESPONSE']._serialized_start=2776
+  _globals['_PULLRESPONSE']._serialized_end=2945
+  _globals['_ACKNOWLEDGEREQUEST']._serialized_start=2947
+  _globals['_ACKNOWLEDGEREQUEST']._serialized_end=3068
+  _globals['_ACKNOWLEDGERESPONSE']._serialized_start=3070
+  _globals['_ACKNOWLEDGERESPONSE']._serialized_end=3130
+  _globals['_CONSUMERSERVICE']._serialized_start=3133
+  _globals['_CONSUMERSERVICE']._serialized_end=3373
 # @@protoc_insertion_point(module_scope)

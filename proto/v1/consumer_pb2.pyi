@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from . import events_pb2 as _events_pb2
 from . import subscriptions_pb2 as _subscriptions_pb2
 import builtins as _builtins
@@ -28,27 +29,14 @@ class SubscribeRequest(_message.Message):
 
     OPEN_FIELD_NUMBER: _builtins.int
     CREDIT_FIELD_NUMBER: _builtins.int
-    ACKNOWLEDGEMENTS_FIELD_NUMBER: _builtins.int
-    REJECTIONS_FIELD_NUMBER: _builtins.int
-    NUMBER_FIELD_NUMBER: _builtins.int
+    REPORTS_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
     RECLAIM_FIELD_NUMBER: _builtins.int
-    MOVES_HEARD_FIELD_NUMBER: _builtins.int
-    number: _builtins.int
-    """The client's number of this request, to learn when its acknowledgements are saved. It grows within the call, not
-    necessarily by 1.
-    """
     close: _builtins.bool
     """Nothing more is sent by the client. The silo saves, and ends the call."""
     reclaim: _builtins.bool
-    """Take back all credit that is left: the answer has `returned`. So a silo that consumes for others moves credit from
-    one queue's silo to another's.
-    """
-    moves_heard: _builtins.int
-    """The number of responses with `moves` on this call so far. If the subscription was moved and the client does not
-    know it yet, this request concerns events of before: its acknowledgements and rejections are refused, except those
-    of dead letters. Without this field they may count for events that are delivered again. In a cluster, consumers are
-    not fenced in this way.
+    """Take back all credit that is left: the answer has `returned`. A consumer with several sessions moves credit from one
+    to another with it.
     """
     @_builtins.property
     def open(self) -> Global___Open:
@@ -59,32 +47,23 @@ class SubscribeRequest(_message.Message):
         """Added to the credit that is left."""
 
     @_builtins.property
-    def acknowledgements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Acknowledgement]:
-        """The events that are done. At most 100,000, with the rejections."""
-
-    @_builtins.property
-    def rejections(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rejection]:
-        """The events that could not be processed."""
+    def reports(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueReport]:
+        """The results of events, by queue."""
 
     def __init__(
         self,
         *,
         open: Global___Open | None = ...,
         credit: Global___Credit | None = ...,
-        acknowledgements: _abc.Iterable[Global___Acknowledgement] | None = ...,
-        rejections: _abc.Iterable[Global___Rejection] | None = ...,
-        number: _builtins.int = ...,
+        reports: _abc.Iterable[Global___QueueReport] | None = ...,
         close: _builtins.bool = ...,
         reclaim: _builtins.bool = ...,
-        moves_heard: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_moves_heard", b"_moves_heard", "credit", b"credit", "moves_heard", b"moves_heard", "open", b"open"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "open", b"open"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_moves_heard", b"_moves_heard", "acknowledgements", b"acknowledgements", "close", b"close", "credit", b"credit", "moves_heard", b"moves_heard", "number", b"number", "open", b"open", "reclaim", b"reclaim", "rejections", b"rejections"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "credit", b"credit", "open", b"open", "reclaim", b"reclaim", "reports", b"reports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__moves_heard: _TypeAlias = _typing.Literal["moves_heard"]  # noqa: Y015
-    _WhichOneofArgType__moves_heard: _TypeAlias = _typing.Literal["_moves_heard", b"_moves_heard"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__moves_heard) -> _WhichOneofReturnType__moves_heard | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SubscribeRequest: _TypeAlias = SubscribeRequest  # noqa: Y015
 
@@ -101,6 +80,7 @@ class Open(_message.Message):
     SESSION_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     KEEPS_POSITIONS_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
+    DIRECT_FIELD_NUMBER: _builtins.int
     PULLS_FIELD_NUMBER: _builtins.int
     CONCURRENT_FIELD_NUMBER: _builtins.int
     provider: _builtins.str
@@ -109,18 +89,22 @@ class Open(_message.Message):
     """Name of the subscription; empty if `definition` has it."""
     consumer: _builtins.str
     """The consumer's id: at most 100 letters, digits, dots, dashes and underscores, starting with a letter or digit.
-    A consumer with the same id takes over from the one before. Empty: the silo makes one and says it; with mode
-    broadcast only where the client keeps positions, for else a position is stored under it.
+    A consumer with the same id takes over from the one before. Empty: the silo makes one, and `Opened` has it; not in
+    mode broadcast, unless the client keeps positions, because the position is stored under the id.
     """
     session_timeout_ms: _builtins.int
-    """How long the silo waits for a consumer it does not hear, in milliseconds, at most 600,000. 0: the silo's own."""
+    """The session timeout in milliseconds, at most 600,000. 0: the silo's own."""
     keeps_positions: _builtins.bool
     """Mode broadcast: the client keeps the position, the silo stores none. `positions` are where it goes on; without any
     it starts where the subscription does.
     """
+    direct: _builtins.bool
+    """The session is for the queues that this silo owns. The consumer follows the placement, and opens a session to each
+    other owner under the same id. Without it, a silo of a cluster is the consumer's gateway.
+    """
     pulls: _builtins.bool
-    """Of a call from another silo: the consumer pulls there. What it holds is not sent again because it comes back, but
-    when the session timeout has passed since it was sent.
+    """With `direct`: credit is there only while the consumer waits for events. Events in flight do not come again when the
+    consumer comes back, but when the session timeout has passed since they were sent.
     """
     concurrent: _builtins.bool
     """The consumer works on many streams at once. So that slow streams do not hold all of its credit, a parcel has events
@@ -144,12 +128,13 @@ class Open(_message.Message):
         session_timeout_ms: _builtins.int = ...,
         keeps_positions: _builtins.bool = ...,
         positions: _abc.Iterable[Global___Position] | None = ...,
+        direct: _builtins.bool = ...,
         pulls: _builtins.bool = ...,
         concurrent: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["definition", b"definition"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrent", b"concurrent", "consumer", b"consumer", "definition", b"definition", "keeps_positions", b"keeps_positions", "positions", b"positions", "provider", b"provider", "pulls", b"pulls", "session_timeout_ms", b"session_timeout_ms", "subscription", b"subscription"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrent", b"concurrent", "consumer", b"consumer", "definition", b"definition", "direct", b"direct", "keeps_positions", b"keeps_positions", "positions", b"positions", "provider", b"provider", "pulls", b"pulls", "session_timeout_ms", b"session_timeout_ms", "subscription", b"subscription"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -166,7 +151,7 @@ class Credit(_message.Message):
     events: _builtins.int
     """How many more events."""
     bytes: _builtins.int
-    """Encoded size of batches. An event is only sent where its size fits, so keep some MiB."""
+    """Encoded size of batches. An event is only sent if its size fits, so keep some MiB."""
     def __init__(
         self,
         *,
@@ -182,18 +167,81 @@ class Credit(_message.Message):
 Global___Credit: _TypeAlias = Credit  # noqa: Y015
 
 @_typing.final
+class QueueReport(_message.Message):
+    """The results of events of one queue. `epoch` and `generation` are those of the queue's last status in this session. The
+    silo refuses a report with other ones: those events were delivered under an earlier lease, or before a seek.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGEMENTS_FIELD_NUMBER: _builtins.int
+    REJECTIONS_FIELD_NUMBER: _builtins.int
+    UNCONFIRMED_FIELD_NUMBER: _builtins.int
+    RELEASED_FIELD_NUMBER: _builtins.int
+    queue: _builtins.int
+    """The queue, from 0."""
+    epoch: _builtins.int
+    """As in the queue's status."""
+    generation: _builtins.int
+    """As in the queue's status."""
+    number: _builtins.int
+    """The client's number of this report, for `Saved`. It grows within the session and queue, not necessarily by 1.
+    0: the client does not need to know.
+    """
+    @_builtins.property
+    def acknowledgements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Acknowledgement]:
+        """Events that are done. All reports of a request have at most 100,000 entries together."""
+
+    @_builtins.property
+    def rejections(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rejection]:
+        """Events that could not be processed. They are applied after the acknowledgements."""
+
+    @_builtins.property
+    def unconfirmed(self) -> _containers.RepeatedCompositeFieldContainer[Global___Unconfirmed]:
+        """Events that were acknowledged in an earlier session, which ended before they were saved. If the consumer still holds
+        them, they are done; if not, they are delivered again, to any consumer, or were done already. They are never refused.
+        """
+
+    @_builtins.property
+    def released(self) -> _containers.RepeatedCompositeFieldContainer[Global___Released]:
+        """Events that the consumer gives back unprocessed. It does not count as a failure. Later events of their parcel go
+        with them.
+        """
+
+    def __init__(
+        self,
+        *,
+        queue: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        number: _builtins.int = ...,
+        acknowledgements: _abc.Iterable[Global___Acknowledgement] | None = ...,
+        rejections: _abc.Iterable[Global___Rejection] | None = ...,
+        unconfirmed: _abc.Iterable[Global___Unconfirmed] | None = ...,
+        released: _abc.Iterable[Global___Released] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledgements", b"acknowledgements", "epoch", b"epoch", "generation", b"generation", "number", b"number", "queue", b"queue", "rejections", b"rejections", "released", b"released", "unconfirmed", b"unconfirmed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueueReport: _TypeAlias = QueueReport  # noqa: Y015
+
+@_typing.final
 class Acknowledgement(_message.Message):
     """These events of a batch are done. What is done is never delivered again to this subscription."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    QUEUE_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
     UP_TO_FIELD_NUMBER: _builtins.int
-    queue: _builtins.int
-    """The batch's queue, as it was delivered."""
     offset: _builtins.int
     """The batch's offset, as it was delivered."""
     index: _builtins.int
@@ -205,7 +253,6 @@ class Acknowledgement(_message.Message):
     def __init__(
         self,
         *,
-        queue: _builtins.int = ...,
         offset: _builtins.int = ...,
         index: _builtins.int = ...,
         count: _builtins.int = ...,
@@ -213,7 +260,7 @@ class Acknowledgement(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "index", b"index", "offset", b"offset", "queue", b"queue", "up_to", b"up_to"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "index", b"index", "offset", b"offset", "up_to", b"up_to"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -228,15 +275,12 @@ class Rejection(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    QUEUE_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     DELAY_MS_FIELD_NUMBER: _builtins.int
     UNAVAILABLE_FIELD_NUMBER: _builtins.int
-    queue: _builtins.int
-    """The batch's queue, as it was delivered."""
     offset: _builtins.int
     """The batch's offset, as it was delivered."""
     index: _builtins.int
@@ -249,12 +293,11 @@ class Rejection(_message.Message):
     """When they come again, in milliseconds: up to 7 days. Absent: as the retry policy says."""
     unavailable: _builtins.bool
     """The consumer blames a dependency that is down, not the events. It does not count for the retry policy: they come
-    again for as long as it takes.
+    again until they succeed.
     """
     def __init__(
         self,
         *,
-        queue: _builtins.int = ...,
         offset: _builtins.int = ...,
         index: _builtins.int = ...,
         count: _builtins.int = ...,
@@ -264,7 +307,7 @@ class Rejection(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_delay_ms", b"_delay_ms", "delay_ms", b"delay_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delay_ms", b"_delay_ms", "count", b"count", "delay_ms", b"delay_ms", "index", b"index", "offset", b"offset", "queue", b"queue", "reason", b"reason", "unavailable", b"unavailable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delay_ms", b"_delay_ms", "count", b"count", "delay_ms", b"delay_ms", "index", b"index", "offset", b"offset", "reason", b"reason", "unavailable", b"unavailable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__delay_ms: _TypeAlias = _typing.Literal["delay_ms"]  # noqa: Y015
     _WhichOneofArgType__delay_ms: _TypeAlias = _typing.Literal["_delay_ms", b"_delay_ms"]  # noqa: Y015
@@ -273,28 +316,87 @@ class Rejection(_message.Message):
 Global___Rejection: _TypeAlias = Rejection  # noqa: Y015
 
 @_typing.final
+class Unconfirmed(_message.Message):
+    """Events of one batch that were acknowledged in an earlier session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    """The stream's namespace."""
+    key: _builtins.str
+    """The stream's key."""
+    offset: _builtins.int
+    """The batch's offset, as it was delivered."""
+    index: _builtins.int
+    """The first of the events, by its index in the batch as it was published."""
+    count: _builtins.int
+    """How many from there, at least 1."""
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+        key: _builtins.str = ...,
+        offset: _builtins.int = ...,
+        index: _builtins.int = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "index", b"index", "key", b"key", "namespace", b"namespace", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Unconfirmed: _TypeAlias = Unconfirmed  # noqa: Y015
+
+@_typing.final
+class Released(_message.Message):
+    """The first event that is given back, with those that follow in its parcel."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    offset: _builtins.int
+    """The batch's offset, as it was delivered."""
+    index: _builtins.int
+    """The first of the events, by its index in the batch as it was published."""
+    def __init__(
+        self,
+        *,
+        offset: _builtins.int = ...,
+        index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Released: _TypeAlias = Released  # noqa: Y015
+
+@_typing.final
 class SubscribeResponse(_message.Message):
-    """Everything is optional; an empty response is a heartbeat."""
+    """Everything is optional; an empty response is a heartbeat. Of one response, `opened` applies first, then `saved`, then
+    `queues`, then the rest, and the batches last.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     BATCHES_FIELD_NUMBER: _builtins.int
     OPENED_FIELD_NUMBER: _builtins.int
+    QUEUES_FIELD_NUMBER: _builtins.int
     SAVED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
-    ASSIGNMENT_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     GAPS_FIELD_NUMBER: _builtins.int
-    POSITIONS_FIELD_NUMBER: _builtins.int
     CLOSING_FIELD_NUMBER: _builtins.int
-    MOVES_FIELD_NUMBER: _builtins.int
     RETURNED_FIELD_NUMBER: _builtins.int
-    saved: _builtins.int
-    """Everything acknowledged in requests with this number or below is saved."""
-    moves: _builtins.int
-    """The new value of `Opened.moves`, if the subscription's position was moved: events that come from now on may have
-    been acknowledged before. 0 if it was not moved.
-    """
+    PLACEMENT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def batches(self) -> _containers.RepeatedCompositeFieldContainer[_events_pb2.EventBatch]:
         """Events, each batch of one stream. Several of one stream are in order. A parcel comes in one response."""
@@ -304,26 +406,24 @@ class SubscribeResponse(_message.Message):
         """The first response has it, and no other."""
 
     @_builtins.property
-    def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___Refusal]:
-        """Acknowledgements and rejections that were without effect: the consumer no longer holds those events."""
+    def queues(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueStatus]:
+        """Queues whose status changed. A queue's status comes before its first batch."""
 
     @_builtins.property
-    def assignment(self) -> Global___Assignment:
-        """Mode bound: the queues that are this consumer's now."""
+    def saved(self) -> _containers.RepeatedCompositeFieldContainer[Global___Saved]:
+        """Acknowledgements that are saved, by queue."""
+
+    @_builtins.property
+    def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___Refusal]:
+        """Acknowledgements and rejections that were without effect: the consumer does not hold those events."""
 
     @_builtins.property
     def progress(self) -> Global___Progress:
-        """The state of the subscription and of the consumer's credit."""
+        """The state of the session and of its credit."""
 
     @_builtins.property
     def gaps(self) -> _containers.RepeatedCompositeFieldContainer[_subscriptions_pb2.Gap]:
         """Events that the consumer does not get, and the reason."""
-
-    @_builtins.property
-    def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Position]:
-        """Mode broadcast, if the client keeps positions: give them back to go on after the events that are acknowledged by
-        now.
-        """
 
     @_builtins.property
     def closing(self) -> Global___Closing:
@@ -333,24 +433,27 @@ class SubscribeResponse(_message.Message):
     def returned(self) -> Global___Credit:
         """Answers `reclaim`: credit that was left, and is not any more."""
 
+    @_builtins.property
+    def placement(self) -> Global___Placement:
+        """The owners of the queues, whenever they change; in direct sessions only."""
+
     def __init__(
         self,
         *,
         batches: _abc.Iterable[_events_pb2.EventBatch] | None = ...,
         opened: Global___Opened | None = ...,
-        saved: _builtins.int = ...,
+        queues: _abc.Iterable[Global___QueueStatus] | None = ...,
+        saved: _abc.Iterable[Global___Saved] | None = ...,
         refused: _abc.Iterable[Global___Refusal] | None = ...,
-        assignment: Global___Assignment | None = ...,
         progress: Global___Progress | None = ...,
         gaps: _abc.Iterable[_subscriptions_pb2.Gap] | None = ...,
-        positions: _abc.Iterable[Global___Position] | None = ...,
         closing: Global___Closing | None = ...,
-        moves: _builtins.int = ...,
         returned: Global___Credit | None = ...,
+        placement: Global___Placement | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "closing", b"closing", "opened", b"opened", "progress", b"progress", "returned", b"returned"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["closing", b"closing", "opened", b"opened", "placement", b"placement", "progress", b"progress", "returned", b"returned"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "batches", b"batches", "closing", b"closing", "gaps", b"gaps", "moves", b"moves", "opened", b"opened", "positions", b"positions", "progress", b"progress", "refused", b"refused", "returned", b"returned", "saved", b"saved"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "closing", b"closing", "gaps", b"gaps", "opened", b"opened", "placement", b"placement", "progress", b"progress", "queues", b"queues", "refused", b"refused", "returned", b"returned", "saved", b"saved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -366,22 +469,15 @@ class Opened(_message.Message):
     SESSION_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_MS_FIELD_NUMBER: _builtins.int
     DEFINITION_FIELD_NUMBER: _builtins.int
-    RESUMED_FIELD_NUMBER: _builtins.int
-    MOVES_FIELD_NUMBER: _builtins.int
+    SILO_FIELD_NUMBER: _builtins.int
     consumer: _builtins.str
-    """The consumer's id, to be used for reconnecting."""
+    """The consumer's id, to be used for other sessions and for reconnecting."""
     session_timeout_ms: _builtins.int
     """The session timeout in effect, in milliseconds."""
     heartbeat_ms: _builtins.int
     """Send something at least this often."""
-    resumed: _builtins.bool
-    """Whether the silo still knew the consumer: acknowledgements of its last connection count if they arrived. Otherwise
-    (the silo was restarted, or removed the consumer) unsaved events come again, to any consumer.
-    """
-    moves: _builtins.int
-    """How often the subscription's position was moved (SeekSubscription). If it has changed, forget acknowledgements that
-    are not saved yet: their events may come again.
-    """
+    silo: _builtins.str
+    """Name of the silo, as in the placement. Empty if it is not in a cluster: then it has all queues."""
     @_builtins.property
     def definition(self) -> _subscriptions_pb2.SubscriptionDefinition:
         """As it is stored."""
@@ -393,16 +489,130 @@ class Opened(_message.Message):
         session_timeout_ms: _builtins.int = ...,
         heartbeat_ms: _builtins.int = ...,
         definition: _subscriptions_pb2.SubscriptionDefinition | None = ...,
-        resumed: _builtins.bool = ...,
-        moves: _builtins.int = ...,
+        silo: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["definition", b"definition"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "definition", b"definition", "heartbeat_ms", b"heartbeat_ms", "moves", b"moves", "resumed", b"resumed", "session_timeout_ms", b"session_timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "definition", b"definition", "heartbeat_ms", b"heartbeat_ms", "session_timeout_ms", b"session_timeout_ms", "silo", b"silo"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Opened: _TypeAlias = Opened  # noqa: Y015
+
+@_typing.final
+class QueueStatus(_message.Message):
+    """How a session serves one queue."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _State:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _StateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[QueueStatus._State.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        STATE_UNSPECIFIED: QueueStatus._State.ValueType  # 0
+        """Not used."""
+        STATE_SERVED: QueueStatus._State.ValueType  # 1
+        """Its events are delivered in this session. If epoch or generation changed, everything that was delivered of the
+        queue before is void.
+        """
+        STATE_DRAINING: QueueStatus._State.ValueType  # 2
+        """The queue is going to move: no more events come. Report the results of the events that are being processed, and
+        release the others.
+        """
+        STATE_ENDED: QueueStatus._State.ValueType  # 3
+        """The queue is not served in this session any more. Events that were not reported come again, from its next owner."""
+
+    class State(_State, metaclass=_StateEnumTypeWrapper):
+        """The state of a queue in a session."""
+
+    STATE_UNSPECIFIED: QueueStatus.State.ValueType  # 0
+    """Not used."""
+    STATE_SERVED: QueueStatus.State.ValueType  # 1
+    """Its events are delivered in this session. If epoch or generation changed, everything that was delivered of the
+    queue before is void.
+    """
+    STATE_DRAINING: QueueStatus.State.ValueType  # 2
+    """The queue is going to move: no more events come. Report the results of the events that are being processed, and
+    release the others.
+    """
+    STATE_ENDED: QueueStatus.State.ValueType  # 3
+    """The queue is not served in this session any more. Events that were not reported come again, from its next owner."""
+
+    QUEUE_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    ASSIGNED_FIELD_NUMBER: _builtins.int
+    queue: _builtins.int
+    """The queue, from 0."""
+    state: Global___QueueStatus.State.ValueType
+    """The state."""
+    epoch: _builtins.int
+    """Which lease of the queue: it rises whenever the queue gets another owner."""
+    generation: _builtins.int
+    """How often the subscription's position was moved by a seek. If it rises, events that were acknowledged may come
+    again on purpose: forget what was acknowledged and not saved.
+    """
+    assigned: _builtins.bool
+    """Mode bound: the queue is assigned to this consumer. In other modes always true."""
+    def __init__(
+        self,
+        *,
+        queue: _builtins.int = ...,
+        state: Global___QueueStatus.State.ValueType = ...,
+        epoch: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        assigned: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assigned", b"assigned", "epoch", b"epoch", "generation", b"generation", "queue", b"queue", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueueStatus: _TypeAlias = QueueStatus  # noqa: Y015
+
+@_typing.final
+class Saved(_message.Message):
+    """Acknowledgements of one queue that are in the store."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    UNCONFIRMED_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    queue: _builtins.int
+    """The queue, from 0."""
+    epoch: _builtins.int
+    """As in the queue's status. A confirmation of another epoch is void."""
+    number: _builtins.int
+    """All events acknowledged in reports up to this number are saved. Those that were refused do not count."""
+    unconfirmed: _builtins.int
+    """All events named as unconfirmed in reports up to this number are done and saved."""
+    @_builtins.property
+    def position(self) -> Global___Position:
+        """If the client keeps positions: give it back, to go on after the events that are acknowledged by now."""
+
+    def __init__(
+        self,
+        *,
+        queue: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        number: _builtins.int = ...,
+        unconfirmed: _builtins.int = ...,
+        position: Global___Position | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "number", b"number", "position", b"position", "queue", b"queue", "unconfirmed", b"unconfirmed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Saved: _TypeAlias = Saved  # noqa: Y015
 
 @_typing.final
 class Refusal(_message.Message):
@@ -414,7 +624,7 @@ class Refusal(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     queue: _builtins.int
-    """As in the acknowledgement or rejection."""
+    """As in the report."""
     offset: _builtins.int
     """As in the acknowledgement or rejection."""
     index: _builtins.int
@@ -435,34 +645,8 @@ class Refusal(_message.Message):
 Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
 
 @_typing.final
-class Assignment(_message.Message):
-    """The queues of a consumer in mode bound. Events of other queues are not sent any more; those in flight may still be
-    acknowledged.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    QUEUES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def queues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """All of them, not only what changed."""
-
-    def __init__(
-        self,
-        *,
-        queues: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["queues", b"queues"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Assignment: _TypeAlias = Assignment  # noqa: Y015
-
-@_typing.final
 class Progress(_message.Message):
-    """Sent when nothing else is, at every heartbeat."""
+    """Sent when nothing else is, at every heartbeat. It is about the queues that the session serves."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -472,9 +656,8 @@ class Progress(_message.Message):
     IN_FLIGHT_BYTES_FIELD_NUMBER: _builtins.int
     CAUGHT_UP_FIELD_NUMBER: _builtins.int
     NEEDED_BYTES_FIELD_NUMBER: _builtins.int
-    WAITING_FIELD_NUMBER: _builtins.int
-    QUEUES_FIELD_NUMBER: _builtins.int
     NEEDED_EVENTS_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
     credit_events: _builtins.int
     """Credit that is left."""
     credit_bytes: _builtins.int
@@ -486,15 +669,11 @@ class Progress(_message.Message):
     caught_up: _builtins.bool
     """Nothing is left to be delivered to the subscription."""
     needed_bytes: _builtins.int
-    """Events wait, and the credit is too small for the next one, which needs so many bytes. 0 where none waits for credit."""
-    waiting: _builtins.bool
-    """Events wait, and no consumer has credit for them."""
+    """Events wait, and the credit is too small for the next one, which needs so many bytes. 0 if none waits for credit."""
     needed_events: _builtins.int
     """As needed_bytes, for the events that the consumer held before it came back, and gets again together."""
-    @_builtins.property
-    def queues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of a call from another silo: the queues that this is said of."""
-
+    waiting: _builtins.bool
+    """Events wait, and no consumer has credit for them."""
     def __init__(
         self,
         *,
@@ -504,17 +683,72 @@ class Progress(_message.Message):
         in_flight_bytes: _builtins.int = ...,
         caught_up: _builtins.bool = ...,
         needed_bytes: _builtins.int = ...,
-        waiting: _builtins.bool = ...,
-        queues: _abc.Iterable[_builtins.int] | None = ...,
         needed_events: _builtins.int = ...,
+        waiting: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caught_up", b"caught_up", "credit_bytes", b"credit_bytes", "credit_events", b"credit_events", "in_flight_bytes", b"in_flight_bytes", "in_flight_events", b"in_flight_events", "needed_bytes", b"needed_bytes", "needed_events", b"needed_events", "queues", b"queues", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caught_up", b"caught_up", "credit_bytes", b"credit_bytes", "credit_events", b"credit_events", "in_flight_bytes", b"in_flight_bytes", "in_flight_events", b"in_flight_events", "needed_bytes", b"needed_bytes", "needed_events", b"needed_events", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Progress: _TypeAlias = Progress  # noqa: Y015
+
+@_typing.final
+class Placement(_message.Message):
+    """Which silo owns which queue."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Owner(_message.Message):
+        """An owned queue."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        QUEUE_FIELD_NUMBER: _builtins.int
+        SILO_FIELD_NUMBER: _builtins.int
+        ADDRESS_FIELD_NUMBER: _builtins.int
+        queue: _builtins.int
+        """The queue, from 0."""
+        silo: _builtins.str
+        """Name of the silo."""
+        address: _builtins.str
+        """Where clients reach the silo: host and port of gRPC."""
+        def __init__(
+            self,
+            *,
+            queue: _builtins.int = ...,
+            silo: _builtins.str = ...,
+            address: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "queue", b"queue", "silo", b"silo"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    OWNERS_FIELD_NUMBER: _builtins.int
+    QUEUES_FIELD_NUMBER: _builtins.int
+    queues: _builtins.int
+    """Number of queues that the subscription reads."""
+    @_builtins.property
+    def owners(self) -> _containers.RepeatedCompositeFieldContainer[Global___Placement.Owner]:
+        """Of the queues that the subscription reads, those that have an owner. All of them, not only what changed."""
+
+    def __init__(
+        self,
+        *,
+        owners: _abc.Iterable[Global___Placement.Owner] | None = ...,
+        queues: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["owners", b"owners", "queues", b"queues"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Placement: _TypeAlias = Placement  # noqa: Y015
 
 @_typing.final
 class Position(_message.Message):
@@ -549,20 +783,16 @@ class Closing(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
-    SETTLED_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """For people: the reason."""
-    settled: _builtins.bool
-    """Nothing is in the consumer's hands, and everything it acknowledged is saved."""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
-        settled: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "settled", b"settled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -579,8 +809,7 @@ class PullRequest(_message.Message):
     MAX_BYTES_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
     SESSION_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
-    ACKNOWLEDGEMENTS_FIELD_NUMBER: _builtins.int
-    REJECTIONS_FIELD_NUMBER: _builtins.int
+    REPORTS_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
     provider: _builtins.str
     """Name of the provider; empty for "default"."""
@@ -601,12 +830,8 @@ class PullRequest(_message.Message):
     returns no events. Without this the silo waits for the consumer until its session timeout.
     """
     @_builtins.property
-    def acknowledgements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Acknowledgement]:
-        """For events that an earlier call returned."""
-
-    @_builtins.property
-    def rejections(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rejection]:
-        """For events that an earlier call returned."""
+    def reports(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueReport]:
+        """For events that an earlier call returned, with epoch and generation of that answer. `number` is not used."""
 
     def __init__(
         self,
@@ -618,13 +843,12 @@ class PullRequest(_message.Message):
         max_bytes: _builtins.int = ...,
         wait_ms: _builtins.int = ...,
         session_timeout_ms: _builtins.int = ...,
-        acknowledgements: _abc.Iterable[Global___Acknowledgement] | None = ...,
-        rejections: _abc.Iterable[Global___Rejection] | None = ...,
+        reports: _abc.Iterable[Global___QueueReport] | None = ...,
         leave: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledgements", b"acknowledgements", "consumer", b"consumer", "leave", b"leave", "max_bytes", b"max_bytes", "max_events", b"max_events", "provider", b"provider", "rejections", b"rejections", "session_timeout_ms", b"session_timeout_ms", "subscription", b"subscription", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "leave", b"leave", "max_bytes", b"max_bytes", "max_events", b"max_events", "provider", b"provider", "reports", b"reports", "session_timeout_ms", b"session_timeout_ms", "subscription", b"subscription", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -635,6 +859,7 @@ class PullResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     BATCHES_FIELD_NUMBER: _builtins.int
+    QUEUES_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     GAPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
@@ -642,8 +867,12 @@ class PullResponse(_message.Message):
         """As in SubscribeResponse."""
 
     @_builtins.property
+    def queues(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueStatus]:
+        """The status of each queue that has a batch here: its epoch and generation go into the reports."""
+
+    @_builtins.property
     def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___Refusal]:
-        """Of the acknowledgements and rejections in the request, those that were without effect."""
+        """Of the reports in the request, the acknowledgements and rejections that were without effect."""
 
     @_builtins.property
     def gaps(self) -> _containers.RepeatedCompositeFieldContainer[_subscriptions_pb2.Gap]:
@@ -653,12 +882,13 @@ class PullResponse(_message.Message):
         self,
         *,
         batches: _abc.Iterable[_events_pb2.EventBatch] | None = ...,
+        queues: _abc.Iterable[Global___QueueStatus] | None = ...,
         refused: _abc.Iterable[Global___Refusal] | None = ...,
         gaps: _abc.Iterable[_subscriptions_pb2.Gap] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "gaps", b"gaps", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "gaps", b"gaps", "queues", b"queues", "refused", b"refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -671,8 +901,7 @@ class AcknowledgeRequest(_message.Message):
     PROVIDER_FIELD_NUMBER: _builtins.int
     SUBSCRIPTION_FIELD_NUMBER: _builtins.int
     CONSUMER_FIELD_NUMBER: _builtins.int
-    ACKNOWLEDGEMENTS_FIELD_NUMBER: _builtins.int
-    REJECTIONS_FIELD_NUMBER: _builtins.int
+    REPORTS_FIELD_NUMBER: _builtins.int
     provider: _builtins.str
     """Name of the provider; empty for "default"."""
     subscription: _builtins.str
@@ -680,12 +909,8 @@ class AcknowledgeRequest(_message.Message):
     consumer: _builtins.str
     """As in the PullRequest."""
     @_builtins.property
-    def acknowledgements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Acknowledgement]:
-        """The events that are done."""
-
-    @_builtins.property
-    def rejections(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rejection]:
-        """The events that could not be processed."""
+    def reports(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueReport]:
+        """As in the PullRequest."""
 
     def __init__(
         self,
@@ -693,12 +918,11 @@ class AcknowledgeRequest(_message.Message):
         provider: _builtins.str = ...,
         subscription: _builtins.str = ...,
         consumer: _builtins.str = ...,
-        acknowledgements: _abc.Iterable[Global___Acknowledgement] | None = ...,
-        rejections: _abc.Iterable[Global___Rejection] | None = ...,
+        reports: _abc.Iterable[Global___QueueReport] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledgements", b"acknowledgements", "consumer", b"consumer", "provider", b"provider", "rejections", b"rejections", "subscription", b"subscription"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "provider", b"provider", "reports", b"reports", "subscription", b"subscription"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -711,7 +935,7 @@ class AcknowledgeResponse(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___Refusal]:
-        """Those that were without effect: the consumer no longer holds those events."""
+        """Those that were without effect: the consumer does not hold those events."""
 
     def __init__(
         self,
