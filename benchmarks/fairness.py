@@ -164,6 +164,7 @@ class GrpcConsumer:
 
     def __init__(self, call: Any) -> None:
         self._call = call
+        self._statuses: dict[int, pb.QueueStatus] = {}
         self.events = 0
         self.messages = 0
 
@@ -176,24 +177,37 @@ class GrpcConsumer:
         request.open.definition.selector = selector
         setattr(request.open.definition.start, start, True)
         await call.write(request.SerializeToString())
-        await call.read()
-        return cls(call)
+        consumer = cls(call)
+        await consumer.receive()
+        return consumer
 
     async def grant(self, events: int, size: int) -> None:
         await self._call.write(pb.SubscribeRequest(credit=pb.Credit(events=events, bytes=size)).SerializeToString())
 
     async def receive(self) -> list[frames.Delivered]:
-        """What the next response has; it is acknowledged when this returns."""
+        """Return the batches of the next response. They are acknowledged."""
         message = await self._call.read()
-        delivered, _ = frames.split(message)
+        delivered, rest = frames.split(message)
+        if rest:
+            self._statuses |= {status.queue: status for status in pb.SubscribeResponse.FromString(rest).queues}
         if delivered:
-            done = [pb.Acknowledgement(queue=one.queue, offset=one.batch.offset) for one in delivered]
             events = sum(one.batch.count for one in delivered)
-            credit = pb.Credit(events=events, bytes=len(message))
-            await self._call.write(pb.SubscribeRequest(acknowledgements=done, credit=credit).SerializeToString())
+            credit = pb.Credit(events=events, bytes=len(message) - len(rest))
+            request = pb.SubscribeRequest(reports=self._reports(delivered), credit=credit)
+            await self._call.write(request.SerializeToString())
             self.events += events
             self.messages += 1
         return delivered
+
+    def _reports(self, delivered: Sequence[frames.Delivered]) -> Sequence[pb.QueueReport]:
+        reports: dict[int, pb.QueueReport] = {}
+        for one in delivered:
+            if (report := reports.get(one.queue)) is None:
+                status = self._statuses[one.queue]
+                report = pb.QueueReport(queue=one.queue, epoch=status.epoch, generation=status.generation)
+                reports[one.queue] = report
+            report.acknowledgements.add(offset=one.batch.offset)
+        return list(reports.values())
 
     async def consume(self, until: float) -> None:
         await self.grant(CROWD_CREDIT, 1 << 20)

@@ -303,6 +303,7 @@ class Attacker:
                 definition=_definition(rng.choice(NAMES)),
                 consumer=rng.choice((*NAMES, "")),
                 session_timeout_ms=rng.choice((0, 500, 1000)),
+                direct=rng.random() < 0.5,
             ),
             credit=consumer_pb2.Credit(
                 events=rng.choice((0, 1, (1 << 64) - 1)), bytes=rng.choice((0, 1, (1 << 64) - 1))
@@ -310,11 +311,11 @@ class Attacker:
         )
         target = _TARGET["Subscribe"]
         rest = [self._bytes(target) for _ in range(rng.choice((0, 1, 3)))]
-        nothing = [consumer_pb2.Acknowledgement(queue=n % 3, offset=n, index=n % 5) for n in range(10_000)]
+        reports = [_useless_report(rng, queue) for queue in (0, 1, 2, (1 << 32) - 1)]
         more = (
             kind(close=True).SerializeToString(),
-            kind(acknowledgements=nothing).SerializeToString(),
-            kind(number=(1 << 64) - 1, credit=consumer_pb2.Credit(events=1, bytes=1 << 20)).SerializeToString(),
+            kind(reports=reports).SerializeToString(),
+            kind(reclaim=True, credit=consumer_pb2.Credit(events=1, bytes=1 << 20)).SerializeToString(),
             opening.SerializeToString(),
             b"",
         )
@@ -366,6 +367,22 @@ def _definition(name: str, selector: str = "fuzz/*") -> subscriptions_pb2.Subscr
         selector=selector,
         mode=mode or subscriptions_pb2.MODE_SHARED,
         start=subscriptions_pb2.Start(earliest=True),
+    )
+
+
+def _useless_report(rng: random.Random, queue: int) -> consumer_pb2.QueueReport:
+    """Results of thousands of events that the consumer does not hold."""
+    return consumer_pb2.QueueReport(
+        queue=queue,
+        epoch=rng.choice((0, 1, 2, (1 << 64) - 1)),
+        generation=rng.choice((0, 0, 1)),
+        number=rng.choice((0, 1, (1 << 64) - 1)),
+        acknowledgements=[consumer_pb2.Acknowledgement(offset=n, index=n % 5) for n in range(3000)],
+        unconfirmed=[
+            consumer_pb2.Unconfirmed(namespace="fuzz", key=str(n % 50), offset=n, index=n % 5, count=1)
+            for n in range(3000)
+        ],
+        released=[consumer_pb2.Released(offset=n) for n in range(1000)],
     )
 
 

@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import grpc.aio
 
 from headrace.proto.v1 import publisher_pb2, subscriptions_pb2
-from tests.faults.raw_consumer import GOT, OPENED, REFUSED, SAVED, SENT, Entry, read_diary
+from tests.faults.raw_consumer import GOT, OPENED, REFUSED, SAVED, SENT, SERVED, Entry, read_diary
 from tests.faults.silo_process import SiloProcess, silo_process
 from tests.silo.services.calling import SUBSCRIPTIONS, Refused, batch, connecting
 
@@ -157,8 +157,9 @@ async def playing(directory: Path, rng: random.Random, *, config: str = "") -> A
 
 
 def check_history(consumers: Iterable[Sequence[Entry]]) -> None:
-    """Of each stream, no event came before one that is earlier, and none after it was saved. What a consumer was told
-    in one session came in order, and nothing twice."""
+    """Check that no event of a stream came before an earlier one, and none after it was saved; and that the events of
+    one session came in order and once, as long as the session served their queue under the same epoch and generation.
+    """
     diaries = list(consumers)
     _check_order(sorted(entry for diary in diaries for entry in diary))
     for diary in diaries:
@@ -180,14 +181,14 @@ def _check_order(entries: Sequence[Entry]) -> None:
 
 
 def _check_sessions(diary: Sequence[Entry]) -> None:
-    last: dict[str, int] = {}
+    last: dict[str, Entry] = {}
     for entry in diary:
         if entry.what == OPENED:
             last.clear()
+        elif entry.what == SERVED:  # the events of this queue may come again
+            last = {stream: got for stream, got in last.items() if got.text != entry.text}
         elif entry.what == GOT:
-            assert entry.number > last.get(entry.stream, -1), f"{entry} came after {last[entry.stream]}"
-            last[entry.stream] = entry.number
+            before = last.get(entry.stream)
+            assert before is None or entry.number > before.number, f"{entry} came after {before}"
+            last[entry.stream] = entry
         assert entry.what != REFUSED, entry
-
-
-Trouble = Callable[[Scene], Awaitable[None]]
