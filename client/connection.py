@@ -340,6 +340,8 @@ _ENDED = (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError)
 class GrpcTransport(Transport):
     """Calls to one silo of several, with the same token and TLS. Belongs to the event loop that opened it."""
 
+    is_remote = True
+
     def __init__(
         self,
         address: str,
@@ -355,6 +357,9 @@ class GrpcTransport(Transport):
         """Whether a call was cancelled before its silo had ended it."""
         self._tls = (Tls() if tls else None) if isinstance(tls, bool) else tls
         _check_token(token, self._tls, self.addresses, insecure=insecure)
+        self._token, self._insecure = token, insecure
+        self._others: dict[str, GrpcTransport] = {}
+        """Transports to other addresses, by `at`."""
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
         self._credentials: grpc.ChannelCredentials | None = None
         self._channels: dict[int, aio.Channel] = {}
@@ -368,6 +373,17 @@ class GrpcTransport(Transport):
     @property
     def address(self) -> str:
         return str(self.addresses[self._current])
+
+    def at(self, address: str) -> GrpcTransport:
+        self.check_open()
+        if [address] == [str(each) for each in self.addresses]:
+            return self
+        known = self._others.get(address)
+        if known is None:
+            known = GrpcTransport(address, token=self._token, tls=self._tls, insecure=self._insecure)
+            known.begin(self._credentials)
+            self._others[address] = known
+        return known
 
     @property
     def index(self) -> int:
@@ -419,6 +435,8 @@ class GrpcTransport(Transport):
 
     async def aclose(self) -> None:
         self._closed = True
+        for other in self._others.values():
+            await other.aclose()
         # The channels stay referenced: when the last one is freed, grpc blocks until its thread ends.
         for channel in self._channels.values():
             await channel.close()

@@ -1,180 +1,157 @@
-"""One `Subscribe` call of a consumer, from its beginning to its end.
+"""One `Subscribe` call, from its beginning to its end, as a client and a gateway make it.
 
-Whatever is to be sent waits for the next turn of the loop, so everything that the user acknowledges in one turn is one
-request. Both sides say something now and then. A silo of which nothing is heard is given up: its connection may be dead
-without anybody having been told. That is counted in timers that ran, so a loop which stood still accuses nobody.
+Requests wait for the next turn of the loop, so everything that the user acknowledges in one turn is one request. Both
+sides send something now and then. A silo that is silent is given up, because its connection may be dead. Silence is
+counted in timers that ran, so a loop that stood still does not accuse the silo.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Protocol
 
 from ..proto.v1 import consumer_pb2 as pb
-from ..streams.frames import split
+from ..streams.frames import BATCH_TAG, BATCHES, Delivered, element_frame, elements, split
 from .management import parsed
-from .session import Request, Session
 from .transport import StreamCall
 
 log = logging.getLogger("headrace.client")
 
 METHOD = "ConsumerService/Subscribe"
 LAST_S = 1.0
-"""How long the end of a call waits for what is being sent, in seconds."""
+"""How long the end of a call waits for the request that is being sent, in seconds."""
 OPEN_S = 15.0
-"""How long the silo may take for its first response, in seconds."""
+"""Time that the silo has for its first response, in seconds."""
 BEATS = 2
-"""How often in the time in which it has to say something the client does."""
+"""How often the client sends something in the interval in which it has to."""
 SILENT_BEATS = 7
-"""After so many without a word from the silo, which has to say something in at most four, its call is given up."""
+"""The silo sends something in at most four beats. After so many silent ones its call is given up."""
+
+
+class ConversationUser(Protocol):
+    """Sends and receives by a conversation."""
+
+    def next_request(self) -> pb.SubscribeRequest | None:
+        """Return the next request; None if there is nothing to send."""
+        ...
+
+    def receive(self, response: pb.SubscribeResponse | None, delivered: Sequence[Delivered], frames: bytes) -> None:
+        """Take one response: everything but batches (None if there is nothing else), the batches, and these encoded."""
 
 
 class Conversation:
-    """`on_response` is told of everything but batches, and `on_batches` that there are some in the session."""
+    """A call. `space` is cleared while the user does not want to receive."""
 
-    def __init__(
-        self,
-        call: StreamCall,
-        session: Session,
-        *,
-        on_response: Callable[[pb.SubscribeResponse], None],
-        on_batches: Callable[[], None],
-    ) -> None:
+    def __init__(self, call: StreamCall, user: ConversationUser, space: asyncio.Event) -> None:
         self._call = call
-        self._session = session
-        self._on_response = on_response
-        self._on_batches = on_batches
+        self._user = user
+        self._space = space
         self._loop = asyncio.get_running_loop()
-        self._something = asyncio.Event()
+        self._output_ready = asyncio.Event()
         self._closing = False
         self._beat_s = 0.0
-        self._silent = 0
-        self._said = False
-        """Since the last beat."""
-        self._due = False
-        """To be said, if only that it is there."""
-        self._dead = False
+        self._silent_beats = 0
+        self._has_sent = False
+        """Whether something was sent since the last beat."""
+        self._heartbeat_due = False
+        self._silent = False
         self._timer = self._loop.call_later(OPEN_S, self._give_up)
 
+    @property
+    def address(self) -> str:
+        """Address of the silo that it goes to."""
+        return self._call.address
+
     def wake(self) -> None:
-        """The session has something to send."""
-        self._something.set()
+        """The user has something to send."""
+        self._output_ready.set()
 
     def close(self) -> None:
-        """Send what there is, and end in order: `run` returns once the silo has saved it."""
+        """Send everything, and end in order: `run` returns when the silo has saved it. Idempotent."""
         self._closing = True
-        self._something.set()
+        self._output_ready.set()
 
     def leave(self) -> None:
-        """The silo is going to end it: the next one goes elsewhere, where that is possible."""
+        """The silo is going to end the call: the next one goes to another silo, if possible."""
         self._call.leave()
 
-    async def run(self, opening: pb.Open, request: Request) -> None:
-        """Converse until the silo ends it in order. Raises the HeadraceError that ended it otherwise."""
-        sending = self._loop.create_task(self._send(opening, request), name="headrace consumer sends")
+    async def run(self, first: pb.SubscribeRequest) -> None:
+        """Converse until the silo ends the call in order. Raise the HeadraceError that ended it otherwise."""
+        sending = self._loop.create_task(self._send(first), name="headrace consumer sends")
         try:
             await self._receive()
             if self._closing:
-                await asyncio.wait([sending], timeout=LAST_S)  # its last word may still be on the way
+                await asyncio.wait([sending], timeout=LAST_S)  # its last request may be on the way
         finally:
             self._timer.cancel()
             self._call.cancel()
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
-            if self._dead:
+            if self._silent:
                 await self._call.abandon()
 
-    # ---- what the consumer says ------------------------------------------------------------------------------------
+    # ---- sending ---------------------------------------------------------------------------------------------------
 
-    async def _send(self, opening: pb.Open, first: Request) -> None:
-        """Until there is nothing more to say, or the call is over: why is told to whoever receives."""
-        await self._call.send(encoded(first, opening))
+    async def _send(self, first: pb.SubscribeRequest) -> None:
+        """Send until the end. If the call fails, `receive` raises the reason."""
+        await self._call.send(first.SerializeToString())
         while not self._closing:
-            await self._something.wait()
-            self._something.clear()
-            await self._send_what_there_is()
-        await self._send_what_there_is()
+            await self._output_ready.wait()
+            self._output_ready.clear()
+            await self._send_waiting()
+        await self._send_waiting()
         await self._call.send(pb.SubscribeRequest(close=True).SerializeToString())
         await self._call.done_sending()
 
-    async def _send_what_there_is(self) -> None:
-        while (request := self._session.request()) is not None:
-            await self._say(encoded(request))
-        if self._due:
-            await self._say(b"")
+    async def _send_waiting(self) -> None:
+        while (request := self._user.next_request()) is not None:
+            await self._send_message(request.SerializeToString())
+        if self._heartbeat_due:
+            await self._send_message(b"")
 
-    async def _say(self, message: bytes) -> None:
-        self._due, self._said = False, True
+    async def _send_message(self, message: bytes) -> None:
+        self._heartbeat_due, self._has_sent = False, True
         await self._call.send(message)
 
     def _beat(self) -> None:
-        self._silent += 1
-        if self._silent > SILENT_BEATS:
+        self._silent_beats = self._silent_beats + 1 if self._space.is_set() else 0
+        if self._silent_beats > SILENT_BEATS:
             self._give_up()
             return
-        if not self._said:
-            self._due = True
-            self._something.set()
-        self._said = False
+        if not self._has_sent:
+            self._heartbeat_due = True
+            self._output_ready.set()
+        self._has_sent = False
         self._timer = self._loop.call_later(self._beat_s, self._beat)
 
     def _give_up(self) -> None:
-        log.warning("nothing is heard of the silo at %s: the connection is given up", self._call.address)
-        self._dead = True
+        log.warning("the silo at %s is silent: the connection is given up", self._call.address)
+        self._silent = True
         self._call.cancel()
 
-    # ---- what the silo says ----------------------------------------------------------------------------------------
+    # ---- receiving -------------------------------------------------------------------------------------------------
 
     async def _receive(self) -> None:
         while (message := await self._call.receive()) is not None:
-            self._silent = 0
+            self._silent_beats = 0
             delivered, rest = split(message)
-            if rest:
-                self._hear(parsed(pb.SubscribeResponse, rest))
-            if delivered:
-                self._session.receive(delivered, len(message) - len(rest))
-                self._on_batches()
-
-    def _hear(self, response: pb.SubscribeResponse) -> None:
-        session = self._session
-        if response.HasField("opened"):
-            self._timer.cancel()
-            self._beat_s = max(response.opened.heartbeat_ms, 1) / 1000 / BEATS
-            self._timer = self._loop.call_later(self._beat_s, self._beat)
-            session.opened(resumed=response.opened.resumed, moves=response.opened.moves)
-        if response.moves:
-            session.moved(response.moves)
-        if response.refused:
-            session.refused((one.queue, one.offset) for one in response.refused)
-        if response.saved:
-            session.saved(response.saved)
-        if response.HasField("progress"):
-            session.progressed(response.progress.needed_bytes, caught_up=response.progress.caught_up)
-        self._on_response(response)
+            response = parsed(pb.SubscribeResponse, rest) if rest else None
+            if response is not None and response.HasField("opened"):
+                self._timer.cancel()
+                self._beat_s = max(response.opened.heartbeat_ms, 1) / 1000 / BEATS
+                self._timer = self._loop.call_later(self._beat_s, self._beat)
+            self._user.receive(response, delivered, _frames(message, rest))
+            await self._space.wait()
 
 
-def encoded(request: Request, opening: pb.Open | None = None) -> bytes:
-    """A request as it is sent."""
-    message = message_of(request)
-    if opening is not None:
-        message.open.CopyFrom(opening)
-    return message.SerializeToString()
-
-
-def message_of(request: Request) -> pb.SubscribeRequest:
-    message = pb.SubscribeRequest(number=request.number, moves_heard=request.moves_heard)
-    if request.credit_events or request.credit_bytes:
-        message.credit.events, message.credit.bytes = request.credit_events, request.credit_bytes
-    acknowledge, reject = message.acknowledgements.add, message.rejections.add
-    for queue, offset, first, length, up_to in request.acknowledgements:
-        if first or up_to:
-            acknowledge(queue=queue, offset=offset, index=first, count=length, up_to=up_to)
-        else:
-            acknowledge(queue=queue, offset=offset, count=length)
-    for _, queue, offset, first, length, reason, delay_ms, unavailable in request.rejections:
-        reject(
-            queue=queue, offset=offset, index=first, count=length, reason=reason, delay_ms=delay_ms,
-            unavailable=unavailable,
-        )  # fmt: skip
-    return message
+def _frames(message: bytes, rest: bytes) -> bytes:
+    """The encoded batches of a message. A silo writes statuses before them, and other fields after them."""
+    if not rest:
+        return message
+    if message.startswith(rest):
+        return message[len(rest) :]
+    if message.startswith(BATCH_TAG) and message.endswith(rest):
+        return message[: len(message) - len(rest)]
+    return b"".join(map(element_frame, elements(message, BATCHES)[0]))

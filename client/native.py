@@ -268,6 +268,8 @@ class LateStreamCall(StreamCall):
 class NativeTransport(Transport):
     """Calls to silos over the native protocol, or over gRPC if a silo cannot be reached by it."""
 
+    is_remote = True
+
     def __init__(self, grpc: GrpcTransport) -> None:
         self._grpc = grpc
         self._tls: ssl.SSLContext | None = None
@@ -277,11 +279,23 @@ class NativeTransport(Transport):
         """Time to look for the port again, by index of the address. Without one, it is not known how the silo can be
         reached."""
         self._decisions: dict[int, asyncio.Task[None]] = {}
+        self._others: dict[str, NativeTransport] = {}
+        """Transports to other addresses, by `at`."""
         self._tasks = BackgroundTasks()
 
     @property
     def address(self) -> str:
         return self._grpc.address
+
+    def at(self, address: str) -> NativeTransport:
+        grpc = self._grpc.at(address)
+        if grpc is self._grpc:
+            return self
+        known = self._others.get(address)
+        if known is None:
+            known = self._others[address] = NativeTransport(grpc)
+            known._tls = self._tls
+        return known
 
     @property
     def is_native(self) -> bool:
@@ -307,6 +321,8 @@ class NativeTransport(Transport):
         await self.call("ClusterService/DescribeCluster", THIS_SILO_ONLY, timeout_s=timeout_s)
 
     async def aclose(self) -> None:
+        for other in self._others.values():
+            await other.aclose()
         await self._tasks.aclose()
         closing = [*self._connections.values()]
         for connection in closing:

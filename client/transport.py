@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from ..streams.backoff import Backoff
-from ..streams.errors import Closed, HeadraceError, InvalidArgument, Unavailable, error_of
+from ..streams.errors import Closed, HeadraceError, InvalidArgument, NotSupported, Unavailable, error_of
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 """Shortest and longest pause between two attempts to reach a silo, in seconds."""
@@ -59,10 +59,18 @@ class Transport(Protocol):
     Implementations inherit `call` and `long_call`.
     """
 
+    is_remote: ClassVar[bool] = False
+    """Whether silos at other addresses can be called, by `at`."""
+
     @property
     def address(self) -> str:
         """Address of the next call."""
         ...
+
+    def at(self, address: str) -> Transport:
+        """Return a transport to the silo at this address, with the same permissions. It is shared, and closed with this
+        one. Raise InvalidArgument if the address is not valid, or would get a token unencrypted."""
+        raise NotSupported(f"a silo at {address} cannot be called over a connection within a process")
 
     async def aclose(self) -> None:
         """End all calls. Idempotent; afterwards every call raises Closed."""

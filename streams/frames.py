@@ -22,7 +22,8 @@ BATCHES = 1
 
 _OFFSET, _QUEUE, _ATTEMPT, _INDEXES = b"\x80\x01", b"\x88\x01", b"\x90\x01", b"\x9a\x01"
 _REDRIVEN = b"\xa0\x01\x01"
-_TAG = b"\x0a"
+BATCH_TAG = b"\x0a"
+"""First byte of a frame."""
 _SIZES, _PAYLOAD = 0x1A, 0x7A
 _KNOWN_STREAMS = 65536
 
@@ -53,7 +54,12 @@ def frame(
         tail += _INDEXES + varint(len(packed)) + packed
     if redriven:
         tail += _REDRIVEN
-    return b"".join((_TAG, varint(len(encoded) + len(tail)), encoded, tail))
+    return b"".join((BATCH_TAG, varint(len(encoded) + len(tail)), encoded, tail))
+
+
+def element_frame(element: bytes) -> bytes:
+    """Return an element of `batches` with tag and length."""
+    return b"".join((BATCH_TAG, varint(len(element)), element))
 
 
 def head_bytes(frame: bytes) -> int:

@@ -1,0 +1,393 @@
+"""The sessions of one consumer with the silos of a cluster.
+
+A `Router` opens the first session at the address that the caller knows. A silo of a cluster then pushes the placement,
+and the router opens one session to each silo that owns queues. It divides the consumer's credit among them. If an owner
+cannot be reached, the router goes on with one session without `direct`: that silo is then the consumer's gateway. A
+silo that is alone pushes no placement, and has one session.
+
+A gateway has a router of its own, with the same code: it begins with its own silo, and always stays direct.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from ..proto.v1 import consumer_pb2 as pb
+from ..streams.background import end
+from ..streams.errors import Busy, Fenced, HeadraceError, Unavailable
+from .conversation import METHOD
+from .credit import CreditAmount
+from .links import DRAINING, ENDED, SERVED, Link, LinkSet, LinkUser, QueueStatus
+from .transport import StreamCall, Transport, reconnect_backoff
+
+__all__ = [
+    "DRAINING",
+    "ENDED",
+    "SERVED",
+    "Link",
+    "LinkUser",
+    "QueueStatus",
+    "Router",
+    "SessionCalls",
+    "TransportCalls",
+]
+
+log = logging.getLogger("headrace.client")
+
+UNREACHED_S = 3.0
+"""After so many seconds without reaching an owner, the consumer goes on with a gateway."""
+LOST_S = 15.0
+"""The same for an owner that was reached before: if it was killed, its queues soon have another owner."""
+GATEWAY_S, MAX_GATEWAY_S = 30.0, 3600.0
+"""Seconds after which a consumer with a gateway tries direct sessions again. It doubles each time."""
+IMPATIENT_S = 0.25
+"""If a session waits for credit longer than this, all other sessions give their unused credit back, in seconds."""
+CLOSE_S = 5.0
+"""Time that sessions have to end in order before the consumer changes to other sessions, in seconds."""
+
+
+class SessionCalls(Protocol):
+    """Begins the calls of a consumer's sessions."""
+
+    @property
+    def direct(self) -> bool:
+        """Whether owners of queues can be called."""
+        ...
+
+    def first(self) -> StreamCall:
+        """Begin the first session, or one with a gateway."""
+        ...
+
+    def to_owner(self, silo: str, address: str) -> StreamCall:
+        """Begin a session with an owner of queues. May raise a HeadraceError."""
+        ...
+
+
+class TransportCalls:
+    """The calls of a client."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    @property
+    def direct(self) -> bool:
+        return self._transport.is_remote
+
+    def first(self) -> StreamCall:
+        return self._transport.stream(METHOD)
+
+    def to_owner(self, silo: str, address: str) -> StreamCall:
+        return self._transport.at(address).stream(METHOD)
+
+
+class _Owner:
+    """A silo of the placement."""
+
+    def __init__(self, silo: str, address: str, now: float) -> None:
+        self.silo = silo
+        self.address = address
+        self.backoff = reconnect_backoff()
+        self.not_before = now
+        self.unreached_since: float | None = now
+        self.limit_s = UNREACHED_S
+
+    def reached(self) -> None:
+        self.backoff.reset()
+        self.unreached_since = None
+        self.limit_s = LOST_S
+
+    def failed(self, now: float) -> None:
+        self.not_before = now + self.backoff.next_s()
+        if self.unreached_since is None:
+            self.unreached_since = now
+
+    def is_unreachable(self, now: float) -> bool:
+        return self.unreached_since is not None and now - self.unreached_since > self.limit_s
+
+
+class Router:
+    """All sessions of one consumer. Between them and the user it accounts for credit, and for the owner of each queue.
+
+    With `stays_direct` it never uses a gateway. `timeout_s` is how long it tries to reach a silo while no session is
+    open; None: without a limit. `on_open` is called when a session is open and there was none, and `on_reconnecting`
+    with the reason when no session is open any more.
+    """
+
+    def __init__(
+        self,
+        user: LinkUser,
+        calls: SessionCalls,
+        *,
+        stays_direct: bool = False,
+        timeout_s: float | None = None,
+        on_open: Callable[[], None] = lambda: None,
+        on_reconnecting: Callable[[HeadraceError], None] = lambda _: None,
+    ) -> None:
+        self.uses_gateway = False
+        self._user = user
+        self._calls = calls
+        self._stays_direct = stays_direct
+        self._timeout_s = timeout_s
+        self._on_open = on_open
+        self._on_reconnecting = on_reconnecting
+        self._loop = asyncio.get_running_loop()
+        self._links = LinkSet(user, self._opened, self._place)
+        self._owners: dict[str, _Owner] = {}
+        self._tasks: dict[Link, asyncio.Task[None]] = {}
+        self._space = asyncio.Event()
+        self._space.set()
+        self._turn = asyncio.Event()
+        """There is something for `run` to do."""
+        self._closing = False
+        self._error: HeadraceError | None = None
+        self._was_open = False
+        """Whether any session was ever open."""
+        self._is_open = False
+        self._backoff = reconnect_backoff()
+        self._attempts = 0
+        """Attempts since no session is open."""
+        self._enter_at = self._unopened_since = self._loop.time()
+        self._close_by: float | None = None
+        """The sessions are being closed, to open others; until this time they may end in order."""
+        self._gateway_s = GATEWAY_S
+        self._direct_at = 0.0
+
+    # ---- the user ----------------------------------------------------------------------------------------------------
+
+    @property
+    def links(self) -> Sequence[Link]:
+        """The open sessions."""
+        return self._links.open
+
+    @property
+    def credit(self) -> CreditAmount:
+        """Credit that was granted and not used yet."""
+        return self._links.ledger.total
+
+    def grant(self, events: int, size: int) -> None:
+        """Grant credit, also before `run`."""
+        self._links.ledger.grant(events, size)
+        self._links.lend()
+
+    def link_of(self, queue: int) -> Link | None:
+        """The session that serves a queue."""
+        return self._links.serving(queue)
+
+    def progress(self) -> pb.Progress:
+        """The progress of all sessions together: `caught_up` if they serve all queues of the subscription and each has
+        caught up. `needed_bytes` is above 0 only if an event needs more than all credit."""
+        return self._links.progress()
+
+    def pause(self) -> None:
+        """Receive nothing more, apart from a response of each session that has come already, until `resume`."""
+        self._space.clear()
+
+    def resume(self) -> None:
+        """Receive again. Idempotent."""
+        self._space.set()
+
+    async def take_back(self, timeout_s: float) -> CreditAmount:
+        """Take back all credit that is not used, and return it. A silo has `timeout_s` seconds to answer. Nothing may
+        be granted meanwhile."""
+        links = self._links
+        links.lends = False
+        for link in links.open:
+            if not link.is_reclaiming:
+                link.reclaim()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while any(link.is_reclaiming for link in links.open):
+                    links.state_changed.clear()
+                    await links.state_changed.wait()
+        except TimeoutError:
+            log.info("a silo is slow to give back credit")
+        finally:
+            links.lends = True
+        return links.ledger.take_free()
+
+    def close(self) -> None:
+        """Send everything, and end all sessions in order; then `run` returns. A session that is lost meanwhile is not
+        opened again. Idempotent."""
+        self._closing = True
+        self._close_links()
+        self._turn.set()
+
+    async def run(self) -> None:
+        """Keep the sessions until `close`. Raise the HeadraceError that ended them for good."""
+        try:
+            while self._error is None and not (self._closing and not self._tasks):
+                self._turn.clear()
+                pause_s = self._step(self._loop.time())
+                try:
+                    async with asyncio.timeout(pause_s):
+                        await self._turn.wait()
+                except TimeoutError:
+                    pass
+        finally:
+            await end(*self._tasks.values())
+        if self._error is not None:
+            raise self._error
+
+    # ---- which sessions there are ------------------------------------------------------------------------------------
+
+    def _step(self, now: float) -> float | None:
+        """Open and close sessions. Return after how many seconds to look again."""
+        if self._links.ledger.is_starved:
+            self._links.lend(patient=False)
+        if self._closing:
+            return None
+        if self._close_by is not None:
+            return self._await_closed(now)
+        if not self._tasks:
+            return self._enter(now)
+        if self.uses_gateway:
+            if now >= self._direct_at:
+                self._change_sessions(gateway=False)
+            return min(IMPATIENT_S, max(self._direct_at - now, 0.0))
+        if self._links.open:
+            self._follow(now)
+        return IMPATIENT_S
+
+    def _await_closed(self, now: float) -> float:
+        assert self._close_by is not None
+        if not self._tasks:
+            self._close_by = None
+            self._enter_at = now
+            return 0.0
+        if now >= self._close_by:
+            for task in self._tasks.values():
+                task.cancel()
+        return IMPATIENT_S
+
+    def _enter(self, now: float) -> float:
+        """No session: call the first silo, and then by turns the owners that were known."""
+        if now < self._enter_at:
+            return self._enter_at - now
+        direct = self._calls.direct and not self.uses_gateway
+        entrances = [None, *self._owners.values()] if direct else [None]
+        self._start(entrances[self._attempts % len(entrances)], direct=direct)
+        self._attempts += 1
+        return IMPATIENT_S
+
+    def _follow(self, now: float) -> None:
+        """One session for each owner of the placement."""
+        called = {link.silo or link.expected for link in self._links.present}
+        for owner in self._owners.values():
+            if owner.silo not in called and now >= owner.not_before:
+                self._start(owner, direct=True)
+        if not self._stays_direct and any(owner.is_unreachable(now) for owner in self._owners.values()):
+            log.warning("not all silos that own queues can be reached from here: a silo serves as gateway")
+            self._change_sessions(gateway=True)
+            return
+        for link in self._links.open:
+            others = any(other.silo in self._owners and other is not link for other in self._links.open)
+            if others and link.silo not in self._owners and not link.queues:
+                link.close()
+
+    def _change_sessions(self, *, gateway: bool) -> None:
+        """End all sessions in order, and begin with a gateway, or without one."""
+        self.uses_gateway = gateway
+        if gateway:
+            self._direct_at = self._loop.time() + self._gateway_s
+            self._gateway_s = min(self._gateway_s * 2, MAX_GATEWAY_S)
+        self._owners.clear()
+        self._links.queues = 0
+        self._close_by = self._loop.time() + CLOSE_S
+        self._attempts = 0
+        self._close_links()
+        self._turn.set()
+
+    def _close_links(self) -> None:
+        for link, task in self._tasks.items():
+            if link.is_open:
+                link.close()
+            else:
+                task.cancel()
+
+    def _place(self, placement: pb.Placement) -> None:
+        """A silo has sent the owners."""
+        if self.uses_gateway or self._close_by is not None:
+            return
+        addresses = {owner.silo: owner.address for owner in placement.owners}
+        for silo in self._owners.keys() - addresses.keys():
+            del self._owners[silo]
+        for silo, address in addresses.items():
+            known = self._owners.get(silo)
+            if known is None or known.address != address:
+                known = self._owners[silo] = _Owner(silo, address, self._loop.time())
+                if any(link.silo == silo for link in self._links.open):
+                    known.reached()
+        self._turn.set()
+
+    # ---- one session -------------------------------------------------------------------------------------------------
+
+    def _start(self, owner: _Owner | None, *, direct: bool) -> None:
+        opening = self._user.open()
+        opening.direct = direct
+        link = self._links.add("" if owner is None else owner.silo)
+        name = f"headrace session with {link.expected or 'a silo'}"
+        self._tasks[link] = self._loop.create_task(self._keep(link, owner, opening), name=name)
+
+    async def _keep(self, link: Link, owner: _Owner | None, opening: pb.Open) -> None:
+        error: HeadraceError | None = None
+        try:
+            call = self._calls.first() if owner is None else self._calls.to_owner(owner.silo, owner.address)
+            await link.run(call, opening, self._space)
+            if not link.is_closing:
+                error = Unavailable(f"silo {link.silo or call.address} ended the call")
+        except HeadraceError as failure:
+            error = failure
+        except Exception as failure:
+            log.exception("the session with silo %s failed", link.silo or link.expected)
+            error = HeadraceError(f"the session with silo {link.silo or link.expected} failed: {failure}")
+        finally:
+            del self._tasks[link]
+            self._links.remove(link)
+            self._turn.set()
+        if error is not None:
+            self._lose(link, error)
+
+    def _opened(self, link: Link) -> None:
+        if (owner := self._owners.get(link.silo)) is not None:
+            owner.reached()
+        self._backoff.reset()
+        self._attempts = 0
+        self._was_open = True
+        if not self._is_open:
+            self._is_open = True
+            self._on_open()
+        if self._closing:
+            link.close()
+        self._turn.set()
+
+    def _lose(self, link: Link, error: HeadraceError) -> None:
+        """A session failed. That is for good if the consumer was refused by a session that was open, or by the
+        first."""
+        now = self._loop.time()
+        if (owner := self._owners.get(link.expected or link.silo)) is not None:
+            owner.failed(now)
+        if self._is_for_good(link, error):
+            self._error = self._error or error
+            return
+        if link.is_open or not link.expected:
+            log.debug("the session with silo %s ended: %s", link.silo, error)
+        if self._links.open:
+            return
+        if self._is_open:
+            self._is_open = False
+            self._unopened_since = now
+            self._on_reconnecting(error)
+        pause_s = self._backoff.next_s()
+        self._enter_at = now + pause_s
+        if self._timeout_s is not None and now + pause_s - self._unopened_since >= self._timeout_s:
+            self._error = self._error or error
+
+    def _is_for_good(self, link: Link, error: HeadraceError) -> bool:
+        if error.retryable or link.superseded or (isinstance(error, Busy) and self._was_open):
+            return False
+        if isinstance(error, Fenced) and any(not each.is_open for each in self._links.present):
+            return False  # a session that is opening may have replaced this one
+        return link.is_open or not link.expected
