@@ -1,97 +1,143 @@
-// Prints the events of a subscription: node consumer.js ADDRESS SUBSCRIPTION SELECTOR [CONSUMER]
+// Prints the events of a subscription: node consumer.js ADDRESS[,ADDRESS...] SUBSCRIPTION SELECTOR [CONSUMER]
 //
-// The subscription is created where it does not exist. Start it twice and both share the events. It can be killed at
-// any moment: what it had not acknowledged comes again, to it or to another.
+// Creates the subscription if it does not exist. Start it twice, and both consumers share the events. You can kill it at
+// any moment: events that it had not acknowledged come again, to it or to another consumer.
 "use strict";
 
-const { connect, metadata, eventsOf, retryable, backoff } = require("./headrace");
+const { connect, metadata, ended, eventsOf, reportOf, retryable, backoff } = require("./headrace");
 
-// So much may be on its way to us, and in our hands, at a time.
+// The most that each session holds: on the way to us, waiting, and being handled.
 const CREDIT = { events: 1000, bytes: 4 << 20 };
 
-class Consumer {
-  // `handle` is called with each event and the batch it came in, one after the other, in order within a stream. When
-  // it throws, `run` does. (A consumer that wants to be given an event again, later, sends a Rejection.)
-  constructor(address, definition, id, handle) {
+// One call of Subscribe: a silo delivers the queues that it owns.
+class Session {
+  constructor(consumer, silo, address) {
+    this.consumer = consumer;
+    this.silo = silo; // its name in the placement; "" until the silo tells it
+    this.statuses = new Map(); // the last one of each queue
+    this.work = Promise.resolve(); // the end of the work on all batches that have come
     this.client = connect("ConsumerService", address);
-    this.open = { definition, consumer: id };
-    this.handle = handle;
-    this.failures = 0;
-    this.stopping = false;
-    this.call = null;
+    this.call = this.client.Subscribe(metadata());
   }
 
-  // Goes on over broken connections. Returns after `stop`, when the silo has saved what was acknowledged.
+  // Returns when the session has ended in order. Otherwise throws its error, or that of the handler.
   async run() {
+    this.call.write({ open: this.consumer.open, credit: CREDIT });
     try {
-      while (!this.stopping) {
-        try {
-          await this.session();
-        } catch (error) {
-          if (!retryable(error)) throw error;
-          if (!this.failures) console.error(`consumer: ${error.details || error.message}: trying again`);
-        }
-        if (!this.stopping) await backoff(this.failures++);
-      }
+      await ended(this.call, (response) => this.hear(response));
     } finally {
+      this.closing = this.closed = true;
+      clearInterval(this.heartbeat);
       this.client.close();
     }
   }
 
-  stop() {
-    this.stopping = true;
-    this.call?.write({ close: true });
-  }
-
-  // One connection, until it ends in order or breaks.
-  async session() {
-    const call = this.client.Subscribe(metadata());
-    call.on("error", () => {}); // it is thrown below; this is for one that comes when nobody reads any more
-    call.write({ open: this.open, credit: CREDIT });
-    this.call = call;
-    let heartbeat;
-    let closing = false;
-    try {
-      for await (const response of call) {
-        if (response.opened) {
-          this.failures = 0;
-          this.open.consumer = response.opened.consumer; // so that we are known when we come back
-          heartbeat = setInterval(() => call.write({}), response.opened.heartbeat_ms);
-        }
-        if (response.closing) {
-          closing = true; // the silo stops: go on with another one, or with this one when it is back
-          call.write({ close: true });
-        }
-        if (response.batches.length && !closing && !this.stopping) await this.process(call, response);
-      }
-    } finally {
-      clearInterval(heartbeat);
-      this.call = null;
-      call.cancel();
+  async hear({ opened, queues, placement, batches }) {
+    if (opened) {
+      this.silo ||= opened.silo;
+      this.heartbeat = setInterval(() => this.closed || this.call.write({}), opened.heartbeat_ms);
+      this.consumer.failures = 0;
+      this.consumer.open.consumer = opened.consumer; // all sessions, also later ones, are of the same consumer
     }
-  }
-
-  // Handle the events, then say that they are done, and that there is room for as much again.
-  async process(call, { batches, wireBytes }) {
-    const acknowledgements = [];
-    let events = 0;
+    for (const status of queues) {
+      const before = this.statuses.get(status.queue);
+      if (before) before.over = true; // the queue moves, or a seek moved the subscription
+      this.statuses.set(status.queue, status);
+    }
+    if (placement) this.consumer.follow(placement.owners);
     for (const batch of batches) {
-      for (const event of eventsOf(batch)) {
-        await this.handle(event, batch);
-        events++;
-      }
-      acknowledgements.push({ queue: batch.queue, offset: batch.offset }); // all of it; it could also be some events
+      const status = this.statuses.get(batch.queue);
+      this.work = this.work.then(() => this.process(batch, status));
     }
-    call.write({ acknowledgements, credit: { events, bytes: wireBytes } });
+    await this.work;
+  }
+
+  // Handle the events of a batch while its status holds. Release the others: they come again.
+  async process(batch, status) {
+    const events = [...eventsOf(batch)];
+    let done = 0;
+    while (done < events.length && !status.over && !this.closing) await this.consumer.handle(events[done++], batch);
+    if (!this.unsent) {
+      this.unsent = { reports: [], credit: { events: 0, bytes: 0 } };
+      setImmediate(() => this.send()); // one request for all batches that are processed by then
+    }
+    this.unsent.reports.push(reportOf(status, batch, events, done));
+    this.unsent.credit.events += events.length;
+    this.unsent.credit.bytes += batch.wireBytes;
+  }
+
+  send(close = false) {
+    if (!this.closed) this.call.write({ ...this.unsent, close });
+    this.closed ||= close; // nothing may follow
+    this.unsent = null;
+  }
+
+  close() {
+    this.closing = true;
+    this.work = this.work.then(() => this.send(true));
+    this.work.catch(() => {}); // `hear` throws it
   }
 }
 
-async function main(address, name, selector, id) {
-  if (!selector) throw new Error("usage: node consumer.js ADDRESS SUBSCRIPTION SELECTOR [CONSUMER]");
+// A session with each owner of queues. `handle` is called with each event and its batch, in order within a stream. If it
+// throws, `run` does. (A consumer that wants to get an event again later sends a Rejection.)
+class Consumer {
+  constructor(addresses, definition, id, handle) {
+    this.addresses = addresses; // of silos: the given ones, and those of owners
+    this.open = { definition, consumer: id, direct: true };
+    this.handle = handle;
+    this.sessions = [];
+    this.failures = 0;
+    this.over = new Promise((resolve, reject) => (this.end = (error) => (error ? reject(error) : resolve())));
+  }
+
+  // Goes on over broken connections. Returns after `stop`, when the silos have saved the acknowledgements.
+  run() {
+    this.follow([]);
+    return this.over;
+  }
+
+  // Open the sessions that are missing, and close those with silos that own nothing.
+  follow(owners) {
+    this.owners = owners;
+    if (this.stopping) return;
+    for (const { silo, address } of owners) {
+      if (!this.addresses.includes(address)) this.addresses.push(address);
+      if (!this.sessions.some((session) => session.silo === silo)) this.begin(silo, address);
+    }
+    const idle = (session) => owners.length && !owners.some(({ silo }) => silo === session.silo);
+    for (const session of this.sessions.filter(idle)) session.close();
+    if (!this.sessions.length) this.begin("", this.addresses[this.failures % this.addresses.length]);
+  }
+
+  async begin(silo, address) {
+    let session;
+    try {
+      session = new Session(this, silo, address);
+      this.sessions.push(session);
+      await session.run();
+    } catch (error) {
+      if (!retryable(error)) this.stop(error);
+      else if (!this.failures++) console.error(`consumer: ${error.details || error.message}: trying again`);
+    }
+    this.sessions = this.sessions.filter((other) => other !== session);
+    if (this.stopping && !this.sessions.length) this.end();
+    if (!this.stopping) await backoff(this.failures);
+    this.follow(this.sessions.length ? this.owners : []); // without a session, the owners are unknown
+  }
+
+  stop(error) {
+    this.stopping = true;
+    for (const session of this.sessions) session.close();
+    if (error || !this.sessions.length) this.end(error);
+  }
+}
+
+async function main(addresses, name, selector, id) {
+  if (!selector) throw new Error("usage: node consumer.js ADDRESS[,ADDRESS...] SUBSCRIPTION SELECTOR [CONSUMER]");
   const definition = { name, selector, start: { earliest: true } };
-  const consumer = new Consumer(address, definition, id ?? "", (event, batch) => {
-    console.log(`${batch.namespace}/${batch.key} ${event.payload}`);
-  });
+  const print = (event, batch) => console.log(`${batch.namespace}/${batch.key} ${event.payload}`);
+  const consumer = new Consumer(addresses.split(","), definition, id ?? "", print);
   for (const signal of ["SIGINT", "SIGTERM"]) process.once(signal, () => consumer.stop());
   await consumer.run();
 }
