@@ -92,13 +92,14 @@ class Consumers:
         *,
         pulls: bool = False,
         concurrent: bool = False,
+        divides_credit: bool = False,
         client: Hashable = None,
     ) -> AttachedConsumer:
         """Attach a consumer to an existing subscription. If `timeout_s` is 0, the silo's timeout applies.
 
         With `positions`, which needs mode broadcast, the client keeps its position: the consumer continues from
-        `positions`, and in other queues from the subscription's start. `pulls`, `concurrent` and `client` are as in
-        `Group.join`.
+        `positions`, and in other queues from the subscription's start. `pulls`, `concurrent`, `divides_credit` and
+        `client` are as in `Group.join`.
 
         Raises Busy if handlers or another process serve the subscription, or it has too many consumers; LimitExceeded
         if mode broadcast has `MAX_POSITIONS` consumers already; InvalidArgument, NotSupported.
@@ -109,7 +110,14 @@ class Consumers:
             if own is not definition:
                 await self._check_position_limit(definition, own)
             group = await self._group(own, positions)
-            member = group.join(consumer, self.timeout(timeout_s), pulls=pulls, concurrent=concurrent, client=client)
+            member = group.join(
+                consumer,
+                self.timeout(timeout_s),
+                pulls=pulls,
+                concurrent=concurrent,
+                divides_credit=divides_credit,
+                client=client,
+            )
             return AttachedConsumer(group, member)
 
     async def prepare(
@@ -127,11 +135,6 @@ class Consumers:
                 return {**await self._provider.positions(definition.selector, definition.start), **positions}
             await self._provider.ensure_subscription(own)
         return None
-
-    async def moves(self, definition: SubscriptionDefinition, consumer: str) -> int:
-        """How often `seek` moved the position of a consumer."""
-        own = of_consumer(definition, consumer) if definition.mode is Mode.BROADCAST else definition
-        return await self._provider.moves(own.name)
 
     async def _group(self, definition: SubscriptionDefinition, positions: Mapping[int, Checkpoint] | None) -> Group:
         group = self._groups.get(definition.name)

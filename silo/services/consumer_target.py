@@ -1,0 +1,148 @@
+"""Which subscription a consumer wants to attach to, and from where: checked before anything is created."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ...proto.v1 import consumer_pb2 as pb
+from ...server.guard import Call, check_fields
+from ...store.rows import checkpoint_of_token
+from ...streams import wire
+from ...streams.errors import InvalidArgument
+from ...streams.identity import SequenceToken
+from ...streams.subscriptions import Checkpoint, GapRecord, Mode, SubscriptionDefinition, check_consumer
+from ..consumers import Consumers
+from ..provider_core import ProviderCore
+from .lookup import TO_CONSUME, Providers, create_subscription, provider_of, subscription_of
+from .visible import VisibleBounds
+
+LOST_END = "the position is past the end of its queue, which has lost it or is another one"
+
+
+class ConsumerTarget(NamedTuple):
+    """A consumer and its subscription. The caller may consume, and the subscription exists."""
+
+    provider: ProviderCore
+    consumers: Consumers
+    """Of this provider, in this silo."""
+    definition: SubscriptionDefinition
+    consumer: str
+    timeout_s: float
+    """The session timeout; 0: the silo's."""
+    positions: Mapping[int, Checkpoint] | None = None
+    """From where a client that keeps positions goes on. None: it keeps none."""
+    gaps: Sequence[GapRecord] = ()
+    """Gaps behind these positions."""
+
+
+class ConsumerTargets:
+    """Finds the targets of requests. `consumers` are the silo's, by provider."""
+
+    def __init__(self, providers: Providers, consumers: Mapping[str, Consumers], visible: VisibleBounds) -> None:
+        self._providers = providers
+        self._consumers = consumers
+        self._visible = visible
+
+    async def of_open(self, call: Call, request: pb.Open) -> ConsumerTarget:
+        """Return the target of a session. Create the subscription if the request has its definition."""
+        check_fields(request)
+        provider = provider_of(call, self._providers, request.provider, TO_CONSUME)
+        definition = await _definition(call, provider, request)
+        consumers, consumer = self._consumers[provider.name], _consumer(request, definition)
+        timeout_s = request.session_timeout_ms / 1000
+        consumers.check(definition, consumer, timeout_s, keeps_positions=request.keeps_positions)
+        positions = _positions(request, provider, definition)
+        gaps = [] if positions is None else await _step_back(positions, provider, definition)
+        if request.HasField("definition"):
+            await create_subscription(call, provider, definition, self._visible)
+        return ConsumerTarget(provider, consumers, definition, consumer, timeout_s, positions, gaps)
+
+    async def of_pull(self, call: Call, request: pb.PullRequest) -> ConsumerTarget:
+        check_consumer(request.consumer)
+        return await self._existing(call, request, request.session_timeout_ms / 1000)
+
+    async def of_acknowledge(self, call: Call, request: pb.AcknowledgeRequest) -> ConsumerTarget:
+        return await self._existing(call, request, 0.0)
+
+    async def _existing(
+        self, call: Call, request: pb.PullRequest | pb.AcknowledgeRequest, timeout_s: float
+    ) -> ConsumerTarget:
+        provider = provider_of(call, self._providers, request.provider, TO_CONSUME)
+        definition = await subscription_of(call, provider, request.subscription, TO_CONSUME)
+        return ConsumerTarget(provider, self._consumers[provider.name], definition, request.consumer, timeout_s)
+
+
+async def _definition(call: Call, provider: ProviderCore, request: pb.Open) -> SubscriptionDefinition:
+    """Return the request's definition, or the stored one of the subscription that it names."""
+    if not request.HasField("definition"):
+        return await subscription_of(call, provider, request.subscription, TO_CONSUME)
+    definition = wire.definition_of(request.definition)
+    if request.subscription not in ("", definition.name):
+        raise InvalidArgument(
+            f"open names subscription {request.subscription!r} and defines {definition.name!r}: leave one out"
+        )
+    # Consuming needs this permission, also if the permission to manage is enough to create the subscription.
+    call.principal.require_selector(TO_CONSUME[0], definition.selector.pattern)
+    return definition
+
+
+def _consumer(request: pb.Open, definition: SubscriptionDefinition) -> str:
+    """Return the consumer's id, or a new one."""
+    if not request.consumer and definition.mode is Mode.BROADCAST and not request.keeps_positions:
+        raise InvalidArgument(
+            f"subscription {definition.name!r} has mode broadcast, which keeps a position under each consumer's "
+            "id: name one, or let the consumer keep its positions"
+        )
+    return request.consumer or f"c-{uuid.uuid4().hex[:16]}"
+
+
+def _positions(
+    request: pb.Open, provider: ProviderCore, definition: SubscriptionDefinition
+) -> dict[int, Checkpoint] | None:
+    if not request.keeps_positions:
+        if request.positions:
+            raise InvalidArgument("open has positions, but not keeps_positions: set it, or leave them out")
+        return None
+    positions: dict[int, Checkpoint] = {}
+    for position in request.positions:
+        if position.queue >= provider.queues:
+            raise InvalidArgument(
+                f"open.positions: the provider has no queue {position.queue}, it has {provider.queues}"
+            )
+        if position.queue in positions:
+            raise InvalidArgument(f"open.positions: there are two for queue {position.queue}: leave one out")
+        positions[position.queue] = checkpoint_of_token(position.token)
+    _check_streams(positions, provider, definition)
+    return positions
+
+
+def _check_streams(
+    positions: Mapping[int, Checkpoint], provider: ProviderCore, definition: SubscriptionDefinition
+) -> None:
+    """A client may forge a token: refuse streams that the subscription does not select."""
+    selects = definition.selector.matcher()
+    for queue, checkpoint in positions.items():
+        for stream in checkpoint.behind:
+            if not selects(stream) or provider.queue_of(stream) != queue:
+                raise InvalidArgument(
+                    f"open.positions: the token for queue {queue} is of another subscription: give each back as it came"
+                )
+
+
+async def _step_back(
+    positions: dict[int, Checkpoint], provider: ProviderCore, definition: SubscriptionDefinition
+) -> list[GapRecord]:
+    """Move positions past the end of their queue back to it: the next published events get those offsets again."""
+    gaps: list[GapRecord] = []
+    for queue, at in positions.items():
+        end = (await provider.adapter.bounds(queue)).next
+        if at.next_offset > end:
+            behind = {stream: each for stream, each in at.behind.items() if each.token.offset < end}
+            positions[queue] = Checkpoint(end, behind)
+            low, high = SequenceToken(end), SequenceToken(at.next_offset)
+            now_us = time.time_ns() // 1000
+            gaps.append(GapRecord(provider.name, definition.name, queue, None, low, high, LOST_END, now_us))
+    return gaps
