@@ -33,8 +33,8 @@ async def opened(silo: RunningSilo) -> AsyncGenerator[Callable[[Guard], Sequence
         cluster = await stack.enter_async_context(ClusterService.opened(silo))
         clustering = silo.clustering
         visible = VisibleBounds()
-        relays = clustering.relays if clustering is not None else None
-        consuming = ConsumerService(silo.providers, consumers, visible, relays)
+        gateways = clustering.gateways if clustering is not None else None
+        consuming = ConsumerService(silo.providers, consumers, visible, gateways)
         stack.push_async_callback(consuming.aclose)
 
         def methods(guard: Guard) -> Sequence[Method]:

@@ -53,7 +53,12 @@ class ConsumerSession:
     """Converses with one consumer. `placements` is None if the silo is alone."""
 
     def __init__(
-        self, call: Call, request: pb.Open, target: ConsumerTarget, place: AttachedConsumer, placements: Placements | None
+        self,
+        call: Call,
+        request: pb.Open,
+        target: ConsumerTarget,
+        place: AttachedConsumer,
+        placements: Placements | None,
     ) -> None:
         self._call = call
         self._target = target

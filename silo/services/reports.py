@@ -69,9 +69,7 @@ def check_count(reports: Sequence[pb.QueueReport]) -> None:
 
 def refuse_all(reports: Iterable[pb.QueueReport]) -> list[pb.Refusal]:
     """Return a refusal for each acknowledgement and rejection."""
-    return [
-        _refusal(report, each) for report in reports for each in chain(report.acknowledgements, report.rejections)
-    ]
+    return [_refusal(report, each) for report in reports for each in chain(report.acknowledgements, report.rejections)]
 
 
 def _kinds(report: pb.QueueReport) -> Sequence[tuple[_Apply, _Entries]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -15,10 +16,15 @@ SUBSCRIBE = "headrace.v1.ConsumerService/Subscribe"
 PULL = "headrace.v1.ConsumerService/Pull"
 ACKNOWLEDGE = "headrace.v1.ConsumerService/Acknowledge"
 PATIENCE_S = 30
+SERVED, DRAINING, ENDED = (
+    pb.QueueStatus.STATE_SERVED,
+    pb.QueueStatus.STATE_DRAINING,
+    pb.QueueStatus.STATE_ENDED,
+)
 
 
 class Got(NamedTuple):
-    """An event as it was delivered."""
+    """An event as it was delivered, with the epoch and the generation of its queue at that time."""
 
     stream: str
     payload: bytes
@@ -27,33 +33,64 @@ class Got(NamedTuple):
     index: int  # pyright: ignore[reportIncompatibleMethodOverride] (tuple.index is not missed)
     attempt: int = 1
     redriven: bool = False
+    epoch: int = 0
+    generation: int = 0
 
 
-def events_of(batches: Iterable[events_pb2.EventBatch]) -> list[Got]:
-    return [event for batch in batches for event in _events(batch)]
+def events_of(
+    batches: Iterable[events_pb2.EventBatch], statuses: Mapping[int, pb.QueueStatus] | None = None
+) -> list[Got]:
+    return [event for batch in batches for event in _events(batch, statuses or {})]
 
 
-def _events(batch: events_pb2.EventBatch) -> Iterable[Got]:
+def _events(batch: events_pb2.EventBatch, statuses: Mapping[int, pb.QueueStatus]) -> Iterable[Got]:
     start = 0
     indexes = batch.indexes or range(len(batch.sizes))
+    status = statuses.get(batch.queue) or pb.QueueStatus()
     for size, index in zip(batch.sizes, indexes, strict=True):
         payload = batch.payload[start : start + size]
         start += size
         stream = f"{batch.namespace}/{batch.key}"
-        yield Got(stream, payload, batch.queue, batch.offset, index, batch.attempt or 1, batch.redriven)
+        yield Got(
+            stream, payload, batch.queue, batch.offset, index, batch.attempt or 1, batch.redriven,
+            status.epoch, status.generation,
+        )  # fmt: skip
     assert start == len(batch.payload)
 
 
 def acknowledgement(event: Got, **fields: Any) -> pb.Acknowledgement:
-    return pb.Acknowledgement(queue=event.queue, offset=event.offset, index=event.index, **fields)
+    return pb.Acknowledgement(offset=event.offset, index=event.index, **fields)
 
 
 def rejection(event: Got, **fields: Any) -> pb.Rejection:
-    return pb.Rejection(queue=event.queue, offset=event.offset, index=event.index, **fields)
+    return pb.Rejection(offset=event.offset, index=event.index, **fields)
+
+
+def unconfirmed(event: Got) -> pb.Unconfirmed:
+    namespace, _, key = event.stream.partition("/")
+    return pb.Unconfirmed(namespace=namespace, key=key, offset=event.offset, index=event.index, count=1)
 
 
 def one_by_one(events: Iterable[Got]) -> list[pb.Acknowledgement]:
     return [acknowledgement(event, count=1) for event in events]
+
+
+def report(event: Got, **fields: Any) -> pb.QueueReport:
+    """A report about the event's queue, at its epoch and generation."""
+    fields = {"epoch": event.epoch, "generation": event.generation} | fields
+    return pb.QueueReport(queue=event.queue, **fields)
+
+
+def reports(events: Iterable[Got], number: int = 0) -> list[pb.QueueReport]:
+    """Acknowledge each event by itself. One report for each queue, epoch and generation."""
+    groups = defaultdict[tuple[int, int, int], list[Got]](list)
+    for event in events:
+        groups[event.queue, event.epoch, event.generation].append(event)
+    return [report(some[0], number=number, acknowledgements=one_by_one(some)) for some in groups.values()]
+
+
+def rejecting(event: Got, **fields: Any) -> list[pb.QueueReport]:
+    return [report(event, rejections=[rejection(event, **fields)])]
 
 
 class Session:
@@ -66,13 +103,18 @@ class Session:
         self.events: list[Got] = []
         self.sizes: list[int] = []
         """The number of events in each response with batches."""
+        self.statuses: dict[int, pb.QueueStatus] = {}
+        """The last status of each queue."""
+        self.states: list[tuple[int, int]] = []
+        """All queues and states, in the order of their arrival."""
+        self.saved: dict[int, pb.Saved] = {}
+        """The last confirmation of each queue."""
         self.refused: list[pb.Refusal] = []
-        self.saved = 0
-        self.queues: Sequence[int] | None = None
-        self.assignments: list[Sequence[int]] = []
         self.progress: pb.Progress | None = None
         self.gaps: list[subscriptions_pb2.Gap] = []
         self.positions: dict[int, bytes] = {}
+        self.returned: list[pb.Credit] = []
+        self.placement: pb.Placement | None = None
         self.closing = ""
         self.ended = False
         self._taken = 0
@@ -88,18 +130,35 @@ class Session:
     async def grant(self, events: int = 1_000_000, size: int = 1 << 30) -> None:
         await self.say(credit=pb.Credit(events=events, bytes=size))
 
-    async def acknowledge(self, events: Iterable[Got], **fields: Any) -> int:
-        """Each by itself. The number of the request."""
+    def next_number(self) -> int:
         self._number += 1
-        await self.say(acknowledgements=one_by_one(events), number=self._number, **fields)
         return self._number
 
+    async def report(self, event: Got, **fields: Any) -> int:
+        """Send one report about the event's queue. Return its number."""
+        fields = {"number": self.next_number()} | fields
+        await self.say(reports=[report(event, **fields)])
+        return fields["number"]
+
+    async def acknowledge(self, events: Iterable[Got], **fields: Any) -> int:
+        """Acknowledge each event by itself. Return the number of the reports."""
+        number = self.next_number()
+        await self.say(reports=reports(events, number), **fields)
+        return number
+
     async def acknowledge_saved(self, events: Iterable[Got]) -> None:
-        number = await self.acknowledge(events)
-        await self.until(lambda: self.saved >= number)
+        events = list(events)
+        await self.until_saved(await self.acknowledge(events), {event.queue for event in events})
+
+    async def until_saved(self, number: int, queues: Iterable[int]) -> None:
+        queues = list(queues)
+        await self.until(lambda: self.is_saved(number, queues))
 
     async def reject(self, event: Got, **fields: Any) -> None:
-        await self.say(rejections=[rejection(event, **fields)])
+        await self.say(reports=rejecting(event, **fields))
+
+    async def release(self, event: Got) -> None:
+        await self.say(reports=[report(event, released=[pb.Released(offset=event.offset, index=event.index)])])
 
     async def close(self) -> None:
         """End in order, and see that the silo does, too."""
@@ -110,6 +169,15 @@ class Session:
         self._stream.cancel()
 
     # ---- the responses ---------------------------------------------------------------------------------------------
+
+    def is_saved(self, number: int, queues: Iterable[int]) -> bool:
+        """Whether reports up to this number are confirmed for each of the queues."""
+        return all(queue in self.saved and self.saved[queue].number >= number for queue in queues)
+
+    @property
+    def assigned(self) -> list[int]:
+        """The queues that are served and assigned to the consumer."""
+        return sorted(queue for queue, each in self.statuses.items() if each.state == SERVED and each.assigned)
 
     async def read(self) -> pb.SubscribeResponse | None:
         """Return the next message, or None at the end. Raise Refused if the silo refused the call."""
@@ -123,24 +191,48 @@ class Session:
     def _hear(self, response: pb.SubscribeResponse) -> None:
         if response.HasField("opened"):
             self.opened = response.opened
-        if response.batches:
-            events = events_of(response.batches)
-            self.events += events
-            self.sizes.append(len(events))
+        for saved in response.saved:
+            self._hear_saved(saved)
+        for status in response.queues:
+            self.statuses[status.queue] = status
+            self.states.append((status.queue, status.state))
         self.refused += response.refused
-        self.saved = max(self.saved, response.saved)
-        if response.HasField("assignment"):
-            self.queues = tuple(response.assignment.queues)
-            self.assignments.append(self.queues)
         if response.HasField("progress"):
             self.progress = response.progress
         self.gaps += response.gaps
-        self.positions.update((position.queue, position.token) for position in response.positions)
+        if response.HasField("returned"):
+            self.returned.append(response.returned)
+        if response.HasField("placement"):
+            self.placement = response.placement
         if response.HasField("closing"):
             self.closing = response.closing.reason
+        if response.batches:
+            self._check_batches(response.batches)
+            events = events_of(response.batches, self.statuses)
+            self.events += events
+            self.sizes.append(len(events))
+
+    def _hear_saved(self, saved: pb.Saved) -> None:
+        status = self.statuses.get(saved.queue)
+        if status is None or status.epoch != saved.epoch:
+            return  # void
+        before = self.saved.get(saved.queue)
+        if before is not None and before.epoch == saved.epoch:
+            assert not saved.number or before.number <= saved.number
+            saved.number = max(before.number, saved.number)
+            saved.unconfirmed = max(before.unconfirmed, saved.unconfirmed)
+        self.saved[saved.queue] = saved
+        if saved.HasField("position"):
+            self.positions[saved.queue] = saved.position.token
+
+    def _check_batches(self, batches: Iterable[events_pb2.EventBatch]) -> None:
+        for batch in batches:
+            status = self.statuses.get(batch.queue)
+            assert status is not None, f"a batch of queue {batch.queue} came before its status"
+            assert status.state == SERVED, f"a batch of queue {batch.queue} came in state {status.state}"
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Read until it holds. Raises Refused where the call fails before."""
+        """Read until it holds. Raises Refused if the call fails before."""
         async with asyncio.timeout(PATIENCE_S):
             while not condition():
                 assert await self.read() is not None, "the call ended in order"
@@ -207,10 +299,20 @@ async def pull(caller: Caller, subscription: str = "s", consumer: str = "c", **f
     return await caller.ask(PULL, request, pb.PullResponse)
 
 
+def pulled(answer: pb.PullResponse) -> list[Got]:
+    """The events of an answer, which has the status of each of their queues."""
+    statuses = {status.queue: status for status in answer.queues}
+    assert {batch.queue for batch in answer.batches} <= statuses.keys()
+    return events_of(answer.batches, statuses)
+
+
+async def pull_events(caller: Caller, subscription: str = "s", consumer: str = "c", **fields: Any) -> list[Got]:
+    return pulled(await pull(caller, subscription, consumer, **fields))
+
+
 async def acknowledge(
     caller: Caller, events: Iterable[Got], subscription: str = "s", consumer: str = "c", **fields: Any
 ) -> Sequence[pb.Refusal]:
-    request = pb.AcknowledgeRequest(
-        subscription=subscription, consumer=consumer, acknowledgements=one_by_one(events), **fields
-    )
+    fields = {"reports": reports(events)} | fields
+    request = pb.AcknowledgeRequest(subscription=subscription, consumer=consumer, **fields)
     return (await caller.ask(ACKNOWLEDGE, request, pb.AcknowledgeResponse)).refused
