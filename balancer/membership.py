@@ -48,7 +48,14 @@ class LeaseStore(VoteStore, Protocol):
     """The part of `headrace.store.cluster_store.ClusterStore` that a member uses."""
 
     async def join(
-        self, name: str, address: str, serves: Sequence[str], settings: Mapping[str, str], process: str
+        self,
+        name: str,
+        address: str,
+        serves: Sequence[str],
+        settings: Mapping[str, str],
+        process: str,
+        *,
+        public_address: str,
     ) -> SiloRecord: ...
 
     async def beat(self, me: SiloRecord, lease_s: float) -> ClusterView: ...
@@ -108,9 +115,10 @@ class Membership:
         declare_dead: DeclareDead = declare_none,
         settings: Mapping[str, str] = MappingProxyType({}),
         process: str = "",
+        public_address: str = "",
         rng: random.Random | None = None,
     ) -> None:
-        """`settings` and `process` become part of this silo's `SiloRecord`, which other silos read."""
+        """`settings`, `process` and `public_address` become part of this silo's `SiloRecord`, for other silos."""
         self.on_view: Callable[[ClusterView], None] = lambda _: None
         """Called with each new view of the cluster."""
         self.superseded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -126,6 +134,7 @@ class Membership:
         self._declare_dead = declare_dead
         self._settings = settings
         self._process = process
+        self._public_address = public_address
         self._sightings = Sightings()
         self._decision = OwnerDecision(options, owners, self._sightings)
         self._background = BackgroundTasks()
@@ -166,7 +175,14 @@ class Membership:
 
     async def _join(self) -> None:
         self._joining = True
-        self._me = await self._store.join(self.name, self._address, self._serves, self._settings, self._process)
+        self._me = await self._store.join(
+            self.name,
+            self._address,
+            self._serves,
+            self._settings,
+            self._process,
+            public_address=self._public_address,
+        )
         self._joining = False
 
     async def leave(self) -> None:

@@ -142,6 +142,9 @@ class Router:
         self._turn = asyncio.Event()
         """There is something for `run` to do."""
         self._closing = False
+        self._is_over = False
+        self._is_placed = False
+        """Whether the owners of queues are known."""
         self._error: HeadraceError | None = None
         self._was_open = False
         """Whether any session was ever open."""
@@ -189,6 +192,22 @@ class Router:
         """Receive again. Idempotent."""
         self._space.set()
 
+    async def attached(self, timeout_s: float) -> None:
+        """Return when all owners of queues have accepted the consumer, but at the latest after `timeout_s` seconds, or
+        when the sessions have ended for good."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not (self._is_complete or self._is_over):
+                    self._links.state_changed.clear()
+                    await self._links.state_changed.wait()
+        except TimeoutError:
+            log.info("a silo is slow to accept a consumer")
+
+    @property
+    def _is_complete(self) -> bool:
+        silos = {link.silo for link in self._links.open}
+        return bool(silos) and (silos == {""} or (self._is_placed and silos >= self._owners.keys()))
+
     async def take_back(self, timeout_s: float) -> CreditAmount:
         """Take back all credit that is not used, and return it. A silo has `timeout_s` seconds to answer. Nothing may
         be granted meanwhile."""
@@ -209,8 +228,8 @@ class Router:
         return links.ledger.take_free()
 
     def close(self) -> None:
-        """Send everything, and end all sessions in order; then `run` returns. A session that is lost meanwhile is not
-        opened again. Idempotent."""
+        """Send everything, and end all sessions in order; then `run` returns. If one is lost meanwhile, `run` raises
+        the reason: the silo may not have saved everything. Idempotent."""
         self._closing = True
         self._close_links()
         self._turn.set()
@@ -227,18 +246,20 @@ class Router:
                 except TimeoutError:
                     pass
         finally:
+            self._is_over = True
             await end(*self._tasks.values())
+            self._links.state_changed.set()
         if self._error is not None:
             raise self._error
 
     # ---- which sessions there are ------------------------------------------------------------------------------------
 
-    def _step(self, now: float) -> float | None:
+    def _step(self, now: float) -> float:
         """Open and close sessions. Return after how many seconds to look again."""
         if self._links.ledger.is_starved:
             self._links.lend(patient=False)
         if self._closing:
-            return None
+            return IMPATIENT_S
         if self._close_by is not None:
             return self._await_closed(now)
         if not self._tasks:
@@ -294,6 +315,7 @@ class Router:
             self._direct_at = self._loop.time() + self._gateway_s
             self._gateway_s = min(self._gateway_s * 2, MAX_GATEWAY_S)
         self._owners.clear()
+        self._is_placed = False
         self._links.queues = 0
         self._close_by = self._loop.time() + CLOSE_S
         self._attempts = 0
@@ -311,6 +333,7 @@ class Router:
         """A silo has sent the owners."""
         if self.uses_gateway or self._close_by is not None:
             return
+        self._is_placed = True
         addresses = {owner.silo: owner.address for owner in placement.owners}
         for silo in self._owners.keys() - addresses.keys():
             del self._owners[silo]
@@ -369,7 +392,7 @@ class Router:
         now = self._loop.time()
         if (owner := self._owners.get(link.expected or link.silo)) is not None:
             owner.failed(now)
-        if self._is_for_good(link, error):
+        if self._is_for_good(link, error) or (self._closing and link.is_open):
             self._error = self._error or error
             return
         if link.is_open or not link.expected:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import socket
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -17,15 +17,14 @@ from ..client.transport import StreamCall
 from ..server.access import SiloSecrets, new_silo_secret, silo_hash
 from ..store.control_store import ControlStore
 from ..store.datadir import DataDirectory, place_of
-from ..streams.background import BackgroundTasks, ticks
 from ..streams.cluster import LIVING, ClusterView, SiloRecord, SiloState
 from ..streams.errors import Busy, HeadraceError, InvalidArgument, NotFound, Unavailable
 from .config import ClusterConfig, SiloConfig
 from .local import InProcessTransport
 from .opening import LEASED_TIMEOUT_S
 from .peers import CALL_S, PeerConnections, tls_of
+from .placement import ClusterPlacements
 from .provider_core import ProviderCore
-from .relay.relay import Relays
 from .silo_processes import SiloProcesses
 
 log = logging.getLogger("headrace.silo")
@@ -34,8 +33,6 @@ LOOK_UP_S = 0.5
 """Shortest interval of asking the store whether an unknown caller is a silo that joined just now, in seconds."""
 MAX_LOOK_UPS = 100
 """Most calls that wait for that answer. Further calls are refused at once."""
-LOOK_S = 0.2
-"""Interval of the checks of relayed consumers, in seconds."""
 FORGET_S = 24 * 3600.0
 """Age at which records of silos that are dead or left are deleted, in seconds."""
 
@@ -52,7 +49,7 @@ class Clustering:
     ) -> None:
         self.secret = new_silo_secret()
         """The secret of this run of the silo. Other silos read its hash from the store."""
-        self.relays = Relays(self)
+        self.placements = ClusterPlacements()
         self.services: InProcessTransport | None = None
         """The services of this silo with the permissions of other silos. Set when gRPC is served."""
         self.view: ClusterView | None = None
@@ -64,12 +61,9 @@ class Clustering:
         self._peers = PeerConnections(self.secret, tls_of(config))
         self._membership: Membership | None = None
         self._silos: Mapping[str, SiloRecord] = {}
-        self._not_dead: Mapping[str, int] = {}
         self._owners: Mapping[tuple[str, int], str] = {}
         self._warned: set[tuple[str, int]] = set()
         """Runs of silos whose different settings are in the log already."""
-        self._serving: frozenset[tuple[str, str]] = frozenset()
-        """Pairs of a provider and a silo that owns one of its queues."""
 
     @classmethod
     @asynccontextmanager
@@ -107,17 +101,17 @@ class Clustering:
                 declare_dead=partial(processes.declare_dead, own_name=name),
                 settings=self._cluster.shared(),
                 process=place,
+                public_address=self._cluster.public_address or "",
             )
             membership.on_view = self._take_view
             # Before the first lease: a stopped queue must not be read.
             await asyncio.gather(*(provider.manager.control_requests.apply() for provider in self._providers.values()))
             await membership.join()
+            self.placements.join(name)
             stack.push_async_callback(membership.leave)
             await self._store.forget(FORGET_S)
             self._take_view(await self._store.view())
             await self._check_reachable(membership.me)
-            background = await stack.enter_async_context(BackgroundTasks())
-            background.start(self._look(), "headrace relays")
             yield
 
     async def _check_reachable(self, me: SiloRecord) -> None:
@@ -131,10 +125,6 @@ class Clustering:
                 "silo %r does not reach itself at %s, so other silos may fail too, and their consumers miss the "
                 "events of its queues: %s", me.name, me.address, why,
             )  # fmt: skip
-
-    async def _look(self) -> None:
-        async for late_s in ticks(LOOK_S):
-            self.relays.look(late_s)  # this process did not run: its peers are not late
 
     # ---- the view of the cluster ----------------------------------------------------------------------------------
 
@@ -191,52 +181,37 @@ class Clustering:
 
     def _take_view(self, view: ClusterView) -> None:
         self._secrets.take(view)
-        before, self.view = (self._owners, self._silos.keys()), view
+        self.view = view
         self._silos = {silo.name: silo for silo in view.silos if silo.state in LIVING}
         self._owners = {(lease.provider, lease.queue): lease.owner for lease in view.valid}
         self._warn_of_settings(self._silos.values())
-        self._serving = frozenset((provider, owner) for (provider, _), owner in self._owners.items())
         # A silo that left in order still finishes its open calls.
-        self._not_dead = {silo.name: silo.incarnation for silo in view.silos if silo.state is not SiloState.DEAD}
-        self._peers.keep(self._not_dead)
-        if (self._owners, self._silos.keys()) != before:
-            self.relays.changed()
-
-    def with_queues(self, provider: str, queues: Collection[int] | None) -> Mapping[str, SiloRecord]:
-        if queues is None:
-            return {name: silo for name, silo in self._silos.items() if self._may_have(silo, provider)}
-        names = {self.owner(provider, queue) for queue in queues}
-        return {name: self._silos[name] for name in names if name in self._silos}
-
-    def _may_have(self, silo: SiloRecord, provider: str) -> bool:
-        """A drained silo stays a member, but gets no queues."""
-        active = silo.state is SiloState.ACTIVE and provider in silo.serves
-        return active or (provider, silo.name) in self._serving
+        self._peers.keep({silo.name for silo in view.silos if silo.state is not SiloState.DEAD})
+        self.placements.update(self._owners, self._silos)
 
     def owner(self, provider: str, queue: int) -> str:
+        """Return the name of a queue's owner, "" if it has none."""
         return self._owners.get((provider, queue), "")
-
-    def is_alive(self, silo: str, incarnation: int) -> bool:
-        return self._not_dead.get(silo) == incarnation
-
-    def report_unreachable(self, silo: str) -> None:
-        if silo in self._silos and silo != self.name:
-            self._peers.report_unreachable(self._silos[silo])
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
-    def stream(self, silo: SiloRecord, method: str) -> StreamCall:
-        if silo.name == self.name:
+    def stream(self, silo: str, method: str) -> StreamCall:
+        """Begin a streaming call to a silo, which may be this one. Raise Unavailable if it is not a living member."""
+        if silo == self.placements.silo:
             return self._own_services.stream(method)
-        return self._peers.stream(silo, method)
+        return self._peers.stream(self._living(silo), method)
 
     async def call(self, silo: str, method: str, request: bytes, *, timeout_s: float = CALL_S) -> bytes:
-        if silo == self.name:
+        """Call a silo, which may be this one. Raise Unavailable, and the errors that the silo raises."""
+        if silo == self.placements.silo:
             return await self._own_services.unary(method, request, timeout_s=timeout_s)
+        return await self._peers.unary(self._living(silo), method, request, timeout_s=timeout_s)
+
+    def _living(self, silo: str) -> SiloRecord:
         record = self._silos.get(silo)
         if record is None:
             raise Unavailable(f"silo {silo!r} is not a living member: see `headrace cluster`")
-        return await self._peers.unary(record, method, request, timeout_s=timeout_s)
+        return record
 
     @property
     def _own_services(self) -> InProcessTransport:

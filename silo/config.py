@@ -106,6 +106,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """URL of the PostgreSQL database for the control data. None: it is in the data directory, on one machine."""
     address: str | None = None
     """HOST:PORT at which other silos reach this one. None: the address of gRPC."""
+    public_address: str | None = None
+    """HOST:PORT at which clients reach this silo. None: `address`."""
     ca: str | None = None
     """File: CA certificates, PEM, for the certificates of other silos. None: `grpc.client_ca`, else the system's."""
     balancer: str = "lease-count"
@@ -214,6 +216,8 @@ def _check_cluster(config: SiloConfig, cluster: ClusterConfig) -> None:
             f"cluster.name: {cluster.name!r} is no name of a silo: letters, digits, dot, dash and underscore, at most "
             "100, starting with a letter or digit"
         )
+    if cluster.public_address is not None:
+        parse_address(cluster.public_address)
     if cluster.address is not None:
         parse_address(cluster.address)
     elif config.grpc.host in ANY_ADDRESS:

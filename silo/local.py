@@ -18,8 +18,7 @@ from ..server.guard import Call, Kind, Method
 from ..streams.errors import Closed, HeadraceError, Unavailable
 from .consumers import Consumers
 from .provider_core import ProviderCore
-from .relay.relay import Relays
-from .services.consumer import ConsumerService
+from .services.consumer import ConsumerService, Gateways
 from .services.subscriptions import SubscriptionService
 from .services.visible import VisibleBounds
 
@@ -30,7 +29,7 @@ THIS_PROCESS = "this process"
 
 @asynccontextmanager
 async def consuming(
-    provider: ProviderCore, consumers: Consumers | None, relays: Relays | None
+    provider: ProviderCore, consumers: Consumers | None, gateways: Gateways | None
 ) -> AsyncGenerator[Consuming]:
     """Connect the client's side of consuming to a provider, for the length of an `async with`.
 
@@ -39,14 +38,16 @@ async def consuming(
     async with AsyncExitStack() as stack:
         if consumers is None:
             consumers = await stack.enter_async_context(Consumers.opened(provider, SESSION_TIMEOUT_S))
-        yield await stack.enter_async_context(_connected(provider, consumers, relays))
+        yield await stack.enter_async_context(_connected(provider, consumers, gateways))
 
 
 @asynccontextmanager
-async def _connected(provider: ProviderCore, consumers: Consumers, relays: Relays | None) -> AsyncGenerator[Consuming]:
+async def _connected(
+    provider: ProviderCore, consumers: Consumers, gateways: Gateways | None
+) -> AsyncGenerator[Consuming]:
     providers, all_consumers = {provider.name: provider}, {provider.name: consumers}
     visible = VisibleBounds()
-    consuming = ConsumerService(providers, all_consumers, visible, relays)
+    consuming = ConsumerService(providers, all_consumers, visible, gateways)
     services = (consuming, SubscriptionService(providers, all_consumers, visible))
     transport = InProcessTransport([method for service in services for method in service.methods()])
     local = Consuming(transport, provider.name, TIMEOUT_S)

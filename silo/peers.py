@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
+
+import grpc.aio
 
 from ..client.connection import GrpcTransport, Tls
 from ..client.transport import StreamCall
@@ -19,6 +22,16 @@ REACH_S = 2.0
 """Timeout of the question whether a silo is alive, in seconds."""
 CALL_S = 30.0
 """Default timeout of a call to another silo, in seconds."""
+
+
+class _PeerTransport(GrpcTransport):
+    """The connection to one silo. All consumers share it, so a silent call alone does not end it."""
+
+    on_silence: Callable[[], None]
+    """Called when the silo is silent in a call."""
+
+    async def renew(self, index: int, channel: grpc.aio.Channel) -> None:
+        self.on_silence()
 
 
 class PeerConnections:
@@ -44,9 +57,9 @@ class PeerConnections:
         for name in self._connections.keys() - set(silos):
             self._close(name)
 
-    def report_unreachable(self, silo: SiloRecord) -> None:
-        """Check a silo from which nothing arrives. If it does not answer on its connection, the connection ends with
-        its calls; the next call makes a new one."""
+    def _suspect(self, silo: SiloRecord) -> None:
+        """Check a silo that is silent in a call. If it does not answer on its connection, the connection ends with its
+        calls; the next call makes a new one."""
         name = f"headrace check {silo.name}"
         if silo.name in self._connections and name not in self._checks:
             self._checks.start(self._check(silo), name)
@@ -89,7 +102,8 @@ class PeerConnections:
             return known[1]
         self._close(silo.name)
         # Without TLS if this silo has none: its configuration allowed that.
-        connection = GrpcTransport(silo.address, token=self._secret, tls=self._tls, insecure=True)
+        connection = _PeerTransport(silo.address, token=self._secret, tls=self._tls, insecure=True)
+        connection.on_silence = partial(self._suspect, silo)
         connection.begin(self._credentials)
         self._connections[silo.name] = silo, connection
         return connection

@@ -44,7 +44,7 @@ from .provider_core import ProviderCore
 if TYPE_CHECKING:
     from ..client.consuming import Consumer, Consuming, Plan, Pulled
     from .consumers import Consumers
-    from .relay.relay import Relays
+    from .services.consumer import Gateways
 
 ANY_STREAM = "*/*"
 """Selector of a subscription before its stored definition is read."""
@@ -59,8 +59,8 @@ class Provider(ProviderCore):
         super().__init__(parts)
         self.consumers: Consumers | None = None
         """The groups of remote consumers, while a silo serves them."""
-        self.relays: Relays | None = None
-        """In a cluster: the sessions of consumers with the queues of other silos."""
+        self.gateways: Gateways | None = None
+        """While a silo of a cluster serves remote consumers: it makes this silo the gateway of consumers here."""
         self._local_consumer: Consuming | None = None
         self._stack = AsyncExitStack()
 
@@ -203,7 +203,7 @@ class Provider(ProviderCore):
         if self._local_consumer is None:
             from .local import consuming  # noqa: PLC0415 (it loads gRPC's client and services)
 
-            opening = consuming(self, self.consumers, self.relays)
+            opening = consuming(self, self.consumers, self.gateways)
             self._local_consumer = await self._stack.enter_async_context(opening)
         return self._local_consumer
 

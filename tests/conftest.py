@@ -48,7 +48,7 @@ settings.load_profile(PROFILE)
 LONGEST = (
     "tests/spark",
     "tests/examples/test_node.py",
-    "tests/silo/relay/test_relay.py",
+    "tests/silo/test_gateway.py",
     "tests/cli/test_cli_cluster.py",
     "tests/client/test_command_line.py",
     "tests/faults/test_cluster_kills.py",

@@ -9,12 +9,13 @@ from ...agents import Edge, SendBudget
 from ...server.access import PEER
 from ...server.guard import Guard, Method
 from ..consumers import Consumers
+from ..gateway import ClusterGateways
 from ..local import InProcessTransport
 from ..provider import Provider
 from . import publisher
 from .agent_changes import RunningSilo
 from .cluster import ClusterService
-from .consumer import ConsumerService
+from .consumer import ConsumerService, Gateways
 from .reader import ReaderService
 from .subscriptions import SubscriptionService
 from .visible import VisibleBounds
@@ -26,14 +27,14 @@ async def opened(silo: RunningSilo) -> AsyncGenerator[Callable[[Guard], Sequence
     timeout_s = silo.config.grpc.session_timeout_s
     budget = SendBudget()
     async with AsyncExitStack() as stack:
+        clustering = silo.clustering
+        gateways = None if clustering is None else ClusterGateways(clustering, budget)
         consumers = {
-            name: await stack.enter_async_context(_consumers(provider, timeout_s, Edge(budget=budget)))
+            name: await stack.enter_async_context(_consumers(provider, timeout_s, Edge(budget=budget), gateways))
             for name, provider in silo.providers.items()
         }
         cluster = await stack.enter_async_context(ClusterService.opened(silo))
-        clustering = silo.clustering
         visible = VisibleBounds()
-        gateways = clustering.gateways if clustering is not None else None
         consuming = ConsumerService(silo.providers, consumers, visible, gateways)
         stack.push_async_callback(consuming.aclose)
 
@@ -53,11 +54,13 @@ async def opened(silo: RunningSilo) -> AsyncGenerator[Callable[[Guard], Sequence
 
 
 @asynccontextmanager
-async def _consumers(provider: Provider, timeout_s: float, edge: Edge) -> AsyncGenerator[Consumers]:
+async def _consumers(
+    provider: Provider, timeout_s: float, edge: Edge, gateways: Gateways | None
+) -> AsyncGenerator[Consumers]:
     """Open the groups of remote consumers. Consumers of this process join them meanwhile."""
     async with Consumers.opened(provider, timeout_s, edge) as consumers:
-        provider.consumers = consumers
+        provider.consumers, provider.gateways = consumers, gateways
         try:
             yield consumers
         finally:
-            provider.consumers = None
+            provider.consumers = provider.gateways = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
@@ -28,7 +28,6 @@ from ...streams.subscriptions import (
 )
 from ..consumers import Consumers
 from ..provider_core import ProviderCore
-from ..relay.relay import Silos
 from ..views import fault_at
 from .lookup import TO_KNOW, TO_MANAGE, Providers, create_subscription, provider_of, subscription_of
 from .visible import VisibleBounds, sees_everything
@@ -50,20 +49,32 @@ _Selectors = Mapping[str, Selector | None]
 """Dead letters: by the name under which they are stored, those of streams that the selector matches; None: all."""
 
 
+class QueueOwners(Protocol):
+    """The owners of queues in a cluster."""
+
+    def owner(self, provider: str, queue: int) -> str:
+        """Return the name of a queue's owner, "" if it has none."""
+        ...
+
+    async def call(self, silo: str, method: str, request: bytes) -> bytes:
+        """Call a silo, which may be this one. Raise Unavailable, and the errors that the silo raises."""
+        ...
+
+
 class SubscriptionService:
-    """`consumers` are the silo's, by provider. `silos` is the silo's cluster, None without one."""
+    """`consumers` are the silo's, by provider. `owners` are those of the silo's cluster, None without one."""
 
     def __init__(
         self,
         providers: Providers,
         consumers: Mapping[str, Consumers],
         visible: VisibleBounds,
-        silos: Silos | None = None,
+        owners: QueueOwners | None = None,
     ) -> None:
         self._providers = providers
         self._visible = visible
         self._consumers = consumers
-        self._silos = silos
+        self._owners = owners
 
     def methods(self) -> list[Method]:
         handlers = {
@@ -159,10 +170,10 @@ class SubscriptionService:
         stream = StreamId(request.namespace, request.key)
         provider = provider_of(call, self._providers, request.provider, TO_MANAGE)
         definition = await subscription_of(call, provider, request.name, TO_MANAGE)
-        if self._silos is not None and call.principal is not PEER:
-            owner = self._silos.owner(provider.name, provider.queue_of(stream))
+        if self._owners is not None and call.principal is not PEER:
+            owner = self._owners.owner(provider.name, provider.queue_of(stream))
             if owner:
-                return await self._silos.call(owner, "SubscriptionService/ResumeStream", message)
+                return await self._owners.call(owner, "SubscriptionService/ResumeStream", message)
         resumed = [await provider.resume(name, stream) for name in await _position_names(provider, definition)]
         return pb.ResumeStreamResponse(resumed=any(resumed)).SerializeToString()
 

@@ -307,12 +307,14 @@ class MemoryClusterStore:
         serves: Sequence[str],
         settings: Mapping[str, str] = MappingProxyType({}),
         process: str = "",
+        *,
+        public_address: str = "",
     ) -> SiloRecord:
         self._members.incarnation += 1
         now = self._now(None)
         me = SiloRecord(
             name, self._members.incarnation, address, tuple(serves), SiloState.ACTIVE, now, now, (),
-            settings=dict(settings), process=process,
+            settings=dict(settings), process=process, public_address=public_address,
         )  # fmt: skip
         self._silos[name] = me
         self._votes.pop(name, None)

@@ -157,8 +157,8 @@ class _LosesAnswers:
         self._store = store
         self.losing = 0
 
-    async def join(self, *args: Any) -> SiloRecord:
-        me = await self._store.join(*args)
+    async def join(self, *args: Any, **options: Any) -> SiloRecord:
+        me = await self._store.join(*args, **options)
         if self.losing:
             self.losing -= 1
             raise StorageError("the answer is lost")

@@ -1,0 +1,424 @@
+"""A gateway: it serves a consumer that opened one session for all silos of the cluster.
+
+The gateway runs the client's code for routes and credit, with direct sessions to the owners of queues. It passes
+batches, statuses, reports and confirmations on as they are. It keeps no progress, and reads nothing more from silos
+while `OUTBOX_BYTES` wait for the consumer.
+
+This silo checks the permissions of the consumer. The sessions with owners are calls of a silo.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from ..agents import SendAccount, SendBudget
+from ..client.conversation import METHOD
+from ..client.routing import DRAINING, Link, LinkUser, QueueStatus, Router, SessionCalls
+from ..client.transport import StreamCall
+from ..proto.v1 import consumer_pb2 as pb
+from ..server.guard import Call, parsed
+from ..store.rows import position_token
+from ..streams import wire
+from ..streams.errors import HeadraceError, InvalidArgument, Unavailable
+from ..streams.frames import Delivered
+from ..streams.subscriptions import Checkpoint
+from .gateway_pulls import PullingGateway, PullKey
+from .placement import ClusterPlacements
+from .services.consumer_session import DRAIN_CHECK_S, HEARTBEATS, STOPS
+from .services.consumer_target import ConsumerTarget
+from .services.reports import check_count, refuse_all
+
+log = logging.getLogger("headrace.silo")
+
+OUTBOX_BYTES = 1 << 20
+"""Nothing more is read from silos while so many bytes wait for the consumer."""
+MAX_WAITING = 4
+"""Nothing more is read from the consumer while so many of its requests wait for one silo."""
+RETURN_S = 1.0
+"""Time that silos have to give credit back, in seconds."""
+CLOSE_S = 1.0
+"""Time that silos have to hear that a silent consumer has left, in seconds."""
+ACKNOWLEDGE = "ConsumerService/Acknowledge"
+
+
+class GatewaySilos(Protocol):
+    """The cluster, as gateways need it."""
+
+    @property
+    def placements(self) -> ClusterPlacements: ...
+
+    def owner(self, provider: str, queue: int) -> str:
+        """Return the name of a queue's owner, "" if it has none."""
+        ...
+
+    def stream(self, silo: str, method: str) -> StreamCall:
+        """Begin a call of a silo, which may be this one. Raise Unavailable if it is not a living member."""
+        ...
+
+    async def call(self, silo: str, method: str, request: bytes) -> bytes:
+        """Call a silo, which may be this one. Raise Unavailable, and the errors that the silo raises."""
+        ...
+
+
+class _SiloCalls(SessionCalls):
+    """The sessions of gateways: the first one with this silo, because it knows the placement."""
+
+    def __init__(self, silos: GatewaySilos) -> None:
+        self._silos = silos
+
+    @property
+    def direct(self) -> bool:
+        return True
+
+    def first(self) -> StreamCall:
+        return self._silos.stream(self._silos.placements.silo, METHOD)
+
+    def to_owner(self, silo: str, address: str) -> StreamCall:
+        return self._silos.stream(silo, METHOD)
+
+
+class ClusterGateways:
+    """All consumers for which this silo is the gateway. Their waiting bytes count in `budget`."""
+
+    def __init__(self, silos: GatewaySilos, budget: SendBudget) -> None:
+        self._silos = silos
+        self._budget = budget
+        self._calls = _SiloCalls(silos)
+        self._pulling: dict[PullKey, PullingGateway] = {}
+
+    @property
+    def placements(self) -> ClusterPlacements:
+        return self._silos.placements
+
+    async def aclose(self) -> None:
+        await asyncio.gather(*(pulling.aclose() for pulling in list(self._pulling.values())))
+
+    async def serve(self, call: Call, request: pb.SubscribeRequest, target: ConsumerTarget) -> None:
+        """Converse with a consumer until its call ends. `request` is the first one."""
+        positions = await target.consumers.prepare(target.definition, target.consumer, target.positions)
+        account = self._budget.account(call.peer)
+        try:
+            opening = gateway_open(target, positions, concurrent=request.open.concurrent)
+            session = GatewaySession(call, opening, self._calls, account)
+            await session.run(request, target)
+        finally:
+            account.close()
+
+    async def pull(self, call: Call, request: pb.PullRequest, target: ConsumerTarget) -> bytes:
+        """Answer a `Pull`, also one that leaves."""
+        refused = await self._report(target, request.reports)
+        key = PullKey(target.provider.name, target.definition.name, target.consumer)
+        pulling = self._pulling.get(key)
+        if pulling is None or pulling.is_over:
+            target.consumers.check(target.definition, target.consumer, target.timeout_s, keeps_positions=False)
+            await target.consumers.prepare(target.definition, target.consumer, None)
+            pulling = PullingGateway(gateway_open(target, None, pulls=True), self._calls, target)
+            self._pulling[key] = pulling
+            pulling.on_end = lambda: self._forget(key, pulling)
+        response = await (pulling.leave() if request.leave else pulling.pull(call, request))
+        return response + pb.PullResponse(refused=refused).SerializeToString()
+
+    def _forget(self, key: PullKey, pulling: PullingGateway) -> None:
+        if self._pulling.get(key) is pulling:
+            del self._pulling[key]
+
+    async def acknowledge(self, call: Call, request: pb.AcknowledgeRequest, target: ConsumerTarget) -> bytes:
+        """Answer an `Acknowledge`."""
+        return pb.AcknowledgeResponse(refused=await self._report(target, request.reports)).SerializeToString()
+
+    async def _report(self, target: ConsumerTarget, reports: Sequence[pb.QueueReport]) -> Sequence[pb.Refusal]:
+        """Pass reports to the owners of their queues. Return the refusals."""
+        check_count(reports)
+        by_owner: dict[str, list[pb.QueueReport]] = {}
+        for report in reports:
+            by_owner.setdefault(self._silos.owner(target.provider.name, report.queue), []).append(report)
+        answers = await asyncio.gather(*(self._report_to(owner, target, each) for owner, each in by_owner.items()))
+        return [refusal for answer in answers for refusal in answer]
+
+    async def _report_to(
+        self, owner: str, target: ConsumerTarget, reports: Sequence[pb.QueueReport]
+    ) -> Sequence[pb.Refusal]:
+        request = pb.AcknowledgeRequest(
+            provider=target.provider.name,
+            subscription=target.definition.name,
+            consumer=target.consumer,
+            reports=reports,
+        )
+        try:
+            if owner:
+                answer = await self._silos.call(owner, ACKNOWLEDGE, request.SerializeToString())
+                return pb.AcknowledgeResponse.FromString(answer).refused
+        except HeadraceError as error:
+            if not error.retryable:
+                raise
+            log.info("silo %s did not take acknowledgements of consumer %r: %s", owner, target.consumer, error)
+        return refuse_all(reports)
+
+
+def gateway_open(
+    target: ConsumerTarget,
+    positions: Mapping[int, Checkpoint] | None,
+    *,
+    pulls: bool = False,
+    concurrent: bool = False,
+) -> pb.Open:
+    """Return how the sessions of a gateway begin."""
+    opening = pb.Open(
+        provider=target.provider.name,
+        subscription=target.definition.name,
+        consumer=target.consumer,
+        session_timeout_ms=round(target.consumers.timeout(target.timeout_s) * 1000),
+        keeps_positions=positions is not None,
+        pulls=pulls,
+        concurrent=concurrent,
+    )
+    for queue, checkpoint in (positions or {}).items():
+        opening.positions.add(queue=queue, token=position_token(checkpoint))
+    return opening
+
+
+class GatewaySession(LinkUser):
+    """One `Subscribe` call of a consumer. `opening` is how the sessions with owners begin."""
+
+    def __init__(self, call: Call, opening: pb.Open, calls: SessionCalls, account: SendAccount) -> None:
+        self._call = call
+        self._opening = opening
+        self._positions = {position.queue: position.token for position in opening.positions}
+        """The positions of a client that keeps them, by queue."""
+        self._account = account
+        self._router = Router(self, calls, stays_direct=True)
+        self._loop = asyncio.get_running_loop()
+        self._is_opened = False
+        self._outbox: deque[pb.SubscribeResponse | bytes] = deque()
+        """Responses, and encoded batches, in the order in which they came."""
+        self._outbox_bytes = 0
+        self._output_ready = asyncio.Event()
+        self._all_written = asyncio.Event()
+        self._has_written = False
+        """Something was written since the last heartbeat."""
+        self._was_caught_up = False
+        self._requests: dict[Link, deque[pb.SubscribeRequest]] = {}
+        """Reports that wait for each silo."""
+        self._requests_taken = asyncio.Event()
+        self._closing = False
+        self._stopping = False
+        self._silent_beats = 0
+        self._silent: asyncio.Future[None] = self._loop.create_future()
+        self._heartbeat_s = opening.session_timeout_ms / 1000 / HEARTBEATS
+        self._next_heartbeat = self._loop.call_later(self._heartbeat_s, self._beat)
+
+    async def run(self, first: pb.SubscribeRequest, target: ConsumerTarget) -> None:
+        """Converse until either side ends the call. If the consumer has closed in order, all silos have saved its
+        acknowledgements. If the call is lost, they wait for the consumer until its session timeout is over."""
+        if target.gaps:
+            self._add(pb.SubscribeResponse(gaps=map(wire.gap_message, target.gaps)))
+        routing = self._loop.create_task(self._route(), name="headrace gateway routes")
+        tasks = [routing] + [
+            self._loop.create_task(work, name=f"headrace gateway {what}")
+            for work, what in (
+                (self._write(), "writes"),
+                (self._read(first, routing), "reads"),
+                (self._drain(routing), "drains"),
+            )
+        ]
+        try:
+            await asyncio.wait({*tasks, self._silent}, return_when=asyncio.FIRST_COMPLETED)
+            if self._silent.done():
+                self._router.close()  # its events go to others at once
+                await asyncio.wait([routing], timeout=CLOSE_S)
+            for each in (*tasks, self._silent):
+                if each.done():
+                    each.result()
+            if self._stopping and not self._closing:
+                raise Unavailable(STOPS)
+        finally:
+            self._next_heartbeat.cancel()
+            if not self._silent.cancel() and not self._silent.cancelled():
+                self._silent.exception()  # mark it as retrieved
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _route(self) -> None:
+        await self._router.run()
+        self._all_written.clear()
+        self._output_ready.set()
+        await self._all_written.wait()
+
+    # ---- the consumer's requests -------------------------------------------------------------------------------------
+
+    async def _read(self, request: pb.SubscribeRequest, routing: asyncio.Task[None]) -> None:
+        await self._apply(request)
+        while not self._closing:
+            message = await self._call.read()
+            if message is None:  # perhaps the connection is lost: the consumer may come back
+                return
+            self._silent_beats = 0
+            if message:
+                request = parsed(pb.SubscribeRequest, message)
+                if request.HasField("open"):
+                    raise InvalidArgument(
+                        "only the first request of Subscribe has the field open: leave it out, or call again"
+                    )
+                await self._apply(request)
+        self._router.close()
+        await asyncio.wait([routing])
+
+    async def _apply(self, request: pb.SubscribeRequest) -> None:
+        check_count(request.reports)
+        refused: list[pb.Refusal] = []
+        by_link: dict[Link, pb.SubscribeRequest] = {}
+        for report in request.reports:
+            link = self._router.link_of(report.queue)
+            if link is None:
+                refused += refuse_all([report])
+            else:
+                by_link.setdefault(link, pb.SubscribeRequest()).reports.append(report)
+        for link, part in by_link.items():
+            self._requests.setdefault(link, deque()).append(part)
+            link.wake()
+        if by_link:
+            self._account.prove()
+        if refused:
+            self._add(pb.SubscribeResponse(refused=refused))
+        if not self._stopping:
+            self._router.grant(request.credit.events, request.credit.bytes)
+        if request.reclaim:
+            left = await self._router.take_back(RETURN_S)
+            returned = pb.Credit(events=left.events, bytes=left.bytes)
+            self._add(pb.SubscribeResponse(returned=returned, progress=self._router.progress()))
+        self._closing = request.close
+        while any(len(waiting) > MAX_WAITING for waiting in self._requests.values()):
+            self._requests_taken.clear()
+            await self._requests_taken.wait()
+
+    # ---- sessions with owners ----------------------------------------------------------------------------------------
+
+    def open(self) -> pb.Open:
+        opening = pb.Open()
+        opening.CopyFrom(self._opening)
+        del opening.positions[:]
+        for queue, token in self._positions.items():
+            opening.positions.add(queue=queue, token=token)
+        return opening
+
+    def opened(self, link: Link, opened: pb.Opened) -> None:
+        if not self._is_opened:
+            self._is_opened = True
+            self._outbox.appendleft(pb.SubscribeResponse(opened=opened))
+            self._output_ready.set()
+
+    def changed(self, link: Link, status: QueueStatus) -> None:
+        self._add(pb.SubscribeResponse(queues=[pb.QueueStatus(**status._asdict())]))
+
+    def request(self, link: Link) -> pb.SubscribeRequest | None:
+        waiting = self._requests.get(link)
+        if not waiting:
+            return None
+        self._requests_taken.set()
+        return waiting.popleft()
+
+    def take(self, link: Link, delivered: Sequence[Delivered], frames: bytes) -> None:
+        self._was_caught_up = False
+        self._account.add(len(frames))
+        self._put(frames, len(frames))
+
+    def hear(self, link: Link, response: pb.SubscribeResponse) -> None:
+        for saved in response.saved:
+            if saved.HasField("position"):
+                self._positions[saved.queue] = saved.position.token
+        if response.saved or response.refused or response.gaps:
+            self._add(pb.SubscribeResponse(saved=response.saved, refused=response.refused, gaps=response.gaps))
+        if response.HasField("progress"):
+            progress = self._router.progress()
+            if progress.needed_bytes or progress.caught_up != self._was_caught_up:
+                self._was_caught_up = progress.caught_up
+                self._add(pb.SubscribeResponse(progress=progress))
+
+    def ended(self, link: Link) -> None:
+        self._requests.pop(link, None)  # its queues have ended: the reports are void
+        self._requests_taken.set()
+
+    # ---- responses ---------------------------------------------------------------------------------------------------
+
+    def _add(self, response: pb.SubscribeResponse) -> None:
+        """Send everything but batches. Of one response, confirmations apply before statuses."""
+        last = self._outbox[-1] if self._outbox else None
+        if isinstance(last, pb.SubscribeResponse) and not (last.queues and response.saved):
+            last.MergeFrom(response)
+            self._outbox_bytes += response.ByteSize()
+            self._limit()
+        else:
+            self._put(response, response.ByteSize())
+
+    def _put(self, response: pb.SubscribeResponse | bytes, size: int) -> None:
+        self._outbox.append(response)
+        self._outbox_bytes += size
+        self._limit()
+
+    def _limit(self) -> None:
+        """Receive nothing more while much waits for the consumer."""
+        if self._outbox_bytes > OUTBOX_BYTES or (self._outbox and self._account.space <= 0):
+            self._router.pause()
+        else:
+            self._router.resume()
+        self._output_ready.set()
+
+    async def _write(self) -> None:
+        while True:
+            await self._output_ready.wait()
+            self._output_ready.clear()
+            while self._outbox and self._is_opened:
+                await self._write_next()
+            self._all_written.set()
+
+    async def _write_next(self) -> None:
+        """Write the next response, with the batches that follow it."""
+        first, size, batch_bytes = self._outbox.popleft(), 0, 0
+        message = first if isinstance(first, bytes) else first.SerializeToString()
+        if isinstance(first, bytes):
+            batch_bytes = len(first)
+        elif self._outbox and isinstance(frames := self._outbox[0], bytes):
+            self._outbox.popleft()
+            message, batch_bytes = message + frames, len(frames)
+        size = len(message)
+        self._has_written = True
+        self._call.check_valid()  # here, too: a consumer that sends nothing may have credit
+        await self._call.write(message)
+        self._account.free(batch_bytes)
+        self._outbox_bytes = self._outbox_bytes - size if self._outbox else 0
+        self._limit()
+
+    def _beat(self) -> None:
+        """Send the progress if nothing else was sent. Give up a silent consumer."""
+        self._silent_beats += 1
+        if self._silent_beats > HEARTBEATS and not self._silent.done():
+            timeout_s = self._opening.session_timeout_ms / 1000
+            text = f"consumer {self._opening.consumer!r} was silent for {timeout_s:g} s"
+            self._silent.set_exception(Unavailable(text))
+            return
+        if not self._has_written and self._is_opened:
+            self._add(pb.SubscribeResponse(progress=self._router.progress()))
+        self._has_written = False
+        self._next_heartbeat = self._loop.call_later(self._heartbeat_s, self._beat)
+
+    async def _drain(self, routing: asyncio.Task[None]) -> None:
+        """When this silo stops, deliver nothing more, wait for the events in flight, and end all sessions in order."""
+        await self._call.closing.wait()
+        self._stopping = True
+        draining = [
+            pb.QueueStatus(**status._replace(state=DRAINING)._asdict())
+            for link in self._router.links
+            for status in link.queues.values()
+        ]
+        self._add(pb.SubscribeResponse(closing=pb.Closing(reason=STOPS), queues=draining))
+        await self._router.take_back(RETURN_S)
+        while self._outbox or self._router.progress().in_flight_events:
+            await asyncio.sleep(DRAIN_CHECK_S)
+            await self._router.take_back(RETURN_S)
+        self._router.close()
+        await asyncio.wait([routing])

@@ -1,0 +1,183 @@
+"""A consumer that pulls from a cluster: it has credit only while a call waits.
+
+The credit that is left is taken back before a call is answered, so the answer has everything that was sent. Events that
+a call returned and that are not acknowledged are taken back by their silos when the session timeout has passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ..client.routing import ENDED, Link, LinkUser, QueueStatus, Router, SessionCalls
+from ..proto.v1 import consumer_pb2 as pb
+from ..proto.v1 import subscriptions_pb2
+from ..server.guard import Call
+from ..streams.background import end
+from ..streams.errors import HeadraceError, Unavailable
+from ..streams.frames import BATCHES, Delivered, element_frame, elements, split
+from .services.consumer_session import MAX_GAPS
+from .services.consumer_target import ConsumerTarget
+from .services.pulling import CHECK_S, PULL_BYTES, PULL_EVENTS, pull_wait_s, waits_already
+
+log = logging.getLogger("headrace.silo")
+
+ATTACH_S = 1.0
+"""Time that all owners have to accept the consumer before its first call is answered, in seconds."""
+RETURN_S = 1.0
+"""Time that silos have to give credit back, in seconds."""
+CLOSE_S = 1.0
+"""Time that silos have to save when the consumer leaves, in seconds."""
+
+
+class PullKey(NamedTuple):
+    provider: str
+    subscription: str
+    consumer: str
+
+
+class PullingGateway(LinkUser):
+    """One consumer, as long as it pulls. `on_end` is called when it has ended."""
+
+    def __init__(self, opening: pb.Open, calls: SessionCalls, target: ConsumerTarget) -> None:
+        self.is_over = False
+        self.on_end: Callable[[], object] = lambda: None
+        self._opening = opening
+        self._consumer = target.consumer
+        self._timeout_s = opening.session_timeout_ms / 1000
+        self._router = Router(self, calls, stays_direct=True)
+        self._loop = asyncio.get_running_loop()
+        self._error: HeadraceError | None = None
+        self._called_at = self._loop.time()
+        self._is_waiting = False
+        self._arrived = asyncio.Event()
+        """Batches, other news of the sessions, or their end."""
+        self._batches: list[tuple[int, bytes]] = []
+        """Batches that wait for the answer: queue, and frame."""
+        self._released: dict[Link, list[pb.QueueReport]] = {}
+        self._gaps: deque[subscriptions_pb2.Gap] = deque(maxlen=MAX_GAPS)
+        self._task = self._loop.create_task(self._run(), name="headrace gateway pulls")
+
+    async def pull(self, call: Call, request: pb.PullRequest) -> bytes:
+        """Return the encoded answer, without refusals. Raise LimitExceeded if another call waits."""
+        if self._is_waiting:
+            raise waits_already(self._consumer)
+        self._is_waiting = True
+        try:
+            await self._wait(call, request)
+            return self._answer()
+        finally:
+            self._is_waiting = False
+            self._called_at = self._loop.time()
+            self._release()
+
+    async def leave(self) -> bytes:
+        """End in order: the silos save the acknowledgements, and other consumers get the events in flight."""
+        await self._router.attached(ATTACH_S)
+        self._router.close()
+        await asyncio.wait([self._task], timeout=CLOSE_S)
+        return pb.PullResponse(gaps=self._gaps).SerializeToString()
+
+    async def aclose(self) -> None:
+        await end(self._task)
+
+    async def _wait(self, call: Call, request: pb.PullRequest) -> None:
+        ends = self._loop.time() + pull_wait_s(request.wait_ms / 1000, call.remaining_s())
+        await self._router.attached(ATTACH_S)
+        self._check()
+        self._router.grant(request.max_events or PULL_EVENTS, request.max_bytes or PULL_BYTES)
+        try:
+            while not self._batches and not call.closing.is_set() and (left := ends - self._loop.time()) > 0:
+                call.check_valid()
+                try:
+                    async with asyncio.timeout(min(left, CHECK_S)):
+                        await self._arrived.wait()
+                except TimeoutError:
+                    continue
+                self._arrived.clear()
+                self._check()
+                if needed_bytes := self._router.progress().needed_bytes:
+                    self._router.grant(0, needed_bytes)
+        finally:
+            await self._router.take_back(RETURN_S)
+        self._check()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _answer(self) -> bytes:
+        response = pb.PullResponse(gaps=self._gaps)
+        self._gaps.clear()
+        for queue in sorted({queue for queue, _ in self._batches}):
+            if (link := self._router.link_of(queue)) is not None:
+                response.queues.append(pb.QueueStatus(**link.queues[queue]._asdict()))
+        frames = b"".join([frame for _, frame in self._batches])
+        self._batches.clear()
+        return frames + response.SerializeToString()
+
+    def _release(self) -> None:
+        """Give back the batches of a call that was cancelled."""
+        for queue, frame in self._batches:
+            link = self._router.link_of(queue)
+            if link is not None:
+                report = pb.QueueReport(queue=queue, epoch=link.queues[queue].epoch)
+                report.generation = link.queues[queue].generation
+                [delivered], _ = split(frame)
+                index = delivered.indexes[0] if delivered.indexes else 0
+                report.released.add(offset=delivered.batch.offset, index=index)
+                self._released.setdefault(link, []).append(report)
+                link.wake()
+        self._batches.clear()
+
+    async def _run(self) -> None:
+        """Keep the sessions until the consumer has not called for its session timeout."""
+        routing = self._loop.create_task(self._router.run(), name="headrace gateway routes")
+        try:
+            while not routing.done():
+                await asyncio.wait([routing], timeout=CHECK_S)
+                if not self._is_waiting and self._loop.time() - self._called_at > self._timeout_s:
+                    self._router.close()
+            self._error = Unavailable("the consumer left: pull again to come back")
+            routing.result()
+        except HeadraceError as error:
+            self._error = error
+            log.info("the sessions of consumer %r, which pulls, have ended: %s", self._consumer, error)
+        finally:
+            await end(routing)
+            self.is_over = True
+            self._arrived.set()
+            self.on_end()
+
+    # ---- sessions with owners ----------------------------------------------------------------------------------------
+
+    def open(self) -> pb.Open:
+        opening = pb.Open()
+        opening.CopyFrom(self._opening)
+        return opening
+
+    def opened(self, link: Link, opened: pb.Opened) -> None: ...
+
+    def changed(self, link: Link, status: QueueStatus) -> None:
+        if status.state == ENDED:
+            self._batches = [(queue, frame) for queue, frame in self._batches if queue != status.queue]
+
+    def request(self, link: Link) -> pb.SubscribeRequest | None:
+        released = self._released.pop(link, None)
+        return pb.SubscribeRequest(reports=released) if released else None
+
+    def take(self, link: Link, delivered: Sequence[Delivered], frames: bytes) -> None:
+        found = map(element_frame, elements(frames, BATCHES)[0])
+        self._batches += zip([each.queue for each in delivered], found, strict=True)
+        self._arrived.set()
+
+    def hear(self, link: Link, response: pb.SubscribeResponse) -> None:
+        self._gaps.extend(response.gaps)
+        self._arrived.set()
+
+    def ended(self, link: Link) -> None:
+        self._released.pop(link, None)
+        self._arrived.set()

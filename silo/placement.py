@@ -1,0 +1,67 @@
+"""The placement: which silo owns which queue, and where clients reach the silo. It is pushed to direct sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
+
+from ..proto.v1 import consumer_pb2 as pb
+from ..streams.cluster import SiloRecord
+
+PlacementCallback = Callable[[pb.Placement], None]
+
+
+class _Watch(NamedTuple):
+    """A session that follows the placement."""
+
+    provider: str
+    queues: Collection[int]
+    on_placement: PlacementCallback
+
+
+class ClusterPlacements:
+    """The owners of all queues, as this silo knows them."""
+
+    def __init__(self) -> None:
+        self.silo = ""
+        """The name of this silo; "" before it joins its cluster."""
+        self._owners: Mapping[tuple[str, int], str] = {}
+        self._silos: Mapping[str, SiloRecord] = {}
+        self._watches: dict[int, tuple[_Watch, pb.Placement]] = {}
+        """By number, with the placement that was pushed last."""
+        self._last = 0
+
+    def join(self, silo: str) -> None:
+        """This silo joins its cluster under a name."""
+        self.silo = silo
+
+    def update(self, owners: Mapping[tuple[str, int], str], silos: Mapping[str, SiloRecord]) -> None:
+        """Take the owners (by provider and queue) and the living silos (by name). Push what changed."""
+        self._owners, self._silos = owners, silos
+        for number, (watch, before) in list(self._watches.items()):
+            placement = self.placement(watch.provider, watch.queues)
+            if placement != before and number in self._watches:
+                self._watches[number] = watch, placement
+                watch.on_placement(placement)
+
+    def placement(self, provider: str, queues: Collection[int]) -> pb.Placement:
+        """Return the owners of these queues. Queues without a living owner are left out."""
+        placement = pb.Placement(queues=len(queues))
+        for queue in queues:
+            silo = self._silos.get(self._owners.get((provider, queue), ""))
+            if silo is not None:
+                placement.owners.add(queue=queue, silo=silo.name, address=silo.public_address or silo.address)
+        return placement
+
+    def watch(self, provider: str, queues: Collection[int], on_placement: PlacementCallback) -> Callable[[], None]:
+        """Call `on_placement` at once, and whenever the owners of these queues change, until the returned function is
+        called."""
+        self._last = number = self._last + 1
+        placement = self.placement(provider, queues)
+        self._watches[number] = _Watch(provider, queues, on_placement), placement
+        on_placement(placement)
+
+        def stop() -> None:
+            self._watches.pop(number, None)
+
+        return stop
