@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple
 
 from ..streams.background import run_periodically
 from ..streams.progress import RefusedProgress
 from ..streams.subscriptions import Checkpoint
+from .delivery.confirmations import Mark
 from .delivery.progress import UnsavedProgress
 from .host_state import HostState
 from .progress_store import ProgressStore
@@ -24,6 +27,14 @@ CHECKPOINT_S = 0.1
 """How often progress is stored, in seconds. Events that were done since come again after a crash."""
 CHECK_OWNER_S = 1.0
 """If no progress has changed, the store is asked only so often whether subscriptions have another owner, in seconds."""
+
+
+class _LastProgress(NamedTuple):
+    """The progress in a queue that is not read any more."""
+
+    checkpoint: Checkpoint
+    marks: Sequence[Mark]
+    """Reports that are confirmed when it is stored."""
 
 
 class Checkpointer:
@@ -38,7 +49,7 @@ class Checkpointer:
         """Called with the name of a subscription that another process took over."""
         self._state = state
         self._store = store
-        self._unsaved: dict[int, dict[tuple[str, int], Checkpoint]] = {}
+        self._unsaved: dict[int, dict[tuple[str, int], _LastProgress]] = {}
         """Progress in queues that are not read any more, by subscription and epoch, until it is stored."""
         self._check_owner_at = 0.0
         """Loop time from which on `save` asks the store even if no progress has changed."""
@@ -53,7 +64,7 @@ class Checkpointer:
         async with self.lock:
             leases = state.leases_now()
             progress = [(served, _unsaved(served)) for served in state.served.values() if served.service.stored]
-            saved = [(name, served.service.saving()) for name, served in state.served.items()]
+            marks = [(name, _marks(served)) for name, served in state.served.items()]
             # After progress was read, before it is stored: a crash must not leave a checkpoint past an unrecorded gap.
             await state.recorder.save_gaps()
             rows = [(served.definition.name, served.epoch, _changed(served, unsaved)) for served, unsaved in progress]
@@ -67,14 +78,14 @@ class Checkpointer:
                     for queue in unsaved.keys() - refused.queues:
                         served.note_stored({queue: unsaved[queue].checkpoint})
                         unsaved[queue].note_saved()
+            for name, reports in marks:
+                if name not in stale:
+                    _confirm(reports, refused.queues)
         for queue in self._no_longer_held(refused.queues, leases):
             log.warning(
                 "queue %d of %r has another owner by now: it is not served here any more", queue, state.provider
             )
             self.on_queue_refused(queue)
-        for name, confirm in saved:
-            if name not in stale and not refused.queues:
-                confirm()
         for name in stale:
             self.on_subscription_refused(name)
 
@@ -89,25 +100,25 @@ class Checkpointer:
         self, served: ServedSubscription, final: Mapping[int, Checkpoint], leases: Mapping[int, int] | None
     ) -> None:
         """Store the last checkpoints of a subscription, which were read under these leases."""
-        confirm = served.service.saving()
+        marks = {queue: delivery.marks() for queue, delivery in served.deliveries.items()}
         async with self.lock:
             await self._state.recorder.save_gaps()
-            if served.service.stored and not await self._save_last(served, final, leases):
-                return
-        confirm()
+            refused = await self._save_last(served, final, leases) if served.service.stored else RefusedProgress()
+            if not refused.subscriptions:
+                _confirm(marks, refused.queues)
 
     async def _save_last(
         self, served: ServedSubscription, final: Mapping[int, Checkpoint], leases: Mapping[int, int] | None
-    ) -> bool:
+    ) -> RefusedProgress:
         name = served.definition.name
         refused = await self._store.save_checkpoints(self._state.provider, [(name, served.epoch, final)], leases)
         if refused.queues:
             log.warning("subscription %r: queues %s have another owner by now", name, sorted(refused.queues))
         if refused.subscriptions:
             log.warning("subscription %r was taken over: its last checkpoint is not saved", name)
-            return False
-        served.note_stored(final)
-        return True
+        else:
+            served.note_stored({queue: final[queue] for queue in final.keys() - refused.queues})
+        return refused
 
     async def save_stopped(self, done: Mapping[int, Mapping[str, Checkpoint]]) -> None:
         """Store progress in queues that are not read any more, given by queue and subscription."""
@@ -116,24 +127,30 @@ class Checkpointer:
         async with self.lock:
             await state.recorder.save_gaps()
             for served, final in finals:
+                checkpoints, refused = {queue: last.checkpoint for queue, last in final.items()}, RefusedProgress()
                 if not served.service.stored:
-                    served.note_stored(final)
-                elif final and not await self._save_last(served, final, state.leases):
+                    served.note_stored(checkpoints)
+                elif final:
+                    refused = await self._save_last(served, checkpoints, state.leases)
+                if refused.subscriptions:
                     self.on_subscription_refused(served.definition.name)
+                else:
+                    _confirm({queue: last.marks for queue, last in final.items()}, refused.queues)
         for queue in done:
             self._unsaved.pop(queue, None)
 
     def _finals(
         self, served: ServedSubscription, done: Mapping[int, Mapping[str, Checkpoint]]
-    ) -> dict[int, Checkpoint]:
+    ) -> dict[int, _LastProgress]:
         """A subscription's progress in these queues: from `done`, or from an earlier call that could not store it. It
         is kept until it is stored."""
-        key, finals = (served.definition.name, served.epoch), dict[int, Checkpoint]()
+        key, finals = (served.definition.name, served.epoch), dict[int, _LastProgress]()
         for queue, checkpoints in done.items():
             unsaved = self._unsaved.setdefault(queue, {})
             if served.definition.name in checkpoints:
-                served.end(queue)
-                unsaved[key] = checkpoints[served.definition.name]
+                delivery = served.end(queue)
+                marks = () if delivery is None else delivery.marks()
+                unsaved[key] = _LastProgress(checkpoints[served.definition.name], marks)
             if key in unsaved:
                 finals[queue] = unsaved[key]
         return finals
@@ -152,6 +169,20 @@ def _unsaved(served: ServedSubscription) -> dict[int, UnsavedProgress]:
     """Progress by queue that may differ from what is stored."""
     found = {queue: delivery.unsaved() for queue, delivery in served.deliveries.items()}
     return {queue: unsaved for queue, unsaved in found.items() if unsaved is not None}
+
+
+def _marks(served: ServedSubscription) -> dict[int, Sequence[Mark]]:
+    """Reports that the progress has which `_unsaved` has just read. If its checkpoint is not complete, there are
+    none."""
+    deliveries, stored = served.deliveries.items(), served.service.stored
+    return {queue: delivery.marks() for queue, delivery in deliveries if delivery.progress.exact or not stored}
+
+
+def _confirm(marks: Mapping[int, Sequence[Mark]], refused: AbstractSet[int]) -> None:
+    """Progress is stored, but not that of refused queues: confirm the reports that it has."""
+    for queue in marks.keys() - refused:
+        for mark in marks[queue]:
+            mark.confirm()
 
 
 def _changed(served: ServedSubscription, unsaved: Mapping[int, UnsavedProgress]) -> dict[int, Checkpoint]:

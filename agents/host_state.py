@@ -93,10 +93,11 @@ class HostState:
         del self._served[name]
 
     def _attach(self, served: ServedSubscription, queue: int) -> None:
+        queue_epoch = served.epoch if self.leases is None else self.leases[queue]
         delivery = served.service.deliver(
             served.definition, queue, served.saved[queue], self.recorder,
-            epoch=served.epoch, term=self._terms.get(queue), rewindable=self._adapter.capabilities.rewindable,
-            gate=served.gate,
+            epoch=served.epoch, queue_epoch=queue_epoch, generation=served.generation, term=self._terms.get(queue),
+            rewindable=self._adapter.capabilities.rewindable, gate=served.gate,
         )  # fmt: skip
         served.begin(queue, delivery)
         self.agents[queue].attach(delivery)
@@ -109,14 +110,19 @@ class HostState:
         self._leases[queue], self._terms[queue] = epoch, term
         self._attach_all(queue)
 
-    def lose(self, queue: int, *, saved: bool) -> None:
-        """The lease of a queue ended. `saved`: all progress is stored. Otherwise the deliveries end at once."""
+    def lose(self, queue: int) -> None:
+        """The lease of a queue ended. Deliveries that have not stopped end at once."""
         assert self._leases is not None
         self._leases.pop(queue, None)
         for served in self.served.values():
-            if not saved and (delivery := served.end(queue)) is not None:
+            if (delivery := served.end(queue)) is not None:
                 delivery.halt(lost=True)
-            served.service.lost(queue, saved=saved)
+        self.ended(queue)
+
+    def ended(self, queue: int) -> None:
+        """The queue's events are not delivered here any more."""
+        for served in self.served.values():
+            served.service.ended(queue)
 
     def replace_agent(self, queue: int) -> PullingAgent:
         """Put a new agent into the place of a queue's agent. Return the former one: the caller closes it."""

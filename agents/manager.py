@@ -62,6 +62,7 @@ class PullingManager:
         self.checkpointer = Checkpointer(state, store)
         self.queue_host = QueueHost(state, store, self.checkpointer)
         self.subscriptions = SubscriptionRunner(state, store, self.checkpointer)
+        self.queue_host.on_position_unknown = self.subscriptions.end_for_positions
         self.checkpointer.on_queue_refused = self.queue_host.cut
         self.checkpointer.on_subscription_refused = self.subscriptions.stop_fenced
         self.redriver = Redriver(state, store)

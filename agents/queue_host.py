@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from ..streams.background import BackgroundTasks
 from ..streams.subscriptions import Checkpoint
@@ -17,6 +17,8 @@ class QueueHost:
     """Starts and stops the agents of queues. In a cluster it is the `QueueOwner` of `headrace.balancer`."""
 
     def __init__(self, state: HostState, store: ProgressStore, checkpointer: Checkpointer) -> None:
+        self.on_position_unknown: Callable[[str], Awaitable[None]] = _ignore
+        """Called with the name of a subscription whose position in a new queue only its consumer knows."""
         self.queues = state.queues
         self._state = state
         self._store = store
@@ -41,6 +43,8 @@ class QueueHost:
             stopping = [self._stop_agent(queue, drain_s) for queue in queues]
             done = dict(zip(queues, await asyncio.gather(*stopping), strict=True))
             await self._checkpointer.save_stopped(done)
+            for queue in queues:
+                self._state.ended(queue)
 
     async def start_agents(self, queues: Sequence[int]) -> None:
         """Read these queues again, from their stored checkpoints on."""
@@ -62,6 +66,8 @@ class QueueHost:
             if state.leases.get(queue) == epoch:  # the same lease: the queue was not given back after all
                 await self._checkpointer.save_unsaved([queue])
             self._checkpointer.drop_unsaved(queue)
+            for served in [each for each in state.served.values() if not each.service.stored and queue in each.saved]:
+                await self.on_position_unknown(served.definition.name)
             here = [served for served in state.served.values() if served.service.stored]
             stored: Mapping[str, Checkpoint] = {}
             if here:
@@ -98,10 +104,13 @@ class QueueHost:
         done = dict(zip(losing, await asyncio.gather(*stopping), strict=True))
         await self._checkpointer.save_stopped(done)
         for queue in losing:
-            self._state.lose(queue, saved=True)
+            self._state.lose(queue)
 
     def cut(self, queue: int) -> None:
         """The lease is over: stop at once, and store nothing."""
         self._checkpointer.drop_unsaved(queue)
-        self._state.lose(queue, saved=False)
+        self._state.lose(queue)
         self._cutting.start(self._stop_agent(queue, 0.0), f"headrace cut {self._state.provider}/{queue}")
+
+
+async def _ignore(_: str) -> None: ...

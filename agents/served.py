@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from ..streams.failure_log import FailureLog
 from ..streams.handler_workers import notify_completed, notify_error
 from ..streams.handlers import Handler
 from ..streams.options import EventFilter
+from ..streams.progress import Attachment
 from ..streams.subscriptions import Checkpoint, GapRecord, SubscriptionDefinition
 from .delivery.breaker import Gate
 from .delivery.delivery import Delivery, FailureSink, Term
@@ -36,6 +37,8 @@ class DeliveryService(Protocol):
         sink: FailureSink,
         *,
         epoch: int,
+        queue_epoch: int,
+        generation: int,
         term: Term | None,
         rewindable: bool,
         gate: Gate,
@@ -47,16 +50,8 @@ class DeliveryService(Protocol):
         """The queue deleted events before they were delivered."""
         ...
 
-    def lost(self, queue: int, *, saved: bool) -> None:
-        """The lease of a queue has ended. `saved`: it was given back, and all progress is stored."""
-        ...
-
-    def moved(self, moves: int) -> None:
-        """The subscription's position was moved, for the `moves`-th time."""
-        ...
-
-    def saving(self) -> Callable[[], None]:
-        """Return a function that the caller calls once the progress that it has just read is durable."""
+    def ended(self, queue: int) -> None:
+        """The queue is not delivered here any more: it was given back, or its lease is lost."""
         ...
 
     async def fenced(self, error: HeadraceError) -> None:
@@ -88,12 +83,7 @@ class HandlerService:
 
     def gap(self, record: GapRecord) -> None: ...
 
-    def lost(self, queue: int, *, saved: bool) -> None: ...
-
-    def moved(self, moves: int) -> None: ...
-
-    def saving(self) -> Callable[[], None]:
-        return _ignore
+    def ended(self, queue: int) -> None: ...
 
     async def fenced(self, error: HeadraceError) -> None:
         await notify_error(self.handler, error, log)
@@ -102,24 +92,20 @@ class HandlerService:
         await notify_completed(self.handler, limit_s, log)
 
 
-def _ignore() -> None: ...
-
-
 class ServedSubscription:
     """A subscription that this process serves."""
 
-    def __init__(
-        self, definition: SubscriptionDefinition, service: DeliveryService, epoch: int, stored: Mapping[int, Checkpoint]
-    ) -> None:
+    def __init__(self, definition: SubscriptionDefinition, service: DeliveryService, attachment: Attachment) -> None:
         self.definition = definition
         self.service = service
-        self.epoch = epoch
+        self.epoch = attachment.epoch
+        self.generation = attachment.generation
         self.gate = Gate(definition.name, enabled=definition.circuit_breaker)
         """The subscription's circuit breaker."""
         self._deliveries: dict[int, Delivery] = {}
         self.deliveries: Mapping[int, Delivery] = self._deliveries
         """By queue. A queue whose agent is stopped is missing."""
-        self._saved = dict(stored)
+        self._saved = dict(attachment.checkpoints)
         self.saved: Mapping[int, Checkpoint] = self._saved
         """Stored checkpoints by queue, so that only changes are written."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 
 from ..streams.errors import Busy, Fenced, HeadraceError, InvalidArgument, NotFound, Unavailable
 from ..streams.progress import Attachment
@@ -26,8 +26,6 @@ class SubscriptionRunner:
     def __init__(self, state: HostState, store: ProgressStore, checkpointer: Checkpointer) -> None:
         self.on_fenced: Callable[[str], None] = lambda _: None
         """Called with the name of a subscription that another process took over, once it is not served here."""
-        self.moves: Callable[[str], Awaitable[int]] = _never
-        """Returns the generation of a subscription: the number of its moves so far."""
         self._state = state
         self._store = store
         self._checkpointer = checkpointer
@@ -57,7 +55,7 @@ class SubscriptionRunner:
             raise Busy(f"subscription {name!r} is already served by this process")
 
     def _deliver(self, definition: SubscriptionDefinition, service: DeliveryService, attachment: Attachment) -> None:
-        self._state.serve(ServedSubscription(definition, service, attachment.epoch, attachment.checkpoints))
+        self._state.serve(ServedSubscription(definition, service, attachment))
 
     async def move(self, name: str, positions: Mapping[int, Checkpoint], reason: str, drain_s: float) -> None:
         """Go on from other positions. If the store fails, raise its error, and go on from the former ones."""
@@ -65,15 +63,14 @@ class SubscriptionRunner:
         served = self.serving(name)
         self._state.remove(name)
         here = await self._detach(served, drain_s)
-        attachment = Attachment(served.epoch, {**served.saved, **here})
+        attachment = Attachment(served.epoch, {**served.saved, **here}, served.generation)
         try:
-            served.service.moved(await self.moves(name))  # nothing is in flight now: later events are delivered anew
             if served.service.stored:
                 async with self._checkpointer.lock:
                     await self._store.seek(self._state.provider, name, positions, reason)
                     attachment = await self._attachment(name)
             else:
-                attachment = Attachment(served.epoch, {**attachment.checkpoints, **positions})
+                attachment = Attachment(served.epoch, {**attachment.checkpoints, **positions}, served.generation + 1)
         finally:
             self._deliver(served.definition, served.service, attachment)
 
@@ -135,6 +132,14 @@ class SubscriptionRunner:
         self.on_fenced(name)
         await served.service.fenced(Fenced(f"subscription {name!r} was moved, deleted or taken over elsewhere"))
 
+    async def end_for_positions(self, name: str) -> None:
+        """The silo gained a queue, and only the consumer knows its position there: it has to come back with it."""
+        served = self.serving(name)
+        self._state.remove(name)
+        await self._detach(served, 0.0)
+        self.on_fenced(name)
+        await served.service.fenced(Unavailable(f"the silo of subscription {name!r} has another queue: connect again"))
+
     async def _attached_again(self, served: ServedSubscription) -> bool:
         """In a cluster, another silo may have moved the subscription: go on from there. Return False if it was deleted.
         While the store fails, ask it again."""
@@ -156,12 +161,6 @@ class SubscriptionRunner:
                 attachment = await self._attachment(name)
             except NotFound:
                 return False
-            # Notify before events are delivered: a consumer that is told too early only drops state it does not need.
-            served.service.moved(await self.moves(name))
             log.info("subscription %r was moved: going on from where it is now", name)
             self._deliver(served.definition, served.service, attachment)
         return True
-
-
-async def _never(_: str) -> int:
-    return 0

@@ -44,7 +44,6 @@ class SubscriptionHost(QueuePositions):
             detach_after_s=parts.options.detach_after_s,
             leased=parts.leased,
         )
-        self.manager.subscriptions.moves = self.moves
         self.manager.subscriptions.on_fenced = self._unlock
         self._directory = parts.directory
         self._locks: dict[str, DirectoryLock] = {}
@@ -111,6 +110,7 @@ class SubscriptionHost(QueuePositions):
 
     async def seek(self, name: str, start: Start | str, reason: str = "asked for") -> None:
         """Move a subscription's position, also back, in all its queues; with mode broadcast that of every consumer.
+        Its generation rises: consumers forget which events they acknowledged, because they may come again on purpose.
 
         `start` may be text, as in `Start.parse`. Raises NotFound, InvalidArgument.
         """
@@ -122,22 +122,12 @@ class SubscriptionHost(QueuePositions):
             for consumer in await self._consumers_of(name):
                 await self.seek(consumer, start, reason)
             return
-        # Count before the seek: a consumer that is told too early only drops state that it no longer needs.
-        await self.store.set_value(self._moves_key(name), str(await self.moves(name) + 1))
         if name not in self.manager.served:
             async with self._unserved(name):
                 await self.store.seek(self.name, name, positions, reason)
             return
         self.manager.subscriptions.check_outside(name)
         await self.manager.subscriptions.move(name, positions, reason, self._drain_s(name))
-
-    async def moves(self, name: str) -> int:
-        """Return the generation of a subscription: how often `seek` moved it. When it changes, consumers forget which
-        events they acknowledged: the same events may be delivered again on purpose."""
-        return int(await self.store.value(self._moves_key(name)) or 0)
-
-    def _moves_key(self, name: str) -> str:
-        return f"moves/{self.name}/{name}"
 
     async def resume(self, name: str, stream: StreamId) -> bool:
         """Continue a paused stream, also if no process serves the subscription now. Return False if it is not paused.

@@ -57,12 +57,16 @@ class ClusterStore:
         serves: Sequence[str],
         settings: Mapping[str, str] = MappingProxyType({}),
         process: str = "",
+        *,
+        public_address: str = "",
     ) -> SiloRecord:
-        """Add a member, under a new incarnation. An older member of the same name is superseded: it is refused from now
+        """Add a member, under a new incarnation. Clients reach it at `public_address`, or at `address` if that is
+        empty. An older member of the same name is superseded: it is refused from now
         on, and its leases expire."""
         me = SiloRecord(
-            name, 0, address, tuple(serves), SiloState.ACTIVE, 0, 0, (), self._secret_hash, 0, dict(settings), process
-        )
+            name, 0, address, tuple(serves), SiloState.ACTIVE, 0, 0, (), self._secret_hash, 0, dict(settings), process,
+            public_address,
+        )  # fmt: skip
         return await self._write(_join, me)
 
     async def beat(self, me: SiloRecord, lease_s: float) -> ClusterView:
@@ -184,6 +188,7 @@ def _join(connection: Connection, clock: Clock, silo: SiloRecord) -> SiloRecord:
         "heartbeats": 0,
         "settings": msgspec.json.encode(silo.settings).decode(),
         "process": silo.process,
+        "public_address": silo.public_address,
     }
     statement = insert_into(connection, silos).values(name=silo.name, **row)
     connection.execute(statement.on_conflict_do_update(index_elements=["name"], set_=row))
@@ -260,7 +265,7 @@ def _silo_of(row: Row[Any], voters: Sequence[str]) -> SiloRecord:
         ) from None
     votes = tuple(voters)
     times = row.joined_at_us, row.heartbeat_at_us
-    known = row.secret_hash, row.heartbeats, settings, row.process
+    known = row.secret_hash, row.heartbeats, settings, row.process, row.public_address
     return SiloRecord(row.name, row.incarnation, row.address, serves, state, *times, votes, *known)
 
 

@@ -25,6 +25,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    delete,
     func,
     insert,
     inspect,
@@ -93,7 +94,9 @@ subscriptions = Table(
     Column("name", _NAME, primary_key=True),
     Column("definition", Text, nullable=False),
     Column("epoch", BigInteger, nullable=False),
+    Column("generation", BigInteger, nullable=False, server_default=text("0")),
 )
+"""`generation` counts the seeks."""
 
 checkpoints = Table(
     "checkpoints",
@@ -184,9 +187,11 @@ silos = Table(
     Column("heartbeats", BigInteger, nullable=False, server_default=text("0")),
     Column("settings", Text, nullable=False, server_default=text("'{}'")),
     Column("process", Text, nullable=False, server_default=text("''")),
+    Column("public_address", Text, nullable=False, server_default=text("''")),
 )
 """Times are by the store's clock; they are for people and order new silos. `heartbeats` counts up. `serves` is
-JSON: [provider, …]. `settings` is JSON: {name: value}. `process` says where the lock of the silo's process is."""
+JSON: [provider, …]. `settings` is JSON: {name: value}. `process` says where the lock of the silo's process is.
+`public_address` is where clients reach the silo; "" if that is `address`."""
 
 leases = Table(
     "leases",
@@ -264,7 +269,21 @@ releases = Table(
 
 Migration = Callable[[Connection], None]
 
-MIGRATIONS: Sequence[Migration] = ()
+
+def _add_generation_and_public_address(connection: Connection) -> None:
+    """Version 2. Version 1 counted the seeks of a subscription in an entry, if there were any."""
+    connection.execute(text("ALTER TABLE subscriptions ADD COLUMN generation BIGINT DEFAULT 0 NOT NULL"))
+    connection.execute(text("ALTER TABLE silos ADD COLUMN public_address TEXT DEFAULT '' NOT NULL"))
+    is_count = entries.c.key.startswith("moves/", autoescape=True)
+    counts = {row.key: row.value for row in connection.execute(select(entries).where(is_count))}
+    for provider, name in connection.execute(select(subscriptions.c.provider, subscriptions.c.name)).all():
+        if count := counts.get(f"moves/{provider}/{name}"):
+            this = subscriptions.c.provider == provider, subscriptions.c.name == name
+            connection.execute(update(subscriptions).where(*this).values(generation=int(count)))
+    connection.execute(delete(entries).where(is_count))
+
+
+MIGRATIONS: Sequence[Migration] = (_add_generation_and_public_address,)
 """Function i brings a database of version i + 1 to version i + 2."""
 
 SILENT_S = 60.0

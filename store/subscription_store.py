@@ -100,8 +100,9 @@ class SubscriptionStore(StoreBase):
         return self._intact(await self._database.read(_checkpoints_of_queue, provider, queue))
 
     async def seek(self, provider: str, name: str, positions: Mapping[int, Checkpoint], reason: str) -> int:
-        """Move a subscription in the given queues, forwards or backwards. Return its new epoch: a process that is
-        attached is fenced. Damaged checkpoints of the subscription are replaced or deleted. Raises NotFound.
+        """Move a subscription in the given queues, forwards or backwards, and raise its generation. Return its new
+        epoch: a process that is attached is fenced. Damaged checkpoints of the subscription are replaced or deleted.
+        Raises NotFound.
         """
         epoch = await self._database.write(_seek, provider, name, plain(positions))
         offsets = {queue: position.next_offset for queue, position in sorted(positions.items())}
@@ -179,14 +180,16 @@ def _delete_subscription(connection: Connection, provider: str, name: str) -> No
 
 
 def _attach(connection: Connection, provider: str, name: str) -> Attachment:
-    return Attachment(_new_epoch(connection, provider, name), _checkpoints(connection, provider, name))
+    _new_epoch(connection, provider, name)
+    return _share_epoch(connection, provider, name)
 
 
 def _share_epoch(connection: Connection, provider: str, name: str) -> Attachment:
-    epoch = connection.execute(select(subscriptions.c.epoch).where(is_subscription(provider, name))).scalar()
-    if epoch is None:
+    query = select(subscriptions.c.epoch, subscriptions.c.generation).where(is_subscription(provider, name))
+    row = connection.execute(query).one_or_none()
+    if row is None:
         raise subscription_not_found(provider, name)
-    return Attachment(epoch, _checkpoints(connection, provider, name))
+    return Attachment(row.epoch, _checkpoints(connection, provider, name), row.generation)
 
 
 def _new_epoch(connection: Connection, provider: str, name: str) -> int:
@@ -255,6 +258,8 @@ def _checkpoints_of_queue(connection: Connection, provider: str, queue: int) -> 
 
 def _seek(connection: Connection, provider: str, name: str, positions: Mapping[int, Checkpoint]) -> int:
     epoch = _new_epoch(connection, provider, name)
+    raised = update(subscriptions).where(is_subscription(provider, name))
+    connection.execute(raised.values(generation=subscriptions.c.generation + 1))
     _delete_damaged_checkpoints(connection, provider, name)
     _write_checkpoints(connection, _checkpoint_rows(provider, name, epoch, positions))
     return epoch

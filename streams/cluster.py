@@ -57,6 +57,8 @@ class SiloRecord(NamedTuple):
     """The settings that should be the same in all silos of a cluster: name to text."""
     process: str = ""
     """Place of the lock file that its process holds, for other processes of its machine; "" if unknown."""
+    public_address: str = ""
+    """Where clients reach it; "" if that is `address`."""
 
 
 class Lease(NamedTuple):

@@ -8,6 +8,7 @@ of the response may follow them.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple, cast
@@ -26,6 +27,17 @@ BATCH_TAG = b"\x0a"
 """First byte of a frame."""
 _SIZES, _PAYLOAD = 0x1A, 0x7A
 _KNOWN_STREAMS = 65536
+
+
+_STATUS = b"\x1a"
+
+
+class QueueState(enum.IntEnum):
+    """The state of a queue in a session: `QueueStatus.State` of `proto/v1/consumer.proto`."""
+
+    SERVED = 1
+    DRAINING = 2
+    ENDED = 3
 
 
 class Delivered(NamedTuple):
@@ -60,6 +72,18 @@ def frame(
 def element_frame(element: bytes) -> bytes:
     """Return an element of `batches` with tag and length."""
     return b"".join((BATCH_TAG, varint(len(element)), element))
+
+
+def status_frame(queue: int, state: QueueState, epoch: int, generation: int, *, assigned: bool = True) -> bytes:
+    """Return an encoded response with the status of one queue."""
+    values = (queue, state, epoch, generation, int(assigned))
+    fields = b"".join(bytes((number << 3,)) + varint(value) for number, value in enumerate(values, 1) if value)
+    return b"".join((_STATUS, varint(len(fields)), fields))
+
+
+def is_status(frame: bytes) -> bool:
+    """Whether this is the status of a queue, not a batch."""
+    return frame[:1] == _STATUS
 
 
 def head_bytes(frame: bytes) -> int:

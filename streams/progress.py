@@ -14,6 +14,8 @@ class Attachment(NamedTuple):
 
     epoch: int
     checkpoints: Mapping[int, Checkpoint]
+    generation: int = 0
+    """How often the subscription was moved by a seek."""
 
 
 class RefusedProgress(NamedTuple):

@@ -25,6 +25,7 @@ from ...streams.subscriptions import Checkpoint, SubscriptionDefinition
 from ..cache import EMPTY
 from ..cursor import PARKED, READY, RUNNING, State, StreamCursor
 from .breaker import Gate
+from .confirmations import Mark
 from .progress import BatchSource, DeliveryProgress, UnsavedProgress
 from .retries import Failure, Retries
 from .waiters import ProgressWaiters
@@ -75,6 +76,8 @@ class Delivery(ABC):
         sink: FailureSink,
         *,
         epoch: int = 0,
+        queue_epoch: int = 0,
+        generation: int = 0,
         term: Term | None = None,
         rewindable: bool = True,
         gate: Gate | None = None,
@@ -86,6 +89,10 @@ class Delivery(ABC):
         self.queue = queue
         self.epoch = epoch
         """The epoch under which this process serves the subscription. Its records carry it."""
+        self.queue_epoch = queue_epoch
+        """The epoch of the queue's lease. Without leases, the same as `epoch`."""
+        self.generation = generation
+        """The generation of the subscription."""
         self.progress = DeliveryProgress(checkpoint, asyncio.get_running_loop().time())
         self.waiters = ProgressWaiters(self.progress, self.name, queue)
         self.on_parked: Callable[[StreamCursor], None] = lambda _: None
@@ -269,6 +276,11 @@ class Delivery(ABC):
     def unsaved(self) -> UnsavedProgress | None:
         """The checkpoint that is to be saved, None if the one that was saved last still holds."""
         return self.progress.unsaved(self._loop.time())
+
+    def marks(self) -> Sequence[Mark]:
+        """Return the consumers' reports that the progress has, as it was read just now: they are confirmed when it is
+        stored."""
+        return ()
 
     def statistics(self) -> DeliveryStatistics:
         states = [c.state for c in self.progress.cursors.values()]

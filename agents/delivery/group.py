@@ -13,13 +13,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from ...balancer import average_allocation
 from ...streams.errors import Busy, Closed, Fenced, HeadraceError, Unavailable
+from ...streams.frames import QueueState, status_frame
+from ...streams.identity import StreamId
 from ...streams.subscriptions import Checkpoint, GapRecord, Mode, SubscriptionDefinition
+from .confirmations import Question
 from .delivery import Delivery, FailureSink
 from .edge import Edge
 from .group_delivery import GroupDelivery, Rejected
@@ -30,7 +33,7 @@ log = logging.getLogger("headrace.agents")
 
 MAX_MEMBERS = 10_000
 RESEND_S = 2.0
-"""How long a relayed member may take to grant credit for the events that it held, in seconds."""
+"""How long a member that divides its credit may take to grant credit for the events that it held, in seconds."""
 SPACE_S = 5.0
 """How long a member waits for the space for one batch, in seconds. Then another batch is tried."""
 PARCEL_S = 1.0
@@ -73,7 +76,7 @@ class Group:
         """Mode bound: queues that wait to move to another member, and the loop time until which they wait."""
         self._unserved: set[int] = set()
         """Queues whose events no member could take: their deliveries wait to be woken."""
-        self._wanting: list[asyncio.Future[None]] = []
+        self._waiters: list[asyncio.Future[None]] = []
         self._event_s = FIRST_EVENT_S
         """Moving average of the time that consumers take for a parcel, in seconds per event."""
         self._concurrent_parcels = 0
@@ -91,40 +94,64 @@ class Group:
         self, definition: SubscriptionDefinition, queue: int, checkpoint: Checkpoint, sink: FailureSink, **options: Any
     ) -> Delivery:
         delivery = GroupDelivery(definition, queue, checkpoint, self, sink, **options)
-        self.deliveries[queue] = delivery
-        for member in self.members.values():
-            if member.relayed:
-                member.on_notice()
+        before, self.deliveries[queue] = self.deliveries.get(queue), delivery
+        if before is not None and self._fence(before) == self._fence(delivery):
+            self._tell_all(before, QueueState.ENDED)  # its events in flight come again, under the same epoch
+        self.tell_status(delivery)
         if self._bound and not self._rebalancing:
             self._rebalancing = True
             self._loop.call_soon(self._rebalance)
         return delivery
 
-    def lost(self, queue: int, *, saved: bool) -> None:
-        """The queue belongs to another silo now. Members that held events of it have to connect again. If the progress
-        was not `saved`, all members have to: their clients know which events they acknowledged."""
+    def ended(self, queue: int) -> None:
+        """The queue is not delivered here any more."""
         delivery = self.deliveries.pop(queue, None)
         self._owners.pop(queue, None)
         self._moving.pop(queue, None)
         self._unserved.discard(queue)
         if delivery is None:
             return
-        for member in list(self.members.values()) if not saved else delivery.interrupted:
-            member.on_gone(Unavailable(f"queue {queue} moved to another silo: connect again"))
+        self._tell_all(delivery, QueueState.ENDED)
         self._tell_queues()
+
+    # ---- the status of queues --------------------------------------------------------------------------------------
+
+    def state(self, queue: int) -> tuple[QueueState, int, int] | None:
+        """Return the state, epoch and generation of a queue; None if it is not delivered here."""
+        delivery = self.deliveries.get(queue)
+        if delivery is None:
+            return None
+        return delivery.state, *self._fence(delivery)
+
+    def is_current(self, queue: int, epoch: int, generation: int) -> bool:
+        """Whether a report about events of this epoch and generation may count."""
+        delivery = self.deliveries.get(queue)
+        return delivery is not None and not delivery.lost and self._fence(delivery) == (epoch, generation)
+
+    @staticmethod
+    def _fence(delivery: GroupDelivery) -> tuple[int, int]:
+        return delivery.queue_epoch, delivery.generation
+
+    def tell_status(self, delivery: GroupDelivery) -> None:
+        """The status of a queue changed: tell all members."""
+        if self.deliveries.get(delivery.queue) is delivery:
+            self._tell_all(delivery)
+
+    def _tell_all(self, delivery: GroupDelivery, state: QueueState | None = None) -> None:
         for member in self.members.values():
-            member.on_notice()
+            self._tell(member, delivery, state)
+
+    def _tell(self, member: Member, delivery: GroupDelivery, state: QueueState | None = None) -> None:
+        if not member.attached:
+            return
+        queue, state = delivery.queue, state or delivery.state
+        assigned = not self._bound or queue in member.queues
+        member.put_status(queue, state, status_frame(queue, state, *self._fence(delivery), assigned=assigned))
+        member.on_notice()
 
     def gap(self, record: GapRecord) -> None:
         for member in self.members.values():
             member.on_gap(record)
-
-    def saving(self) -> Callable[[], None]:
-        if self._stored and not all(delivery.progress.exact for delivery in self.deliveries.values()):
-            return _not_all
-        members = self.members.values()
-        marks = [(member, member.connections, member.applied) for member in members if member.applied > member.saved]
-        return lambda: _saved(marks)
 
     async def fenced(self, error: HeadraceError) -> None:
         self.dissolve(error)
@@ -138,12 +165,6 @@ class Group:
             self._remove(member)
             member.on_gone(error)
 
-    def moved(self, moves: int) -> None:
-        """The subscription gets the generation `moves`, because it is going to be moved: tell the members."""
-        for member in self.members.values():
-            member.moves = moves
-            member.on_notice()
-
     # ---- members come and go ---------------------------------------------------------------------------------------
 
     def join(
@@ -153,14 +174,15 @@ class Group:
         *,
         pulls: bool = False,
         concurrent: bool = False,
+        divides_credit: bool = False,
         client: Hashable = None,
     ) -> Member:
         """A consumer connects. It supersedes the connection with its id, and gets the events of that one again, as
         the new credit allows. If both `pulls`, they come again only after the session timeout. If it is `concurrent`, a
-        parcel has events for about a second of work, not more. Bytes that wait to be sent
-        to it count for `client`, by default for itself alone. Raises Busy if there are too many members."""
+        parcel has events for about a second of work, not more. If it `divides_credit`, it has sessions with several
+        silos, and is told when events wait for its credit. Bytes that wait to be sent to it count for `client`, by
+        default for itself alone. Raises Busy if there are too many members."""
         member = self.members.get(id)
-        resumed = member is not None
         if member is None:
             if len(self.members) >= MAX_MEMBERS:
                 raise Busy(f"subscription {self.definition.name!r} has {MAX_MEMBERS:,} consumers already: stop some")
@@ -172,12 +194,14 @@ class Group:
             member.to_resend.extend([] if pulls and member.pulls else member.parcels())
             member.resend_until = self._loop.time() + RESEND_S
         member.timeout_s, member.pulls, member.concurrent = timeout_s, pulls, concurrent
-        member.resumed = resumed
+        member.divides_credit = divides_credit
         member.connected = member.attached = True
         member.connections += 1
-        member.applied = member.saved = 0
         self.heard(member)
         self._rebalance()
+        for delivery in self.deliveries.values():
+            self._tell(member, delivery)
+        self._tell_waiting_for(member)
         return member
 
     def heard(self, member: Member) -> None:
@@ -191,6 +215,7 @@ class Group:
         self.edge.sent(member)
         self._give_up_redriven(member)
         for delivery in self.deliveries.values():
+            delivery.reports.forget(member)
             delivery.waiters.notify()
 
     def leave(self, member: Member) -> None:
@@ -226,7 +251,7 @@ class Group:
         for member in list(self.members.values()):
             if now - member.heard_at > member.timeout_s:
                 self._time_out(member)
-            elif member.resending and member.relayed and now > member.resend_until:
+            elif member.resending and member.divides_credit and now > member.resend_until:
                 self._resend(member, patient=False)
                 self.available(member)
             elif member.account.wanted:
@@ -264,6 +289,12 @@ class Group:
         member.grant(events, size)
         self._go_on(member)
 
+    def reclaim(self, member: Member) -> tuple[int, int]:
+        """Take back the credit that is left. Return its events and bytes."""
+        left = member.take_credit()
+        self._tell_waiting_for(member)
+        return left
+
     def _go_on(self, member: Member) -> None:
         if member.resending and member.credited:
             self._resend(member)
@@ -279,7 +310,7 @@ class Group:
         while member.to_resend:
             parcel = member.to_resend[0]
             if parcel in parcel.delivery.parcels:
-                if patient and member.relayed and not parcel.delivery.may_resend(parcel):
+                if patient and member.divides_credit and not parcel.delivery.may_resend(parcel):
                     member.on_notice()
                     return
                 if not (parcel.shed or member.account.fits(parcel.size)):
@@ -294,14 +325,14 @@ class Group:
         """A message to a member was sent. Return whether there is more to send."""
         more = self.edge.sent(member)
         self.available(member)
-        return more
+        return more or bool(member.statuses)
 
     def available(self, member: Member) -> None:
         """A member may be able to take events now: if so, put it into the line."""
         if not member.open or member.resending:
             return
-        if self._wanting:
-            self.tell_somebody()
+        if self._waiters:
+            self.notify_waiters()
         if member.listed:
             return
         member.listed = True
@@ -329,7 +360,7 @@ class Group:
         return None
 
     def ask_for_credit(self, queue: int) -> None:
-        """Events of a queue wait, and no member can take them: tell the relayed members."""
+        """Events of a queue wait, and no member can take them: tell the members that divide their credit."""
         if queue not in self.deliveries:
             return
         self._unserved.add(queue)
@@ -338,13 +369,12 @@ class Group:
 
     def _tell_waiting(self, members: Iterable[Member]) -> None:
         for member in members:
-            if member.relayed and not member.waiting:
+            if member.divides_credit and not member.waiting:
                 member.waiting = True
                 member.on_notice()
 
-    def relay(self, member: Member) -> None:
-        """Another silo relays the events of this member."""
-        member.relayed = True
+    def _tell_waiting_for(self, member: Member) -> None:
+        """Tell a member without credit if events wait for it."""
         if any(not self._bound or self._owner(queue) is member for queue in self._unserved):
             self._tell_waiting([member])
 
@@ -405,15 +435,15 @@ class Group:
         seconds = PARCEL_S * (1 - self._concurrent_parcels % SIZES / (3 * SIZES))
         return max(int(seconds / self._event_s), 1)
 
-    async def somebody(self) -> None:
+    async def wait_for_member(self) -> None:
         """Wait until other members may be able to take events, or a delivery stops."""
         future: asyncio.Future[None] = self._loop.create_future()
-        self._wanting.append(future)
+        self._waiters.append(future)
         await future
 
-    def tell_somebody(self) -> None:
-        wanting, self._wanting = self._wanting, []
-        for future in wanting:
+    def notify_waiters(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for future in waiters:
             if not future.done():
                 future.set_result(None)
 
@@ -452,6 +482,35 @@ class Group:
         failure = Failure(events.end(parcel.pieces[at].stop), reason, delay_s=delay_s, unavailable=unavailable)
         return parcel.delivery.reject(parcel, at, events.index, failure)
 
+    def release(self, member: Member, events: Events) -> bool:
+        """The member gives these events back unprocessed, with the later ones of the parcel. It does not count as a
+        failure. Return False if the member does not hold the events."""
+        parcel = member.in_flight.get((events.queue, events.offset))
+        if parcel is None:
+            return False
+        return parcel.delivery.release(parcel, parcel.find(events.offset), events.index)
+
+    def note_unconfirmed(
+        self, member: Member, queue: int, number: int, events: Sequence[tuple[StreamId, int, int, int]]
+    ) -> None:
+        """The member acknowledged these events in an earlier session: (stream, offset, index of the first, count).
+        Those that it holds are done. It is told when all are done in the store, unless `number` is 0. Raises
+        InvalidArgument if it asks for too many."""
+        delivery = self.deliveries[queue]
+        if number:
+            questions = [Question(number, stream, offset, first, first + n) for stream, offset, first, n in events]
+            delivery.reports.of(member).ask(questions)
+        for stream, offset, first, count in events:
+            parcel = member.in_flight.get((queue, offset))
+            if parcel is not None and parcel.cursor.stream == stream:
+                member.account.prove()
+                parcel.delivery.done(parcel, parcel.find(offset), first, first + count)
+
+    def note_applied(self, member: Member, queue: int, number: int) -> None:
+        """All reports of the member about a queue are applied, up to this number."""
+        if number and (delivery := self.deliveries.get(queue)) is not None:
+            delivery.reports.of(member).note_applied(number)
+
     def _redriven(self, member: Member, events: Events, error: HeadraceError | None) -> bool:
         outcome = member.redriven.get(events[:3])
         if outcome is None or outcome.done():
@@ -489,7 +548,7 @@ class Group:
         else:
             self._owners[queue] = owner
             self.deliveries[queue].wake()
-            self.tell_somebody()
+            self.notify_waiters()
 
     def drained(self, queue: int) -> None:
         """No member holds events of a queue any more."""
@@ -501,9 +560,9 @@ class Group:
         for member in self.members.values():
             owned = (q for q, owner in self._owners.items() if owner == member.id and q not in self._moving)
             queues = tuple(sorted(owned))
-            if queues != member.queues:
-                member.queues = queues
-                member.on_notice()
+            changed, member.queues = {*queues} ^ {*member.queues}, queues
+            for queue in sorted(changed & self.deliveries.keys()):
+                self._tell(member, self.deliveries[queue])
 
     # ---- what others see -------------------------------------------------------------------------------------------
 
@@ -521,14 +580,3 @@ class Group:
 
 def taken_over(consumer: str) -> Fenced:
     return Fenced(f"another connection took over consumer {consumer!r}: give each consumer an id of its own")
-
-
-def _not_all() -> None:
-    """Confirm no acknowledgement: the stored checkpoints leave some of them out."""
-
-
-def _saved(marks: Sequence[tuple[Member, int, int]]) -> None:
-    for member, connections, number in marks:
-        if member.connections == connections and number > member.saved:
-            member.saved = number
-            member.on_notice()

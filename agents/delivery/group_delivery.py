@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 from ...streams.errors import Closed, HeadraceError, InvalidArgument
 from ...streams.events import Event, EventBatch
 from ...streams.failure_log import described
-from ...streams.frames import frame
+from ...streams.frames import QueueState, frame
 from ...streams.handler_workers import CANCEL_S
 from ...streams.identity import StreamId
 from ...streams.subscriptions import Checkpoint, SubscriptionDefinition
 from ..cursor import READY, RUNNING, State, StreamCursor, Trouble
 from .breaker import Admission
+from .confirmations import Mark, QueueReports
 from .delivery import Delivery, FailureSink
 from .edge import DeliveryActor
 from .member import MAX_CREDIT
@@ -62,8 +63,7 @@ class GroupDelivery(Delivery):
         self.group = group
         self.parcels: dict[Parcel, None] = {}
         """Parcels in flight, in the order in which they were handed out."""
-        self.interrupted: list[Member] = []
-        """Members that held events when the delivery stopped."""
+        self.reports = QueueReports(queue, self.queue_epoch)
         self._actor = DeliveryActor(f"{definition.name}/{queue}", self)
         self._giving_up: set[asyncio.Task[None]] = set()
         self._redriving: set[asyncio.Future[HeadraceError | None]] = set()
@@ -79,7 +79,7 @@ class GroupDelivery(Delivery):
     async def wait_until_accepting(self) -> None:
         while not self.is_accepting:
             self.group.ask_for_credit(self.queue)
-            await self.group.somebody()
+            await self.group.wait_for_member()
 
     # ---- parcels are handed out ------------------------------------------------------------------------------------
 
@@ -407,6 +407,24 @@ class GroupDelivery(Delivery):
             self._fail(parcel, failure)
         return True
 
+    def release(self, parcel: Parcel, at: int, first: int) -> bool:
+        """Take the events from event `first` of a piece on back: they were not processed. Return False if the parcel
+        does not have the event."""
+        piece = parcel.pieces[at]
+        if at < parcel.head or not parcel.begin(at) <= first < piece.stop:
+            return False
+        parcel.failure = parcel.failing = None
+        if at == parcel.head and first == parcel.begin(at):
+            self._give_back(parcel)
+            return True
+        self._cut(parcel, at + 1)
+        if first == parcel.begin(at):
+            self._cut(parcel, at)
+            return True
+        self._forgo(parcel, sum(index >= first for index in parcel.left(at)))
+        piece.stop = first
+        return True
+
     def _cut(self, parcel: Parcel, at: int) -> None:
         """Take the pieces from `at` on back from the member."""
         for number in range(at, len(parcel.pieces)):
@@ -459,10 +477,14 @@ class GroupDelivery(Delivery):
 
     def take_back(self, parcel: Parcel) -> None:
         """The member is gone, or the queue moves: events that are not done are delivered again."""
+        self._note_return(parcel)
+        self._give_back(parcel)
+
+    def _give_back(self, parcel: Parcel) -> None:
+        """Deliver the events again that are not done."""
         for piece in parcel.pieces[parcel.head :]:
             del parcel.member.in_flight[self.queue, piece.batch.offset]
         self._end(parcel)
-        self._note_return(parcel)
         if self._stopping:
             parcel.cursor.state = READY
         else:
@@ -506,7 +528,7 @@ class GroupDelivery(Delivery):
         batch = EventBatch.of(event.stream or StreamId("", ""), [event])
         encoded = frame(batch.encoded, self.queue, event.token.offset, indexes=[event.token.index], redriven=True)
         while True:
-            member = await self._somebody(key, len(encoded))
+            member = await self._next_member(key, len(encoded))
             error = await self._redrive_to(member, key, encoded)
             if not isinstance(error, Closed):
                 self._delivered_events += error is None
@@ -524,9 +546,9 @@ class GroupDelivery(Delivery):
             self._redriving.discard(outcome)
             del member.redriven[key]
             self.group.available(member)
-            self.group.tell_somebody()
+            self.group.notify_waiters()
 
-    async def _somebody(self, key: tuple[int, int, int], size: int) -> Member:
+    async def _next_member(self, key: tuple[int, int, int], size: int) -> Member:
         """Wait for a member that has credit, and holds no event for which the dead letter could be mistaken."""
         while not self._stopping:
             for member in self.group.candidates(self.queue):
@@ -536,7 +558,7 @@ class GroupDelivery(Delivery):
                     self.group.needs(member, size)
                 elif member.account.fits(size):
                     return member
-            await self.group.somebody()
+            await self.group.wait_for_member()
         raise Closed(f"subscription {self.name!r} stopped before dead letters were delivered once more")
 
     # ---- the end ---------------------------------------------------------------------------------------------------
@@ -549,10 +571,20 @@ class GroupDelivery(Delivery):
             return False
         return all(cursor.state is State.PAUSED for cursor in self.progress.cursors.values())
 
+    @property
+    def state(self) -> QueueState:
+        """DRAINING: it hands out nothing more, and waits for the events that members hold."""
+        return QueueState.DRAINING if self._stopping else QueueState.SERVED
+
+    def marks(self) -> Sequence[Mark]:
+        return self.reports.mark(self.progress)
+
     async def stop(self, drain_s: float) -> None:
         self.halt()
+        if drain_s > 0:
+            self.group.tell_status(self)
         self.group.edge.forget(self._actor)
-        self.group.tell_somebody()
+        self.group.notify_waiters()
         try:
             async with asyncio.timeout(drain_s):
                 while self._giving_up or any(parcel.member.attached for parcel in self.parcels):
@@ -564,7 +596,6 @@ class GroupDelivery(Delivery):
                     len(self.parcels), self.name, self.queue, drain_s,
                 )  # fmt: skip
         finally:
-            self.interrupted += [parcel.member for parcel in self.parcels]
             for parcel in list(self.parcels):
                 self.take_back(parcel)
             for outcome in self._redriving:

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ...streams.errors import HeadraceError
+from ...streams.frames import QueueState, is_status
 from ...streams.subscriptions import GapRecord
+from .confirmations import Confirmed
 from .parcel import Parcel
 from .unsent import PARCEL_OVERHEAD_BYTES, SendAccount, SendBudget
 
@@ -93,24 +95,20 @@ class Member:
         self.outbox_bytes = 0
         self.busy = False
         """A message to it is on its way."""
+        self.statuses: list[tuple[int, QueueState, bytes]] = []
+        """Statuses of queues that follow the outbox: queue, state and frame. They are sent before the next batch."""
+        self.confirmed: dict[int, Confirmed] = {}
+        """Confirmations that wait to be sent, by queue."""
         self.queues: tuple[int, ...] = ()
         """Mode bound: the queues that are assigned to it."""
-        self.resumed = False
-        """It reconnected before it was given up."""
         self.connections = 0
-        """How often it connected. Each connection numbers its requests from the start."""
-        self.applied = 0
-        """Number of the last request whose acknowledgements have been applied."""
-        self.saved = 0
-        """The acknowledgements of all requests up to this number are durable."""
-        self.moves = 0
-        """The generation of the subscription, for its session."""
+        """How often it connected. Each connection numbers its reports from the start."""
         self.pulls = False
         """It has credit only while a call waits. Events that it holds come again only after its session timeout."""
         self.concurrent = False
         """It works on many streams at once: a parcel has events for about a second of work, not more."""
-        self.relayed = False
-        """Another silo relays its events and divides its credit. That silo is told if credit is needed here."""
+        self.divides_credit = False
+        """It has sessions with several silos, and divides its credit. It is told if credit is needed here."""
         self.waiting = False
         """Events wait because no member has credit. The member was told, once until it grants more."""
         self.listed = False
@@ -120,7 +118,7 @@ class Member:
         self.on_outbox: Callable[[], None] = _ignore
         """Called when there is something to send. Send it later, not within this call."""
         self.on_notice: Callable[[], None] = _ignore
-        """Called when `saved`, `queues` or `moves` changed."""
+        """Called when there is a status, a confirmation, or a need for credit to tell."""
         self.on_gap: Callable[[GapRecord], None] = lambda _: None
         """Called when the queue deleted events before they were delivered."""
         self.on_gone: Callable[[HeadraceError], None] = lambda _: None
@@ -149,7 +147,7 @@ class Member:
         if self.credit_events > 0 and self.credit_bytes > 0:
             self.waiting = False
 
-    def reclaim(self) -> tuple[int, int]:
+    def take_credit(self) -> tuple[int, int]:
         """Take back the credit that is left. Return its events and bytes."""
         left = max(self.credit_events, 0), max(self.credit_bytes, 0)
         self.charge(*left)
@@ -161,31 +159,67 @@ class Member:
         self.credit_bytes -= size
 
     def put(self, frame: bytes) -> None:
+        if self.statuses:
+            for _, _, status in self.statuses:
+                self._append(status)
+            self.statuses.clear()
+        self._append(frame)
+
+    def _append(self, frame: bytes) -> None:
         self.outbox.append(frame)
         self.outbox_bytes += len(frame)
         self.account.add(len(frame) + PARCEL_OVERHEAD_BYTES)
 
+    def put_status(self, queue: int, state: QueueState, frame: bytes) -> None:
+        """Send the status of a queue, after the outbox. It replaces those that no batch follows, except ENDED: the
+        consumer has to know that its events will come again."""
+        ended = QueueState.ENDED
+        keeps_ended = state is not ended
+        self.statuses = [each for each in self.statuses if each[0] != queue or (keeps_ended and each[1] is ended)]
+        self.statuses.append((queue, state, frame))
+
+    def confirm(self, queue: int, confirmed: Confirmed) -> None:
+        """Reports about a queue are saved."""
+        self.confirmed[queue] = confirmed
+        self.on_notice()
+
+    def take_confirmed(self) -> dict[int, Confirmed]:
+        """Take the confirmations that are to be sent, by queue."""
+        confirmed, self.confirmed = self.confirmed, {}
+        return confirmed
+
     def collect(self) -> list[bytes]:
-        """Take the frames of the next message out of the outbox: a large one alone, small ones together."""
+        """Take the frames of the next message: a large one alone, small ones together. Statuses are at its beginning
+        only."""
         frames: list[bytes] = []
         size = 0
         outbox = self.outbox
+        has_batch = False
         while outbox and (not frames or size + len(outbox[0]) <= OUTBOX_BYTES):
+            if not is_status(outbox[0]):
+                has_batch = True
+            elif has_batch:
+                break
             frame = outbox.popleft()
             frames.append(frame)
             size += len(frame)
+        self._collected(len(frames), size)
+        return frames if has_batch or outbox else frames + self._take_statuses()
+
+    def _take_statuses(self) -> list[bytes]:
+        statuses, self.statuses = self.statuses, []
+        return [frame for _, _, frame in statuses]
+
+    def _collected(self, frames: int, size: int) -> None:
         self.outbox_bytes -= size
         self.sending_bytes += size
-        self._sending += len(frames)
-        return frames
+        self._sending += frames
 
     def collect_all(self) -> list[bytes]:
-        """Take all frames out of the outbox."""
+        """Take all frames out of the outbox, without the statuses that follow it."""
         frames = list(self.outbox)
         self.outbox.clear()
-        self.sending_bytes += self.outbox_bytes
-        self._sending += len(frames)
-        self.outbox_bytes = 0
+        self._collected(len(frames), self.outbox_bytes)
         return frames
 
     def sent(self) -> None:
@@ -200,6 +234,8 @@ class Member:
         self.to_resend.clear()
         self.credit_events = self.credit_bytes = self.needed_bytes = 0
         self.outbox.clear()
+        self.statuses.clear()
+        self.confirmed.clear()
         self.outbox_bytes = self.sending_bytes = self._sending = 0
         self.account.close()
         self.on_outbox = self.on_notice = _ignore

@@ -104,6 +104,18 @@ class DeliveryProgress:
         live = (c for c in self.cursors.values() if c.state is not State.PAUSED)
         return all(self.needed(c).offset >= offset for c in live)
 
+    def is_done(self, stream: StreamId, offset: int, first: int, end: int) -> bool:
+        """Whether events `first` to `end`, exclusive, of the batch at `offset` are done."""
+        cursor = self.cursors.get(stream)
+        if cursor is None:
+            return offset < self.position
+        token = self.needed(cursor)
+        if (offset, end) <= token or offset < token.offset:
+            return True
+        done = cursor.done.get(offset, ()) if cursor.done is not None else ()
+        start = max(first, token.index) if offset == token.offset else first
+        return all(index in done for index in range(start, end))
+
     # ---- changes ---------------------------------------------------------------------------------------------------
 
     def touch(self) -> None:
