@@ -116,12 +116,14 @@ class Group:
 
     # ---- the status of queues --------------------------------------------------------------------------------------
 
-    def state(self, queue: int) -> tuple[QueueState, int, int] | None:
-        """Return the state, epoch and generation of a queue; None if it is not delivered here."""
+    def status(self, member: Member, queue: int) -> tuple[int, int, bool] | None:
+        """Return the epoch and generation of a queue, and whether it is assigned to the member; None if it is not
+        delivered here."""
         delivery = self.deliveries.get(queue)
-        if delivery is None:
-            return None
-        return delivery.state, *self._fence(delivery)
+        return None if delivery is None else (*self._fence(delivery), self._is_assigned(member, queue))
+
+    def _is_assigned(self, member: Member, queue: int) -> bool:
+        return not self._bound or queue in member.queues
 
     def is_current(self, queue: int, epoch: int, generation: int) -> bool:
         """Whether a report about events of this epoch and generation may count."""
@@ -145,7 +147,7 @@ class Group:
         if not member.attached:
             return
         queue, state = delivery.queue, state or delivery.state
-        assigned = not self._bound or queue in member.queues
+        assigned = self._is_assigned(member, queue)
         member.put_status(queue, state, status_frame(queue, state, *self._fence(delivery), assigned=assigned))
         member.on_notice()
 
