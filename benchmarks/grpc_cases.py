@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from headrace import Client, Selector, Start, SubscriptionDefinition
-from headrace.client.consuming import Consumer
+from headrace.client.consumer import Consumer
 from headrace.silo.tuning import tune_interpreter
 
 from .cases import Counter, Stamps, pace, publish_batches

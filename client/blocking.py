@@ -30,9 +30,9 @@ from ..streams.publishing import ProducerSequence, Receipt
 from ..streams.subscriptions import DeadLetter, GapRecord, Start, SubscriptionDefinition
 from .blocking_consumer import SyncConsumer, SyncPulled
 from .client import Client
-from .consuming import Pulled
 from .management import SubscriptionState
 from .options import ClientOptions, ConsumerOptions
+from .pulled import Pulled
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -16,10 +16,11 @@ from ..streams.events import Event
 from ..streams.identity import SequenceToken, StreamId
 from ..streams.openings import ConsumerOpening
 from ..streams.subscriptions import GapRecord, Start, SubscriptionDefinition
-from .consuming import Consumer, Pulled
+from .consumer import Consumer
+from .held_account import SessionStatistics
 from .options import SessionState
+from .pulled import Pulled
 from .received import ReceivedBatch
-from .session import SessionStatistics
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -33,7 +33,7 @@ from ..streams.publishing import (
 )
 from ..streams.stream import Stream
 from .connection import GrpcTransport, Tls
-from .consuming import Consuming
+from .consuming_client import ConsumingClient
 from .management import parsed
 from .native import NativeTransport
 from .publishing import PublishPipeline, frame, receipts_of
@@ -45,7 +45,7 @@ MAX_REQUEST_BYTES = 4 << 20
 """Limit of one request with a sequence."""
 
 
-class Client(Consuming):
+class Client(ConsumingClient):
     """A provider of a silo, over gRPC. Open it with `async with`; it belongs to that event loop.
 
     When the silo cannot be reached, calls wait and try again for `timeout_s`, and then raise Unavailable. Published

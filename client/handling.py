@@ -1,4 +1,4 @@
-"""Handlers in a client. Workers (`streams/handler_workers.py`) take the batches that wait in the session.
+"""Handlers in a client. Workers (`streams/handler_workers.py`) take the batches that wait in the consumer's holdings.
 
 Batches of one stream wait for one another; streams do not. Handled events are acknowledged. Failed events are rejected,
 and the silo decides when to deliver them again.
@@ -17,8 +17,8 @@ from ..streams.failure_log import FailureLog, described, failure_text
 from ..streams.handler_workers import TURN_S, HandlerWorkers, cancelled_itself, notify_completed, notify_error
 from ..streams.handlers import Handler
 from ..streams.identity import SequenceToken, StreamId
+from .holdings import Holdings
 from .received import ReceivedBatch
-from .session import Session
 
 log = logging.getLogger("headrace.client")
 
@@ -27,14 +27,14 @@ MAX_FAILING = 10_000
 
 
 class RemoteHandling:
-    """Runs a handler on the batches that wait in `session`. `attempts` returns the `max_attempts` of the
+    """Runs a handler on the batches that wait in `holdings`. `attempts` returns the `max_attempts` of the
     subscription."""
 
     def __init__(
-        self, name: str, session: Session, handler: Handler, concurrency: int, attempts: Callable[[], int]
+        self, name: str, holdings: Holdings, handler: Handler, concurrency: int, attempts: Callable[[], int]
     ) -> None:
         self._name = name
-        self._session = session
+        self._holdings = holdings
         self._handler = handler
         self._handle = self._handle_batch if handler.on_batch else self._handle_events
         self._workers = HandlerWorkers(name, concurrency, self._work, self._may_run, log)
@@ -50,24 +50,24 @@ class RemoteHandling:
         self._stopping = False
 
     def wake(self) -> None:
-        """Call this when a batch waits in the session."""
+        """Call this when a batch waits in the holdings."""
         self._workers.wake()
 
     def _may_run(self) -> bool:
-        return self._session.waiting and not self._stopping
+        return self._holdings.waiting and not self._stopping
 
     # ---- batches ---------------------------------------------------------------------------------------------------
 
     async def _work(self) -> None:
         """Run handlers until no waiting batch may run."""
-        if self._session.waiting:
+        if self._holdings.waiting:
             self.wake()
         while not self._stopping and (batch := self._next()) is not None:
             stream, waiting = batch.stream, deque[ReceivedBatch]()
             self._busy[stream] = waiting
             try:
                 while True:
-                    if self._session.begin(batch):
+                    if self._holdings.begin_batch(batch):
                         await self._step(batch)
                     if monotonic() > self._workers.turn_ends:
                         await self._workers.yield_turn()
@@ -79,7 +79,7 @@ class RemoteHandling:
 
     def _next(self) -> ReceivedBatch | None:
         """The next batch whose stream is not busy."""
-        while (batch := self._session.next_waiting()) is not None:
+        while (batch := self._holdings.next_waiting()) is not None:
             waiting = self._busy.get(batch.stream)
             if waiting is None:
                 return batch
@@ -90,8 +90,8 @@ class RemoteHandling:
         try:
             await self._handle(batch)
         except BaseException as error:
-            if isinstance(error, Closed) and self._session.closed:
-                return  # the session was closed meanwhile, and has given the batch back
+            if isinstance(error, Closed) and self._holdings.closed:
+                return  # the consumer was closed meanwhile, and has given the batch back
             if self._workers.ends_worker(error, stopping=self._stopping):
                 raise
             await self._failed(batch, error)
@@ -102,7 +102,7 @@ class RemoteHandling:
         on_batch = self._handler.on_batch
         assert on_batch is not None
         await on_batch(batch)
-        self._session.acknowledge(batch)
+        batch.holder.acknowledge(batch)
 
     async def _handle_events(self, batch: ReceivedBatch) -> None:
         """Acknowledge at the end of the batch, and from time to time, because a batch may take long."""
@@ -118,13 +118,13 @@ class RemoteHandling:
                 done += 1
                 now = monotonic()
                 if now > acknowledges_at:
-                    self._session.acknowledge_some(batch, acknowledged, done)
+                    batch.holder.acknowledge_some(batch, acknowledged, done)
                     acknowledged, acknowledges_at = done, now + TURN_S
                 if now > self._workers.turn_ends:
                     await self._workers.yield_turn()
         finally:
             if done > acknowledged:
-                self._session.acknowledge_some(batch, acknowledged, done)
+                batch.holder.acknowledge_some(batch, acknowledged, done)
 
     # ---- failures --------------------------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class RemoteHandling:
             self._failing.clear()
         self._failing[batch.stream] = token
         unavailable = isinstance(error, Unavailable)
-        self._session.reject(batch, place, described(error), None, unavailable)
+        batch.holder.reject(batch, place, described(error), None, unavailable)
         if attempt >= self._attempts() and not unavailable:
             if len(self._exhausted) == MAX_FAILING:
                 self._exhausted.clear()

@@ -17,20 +17,26 @@ FRAME_BYTES = 32
 """Upper bound of the bytes around a batch on the wire, without the indexes of a part of a batch."""
 INDEX_BYTES = 3
 
-OPEN, MARKED, DEFERRED = 0, 1, 2
-"""State of an event: neither acknowledged nor rejected; acknowledged or rejected; rejected, but the rejection waits
-until the event is delivered again."""
+OPEN, MARKED = 0, 1
+"""State of an event: neither acknowledged nor rejected; acknowledged, rejected or taken back."""
 QUEUED, TAKEN, OVER = 0, 1, 2
 """State of a batch: waits to be taken; handed to the user; done or taken back. They are plain numbers, because they are
 read several times for each batch."""
+
+
+class CongestedAccount(Protocol):
+    """Knows whether so many acknowledgements wait to be sent that the caller should let the loop turn."""
+
+    @property
+    def is_congested(self) -> bool: ...
 
 
 class BatchHolder(Protocol):
     """Receives the acknowledgements and rejections of a batch. `first` and `last` (exclusive) are places among its
     events."""
 
-    is_congested: bool
-    """Whether so many acknowledgements wait to be sent that the caller should let the loop turn."""
+    @property
+    def account(self) -> CongestedAccount: ...
 
     def acknowledge(self, batch: ReceivedBatch) -> None: ...
 
@@ -73,8 +79,7 @@ class ReceivedBatch(EventBatch):
     __slots__ = (
         "arrival",
         "attempt",
-        "carried",
-        "deferred",
+        "current",
         "holder",
         "left",
         "marks",
@@ -88,23 +93,19 @@ class ReceivedBatch(EventBatch):
         batch, self.queue, self.attempt, _, _ = delivered
         self.stream = batch.stream
         self.encoded = batch.encoded
-        self.count = self.left = batch.count
+        self.count = self.left = self.current = batch.count
+        # current: The present session delivered the events before this place. 0: its queue was served by another one.
         self.offset = batch.offset
         self.size = len(batch.encoded) + FRAME_BYTES
         self.holder = holder
         self.arrival = arrival
         """Number of the last response that delivered it."""
         self.plain = True
-        """Whether it is whole, has no marks, and is of the present connection: then one short acknowledgement covers
+        """Whether it is whole, has no marks, and is of the present session: then one short acknowledgement covers
         it."""
-        self.carried = False
-        """Whether the user had it when a connection was lost."""
         self.state = QUEUED
         self.marks: bytearray | None = None
-        """State of each event, if they differ: OPEN, MARKED or DEFERRED."""
-        self.deferred: tuple[int | None, str, timedelta | None, bool] | None = None
-        """A rejection that waits until the batch comes again: place of the event (None: all), reason, delay,
-        unavailable."""
+        """State of each event, if they differ: OPEN or MARKED."""
 
     def __repr__(self) -> str:
         return (
@@ -119,12 +120,12 @@ class ReceivedBatch(EventBatch):
         else:
             place = self._place(event)
             self.holder.acknowledge_some(self, place, place + 1)
-        return TURN if self.holder.is_congested else DONE
+        return TURN if self.holder.account.is_congested else DONE
 
     def ack_until(self, event: Event | SequenceToken) -> Awaitable[None]:
         """Acknowledge this event and all earlier ones of its stream that the consumer holds, in any batch."""
         self.holder.acknowledge_until(self, self._place(event) + 1)
-        return TURN if self.holder.is_congested else DONE
+        return TURN if self.holder.account.is_congested else DONE
 
     def nack(
         self,
@@ -145,7 +146,7 @@ class ReceivedBatch(EventBatch):
         """
         _check_rejection(reason, delay)
         self.holder.reject(self, None if event is None else self._place(event), reason, delay, unavailable)
-        return TURN if self.holder.is_congested else DONE
+        return TURN if self.holder.account.is_congested else DONE
 
     @property
     def indexes(self) -> Sequence[int]:

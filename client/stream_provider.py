@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from ..streams.publishing import ProducerSequence, Receipt
     from .blocking import SyncStream
     from .blocking_consumer import SyncBatch, SyncPulled
-    from .consuming import Consumer, Pulled
+    from .consumer import Consumer
+    from .pulled import Pulled
 
 
 class HandledSubscription(Protocol):

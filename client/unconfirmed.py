@@ -1,27 +1,33 @@
-"""Acknowledgements that were sent on lost connections and that the silo has not confirmed as saved. No I/O."""
+"""Acknowledgements of one queue that were made for earlier sessions and are not confirmed as saved. No I/O.
+
+They are named in reports as soon as a session serves the queue. The silo confirms them when they are done in the store.
+Until then, events that are delivered again are recognised by them.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from ..streams.identity import StreamId
 
-Acknowledged = tuple[StreamId, int, int, int, int]
-"""Stream, queue, offset, first index, count."""
+Acknowledged = tuple[StreamId, int, int, int]
+"""Stream, offset, first index, count."""
 
-MAX_REMEMBERED = 200_000
-"""Above this number the oldest are dropped: the user may get those events again."""
+MAX_NAMED = 100_000
+"""The most acknowledgements that are named and not confirmed in one session: a silo refuses more."""
 
 
 class UnconfirmedAcknowledgements:
     """Acknowledgements by position. As a bool: whether there are any."""
 
-    def __init__(self, limit: int = MAX_REMEMBERED) -> None:
-        self._limit = limit
-        self._streams: dict[StreamId, dict[int, list[Acknowledged]]] = {}
-        self._positions: dict[tuple[int, int], int] = {}
-        """Number of acknowledged events, by queue and offset."""
+    def __init__(self) -> None:
+        self._offsets: dict[int, list[Acknowledged]] = {}
         self._count = 0
+        self._unnamed: deque[Acknowledged] = deque()
+        self._named: deque[tuple[int, list[Acknowledged]]] = deque()
+        """Numbers of reports, and the acknowledgements that they name."""
+        self._named_count = 0
 
     def __bool__(self) -> bool:
         return self._count > 0
@@ -31,55 +37,73 @@ class UnconfirmedAcknowledgements:
 
     def add(self, acks: Iterable[Acknowledged]) -> None:
         for ack in acks:
-            stream, queue, offset = ack[:3]
-            known = self._streams.setdefault(stream, {}).setdefault(offset, [])
-            if ack in known:
-                continue
-            known.append(ack)
-            self._positions[queue, offset] = self._positions.get((queue, offset), 0) + 1
-            self._count += 1
-        while self._count > self._limit:
-            self._remove(next(iter(self._streams)))
+            self._put(ack)
+            self._unnamed.append(ack)
 
-    def take(self, stream: StreamId, offset: int, indexes: Sequence[int]) -> set[int]:
-        """Of a redelivered batch with these `indexes`, remove and return the indexes that are acknowledged."""
-        if offset not in self._streams.get(stream, ()):
-            return set()
-        acks = self._remove(stream, offset)
-        known = {index for _, _, _, first, count in acks for index in range(first, first + count)}
-        found = known.intersection(indexes)
-        if left := sorted(known - found):
-            self.add((stream, acks[0][1], offset, first, end - first) for first, end in runs(left))
+    def take(self, offset: int, indexes: Sequence[int]) -> set[int]:
+        """Of a batch that is delivered again with these `indexes`, remove and return the acknowledged indexes."""
+        found: set[int] = set()
+        for ack in self._offsets.get(offset, ())[:]:
+            found.update(self._remove(ack, indexes))
         return found
 
-    def knows(self, queue: int, offset: int) -> bool:
-        """Whether an event of this batch is acknowledged."""
-        return (queue, offset) in self._positions
+    # ---- confirmation ----------------------------------------------------------------------------------------------
 
-    def passed(self, stream: StreamId, offset: int) -> list[Acknowledged]:
-        """Remove and return all entries of the stream before a delivered batch: the silo has saved all earlier
-        events."""
-        known = self._streams.get(stream)
-        if known is None:
-            return []
-        return [ack for before in sorted(known) if before < offset for ack in self._remove(stream, before)]
+    @property
+    def can_name(self) -> bool:
+        """Whether a report can name acknowledgements."""
+        return bool(self._unnamed) and self._named_count < MAX_NAMED
 
-    def all_passed(self) -> list[Acknowledged]:
-        """Remove and return all entries: the silo has no event left to deliver, so it has saved all
-        acknowledgements."""
-        return [ack for stream in list(self._streams) for ack in self._remove(stream)]
+    def name(self, number: int, limit: int) -> list[Acknowledged]:
+        """Return acknowledgements to be named in the report with this number, at most `limit`."""
+        unnamed, named = self._unnamed, list[Acknowledged]()
+        limit = min(limit, MAX_NAMED - self._named_count)
+        while unnamed and len(named) < limit:
+            ack = unnamed.popleft()
+            if ack[1] in self._offsets:  # otherwise it was delivered again meanwhile
+                named.append(ack)
+        if named:
+            self._named.append((number, named))
+            self._named_count += len(named)
+        return named
 
-    def _remove(self, stream: StreamId, offset: int | None = None) -> list[Acknowledged]:
-        known = self._streams[stream]
-        removed = [ack for one in ([offset] if offset is not None else list(known)) for ack in known.pop(one)]
-        if not known:
-            del self._streams[stream]
-        for ack in removed:
-            position = ack[1], ack[2]
-            self._positions[position] -= 1
-            if not self._positions[position]:
-                del self._positions[position]
-        self._count -= len(removed)
+    def confirm(self, number: int) -> None:
+        """All acknowledgements named in reports up to this number are saved."""
+        while self._named and self._named[0][0] <= number:
+            for ack in self._named.popleft()[1]:
+                self._named_count -= 1
+                self._remove_all(ack)
+
+    def end_session(self) -> None:
+        """Name everything again in the next session."""
+        self._named.clear()
+        self._named_count = 0
+        self._unnamed = deque(ack for acks in self._offsets.values() for ack in acks)
+
+    # ---- by position -----------------------------------------------------------------------------------------------
+
+    def _put(self, ack: Acknowledged) -> None:
+        self._offsets.setdefault(ack[1], []).append(ack)
+        self._count += 1
+
+    def _remove_all(self, ack: Acknowledged) -> None:
+        _, offset, first, count = ack
+        for known in self._offsets.get(offset, ())[:]:
+            self._remove(known, range(first, first + count))
+
+    def _remove(self, ack: Acknowledged, indexes: Sequence[int]) -> set[int]:
+        """Remove these indexes from one entry, and return those that it had."""
+        stream, offset, first, count = ack
+        removed = set(range(first, first + count)).intersection(indexes)
+        if removed:
+            known = self._offsets[offset]
+            known.remove(ack)
+            self._count -= 1
+            if not known:
+                del self._offsets[offset]
+            if left := [index for index in range(first, first + count) if index not in removed]:
+                for start, end in runs(left):
+                    self._put((stream, offset, start, end - start))
         return removed
 
 

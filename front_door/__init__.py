@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from headrace.client.blocking_consumer import SyncPulled as SyncPulled
     from headrace.client.client import Client as Client
     from headrace.client.connection import Tls as Tls
-    from headrace.client.consuming import Consumer as Consumer
-    from headrace.client.consuming import Pulled as Pulled
+    from headrace.client.consumer import Consumer as Consumer
     from headrace.client.options import SessionState as SessionState
+    from headrace.client.pulled import Pulled as Pulled
     from headrace.client.received import ReceivedBatch as ReceivedBatch
     from headrace.client.stream_provider import StreamProvider as StreamProvider
     from headrace.client.stream_provider import SyncStreamProvider as SyncStreamProvider
@@ -75,7 +75,8 @@ _NAMES = {
     "headrace.client.blocking_consumer": ("SyncBatch", "SyncConsumer", "SyncPulled"),
     "headrace.client.client": ("Client",),
     "headrace.client.connection": ("Tls",),
-    "headrace.client.consuming": ("Consumer", "Pulled"),
+    "headrace.client.consumer": ("Consumer",),
+    "headrace.client.pulled": ("Pulled",),
     "headrace.client.options": ("SessionState",),
     "headrace.client.received": ("ReceivedBatch",),
     "headrace.client.stream_provider": ("StreamProvider", "SyncStreamProvider"),

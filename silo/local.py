@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from ..client.consuming import Consuming
+from ..client.consuming_client import ConsumingClient
 from ..client.transport import StreamCall, Transport, remote_error, require_loop
 from ..server.access import EVERYTHING, Principal
 from ..server.guard import Call, Kind, Method
@@ -30,7 +30,7 @@ THIS_PROCESS = "this process"
 @asynccontextmanager
 async def consuming(
     provider: ProviderCore, consumers: Consumers | None, gateways: Gateways | None
-) -> AsyncGenerator[Consuming]:
+) -> AsyncGenerator[ConsumingClient]:
     """Connect the client's side of consuming to a provider, for the length of an `async with`.
 
     At its end, open consumers are closed. `consumers` are the groups that a silo serves already; None: make groups.
@@ -44,13 +44,13 @@ async def consuming(
 @asynccontextmanager
 async def _connected(
     provider: ProviderCore, consumers: Consumers, gateways: Gateways | None
-) -> AsyncGenerator[Consuming]:
+) -> AsyncGenerator[ConsumingClient]:
     providers, all_consumers = {provider.name: provider}, {provider.name: consumers}
     visible = VisibleBounds()
     consuming = ConsumerService(providers, all_consumers, visible, gateways)
     services = (consuming, SubscriptionService(providers, all_consumers, visible))
     transport = InProcessTransport([method for service in services for method in service.methods()])
-    local = Consuming(transport, provider.name, TIMEOUT_S)
+    local = ConsumingClient(transport, provider.name, TIMEOUT_S)
     try:
         yield local
     finally:

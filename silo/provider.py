@@ -42,7 +42,10 @@ from .options import ProviderKeywords, ProviderOptions
 from .provider_core import ProviderCore
 
 if TYPE_CHECKING:
-    from ..client.consuming import Consumer, Consuming, Plan, Pulled
+    from ..client.consumer import Consumer
+    from ..client.consuming_client import ConsumingClient
+    from ..client.plan import Plan
+    from ..client.pulled import Pulled
     from .consumers import Consumers
     from .services.consumer import Gateways
 
@@ -61,7 +64,7 @@ class Provider(ProviderCore):
         """The groups of remote consumers, while a silo serves them."""
         self.gateways: Gateways | None = None
         """While a silo of a cluster serves remote consumers: it makes this silo the gateway of consumers here."""
-        self._local_consumer: Consuming | None = None
+        self._local_consumer: ConsumingClient | None = None
         self._stack = AsyncExitStack()
 
     @classmethod
@@ -190,7 +193,7 @@ class Provider(ProviderCore):
         return await self.attach(declared._replace(definition=definition))
 
     def _plan(self, name: str, selector: str | StreamId | None, options: Mapping[str, Any]) -> Plan:
-        from ..client.consuming import plan_of  # noqa: PLC0415 (it loads gRPC's client)
+        from ..client.plan import plan_of  # noqa: PLC0415 (it loads gRPC's client)
 
         check_no_handler_options(name, options)
         return plan_of("provider.subscribe", name, None if selector is None else Selector.of(selector), options)
@@ -198,7 +201,7 @@ class Provider(ProviderCore):
     async def _consumer(self, plan: Plan) -> Consumer:
         return await (await self.local_consumer()).open_consumer(plan)
 
-    async def local_consumer(self) -> Consuming:
+    async def local_consumer(self) -> ConsumingClient:
         """The client's side of consuming, connected to the services in this process. Made at the first call."""
         if self._local_consumer is None:
             from .local import consuming  # noqa: PLC0415 (it loads gRPC's client and services)

@@ -29,8 +29,6 @@ EXCEPTED = (
     "agents/delivery/group_delivery.py",
     "agents/delivery/member.py",
     "agents/delivery/parcel.py",
-    "client/consuming.py",
-    "client/session.py",
     "silo/services/consumer.py",
 )
 """Files and folders that are not measured: the remote consumption path, which will be written again as a whole."""

@@ -20,7 +20,7 @@ from .writing import Writer
 
 if TYPE_CHECKING:
     from ...client.client import Client
-    from ...client.consuming import Consumer
+    from ...client.consumer import Consumer
     from ...client.options import SessionState
     from ...client.received import ReceivedBatch
 

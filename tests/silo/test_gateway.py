@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace import Client, Event, Mode, OnFailure, RetryPolicy, StreamId
-from headrace.client.consuming import Consumer
+from headrace.client.consumer import Consumer
 from headrace.proto.v1 import consumer_pb2 as pb
 from headrace.server.config import GrpcConfig
 from headrace.silo.config import ProviderConfig, SiloConfig
