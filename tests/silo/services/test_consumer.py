@@ -14,7 +14,7 @@ from headrace import StreamId
 from headrace.proto.v1 import cluster_pb2, subscriptions_pb2
 from headrace.proto.v1 import consumer_pb2 as pb
 from headrace.silo.host import Silo
-from headrace.silo.relay.pulls import pull_wait_s
+from headrace.silo.services.pulling import pull_wait_s
 from headrace.streams.events import Event
 from tests.silo.services.calling import (
     CLUSTER,
@@ -28,6 +28,7 @@ from tests.silo.services.calling import (
     opened,
 )
 from tests.silo.services.sessions import (
+    DRAINING,
     PATIENCE_S,
     PULL,
     SUBSCRIBE,
@@ -38,10 +39,15 @@ from tests.silo.services.sessions import (
     begin,
     consuming,
     defined,
-    events_of,
     eventually,
     pull,
+    pull_events,
+    pulled,
+    rejecting,
     rejection,
+    report,
+    reports,
+    unconfirmed,
 )
 
 SHORT_MS = 500
@@ -108,18 +114,6 @@ async def test_the_silo_names_a_consumer_that_has_no_id(caller: Caller) -> None:
     async with consuming(caller, definition=defined("s")) as one, consuming(caller, "s") as other:
         assert one.opened.consumer
         assert one.opened.consumer != other.opened.consumer
-
-
-@pytest.mark.one_silo
-async def test_who_comes_back_is_told_that_it_is_still_known(caller: Caller) -> None:
-    for resumed in (False, True):
-        session = await begin(caller, definition=defined("s"), consumer="c")
-        assert session.opened.resumed is resumed
-        session.cancel()
-    async with consuming(caller, "s", consumer="c") as session:
-        assert session.opened.resumed
-    async with consuming(caller, "s", consumer="c") as session:
-        assert not session.opened.resumed
 
 
 @pytest.mark.parametrize(
@@ -259,11 +253,12 @@ async def test_what_is_not_held_cannot_be_acknowledged(caller: Caller) -> None:
         first, second = await session.take(2)
         wrong = [
             acknowledgement(first._replace(offset=first.offset + 1)),
-            acknowledgement(first._replace(queue=1000)),
             acknowledgement(first._replace(index=2)),
             acknowledgement(first._replace(offset=(1 << 64) - 1, index=(1 << 32) - 1)),
         ]
-        await session.say(acknowledgements=wrong, rejections=[rejection(first._replace(index=7))])
+        other_queue = report(first._replace(queue=1000), acknowledgements=[acknowledgement(first)])
+        rejections = [rejection(first._replace(index=7))]
+        await session.say(reports=[other_queue, report(first, acknowledgements=wrong, rejections=rejections)])
         await session.until(lambda: len(session.refused) == 5)
         assert sorted((each.queue, each.offset, each.index) for each in session.refused) == [
             (first.queue, first.offset, 2),
@@ -273,7 +268,7 @@ async def test_what_is_not_held_cannot_be_acknowledged(caller: Caller) -> None:
             (1000, first.offset, 0),
         ]
         await session.acknowledge_saved([first, second])
-        await session.say(acknowledgements=[acknowledgement(second)])
+        await session.report(second, acknowledgements=[acknowledgement(second)])
         await session.until(lambda: len(session.refused) == 6)
 
 
@@ -295,8 +290,8 @@ async def test_a_count_acknowledges_a_range_and_none_the_rest(caller: Caller) ->
     async with consuming(caller, definition=defined("s"), consumer="c") as session:
         await caller.publish(batch("n/k", *[b"%d" % n for n in range(10)]))
         events = await session.take(10)
-        await session.say(acknowledgements=[acknowledgement(events[2], count=3), acknowledgement(events[8])], number=1)
-        await session.until(lambda: session.saved == 1)
+        some = [acknowledgement(events[2], count=3), acknowledgement(events[8])]
+        await session.until_saved(await session.report(events[0], acknowledgements=some), [QUEUE])
     async with consuming(caller, "s", consumer="d") as other:
         assert [event.payload for event in await other.take(5)] == [b"0", b"1", b"5", b"6", b"7"]
 
@@ -307,8 +302,8 @@ async def test_up_to_acknowledges_what_is_held_before_it_as_well(caller: Caller)
     await session.grant()
     await session.take(6)
     fourth = next(event for event in session.events if event.payload == b"3")
-    await session.say(acknowledgements=[acknowledgement(fourth, up_to=True)], number=1)
-    await session.until(lambda: session.saved == 1)
+    number = await session.report(fourth, acknowledgements=[acknowledgement(fourth, up_to=True)])
+    await session.until_saved(number, [QUEUE])
     await session.close()
     async with consuming(caller, "s", consumer="d") as rest:
         await rest.take(2)
@@ -337,22 +332,37 @@ async def test_a_retry_is_not_overtaken_by_what_was_published_meanwhile(caller: 
 
 
 @pytest.mark.one_silo
-async def test_a_request_has_so_many_acknowledgements_at_the_most(caller: Caller) -> None:
+async def test_the_entries_of_a_request_are_limited(caller: Caller) -> None:
     session = await begin(caller, definition=defined("s"))
+    await session.until(lambda: QUEUE in session.statuses)
+    event = Got("n/k", b"", QUEUE, 0, 0, epoch=session.statuses[QUEUE].epoch)
     many = [pb.Acknowledgement()] * 100_000
-    await session.say(acknowledgements=many, number=1)
-    await session.until(lambda: session.saved == 1)
+    await session.until_saved(await session.report(event, acknowledgements=many), [QUEUE])
     assert len(session.refused) == 1000
-    await session.say(acknowledgements=many, rejections=[pb.Rejection()])
+    too_many = [pb.QueueReport(acknowledgements=many), pb.QueueReport(released=[pb.Released()])]
+    await session.say(reports=too_many)
     assert await refusal(session) == ("INVALID_ARGUMENT", "invalid_argument")
-    with pytest.raises(Refused, match="INVALID_ARGUMENT"):
-        await pull(caller, acknowledgements=[*many, many[0]])
-    assert len(await acknowledge(caller, [], rejections=[pb.Rejection()])) == 1
+    for wrong in (too_many, [pb.QueueReport()] * 100_001):
+        with pytest.raises(Refused, match="INVALID_ARGUMENT"):
+            await pull(caller, reports=wrong)
+        with pytest.raises(Refused, match="INVALID_ARGUMENT"):
+            await acknowledge(caller, [], reports=wrong)
+    assert len(await acknowledge(caller, [], reports=[pb.QueueReport(rejections=[pb.Rejection()])])) == 1
 
 
-async def test_a_rejection_takes_no_delay_above_a_week(caller: Caller) -> None:
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"rejections": [pb.Rejection(delay_ms=(1 << 64) - 1)]},
+        {"unconfirmed": [pb.Unconfirmed(namespace="n", key="k", offset=1)]},
+        {"unconfirmed": [pb.Unconfirmed(namespace="n" * 2000, key="k", offset=1, count=1)]},
+    ],
+)
+async def test_an_invalid_entry_ends_the_session(caller: Caller, entries: dict[str, Any]) -> None:
     session = await begin(caller, definition=defined("s"))
-    await session.say(rejections=[pb.Rejection(delay_ms=(1 << 64) - 1)])
+    await session.until(lambda: QUEUE in session.statuses)
+    event = Got("n/k", b"", QUEUE, 0, 0, epoch=session.statuses[QUEUE].epoch)
+    await session.report(event, **entries)
     assert await refusal(session) == ("INVALID_ARGUMENT", "invalid_argument")
 
 
@@ -423,19 +433,19 @@ async def test_of_those_who_come_with_the_same_id_at_once_one_remains(caller: Ca
         await asyncio.gather(*ends, return_exceptions=True)
 
 
-async def test_requests_are_numbered_for_each_call_anew(caller: Caller) -> None:
-    """A restarted consumer begins at 1. The silo must not report the requests of the one before it as saved."""
+async def test_reports_are_numbered_for_each_session_anew(caller: Caller) -> None:
+    """A restarted consumer begins at 1. The silo must not confirm the reports of the session before it."""
     await caller.create("s", "n/*")
     first = await begin(caller, "s", consumer="c")
     await first.grant()
     await caller.publish(batch("n/k", b"0"), batch("n/k", b"1"))
     events = await first.take(2)
-    await first.say(acknowledgements=[acknowledgement(events[0])], number=500)
-    await first.until(lambda: first.saved == 500)
+    await first.say(reports=reports(events[:1], 500))
+    await first.until_saved(500, [QUEUE])
     async with consuming(caller, "s", consumer="c") as second:
         await second.acknowledge(await second.take(1))
-        await second.until(lambda: second.saved > 0)
-        assert second.saved == 1
+        await second.until_saved(1, [QUEUE])
+        assert second.saved[QUEUE].number == 1
 
 
 async def test_who_loses_the_connection_is_waited_for(silo: Silo, caller: Caller) -> None:
@@ -496,8 +506,9 @@ async def test_the_events_of_a_consumer_that_closes_go_to_others_at_once(caller:
     await leaving.grant()
     await caller.publish(batch("n/k", b"0", b"1"))
     events = await leaving.take(2)
-    await leaving.say(acknowledgements=[acknowledgement(events[0], count=1)], close=True)
+    number = await leaving.acknowledge(events[:1], close=True)
     assert await leaving.end() is None
+    assert leaving.is_saved(number, [QUEUE])
     async with consuming(caller, "s", consumer="other") as other:
         assert [event.payload for event in await other.take(1)] == [b"1"]
 
@@ -511,8 +522,9 @@ async def test_what_was_acknowledged_before_a_close_is_saved(tmp_path: Path) -> 
             await session.grant(1, 1000)
             (event,) = await session.take(1)
             assert event.payload == expected
-            await session.say(acknowledgements=[acknowledgement(event)], close=True)
+            number = await session.acknowledge([event], close=True)
             assert await session.end() is None
+            assert session.is_saved(number, [QUEUE])
 
 
 async def test_half_closing_is_not_closing(caller: Caller) -> None:
@@ -540,9 +552,12 @@ async def test_a_silo_that_stops_lets_consumers_finish_what_they_hold(tmp_path: 
         stopping = asyncio.create_task(_stop(silo, session))
         await session.until(lambda: bool(session.closing))
         assert "connect again" in session.closing
+        await session.until(lambda: len(session.statuses) == 2)
+        assert {status.state for status in session.statuses.values()} == {DRAINING}
         await session.grant()
-        await session.acknowledge(events)
+        number = await session.acknowledge(events)
         assert await refusal(session) == ("UNAVAILABLE", "unavailable")
+        assert session.is_saved(number, [QUEUE])
         await stopping
         assert session.payloads() == [b"0", b"1"]
     async with opened(tmp_path / "data") as silo, connecting(silo.grpc_address or "") as caller:
@@ -579,7 +594,7 @@ async def test_while_the_silo_stops_nobody_new_comes_but_what_was_pulled_is_ackn
     async with opened(tmp_path / "data") as silo, connecting(silo.grpc_address or "") as caller:
         await caller.create("s", "n/*")
         await caller.publish(batch("n/k", b"0"))
-        (event,) = events_of((await pull(caller)).batches)
+        (event,) = await pull_events(caller)
         await _drain_at_once(caller)
         with pytest.raises(Refused, match="UNAVAILABLE"):
             await pull(caller)
@@ -641,25 +656,57 @@ async def test_a_seek_takes_back_what_is_held_and_goes_on_from_there(caller: Cal
 
 
 @pytest.mark.one_silo
-async def test_what_a_consumer_says_without_knowing_of_a_seek_is_refused(caller: Caller) -> None:
-    """It refers to the events delivered before the seek, and would apply to the events delivered again."""
+async def test_a_report_of_an_older_generation_is_refused(caller: Caller) -> None:
+    """It is about the events delivered before the seek, and would apply to those delivered again."""
     async with consuming(caller, definition=defined("s")) as session:
         await caller.publish(batch("n/k", b"0"), batch("n/k", b"1"))
         held = await session.take(2)
         await _seek(caller, subscriptions_pb2.Start(earliest=True))
         again = await session.take(2)
+        assert [(event.generation, event.attempt) for event in (*held, *again)] == [(0, 1)] * 2 + [(1, 1)] * 2
         said = {"acknowledgements": [acknowledgement(held[0])], "rejections": [rejection(held[1], delay_ms=0)]}
-        await session.say(**said, moves_heard=0)
+        released = [pb.Released(offset=again[0].offset)]
+        older = await session.report(held[0], **said, released=released)
         await session.until(lambda: len(session.refused) == 2)
-        await session.say(acknowledgements=[acknowledgement(again[1], up_to=True)], moves_heard=1)
+        newer = await session.report(again[1], acknowledgements=[acknowledgement(again[1], up_to=True)])
+        await session.until_saved(newer, [QUEUE])
+        assert older < session.saved[QUEUE].number
         await caller.publish(batch("n/k", b"2"))
         assert [(event.payload, event.attempt) for event in await session.take(1)] == [(b"2", 1)]
         assert len(session.refused) == 2
 
 
 @pytest.mark.one_silo
-async def test_a_seek_leaves_dead_letters_to_who_has_them(caller: Caller) -> None:
-    """Requests about dead letters are applied, even if the consumer does not know of the seek."""
+async def test_a_report_of_another_epoch_is_refused(caller: Caller) -> None:
+    async with consuming(caller, definition=defined("s")) as session:
+        await caller.publish(batch("n/k", b"0"))
+        (event,) = await session.take(1)
+        for epoch in (event.epoch - 1, event.epoch + 1):
+            stale = event._replace(epoch=epoch)
+            await session.say(reports=[*reports([stale], 7), *rejecting(stale, delay_ms=0)])
+        await session.until(lambda: len(session.refused) == 4)
+        await session.acknowledge_saved([event])
+        assert session.saved[QUEUE].number == 1
+        assert len(session.refused) == 4
+    event = event._replace(epoch=event.epoch + 1)
+    assert await acknowledge(caller, [event]), "the consumer is not known any more"
+
+
+@pytest.mark.one_silo
+async def test_a_pull_reports_with_the_epoch_and_generation_of_its_answer(caller: Caller) -> None:
+    await caller.create("s", "n/*", start=subscriptions_pb2.Start(earliest=True))
+    await caller.publish(batch("n/k", b"0"))
+    (event,) = await pull_events(caller)
+    await _seek(caller, subscriptions_pb2.Start(earliest=True))
+    (again,) = await pull_events(caller)
+    assert (event.generation, again.generation) == (0, 1)
+    assert len(await acknowledge(caller, [event])) == 1
+    assert len((await pull(caller, wait_ms=1, reports=reports([event]))).refused) == 1
+    assert await acknowledge(caller, [again]) == []
+
+
+@pytest.mark.one_silo
+async def test_a_dead_letter_comes_again_after_a_seek(caller: Caller) -> None:
     retry = subscriptions_pb2.RetryPolicy(max_attempts=1)
     async with consuming(caller, definition=defined("s", retry=retry)) as session:
         await caller.publish(batch("n/k", b"bad"))
@@ -676,13 +723,97 @@ async def test_a_seek_leaves_dead_letters_to_who_has_them(caller: Caller) -> Non
         await _seek(caller, subscriptions_pb2.Start(latest=True))
         (again,) = await session.take(1)
         assert again.redriven
-        await session.acknowledge([again], moves_heard=0)
+        await session.acknowledge([again])
 
         async def done() -> bool:
             return not await _dead_letters(caller)
 
         await eventually(done)
         assert session.refused == []
+
+
+# ---- confirmations, released events ----------------------------------------------------------------------------------
+
+
+async def test_acknowledgements_are_confirmed_by_queue(caller: Caller) -> None:
+    async with consuming(caller, definition=defined("s")) as session:
+        await caller.publish(batch("n/k", b"0"), batch("n/y", b"1"))
+        by_queue = {event.queue: event for event in await session.take(2)}
+        await session.until_saved(await session.acknowledge([by_queue[QUEUE]]), [QUEUE])
+        assert not session.is_saved(1, [1 - QUEUE])
+        await session.until_saved(await session.acknowledge([by_queue[1 - QUEUE]]), [1 - QUEUE])
+        assert (session.saved[QUEUE].number, session.saved[1 - QUEUE].number) == (1, 2)
+
+
+async def test_unconfirmed_acknowledgements_are_confirmed_or_their_events_come_again(caller: Caller) -> None:
+    """Of three events, the first is saved, the second is held, the third is held and not acknowledged."""
+    first = await begin(caller, definition=defined("s"), consumer="c")
+    await first.grant()
+    await caller.publish(*(batch("n/k", b"%d" % number) for number in range(3)))
+    events = await first.take(3)
+    await first.acknowledge_saved(events[:1])
+    first.cancel()
+    second = await begin(caller, "s", consumer="c")
+    await second.until(lambda: QUEUE in second.statuses)
+    here = events[0]._replace(epoch=second.statuses[QUEUE].epoch)
+    number = await second.report(here, unconfirmed=[unconfirmed(event) for event in events[:2]])
+    await second.until(lambda: QUEUE in second.saved and second.saved[QUEUE].unconfirmed >= number)
+    await second.grant()
+    assert [(event.payload, event.attempt) for event in await second.take(1)] == [(b"2", 2)]
+    assert not second.refused
+    await second.close()
+
+
+async def test_an_event_that_is_not_held_stays_unconfirmed_until_any_consumer_acknowledges_it(caller: Caller) -> None:
+    await caller.create("s", "n/*", start=subscriptions_pb2.Start(earliest=True))
+    await caller.publish(batch("n/k", b"0"))
+    async with consuming(caller, "s", consumer="other") as other:
+        (event,) = await other.take(1)
+        asking = await begin(caller, "s", consumer="asking", session_timeout_ms=SHORT_MS)
+        await asking.until(lambda: QUEUE in asking.statuses)
+        here = event._replace(epoch=asking.statuses[QUEUE].epoch)
+        number = await asking.report(here, unconfirmed=[unconfirmed(event)])
+        await asking.until_saved(number, [QUEUE])
+        assert asking.saved[QUEUE].unconfirmed < number
+        await other.acknowledge_saved([event])
+        await asking.until(lambda: asking.saved[QUEUE].unconfirmed >= number)
+        assert not asking.refused
+        await asking.close()
+
+
+async def test_released_events_come_at_once_and_count_no_attempt(caller: Caller) -> None:
+    retry = subscriptions_pb2.RetryPolicy(max_attempts=1)
+    first = await begin(caller, definition=defined("s", retry=retry), consumer="first")
+    await caller.publish(batch("n/k", b"0", b"1"), batch("n/k", b"2"))
+    await first.grant(3)
+    events = await first.take(3)
+    async with consuming(caller, "s", consumer="other") as other:
+        await first.release(events[1])
+        await first.acknowledge_saved(events[:1])
+        released = await other.take(2)
+        assert [(event.payload, event.attempt) for event in released] == [(b"1", 1), (b"2", 1)]
+        await other.acknowledge_saved(released)
+        await first.report(events[1], acknowledgements=[acknowledgement(events[1])])
+        await first.until(lambda: bool(first.refused))
+    assert not await _dead_letters(caller)
+    await first.close()
+
+
+@pytest.mark.one_silo
+async def test_credit_that_is_left_can_be_taken_back(caller: Caller) -> None:
+    session = await begin(caller, definition=defined("s"))
+    await session.grant(10, 10_000)
+    await session.say(reclaim=True)
+    await session.until(lambda: bool(session.returned))
+    assert session.returned == [pb.Credit(events=10, bytes=10_000)]
+    await caller.publish(batch("n/k", b"0"))
+    await session.say(reclaim=True)
+    await session.until(lambda: len(session.returned) == 2)
+    assert session.returned[1] == pb.Credit()
+    assert not session.events
+    await session.grant()
+    await session.take(1)
+    await session.close()
 
 
 async def _seek(caller: Caller, to: subscriptions_pb2.Start) -> None:
@@ -709,18 +840,18 @@ async def test_deleting_a_subscription_ends_its_sessions(caller: Caller, mode: s
 async def test_bound_deals_the_queues_out_and_says_so(caller: Caller) -> None:
     first = await begin(caller, definition=defined("s", mode=BOUND), consumer="a")
     await first.grant()
-    await first.until(lambda: first.queues == (0, 1))
+    await first.until(lambda: first.assigned == [0, 1])
     second = await begin(caller, "s", consumer="b")
     await second.grant()
-    await first.until(lambda: first.queues == (0,))
-    await second.until(lambda: second.queues == (1,))
+    await first.until(lambda: first.assigned == [0])
+    await second.until(lambda: second.assigned == [1])
     await caller.publish(*[batch(f"n/{key}", b"x") for key in range(20)])
     by_queue = {first: 0, second: 1}
     for session, queue in by_queue.items():
         await session.until(lambda s=session: bool(s.events))
         assert {event.queue for event in session.events} == {queue}
     await first.close()
-    await second.until(lambda: second.queues == (0, 1))
+    await second.until(lambda: second.assigned == [0, 1])
     await second.close()
 
 
@@ -731,10 +862,10 @@ async def test_a_queue_changes_hands_only_when_nothing_of_it_is_held(caller: Cal
     held = await first.take(20)
     second = await begin(caller, "s", consumer="b")
     await second.grant()
-    await first.until(lambda: first.queues == (0,))
+    await first.until(lambda: first.assigned == [0])
     await caller.publish(*[batch(f"n/{key}", b"2") for key in range(20)])
     await first.acknowledge(held)
-    await second.until(lambda: second.queues == (1,))
+    await second.until(lambda: second.assigned == [1])
     mine = {event.stream for event in held if event.queue == 1}
     assert [event.payload for event in await second.take(len(mine))] == [b"2"] * len(mine)
     assert {event.stream for event in second.events} == mine
@@ -850,7 +981,7 @@ async def test_a_pull_tells_gaps_too(tmp_path: Path) -> None:
             await silo.providers["default"].manager.retention.apply()
             await caller.publish(batch("n/k", b"1"))
             answer = await pull(caller)
-            assert [event.payload for event in events_of(answer.batches)] == [b"1"]
+            assert [event.payload for event in pulled(answer)] == [b"1"]
             assert [(gap.low_offset, gap.high_offset) for gap in answer.gaps] == [(0, 1)]
 
 
@@ -860,7 +991,7 @@ async def test_a_pull_tells_gaps_too(tmp_path: Path) -> None:
 async def test_pull_returns_what_is_there_and_acknowledge_ends_it(caller: Caller) -> None:
     await caller.create("s", "n/*", start=subscriptions_pb2.Start(earliest=True))
     await caller.publish(batch("n/k", b"0", b"1"))
-    events = events_of((await pull(caller)).batches)
+    events = await pull_events(caller)
     assert [event.payload for event in events] == [b"0", b"1"]
     assert await acknowledge(caller, events) == []
     assert [each.index for each in await acknowledge(caller, events[:1])] == [0]
@@ -870,9 +1001,9 @@ async def test_pull_returns_what_is_there_and_acknowledge_ends_it(caller: Caller
 async def test_pull_acknowledges_what_it_returned_before(caller: Caller) -> None:
     await caller.create("s", "n/*")
     await caller.publish(batch("n/k", b"0"), batch("n/k", b"1"))
-    (first,) = events_of((await pull(caller, max_events=1)).batches)
-    answer = await pull(caller, max_events=1, acknowledgements=[acknowledgement(first), acknowledgement(first)])
-    assert [event.payload for event in events_of(answer.batches)] == [b"1"]
+    (first,) = await pull_events(caller, max_events=1)
+    answer = await pull(caller, max_events=1, reports=reports([first, first]))
+    assert [event.payload for event in pulled(answer)] == [b"1"]
     assert len(answer.refused) == 1
 
 
@@ -881,7 +1012,7 @@ async def test_a_pull_waits_for_what_is_published_meanwhile(caller: Caller) -> N
     waiting = asyncio.create_task(pull(caller))
     await seen(caller, "s", "c")
     await caller.publish(batch("n/k", b"0"))
-    assert [event.payload for event in events_of((await waiting).batches)] == [b"0"]
+    assert [event.payload for event in pulled(await waiting)] == [b"0"]
 
 
 async def test_one_of_several_first_pulls_waits_and_the_others_are_refused(caller: Caller) -> None:
@@ -892,7 +1023,7 @@ async def test_one_of_several_first_pulls_waits_and_the_others_are_refused(calle
     refused = [answer for answer in answers if isinstance(answer, Refused)]
     (answer,) = [answer for answer in answers if isinstance(answer, pb.PullResponse)]
     assert [refusal.status for refusal in refused] == ["RESOURCE_EXHAUSTED"] * 3
-    assert [event.attempt for event in events_of(answer.batches)] == [1]
+    assert [event.attempt for event in pulled(answer)] == [1]
 
 
 @pytest.mark.one_silo
@@ -915,30 +1046,30 @@ async def test_one_event_is_pulled_though_it_is_larger_than_asked_for(caller: Ca
     await caller.create("s", "n/*")
     await caller.publish(batch("n/k", b"x" * 500_000), batch("n/k", b"y"))
     answer = await pull(caller, max_bytes=1)
-    assert [len(event.payload) for event in events_of(answer.batches)] == [500_000]
+    assert [len(event.payload) for event in pulled(answer)] == [500_000]
 
 
 async def test_what_was_pulled_and_not_acknowledged_comes_again(caller: Caller) -> None:
     await caller.create("s", "n/*")
     await caller.publish(batch("n/k", b"0", b"1"))
-    events = events_of((await pull(caller, session_timeout_ms=SHORT_MS)).batches)
+    events = await pull_events(caller, session_timeout_ms=SHORT_MS)
     await acknowledge(caller, events[:1])
-    again = events_of((await pull(caller)).batches)
+    again = await pull_events(caller)
     assert [(event.payload, event.attempt) for event in again] == [(b"1", 2)]
 
 
 async def test_a_consumer_that_pulls_may_leave(caller: Caller, caplog: pytest.LogCaptureFixture) -> None:
     await caller.create("s", "n/*")
     await caller.publish(batch("n/a", b"0"), batch("n/b", b"1"))
-    first, second = events_of((await pull(caller, session_timeout_ms=SHORT_MS)).batches)
-    answer = await pull(caller, acknowledgements=[acknowledgement(first)], leave=True)
+    first, second = await pull_events(caller, session_timeout_ms=SHORT_MS)
+    answer = await pull(caller, reports=reports([first]), leave=True)
     assert not answer.batches
     assert not answer.refused
-    again = events_of((await pull(caller, consumer="other", session_timeout_ms=10 * SHORT_MS)).batches)
+    again = await pull_events(caller, consumer="other", session_timeout_ms=10 * SHORT_MS)
     assert [event.payload for event in again] == [second.payload]
     await pull(caller, consumer="other", leave=True)
     assert not (await caller.get("s")).consumers
-    refused = (await pull(caller, consumer="other", acknowledgements=[acknowledgement(second)], leave=True)).refused
+    refused = (await pull(caller, consumer="other", reports=reports([second]), leave=True)).refused
     assert len(refused) == 1
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
@@ -946,8 +1077,8 @@ async def test_a_consumer_that_pulls_may_leave(caller: Caller, caplog: pytest.Lo
 async def test_a_rejection_by_pull_holds_too(caller: Caller) -> None:
     await caller.create("s", "n/*")
     await caller.publish(batch("n/k", b"0"))
-    (event,) = events_of((await pull(caller)).batches)
-    again = events_of((await pull(caller, rejections=[rejection(event, delay_ms=0)])).batches)
+    (event,) = await pull_events(caller)
+    again = await pull_events(caller, reports=rejecting(event, delay_ms=0))
     assert [(each.payload, each.attempt) for each in again] == [(b"0", 2)]
 
 
@@ -958,7 +1089,7 @@ async def test_a_consumer_waits_in_one_pull_at_a_time(caller: Caller) -> None:
     with pytest.raises(Refused, match="RESOURCE_EXHAUSTED"):
         await pull(caller)
     await caller.publish(batch("n/k", b"0"))
-    assert len(events_of((await waiting).batches)) == 1
+    assert len(pulled(await waiting)) == 1
 
 
 async def test_a_session_takes_over_from_a_pull_that_waits(caller: Caller) -> None:
@@ -978,7 +1109,7 @@ async def test_a_pull_takes_over_from_a_session(caller: Caller) -> None:
     await session.grant()
     await caller.publish(batch("n/k", b"0"))
     await session.take(1)
-    again = events_of((await pull(caller)).batches)
+    again = await pull_events(caller)
     assert await refusal(session) == ("ABORTED", "fenced")
     assert [(event.payload, event.attempt) for event in again] == [(b"0", 2)]
 
@@ -1022,7 +1153,7 @@ async def test_a_pull_that_is_given_up_loses_nothing_and_delivers_nothing_twice(
     async with asyncio.timeout(20):
         while len(taken) < 100:
             answer = await pull(caller, consumer="d")
-            events = events_of(answer.batches)
+            events = pulled(answer)
             assert await acknowledge(caller, events, consumer="d") == []
             taken += events
     assert [event.payload for event in taken] == [b"%d" % number for number in range(100)]

@@ -10,13 +10,24 @@ from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from headrace.proto.v1 import consumer_pb2 as pb
 from headrace.proto.v1 import events_pb2, subscriptions_pb2
 from tests.silo.services.calling import SUBSCRIPTIONS, Caller, Refused, batch, connecting, opened
-from tests.silo.services.sessions import PATIENCE_S, Got, Session, acknowledgement, begin, consuming, defined, rejection
+from tests.silo.services.sessions import (
+    PATIENCE_S,
+    Got,
+    Session,
+    acknowledgement,
+    begin,
+    consuming,
+    defined,
+    rejection,
+    report,
+)
 
 SEED = int(os.environ.get("MODEL_SEED", str(random.randrange(1 << 32))))
 STREAMS = 25
@@ -75,8 +86,17 @@ class Model:
         return sum(count - len(self._done[stream]) for stream, count in self.published.items())
 
 
+class _Unsaved(NamedTuple):
+    """Acknowledgements that are not confirmed."""
+
+    queue: int
+    report: int
+    stream: str
+    numbers: list[int]
+
+
 class Consumer:
-    """Does whatever a consumer may do, at random."""
+    """Does anything that a consumer may do, at random."""
 
     def __init__(self, name: str, caller: Caller, model: Model, rng: random.Random) -> None:
         self.name = name
@@ -84,17 +104,17 @@ class Consumer:
         self._model = model
         self._random = rng
         self._in_hand: dict[str, dict[int, Got]] = defaultdict(dict)
-        self._unsaved: list[tuple[int, str, list[int]]] = []
+        self._unsaved: list[_Unsaved] = []
         self._number = 0
         self._session: Session | None = None
         self._listening: asyncio.Task[None]
         self._news = asyncio.Event()
-        self.comebacks = self.rejections = 0
+        self.comebacks = self.rejections = self.releases = 0
 
     async def run(self) -> None:
         actions = (
             (self._acknowledge, 50), (self._acknowledge_up_to, 10), (self._acknowledge_rest, 10), (self._reject, 5),
-            (self._break, 2), (self._break_when_saved, 1), (self._take_over, 1), (self._leave, 1),
+            (self._release, 5), (self._break, 2), (self._break_when_saved, 1), (self._take_over, 1), (self._leave, 1),
         )  # fmt: skip
         kinds, weights = zip(*actions, strict=True)
         while self._model.left:
@@ -125,8 +145,8 @@ class Consumer:
             self._news.set()
 
     def _lost(self) -> None:
-        for _, stream, numbers in self._unsaved:
-            self._model.unsure(stream, numbers)
+        for each in self._unsaved:
+            self._model.unsure(each.stream, each.numbers)
         self._unsaved.clear()
         self._session = None
         self.comebacks += 1
@@ -138,13 +158,11 @@ class Consumer:
 
     async def _break_when_saved(self) -> None:
         """Then exactly the unacknowledged events come again."""
-        number = self._unsaved[-1][0] if self._unsaved else 0
         async with asyncio.timeout(PATIENCE_S):
-            while self._here.saved < number:
+            while self._forget_saved():
                 await self._news.wait()
                 self._news.clear()
         self._take_in()
-        assert not self._unsaved
         await self._break()
 
     async def _take_over(self) -> None:
@@ -192,7 +210,12 @@ class Consumer:
             assert number not in held, f"{event} came twice"
             self._model.comes(self.name, event.stream, number, held)
             held[number] = event
-        self._unsaved = [each for each in self._unsaved if each[0] > session.saved]
+        self._forget_saved()
+
+    def _forget_saved(self) -> bool:
+        """Return whether acknowledgements are left that are not confirmed."""
+        self._unsaved = [each for each in self._unsaved if not self._here.is_saved(each.report, [each.queue])]
+        return bool(self._unsaved)
 
     # ---- its requests ----------------------------------------------------------------------------------------------
 
@@ -227,26 +250,39 @@ class Consumer:
 
     async def _say_done(self, stream: str, numbers: list[int], said: list[pb.Acknowledgement]) -> None:
         self._number += 1
-        credit = pb.Credit(events=len(numbers), bytes=1000 * len(numbers))
+        event = self._in_hand[stream][numbers[0]]
         self._model.acknowledged(stream, numbers)
-        self._unsaved.append((self._number, stream, numbers))
+        self._unsaved.append(_Unsaved(event.queue, self._number, stream, numbers))
         for number in numbers:
             del self._in_hand[stream][number]
-        await self._here.say(acknowledgements=said, number=self._number, credit=credit)
+        await self._say(report(event, number=self._number, acknowledgements=said), len(numbers))
 
     async def _reject(self) -> None:
+        if (given_back := self._give_back()) is not None:
+            first, count = given_back
+            self.rejections += 1
+            await self._say(report(first, rejections=[rejection(first, count=1, delay_ms=0)]), count)
+
+    async def _release(self) -> None:
+        if (given_back := self._give_back()) is not None:
+            first, count = given_back
+            self.releases += 1
+            await self._say(report(first, released=[pb.Released(offset=first.offset, index=first.index)]), count)
+
+    def _give_back(self) -> tuple[Got, int] | None:
+        """Give back some event of a stream, with those that follow it. Return it, and their number."""
         if (stream := self._some_stream()) is None:
-            return
+            return None
         held = self._in_hand[stream]
-        first = self._random.choice(sorted(held))
-        back = [number for number in held if number >= first]
-        credit = pb.Credit(events=len(back), bytes=1000 * len(back))
+        first = held[self._random.choice(sorted(held))]
+        back = [number for number in held if number >= int(first.payload)]
         self._model.released(stream, back)
-        said = rejection(held[first], count=1, delay_ms=0)
         for number in back:
             del held[number]
-        self.rejections += 1
-        await self._here.say(rejections=[said], credit=credit)
+        return first, len(back)
+
+    async def _say(self, said: pb.QueueReport, events: int) -> None:
+        await self._here.say(reports=[said], credit=pb.Credit(events=events, bytes=1000 * events))
 
 
 async def publish(caller: Caller, model: Model, rng: random.Random, count: int) -> None:
@@ -289,6 +325,7 @@ async def test_exactly_what_was_not_acknowledged_comes_again(tmp_path: Path, mod
         assert sum(model.published.values()) == count
         assert sum(consumer.comebacks for consumer in consumers) > 2 * len(consumers)  # and not only at the end
         assert sum(consumer.rejections for consumer in consumers) > 0
+        assert sum(consumer.releases for consumer in consumers) > 0
         caught_up = asyncio.ensure_future(caught_up_with(caller))
         await Consumer("last", caller, model, rng).clear_up(caught_up)
         await caught_up
