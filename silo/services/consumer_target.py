@@ -49,6 +49,8 @@ class ConsumerTargets:
     async def of_open(self, call: Call, request: pb.Open) -> ConsumerTarget:
         """Return the target of a session. Create the subscription if the request has its definition."""
         check_fields(request)
+        if request.pulls and not request.direct:
+            raise InvalidArgument("open.pulls is for direct sessions: set open.direct, too, or call Pull")
         provider = provider_of(call, self._providers, request.provider, TO_CONSUME)
         definition = await _definition(call, provider, request)
         consumers, consumer = self._consumers[provider.name], _consumer(request, definition)

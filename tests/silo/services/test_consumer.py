@@ -127,13 +127,14 @@ async def test_the_silo_names_a_consumer_that_has_no_id(caller: Caller) -> None:
         ({"subscription": "s", "provider": "other"}, "NOT_FOUND", "no provider"),
         ({"subscription": "s", "keeps_positions": True}, "INVALID_ARGUMENT", "only with mode broadcast"),
         ({"subscription": "s", "positions": [pb.Position()]}, "INVALID_ARGUMENT", "keeps_positions"),
+        ({"subscription": "s", "pulls": True}, "INVALID_ARGUMENT", "open.direct"),
         ({"subscription": "t", "definition": defined("s")}, "INVALID_ARGUMENT", "leave one out"),
         ({"definition": defined("s~c")}, "INVALID_ARGUMENT", "subscription name"),
         ({"definition": defined("f", filter="m:f")}, "FAILED_PRECONDITION", "filter"),
         ({}, "NOT_FOUND", "''"),
     ],
 )
-async def test_what_cannot_be_opened_is_refused(caller: Caller, fields: Any, status: str, says: str) -> None:
+async def test_an_invalid_open_is_refused(caller: Caller, fields: Any, status: str, says: str) -> None:
     await caller.create("s", "n/*")
     with pytest.raises(Refused) as refused:
         await begin(caller, **fields)
@@ -153,7 +154,7 @@ async def test_what_cannot_be_opened_is_refused(caller: Caller, fields: Any, sta
         {"definition": defined("new", filter="m:f")},
     ],
 )
-async def test_who_is_refused_has_created_nothing(caller: Caller, fields: Any) -> None:
+async def test_a_refused_consumer_has_created_nothing(caller: Caller, fields: Any) -> None:
     with pytest.raises(Refused):
         await begin(caller, **fields)
     with pytest.raises(Refused, match="NOT_FOUND"):
@@ -176,7 +177,7 @@ async def test_a_call_that_says_nothing_is_refused(caller: Caller) -> None:
     assert await refusal(Session(stream)) == ("INVALID_ARGUMENT", "invalid_argument")
 
 
-async def test_what_a_handler_in_the_silo_serves_has_no_remote_consumers(silo: Silo, caller: Caller) -> None:
+async def test_a_subscription_with_a_handler_in_the_silo_has_no_remote_consumers(silo: Silo, caller: Caller) -> None:
     async def handle(_: Event) -> None: ...
 
     await silo.providers["default"].subscribe("s", "n/*", handle)
@@ -215,7 +216,7 @@ async def test_no_more_comes_than_credit_was_granted(caller: Caller) -> None:
     await session.close()
 
 
-async def test_bytes_bound_what_comes_too(caller: Caller) -> None:
+async def test_bytes_of_credit_bound_the_events_too(caller: Caller) -> None:
     session = await begin(caller, definition=defined("s"))
     await caller.publish(batch("n/k", *[b"x" * 1000] * 10))
     await session.grant(1000, 5000)
@@ -247,7 +248,7 @@ async def test_credit_only_adds_and_has_an_end(caller: Caller) -> None:
     await session.close()
 
 
-async def test_what_is_not_held_cannot_be_acknowledged(caller: Caller) -> None:
+async def test_events_that_are_not_held_cannot_be_acknowledged(caller: Caller) -> None:
     async with consuming(caller, definition=defined("s")) as session:
         await caller.publish(batch("n/k", b"1", b"2"))
         first, second = await session.take(2)
@@ -296,7 +297,7 @@ async def test_a_count_acknowledges_a_range_and_none_the_rest(caller: Caller) ->
         assert [event.payload for event in await other.take(5)] == [b"0", b"1", b"5", b"6", b"7"]
 
 
-async def test_up_to_acknowledges_what_is_held_before_it_as_well(caller: Caller) -> None:
+async def test_up_to_acknowledges_earlier_events_that_are_held(caller: Caller) -> None:
     session = await begin(caller, definition=defined("s"), consumer="c")
     await caller.publish(*[batch("n/k", b"%d" % n) for n in range(5)], batch("n/other", b"other"))
     await session.grant()
@@ -310,7 +311,7 @@ async def test_up_to_acknowledges_what_is_held_before_it_as_well(caller: Caller)
         assert sorted(rest.payloads()) == [b"4", b"other"]
 
 
-async def test_what_was_rejected_comes_again_with_what_follows_it(caller: Caller) -> None:
+async def test_a_rejected_event_comes_again_with_the_events_after_it(caller: Caller) -> None:
     async with consuming(caller, definition=defined("s")) as session:
         await caller.publish(batch("n/k", *[b"%d" % n for n in range(4)]))
         events = await session.take(4)
@@ -321,7 +322,7 @@ async def test_what_was_rejected_comes_again_with_what_follows_it(caller: Caller
         await session.acknowledge_saved(again)
 
 
-async def test_a_retry_is_not_overtaken_by_what_was_published_meanwhile(caller: Caller) -> None:
+async def test_a_retry_is_not_overtaken_by_later_events(caller: Caller) -> None:
     async with consuming(caller, definition=defined("s")) as session:
         await caller.publish(batch("n/k", b"0", b"1"))
         events = await session.take(2)
@@ -366,7 +367,7 @@ async def test_an_invalid_entry_ends_the_session(caller: Caller, entries: dict[s
     assert await refusal(session) == ("INVALID_ARGUMENT", "invalid_argument")
 
 
-async def test_what_is_rejected_too_often_becomes_a_dead_letter_and_can_be_redriven(caller: Caller) -> None:
+async def test_an_event_rejected_too_often_becomes_a_dead_letter_and_can_be_redriven(caller: Caller) -> None:
     retry = subscriptions_pb2.RetryPolicy(max_attempts=2)
     async with consuming(caller, definition=defined("s", retry=retry)) as session:
         await caller.publish(batch("n/k", b"bad", b"good"))
@@ -402,7 +403,7 @@ async def _dead_letters(caller: Caller) -> list[tuple[bytes, str]]:
 # ---- consumers come and go -------------------------------------------------------------------------------------------
 
 
-async def test_who_comes_with_the_same_id_takes_over_and_gets_what_was_held(caller: Caller) -> None:
+async def test_a_consumer_with_the_same_id_takes_over_and_gets_the_events_in_flight(caller: Caller) -> None:
     await caller.create("s", "n/*")
     first = await begin(caller, "s", consumer="c")
     await first.grant()
@@ -416,7 +417,7 @@ async def test_who_comes_with_the_same_id_takes_over_and_gets_what_was_held(call
         await second.acknowledge_saved(again)
 
 
-async def test_of_those_who_come_with_the_same_id_at_once_one_remains(caller: Caller) -> None:
+async def test_of_consumers_with_the_same_id_one_remains(caller: Caller) -> None:
     await caller.create("s", "n/*")
     for number in range(10):
         coming = [begin(caller, "s", consumer=f"c{number}") for _ in range(3)]
@@ -448,7 +449,9 @@ async def test_reports_are_numbered_for_each_session_anew(caller: Caller) -> Non
         assert second.saved[QUEUE].number == 1
 
 
-async def test_who_loses_the_connection_is_waited_for(silo: Silo, caller: Caller) -> None:
+async def test_a_consumer_that_lost_its_connection_keeps_its_events_until_it_is_back(
+    silo: Silo, caller: Caller
+) -> None:
     await caller.create("s", "n/*")
     assert silo.grpc_address is not None
     async with connecting(silo.grpc_address) as other:
@@ -469,7 +472,7 @@ async def test_who_loses_the_connection_is_waited_for(silo: Silo, caller: Caller
             assert [(event.payload, event.attempt) for event in await back.take(1)] == [(b"0", 2)]
 
 
-async def test_what_a_silent_consumer_held_goes_to_others_in_order(caller: Caller) -> None:
+async def test_events_of_a_silent_consumer_go_to_others_in_order(caller: Caller) -> None:
     await caller.create("s", "n/*")
     silent = await begin(caller, "s", consumer="silent", session_timeout_ms=SHORT_MS)
     await silent.grant()
@@ -513,7 +516,7 @@ async def test_the_events_of_a_consumer_that_closes_go_to_others_at_once(caller:
         assert [event.payload for event in await other.take(1)] == [b"1"]
 
 
-async def test_what_was_acknowledged_before_a_close_is_saved(tmp_path: Path) -> None:
+async def test_acknowledgements_before_a_close_are_saved_and_confirmed(tmp_path: Path) -> None:
     for expected in (b"0", b"1", b"2"):
         async with opened(tmp_path / "data") as silo, connecting(silo.grpc_address or "") as caller:
             session = await begin(caller, definition=defined("s"))
@@ -543,7 +546,7 @@ async def test_half_closing_is_not_closing(caller: Caller) -> None:
 
 
 @pytest.mark.one_silo
-async def test_a_silo_that_stops_lets_consumers_finish_what_they_hold(tmp_path: Path) -> None:
+async def test_a_silo_that_stops_drains_its_sessions(tmp_path: Path) -> None:
     async with opened(tmp_path / "data") as silo, connecting(silo.grpc_address or "") as caller:
         session = await begin(caller, definition=defined("s"))
         await session.grant(2, 1000)
@@ -590,7 +593,7 @@ async def test_a_silo_that_stops_waits_no_longer_than_it_may(tmp_path: Path) -> 
 
 
 @pytest.mark.one_silo
-async def test_while_the_silo_stops_nobody_new_comes_but_what_was_pulled_is_acknowledged(tmp_path: Path) -> None:
+async def test_a_silo_that_stops_admits_no_new_consumer(tmp_path: Path) -> None:
     async with opened(tmp_path / "data") as silo, connecting(silo.grpc_address or "") as caller:
         await caller.create("s", "n/*")
         await caller.publish(batch("n/k", b"0"))
@@ -611,7 +614,7 @@ async def _drain_at_once(caller: Caller) -> None:
 # ---- agents, seek, delete --------------------------------------------------------------------------------------------
 
 
-async def test_stopping_agents_lets_what_is_held_end_and_starting_goes_on_there(caller: Caller) -> None:
+async def test_stopping_agents_waits_for_events_in_flight_and_starting_continues_after_them(caller: Caller) -> None:
     async with consuming(caller, definition=defined("s")) as session:
         await caller.publish(batch("n/k", b"0"))
         held = await session.take(1)
@@ -624,7 +627,7 @@ async def test_stopping_agents_lets_what_is_held_end_and_starting_goes_on_there(
         assert [(event.payload, event.attempt) for event in await session.take(1)] == [(b"1", 1)]
 
 
-async def test_what_is_held_when_agents_stop_for_good_is_taken_back_and_comes_again(caller: Caller) -> None:
+async def test_events_in_flight_come_again_if_agents_stop_without_waiting(caller: Caller) -> None:
     async with consuming(caller, definition=defined("s")) as session:
         await caller.publish(batch("n/k", b"0"))
         (held,) = await session.take(1)
@@ -637,7 +640,7 @@ async def test_what_is_held_when_agents_stop_for_good_is_taken_back_and_comes_ag
 
 
 @pytest.mark.one_silo
-async def test_a_seek_takes_back_what_is_held_and_goes_on_from_there(caller: Caller) -> None:
+async def test_a_seek_takes_back_events_in_flight_and_continues_at_its_position(caller: Caller) -> None:
     async with consuming(caller, definition=defined("s")) as session:
         await caller.publish(*[batch("n/k", b"%d" % n) for n in range(3)])
         events = await session.take(3)
@@ -876,7 +879,7 @@ async def test_a_queue_changes_hands_only_when_nothing_of_it_is_held(caller: Cal
 # ---- broadcast -------------------------------------------------------------------------------------------------------
 
 
-async def test_broadcast_gives_everybody_everything_and_keeps_a_position_for_each(caller: Caller) -> None:
+async def test_broadcast_delivers_all_events_to_each_consumer_and_keeps_their_positions(caller: Caller) -> None:
     await caller.publish(batch("n/k", b"0", b"1"))
     definition = defined("s", mode=BROADCAST)
     async with consuming(caller, definition=definition, consumer="a") as a:
@@ -957,7 +960,7 @@ async def test_positions_are_for_queues_that_are_there_and_one_for_each(caller: 
             await begin(caller, definition=defined("s", mode=BROADCAST), keeps_positions=True, positions=positions)
 
 
-async def test_what_retention_took_away_is_told_as_a_gap(tmp_path: Path) -> None:
+async def test_events_deleted_by_retention_are_reported_as_a_gap(tmp_path: Path) -> None:
     options = {"retain_bytes": 1, "retain_unfinished": False}
     async with opened(tmp_path / "data", provider={"options": options}) as silo:
         async with connecting(silo.grpc_address or "") as caller:
@@ -988,7 +991,7 @@ async def test_a_pull_tells_gaps_too(tmp_path: Path) -> None:
 # ---- pull and acknowledge --------------------------------------------------------------------------------------------
 
 
-async def test_pull_returns_what_is_there_and_acknowledge_ends_it(caller: Caller) -> None:
+async def test_pull_returns_the_events_and_acknowledge_ends_them(caller: Caller) -> None:
     await caller.create("s", "n/*", start=subscriptions_pb2.Start(earliest=True))
     await caller.publish(batch("n/k", b"0", b"1"))
     events = await pull_events(caller)
@@ -998,7 +1001,7 @@ async def test_pull_returns_what_is_there_and_acknowledge_ends_it(caller: Caller
     assert not (await pull(caller, wait_ms=1)).batches
 
 
-async def test_pull_acknowledges_what_it_returned_before(caller: Caller) -> None:
+async def test_pull_acknowledges_events_of_an_earlier_pull(caller: Caller) -> None:
     await caller.create("s", "n/*")
     await caller.publish(batch("n/k", b"0"), batch("n/k", b"1"))
     (first,) = await pull_events(caller, max_events=1)
@@ -1007,7 +1010,7 @@ async def test_pull_acknowledges_what_it_returned_before(caller: Caller) -> None
     assert len(answer.refused) == 1
 
 
-async def test_a_pull_waits_for_what_is_published_meanwhile(caller: Caller) -> None:
+async def test_a_pull_waits_for_events(caller: Caller) -> None:
     await caller.create("s", "n/*")
     waiting = asyncio.create_task(pull(caller))
     await seen(caller, "s", "c")
@@ -1049,7 +1052,7 @@ async def test_one_event_is_pulled_though_it_is_larger_than_asked_for(caller: Ca
     assert [len(event.payload) for event in pulled(answer)] == [500_000]
 
 
-async def test_what_was_pulled_and_not_acknowledged_comes_again(caller: Caller) -> None:
+async def test_pulled_events_that_are_not_acknowledged_come_again(caller: Caller) -> None:
     await caller.create("s", "n/*")
     await caller.publish(batch("n/k", b"0", b"1"))
     events = await pull_events(caller, session_timeout_ms=SHORT_MS)
@@ -1114,7 +1117,7 @@ async def test_a_pull_takes_over_from_a_session(caller: Caller) -> None:
     assert [(event.payload, event.attempt) for event in again] == [(b"0", 2)]
 
 
-async def test_a_session_keeps_what_a_pull_before_it_had_returned(caller: Caller) -> None:
+async def test_a_session_keeps_the_events_of_a_pull_before_it(caller: Caller) -> None:
     """Pulled events come again after their timeout, but are not taken away from a session that began later."""
     await caller.create("s", "n/*")
     await caller.publish(batch("n/k", b"0"))
@@ -1170,14 +1173,14 @@ async def test_a_pull_that_is_given_up_loses_nothing_and_delivers_nothing_twice(
         ({"session_timeout_ms": 1}, "INVALID_ARGUMENT"),
     ],
 )
-async def test_what_cannot_be_pulled_is_refused(caller: Caller, fields: dict[str, Any], status: str) -> None:
+async def test_an_invalid_pull_is_refused(caller: Caller, fields: dict[str, Any], status: str) -> None:
     await caller.create("s", "n/*")
     with pytest.raises(Refused) as refused:
         await pull(caller, **fields)
     assert refused.value.status == status
 
 
-async def test_acknowledging_as_somebody_unknown_is_without_effect(caller: Caller) -> None:
+async def test_acknowledgements_of_an_unknown_consumer_are_refused(caller: Caller) -> None:
     await caller.create("s", "n/*")
     event = Got("n/k", b"", 0, 7, 3)
     (refused,) = await acknowledge(caller, [event], consumer="nobody")
@@ -1187,7 +1190,7 @@ async def test_acknowledging_as_somebody_unknown_is_without_effect(caller: Calle
 # ---- permissions -----------------------------------------------------------------------------------------------------
 
 
-async def test_who_may_not_consume_learns_nothing(tmp_path: Path) -> None:
+async def test_a_caller_without_permission_learns_nothing(tmp_path: Path) -> None:
     tokens = await make_tokens(
         tmp_path / "data", all=Allowed(publish=["*"], subscribe=["*"], manage=["*"]), other=Allowed(subscribe=["other"])
     )
