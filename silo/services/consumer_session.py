@@ -214,7 +214,7 @@ class ConsumerSession:
         if not self._is_attached:
             return False
         has_more = has_frames and self._group.sent(self._member)
-        return has_more or bool(self._member.statuses) or self._positions_due
+        return has_more or self._positions_due
 
     def _take_pending(self) -> bytes:
         """Take the next response, encoded, without its batches and statuses. Empty if there is nothing to send."""
