@@ -17,7 +17,7 @@ from ...store.rows import position_token
 from ...streams import wire
 from ...streams.errors import HeadraceError, InvalidArgument, Unavailable
 from ...streams.frames import QueueState, status_frame
-from ...streams.subscriptions import GapRecord, Mode
+from ...streams.subscriptions import GapRecord
 from ..consumers import AttachedConsumer
 from . import reports
 from .consumer_target import ConsumerTarget
@@ -233,10 +233,10 @@ class ConsumerSession:
         if self._positions_due or (saved and self._keeps_positions):
             self._positions_due = False
             for queue, checkpoint in self._group.positions().items():
-                token, state = position_token(checkpoint), self._group.state(queue)
-                if state is not None and self._positions.get(queue) != token:
+                token, status = position_token(checkpoint), self._group.status(self._member, queue)
+                if status is not None and self._positions.get(queue) != token:
                     self._positions[queue] = token
-                    each = saved.setdefault(queue, pb.Saved(queue=queue, epoch=state[1]))
+                    each = saved.setdefault(queue, pb.Saved(queue=queue, epoch=status[0]))
                     each.position.CopyFrom(pb.Position(queue=queue, token=token))
         self._pending.saved.extend(saved.values())
 
@@ -283,9 +283,9 @@ class ConsumerSession:
         self._member.connected = False
         self._pending.closing.reason = STOPS
         for queue in self._group.deliveries:
-            if (state := self._group.state(queue)) is not None:
-                assigned = self._target.definition.mode is not Mode.BOUND or queue in self._member.queues
-                frame = status_frame(queue, QueueState.DRAINING, *state[1:], assigned=assigned)
+            if (status := self._group.status(self._member, queue)) is not None:
+                epoch, generation, assigned = status
+                frame = status_frame(queue, QueueState.DRAINING, epoch, generation, assigned=assigned)
                 self._member.put_status(queue, QueueState.DRAINING, frame)
         self._output_ready.set()
         while self._member.in_flight:  # noqa: ASYNC110 (once in a session's life)

@@ -11,7 +11,7 @@ from ...proto.v1 import consumer_pb2 as pb
 from ...server.guard import Call
 from ...streams import wire
 from ...streams.errors import HeadraceError, LimitExceeded, Unavailable
-from ...streams.frames import is_status
+from ...streams.frames import QueueState, is_status
 from ...streams.subscriptions import GapRecord
 from ..consumers import AttachedConsumer
 from . import reports
@@ -151,8 +151,11 @@ class PullingConsumer:
         """Add the status of each queue of which the consumer holds events."""
         member = self._member
         for queue in sorted({key[0] for key in (*member.in_flight, *member.redriven)}):
-            if (state := self._group.state(queue)) is not None:
-                answer.queues.add(queue=queue, state=state[0], epoch=state[1], generation=state[2], assigned=True)
+            if (status := self._group.status(member, queue)) is not None:
+                epoch, generation, assigned = status
+                answer.queues.add(
+                    queue=queue, state=QueueState.SERVED, epoch=epoch, generation=generation, assigned=assigned
+                )
 
     def _take_back(self, parcels: Sequence[Parcel]) -> None:
         if self._error is not None:
