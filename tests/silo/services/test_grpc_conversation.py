@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from headrace.server.config import GrpcConfig
 from headrace.silo.config import ClusterConfig, ProviderConfig, SiloConfig
 from headrace.silo.host import Silo
 from headrace.silo.services import reports
+from headrace.streams.frames import BATCHES, elements
 from tests.silo.services.calling import Caller, Stream, batch, connecting, opened
-from tests.silo.services.sessions import PATIENCE_S, SUBSCRIBE, begin, defined
+from tests.silo.services.sessions import PATIENCE_S, SUBSCRIBE, Session, defined
 
 REPOSITORY = Path(__file__).parents[3]
 TEXT = (REPOSITORY / "docs" / "grpc.md").read_text()
@@ -113,6 +114,11 @@ def silo_config(data: Path, name: str) -> SiloConfig:
     )
 
 
+async def publish(caller: Caller) -> None:
+    await caller.publish(batch("orders/6", b"placed", b"paid"))
+    await caller.publish(batch("orders/6", b"packed", b"sent"))
+
+
 async def test_the_conversation_takes_place_as_it_is_written(tmp_path: Path) -> None:
     assert [number for number, *_ in MESSAGES] == list(range(1, 13))
     conversation = Conversation()
@@ -126,16 +132,12 @@ async def test_the_conversation_takes_place_as_it_is_written(tmp_path: Path) -> 
             callers[name] = await stack.enter_async_context(connecting(address))
             conversation.begin(name, callers[name])
 
-        async def publish() -> None:
-            await callers["A"].publish(batch("orders/6", b"placed", b"paid"))
-            await callers["A"].publish(batch("orders/6", b"packed", b"sent"))
-
         callers: dict[str, Caller] = {}
         await start("A")
-        before: dict[int, Callable[[], Awaitable[None]]] = {3: publish, 6: lambda: start("B")}
+        await publish(callers["A"])
         for number, sender, receiver, text in MESSAGES[:10]:
-            if number in before:
-                await before[number]()
+            if number == 6:
+                await start("B")
             await conversation.play(sender, receiver, text)
 
 
@@ -145,11 +147,9 @@ async def test_the_conversation_takes_place_after_a_lost_connection(tmp_path: Pa
         address = silo.grpc_address or ""
         conversation.addresses[ADDRESSES["A"]] = address
         async with connecting(address) as caller, connecting(address) as lost:
+            await publish(caller)
             conversation.begin("A", lost)
-            for number, sender, receiver, text in MESSAGES[:4]:
-                if number == 3:
-                    await caller.publish(batch("orders/6", b"placed", b"paid"))
-                    await caller.publish(batch("orders/6", b"packed", b"sent"))
+            for _, sender, receiver, text in MESSAGES[:4]:
                 await conversation.play(sender, receiver, text)
             await lost.channel.close()
             conversation.begin("A", caller)
@@ -157,23 +157,34 @@ async def test_the_conversation_takes_place_after_a_lost_connection(tmp_path: Pa
                 await conversation.play(sender, receiver, text)
 
 
+class RawStream(Stream):
+    """Keeps the encoded responses."""
+
+    def __init__(self, call: Any) -> None:
+        super().__init__(call)
+        self.messages: list[bytes] = []
+
+    async def read(self, kind: type[Any]) -> Any:
+        message = await self._call.read()
+        self.messages.append(message)
+        return kind.FromString(message)
+
+
 @pytest.mark.parametrize("size", [40, 100, 16_000, 17_000, 300_000], ids=str)
 async def test_a_batch_takes_as_much_credit_as_the_page_says(tmp_path: Path, size: int) -> None:
     async with opened(tmp_path) as silo, connecting(silo.grpc_address or "") as caller:
-        session = await begin(caller, definition=defined("s"))
         await caller.publish(batch("n/1", bytes(size), b"second"))
-        await session.grant(1000, 1 << 20)
-        response = await session.read()
-        while response is not None and not response.batches:
-            response = await session.read()
-        assert response is not None
-        (delivered,) = response.batches
-        nbytes = delivered.ByteSize()
+        raw = RawStream(caller.channel.stream_stream(f"/{SUBSCRIBE}")())
+        session = Session(raw)
+        await session.say(open=pb.Open(definition=defined("s")), credit=pb.Credit(events=1000, bytes=1 << 20))
+        await session.take(2)
+        (delivered,) = [batch for message in raw.messages for batch in elements(message, BATCHES)[0]]
+        nbytes = len(delivered)
         await session.say(reclaim=True)
         await session.until(lambda: bool(session.returned))
         (left,) = session.returned
         assert (left.events, left.bytes) == (998, (1 << 20) - nbytes - _more_bytes(nbytes))
-        await session.close()
+        session.cancel()
 
 
 def _more_bytes(nbytes: int) -> int:

@@ -18,7 +18,7 @@ from tests.silo.services.calling import Allowed as Allowing
 from tests.silo.services.calling import Caller, connecting, make_tokens, opened
 
 TEXT = (Path(__file__).parents[3] / "docs" / "grpc.md").read_text()
-CALLS = re.findall(r"^ask (?:-d '(.*)' )?(?:\\\n +)?127\.0\.0\.1:9465 (\S+)/(\w+)$", TEXT, re.MULTILINE)
+CALLS = re.findall(r"^ask (?:-d '([^']*)' )?(?:\\\n +)?127\.0\.0\.1:9465 (\S+)/(\w+)$", TEXT, re.MULTILINE)
 
 
 async def call(caller: Caller, service: str, method: str, json: str) -> Any:
@@ -43,9 +43,11 @@ async def test_the_calls_that_are_shown_do_what_is_said(tmp_path: Path):
     assert answers["CreateSubscription"].created
     ((batch,),) = [answers["Pull"].batches]
     assert batch.payload == b"paidsent"
+    ((status,),) = [answers["Pull"].queues]
     assert not answers["Acknowledge"].refused
     assert not answers["leave"].batches
     assert (batch.queue, batch.offset) == (5, 0)  # as the example acknowledges
+    assert (status.queue, status.epoch, status.generation) == (5, 2, 0)
     assert [each.id for each in answers["GetSubscription"].subscription.consumers] == ["c1"]
     assert [batch.payload for batch in answers["Read"].batches] == [b"paidsent"]
     assert answers["DescribeCluster"].cluster.silos[0].state == "running"
