@@ -238,6 +238,7 @@ def _silo(silo: pb.Silo) -> dict[str, Any]:
         "name": silo.name,
         "state": silo.state,
         "address": silo.address,
+        "public_address": silo.public_address,
         "version": silo.version,
         "queues": {provider.name: [queue.index for queue in provider.queues] for provider in silo.providers},
         "silent_s": silo.silent_ms / 1000,

@@ -194,6 +194,7 @@ class Silo(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     SILENT_MS_FIELD_NUMBER: _builtins.int
     SETTINGS_FIELD_NUMBER: _builtins.int
+    PUBLIC_ADDRESS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name, unique in the cluster."""
     address: _builtins.str
@@ -204,6 +205,8 @@ class Silo(_message.Message):
     """Version of headrace."""
     silent_ms: _builtins.int
     """The age of its last heartbeat in the cluster's store, in milliseconds."""
+    public_address: _builtins.str
+    """The address at which clients reach it, as host:port. Empty for a single silo."""
     @_builtins.property
     def providers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Provider]:
         """The providers that the silo serves."""
@@ -222,10 +225,11 @@ class Silo(_message.Message):
         version: _builtins.str = ...,
         silent_ms: _builtins.int = ...,
         settings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        public_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "name", b"name", "providers", b"providers", "settings", b"settings", "silent_ms", b"silent_ms", "state", b"state", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "name", b"name", "providers", b"providers", "public_address", b"public_address", "settings", b"settings", "silent_ms", b"silent_ms", "state", b"state", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -83,6 +83,7 @@ class ClusterDescriptions:
         if found is None:
             return _silent(record, "unreachable", view, providers)
         found.address, found.silent_ms = record.address, _silent_ms(record, view)
+        found.public_address = record.public_address or record.address
         found.settings.update(record.settings)
         return found
 
@@ -161,6 +162,7 @@ def _silent(record: SiloRecord, state: str, view: ClusterView, providers: Mappin
     return pb.Silo(
         name=record.name,
         address=record.address,
+        public_address=record.public_address or record.address,
         state=state,
         providers=[_silent_provider(record, name, view, providers.get(name)) for name in record.serves],
         silent_ms=_silent_ms(record, view),
