@@ -66,7 +66,10 @@ def configurations(config: SiloConfig, workers: int) -> Sequence[SiloConfig]:
             grpc=msgspec.structs.replace(config.grpc, port=grpc_port, native_port=native_port),
             http=msgspec.structs.replace(config.http, port=http_port),
             cluster=msgspec.structs.replace(
-                cluster, name=f"{name}-{number}", address=_address_of(cluster.address, grpc_port)
+                cluster,
+                name=f"{name}-{number}",
+                address=_address_of(cluster.address, grpc_port),
+                public_address=_address_of(cluster.public_address, grpc_port),
             ),
         )
         for number, grpc_port, native_port, http_port in zip(range(1, workers + 1), grpc, native, http, strict=True)

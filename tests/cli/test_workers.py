@@ -187,10 +187,11 @@ def test_without_a_name_it_is_the_machines_and_without_a_port_a_free_one():
 
 @pytest.mark.parametrize(("address", "last"), [("10.0.0.7:1", "10.0.0.7:9467"), ("[::1]:1", "[::1]:9467")])
 def test_others_reach_each_at_its_own_port(address: str, last: str):
-    named = msgspec.structs.replace(CONFIG, cluster=ClusterConfig(name="w", address=address))
+    named = msgspec.structs.replace(CONFIG, cluster=ClusterConfig(name="w", address=address, public_address=address))
     cluster = configurations(named, 3)[2].cluster
     assert cluster is not None
     assert cluster.address == last
+    assert cluster.public_address == last
 
 
 def test_a_name_that_is_none_is_refused():
