@@ -234,5 +234,5 @@ def _check_pull(max_events: int, max_bytes: int, wait_s: float, session_timeout_
 
 def _check_pulled(pulled: object) -> Pulled:
     if not isinstance(pulled, Pulled):
-        raise InvalidArgument(f"the result of `pull` is acknowledged, not {type(pulled).__name__}: give that result")
+        raise InvalidArgument(f"acknowledge takes the result of `pull`, not {type(pulled).__name__}")
     return pulled

@@ -123,7 +123,7 @@ def test_batches_are_pulled_and_acknowledged(silo: SiloProcess):
         again = client.pull("s", "me", wait_s=30)
         assert [batch.payloads() for batch in again] == [[b"1"]]
         again[0].ack()
-        with pytest.raises(InvalidArgument, match="what `pull` returned"):
+        with pytest.raises(InvalidArgument, match="takes the result of `pull`"):
             client.acknowledge([1])  # type: ignore[arg-type]
         assert len(rest := client.pull("s", "me", after=again)) == rest.refused == 0
         assert all(queue.lag == 0 for queue in client.subscription("s").progress)

@@ -629,7 +629,7 @@ async def test_batches_are_pulled_and_acknowledged_in_calls_of_their_own(client:
     ],
 )
 async def test_a_pull_that_cannot_be_meant_is_refused(client: Client, options: dict[str, Any]):
-    with pytest.raises(InvalidArgument, match=f"^{next(iter(options))} is |what is acknowledged"):
+    with pytest.raises(InvalidArgument, match=f"^{next(iter(options))} is |acknowledge takes"):
         await client.pull("s", "me", **options)
 
 
@@ -645,7 +645,7 @@ async def test_a_consumer_that_pulled_leaves_when_its_client_is_closed(silo: Sil
 
 
 async def test_what_is_acknowledged_was_pulled(client: Client):
-    with pytest.raises(InvalidArgument, match="what `pull` returned, not list"):
+    with pytest.raises(InvalidArgument, match="takes the result of `pull`, not list"):
         await client.acknowledge([1])  # type: ignore[arg-type]
 
 
