@@ -2,14 +2,17 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Set as AbstractSet
+from typing import Any, NamedTuple, Self
 
 from headrace import CorruptRecord, EventBatch, HeadraceError, OnFailure, RetryPolicy, Selector
 from headrace.agents import Delivery, Edge, Events, Group, Member, QueueCache
 from headrace.agents.cursor import StreamCursor
 from headrace.agents.delivery.breaker import Gate
+from headrace.agents.delivery.confirmations import Confirmed
 from headrace.agents.delivery.group_delivery import GroupDelivery
-from headrace.streams.frames import Delivered, split
+from headrace.proto.v1 import consumer_pb2 as pb
+from headrace.streams.frames import Delivered, QueueState, split
 from headrace.streams.subscriptions import Checkpoint, Mode, SubscriptionDefinition
 from tests.agents.line import NOW, Sink, stream
 
@@ -32,12 +35,12 @@ class Lane:
         self._circle = circle
         self.attach(checkpoint)
 
-    def attach(self, checkpoint: Checkpoint) -> None:
+    def attach(self, checkpoint: Checkpoint, *, epoch: int = 1, generation: int = 0) -> None:
         """A delivery that starts at the checkpoint: at first, after a seek, or when the queue's agent starts again."""
         circle = self._circle
         delivery = circle.group.deliver(
-            circle.group.definition, self.queue, checkpoint, circle.sink, epoch=1, rewindable=circle.rewindable,
-            gate=circle.gate,
+            circle.group.definition, self.queue, checkpoint, circle.sink, epoch=1, queue_epoch=epoch,
+            generation=generation, rewindable=circle.rewindable, gate=circle.gate,
         )  # fmt: skip
         assert isinstance(delivery, GroupDelivery)
         self.delivery = delivery
@@ -134,6 +137,17 @@ class Circle:
         """Until nothing goes on, in virtual time."""
         await asyncio.sleep(seconds)
 
+    def save(self, *, refused: AbstractSet[int] = frozenset(), fails: bool = False) -> None:
+        """Store checkpoints of all queues as the checkpointer does, and confirm what they have."""
+        for lane in self.lanes:
+            unsaved = lane.delivery.unsaved()
+            marks = lane.delivery.marks() if lane.delivery.progress.exact or not self.group.stored else ()
+            if not fails and lane.queue not in refused:
+                if unsaved is not None:
+                    unsaved.note_saved()
+                for mark in marks:
+                    mark.confirm()
+
     async def stop(self, drain_s: float = 0.0) -> Checkpoint:
         """Stop, and return the exact progress in the first queue."""
         await asyncio.gather(*(lane.delivery.stop(drain_s) for lane in self.lanes))
@@ -150,7 +164,14 @@ class Consumer:
     """A client. It counts its credit and the events it was sent."""
 
     def __init__(
-        self, group: Group, name: str, *, timeout_s: float = 30.0, pace_s: float = 0.0, concurrent: bool = False
+        self,
+        group: Group,
+        name: str,
+        *,
+        timeout_s: float = 30.0,
+        pace_s: float = 0.0,
+        concurrent: bool = False,
+        divides_credit: bool = False,
     ) -> None:
         self.group = group
         self.name = name
@@ -158,10 +179,15 @@ class Consumer:
         self.pace_s = pace_s
         """How long a message takes."""
         self.concurrent = concurrent
+        self.divides_credit = divides_credit
         self.inbox: list[Delivered] = []
         self.everything: list[Delivered] = []
         self.messages = 0
         self.notices = 0
+        self.statuses: list[Status] = []
+        """The statuses of queues since `connect`."""
+        self.confirmed: dict[int, Confirmed] = {}
+        """The last confirmation of each queue since `connect`."""
         self.gone: HeadraceError | None = None
         self.connection: int = 0
         self.member: Member
@@ -170,11 +196,15 @@ class Consumer:
     def connect(self, events: int = PLENTY, size: int = PLENTY) -> None:
         self.connection += 1
         self.granted = self.sent = (0, 0)
-        self.member = self.group.join(self.name, self.timeout_s, concurrent=self.concurrent)
+        self.member = self.group.join(
+            self.name, self.timeout_s, concurrent=self.concurrent, divides_credit=self.divides_credit
+        )
+        self.statuses, self.confirmed = [], {}
         self.gone = None  # only now: a former connection, if there is one, has just been told to end
         self.member.on_outbox = self._send
         self.member.on_notice = self._notice
         self.member.on_gone = self._end
+        self._hear(self.connection)
         if events or size:
             self.grant(events, size)
 
@@ -192,6 +222,26 @@ class Consumer:
 
     def _notice(self) -> None:
         self.notices += 1
+        asyncio.get_running_loop().call_soon(self._hear, self.connection)
+
+    def _hear(self, connection: int) -> None:
+        """Take confirmations, and statuses that no batch follows."""
+        if connection == self.connection:
+            self.confirmed |= self.member.take_confirmed()
+            if not (self.member.busy or self.member.outbox):
+                self.hear(self.member.collect())
+
+    def hear(self, frames: Sequence[bytes]) -> None:
+        """Take a message."""
+        batches, rest = split(b"".join(frames))
+        self.statuses += statuses(rest)
+        self.inbox += batches
+
+    @property
+    def served(self) -> "dict[int, Status]":
+        """The last status of each queue that has not ended."""
+        last = {each.queue: each for each in self.statuses}
+        return {queue: each for queue, each in last.items() if each.state is not QueueState.ENDED}
 
     def _end(self, error: HeadraceError) -> None:
         self.connection += 1
@@ -214,11 +264,13 @@ class Consumer:
         loop.call_soon(begin, self.connection)
 
     def _receive(self, message: bytes) -> None:
-        delivered = parsed(message)
+        delivered, rest = split(message)
+        assert message.startswith(rest), "statuses are at the beginning"
+        self.statuses += statuses(rest)
         self.messages += 1
         self.inbox += delivered
         self.everything += delivered
-        self.sent = self.sent[0] + sum(each.batch.count for each in delivered), self.sent[1] + len(message)
+        self.sent = self.sent[0] + sum(each.batch.count for each in delivered), self.sent[1] + len(message) - len(rest)
         assert self.sent[0] <= self.granted[0], f"{self.sent[0]} events were sent, {self.granted[0]} granted"
         assert self.sent[1] <= self.granted[1], f"{self.sent[1]} bytes were sent, {self.granted[1]} granted"
 
@@ -235,6 +287,21 @@ class Consumer:
     ) -> bool:  # fmt: skip
         events = Events(of.queue, of.batch.offset, indexes(of)[0] if index is None else index, count)
         return self.group.reject(self.member, events, reason, delay_s, unavailable=unavailable)
+
+    def release(self, of: Delivered, index: int | None = None) -> bool:
+        """Give back the events from `index` on."""
+        events = Events(of.queue, of.batch.offset, indexes(of)[0] if index is None else index)
+        return self.group.release(self.member, events)
+
+    def report(self, number: int, queue: int = 0) -> None:
+        """The report with this number is applied."""
+        self.group.note_applied(self.member, queue, number)
+
+    def unconfirmed(self, number: int, *events: tuple[str, int, int, int], queue: int = 0) -> None:
+        """Name events as unconfirmed: (key, offset, first, count)."""
+        named = [(stream(key), offset, first, count) for key, offset, first, count in events]
+        self.group.note_unconfirmed(self.member, queue, number, named)
+        self.report(number, queue)
 
     def ack_all(self) -> None:
         """Acknowledge the events that came since the last call, and grant as much again."""
@@ -254,6 +321,23 @@ class Consumer:
     @property
     def waiting(self) -> list[str]:
         return payloads(self.inbox)
+
+
+class Status(NamedTuple):
+    """The status of a queue."""
+
+    queue: int
+    state: QueueState
+    epoch: int
+    generation: int
+    assigned: bool
+
+
+def statuses(encoded: bytes) -> list[Status]:
+    """The statuses in a response that has nothing else."""
+    response = pb.SubscribeResponse.FromString(encoded)
+    assert {field.name for field, _ in response.ListFields()} <= {"queues"}
+    return [Status(q.queue, QueueState(q.state), q.epoch, q.generation, q.assigned) for q in response.queues]
 
 
 def parsed(message: bytes) -> list[Delivered]:

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
-from headrace import DeadLetter, EventBatch, Selector, SequenceToken, StorageError
-from headrace.agents import CacheLimits, HandlerService, PullingManager
+from headrace import DeadLetter, EventBatch, Selector, SequenceToken, StorageError, Unavailable
+from headrace.agents import CacheLimits, Edge, Group, HandlerService, PullingManager
+from headrace.agents.delivery.confirmations import Confirmed
 from headrace.store.control_store import ControlStore
+from headrace.streams.frames import QueueState
 from headrace.streams.handlers import Handler
 from headrace.streams.progress import RefusedProgress
 from headrace.streams.subscriptions import Checkpoint, SubscriptionDefinition
+from tests.agents.circle import Consumer
 from tests.agents.line import NOW, Recorder, stream
 from tests.agents.shelf import Shelf
 from tests.virtual_time import virtual_time
@@ -81,6 +84,19 @@ class Tenant:
         await self.store.create_subscription(PROVIDER, definition, {0: Checkpoint(0), 1: Checkpoint(0)})
         await self.manager.subscriptions.serve(definition, HandlerService(Handler.of(recorder, batch=False), None, 100))
         return recorder
+
+    async def group(self, name: str, *, stored: bool = True) -> Group:
+        definition = SubscriptionDefinition(name=name, selector=Selector("s/*"), retry=NOW)
+        start = {0: Checkpoint(0), 1: Checkpoint(0)}
+        group = Group(definition, Edge(), stored=stored)
+        if stored:
+            await self.store.create_subscription(PROVIDER, definition, start)
+        await self.manager.subscriptions.serve(definition, group, start)
+        return group
+
+    async def publish(self, *texts: str, queue: int = 0) -> None:
+        for text in texts:
+            await self.shelf.enqueue([(queue, EventBatch.of(stream("a"), [text.encode()]))])
 
     async def elsewhere(self, name: str, positions: Mapping[int, Checkpoint]) -> None:
         """Another silo saves progress."""
@@ -257,3 +273,174 @@ async def test_progress_that_is_refused_under_an_older_lease_does_not_end_the_on
         await asyncio.sleep(1)
         assert silo.manager.leases == {0: lease.epoch}
         assert recorder.seen == ["x", "x", "y"]
+
+
+# ---- the consumers of a group --------------------------------------------------------------------------------------
+
+
+def connected(group: Group) -> Consumer:
+    consumer = Consumer(group, "c")
+    consumer.connect()
+    return consumer
+
+
+def states(consumer: Consumer) -> list[tuple[QueueState, int, int]]:
+    return [(status.state, status.epoch, status.generation) for status in consumer.statuses]
+
+
+@virtual_time
+async def test_a_queue_that_is_given_back_is_drained_stored_and_confirmed_before_it_ends() -> None:
+    async with tenant() as silo:
+        consumer = connected(await silo.group("g"))
+        await silo.gain(0)
+        await silo.publish("0", "1")
+        await asyncio.sleep(1)
+        losing = asyncio.create_task(silo.manager.queue_host.lose(0, 10.0))
+        await asyncio.sleep(1)
+        assert states(consumer) == [(QueueState.SERVED, 1, 0), (QueueState.DRAINING, 1, 0)]
+        assert silo.manager.leases == {0: 1}
+        first, second = consumer.take()
+        assert consumer.ack(first)
+        consumer.report(1)
+        assert consumer.release(second)
+        await losing
+        await asyncio.sleep(0)
+        assert states(consumer)[2:] == [(QueueState.ENDED, 1, 0)]
+        assert consumer.confirmed == {0: Confirmed(1, 1, 1)}
+        assert silo.manager.leases == {}
+        assert not consumer.gone
+        stored = (await silo.store.checkpoints(PROVIDER, "g"))[0]
+        assert stored.watermark == 1
+
+
+@virtual_time
+async def test_a_queue_is_not_drained_for_longer_than_its_time() -> None:
+    async with tenant() as silo:
+        consumer = connected(await silo.group("g"))
+        await silo.gain(0)
+        await silo.publish("0")
+        await asyncio.sleep(1)
+        await silo.manager.queue_host.lose(0, 10.0)
+        await asyncio.sleep(0)
+        assert states(consumer)[-1] == (QueueState.ENDED, 1, 0)
+        assert not consumer.ack(consumer.take()[0])
+        assert not consumer.gone
+
+
+@virtual_time
+async def test_nothing_is_confirmed_until_the_store_has_it_when_a_queue_is_given_back() -> None:
+    async with tenant() as silo:
+        consumer = connected(await silo.group("g"))
+        await silo.gain(0)
+        await silo.publish("0")
+        await asyncio.sleep(1)
+        assert consumer.ack(consumer.take()[0])
+        consumer.report(1)
+        silo.calls.failing = "save_checkpoints"
+        with pytest.raises(StorageError):
+            await silo.manager.queue_host.lose(0, 1.0)
+        await asyncio.sleep(0)
+        assert not consumer.confirmed
+        assert states(consumer)[-1] == (QueueState.DRAINING, 1, 0)
+        silo.calls.failing = ""
+        await silo.manager.queue_host.lose(0, 1.0)
+        await asyncio.sleep(0)
+        assert consumer.confirmed == {0: Confirmed(1, 1, 1)}
+        assert states(consumer)[-1] == (QueueState.ENDED, 1, 0)
+
+
+@virtual_time
+async def test_a_queue_that_could_not_be_given_back_is_served_again_after_it_ended() -> None:
+    async with tenant() as silo:
+        consumer = connected(await silo.group("g"))
+        await silo.gain(0)
+        silo.calls.failing = "save_checkpoints"
+        await silo.publish("0")
+        await asyncio.sleep(1)
+        assert consumer.ack(consumer.take()[0])
+        consumer.report(1)
+        with pytest.raises(StorageError):
+            await silo.manager.queue_host.lose(0, 1.0)
+        silo.calls.failing = ""
+        await silo.manager.queue_host.gain(0, 1, Term())
+        await asyncio.sleep(0)
+        assert consumer.confirmed == {0: Confirmed(1, 1, 1)}
+        assert states(consumer)[-2:] == [(QueueState.ENDED, 1, 0), (QueueState.SERVED, 1, 0)]
+
+
+@virtual_time
+async def test_a_queue_whose_lease_is_lost_ends_at_once_and_confirms_nothing() -> None:
+    async with tenant() as silo:
+        group = await silo.group("g")
+        consumer = connected(group)
+        await silo.gain(0)
+        await silo.publish("0")
+        await asyncio.sleep(1)
+        (batch,) = consumer.take()
+        silo.manager.queue_host.cut(0)
+        assert not group.is_current(0, 1, 0)
+        await asyncio.sleep(1)
+        assert states(consumer) == [(QueueState.SERVED, 1, 0), (QueueState.ENDED, 1, 0)]
+        assert not consumer.ack(batch)
+        await silo.manager.checkpointer.save()
+        assert not consumer.confirmed
+        assert not consumer.gone
+        await silo.manager.queue_host.gain(0, 3, Term())
+        await asyncio.sleep(1)
+        assert states(consumer)[2:] == [(QueueState.SERVED, 3, 0)]
+        assert len(consumer.inbox) == 1
+
+
+@virtual_time
+async def test_progress_that_the_store_refuses_is_not_confirmed() -> None:
+    async with tenant() as silo:
+        consumer = connected(await silo.group("g"))
+        await silo.gain(0)
+        await silo.gain(1)
+        await silo.publish("0")
+        await silo.publish("0", queue=1)
+        await asyncio.sleep(1)
+        for each in consumer.take():
+            assert consumer.ack(each)
+            consumer.report(7, each.queue)
+        cluster = silo.store.cluster()
+        other, leases = await cluster.join("other", "", [PROVIDER]), (await cluster.view()).leases
+        await cluster.acquire(other, [(PROVIDER, 0)], ALWAYS_S, over=leases)
+        await silo.manager.checkpointer.save()
+        await asyncio.sleep(0)
+        assert consumer.confirmed == {1: Confirmed(1, 7, 7)}
+
+
+@virtual_time
+async def test_a_seek_of_another_silo_raises_the_generation() -> None:
+    async with tenant() as silo:
+        silo.manager.start()
+        consumer = connected(await silo.group("g"))
+        await silo.gain(0)
+        await silo.publish("0")
+        await asyncio.sleep(1)
+        assert consumer.ack(consumer.take()[0])
+        await silo.store.seek(PROVIDER, "g", {0: Checkpoint(0), 1: Checkpoint(0)}, "elsewhere")
+        await asyncio.sleep(5)
+        assert states(consumer)[-1] == (QueueState.SERVED, 1, 1)
+        assert len(consumer.inbox) == 1
+        assert not consumer.gone
+
+
+@virtual_time
+async def test_consumers_that_keep_positions_come_back_with_them_when_a_queue_is_gained() -> None:
+    async with tenant() as silo:
+        group = await silo.group("g", stored=False)
+        consumer = connected(group)
+        await silo.gain(0)
+        assert isinstance(consumer.gone, Unavailable)
+        assert "g" not in silo.manager.served
+        again = connected(await silo.group("g", stored=False))
+        await silo.publish("0")
+        await asyncio.sleep(1)
+        assert again.ack(again.take()[0])
+        again.report(1)
+        await silo.manager.checkpointer.save()
+        await asyncio.sleep(0)
+        assert again.confirmed == {0: Confirmed(1, 1, 1)}
+        assert not again.gone

@@ -18,9 +18,9 @@ async def test_what_is_acknowledged_is_told_to_be_saved_however_many_streams_sta
         await built.publish("done", "0")
         await rest(2)
         assert consumer.ack(next(each for each in consumer.take() if each.batch.stream == stream("done")))
-        consumer.member.applied = 5
+        consumer.report(5)
         await rest(FULL_S / 2)
-        assert consumer.member.saved == 0
+        assert not consumer.confirmed
         await rest(FULL_S)
-        assert consumer.member.saved == 5
+        assert consumer.confirmed[0].number == 5
         assert len((await built.stored("g"))[0].behind) == len(keys)

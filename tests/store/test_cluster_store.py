@@ -77,6 +77,14 @@ async def test_a_silo_that_joins_is_seen_by_all(store: ClusterStore, clock: Cloc
     assert view.silos[1].serves == ("orders", "flights")
 
 
+async def test_a_silo_may_have_another_address_for_clients(store: ClusterStore):
+    a = await store.join("a", "host:1", [], public_address="example.com:9")
+    assert (a.address, a.public_address) == ("host:1", "example.com:9")
+    assert (await store.view()).silos == [a]
+    a = await store.join("a", "host:1", [])
+    assert (await store.view()).silos[0].public_address == ""
+
+
 async def test_incarnations_grow_over_the_whole_cluster(store: ClusterStore):
     silos = await joined(store, "a", "b", "a", "c", "a")
     assert [silo.incarnation for silo in silos] == [1, 2, 3, 4, 5]

@@ -300,6 +300,20 @@ async def test_seeking_moves_back_and_fences_who_is_attached(two: tuple[ControlS
     assert await here.checkpoints("p", "stats") == {0: Checkpoint(20), 1: Checkpoint(100)}
 
 
+async def test_a_seek_raises_the_generation_and_nothing_else_does(two: tuple[ControlStore, ControlStore]):
+    here, there = two
+    await created(here, q0=Checkpoint(100))
+    await created(here, "other", q0=Checkpoint(100))
+    attachment = await here.attach("p", "stats")
+    assert attachment.generation == 0
+    await here.save_checkpoints("p", [("stats", attachment.epoch, {0: Checkpoint(101)})])
+    for generation in (1, 2):
+        await there.seek("p", "stats", {0: Checkpoint(20)}, "replay")
+        assert (await here.attach("p", "stats", exclusive=False)).generation == generation
+    assert (await here.attach("p", "stats")).generation == 2
+    assert (await here.attach("p", "other")).generation == 0
+
+
 async def test_the_watermark_is_the_lowest_of_all_subscriptions(store: ControlStore):
     await created(store, "a", q0=Checkpoint(10), q1=Checkpoint(7))
     await created(store, "b", q0=Checkpoint(12, {TAIL: Behind(SequenceToken(4, 9))}))

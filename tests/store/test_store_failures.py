@@ -397,6 +397,8 @@ async def test_a_store_of_the_first_version_is_brought_up_to_date_with_all_that_
     path = tmp_path / "control.db"
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript(FIRST)
+        connection.execute("INSERT INTO entries VALUES ('moves/default/stats', '3'), ('moves/default/deleted', '1')")
+        connection.commit()
     stream, token = StreamId("flights", "N14228"), SequenceToken(3)
     for _ in range(2):  # once as it was, once brought up to date
         database = await Database.open(path, partial(migrate, migrations=migrations))
@@ -411,7 +413,10 @@ async def test_a_store_of_the_first_version_is_brought_up_to_date_with_all_that_
             assert await store.value("k") == "v"
             assert await store.tokens() == [TokenRecord("t", bytes(32), {"publish": ("*",)}, 1, "c")]
             assert await store.damaged_rows() == []
-            assert (await store.attach("default", "stats")).epoch > 1
+            attachment = await store.attach("default", "stats")
+            assert (attachment.epoch > 1, attachment.generation) == (True, 3)
+            assert await store.value("moves/default/stats") is None
+            assert await store.value("moves/default/deleted") is None
             me = await store.cluster().join("a", "x", ["default"])
             (lease,) = await store.cluster().acquire(me, [("default", 0)], 15)
             assert (me.incarnation > 1, lease.epoch > 1) == (True, True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headrace import Event, EventBatch, InvalidArgument, SequenceToken, StreamId
 from headrace.proto.v1 import consumer_pb2, publisher_pb2
-from headrace.streams.frames import elements, frame, part, split
+from headrace.streams.frames import QueueState, elements, frame, is_status, part, split, status_frame
 
 STREAMS = st.builds(StreamId, st.text("abü/", min_size=0, max_size=200), st.text("k%0", max_size=140))
 EVENTS = st.lists(
@@ -31,7 +31,7 @@ BATCHES = st.builds(EventBatch.of, STREAMS, EVENTS)
 )
 def test_frames_are_read_back_and_are_protobuf(batches: Sequence[tuple[EventBatch, int, int, int]]):
     message = b"".join(frame(b.encoded, queue, offset, attempt=attempt) for b, offset, queue, attempt in batches)
-    rest = consumer_pb2.SubscribeResponse(saved=7).SerializeToString()
+    rest = consumer_pb2.SubscribeResponse(closing=consumer_pb2.Closing(reason="7")).SerializeToString()
     delivered, left = split(message + rest)
     assert left == rest
     parsed = consumer_pb2.SubscribeResponse.FromString(message + rest)
@@ -65,6 +65,16 @@ def test_a_dead_letter_says_that_it_is_out_of_line():
     assert consumer_pb2.SubscribeResponse.FromString(message).batches[0].redriven
     (other,), _ = split(frame(batch.encoded, 3, 40, indexes=[7]))
     assert not other.redriven
+
+
+@given(st.integers(0, (1 << 32) - 1), st.sampled_from(QueueState), st.integers(0, (1 << 63) - 1), st.booleans())
+def test_the_status_of_a_queue_is_a_response(queue: int, state: QueueState, number: int, assigned: bool):
+    encoded = status_frame(queue, state, number, number // 2, assigned=assigned)
+    status = consumer_pb2.QueueStatus(queue=queue, epoch=number, generation=number // 2, assigned=assigned)
+    status.state = consumer_pb2.QueueStatus.State.Value(f"STATE_{state.name}")
+    assert encoded == consumer_pb2.SubscribeResponse(queues=[status]).SerializeToString()
+    assert is_status(encoded)
+    assert not is_status(frame(b"", 0, 0))
 
 
 def test_the_batches_of_a_request_are_split_off():

@@ -12,10 +12,11 @@ import pytest
 from headrace import Closed, Event, EventBatch, Fenced, OnFailure, RetryPolicy, SequenceToken, StorageError, Unavailable
 from headrace.agents import Events
 from headrace.agents.cursor import State
+from headrace.agents.delivery.confirmations import Confirmed
 from headrace.agents.delivery.group import DRAIN_S
 from headrace.agents.delivery.group_delivery import PARCEL_BYTES, PARCEL_EVENTS
 from headrace.agents.delivery.member import OUTBOX_BYTES
-from headrace.agents.delivery.progress import MAX_RANGES
+from headrace.agents.delivery.progress import FULL_S, MAX_RANGES
 from headrace.agents.delivery.retries import STORE_RETRY_S
 from headrace.streams.subscriptions import Behind, Checkpoint, Mode
 from tests.agents.circle import Circle, Consumer, indexes, payloads
@@ -1546,23 +1547,23 @@ async def test_a_periodic_checkpoint_lists_a_bounded_number_of_ranges() -> None:
 
 
 @virtual_time
-async def test_only_what_is_listed_is_said_to_be_saved() -> None:
+async def test_a_report_is_confirmed_only_if_the_stored_checkpoint_lists_all_of_it() -> None:
     async with Circle() as circle:
         consumer = await _delivered(circle, numbers(10))
         (batch,) = consumer.take()
         assert consumer.ack(batch, 3, 1)
         assert consumer.ack(batch, 5, 1)
-        consumer.member.applied = 7
+        consumer.report(7)
         with patch("headrace.agents.delivery.progress.MAX_RANGES", 1):
-            assert circle.delivery.unsaved() is not None
-            circle.group.saving()()
-        assert consumer.member.saved == 0
-        assert circle.delivery.unsaved() is not None
-        confirm = circle.group.saving()
-        consumer.member.applied = 8
-        confirm()
-        assert consumer.member.saved == 7
-        assert consumer.notices == 1
+            circle.save()
+            await circle.rest(FULL_S / 2)
+            circle.save()
+            await circle.rest()
+            assert not consumer.confirmed
+            await circle.rest(FULL_S)
+            circle.save()
+            await circle.rest()
+        assert consumer.confirmed == {0: Confirmed(1, 7, 7)}
 
 
 @virtual_time

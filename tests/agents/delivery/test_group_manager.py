@@ -196,9 +196,9 @@ async def test_what_is_acknowledged_is_saved_and_told() -> None:
         (batch,) = consumer.take()
         assert consumer.ack(batch, 0, 1)
         assert consumer.ack(batch, 2, 1)
-        consumer.member.applied = 5
+        consumer.report(5)
         await rest(1.5)
-        assert consumer.member.saved == 5
+        assert consumer.confirmed[0].number == 5
         assert await built.stored("g") == {
             0: Checkpoint(1, {stream("a"): Behind(SequenceToken(0, 1), "", ((0, 2, 3),))})
         }
@@ -568,8 +568,8 @@ async def test_a_catch_up_asks_for_the_credit_it_waits_for() -> None:
         await rest()
         assert len(handler.seen) == 200
         group = await built.group("s")
-        consumer = connected(group, events=0, size=0)
-        group.relay(consumer.member)
+        consumer = Consumer(group, "c", divides_credit=True)
+        consumer.connect(0, 0)
         await rest()
         assert consumer.member.waiting
         consumer.grant(1, 1000)
