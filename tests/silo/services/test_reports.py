@@ -41,7 +41,7 @@ def attached(group: Group) -> tuple[AttachedConsumer, Any]:
     return AttachedConsumer(cast(Any, group), cast(Any, member)), member
 
 
-def report(count: int = MANY, **fields: int) -> pb.QueueReport:
+def report(count: int = MANY, **fields: Any) -> pb.QueueReport:
     fields = {"epoch": 1, "number": 7} | fields
     return pb.QueueReport(acknowledgements=[pb.Acknowledgement(offset=offset) for offset in range(count)], **fields)
 
