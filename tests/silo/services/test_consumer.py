@@ -912,6 +912,18 @@ async def test_a_client_that_keeps_its_positions_goes_on_exactly_there(caller: C
         assert len(await anew.take(12)) == 12
 
 
+async def test_a_client_that_keeps_positions_misses_no_event_before_its_first_acknowledgement(caller: Caller) -> None:
+    definition = defined("s", mode=BROADCAST, start=subscriptions_pb2.Start(latest=True))
+    session = await begin(caller, definition=definition, consumer="c", keeps_positions=True)
+    await session.until(lambda: len(session.positions) == 2)
+    session.cancel()
+    await caller.publish(batch("n/k", b"0"), batch("n/y", b"1"))
+    positions = [pb.Position(queue=queue, token=token) for queue, token in session.positions.items()]
+    async with consuming(caller, "s", consumer="c", keeps_positions=True, positions=positions) as back:
+        await back.take(2)
+        assert sorted(back.payloads()) == [b"0", b"1"]
+
+
 async def test_a_position_past_the_end_goes_back_to_it_and_the_gap_is_told(caller: Caller) -> None:
     await caller.publish(batch("n/k", b"0"))
     position = pb.Position(queue=QUEUE, token=b'[1000,[["n","k",500,0,"",[]]]]')
