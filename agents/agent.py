@@ -99,7 +99,7 @@ class PullingAgent:
             self._runner = asyncio.create_task(self._run(), name=f"headrace agent {self.queue}")
         elif self.main is not None:
             if not self._rewindable and delivery.progress.watermark < self.main.cache.first_offset:
-                self._go_back()
+                self._reopen()
             else:
                 self._place(delivery)
 
@@ -183,7 +183,7 @@ class PullingAgent:
             self._restarting, self._fault = False, ""
             for delivery in list(self.deliveries.values()):
                 self._place(delivery)
-            self.catch_ups.meet(self.main)
+            self.catch_ups.rejoin(self.main)
             self._reading = asyncio.create_task(self.main.run(), name=f"headrace feed {self.queue}")
             await self._reading
         except asyncio.CancelledError:
@@ -198,7 +198,7 @@ class PullingAgent:
             await receiver.aclose()
             self._leave_main()
 
-    def _go_back(self) -> None:
+    def _reopen(self) -> None:
         """Read a queue that cannot rewind once more, from the first batch that is not finished."""
         assert self.main is not None
         self._restarting = True
@@ -267,7 +267,7 @@ class PullingAgent:
         if self._rewindable:
             self.catch_ups.serve(delivery)
         elif self.catch_ups.due(delivery):
-            self._go_back()
+            self._reopen()
 
     def relieve(self, feed: Feed) -> None:
         """The feed's cache is full: detach the cursors that would hold up the others."""

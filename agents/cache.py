@@ -106,7 +106,7 @@ class QueueCache:
         return self.buckets[0].batches[0].offset if self.buckets else self.next_offset
 
     @property
-    def room(self) -> tuple[int, int]:
+    def space(self) -> tuple[int, int]:
         """Events and bytes that fit before there is pressure; at least 1 of each."""
         events, size = self._capacity
         return max(1, events - self.events), max(1, size - self.bytes)

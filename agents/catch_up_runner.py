@@ -76,10 +76,10 @@ class CatchUpRunner:
                 left.append(cursor)
         return left
 
-    def meet(self, main: Feed) -> None:
+    def rejoin(self, main: Feed) -> None:
         """The main feed starts: the catch-ups that have come to its cache end."""
         for catch_up in list(self.running.values()):
-            catch_up.meet(main)
+            catch_up.rejoin(main)
 
     async def stop(self, name: str) -> None:
         """Run no catch-up for a subscription any more."""

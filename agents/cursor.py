@@ -38,7 +38,16 @@ class Trouble:
     """The failures of a cursor. Most cursors never have any."""
 
     __slots__ = (
-        "again", "attempts", "deliveries", "doomed", "excused", "failed_at", "paused", "phase", "seen", "seen_at",
+        "again",
+        "attempts",
+        "deferred",
+        "deliveries",
+        "excused",
+        "failed_at",
+        "paused",
+        "phase",
+        "seen",
+        "seen_at",
         "timer",
     )  # fmt: skip
 
@@ -54,7 +63,7 @@ class Trouble:
         """How often consumers were sent events before `again` and did not finish them, whatever the reason."""
         self.again: tuple[int, int] = (0, 0)
         """Offset and index after the last event that consumers were sent and did not finish."""
-        self.doomed: tuple[SequenceToken, Failure] | None = None
+        self.deferred: tuple[SequenceToken, Failure] | None = None
         """The event to give up on once its batch has been read again, and its failure."""
         self.failed_at = 0.0
         """Loop time of the first failed attempt."""
@@ -112,7 +121,7 @@ class StreamCursor(Cursor):
             self.trouble = Trouble()
         return self.trouble
 
-    def went_on(self) -> None:
+    def recovered(self) -> None:
         """The event that failed is done: forget its failures."""
         trouble = self.trouble
         if trouble is not None and trouble.again > self.token:

@@ -120,7 +120,7 @@ class Feed:
         if self.finished or self.fault or batches[0].offset != self.cache.next_offset:
             return False
         self.cache.purge()
-        max_events, max_bytes = self.cache.room
+        max_events, max_bytes = self.cache.space
         if (
             self._is_full()
             or len(batches) > OFFER_BATCHES
@@ -141,7 +141,7 @@ class Feed:
         return self.cache.pressure
 
     async def _receive(self) -> Received:
-        max_events, max_bytes = self.cache.room
+        max_events, max_bytes = self.cache.space
         receiving = self.receiver.receive(max_events, min(max_bytes, self._receive_bytes))
         return await (self._recovering(receiving) if self.fault else receiving)
 
@@ -417,17 +417,17 @@ class CatchUp(Feed):
     def _moved(self) -> None:
         super()._moved()
         main = self.owner.main
-        if main is not None and self._meets(main):
+        if main is not None and self._overlaps(main):
             self._join(main)
 
-    def meet(self, main: Feed) -> None:
+    def rejoin(self, main: Feed) -> None:
         """The main feed starts. End now if it can take over: this feed may wait for new events at the queue's end."""
-        if not self.finished and self._meets(main):
+        if not self.finished and self._overlaps(main):
             self._join(main)
             if self._reading is not None:
                 self._reading.cancel()
 
-    def _meets(self, main: Feed) -> bool:
+    def _overlaps(self, main: Feed) -> bool:
         return self.cache.next_offset >= main.cache.first_offset or self._idle()
 
     def _idle(self) -> bool:

@@ -190,7 +190,7 @@ class Delivery(ABC):
                 cursor.forget_batch()
             empty = cursor.advance() is EMPTY
             if cursor.trouble is not None:
-                cursor.went_on()
+                cursor.recovered()
             if empty:
                 break
             if cursor.done is None or cursor.skip_done():

@@ -45,7 +45,7 @@ PARTS_WORTH = 64
 """The places in batches of fewer events are not kept: it is faster to read the batch again."""
 
 
-class Turning(Protocol):
+class Schedulable(Protocol):
     """A delivery to the members of a group, as the edge sees it."""
 
     def turn(self, ends: float) -> bool:
@@ -57,7 +57,7 @@ class Turning(Protocol):
 class DeliveryActor(Actor):
     __slots__ = ("delivery", "modest_until")
 
-    def __init__(self, name: str, delivery: Turning) -> None:
+    def __init__(self, name: str, delivery: Schedulable) -> None:
         super().__init__(name)
         self.delivery = delivery
         self.modest_until = 0.0
@@ -120,7 +120,7 @@ class Edge:
         if self._armed or not len(self._fair):
             return
         first = self._fair.first
-        if self._room(first):
+        if self._has_slot(first):
             self._armed = True
             if self._makes_room(first):
                 self._pause = self._loop.call_later(min(self._burden_s, MAX_PAUSE_S), self._ask)
@@ -167,9 +167,9 @@ class Edge:
 
     def may_send(self) -> bool:
         """Whether one more message of the actor that has the turn may be on its way."""
-        return self._room(self._turn)
+        return self._has_slot(self._turn)
 
-    def _room(self, actor: DeliveryActor | None) -> bool:
+    def _has_slot(self, actor: DeliveryActor | None) -> bool:
         sending = self._sending
         window = 1 if self._makes_room(actor) else self._window
         if len(sending) >= window:

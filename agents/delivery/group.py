@@ -315,7 +315,7 @@ class Group:
                 if patient and member.divides_credit and not parcel.delivery.may_resend(parcel):
                     member.on_notice()
                     return
-                if not (parcel.shed or member.account.fits(parcel.size)):
+                if not (parcel.payload_dropped or member.account.fits(parcel.size)):
                     self.wait_for_space(member, parcel.size)
                     return
                 if not parcel.delivery.resend(parcel):

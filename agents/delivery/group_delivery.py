@@ -265,7 +265,7 @@ class GroupDelivery(Delivery):
         """The member came back: send it the unacknowledged events again. Return False if its credit is too small, the
         events have to be read again, or the queue's lease is over."""
         member = parcel.member
-        if self.lost or parcel.shed or parcel.events > member.credit_events:
+        if self.lost or parcel.payload_dropped or parcel.events > member.credit_events:
             return False
         self._note_return(parcel)
         try:
@@ -341,7 +341,7 @@ class GroupDelivery(Delivery):
             if cursor.done is not None:
                 cursor.skip_done()
             if cursor.trouble is not None:
-                cursor.went_on()
+                cursor.recovered()
             if cursor.index < piece.stop:
                 return
             if piece.stop == piece.batch.count:
@@ -442,8 +442,8 @@ class GroupDelivery(Delivery):
         if self._stopping:
             cursor.state = READY
         elif not self.retries.again(cursor, failure):
-            if parcel.shed:
-                cursor.troubled().doomed = cursor.token, failure
+            if parcel.payload_dropped:
+                cursor.troubled().deferred = cursor.token, failure
                 self._resume(cursor)
             else:
                 self._start_giving_up(cursor, failure)
@@ -468,8 +468,8 @@ class GroupDelivery(Delivery):
 
     def _enlist(self, cursor: StreamCursor) -> None:
         trouble = cursor.trouble
-        if trouble is not None and trouble.doomed is not None and not self._stopping:
-            (token, failure), trouble.doomed = trouble.doomed, None
+        if trouble is not None and trouble.deferred is not None and not self._stopping:
+            (token, failure), trouble.deferred = trouble.deferred, None
             if token == cursor.token:
                 self._start_giving_up(cursor, failure)
                 return
@@ -513,7 +513,7 @@ class GroupDelivery(Delivery):
     def detach(self, cursor: StreamCursor) -> None:
         super().detach(cursor)
         if cursor.parcel is not None and self._rewindable:
-            cursor.parcel.shed_bytes()
+            cursor.parcel.drop_payload()
 
     def held(self, cursor: StreamCursor) -> int:
         # If the queue can rewind, events that a consumer holds need not be kept in this process.

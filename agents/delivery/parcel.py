@@ -46,8 +46,8 @@ class Parcel:
         "handed_at",
         "head",
         "member",
+        "payload_dropped",
         "pieces",
-        "shed",
         "size",
     )
 
@@ -71,7 +71,7 @@ class Parcel:
         """Loop time."""
         self.count = 0
         """Number of events that were handed out."""
-        self.shed = False
+        self.payload_dropped = False
         """The payloads were dropped: events that are to be sent again have to be read again."""
 
     def find(self, offset: int) -> int:
@@ -89,14 +89,14 @@ class Parcel:
         """Return the index of the first event of a piece that may not be done."""
         return self.cursor.index if at == self.head else self.pieces[at].start
 
-    def shed_bytes(self) -> None:
+    def drop_payload(self) -> None:
         """The cursor left the cache: drop the payloads of the events that the consumer holds."""
-        self.shed = True
+        self.payload_dropped = True
         for piece in self.pieces:
-            piece.batch = _husk(piece.batch)
+            piece.batch = _without_payload(piece.batch)
         self.cursor.batch = self.pieces[self.head].batch
         if self.failing is not None:
-            self.failing = _husk(self.failing)
+            self.failing = _without_payload(self.failing)
 
 
 def left(cursor: StreamCursor, offset: int, start: int, stop: int) -> Iterator[int]:
@@ -111,7 +111,7 @@ def first_left(cursor: StreamCursor, batch: EventBatch, most: int) -> tuple[Sequ
     return some[:most], len(some) <= most
 
 
-def _husk(batch: EventBatch) -> EventBatch:
+def _without_payload(batch: EventBatch) -> EventBatch:
     return EventBatch(batch.stream, b"", batch.count, batch.offset)
 
 

@@ -160,7 +160,7 @@ class Retries:
             self.skipped += len(events)
         self.filtered += len(left) - len(events)
         cursor.index = failure.end
-        cursor.went_on()
+        cursor.recovered()
         if cursor.index < batch.count:
             self._delivery.go_on(cursor)
         else:

@@ -144,16 +144,16 @@ def test_a_bucket_holds_at_least_one_event(max_events: int) -> None:
 
 def test_room_is_what_is_left_of_both_limits() -> None:
     cache = QueueCache(100, 100_000)
-    assert cache.room == (100, 100_000)
+    assert cache.space == (100, 100_000)
     cache.add([batch("a", 0, count=30, nbytes=200), batch("b", 1, count=5, nbytes=50)])
-    assert cache.room == (65, 100_000 - 250 - 2 * BATCH_OVERHEAD_BYTES)
+    assert cache.space == (65, 100_000 - 250 - 2 * BATCH_OVERHEAD_BYTES)
 
 
 def test_room_is_at_least_one_event_and_one_byte() -> None:
     cache = QueueCache(10, 1000)
     cache.add([batch("a", 0, count=500, nbytes=5000)])
     assert cache.pressure
-    assert cache.room == (1, 1)
+    assert cache.space == (1, 1)
 
 
 def test_large_batches_exceed_the_capacity_by_one_batch_in_all() -> None:
@@ -168,7 +168,7 @@ def test_large_batches_exceed_the_capacity_by_one_batch_in_all() -> None:
 def test_room_comes_back_with_a_purge() -> None:
     cache = filled("aaaaaaaaaa", max_bytes=100_000)
     cache.purge()
-    assert cache.room == (10, 100_000)
+    assert cache.space == (10, 100_000)
 
 
 # ---- purging and pins ----------------------------------------------------------------------------------------------
@@ -566,7 +566,7 @@ def test_a_purged_batch_does_not_keep_the_others_of_its_bucket_alive() -> None:
 
 def test_a_reader_that_keeps_to_the_room_is_stopped_at_the_limit() -> None:
     cache = QueueCache(4096, PLENTY)
-    cache.add([batch("a", offset) for offset in range(cache.room[0])])
+    cache.add([batch("a", offset) for offset in range(cache.space[0])])
     assert cache.pressure
     assert cache.events == BUCKETS * (4096 // BUCKETS)
 

@@ -299,7 +299,7 @@ class Caches(RuleBasedStateMachine):
         events, size = sum(item.count for item in self.held), sum(item.charge for item in self.held)
         assert (statistics.events, statistics.bytes) == (events, size)
         capacity = BUCKETS * max(1, self.max_events // BUCKETS), BUCKETS * max(1, self.max_bytes // BUCKETS)
-        assert self.cache.room == (max(1, capacity[0] - events), max(1, capacity[1] - size))
+        assert self.cache.space == (max(1, capacity[0] - events), max(1, capacity[1] - size))
 
     @invariant()
     def pressure_is_when_one_more_batch_does_not_fit(self) -> None:

@@ -35,7 +35,7 @@ def test_frames_are_read_back_and_are_protobuf(batches: Sequence[tuple[EventBatc
     delivered, left = split(message + rest)
     assert left == rest
     parsed = consumer_pb2.SubscribeResponse.FromString(message + rest)
-    assert parsed.saved == 7
+    assert parsed.closing.reason == "7"
     for (batch, offset, queue, attempt), got, library in zip(batches, delivered, parsed.batches, strict=True):
         assert (got.batch.stream, got.batch.encoded, got.batch.count) == (batch.stream, batch.encoded, batch.count)
         assert (got.batch.offset, got.queue, got.attempt, got.indexes) == (offset, queue, attempt, None)
