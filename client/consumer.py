@@ -29,7 +29,7 @@ from .management import Management
 from .options import SessionState
 from .plan import Plan
 from .received import ReceivedBatch
-from .routing import Router, TransportCalls
+from .routing import ATTACH_S, Router, TransportCalls
 
 _T = TypeVar("_T")
 
@@ -199,8 +199,10 @@ class Consumer(SubscriptionHandle):
             raise self.error
 
     async def opened(self) -> None:
-        """Return when a silo has accepted the consumer for the first time. Raise the error if it does not."""
+        """Return when a silo has accepted the consumer for the first time, and the owners of all queues if they are
+        quick. Raise the error if it does not."""
         await self._opened.wait()
+        await self._router.attached(ATTACH_S)
         if self.error is not None:
             raise self.error
 

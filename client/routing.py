@@ -24,6 +24,7 @@ from .links import DRAINING, ENDED, SERVED, Link, LinkSet, LinkUser, QueueStatus
 from .transport import StreamCall, Transport, reconnect_backoff
 
 __all__ = [
+    "ATTACH_S",
     "DRAINING",
     "ENDED",
     "SERVED",
@@ -39,6 +40,8 @@ log = logging.getLogger("headrace.client")
 
 UNREACHED_S = 3.0
 """After so many seconds without reaching an owner, the consumer goes on with a gateway."""
+ATTACH_S = 1.0
+"""Time that all owners have to accept a new consumer before its user is told that it is open, in seconds."""
 LOST_S = 15.0
 """The same for an owner that was reached before: if it was killed, its queues soon have another owner."""
 GATEWAY_S, MAX_GATEWAY_S = 30.0, 3600.0
@@ -92,12 +95,12 @@ class _Owner:
         self.backoff = reconnect_backoff()
         self.not_before = now
         self.unreached_since: float | None = now
-        self.limit_s = UNREACHED_S
+        self.was_reached = False
 
     def reached(self) -> None:
         self.backoff.reset()
         self.unreached_since = None
-        self.limit_s = LOST_S
+        self.was_reached = True
 
     def failed(self, now: float) -> None:
         self.not_before = now + self.backoff.next_s()
@@ -105,7 +108,8 @@ class _Owner:
             self.unreached_since = now
 
     def is_unreachable(self, now: float) -> bool:
-        return self.unreached_since is not None and now - self.unreached_since > self.limit_s
+        limit_s = LOST_S if self.was_reached else UNREACHED_S
+        return self.unreached_since is not None and now - self.unreached_since > limit_s
 
 
 class Router:
@@ -387,12 +391,12 @@ class Router:
         self._turn.set()
 
     def _lose(self, link: Link, error: HeadraceError) -> None:
-        """A session failed. That is for good if the consumer was refused by a session that was open, or by the
-        first."""
+        """A session failed. Errors are for good that no other attempt can mend, but not those of an owner that a client
+        calls the first time: another silo may answer at its address."""
         now = self._loop.time()
         if (owner := self._owners.get(link.expected or link.silo)) is not None:
             owner.failed(now)
-        if self._is_for_good(link, error) or (self._closing and link.is_open):
+        if self._is_for_good(link, owner, error) or (self._closing and link.is_open):
             self._error = self._error or error
             return
         if link.is_open or not link.expected:
@@ -408,9 +412,11 @@ class Router:
         if self._timeout_s is not None and now + pause_s - self._unopened_since >= self._timeout_s:
             self._error = self._error or error
 
-    def _is_for_good(self, link: Link, error: HeadraceError) -> bool:
-        if error.retryable or link.superseded or (isinstance(error, Busy) and self._was_open):
+    def _is_for_good(self, link: Link, owner: _Owner | None, error: HeadraceError) -> bool:
+        if error.retryable or link.superseded:
+            return False
+        if isinstance(error, Busy) and (self._was_open if owner is None else owner.was_reached):
             return False
         if isinstance(error, Fenced) and any(not each.is_open for each in self._links.present):
             return False  # a session that is opening may have replaced this one
-        return link.is_open or not link.expected
+        return link.is_open or not link.expected or self._stays_direct

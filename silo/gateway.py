@@ -17,7 +17,7 @@ from typing import Protocol
 
 from ..agents import SendAccount, SendBudget
 from ..client.conversation import METHOD
-from ..client.routing import DRAINING, Link, LinkUser, QueueStatus, Router, SessionCalls
+from ..client.routing import ATTACH_S, DRAINING, Link, LinkUser, QueueStatus, Router, SessionCalls
 from ..client.transport import StreamCall
 from ..proto.v1 import consumer_pb2 as pb
 from ..server.guard import Call, parsed
@@ -369,6 +369,7 @@ class GatewaySession(LinkUser):
         self._output_ready.set()
 
     async def _write(self) -> None:
+        await self._router.attached(ATTACH_S)
         while True:
             await self._output_ready.wait()
             self._output_ready.clear()

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..client.routing import ENDED, Link, LinkUser, QueueStatus, Router, SessionCalls
+from ..client.routing import ATTACH_S, ENDED, Link, LinkUser, QueueStatus, Router, SessionCalls
 from ..proto.v1 import consumer_pb2 as pb
 from ..proto.v1 import subscriptions_pb2
 from ..server.guard import Call
@@ -25,8 +25,6 @@ from .services.pulling import CHECK_S, PULL_BYTES, PULL_EVENTS, pull_wait_s, wai
 
 log = logging.getLogger("headrace.silo")
 
-ATTACH_S = 1.0
-"""Time that all owners have to accept the consumer before its first call is answered, in seconds."""
 RETURN_S = 1.0
 """Time that silos have to give credit back, in seconds."""
 CLOSE_S = 1.0

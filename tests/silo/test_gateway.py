@@ -1,4 +1,4 @@
-"""Consumers that are attached to one silo, and served by all."""
+"""Consumers of a cluster, with direct sessions to the owners of queues, or through a gateway."""
 
 import asyncio
 from collections import Counter, defaultdict
@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from headrace import Client, Event, Mode, OnFailure, RetryPolicy, StreamId
+from headrace.client.connection import GrpcTransport
 from headrace.client.consumer import Consumer
+from headrace.client.native import NativeTransport
 from headrace.proto.v1 import consumer_pb2 as pb
 from headrace.server.config import GrpcConfig
 from headrace.silo.config import ProviderConfig, SiloConfig
@@ -17,10 +19,21 @@ from headrace.silo.host import Silo
 from headrace.streams.errors import Fenced, HeadraceError
 from tests.silo.clusters import Silos, clustered, queues
 from tests.silo.services.calling import Refused, batch, connecting
-from tests.silo.services.sessions import begin, defined, events_of, one_by_one
+from tests.silo.services.sessions import acknowledge, begin, defined, pull, pull_events, report
 
 QUEUES, STREAMS = 8, 40
 PATIENCE_S = 30
+
+both_ways = pytest.mark.parametrize("direct", [True, False], ids=["direct", "gateway"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def direct(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether clients call the owners of queues. Without `both_ways` they do not."""
+    is_direct: bool = getattr(request, "param", False)
+    for transport in (GrpcTransport, NativeTransport):
+        monkeypatch.setattr(transport, "is_remote", is_direct)
+    return is_direct
 
 
 @asynccontextmanager
@@ -115,6 +128,7 @@ def counted(numbers: Iterable[int]) -> list[bytes]:
     return [b"%d" % number for number in numbers]
 
 
+@both_ways
 async def test_a_consumer_gets_the_events_of_all_silos_in_order(silos: Silos):
     async with client_of(silos[0]) as client, client.subscribe("s", "n/*") as consumer, taking(consumer) as (taker,):
         await publish(client, range(5))
@@ -128,6 +142,7 @@ async def test_a_consumer_gets_the_events_of_all_silos_in_order(silos: Silos):
         assert dict(taker.got) == dict.fromkeys(streams(), counted([5]))
 
 
+@both_ways
 async def test_a_queue_that_moves_in_order_is_not_noticed(tmp_path: Path):
     async with cluster(tmp_path, 3) as silos, client_of(silos[1]) as client:
         async with client.subscribe("s", "n/*") as consumer, taking(consumer) as (taker,):
@@ -143,6 +158,7 @@ async def test_a_queue_that_moves_in_order_is_not_noticed(tmp_path: Path):
         await silos.start(2)
 
 
+@both_ways
 async def test_a_consumer_of_a_silo_that_stops_goes_on_at_another(tmp_path: Path):
     async with cluster(tmp_path, 2) as silos, client_of(silos[1], silos[0]) as client:
         async with client.subscribe("s", "n/*") as consumer, taking(consumer) as (taker,):
@@ -155,6 +171,7 @@ async def test_a_consumer_of_a_silo_that_stops_goes_on_at_another(tmp_path: Path
         await silos.start(1)
 
 
+@both_ways
 async def test_the_smallest_credit_gets_everything(silos: Silos):
     async with client_of(silos[0]) as client, client.subscribe("s", "n/*", max_events=1) as consumer:
         async with taking(consumer) as (taker,):
@@ -163,6 +180,7 @@ async def test_the_smallest_credit_gets_everything(silos: Silos):
             assert dict(taker.got) == dict.fromkeys(streams(), counted(range(3)))
 
 
+@both_ways
 async def test_an_event_larger_than_a_share_of_the_credit_comes(silos: Silos):
     large = bytes(700_000)
     async with client_of(silos[0]) as client, client.subscribe("s", "n/*", max_bytes=1_000_000) as consumer:
@@ -173,6 +191,7 @@ async def test_an_event_larger_than_a_share_of_the_credit_comes(silos: Silos):
             assert set(taker.got) == set(streams(6))
 
 
+@both_ways
 async def test_an_event_larger_than_all_credit_comes(silos: Silos):
     async with client_of(silos[0]) as client, client.subscribe("s", "n/*", max_bytes=1000) as consumer:
         async with taking(consumer) as (taker,):
@@ -208,6 +227,7 @@ async def test_members_of_all_silos_share(silos: Silos):
                     assert all(sorted(some) == some for some in each)
 
 
+@both_ways
 async def test_bound_queues_are_divided_over_the_members_of_all_silos(silos: Silos):
     async with client_of(silos[0]) as one, client_of(silos[1]) as two:
         async with (
@@ -222,6 +242,7 @@ async def test_bound_queues_are_divided_over_the_members_of_all_silos(silos: Sil
             assert set(b.queues) <= {4, 5, 6, 7}
 
 
+@both_ways
 async def test_broadcast_gives_everybody_everything_and_keeps_positions(silos: Silos):
     async with client_of(silos[0]) as one, client_of(silos[1]) as two:
         async with (
@@ -240,9 +261,7 @@ async def test_broadcast_gives_everybody_everything_and_keeps_positions(silos: S
             assert dict(taker.got) == dict.fromkeys(streams(), counted([3]))
 
 
-# Fails about once in ten runs, as it did before: after a planned move the relay may resend acknowledged events.
-# Stays with the slow tests until consumers talk to the owners of the queues, and the relay is gone.
-@pytest.mark.slow
+@both_ways
 async def test_who_keeps_its_positions_goes_on_from_them_though_queues_move(tmp_path: Path):
     async with cluster(tmp_path, 3) as silos, client_of(silos[0]) as client:
         async with client.subscribe("s", "n/*", mode=Mode.BROADCAST, keeps_positions=True) as consumer:
@@ -257,6 +276,7 @@ async def test_who_keeps_its_positions_goes_on_from_them_though_queues_move(tmp_
         await silos.start(2)
 
 
+@both_ways
 async def test_a_subscription_that_is_moved_at_one_silo_goes_on_there_at_all(silos: Silos):
     async with client_of(silos[0]) as client, client_of(silos[1]) as other:
         async with client.subscribe("s", "n/*") as consumer, taking(consumer) as (taker,):
@@ -267,6 +287,7 @@ async def test_a_subscription_that_is_moved_at_one_silo_goes_on_there_at_all(sil
             assert dict(taker.got) == dict.fromkeys(streams(), counted(range(2)) * 2)
 
 
+@both_ways
 async def test_a_subscription_that_is_deleted_at_one_silo_ends_at_all(silos: Silos):
     async with client_of(silos[0]) as client, client_of(silos[1]) as other:
         async with client.subscribe("s", "n/*") as consumer:
@@ -276,6 +297,7 @@ async def test_a_subscription_that_is_deleted_at_one_silo_ends_at_all(silos: Sil
                     await anext(consumer)
 
 
+@both_ways
 async def test_who_takes_over_a_consumer_at_another_silo_ends_it(silos: Silos):
     async with client_of(silos[0]) as client, client_of(silos[1]) as other:
         async with client.subscribe("s", "n/*", consumer="c") as consumer:
@@ -351,18 +373,10 @@ async def test_a_pull_returns_what_any_silo_has(silos: Silos):
         got: list[tuple[int, int, int]] = []
         async with asyncio.timeout(PATIENCE_S):
             while len(got) < 16:
-                request = pb.PullRequest(subscription="s", consumer="p", max_events=3, wait_ms=2000)
-                answer = await caller.ask("headrace.v1.ConsumerService/Pull", request, pb.PullResponse)
-                pulled = events_of(answer.batches)
-                assert len(pulled) <= 3
-                got += [(each.queue, each.offset, each.index) for each in pulled]
-                marks = one_by_one(pulled)
-                acknowledged = pb.AcknowledgeRequest(subscription="s", consumer="p", acknowledgements=marks)
-                through = other if len(got) % 2 else caller
-                told = await through.ask(
-                    "headrace.v1.ConsumerService/Acknowledge", acknowledged, pb.AcknowledgeResponse
-                )
-                assert not told.refused
+                events = await pull_events(caller, consumer="p", max_events=3, wait_ms=2000)
+                assert len(events) <= 3
+                got += [(each.queue, each.offset, each.index) for each in events]
+                assert not await acknowledge(other if len(got) % 2 else caller, events, consumer="p")
         assert sorted(got) == sorted(set(got))
 
         async def everything_is_done() -> bool:
@@ -378,17 +392,16 @@ async def test_what_was_pulled_and_not_acknowledged_comes_again(silos: Silos):
         for stream in streams(4):
             await caller.publish(batch(str(stream), b"0"))
 
-        async def pull() -> list[tuple[int, int]]:
-            request = pb.PullRequest(subscription="s", consumer="p", wait_ms=100, session_timeout_ms=1000)
-            answer = await caller.ask("headrace.v1.ConsumerService/Pull", request, pb.PullResponse)
-            return [(one.queue, one.offset) for one in answer.batches]
+        async def pulled() -> list[tuple[int, int]]:
+            events = await pull_events(caller, consumer="p", wait_ms=100, session_timeout_ms=1000)
+            return [(one.queue, one.offset) for one in events]
 
         first, again = list[tuple[int, int]](), list[tuple[int, int]]()
         async with asyncio.timeout(PATIENCE_S):
             while len(first) < 4:
-                first += await pull()
+                first += await pulled()
             while len(again) < 4:
-                again += await pull()
+                again += await pulled()
         assert sorted(again) == sorted(first)
 
 
@@ -424,17 +437,15 @@ async def test_pulls_of_what_a_handler_serves_are_refused(silos: Silos):
 
     await silos[1].providers["default"].subscribe("s", "n/*", handle)
     async with connecting(silos[0].grpc_address or "") as caller:
-        request = pb.PullRequest(subscription="s", consumer="p", wait_ms=1000)
-        pull = caller.ask("headrace.v1.ConsumerService/Pull", request, pb.PullResponse, timeout=PATIENCE_S)
         with pytest.raises(Refused, match=r"FAILED_PRECONDITION.*handler in the silo"):
-            await pull
+            async with asyncio.timeout(PATIENCE_S):
+                await pull(caller, wait_ms=1000)
 
 
 async def test_one_of_several_first_pulls_waits_and_the_others_are_told(silos: Silos):
     async with connecting(silos[0].grpc_address or "") as caller:
         await caller.create("s", "n/*")
-        request = pb.PullRequest(subscription="s", consumer="p", wait_ms=500)
-        pulls = [caller.ask("headrace.v1.ConsumerService/Pull", request, pb.PullResponse) for _ in range(4)]
+        pulls = [pull(caller, wait_ms=500) for _ in range(4)]
         async with asyncio.timeout(PATIENCE_S):
             answers = await asyncio.gather(*pulls, return_exceptions=True)
         refused = [str(answer) for answer in answers if isinstance(answer, Refused)]
@@ -445,7 +456,7 @@ async def test_one_of_several_first_pulls_waits_and_the_others_are_told(silos: S
 async def test_too_many_acknowledgements_are_refused_at_once(silos: Silos):
     async with connecting(silos[0].grpc_address or "") as caller:
         session = await begin(caller, definition=defined("s"))
-        await session.say(acknowledgements=[pb.Acknowledgement()] * 100_001)
+        await session.say(reports=[pb.QueueReport(acknowledgements=[pb.Acknowledgement()] * 100_001)])
         refused = await session.end()
         assert refused is not None
         assert "at most 100,000" in refused.details
@@ -458,7 +469,9 @@ async def test_many_acknowledgements_in_many_requests_are_passed_on(silos: Silos
         await caller.publish(batch("n/1", b"0"))
         events = await session.take(1)
         for _ in range(5):
-            await session.say(acknowledgements=[pb.Acknowledgement(queue=events[0].queue, offset=1 << 40)] * 40_000)
+            await session.say(
+                reports=[report(events[0], acknowledgements=[pb.Acknowledgement(offset=1 << 40)] * 40_000)]
+            )
         await session.acknowledge_saved(events)
 
 
