@@ -16,6 +16,7 @@ from headrace.proto.v1 import consumer_pb2 as pb
 from headrace.server.config import GrpcConfig
 from headrace.silo.config import ProviderConfig, SiloConfig
 from headrace.silo.host import Silo
+from headrace.streams.background import end, ticks
 from headrace.streams.errors import Fenced, HeadraceError
 from tests.silo.clusters import Silos, clustered, queues
 from tests.silo.services.calling import Refused, batch, connecting
@@ -479,13 +480,19 @@ async def test_a_consumer_that_does_not_read_disturbs_no_other(silos: Silos):
     async with connecting(silos[0].grpc_address or "") as caller, client_of(silos[0]) as client:
         idle = await begin(caller, definition=defined("idle"), session_timeout_ms=500)
         await idle.grant(1 << 20, 1 << 40)
+
+        async def stay() -> None:
+            async for _ in ticks(0.1):
+                await idle.say()
+
+        staying = asyncio.create_task(stay())
         async with client.subscribe("s", "n/*") as consumer, taking(consumer) as (taker,):
             for _ in range(3):
                 for stream in streams(8):
                     await client.publish(stream, bytes(800_000))
-                await idle.say()
             await taker.has(24)
             assert consumer.reconnections == 0
+        await end(staying)
 
 
 async def test_queues_whose_consumers_hold_on_drain_together(tmp_path: Path):
