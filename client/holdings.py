@@ -17,6 +17,7 @@ from typing import Protocol
 
 from ..proto.v1 import consumer_pb2 as pb
 from ..streams.frames import Delivered
+from ..streams.identity import StreamId
 from .held_account import MAX_BYTES, MAX_EVENTS, HeldAccount, SessionStatistics
 from .queue_holdings import QueueHoldings, ReportLink
 from .received import QUEUED, TAKEN, ReceivedBatch, ReceivedPart
@@ -24,6 +25,11 @@ from .received import QUEUED, TAKEN, ReceivedBatch, ReceivedPart
 DRAINING = pb.QueueStatus.STATE_DRAINING
 REQUEST_WEIGHT = 20_000
 """Limit of the weight of all reports of one request."""
+
+
+_Served = tuple[QueueHoldings | None, dict[StreamId, list[ReceivedBatch]], bool]
+"""A queue, its lines, and whether it recognises batches. Without a queue: the session does not serve it."""
+_NOT_SERVED: _Served = None, {}, False
 
 
 class ServedQueue(Protocol):
@@ -101,21 +107,20 @@ class Holdings:
         self._arrivals = arrival = self._arrivals + 1
         received: list[ReceivedBatch] = []
         recognising: set[QueueHoldings] = set()
+        served: dict[int, _Served] = {}
         events = batches = 0
-        number, queue, lines, recognises = -1, None, {}, False
+        number, (queue, lines, recognises) = -1, _NOT_SERVED
         for each in delivered:
             batch = each[0]
             batches += 1
             events += batch.count
             if each[1] != number:
                 number = each[1]
-                queue = self._queues.get(number)
-                if queue is not None and queue.link is not link:
-                    queue = None
-                if queue is not None:
-                    lines, recognises = queue.lines, queue.recognises
+                if number not in served:
+                    served[number] = self._served(link, number)
+                queue, lines, recognises = served[number]
             if queue is None:
-                continue  # the session does not serve it
+                continue
             one = ReceivedBatch(queue, each, arrival) if each[3] is None else ReceivedPart(queue, each, arrival)
             line = lines.get(batch.stream)
             if recognises or (line is not None and line[-1].offset >= batch.offset):
@@ -130,6 +135,12 @@ class Holdings:
             received.append(one)
         self.account.receive(batches, events, size)
         self._hand_out(received, recognising, arrival)
+
+    def _served(self, link: ReportLink, number: int) -> _Served:
+        queue = self._queues.get(number)
+        if queue is None or queue.link is not link:
+            return _NOT_SERVED
+        return queue, queue.lines, queue.recognises
 
     def _hand_out(self, received: list[ReceivedBatch], recognising: set[QueueHoldings], arrival: int) -> None:
         if received:
@@ -231,14 +242,14 @@ class Holdings:
     @property
     def is_saved(self) -> bool:
         """Whether everything acknowledged is confirmed as saved."""
-        return all(queue.is_saved for queue in self._queues.values())
+        return all(queue.results.is_saved for queue in self._queues.values())
 
     @property
     def can_close(self) -> bool:
         """Whether sessions that end in order save all acknowledgements. Otherwise some wait for another session, or for
         events that are delivered again."""
-        return not any(queue.awaits_session for queue in self._queues.values())
+        return not any(queue.results.unconfirmed for queue in self._queues.values())
 
     def statistics(self) -> SessionStatistics:
-        unsent = sum(queue.unsent for queue in self._queues.values())
+        unsent = sum(queue.results.unsent for queue in self._queues.values())
         return self.account.statistics(len(self._waiting), unsent)

@@ -13,23 +13,18 @@ user. They are recognised by their position when they are delivered again, and a
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol
 
 from ..proto.v1 import consumer_pb2 as pb
 from ..streams.errors import Closed, InvalidArgument
 from ..streams.events import EventBatch
 from ..streams.identity import StreamId
 from .held_account import HeldAccount
+from .pending_results import PendingResults, Rejected
 from .received import MARKED, QUEUED, TAKEN, ReceivedBatch, ReceivedPart
-from .unconfirmed import Acknowledged, UnconfirmedAcknowledgements, runs
 
-_T = TypeVar("_T")
-
-UNCONFIRMED_WEIGHT, REJECTION_WEIGHT = 6, 40
-"""Weights of entries in a report, in acknowledgements: a request has to fit into the limit of a silo."""
 MAX_REASON = 1000
 """Characters that are kept of the reason of a rejection."""
 MAX_DELAY = timedelta(days=7)
@@ -41,20 +36,6 @@ class ReportLink(Protocol):
 
     def wake(self) -> None:
         """Reports wait to be sent."""
-
-
-class Rejected(NamedTuple):
-    """Events of one batch that the user rejected."""
-
-    stream: StreamId
-    offset: int
-    first: int
-    end: int
-    """Index after the last event that fails with the first."""
-    reason: str
-    delay_ms: int | None
-    unavailable: bool
-    redriven: bool
 
 
 class QueueHoldings:
@@ -73,14 +54,7 @@ class QueueHoldings:
         """Batches with unfinished events, by stream and in order of position."""
         self.pending = False
         """Whether the link was told that there is a report."""
-        self._acks: list[Acknowledged] = []
-        self._redriven_acks: list[Acknowledged] = []
-        """Never reported by one acknowledgement together with others."""
-        self._rejections: list[Rejected] = []
-        self._released: list[tuple[StreamId, int, int]] = []
-        self._unsaved = deque[tuple[int, list[Acknowledged]]]()
-        """Numbers of reports, and their acknowledgements."""
-        self._unconfirmed = UnconfirmedAcknowledgements()
+        self._results = PendingResults(account)
         self._deferred: dict[StreamId, list[Rejected]] = {}
         self._given_back: dict[StreamId, tuple[int, int]] = {}
         """Streams of which a parcel was rejected as it arrived, and from which position on."""
@@ -96,8 +70,7 @@ class QueueHoldings:
         if self.generation is not None and generation > self.generation:
             self._forget()
         self.link, self.epoch, self.generation, self.assigned = link, epoch, generation, assigned
-        if self._unconfirmed:
-            self._send()
+        self._send()
 
     def release(self) -> None:
         """The queue is going to move: give back all batches that the user has not begun."""
@@ -106,12 +79,11 @@ class QueueHoldings:
             for batch in list(line):
                 begins = batch.state == QUEUED and (batch.redriven or batch.arrival != parcel)
                 if begins:
-                    self._released.append((batch.stream, *_position(batch)))
+                    self._results.release(batch.stream, *_position(batch))
                     parcel = parcel if batch.redriven else batch.arrival
                 if begins or (batch.arrival == parcel and not batch.redriven):
                     self._end(batch)
-        if self._released:
-            self._send()
+        self._send()
 
     def end_session(self) -> None:
         """The session does not serve the queue any more. Batches that wait are dropped: they are delivered again."""
@@ -123,18 +95,8 @@ class QueueHoldings:
                 if batch.current:
                     self.account.remove(batch.left, batch.size)
                 batch.current, batch.plain = 0, False
-        self._unconfirmed.end_session()
-        before = len(self._unconfirmed)
-        for _, acks in self._unsaved:
-            self.account.note_unsaved(-len(acks))
-            self._unconfirmed.add(acks)
-        self._unconfirmed.add(self._acks)
-        self._unconfirmed.add(self._redriven_acks)
-        self.account.note_unconfirmed(len(self._unconfirmed) - before)
-        for rejected in self._rejections:
+        for rejected in self._results.end_session():
             self._defer(rejected)
-        self._unsaved.clear()
-        self._acks, self._redriven_acks, self._rejections, self._released = [], [], [], []
 
     def drop_waiting(self) -> None:
         """Drop the batches that the user has not taken."""
@@ -146,43 +108,29 @@ class QueueHoldings:
         """After a seek, everything that was delivered before is void, and may be delivered again on purpose."""
         for batch in [batch for line in self.lines.values() for batch in line]:
             self._end(batch)
-        self.account.note_unsaved(-sum(len(acks) for _, acks in self._unsaved))
-        self.account.note_unconfirmed(-len(self._unconfirmed))
-        self._unsaved.clear()
-        self._unconfirmed = UnconfirmedAcknowledgements()
-        self._acks, self._redriven_acks, self._rejections, self._released = [], [], [], []
+        self._results.forget()
         self._deferred.clear()
 
-    # ---- the state of acknowledgements ------------------------------------------------------------------------------
+    # ---- reports ------------------------------------------------------------------------------
 
     @property
-    def is_saved(self) -> bool:
-        """Whether everything acknowledged is confirmed as saved."""
-        return not (self._acks or self._redriven_acks or self._unsaved or self._unconfirmed)
-
-    @property
-    def awaits_session(self) -> bool:
-        """Whether closing the present session would not save all acknowledgements."""
-        return bool(self._unconfirmed)
-
-    @property
-    def unsent(self) -> int:
-        """Acknowledgements that are not sent yet."""
-        return len(self._acks) + len(self._redriven_acks)
+    def results(self) -> PendingResults:
+        """Results that are not reported or not confirmed."""
+        return self._results
 
     def saved(self, epoch: int, number: int, unconfirmed: int) -> None:
         """Acknowledgements of reports up to this number are saved, and those named up to the other number."""
-        if epoch != self.epoch:
-            return
-        unsaved = self._unsaved
-        while unsaved and unsaved[0][0] <= number:
-            self.account.note_unsaved(-len(unsaved.popleft()[1]))
-        if self._unconfirmed:
-            before = len(self._unconfirmed)
-            self._unconfirmed.confirm(unconfirmed)
-            self.account.note_unconfirmed(len(self._unconfirmed) - before)
-            if self._unconfirmed.can_name:
-                self._send()
+        if epoch == self.epoch:
+            self._results.confirm(number, unconfirmed)
+            self._send()
+
+    def report(self, number: int, limit: int) -> tuple[pb.QueueReport, int] | None:
+        """Return the next report, of at most about this weight, and its weight. It counts as sent. None if there is
+        none."""
+        report = pb.QueueReport(queue=self.number, epoch=self.epoch, generation=self.generation or 0)
+        weight = self._results.fill(report, number, limit, self.lines)
+        self.pending = self._results.has_report
+        return (report, weight) if weight else None
 
     def caught_up(self) -> None:
         """Nothing is left to be delivered: deferred rejections have no events."""
@@ -193,14 +141,12 @@ class QueueHoldings:
     @property
     def recognises(self) -> bool:
         """Whether a batch may contain events that are acknowledged or rejected already."""
-        return bool(self._unconfirmed or self._deferred)
+        return bool(self._results.unconfirmed or self._deferred)
 
     def recognise(self, received: ReceivedBatch, batch: EventBatch) -> ReceivedBatch | None:
         """Return the part of a batch that is to be handed out: events that are neither acknowledged nor rejected nor
         held already. None if there are none."""
-        before = len(self._unconfirmed)
-        known = self._unconfirmed.take(received.offset, received.indexes)
-        self.account.note_unconfirmed(len(self._unconfirmed) - before)
+        known = self._results.take_unconfirmed(received.offset, received.indexes)
         held = self._held_again(received)
         rejected = self._rejected_again(received)
         again: list[int] = []
@@ -212,7 +158,8 @@ class QueueHoldings:
                 wanted.append(place)
         self.account.note_recognised(received.count - len(wanted))
         if again:
-            self._done(received, again)
+            self._results.acknowledge_indexes(received, again)
+            self._send()
         if not wanted:
             return None
         if len(wanted) < received.count:
@@ -249,7 +196,7 @@ class QueueHoldings:
             hits = [index for index in indexes if rejected.first <= index < rejected.end]
             if rejected.offset == received.offset and hits and received.stream not in self._given_back:
                 self._given_back[received.stream] = received.offset, hits[0]
-                self._rejections.append(rejected._replace(first=hits[0], end=hits[-1] + 1))
+                self._results.reject(rejected._replace(first=hits[0], end=hits[-1] + 1))
                 self._send()
         if not deferred:
             del self._deferred[received.stream]
@@ -279,7 +226,7 @@ class QueueHoldings:
         if batch.state != TAKEN or account.closed:
             self._refuse_late()
         elif batch.plain:  # as nearly all are
-            self._acks.append((batch.stream, batch.offset, 0, batch.count))
+            self._results.acknowledge((batch.stream, batch.offset, 0, batch.count))
             if not self.pending:
                 self._send()
             account.acknowledge(batch.left, batch.size)
@@ -330,7 +277,7 @@ class QueueHoldings:
             batch.stream, batch.offset, indexes[first], end, reason[:MAX_REASON], delay_ms, unavailable, batch.redriven
         )
         if first < batch.current:
-            self._rejections.append(rejected)
+            self._results.reject(rejected)
             self._send()
         else:
             self._defer(rejected)
@@ -365,24 +312,10 @@ class QueueHoldings:
     def _note(self, batch: ReceivedBatch, places: Sequence[int]) -> None:
         """Note that the events at these places are acknowledged. The present session may not have delivered all."""
         indexes, current = batch.indexes, batch.current
-        self._done(batch, [indexes[place] for place in places if place < current])
+        if delivered := [indexes[place] for place in places if place < current]:
+            self._results.acknowledge_indexes(batch, delivered)
         if carried := [indexes[place] for place in places if place >= current]:
-            acks = [(batch.stream, batch.offset, first, end - first) for first, end in runs(carried)]
-            self._unconfirmed.add(acks)
-            self.account.note_unconfirmed(len(acks))
-            self._send()
-
-    def _done(self, batch: ReceivedBatch, indexes: Sequence[int]) -> None:
-        """Note that these events, which the present session delivered, are acknowledged."""
-        if not indexes:
-            return
-        acks = [(batch.stream, batch.offset, first, end - first) for first, end in runs(indexes)]
-        if batch.redriven:
-            self._redriven_acks += acks
-        elif self._acks and (joined := _joined(self._acks[-1], acks[0])):
-            self._acks[-1:] = [joined, *acks[1:]]
-        else:
-            self._acks += acks
+            self._results.carry(batch, carried)
         self._send()
 
     def _mark(self, batch: ReceivedBatch, places: Sequence[int]) -> None:
@@ -412,102 +345,15 @@ class QueueHoldings:
             del line[next(at for at, each in enumerate(line) if each is batch)]
 
     def _send(self) -> None:
-        if not self.pending and self.link is not None:
+        if not self.pending and self.link is not None and self._results.has_report:
             self.pending = True
             self.link.wake()
 
     # ---- reports ----------------------------------------------------------------------------------------------------
 
-    @property
-    def _has_report(self) -> bool:
-        return bool(
-            self._acks or self._redriven_acks or self._rejections or self._released or self._unconfirmed.can_name
-        )
-
-    def report(self, number: int, limit: int) -> tuple[pb.QueueReport, int] | None:
-        """Return the next report, of at most about this weight, and its weight. It counts as sent. None if there is
-        nothing to report."""
-        named = self._unconfirmed.name(number, limit // UNCONFIRMED_WEIGHT)
-        weight = len(named) * UNCONFIRMED_WEIGHT
-        acks, self._acks = _cut(self._acks, limit - weight)
-        redriven, self._redriven_acks = _cut(self._redriven_acks, limit - weight - len(acks))
-        weight += len(acks) + len(redriven)
-        rejections, released = list[Rejected](), list[tuple[StreamId, int, int]]()
-        if not (self._acks or self._redriven_acks):  # rejections come after the acknowledgements made before
-            rejections, self._rejections = _cut(self._rejections, (limit - weight) // REJECTION_WEIGHT)
-            weight += len(rejections) * REJECTION_WEIGHT
-            released, self._released = _cut(self._released, limit - weight)
-        self.pending = self._has_report
-        if not (named or acks or redriven or rejections or released):
-            return None
-        if acks or redriven:
-            self._unsaved.append((number, acks + redriven if redriven else acks))
-            self.account.note_unsaved(len(acks) + len(redriven))
-        report = pb.QueueReport(queue=self.number, epoch=self.epoch, generation=self.generation or 0)
-        if acks or redriven or named:
-            report.number = number
-        for stream, offset, first, count in named:
-            report.unconfirmed.add(namespace=stream.namespace, key=stream.key, offset=offset, index=first, count=count)
-        acknowledge = report.acknowledgements.add
-        for _, offset, first, count in redriven:
-            acknowledge(offset=offset, index=first, count=count)
-        unmerged = {stream for stream, *_ in (*rejections, *released, *self._rejections, *self._released)}
-        for offset, first, count, up_to in self._merged(acks, unmerged):
-            if first or up_to:
-                acknowledge(offset=offset, index=first, count=count, up_to=up_to)
-            else:
-                acknowledge(offset=offset, count=count)
-        for each in rejections:
-            report.rejections.add(
-                offset=each.offset, index=each.first, count=each.end - each.first, reason=each.reason,
-                delay_ms=each.delay_ms, unavailable=each.unavailable,
-            )  # fmt: skip
-        for _, offset, first in released:
-            report.released.add(offset=offset, index=first)
-        return report, weight + len(released)
-
-    def _merged(self, acks: list[Acknowledged], unmerged: set[StreamId]) -> list[tuple[int, int, int, bool]]:
-        """Return offset, first index, count, up_to: one for several of a stream in a row, if no earlier event of the
-        stream is held."""
-        merged: list[tuple[int, int, int, bool]] = []
-        at, end = 0, len(acks)
-        while at < end:
-            stream, offset, first, count = acks[at]
-            at += 1
-            if at == end or acks[at][0] is not stream:
-                merged.append((offset, first, count, False))
-                continue
-            start = at - 1
-            while at < end and acks[at][0] is stream:
-                at += 1
-            run = acks[start:at]
-            _, offset, first, count = max(run, key=_acknowledged_position)
-            line = self.lines.get(stream)
-            if stream in unmerged or (line is not None and line[0].offset <= offset):
-                merged += [(*ack[1:], False) for ack in run]
-            else:
-                merged.append((offset, first, count, True))
-        return merged
-
-
-def _cut(items: list[_T], limit: int) -> tuple[list[_T], list[_T]]:
-    """Return the first items, and the rest."""
-    limit = max(limit, 0)
-    return (items, []) if len(items) <= limit else (items[:limit], items[limit:])
-
-
-def _joined(before: Acknowledged, after: Acknowledged) -> Acknowledged | None:
-    """Return both in one if the second continues the first."""
-    follows = before[2] + before[3] == after[2] and before[:2] == after[:2]
-    return (*before[:3], before[3] + after[3]) if follows else None
-
 
 def _position(batch: ReceivedBatch) -> tuple[int, int]:
     return batch.offset, batch.indexes[0]
-
-
-def _acknowledged_position(ack: Acknowledged) -> tuple[int, int]:
-    return ack[1], ack[2]
 
 
 def _rejected_position(rejected: Rejected) -> tuple[int, int]:

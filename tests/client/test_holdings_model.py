@@ -423,5 +423,5 @@ class ConsumerAndSilos(RuleBasedStateMachine):
         return not any(link.outbox for link in self.links) and self.holdings.statistics() == before
 
 
-ConsumerAndSilos.TestCase.settings = settings(max_examples=examples(3000), stateful_step_count=60, deadline=None)
+ConsumerAndSilos.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=60, deadline=None)
 TestConsumerAndSilos = ConsumerAndSilos.TestCase

@@ -1,0 +1,232 @@
+"""Results of the events of one queue that are not reported, or not confirmed as saved. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+from ..proto.v1 import consumer_pb2 as pb
+from ..streams.identity import StreamId
+from .held_account import HeldAccount
+from .received import ReceivedBatch
+from .unconfirmed import Acknowledged, UnconfirmedAcknowledgements, runs
+
+_T = TypeVar("_T")
+
+UNCONFIRMED_WEIGHT, REJECTION_WEIGHT = 6, 40
+"""Weights of entries in a report, in acknowledgements: a request has to fit into the limit of a silo."""
+
+
+class Rejected(NamedTuple):
+    """Events of one batch that the user rejected."""
+
+    stream: StreamId
+    offset: int
+    first: int
+    end: int
+    """Index after the last event that fails with the first."""
+    reason: str
+    delay_ms: int | None
+    unavailable: bool
+    redriven: bool
+
+
+class PendingResults:
+    """Acknowledgements, rejections and releases of one queue."""
+
+    def __init__(self, account: HeldAccount) -> None:
+        self.unconfirmed = UnconfirmedAcknowledgements()
+        """Acknowledgements for earlier sessions."""
+        self._account = account
+        self._acks: list[Acknowledged] = []
+        self._redriven_acks: list[Acknowledged] = []
+        """Never reported by one acknowledgement together with others."""
+        self._rejections: list[Rejected] = []
+        self._released: list[tuple[StreamId, int, int]] = []
+        """Stream, offset and index."""
+        self._unsaved = deque[tuple[int, list[Acknowledged]]]()
+        """Numbers of reports, and their acknowledgements."""
+
+    # ---- results -----------------------------------------------------------------------------------------------------
+
+    def acknowledge(self, ack: Acknowledged) -> None:
+        self._acks.append(ack)
+
+    def acknowledge_indexes(self, batch: ReceivedBatch, indexes: Sequence[int]) -> None:
+        """Add events of a batch, by their ascending indexes."""
+        acks = _acknowledged(batch, indexes)
+        if batch.redriven:
+            self._redriven_acks += acks
+        elif self._acks and (joined := _joined(self._acks[-1], acks[0])):
+            self._acks[-1:] = [joined, *acks[1:]]
+        else:
+            self._acks += acks
+
+    def carry(self, batch: ReceivedBatch, indexes: Sequence[int]) -> None:
+        """Add acknowledgements of events that the present session has not delivered."""
+        acks = _acknowledged(batch, indexes)
+        self.unconfirmed.add(acks)
+        self._account.note_unconfirmed(len(acks))
+
+    def take_unconfirmed(self, offset: int, indexes: Sequence[int]) -> set[int]:
+        """Of a batch that is delivered again with these `indexes`, remove and return the acknowledged indexes."""
+        before = len(self.unconfirmed)
+        found = self.unconfirmed.take(offset, indexes)
+        self._account.note_unconfirmed(len(self.unconfirmed) - before)
+        return found
+
+    def reject(self, rejected: Rejected) -> None:
+        self._rejections.append(rejected)
+
+    def release(self, stream: StreamId, offset: int, index: int) -> None:
+        """Give back this event and the later ones of its parcel, unprocessed."""
+        self._released.append((stream, offset, index))
+
+    # ---- sessions ----------------------------------------------------------------------------------------------------
+
+    def end_session(self) -> Sequence[Rejected]:
+        """Name all acknowledgements as unconfirmed in the next session. Return the rejections that were not sent."""
+        before = len(self.unconfirmed)
+        self.unconfirmed.end_session()
+        for _, acks in self._unsaved:
+            self._account.note_unsaved(-len(acks))
+            self.unconfirmed.add(acks)
+        self._unsaved.clear()
+        self.unconfirmed.add(self._acks)
+        self.unconfirmed.add(self._redriven_acks)
+        self._account.note_unconfirmed(len(self.unconfirmed) - before)
+        rejections = self._rejections
+        self._acks, self._redriven_acks, self._rejections, self._released = [], [], [], []
+        return rejections
+
+    def forget(self) -> None:
+        """Drop all results: after a seek they are void."""
+        self._account.note_unsaved(-sum(len(acks) for _, acks in self._unsaved))
+        self._account.note_unconfirmed(-len(self.unconfirmed))
+        self._unsaved.clear()
+        self.unconfirmed = UnconfirmedAcknowledgements()
+        self._acks, self._redriven_acks, self._rejections, self._released = [], [], [], []
+
+    def confirm(self, number: int, unconfirmed: int) -> None:
+        """Acknowledgements of reports up to this number are saved, and those named up to the other number."""
+        unsaved = self._unsaved
+        while unsaved and unsaved[0][0] <= number:
+            self._account.note_unsaved(-len(unsaved.popleft()[1]))
+        if self.unconfirmed:
+            before = len(self.unconfirmed)
+            self.unconfirmed.confirm(unconfirmed)
+            self._account.note_unconfirmed(len(self.unconfirmed) - before)
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether everything acknowledged is confirmed as saved."""
+        return not (self._acks or self._redriven_acks or self._unsaved or self.unconfirmed)
+
+    @property
+    def unsent(self) -> int:
+        """Number of acknowledgements that are not sent yet."""
+        return len(self._acks) + len(self._redriven_acks)
+
+    # ---- reports -----------------------------------------------------------------------------------------------------
+
+    @property
+    def has_report(self) -> bool:
+        """Whether there is something to report."""
+        unsent = self._acks or self._redriven_acks or self._rejections or self._released
+        return bool(unsent) or self.unconfirmed.can_name
+
+    def fill(
+        self, report: pb.QueueReport, number: int, limit: int, lines: Mapping[StreamId, Sequence[ReceivedBatch]]
+    ) -> int:
+        """Add results to a report, which then count as sent. Return their weight, which is about `limit` at most; 0 if
+        there are none. `lines` are the unfinished batches of each stream."""
+        weight = self._add_unconfirmed(report, number, limit // UNCONFIRMED_WEIGHT) * UNCONFIRMED_WEIGHT
+        acks, self._acks = _cut(self._acks, limit - weight)
+        redriven, self._redriven_acks = _cut(self._redriven_acks, limit - weight - len(acks))
+        rejections, released = list[Rejected](), list[tuple[StreamId, int, int]]()
+        if not (self._acks or self._redriven_acks):  # rejections come after the acknowledgements made before
+            left = limit - weight - len(acks) - len(redriven)
+            rejections, self._rejections = _cut(self._rejections, left // REJECTION_WEIGHT)
+            released, self._released = _cut(self._released, left)
+        if acks or redriven:
+            report.number = number
+            self._unsaved.append((number, acks + redriven if redriven else acks))
+            self._account.note_unsaved(len(acks) + len(redriven))
+        unmerged = {stream for stream, *_ in (*rejections, *released, *self._rejections, *self._released)}
+        _add_acknowledgements(report, _merged(acks, lines, unmerged))
+        _add_acknowledgements(report, [(*ack[1:], False) for ack in redriven])
+        for each in rejections:
+            report.rejections.add(
+                offset=each.offset, index=each.first, count=each.end - each.first, reason=each.reason,
+                delay_ms=each.delay_ms, unavailable=each.unavailable,
+            )  # fmt: skip
+        for _, offset, first in released:
+            report.released.add(offset=offset, index=first)
+        return weight + len(acks) + len(redriven) + len(rejections) * REJECTION_WEIGHT + len(released)
+
+    def _add_unconfirmed(self, report: pb.QueueReport, number: int, limit: int) -> int:
+        named = self.unconfirmed.name(number, limit)
+        for stream, offset, first, count in named:
+            report.unconfirmed.add(namespace=stream.namespace, key=stream.key, offset=offset, index=first, count=count)
+        if named:
+            report.number = number
+        return len(named)
+
+
+_Merged = tuple[int, int, int, bool]
+"""Offset, first index, count, up_to."""
+
+
+def _merged(
+    acks: Sequence[Acknowledged], lines: Mapping[StreamId, Sequence[ReceivedBatch]], unmerged: set[StreamId]
+) -> list[_Merged]:
+    """Return one acknowledgement for several of a stream in a row, if no earlier event of the stream is held."""
+    merged: list[_Merged] = []
+    at, end = 0, len(acks)
+    while at < end:
+        stream, offset, first, count = acks[at]
+        at += 1
+        if at == end or acks[at][0] is not stream:
+            merged.append((offset, first, count, False))
+            continue
+        start = at - 1
+        while at < end and acks[at][0] is stream:
+            at += 1
+        run = acks[start:at]
+        _, offset, first, count = max(run, key=_position)
+        line = lines.get(stream)
+        if stream in unmerged or (line is not None and line[0].offset <= offset):
+            merged += [(*ack[1:], False) for ack in run]
+        else:
+            merged.append((offset, first, count, True))
+    return merged
+
+
+def _add_acknowledgements(report: pb.QueueReport, acks: Sequence[_Merged]) -> None:
+    acknowledge = report.acknowledgements.add
+    for offset, first, count, up_to in acks:
+        if first or up_to:
+            acknowledge(offset=offset, index=first, count=count, up_to=up_to)
+        else:
+            acknowledge(offset=offset, count=count)
+
+
+def _acknowledged(batch: ReceivedBatch, indexes: Sequence[int]) -> list[Acknowledged]:
+    return [(batch.stream, batch.offset, first, end - first) for first, end in runs(indexes)]
+
+
+def _cut(items: list[_T], limit: int) -> tuple[list[_T], list[_T]]:
+    """Return the first items, and the rest."""
+    limit = max(limit, 0)
+    return (items, []) if len(items) <= limit else (items[:limit], items[limit:])
+
+
+def _joined(before: Acknowledged, after: Acknowledged) -> Acknowledged | None:
+    """Return both in one if the second continues the first."""
+    follows = before[2] + before[3] == after[2] and before[:2] == after[:2]
+    return (*before[:3], before[3] + after[3]) if follows else None
+
+
+def _position(ack: Acknowledged) -> tuple[int, int]:
+    return ack[1], ack[2]
