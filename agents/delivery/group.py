@@ -204,6 +204,8 @@ class Group:
         for delivery in self.deliveries.values():
             self._tell(member, delivery)
         self._tell_waiting_for(member)
+        if divides_credit and member.to_resend:
+            member.to_resend[0].delivery.may_resend(member.to_resend[0])  # not yet: sets the credit that it needs
         return member
 
     def heard(self, member: Member) -> None:

@@ -101,7 +101,7 @@ class ConsumerSession:
     async def run(self, first: pb.SubscribeRequest) -> None:
         """Converse until either side ends the call. If the consumer has closed in order, its events in flight go to
         others at once. Otherwise they wait until it is back, or its session timeout is over."""
-        self._output_ready.set()
+        self._notice()  # the member may have waited for credit before this session was there
         stop_watching = self._watch_placement()
         tasks = [
             self._loop.create_task(work, name=f"headrace session {what}")
