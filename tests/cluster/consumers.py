@@ -1,239 +1,178 @@
-"""Remote consumers of simulated silos: each has a link to every silo, over which batches, credit and acknowledgements
-go in order, until it breaks. They acknowledge late, in parts, out of order, reject, and vanish."""
+"""Consumers of a simulated cluster: processes with the real client. They acknowledge late, in parts, out of order,
+reject, fall silent, and lose their connections."""
 
 import asyncio
-import random
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterable
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from headrace import StreamId
-from headrace.agents import Edge, Events, Group, Member
-from headrace.streams.frames import Delivered, split
+from headrace import HeadraceError, SubscriptionDefinition
+from headrace.client.consumer import Consumer
+from headrace.client.management import Management
+from headrace.client.plan import plan_of
+from headrace.client.received import TAKEN, ReceivedBatch
+from headrace.client.transport import StreamCall, Transport
+from headrace.server.access import EVERYTHING
+from headrace.streams.subscriptions import Mode, of_consumer
+from tests.cluster.calls import ClientCall, Connection
+from tests.cluster.machines import Machine
 
 if TYPE_CHECKING:
-    from tests.cluster.simulated import Silo, World
+    from tests.cluster.simulated import World
 
-CREDIT_BYTES = 1 << 30
+PROVIDER = "simulated"
 TIMEOUT_S = 5.0
-RECONNECT_S = 0.5
-WAIT_S = 0.2
-"""Seconds after which a message to or from a silo that is cut off is tried again."""
+"""The session timeout."""
+AGAIN_S = 0.5
+"""Pause after the silos refused the consumer."""
+Position = tuple[int, int, int]
+"""Queue, offset and index of an event."""
 
 
-class Way:
-    """One direction of a link: messages arrive in order."""
+class SimulatedTransport(Transport):
+    """Calls of a consumer to the silo at `address`; to any silo without an address, as through a load balancer."""
 
-    def __init__(self, link: "Link", receiver: Callable[[Callable[[], None]], None]) -> None:
-        self._link = link
-        self._receiver = receiver
-        self._under_way: deque[Callable[[], None]] = deque()
-        self._last = 0.0
-
-    def send(self, message: Callable[[], None]) -> None:
-        world = self._link.world
-        self._under_way.append(message)
-        self._last = max(self._last, world.now + world.weather.latency_s * world.rng.random())
-        world.call_at(self._last, self._arrives)
-
-    def _arrives(self) -> None:
-        """Called once for each message."""
-        link = self._link
-        if not link.up:
-            return
-        if link.silo.cut_off:
-            link.world.call_at(link.world.now + WAIT_S, self._arrives)
-        else:
-            self._receiver(self._under_way.popleft())
-
-
-class Link:
-    """A connection of a consumer to the group at one silo."""
-
-    def __init__(self, consumer: "Consumer", silo: "Silo", group: Group) -> None:
-        self.world = consumer.world
-        self.consumer = consumer
-        self.silo = silo
-        self.group = group
-        self.up = True
-        self.member: Member | None = None
-        self._number = 0
-        self._to_silo = Way(self, self._at_silo)
-        self._to_consumer = Way(self, lambda message: message())
-        self._to_silo.send(self._join)
-
-    def _at_silo(self, message: Callable[[], None]) -> None:
-        """Deliver a message to the silo. It waits while the silo is paused."""
-        asyncio.get_running_loop().call_soon(lambda: self.up and message(), context=self.silo.machine.context)
-
-    # ---- in the silo -----------------------------------------------------------------------------------------------
-
-    def _join(self) -> None:
-        if not self.silo.up or self.silo.groups.get(self.group.definition.name) is not self.group:
-            self.ends()
-            return
-        member = self.member = self.group.join(self.consumer.name, TIMEOUT_S)
-        self._number = member.connections
-        member.on_outbox = self._send_soon
-        member.on_gone = lambda _: self.ends()
-        self.silo.links.append(self)
+    def __init__(self, world: "World", machine: Machine, *, direct: bool, address: str = "") -> None:
+        self.is_remote = direct  # type: ignore[misc]
+        self._world = world
+        self._machine = machine
+        self._address = address
 
     @property
-    def _mine(self) -> bool:
-        member = self.member
-        return member is not None and member.connections == self._number and member.attached
+    def address(self) -> str:
+        return self._address
 
-    def hear(self) -> None:
-        """A sign of life has come."""
-        if self.up and self._mine and not self.silo.cut_off and not self.consumer.vanished and self.member is not None:
-            self.group.heard(self.member)
+    def at(self, address: str) -> "SimulatedTransport":
+        return SimulatedTransport(self._world, self._machine, direct=True, address=address)
 
-    def _send_soon(self) -> None:
-        asyncio.get_running_loop().call_soon(self._send)
+    async def unary(self, method: str, request: bytes, *, timeout_s: float | None) -> bytes:
+        raise NotImplementedError(method)
 
-    def _send(self) -> None:
-        if not (self.up and self._mine):
-            return
-        assert self.member is not None
-        message = b"".join(self.member.collect())
-        self._to_consumer.send(lambda: self.consumer.receives(self, message))
-        if self.group.sent(self.member):
-            self._send_soon()
-
-    def _grant(self, events: int) -> None:
-        if self._mine:
-            assert self.member is not None
-            self.group.grant(self.member, events, CREDIT_BYTES // 1000)
-
-    def _acknowledge(self, stream: StreamId, events: Events) -> None:
-        if not self._mine:
-            return
-        assert self.member is not None
-        left = self._left(events)
-        if self.group.acknowledge(self.member, events) and not self.silo.machine.gone:
-            self.world.model.finishes(self.group.definition.name, events.queue, events.offset, left, self.silo)
-
-    def _left(self, events: Events) -> list[int]:
-        """Indexes of those that it holds."""
-        assert self.member is not None
-        parcel = self.member.in_flight.get((events.queue, events.offset))
-        indexes = parcel.left(parcel.find(events.offset)) if parcel is not None else []
-        return [index for index in indexes if events.index <= index < events.index + events.count]
-
-    def _reject(self, events: Events, delay_s: float) -> None:
-        if self._mine:
-            assert self.member is not None
-            self.group.reject(self.member, events, "on purpose", delay_s)
-
-    def ends(self) -> None:
-        """It breaks; both sides see it, now or later."""
-        if not self.up:
-            return
-        self.up = False
-        if self._mine and not self.silo.machine.gone:
-            assert self.member is not None
-            self.group.disconnect(self.member)
-        if self in self.silo.links:
-            self.silo.links.remove(self)
-        self.consumer.lost(self)
-
-    # ---- at the consumer -------------------------------------------------------------------------------------------
-
-    def breaks(self) -> None:
-        """The consumer sees it at once, the silo when it can."""
-        self.consumer.lost(self)
-        if self.silo.machine.gone:
-            self.up = False
+    def stream(self, method: str) -> StreamCall:
+        world = self._world
+        silos = world.silos
+        if not self._address and silos:
+            silo = silos[world.rng.choice(list(silos))]
         else:
-            asyncio.get_running_loop().call_soon(self.ends, context=self.silo.machine.context)
-
-    def grant(self, events: int) -> None:
-        self._to_silo.send(lambda: self._grant(events))
-
-    def acknowledge(self, stream: StreamId, events: Events) -> None:
-        self._to_silo.send(lambda: self._acknowledge(stream, events))
-
-    def reject(self, events: Events, delay_s: float) -> None:
-        self._to_silo.send(lambda: self._reject(events, delay_s))
+            silo = silos.get(self._address)
+        if silo is not None:
+            return silo.connect(self._machine, EVERYTHING, cut_off=lambda: False)
+        refused = Connection(world, self._machine, Machine("nobody"), lambda: False, 0.0, self._address)
+        refused.break_off()
+        return ClientCall(refused)
 
 
-class Consumer:
+class ConsumerProcess:
     """A process that consumes one subscription."""
 
-    def __init__(self, world: "World", name: str, subscription: str) -> None:
+    def __init__(self, world: "World", name: str, definition: SubscriptionDefinition) -> None:
+        rng = world.rng
         self.world = world
         self.name = name
-        self.subscription = subscription
+        self.definition = definition
+        self.machine = Machine(name, rate=1 + rng.uniform(-0.01, 0.01), starts_at=rng.uniform(0, 10_000))
         self.vanished = False
-        self.links: dict[str, Link] = {}
-        rng = world.rng
-        self._credit = rng.choice((3, 20, 1000))
+        self.lost_at: float | None = None
+        """When it vanished or last lost a connection."""
+        self.stored_as = definition.name
+        """Name of the subscription that stores its position."""
+        if definition.mode is Mode.BROADCAST:
+            self.stored_as = of_consumer(definition, name).name
+            world.model.subscribed(self.stored_as, from_the_beginning=True)
+        self._transport = SimulatedTransport(world, self.machine, direct=rng.random() < 0.6)
+        self._max_events = rng.choice((3, 20, 1000))
         self._pace_s = rng.choice((0.0, 0.05, 0.5))
-        for silo in world.silos.values():
-            self.found(silo)
+        self._acknowledged: list[Position] = []
+        self._asking: asyncio.Task[None] | None = None
+        self.task = self.machine.run(self._run(), f"consumer {name}")
 
-    def found(self, silo: "Silo") -> None:
-        """A silo serves the subscription."""
-        group = silo.groups.get(self.subscription)
-        if not self.vanished and silo.up and silo.name not in self.links and group is not None:
-            link = self.links[silo.name] = Link(self, silo, group)
-            link.grant(self._credit)
-
-    def lost(self, link: Link) -> None:
-        if self.links.get(link.silo.name) is link:
-            del self.links[link.silo.name]
-            self.world.later(RECONNECT_S, lambda: self._look(link.silo.name))
-
-    def _look(self, name: str) -> None:
-        if (silo := self.world.silos.get(name)) is not None:
-            self.found(silo)
+    def lose_connections(self) -> None:
+        self.lost_at = self.world.now
+        for silo in self.world.silos.values():
+            for connection in silo.connections:
+                if connection.client is self.machine:
+                    connection.break_off()
 
     def vanish(self) -> None:
         """Fall silent, with all connections left open, like a machine that lost its power."""
         self.vanished = True
+        self.lost_at = self.world.now
+        self.machine.kill()
 
-    def receives(self, link: Link, message: bytes) -> None:
-        rng, pause_s = self.world.rng, 0.0
-        for delivered in split(message)[0]:
-            pause_s += self._pace_s * rng.random()
-            self.world.later(pause_s, lambda delivered=delivered: self._works(link, delivered))
+    async def _run(self) -> None:
+        while True:
+            plan = plan_of(
+                "consumer",
+                self.definition.name,
+                None,
+                {"consumer": self.name, "session_timeout_s": TIMEOUT_S, "max_events": self._max_events},
+            )
+            consumer = Consumer(Management(self._transport, PROVIDER, 30.0), plan)
+            try:
+                async for batch in consumer:
+                    await self._take(consumer, batch)
+            except HeadraceError as error:
+                self.world.problem(f"{self.name} was refused: {error}")
+            finally:
+                await consumer.aclose()
+            await asyncio.sleep(AGAIN_S)
 
-    def _works(self, link: Link, delivered: Delivered) -> None:
-        if self.vanished or not link.up:
-            return
-        rng, stream, count = self.world.rng, delivered.batch.stream, delivered.batch.count
-        indexes = list(range(count)) if delivered.indexes is None else list(delivered.indexes)
-        where = delivered.queue, delivered.batch.offset
-        if rng.random() < 0.03:
-            at = rng.randrange(count)
-            for index in indexes[:at]:
-                link.acknowledge(stream, Events(*where, index, 1))
-            link.reject(Events(*where, indexes[at], 1), rng.choice((0.0, 0.3)))
-        elif rng.random() < 0.3:
-            for index in rng.sample(indexes, count):
-                self.world.later(
-                    self._pace_s * rng.random(),
-                    lambda index=index: link.up and link.acknowledge(stream, Events(*where, index, 1)),
-                )
+    async def _take(self, consumer: Consumer, batch: ReceivedBatch) -> None:
+        """Process a batch, at once or while the next ones are taken."""
+        if not self.machine.gone:
+            self.world.model.hands_out(self.stored_as, batch.queue, batch.offset, batch.indexes, self)
+        if self.world.rng.random() < 0.2:
+            asyncio.create_task(self._process(consumer, batch), name=f"{self.name} processes").add_done_callback(
+                _look_at
+            )
         else:
-            link.acknowledge(stream, Events(*where, indexes[0], indexes[-1] - indexes[0] + 1))
-        link.grant(count)
+            await self._process(consumer, batch)
+
+    async def _process(self, consumer: Consumer, batch: ReceivedBatch) -> None:
+        rng = self.world.rng
+        await asyncio.sleep(self._pace_s * rng.random())
+        if batch.state != TAKEN:
+            return  # given back, with a rejected event before it
+        events = list(batch.events())
+        if rng.random() < 0.03:
+            at = rng.randrange(batch.count)
+            for place in range(at):
+                self._finish(batch, (batch.indexes[place],))
+                await batch.ack(events[place])
+            self.world.model.gives_back(self.stored_as, batch.queue, batch.offset, batch.indexes[at], self)
+            await batch.nack("on purpose", event=events[at], delay=timedelta(seconds=rng.choice((0.0, 0.3))))
+        elif rng.random() < 0.3:
+            for place in rng.sample(range(batch.count), batch.count):
+                await asyncio.sleep(self._pace_s * rng.random() / batch.count)
+                if batch.state != TAKEN:
+                    return
+                self._finish(batch, (batch.indexes[place],))
+                await batch.ack(events[place])
+        else:
+            self._finish(batch, batch.indexes)
+            await batch.ack()
+        if rng.random() < 0.2 and (self._asking is None or self._asking.done()):
+            self._asking = asyncio.create_task(self._ask(consumer), name=f"{self.name} asks what is saved")
+            self._asking.add_done_callback(_look_at)
+
+    def _finish(self, batch: ReceivedBatch, indexes: Iterable[int]) -> None:
+        """The consumer has processed these events, and acknowledges them now."""
+        if not self.machine.gone:
+            indexes = list(indexes)
+            self.world.model.finishes(self.stored_as, batch.queue, batch.offset, indexes, self)
+            self._acknowledged += [(batch.queue, batch.offset, index) for index in indexes]
+
+    async def _ask(self, consumer: Consumer) -> None:
+        """Whatever is confirmed as saved is stored."""
+        acknowledged, self._acknowledged = self._acknowledged, []
+        try:
+            await consumer.saved()
+        except HeadraceError:
+            return
+        if not self.machine.gone:
+            self.world.model.check_saved(self.stored_as, acknowledged, self.name)
 
 
-class WatchedEdge(Edge):
-    """Tells the world which events are handed out."""
-
-    def __init__(self, silo: "Silo") -> None:
-        super().__init__()
-        self._silo = silo
-
-    def put(self, member: Member, frame: bytes) -> None:
-        if not self._silo.machine.gone:
-            for delivered in split(frame)[0]:
-                self._silo.hands_out(member, delivered)
-        super().put(member, frame)
-
-
-def pick(rng: random.Random, consumers: list[Consumer]) -> Consumer | None:
-    present = [consumer for consumer in consumers if not consumer.vanished]
-    return rng.choice(present) if present else None
+def _look_at(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.result()

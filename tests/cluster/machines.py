@@ -90,6 +90,10 @@ class Machine:
     def run(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         return asyncio.get_running_loop().create_task(work, name=name, context=self.context.copy())
 
+    def call_soon(self, callback: Callable[..., None], *args: Any) -> None:
+        """Call `callback` in this machine."""
+        asyncio.get_running_loop().call_soon(callback, *args, context=self.context)
+
     def time(self, now: float) -> float:
         return self.starts_at + (now - BEGINNING) * self.rate
 

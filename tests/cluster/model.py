@@ -7,10 +7,6 @@ from typing import Any, NamedTuple
 from headrace import StreamId
 from headrace.streams.subscriptions import Checkpoint
 
-Place = tuple[object, int, object]
-"""The holder of an event: the silo, its epoch, and the member of its group."""
-
-
 class Did(NamedTuple):
     """The holder that finished an event last, and the time."""
 
@@ -26,7 +22,8 @@ class Progress:
         self.low = first
         """Everything below is done, or was there before the subscription."""
         self.done = set[int]()
-        self.hands: dict[int, Place] = {}
+        self.hands: dict[int, object] = {}
+        """Who processes an event: the silo with its handler, or a consumer."""
 
     def finish(self, number: int, did: Did) -> bool:
         """Note that an event was handled. Return False if it was handled before."""
@@ -40,10 +37,10 @@ class Progress:
             self.low += 1
         return True
 
-    def missing(self, number: int, place: Place) -> int | None:
+    def missing(self, number: int, who: object) -> int | None:
         """An event before this one that is neither done nor in the same hands."""
         before = (n for n in range(self.low, number) if n not in self.done)
-        return next((n for n in before if self.hands.get(n) != place), None)
+        return next((n for n in before if self.hands.get(n) is not who), None)
 
 
 Again = Callable[[str, Did], None]
@@ -68,8 +65,8 @@ class Model:
         self.handed = 0
         self.given_up = set[tuple[str, int, int, int]]()
 
-    def subscribed(self, name: str) -> None:
-        self.first[name] = dict(self.published)
+    def subscribed(self, name: str, *, from_the_beginning: bool = False) -> None:
+        self.first[name] = {} if from_the_beginning else dict(self.published)
 
     def of(self, subscription: str, stream: StreamId) -> Progress:
         key = subscription, stream
@@ -81,28 +78,30 @@ class Model:
         self.events[queue, offset] = stream, self.published[stream], events
         self.published[stream] += events
 
-    def hands_out(
-        self, subscription: str, queue: int, offset: int, indexes: Iterable[int], place: Place, who: str
-    ) -> None:
-        stream, first, _ = self.events[queue, offset]
-        epoch, progress = place[1], self.of(subscription, stream)
-        where = f"{subscription}: {who} hands out {stream} at {queue}/{offset} under epoch {epoch}"
+    def serves(self, queue: int, epoch: int, who: str) -> None:
+        """A silo hands out events of a queue."""
         if epoch < self.epochs.get(queue, 0):
-            self._problem(f"{where}, which was served under epoch {self.epochs[queue]}")
+            self._problem(f"{who} serves queue {queue} under epoch {epoch}, after epoch {self.epochs[queue]}")
         self.epochs[queue] = max(epoch, self.epochs.get(queue, 0))
+
+    def hands_out(self, subscription: str, queue: int, offset: int, indexes: Iterable[int], who: Any) -> None:
+        """A handler or a consumer gets events."""
+        stream, first, _ = self.events[queue, offset]
+        progress = self.of(subscription, stream)
+        where = f"{subscription}: {who.name} gets {stream} at {queue}/{offset}"
         for index in indexes:
             number = first + index
             self.handed += 1
-            missing = progress.missing(number, place)
+            missing = progress.missing(number, who)
             if missing is not None:
                 self._problem(f"{where}: number {number}, but {missing} is neither done nor in the same hands")
-            if self._is_stored(subscription, stream, queue, offset, index):
+            if self.is_stored(subscription, stream, queue, offset, index):
                 self._problem(f"{where}: number {number}, which is stored as done")
             if (did := progress.last_done.get(number)) is not None:
                 self._again(f"{where}: number {number}", did)
-            progress.hands[number] = place
+            progress.hands[number] = who
 
-    def _is_stored(self, subscription: str, stream: StreamId, queue: int, offset: int, index: int) -> bool:
+    def is_stored(self, subscription: str, stream: StreamId, queue: int, offset: int, index: int) -> bool:
         stored = self.stored.get((subscription, queue))
         if stored is None:
             return False
@@ -111,18 +110,27 @@ class Model:
             return offset < stored.next_offset
         return (offset, index) < behind.token or any(at == offset and a <= index < b for at, a, b in behind.done)
 
-    def takes_back(self, subscription: str, stream: StreamId, place: Place) -> None:
-        """Forget the events of the stream that `place` holds: it lost them, or holds an unknown part of them."""
-        hands = self.of(subscription, stream).hands
-        for number in [number for number, whose in hands.items() if whose == place]:
-            del hands[number]
-
     def finishes(self, subscription: str, queue: int, offset: int, indexes: Iterable[int], who: object) -> None:
         stream, first, _ = self.events[queue, offset]
         progress, did = self.of(subscription, stream), Did(who, self._now())
         for index in indexes:
             if not progress.finish(first + index, did):
                 self.again += 1
+
+    def gives_back(self, subscription: str, queue: int, offset: int, index: int, who: object) -> None:
+        """The event was rejected: it and all later events of its stream are in these hands no longer."""
+        stream, first, _ = self.events[queue, offset]
+        hands = self.of(subscription, stream).hands
+        for number in [number for number, holder in hands.items() if holder is who and number >= first + index]:
+            del hands[number]
+
+    def check_saved(self, subscription: str, events: Iterable[tuple[int, int, int]], who: str) -> None:
+        """These events were confirmed as saved."""
+        for queue, offset, index in events:
+            stream = self.events[queue, offset][0]
+            if not self.is_stored(subscription, stream, queue, offset, index):
+                self._problem(f"{subscription}: {who} was told that {stream} at {queue}/{offset}/{index} is saved")
+                return
 
     def gives_up(self, subscription: str, queue: int, offset: int, index: int, who: object) -> None:
         self.given_up.add((subscription, queue, offset, index))

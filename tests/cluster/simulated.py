@@ -1,9 +1,12 @@
 """Whole clusters in one process: silos with their memberships, managers and agents over one control store and one set
 of queues, in virtual time, with a seed.
 
+Consumers are processes with the real client, which reach the real services of the silos over a simulated network, in
+sessions with the owners of the queues or through a gateway.
+
 `Life` has the faults. `Model` has the rules that hold in spite of them: no event is skipped or overtakes another, no
-silo serves a queue under an older lease once it was served under a newer one, and no event comes again that is stored
-as done.
+silo serves a queue under an older lease once it was served under a newer one, no event comes again that is stored as
+done, and what a consumer was told to be saved is stored.
 
 In the end all events are done, and every queue has one owner. If there were only planned moves, each event came exactly
 once. If the store only failed for less than a lease, no queue was lost.
@@ -28,44 +31,50 @@ from headrace import (
     EventBatch,
     RetryPolicy,
     Selector,
+    Start,
     StorageError,
     StreamId,
     SubscriptionDefinition,
     Unavailable,
 )
-from headrace.agents import (
-    CacheLimits,
-    Delivery,
-    Group,
-    HandlerService,
-    Member,
-    PullingAgent,
-    PullingManager,
-)
+from headrace.agents import CacheLimits, Delivery, Edge, Group, HandlerService, Member, PullingAgent, PullingManager
 from headrace.balancer import Balancer, average, lease_count, ring
 from headrace.balancer.cluster_options import ClusterOptions
 from headrace.balancer.membership import Membership
+from headrace.client.transport import FIRST_PAUSE_S, MAX_PAUSE_S, StreamCall
+from headrace.server.access import PEER, Principal
+from headrace.server.guard import Call
+from headrace.silo.consumers import Consumers
+from headrace.silo.gateway import ClusterGateways
+from headrace.silo.opening import ProviderParts
+from headrace.silo.options import ProviderOptions
+from headrace.silo.placement import ClusterPlacements
+from headrace.silo.services.consumer import ConsumerService
+from headrace.silo.services.visible import VisibleBounds
+from headrace.silo.subscription_host import SubscriptionHost
 from headrace.store.control_store import ControlStore
-from headrace.streams.cluster import SiloRecord
-from headrace.streams.frames import Delivered
+from headrace.streams.backoff import Backoff
+from headrace.streams.cluster import LIVING, ClusterView, SiloRecord
+from headrace.streams.frames import split
 from headrace.streams.handlers import Handler
 from headrace.streams.progress import RefusedProgress
-from headrace.streams.subscriptions import Checkpoint
+from headrace.streams.subscriptions import Checkpoint, Mode
 from tests.agents.shelf import Shelf
-from tests.cluster.consumers import Consumer, Link, WatchedEdge
+from tests.cluster.calls import ClientCall, Connection
+from tests.cluster.consumers import PROVIDER, TIMEOUT_S, ConsumerProcess
 from tests.cluster.machines import Machine, MachineLoop, Step, wall_ns
 from tests.cluster.memory_store import MemoryStore
 from tests.cluster.model import Did, Model
 from tests.cluster.network import Line, Weather
 
-PROVIDER = "simulated"
 PATIENT = RetryPolicy(max_attempts=1_000_000, max_elapsed_s=1e9, initial_delay_s=0.05, max_delay_s=0.5)
 HASTY = RetryPolicy(max_attempts=2, max_elapsed_s=1e9, initial_delay_s=0.05, max_delay_s=0.5)
 LIMITS = CacheLimits(max_events=1000, max_bytes=1 << 20)
 KINDS = ("planned", "drains", "clocks", "outages", "crashes", "pauses", "network", "answers", "everything")
 REAL_STORE = 50
 """One of this many seeds runs on the real control store."""
-TICK_S = 1.0
+CLOSE_S = 10.0
+"""How long a silo that leaves waits for the end of its calls."""
 CHECKPOINT_S = 1.0
 """Ten times the default, so that crashes find more unsaved progress."""
 LONGEST_S = 10_000.0
@@ -86,7 +95,8 @@ class SeededService(HandlerService):
 
 
 class SeededGroup(Group):
-    rng: random.Random
+    rng = random.Random()
+    """Of the present simulation."""
 
     def deliver(self, *args: Any, **options: Any) -> Delivery:
         return super().deliver(*args, rng=self.rng, **options)
@@ -152,6 +162,34 @@ class WatchedStore:
         return refused
 
 
+class SimulatedHost(SubscriptionHost):
+    """The silo's provider, as its services need it."""
+
+    def __init__(self, silo: "Silo", store: Any) -> None:
+        world = silo.world
+        options = ProviderOptions(name=PROVIDER, queues=world.queues, detach_after_s=0.25)
+        super().__init__(
+            ProviderParts(options, "shelf", None, store, world.shelf, world, leased=True, delays=None)  # pyright: ignore[reportArgumentType]
+        )
+        self.manager = self.seeded = SeededManager(
+            silo, PROVIDER, world.queues, world.shelf, store, LIMITS, detach_after_s=0.25, leased=True
+        )
+
+
+class WatchedEdge(Edge):
+    """Tells the model which queues a silo serves, and under which lease."""
+
+    def __init__(self, silo: "Silo") -> None:
+        super().__init__()
+        self._silo = silo
+
+    def put(self, member: Member, frame: bytes) -> None:
+        if not self._silo.machine.gone:
+            for delivered in split(frame)[0]:
+                self._silo.world.model.serves(delivered.queue, self._silo.epoch(delivered.queue), self._silo.name)
+        super().put(member, frame)
+
+
 class Silo:
     """A process of the cluster."""
 
@@ -172,8 +210,10 @@ class Silo:
         self.up = False
         self.drained = False
         """The silo was told to give its queues away and to take none again."""
-        self.groups: dict[str, Group] = {}
-        self.links: list[Link] = []
+        self.placements = ClusterPlacements()
+        self.placements.join(name)
+        self.connections: list[Connection] = []
+        self.closing = asyncio.Event()
         self.leaving = asyncio.Event()
         self.wakes = asyncio.Event()
         self._change: asyncio.Task[None] | None = None
@@ -185,10 +225,8 @@ class Silo:
     async def _run(self) -> None:
         world = self.world
         store: Any = Line(world.weather, self, world.store)
-        self.edge = WatchedEdge(self)
-        self.manager = SeededManager(
-            self, PROVIDER, world.queues, world.shelf, store, LIMITS, detach_after_s=0.25, leased=True
-        )
+        self.host = SimulatedHost(self, store)
+        self.manager = self.host.seeded
         self.membership = Membership(
             Line(world.weather, self, world.leases),  # type: ignore[arg-type]
             self.name,
@@ -198,23 +236,40 @@ class Silo:
             options=world.options,
             rng=world.rng,
         )
+        self.membership.on_view = self._take_view
         self.membership.superseded.add_done_callback(self._superseded)
         await self._until_done(self.membership.join)
         self.manager.start()
-        ticking = asyncio.create_task(self._tick(), name="ticks")
         serving = asyncio.create_task(self._serve(), name="serve")
-        self.up = True
-        await self.leaving.wait()
-        serving.cancel()
-        with suppress(Unavailable):  # what could not be saved comes again
-            await self.membership.leave()
-        self.up = False
-        for link in list(self.links):
-            link.ends()
-        ticking.cancel()
+        edge = WatchedEdge(self)
+        async with Consumers.opened(self.host, TIMEOUT_S, edge) as consumers:  # pyright: ignore[reportArgumentType]
+            providers: Any = {PROVIDER: self.host}
+            gateways = ClusterGateways(self, edge.budget)
+            self.service = ConsumerService(providers, {PROVIDER: consumers}, VisibleBounds(), gateways)
+            self.up = True
+            await self.leaving.wait()
+            serving.cancel()
+            self.closing.set()
+            with suppress(Unavailable):  # what could not be saved comes again
+                await self.membership.leave()
+            self.up = False
+            await self._finish_calls()
+            await self.service.aclose()
         with suppress(StorageError):
             await self.manager.aclose(1.0)
         world.note(f"{self.name} has left")
+
+    async def _finish_calls(self) -> None:
+        """Wait for calls of consumers, and break those off that take too long."""
+        handling = [connection.handling for connection in self.connections if connection.handling is not None]
+        if handling:
+            await asyncio.wait(handling, timeout=CLOSE_S)
+        for connection in list(self.connections):
+            connection.break_off()
+
+    def _take_view(self, view: ClusterView) -> None:
+        silos = {silo.name: silo for silo in view.silos if silo.state in LIVING}
+        self.placements.update({(lease.provider, lease.queue): lease.owner for lease in view.valid}, silos)
 
     async def _serve(self) -> None:
         """All subscriptions, those that come, too."""
@@ -225,34 +280,13 @@ class Silo:
                 if definition.name not in served:
                     await self._until_done(lambda definition=definition: self._serve_one(definition))
                     served.add(definition.name)
-            for consumer in self.world.consumers:
-                consumer.found(self)
             await self.wakes.wait()
 
     async def _serve_one(self, definition: SubscriptionDefinition) -> None:
-        if definition.name in self.world.grouped:
-            group = SeededGroup(definition, self.edge)
-            group.rng = self.world.rng
-            await self.manager.subscriptions.serve(definition, group)
-            self.groups[definition.name] = group
-        else:
+        if definition.name not in self.world.grouped:
             service = SeededService(Handler.of(self._handler(definition.name), batch=False), None, 3)
             service.rng = self.world.rng
-            await self.manager.subscriptions.serve(definition, service)
-
-    async def _tick(self) -> None:
-        """Do the periodic work that `headrace.silo` does for its groups."""
-        loop = asyncio.get_running_loop()
-        while True:
-            began = loop.time()
-            await asyncio.sleep(TICK_S)
-            late_s = loop.time() - began - TICK_S
-            for link in list(self.links):
-                link.hear()
-            for group in self.groups.values():
-                if late_s > TICK_S:
-                    group.extend_timeouts(late_s)
-                group.tick()
+            await self.host.serve(definition, service)
 
     def _superseded(self, told: asyncio.Future[None]) -> None:
         if not (self.machine.gone or told.cancelled()):
@@ -309,8 +343,8 @@ class Silo:
             assert token is not None
             queue = world.queue_of(event.stream)
             if not self.machine.gone:
-                place = self.name, self.epoch(queue), None
-                world.model.hands_out(subscription, queue, token.offset, (token.index,), place, self.name)
+                world.model.serves(queue, self.epoch(queue), self.name)
+                world.model.hands_out(subscription, queue, token.offset, (token.index,), self)
             await asyncio.sleep(rng.choice((0, 0, 0.01, 0.3)) * rng.random())
             if rng.random() < 0.02:
                 raise FailedOnPurposeError
@@ -319,13 +353,33 @@ class Silo:
 
         return handle
 
-    def hands_out(self, member: Member, delivered: Delivered) -> None:
-        """To a member of a group."""
-        name = next(name for name, group in self.groups.items() if group.members.get(member.id) is member)
-        queue, offset = delivered.queue, delivered.batch.offset
-        indexes = range(delivered.batch.count) if delivered.indexes is None else delivered.indexes
-        place = self.name, self.epoch(queue), member
-        self.world.model.hands_out(name, queue, offset, indexes, place, self.name)
+    # ---- calls of consumers and of other silos ---------------------------------------------------------------------
+
+    def connect(self, client: Machine, principal: Principal, *, cut_off: Callable[[], bool]) -> StreamCall:
+        """Begin a `Subscribe` call of this silo."""
+        world = self.world
+        latency_s = 0.0 if client is self.machine else world.weather.latency_s
+        connection = Connection(world, client, self.machine, lambda: cut_off() or self.cut_off, latency_s, self.name)
+        if self.machine.gone or not self.up:
+            connection.break_off()
+        else:
+            self.connections = [each for each in self.connections if not each.is_broken]
+            self.connections.append(connection)
+            connection.begin(self.service.subscribe, principal, self.closing)
+        return ClientCall(connection)
+
+    def stream(self, silo: str, method: str) -> StreamCall:
+        """Begin a call of this silo's gateways. With `call` and `owner`, takes the place of `Clustering`."""
+        other = self.world.silos.get(silo)
+        if other is None:
+            raise Unavailable(f"there is no silo {silo!r}")
+        return other.connect(self.machine, PEER, cut_off=lambda: self.cut_off and other is not self)
+
+    async def call(self, silo: str, method: str, request: bytes) -> bytes:
+        raise Unavailable(f"no consumer pulls: {method} of {silo}")
+
+    def owner(self, provider: str, queue: int) -> str:
+        raise Unavailable(f"no consumer pulls: {provider}/{queue}")
 
 
 Eye = Callable[[Silo, Step], None]
@@ -346,7 +400,7 @@ class World:
         self.history: list[str] = []
         self.silos: dict[str, Silo] = {}
         self.ever: list[Silo] = []
-        self.consumers: list[Consumer] = []
+        self.consumers: list[ConsumerProcess] = []
         self.definitions: list[SubscriptionDefinition] = []
         self.grouped = set[str]()
         """Subscriptions whose events remote consumers get."""
@@ -357,6 +411,7 @@ class World:
         self.unsaved_s = 0.0
         """The longest time between an event being done and the death of its silo, of those that came again."""
         self.model = Model(self.problem, lambda: self.now, self._comes_again)
+        SeededGroup.rng = rng
 
     async def open(self) -> None:
         rng, kind = self.rng, self.kind
@@ -386,16 +441,20 @@ class World:
     async def subscribe(self, name: str) -> None:
         """From here on."""
         retry = self.rng.choice((PATIENT, PATIENT, HASTY))
-        definition = SubscriptionDefinition(name=name, selector=Selector("s/*"), retry=retry)
-        if self.rng.random() < 0.5:
+        grouped = self.rng.random() < 0.5
+        mode = self.rng.choice((Mode.SHARED, Mode.SHARED, Mode.BOUND, Mode.BROADCAST)) if grouped else Mode.SHARED
+        definition = SubscriptionDefinition(name=name, selector=Selector("s/*"), retry=retry, mode=mode, start=Start.of("earliest"))
+        if grouped:
             self.grouped.add(name)
         start = {queue: Checkpoint((await self.shelf.bounds(queue)).next) for queue in range(self.queues)}
+        if mode is Mode.BROADCAST:
+            start = {}  # its consumers have positions
         await self.store.create_subscription(PROVIDER, definition, start)
         self.model.subscribed(name)
         self.definitions.append(definition)
         if name in self.grouped:
             for number in range(self.rng.choice((1, 2, 3))):
-                self.consumers.append(Consumer(self, f"{name}-{number}", name))
+                self.consumers.append(ConsumerProcess(self, f"{name}-{number}", definition))
         for silo in self.silos.values():
             silo.wakes.set()
 
@@ -424,12 +483,15 @@ class World:
         """If silos were only killed, a dead silo did it, too short a time before its death to save it."""
         if self.kind not in ("planned", "crashes"):
             return
-        if (killed_at := did.who.killed_at) is None:
-            self.problem(f"{what} comes again, and {did.who.name} did it, which lives")
+        lost_at = max((one.killed_at for one in self.ever if one.killed_at is not None), default=None)
+        if isinstance(did.who, ConsumerProcess):
+            lost_at = max((at for at in (lost_at, did.who.lost_at) if at is not None), default=None)
+        if lost_at is None:
+            self.problem(f"{what} comes again, and {did.who.name} did it, and nothing was killed")
             return
-        self.unsaved_s = max(self.unsaved_s, killed_at - did.at)
-        if killed_at - did.at > self.save_within_s:
-            self.problem(f"{what} comes again, and was done {killed_at - did.at:.3f} s before {did.who.name} died")
+        self.unsaved_s = max(self.unsaved_s, lost_at - did.at)
+        if lost_at - did.at > self.save_within_s:
+            self.problem(f"{what} comes again, and was done {lost_at - did.at:.3f} s before something was killed")
 
     @property
     def save_within_s(self) -> float:
@@ -450,7 +512,10 @@ class World:
 
     @property
     def left(self) -> int:
-        return self.model.left([definition.name for definition in self.definitions])
+        """Number of events that are not done."""
+        shared = [one.name for one in self.definitions if one.mode is not Mode.BROADCAST]
+        own = [one.stored_as for one in self.consumers if one.stored_as != one.definition.name and not one.vanished]
+        return self.model.left([*shared, *own])
 
     def owners(self) -> dict[int, list[str]]:
         found: dict[int, list[str]] = {queue: [] for queue in range(self.queues)}
@@ -488,9 +553,10 @@ class World:
         silo.killed_at = self.now
         if self.silos.get(silo.name) is silo:
             del self.silos[silo.name]
-        for consumer in self.consumers:
-            if (link := consumer.links.get(silo.name)) is not None and link.silo is silo:
-                link.breaks()
+        for other in (silo, *self.silos.values()):
+            for connection in other.connections:
+                if silo.machine in (connection.silo, connection.client):
+                    connection.break_off()
 
     async def leave(self, name: str) -> None:
         self.note(f"{name} leaves")
@@ -503,8 +569,8 @@ class World:
 
     async def clear(self) -> None:
         """Clear the killed machines away, without any effect."""
-        for silo in self.ever:
-            silo.machine.bury()
+        for each in (*self.ever, *self.consumers):
+            each.machine.bury()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[operator]
         for _ in range(5):
             for task in tasks:
@@ -613,10 +679,9 @@ class Life:
         if what == "vanish":
             consumer.vanish()
             name = f"{consumer.subscription}-again-{next(self._numbers)}"
-            world.consumers.append(Consumer(world, name, consumer.subscription))
+            world.consumers.append(ConsumerProcess(world, name, consumer.definition))
         else:
-            for link in list(consumer.links.values()):
-                link.breaks()
+            consumer.lose_connections()
 
     async def _passes(self, what: str, silo: Silo) -> None:
         world = self.world
@@ -763,6 +828,9 @@ def simulate(
         patch.setattr("headrace.agents.feed.monotonic", lambda: 0.0)
         for name in ("edge.perf_counter", "edge.thread_time", "group_delivery.perf_counter"):
             patch.setattr(f"headrace.agents.delivery.{name}", lambda: 0.0)
+        patch.setattr("headrace.client.consumer.monotonic", lambda: 0.0)
+        patch.setattr("headrace.client.routing.reconnect_backoff", partial(Backoff, FIRST_PAUSE_S, MAX_PAUSE_S))
+        patch.setattr("headrace.silo.consumers.Group", SeededGroup)
         patch.setattr("time.time_ns", wall_ns)
         return _run(rng, kind, steps, real, eye)
 
