@@ -34,6 +34,7 @@ class Subscription:
     def __init__(self, definition: SubscriptionDefinition) -> None:
         self.definition = definition
         self.epoch = 0
+        self.generation = 0
         self.written: dict[int, tuple[int, Checkpoint]] = {}
         """Epoch and checkpoint by queue."""
 
@@ -95,6 +96,12 @@ class MemoryStore:
         for number in self._chosen(provider, name, None):
             self._letters[number] = self._letters[number]._replace(redrive=False)
 
+    async def subscription(self, provider: str, name: str) -> SubscriptionDefinition:
+        return self._get(provider, name).definition
+
+    async def subscriptions(self, provider: str) -> Sequence[SubscriptionDefinition]:
+        return [found.definition for (of, _), found in sorted(self._subscriptions.items()) if of == provider]
+
     def _get(self, provider: str, name: str) -> Subscription:
         found = self._subscriptions.get((provider, name))
         if found is None:
@@ -105,7 +112,7 @@ class MemoryStore:
         found = self._get(provider, name)
         if exclusive:
             found.epoch = self._next_epoch()
-        return Attachment(found.epoch, found.checkpoints)
+        return Attachment(found.epoch, found.checkpoints, found.generation)
 
     def _next_epoch(self) -> int:
         self._epoch += 1
@@ -114,6 +121,7 @@ class MemoryStore:
     async def seek(self, provider: str, name: str, positions: Mapping[int, Checkpoint], reason: str) -> int:
         found = self._get(provider, name)
         found.epoch = self._next_epoch()
+        found.generation += 1
         found.write(found.epoch, positions)
         return found.epoch
 

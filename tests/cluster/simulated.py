@@ -829,7 +829,7 @@ def simulate(
         for name in ("edge.perf_counter", "edge.thread_time", "group_delivery.perf_counter"):
             patch.setattr(f"headrace.agents.delivery.{name}", lambda: 0.0)
         patch.setattr("headrace.client.consumer.monotonic", lambda: 0.0)
-        patch.setattr("headrace.client.routing.reconnect_backoff", partial(Backoff, FIRST_PAUSE_S, MAX_PAUSE_S))
+        patch.setattr("headrace.client.routing.reconnect_backoff", partial(Backoff, FIRST_PAUSE_S, MAX_PAUSE_S, rng=rng))
         patch.setattr("headrace.silo.consumers.Group", SeededGroup)
         patch.setattr("time.time_ns", wall_ns)
         return _run(rng, kind, steps, real, eye)
