@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING
 
-from headrace import Closed, HeadraceError, Unavailable
+from headrace import HeadraceError, Unavailable
 from headrace.client.transport import StreamCall, remote_error
 from headrace.server.access import Principal
 from headrace.server.guard import Call
@@ -231,7 +231,7 @@ class ClientCall(StreamCall):
             await responses.news.wait()
 
     def cancel(self) -> None:
-        self._connection.break_off(Closed("the call was cancelled"))
+        self._connection.break_off(Unavailable("the call was cancelled"))
 
     def leave(self) -> None: ...
 

@@ -678,7 +678,7 @@ class Life:
         world.note(f"{what} {consumer.name}")
         if what == "vanish":
             consumer.vanish()
-            name = f"{consumer.subscription}-again-{next(self._numbers)}"
+            name = f"{consumer.definition.name}-again-{next(self._numbers)}"
             world.consumers.append(ConsumerProcess(world, name, consumer.definition))
         else:
             consumer.lose_connections()
