@@ -72,8 +72,6 @@ class ConsumerProcess:
         self.definition = definition
         self.machine = Machine(name, rate=1 + rng.uniform(-0.01, 0.01), starts_at=rng.uniform(0, 10_000))
         self.vanished = False
-        self.lost_at: float | None = None
-        """When it vanished or last lost a connection."""
         self.stored_as = definition.name
         """Name of the subscription that stores its position."""
         if definition.mode is Mode.BROADCAST:
@@ -87,7 +85,7 @@ class ConsumerProcess:
         self.task = self.machine.run(self._run(), f"consumer {name}")
 
     def lose_connections(self) -> None:
-        self.lost_at = self.world.now
+        self.world.losses.append(self.world.now)
         for silo in self.world.silos.values():
             for connection in silo.connections:
                 if connection.client is self.machine:
@@ -96,7 +94,7 @@ class ConsumerProcess:
     def vanish(self) -> None:
         """Fall silent, with all connections left open, like a machine that lost its power."""
         self.vanished = True
-        self.lost_at = self.world.now
+        self.world.losses.append(self.world.now)
         self.machine.kill()
 
     async def _run(self) -> None:

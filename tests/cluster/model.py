@@ -11,6 +11,8 @@ class Did(NamedTuple):
     """The holder that finished an event last, and the time."""
 
     who: Any
+    handed_at: float
+    """When it got the event."""
     at: float
 
 
@@ -22,6 +24,7 @@ class Progress:
         self.low = first
         """Everything below is done, or was there before the subscription."""
         self.done = set[int]()
+        self.handed_at: dict[int, float] = {}
         self.hands: dict[int, object] = {}
         """Who processes an event: the silo with its handler, or a consumer."""
 
@@ -100,6 +103,7 @@ class Model:
             if (did := progress.last_done.get(number)) is not None:
                 self._again(f"{where}: number {number}", did)
             progress.hands[number] = who
+            progress.handed_at[number] = self._now()
 
     def is_stored(self, subscription: str, stream: StreamId, queue: int, offset: int, index: int) -> bool:
         stored = self.stored.get((subscription, queue))
@@ -112,9 +116,9 @@ class Model:
 
     def finishes(self, subscription: str, queue: int, offset: int, indexes: Iterable[int], who: object) -> None:
         stream, first, _ = self.events[queue, offset]
-        progress, did = self.of(subscription, stream), Did(who, self._now())
-        for index in indexes:
-            if not progress.finish(first + index, did):
+        progress = self.of(subscription, stream)
+        for number in [first + index for index in indexes]:
+            if not progress.finish(number, Did(who, progress.handed_at[number], self._now())):
                 self.again += 1
 
     def gives_back(self, subscription: str, queue: int, offset: int, index: int, who: object) -> None:
@@ -135,7 +139,7 @@ class Model:
     def gives_up(self, subscription: str, queue: int, offset: int, index: int, who: object) -> None:
         self.given_up.add((subscription, queue, offset, index))
         stream, first, _ = self.events[queue, offset]
-        self.of(subscription, stream).finish(first + index, Did(who, self._now()))
+        self.of(subscription, stream).finish(first + index, Did(who, self._now(), self._now()))
 
     def stores(self, subscription: str, queue: int, checkpoint: Checkpoint) -> None:
         """All that it says is done must be done."""

@@ -408,8 +408,10 @@ class World:
         self.cuts = 0
         self.store_s = 1e6
         """How far the store's clock is off: it starts anywhere, and is set."""
+        self.losses: list[float] = []
+        """When silos and consumers were killed, and connections lost."""
         self.unsaved_s = 0.0
-        """The longest time between an event being done and the death of its silo, of those that came again."""
+        """The longest time between an event being done and the next loss, of those that came again."""
         self.model = Model(self.problem, lambda: self.now, self._comes_again)
         SeededGroup.rng = rng
 
@@ -480,18 +482,18 @@ class World:
         self.problems.append(text)
 
     def _comes_again(self, what: str, did: Did) -> None:
-        """If silos were only killed, a dead silo did it, too short a time before its death to save it."""
+        """If processes were only killed, and connections lost, that was soon after the event was done: otherwise it was
+        saved."""
         if self.kind not in ("planned", "crashes"):
             return
-        lost_at = max((one.killed_at for one in self.ever if one.killed_at is not None), default=None)
-        if isinstance(did.who, ConsumerProcess):
-            lost_at = max((at for at in (lost_at, did.who.lost_at) if at is not None), default=None)
-        if lost_at is None:
-            self.problem(f"{what} comes again, and {did.who.name} did it, and nothing was killed")
+        gaps_s = [max(0.0, at - did.at) for at in self.losses if at >= did.handed_at]
+        if not gaps_s:
+            self.problem(f"{what} comes again, and {did.who.name} did it, and nothing was lost since it got it")
             return
-        self.unsaved_s = max(self.unsaved_s, lost_at - did.at)
-        if lost_at - did.at > self.save_within_s:
-            self.problem(f"{what} comes again, and was done {lost_at - did.at:.3f} s before something was killed")
+        gap_s = min(gaps_s)
+        self.unsaved_s = max(self.unsaved_s, gap_s)
+        if gap_s > self.save_within_s:
+            self.problem(f"{what} comes again, and was done {gap_s:.3f} s before anything was killed or lost")
 
     @property
     def save_within_s(self) -> float:
@@ -551,6 +553,7 @@ class World:
         self.note(f"kill {silo.name}")
         silo.machine.kill()
         silo.killed_at = self.now
+        self.losses.append(self.now)
         if self.silos.get(silo.name) is silo:
             del self.silos[silo.name]
         for other in (silo, *self.silos.values()):
