@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import count
 from typing import NamedTuple
 
 from ..streams.background import run_periodically
@@ -51,6 +52,8 @@ class Checkpointer:
         self._store = store
         self._unsaved: dict[int, dict[tuple[str, int], _LastProgress]] = {}
         """Progress in queues that are not read any more, by subscription and epoch, until it is stored."""
+        self._revisions = count(1)
+        """Numbers of the calls that store progress."""
         self._check_owner_at = 0.0
         """Loop time from which on `save` asks the store even if no progress has changed."""
 
@@ -70,7 +73,9 @@ class Checkpointer:
             rows = [(served.definition.name, served.epoch, _changed(served, unsaved)) for served, unsaved in progress]
             refused = RefusedProgress()
             if any(changed for _, _, changed in rows) or (rows and loop.time() >= self._check_owner_at):
-                refused = await self._store.save_checkpoints(state.provider, rows, leases)
+                refused = await self._store.save_checkpoints(
+                    state.provider, rows, leases, revision=next(self._revisions)
+                )
                 self._check_owner_at = loop.time() + CHECK_OWNER_S
             stale = refused.subscriptions
             for served, unsaved in progress:
@@ -111,7 +116,9 @@ class Checkpointer:
         self, served: ServedSubscription, final: Mapping[int, Checkpoint], leases: Mapping[int, int] | None
     ) -> RefusedProgress:
         name = served.definition.name
-        refused = await self._store.save_checkpoints(self._state.provider, [(name, served.epoch, final)], leases)
+        progress = [(name, served.epoch, final)]
+        revision = next(self._revisions)
+        refused = await self._store.save_checkpoints(self._state.provider, progress, leases, revision=revision)
         if refused.queues:
             log.warning("subscription %r: queues %s have another owner by now", name, sorted(refused.queues))
         if refused.subscriptions:

@@ -24,8 +24,11 @@ class ProgressStore(Protocol):
         provider: str,
         progress: Sequence[tuple[str, int, Mapping[int, Checkpoint]]],
         leases: Mapping[int, int] | None = None,
+        *,
+        revision: int = 0,
     ) -> RefusedProgress:
         """Store progress, given as (subscription, epoch, checkpoint by queue). `leases` has the lease's epoch by queue.
+        `revision` is the number of the call: one that is carried out after a call with a higher number has no effect.
 
         Returns the subscriptions and queues with another owner by now: their progress is not stored."""
         ...

@@ -108,10 +108,13 @@ checkpoints = Table(
     Column("watermark", BigInteger, nullable=False),
     Column("behind", Text, nullable=False),
     Column("epoch", BigInteger, nullable=False),
+    Column("lease_epoch", BigInteger, nullable=False, server_default=text("0")),
+    Column("revision", BigInteger, nullable=False, server_default=text("0")),
     _checksum_column(),
 )
 """`behind` is JSON: [[namespace, key, offset, index, paused, [[offset, first index, end index], …]], …]. The inner
-ranges are events done out of order, and may be missing. The row was written under `epoch`."""
+ranges are events done out of order, and may be missing. The row was written under `epoch` of the subscription and
+`lease_epoch` of the queue (0 without leases). `revision` is the writer's number of the write."""
 
 LETTER_IDENTITY = ("provider", "subscription", "queue", "token_offset", "token_index", "timestamp_us", "checksum")
 """The columns that tell dead letters apart. The position alone does not: a queue that lost its end in a crash, or that
@@ -273,6 +276,8 @@ Migration = Callable[[Connection], None]
 def _add_generation_and_public_address(connection: Connection) -> None:
     """Version 2. Version 1 counted the seeks of a subscription in an entry, if there were any."""
     connection.execute(text("ALTER TABLE subscriptions ADD COLUMN generation BIGINT DEFAULT 0 NOT NULL"))
+    connection.execute(text("ALTER TABLE checkpoints ADD COLUMN lease_epoch BIGINT DEFAULT 0 NOT NULL"))
+    connection.execute(text("ALTER TABLE checkpoints ADD COLUMN revision BIGINT DEFAULT 0 NOT NULL"))
     connection.execute(text("ALTER TABLE silos ADD COLUMN public_address TEXT DEFAULT '' NOT NULL"))
     is_count = entries.c.key.startswith("moves/", autoescape=True)
     counts = {row.key: row.value for row in connection.execute(select(entries).where(is_count))}

@@ -77,18 +77,23 @@ class SubscriptionStore(StoreBase):
         provider: str,
         progress: Sequence[tuple[str, int, Mapping[int, Checkpoint]]],
         leases: Mapping[int, int] | None = None,
+        *,
+        revision: int = 0,
     ) -> RefusedProgress:
         """Store the progress of several subscriptions, given as (name, epoch, checkpoint per queue). Return the
         subscriptions and queues that were refused: nothing was written for them, and everything else was written.
 
         A subscription is refused if its epoch is no longer the given one. With `leases` (epoch of the lease by queue),
         a queue is refused if its lease was granted again or released since, or if `leases` does not have it. An
-        expired lease that was not granted again still counts. Under one epoch a queue's `next_offset` never moves
-        backwards: a checkpoint with a lower one is late and ignored.
+        expired lease that was not granted again still counts.
+
+        `revision` is the caller's number of this call. A call may be carried out late, after a newer one, if its
+        connection was lost. So a checkpoint is ignored if its revision, or its `next_offset`, is lower than the stored
+        one, and epoch and lease are the same.
         """
         copies = [(name, epoch, plain(positions)) for name, epoch, positions in progress]
         held = None if leases is None else dict(leases)
-        return await self._database.write(_save_checkpoints, provider, copies, held)
+        return await self._database.write(_save_checkpoints, provider, copies, held, revision)
 
     async def checkpoints(self, provider: str, name: str) -> Mapping[int, Checkpoint]:
         """Return a subscription's checkpoints by queue. Raises NotFound, and DataDirectoryError if one is damaged."""
@@ -207,18 +212,24 @@ def _save_checkpoints(
     provider: str,
     progress: Sequence[tuple[str, int, Mapping[int, Checkpoint]]],
     held: Mapping[int, int] | None,
+    revision: int,
 ) -> RefusedProgress:
     epochs = lock_epochs(connection, provider, [name for name, _, _ in progress])
     stale = [name for name, epoch, _ in progress if epochs.get(name) != epoch]
     current = [(name, epoch, positions) for name, epoch, positions in progress if epochs.get(name) == epoch]
     refused = refused_queues(connection, provider, {queue for _, _, each in progress for queue in each}, held)
-    rows = [row for one in current for row in _checkpoint_rows(provider, *one) if row["queue"] not in refused]
+    rows = [
+        row | {"lease_epoch": (held or {}).get(row["queue"], 0), "revision": revision}
+        for one in current
+        for row in _checkpoint_rows(provider, *one)
+        if row["queue"] not in refused
+    ]
     _write_checkpoints(connection, rows)
     return RefusedProgress(stale, refused)
 
 
 def _checkpoint_rows(provider: str, name: str, epoch: int, positions: Mapping[int, Checkpoint]) -> list[dict[str, Any]]:
-    keys = {"provider": provider, "subscription": name, "epoch": epoch}
+    keys = {"provider": provider, "subscription": name, "epoch": epoch, "lease_epoch": 0, "revision": 0}
     rows = [keys | checkpoint_row(queue, position) for queue, position in positions.items()]
     return [with_checksum("checkpoints", row) for row in rows]
 
@@ -230,12 +241,16 @@ def _write_checkpoints(connection: Connection, rows: list[dict[str, Any]]) -> No
         rows, key=lambda row: (row["subscription"], row["queue"])
     )  # every transaction locks checkpoints in this order
     statement = insert_into(connection, checkpoints)
-    new = statement.excluded
+    new, old = statement.excluded, checkpoints.c
+    written = ("next_offset", "watermark", "behind", "epoch", "lease_epoch", "revision", "checksum")
+    newer_lease = new["lease_epoch"] > old.lease_epoch
+    same_lease = and_(new["lease_epoch"] == old.lease_epoch, new["revision"] >= old.revision)
+    not_late = and_(new["next_offset"] >= old.next_offset, or_(newer_lease, same_lease))
     connection.execute(
         statement.on_conflict_do_update(
             index_elements=["provider", "subscription", "queue"],
-            set_={column: new[column] for column in ("next_offset", "watermark", "behind", "epoch", "checksum")},
-            where=or_(new["epoch"] > checkpoints.c.epoch, new["next_offset"] >= checkpoints.c.next_offset),
+            set_={column: new[column] for column in written},
+            where=or_(new["epoch"] > old.epoch, not_late),
         ),
         rows,
     )

@@ -38,9 +38,11 @@ class CountingStore:
         provider: str,
         progress: Sequence[tuple[str, int, Mapping[int, Checkpoint]]],
         leases: Mapping[int, int] | None = None,
+        *,
+        revision: int = 0,
     ) -> RefusedProgress:
         self.saves.append(any(checkpoints for _, _, checkpoints in progress))
-        return await self._store.save_checkpoints(provider, progress, leases)
+        return await self._store.save_checkpoints(provider, progress, leases, revision=revision)
 
 
 class Host:

@@ -51,10 +51,8 @@ class SimulatedTransport(Transport):
     def stream(self, method: str) -> StreamCall:
         world = self._world
         silos = world.silos
-        if not self._address and silos:
-            silo = silos[world.rng.choice(list(silos))]
-        else:
-            silo = silos.get(self._address)
+        address = self._address or (world.rng.choice(list(silos)) if silos else "")
+        silo = silos.get(address)
         if silo is not None:
             return silo.connect(self._machine, EVERYTHING, cut_off=lambda: False)
         refused = Connection(world, self._machine, Machine("nobody"), lambda: False, 0.0, self._address)

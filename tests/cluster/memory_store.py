@@ -37,15 +37,27 @@ class Subscription:
         self.generation = 0
         self.written: dict[int, tuple[int, Checkpoint]] = {}
         """Epoch and checkpoint by queue."""
+        self.revisions: dict[int, tuple[int, int]] = {}
+        """Lease epoch and revision of these checkpoints."""
 
     @property
     def checkpoints(self) -> dict[int, Checkpoint]:
         return plain({queue: self.written[queue][1] for queue in sorted(self.written)})
 
-    def write(self, epoch: int, positions: Mapping[int, Checkpoint]) -> None:
+    def write(
+        self,
+        epoch: int,
+        positions: Mapping[int, Checkpoint],
+        leases: Mapping[int, int] | None = None,
+        revision: int = 0,
+    ) -> None:
         for queue, position in positions.items():
-            before = self.written.get(queue)
-            if before is None or epoch > before[0] or position.next_offset >= before[1].next_offset:
+            before, of = self.written.get(queue), ((leases or {}).get(queue, 0), revision)
+            late = before is not None and (
+                position.next_offset < before[1].next_offset or of < self.revisions.get(queue, (0, 0))
+            )
+            if before is None or epoch > before[0] or not late:
+                self.revisions[queue] = of
                 behind = {at: one._replace(paused=printable(one.paused)) for at, one in position.behind.items()}
                 self.written[queue] = epoch, Checkpoint(position.next_offset, behind)
 
@@ -126,7 +138,7 @@ class MemoryStore:
         return found.epoch
 
     async def save_checkpoints(
-        self, provider: str, progress: Progress, leases: Mapping[int, int] | None = None
+        self, provider: str, progress: Progress, leases: Mapping[int, int] | None = None, *, revision: int = 0
     ) -> RefusedProgress:
         refused = self._refused(provider, {queue for _, _, each in progress for queue in each}, leases)
         stale = list[str]()
@@ -135,7 +147,8 @@ class MemoryStore:
             if found is None or found.epoch != epoch:
                 stale.append(name)
             else:
-                found.write(epoch, {queue: at for queue, at in positions.items() if queue not in refused})
+                allowed = {queue: at for queue, at in positions.items() if queue not in refused}
+                found.write(epoch, allowed, leases, revision)
         return RefusedProgress(stale, refused)
 
     def _refused(self, provider: str, queues: Collection[int], leases: Mapping[int, int] | None) -> frozenset[int]:

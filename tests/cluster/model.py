@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from headrace import StreamId
 from headrace.streams.subscriptions import Checkpoint
 
+
 class Did(NamedTuple):
     """The holder that finished an event last, and the time."""
 

@@ -44,8 +44,8 @@ class _Unfenced:
     def __init__(self, store: Any) -> None:
         self._store = store
 
-    def save_checkpoints(self, provider: str, progress: Any, leases: object = None) -> Any:
-        return self._store.save_checkpoints(provider, progress)
+    def save_checkpoints(self, provider: str, progress: Any, leases: object = None, *, revision: int = 0) -> Any:
+        return self._store.save_checkpoints(provider, progress, revision=revision)
 
     def add_dead_letters(self, letters: Any, epoch: int | None, leases: object = None) -> Any:
         return self._store.add_dead_letters(letters, epoch)

@@ -43,7 +43,6 @@ from headrace.balancer.cluster_options import ClusterOptions
 from headrace.balancer.membership import Membership
 from headrace.client.transport import FIRST_PAUSE_S, MAX_PAUSE_S, StreamCall
 from headrace.server.access import PEER, Principal
-from headrace.server.guard import Call
 from headrace.silo.consumers import Consumers
 from headrace.silo.gateway import ClusterGateways
 from headrace.silo.opening import ProviderParts
@@ -152,8 +151,10 @@ class WatchedStore:
         provider: str,
         progress: Sequence[tuple[str, int, Mapping[int, Checkpoint]]],
         leases: Mapping[int, int] | None = None,
+        *,
+        revision: int = 0,
     ) -> RefusedProgress:
-        refused: RefusedProgress = await self._store.save_checkpoints(provider, progress, leases)
+        refused: RefusedProgress = await self._store.save_checkpoints(provider, progress, leases, revision=revision)
         for name, _, positions in progress:
             if name not in refused.subscriptions:
                 written: Mapping[int, Checkpoint] = await self._store.checkpoints(provider, name)
@@ -445,7 +446,9 @@ class World:
         retry = self.rng.choice((PATIENT, PATIENT, HASTY))
         grouped = self.rng.random() < 0.5
         mode = self.rng.choice((Mode.SHARED, Mode.SHARED, Mode.BOUND, Mode.BROADCAST)) if grouped else Mode.SHARED
-        definition = SubscriptionDefinition(name=name, selector=Selector("s/*"), retry=retry, mode=mode, start=Start.of("earliest"))
+        definition = SubscriptionDefinition(
+            name=name, selector=Selector("s/*"), retry=retry, mode=mode, start=Start.of("earliest")
+        )
         if grouped:
             self.grouped.add(name)
         start = {queue: Checkpoint((await self.shelf.bounds(queue)).next) for queue in range(self.queues)}
@@ -832,7 +835,9 @@ def simulate(
         for name in ("edge.perf_counter", "edge.thread_time", "group_delivery.perf_counter"):
             patch.setattr(f"headrace.agents.delivery.{name}", lambda: 0.0)
         patch.setattr("headrace.client.consumer.monotonic", lambda: 0.0)
-        patch.setattr("headrace.client.routing.reconnect_backoff", partial(Backoff, FIRST_PAUSE_S, MAX_PAUSE_S, rng=rng))
+        patch.setattr(
+            "headrace.client.routing.reconnect_backoff", partial(Backoff, FIRST_PAUSE_S, MAX_PAUSE_S, rng=rng)
+        )
         patch.setattr("headrace.silo.consumers.Group", SeededGroup)
         patch.setattr("time.time_ns", wall_ns)
         return _run(rng, kind, steps, real, eye)

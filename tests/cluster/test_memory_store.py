@@ -41,6 +41,7 @@ EVENTS = st.sampled_from(
 )
 NAMES = st.sampled_from(["one", "two"])
 PROVIDERS = st.sampled_from(["p", "p", "p", "p", "q"])
+REVISIONS = st.integers(0, 2)
 RARELY = st.sampled_from([False, False, True])
 NOTHING = Lease("p", 0, "nobody", 0, 0, 0)
 
@@ -187,13 +188,14 @@ class Progress(BothStores):
         subscription = self.simulated._subscriptions.get(("p", name))
         return (0 if subscription is None else subscription.epoch) + stale
 
-    @rule(names=st.lists(NAMES, unique=True), stale=RARELY, late=RARELY, at=POSITIONS)
-    def save(self, names: list[str], stale: bool, late: bool, at: dict[int, Checkpoint]) -> None:
-        self.both("save_checkpoints", "p", [(name, self.epoch(name, stale), at) for name in names], self.leases(late))
+    @rule(names=st.lists(NAMES, unique=True), stale=RARELY, late=RARELY, at=POSITIONS, revision=REVISIONS)
+    def save(self, names: list[str], stale: bool, late: bool, at: dict[int, Checkpoint], revision: int) -> None:
+        progress = [(name, self.epoch(name, stale), at) for name in names]
+        self.both("save_checkpoints", "p", progress, self.leases(late), revision=revision)
 
-    @rule(name=NAMES, stale=st.booleans(), at=POSITIONS)
-    def save_without_leases(self, name: str, stale: bool, at: dict[int, Checkpoint]) -> None:
-        self.both("save_checkpoints", "p", [(name, self.epoch(name, stale), at)])
+    @rule(name=NAMES, stale=st.booleans(), at=POSITIONS, revision=REVISIONS)
+    def save_without_leases(self, name: str, stale: bool, at: dict[int, Checkpoint], revision: int) -> None:
+        self.both("save_checkpoints", "p", [(name, self.epoch(name, stale), at)], revision=revision)
 
     # Dead letters and gaps
 

@@ -290,6 +290,21 @@ async def test_a_late_checkpoint_of_the_same_epoch_is_ignored(store: ControlStor
     assert await store.checkpoints("p", "stats") == {0: Checkpoint(8), 1: Checkpoint(8), 2: Checkpoint(0)}
 
 
+async def test_a_save_that_is_carried_out_late_is_ignored(store: ControlStore):
+    """An acknowledgement that was confirmed as saved stays saved."""
+    await created(store)
+    epoch = (await store.attach("p", "stats")).epoch
+
+    async def save(position: Checkpoint, revision: int) -> None:
+        assert not await store.save_checkpoints("p", [("stats", epoch, {0: position})], revision=revision)
+
+    await save(Checkpoint(8, {TAIL: Behind(SequenceToken(3))}), 2)
+    await save(Checkpoint(8, {TAIL: Behind(SequenceToken(2))}), 1)
+    assert await store.checkpoints("p", "stats") == {0: Checkpoint(8, {TAIL: Behind(SequenceToken(3))})}
+    await save(Checkpoint(8), 3)
+    assert await store.checkpoints("p", "stats") == {0: Checkpoint(8)}
+
+
 async def test_seeking_moves_back_and_fences_who_is_attached(two: tuple[ControlStore, ControlStore]):
     here, there = two
     await created(here, q0=Checkpoint(100), q1=Checkpoint(100))
