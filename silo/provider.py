@@ -17,7 +17,8 @@ from msgspec.structs import replace
 
 from ..agents import HandlerService
 from ..client.options import ConsumerOptions
-from ..streams.arguments import check_ids, check_options, check_text, one_of, refused
+from ..client.stream_provider import HandledSubscription, StreamProvider
+from ..streams.arguments import check_ids, check_methods, check_options, check_text, one_of, refused
 from ..streams.errors import InvalidArgument, NotFound, NotSupported
 from ..streams.handlers import (
     LOCAL_HANDLER_OPTIONS,
@@ -52,6 +53,7 @@ ANY_STREAM = "*/*"
 _CONSUMER_ONLY = ConsumerOptions.__annotations__.keys() - set(LOCAL_HANDLER_OPTIONS)
 
 
+@check_methods(StreamProvider)
 class Provider(ProviderCore):
     """One named configuration, opened in this process. Not for sharing between event loops."""
 
@@ -287,6 +289,7 @@ class Provider(ProviderCore):
         return await (await self.local_consumer()).gaps(subscription)
 
 
+@check_methods(HandledSubscription)
 class LocalSubscription:
     """A subscription that this process serves."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -27,11 +28,12 @@ from headrace import (
 )
 from headrace.client.client import Client
 from headrace.client.connection import Address, Tls, parse_addresses, status_error
-from headrace.client.transport import reconnect_backoff, remote_error
+from headrace.client.transport import Transport, reconnect_backoff, remote_error
 from tests.certificates import Authority
 from tests.cli.commandline import ENVIRONMENT, Headrace, Start, ended
 from tests.client.conftest import Silos
 from tests.client.silos import READY, SiloProcess
+from tests.virtual_time import virtual_time
 
 S = StreamId("n", "k")
 
@@ -202,16 +204,44 @@ def test_what_tls_cannot_use_is_named(tmp_path: Path):
             wrong.credentials()
 
 
+class FailingTransport(Transport):
+    """Attempts take so many seconds, at most their time limit, and fail; at last the silo does not answer."""
+
+    def __init__(self, *attempts_s: float) -> None:
+        self._attempts_s = [*attempts_s]
+
+    async def unary(self, method: str, request: bytes, *, timeout_s: float | None) -> bytes:
+        assert timeout_s is not None
+        if self._attempts_s and self._attempts_s[0] < timeout_s:
+            await asyncio.sleep(self._attempts_s.pop(0))
+            raise Unavailable("the server does not speak TLS")
+        await asyncio.sleep(timeout_s)
+        raise Unavailable("the silo did not answer in time")
+
+
+@virtual_time
+async def test_a_call_whose_last_attempt_is_cut_short_raises_the_reason_of_the_attempt_before():
+    with pytest.raises(Unavailable, match="does not speak TLS"):
+        await FailingTransport(6, 6).call("S/M", b"", timeout_s=10)
+    for attempts in ((), (1,)):
+        with pytest.raises(Unavailable, match="did not answer in time"):
+            await FailingTransport(*attempts).call("S/M", b"", timeout_s=10)
+
+
 FAILS = """
 import asyncio, sys
 from headrace import Client, Unavailable
 
 async def main():
-    try:
-        async with Client(sys.argv[1], tls=len(sys.argv) > 2, connect_timeout_s=0.3):
-            pass
-    except Unavailable as error:
-        print(error)
+    address, says, *tls = sys.argv[1:]
+    connect_timeout_s, error = 0.3, ""
+    while says not in str(error):  # on a busy machine the first handshake may not end in time
+        try:
+            async with Client(address, tls=bool(tls), connect_timeout_s=connect_timeout_s):
+                return
+        except Unavailable as raised:
+            connect_timeout_s, error = 2 * connect_timeout_s, raised
+    print(error)
 
 asyncio.run(main())
 """
@@ -229,7 +259,7 @@ def test_a_handshake_that_fails_writes_nothing(start: Start, tmp_path: Path):
         while (ready := READY.search(silo.stderr.readline())) is None:
             pass
         for tls, says in attempts.items():
-            command = [sys.executable, "-c", FAILS, ready[1].decode(), *tls.split()]
+            command = [sys.executable, "-c", FAILS, ready[1].decode(), says, *tls.split()]
             done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
             assert says in done.stdout
             assert done.stderr == ""
