@@ -28,7 +28,7 @@ from headrace import (
 )
 from headrace.client.client import Client
 from headrace.client.connection import Address, Tls, parse_addresses, status_error
-from headrace.client.transport import Transport, reconnect_backoff, remote_error
+from headrace.client.transport import StreamCall, Transport, reconnect_backoff, remote_error
 from tests.certificates import Authority
 from tests.cli.commandline import ENVIRONMENT, Headrace, Start, ended
 from tests.client.conftest import Silos
@@ -209,6 +209,13 @@ class FailingTransport(Transport):
 
     def __init__(self, *attempts_s: float) -> None:
         self._attempts_s = [*attempts_s]
+
+    @property
+    def address(self) -> str:
+        raise NotImplementedError
+
+    def stream(self, method: str) -> StreamCall:
+        raise NotImplementedError
 
     async def unary(self, method: str, request: bytes, *, timeout_s: float | None) -> bytes:
         assert timeout_s is not None
