@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 from ..streams.cluster import Lease
-from .sightings import Queue
+from .sightings import QueueKey
 
 log = logging.getLogger("headrace.balancer")
 
@@ -45,7 +45,7 @@ class HeldLease:
 
     def __init__(self, lease: Lease, until: float) -> None:
         self.lease = lease
-        self.queue: Queue = (lease.provider, lease.queue)
+        self.queue: QueueKey = (lease.provider, lease.queue)
         self.until = until
         """Loop time."""
         self.started = False
@@ -63,7 +63,7 @@ class HeldLeases:
         self._owners = owners
         self._usable_s = usable_s
         self._loop = asyncio.get_running_loop()
-        self._held: dict[Queue, HeldLease] = {}
+        self._held: dict[QueueKey, HeldLease] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def __iter__(self) -> Iterator[HeldLease]:
@@ -72,7 +72,7 @@ class HeldLeases:
     def __len__(self) -> int:
         return len(self._held)
 
-    def __contains__(self, queue: Queue) -> bool:
+    def __contains__(self, queue: QueueKey) -> bool:
         return queue in self._held
 
     def holds(self, held: HeldLease) -> bool:
@@ -90,7 +90,7 @@ class HeldLeases:
         self._set_timer()
         return added
 
-    def renew(self, mine: Mapping[Queue, Lease], began: float) -> None:
+    def renew(self, mine: Mapping[QueueKey, Lease], began: float) -> None:
         """Extend the leases that a call to the store has renewed. The call began at `began`; `mine` are the leases of
         this silo in its answer.
 

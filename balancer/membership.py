@@ -32,9 +32,9 @@ from ..streams.errors import Fenced, HeadraceError, Unavailable
 from .cluster_options import ClusterOptions
 from .desired_owners import OwnerDecision
 from .held_leases import HeldLease, HeldLeases, QueueOwner
-from .probes import Peers, SiloProbes, VoteStore
+from .probes import ReachableSilos, SiloProbes, VoteStore
 from .queue_moves import QueueMoves, plan_moves
-from .sightings import Queue, Sightings
+from .sightings import QueueKey, Sightings
 
 log = logging.getLogger("headrace.balancer")
 
@@ -56,13 +56,13 @@ class LeaseStore(VoteStore, Protocol):
     async def acquire(
         self,
         me: SiloRecord,
-        wanted: Sequence[Queue],
+        wanted: Sequence[QueueKey],
         lease_s: float,
-        homes: Mapping[Queue, str],
+        homes: Mapping[QueueKey, str],
         over: Collection[Lease],
     ) -> list[Lease]: ...
 
-    async def settle(self, me: SiloRecord, homes: Mapping[Queue, str]) -> None: ...
+    async def settle(self, me: SiloRecord, homes: Mapping[QueueKey, str]) -> None: ...
 
     async def release(self, me: SiloRecord, held: Sequence[Lease]) -> None: ...
 
@@ -103,7 +103,7 @@ class Membership:
         *,
         address: str,
         owners: Mapping[str, QueueOwner],
-        peers: Peers,
+        peers: ReachableSilos,
         options: ClusterOptions,
         declare_dead: DeclareDead = declare_none,
         settings: Mapping[str, str] = MappingProxyType({}),
@@ -338,12 +338,12 @@ class Membership:
     def _is_mine(self, lease: Lease) -> bool:
         return (lease.owner, lease.incarnation) == (self.me.name, self.me.incarnation)
 
-    def _mine(self, view: ClusterView) -> dict[Queue, Lease]:
+    def _mine(self, view: ClusterView) -> dict[QueueKey, Lease]:
         return {(lease.provider, lease.queue): lease for lease in view.leases if self._is_mine(lease)}
 
     # ---- moves of queues -------------------------------------------------------------------------------------------
 
-    def why_unserved(self, queues: Sequence[Queue]) -> list[tuple[str, float]]:
+    def why_unserved(self, queues: Sequence[QueueKey]) -> list[tuple[str, float]]:
         """Return why no silo serves each of these queues, as far as this silo knows, and for how many seconds."""
         if self.view is None or not queues:
             return [("this silo has not seen its cluster yet", 0.0) for _ in queues]
@@ -364,7 +364,7 @@ class Membership:
         if new_homes := {queue: home for queue, home in plan.homes.items() if queue in self.held}:
             await self._store.settle(self.me, new_homes)
 
-    async def _acquire(self, wanted: Sequence[Queue], homes: Mapping[Queue, str], view: ClusterView) -> None:
+    async def _acquire(self, wanted: Sequence[QueueKey], homes: Mapping[QueueKey, str], view: ClusterView) -> None:
         began, new_homes = self._loop.time(), {queue: homes[queue] for queue in wanted}
         over = [lease for lease in view.leases if (lease.provider, lease.queue) in view.over]
         granted = await self._store.acquire(self.me, wanted, self._options.lease_s, new_homes, over)

@@ -15,7 +15,7 @@ from .sightings import Sightings
 log = logging.getLogger("headrace.balancer")
 
 
-class Peers(Protocol):
+class ReachableSilos(Protocol):
     """The connections to the other silos."""
 
     async def reach(self, silo: SiloRecord) -> bool:
@@ -35,7 +35,7 @@ class SiloProbes:
     def __init__(
         self,
         store: VoteStore,
-        peers: Peers,
+        peers: ReachableSilos,
         sightings: Sightings,
         *,
         dead_after_s: float,

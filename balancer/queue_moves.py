@@ -13,7 +13,7 @@ from ..streams.cluster import ClusterView, Lease
 from ..streams.errors import HeadraceError
 from .desired_owners import DesiredOwners
 from .held_leases import HeldLease, HeldLeases, QueueOwner
-from .sightings import Queue
+from .sightings import QueueKey
 
 log = logging.getLogger("headrace.balancer")
 
@@ -28,13 +28,13 @@ class MovePlan(NamedTuple):
     give_back: Sequence[HeldLease]
     release: Sequence[Lease]
     """Leases of this silo that it does not hold: it acquired or released them by a call whose answer was lost."""
-    acquire: Sequence[Queue]
-    homes: Mapping[Queue, str]
+    acquire: Sequence[QueueKey]
+    homes: Mapping[QueueKey, str]
     """New homes of queues that this silo holds."""
 
 
 def plan_moves(
-    silo: str, mine: Mapping[Queue, Lease], held: Iterable[HeldLease], view: ClusterView, desired: DesiredOwners
+    silo: str, mine: Mapping[QueueKey, Lease], held: Iterable[HeldLease], view: ClusterView, desired: DesiredOwners
 ) -> MovePlan:
     """Plan the steps of a silo with the leases `mine`. A queue whose move is in progress is considered again
     afterwards."""

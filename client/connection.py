@@ -71,7 +71,7 @@ _OPTIONS: Sequence[tuple[str, Any]] = (
 # ---- addresses, TLS, token -------------------------------------------------------------------------------------------
 
 
-class Address(NamedTuple):
+class SiloAddress(NamedTuple):
     """Host and port where a silo serves gRPC."""
 
     host: str
@@ -88,12 +88,12 @@ class Address(NamedTuple):
             return self.host == "localhost"
 
 
-def parse_addresses(text: str) -> list[Address]:
+def parse_addresses(text: str) -> list[SiloAddress]:
     """`host:port`, or several of them with commas between. Raises InvalidArgument."""
     return [_address(part.strip(), text) for part in text.split(",")]
 
 
-def _address(part: str, text: str) -> Address:
+def _address(part: str, text: str) -> SiloAddress:
     match = re.fullmatch(r"(?:\[(?P<v6>[0-9A-Fa-f:.%]+)\]|(?P<host>[^\s:/\[\]@]+)):(?P<port>\d{1,5})", part, re.ASCII)
     if match is None or not 0 < int(match["port"]) < 1 << 16:
         where = "" if part == text else f" in {text!r}"
@@ -101,7 +101,7 @@ def _address(part: str, text: str) -> Address:
             f"{part!r}{where} is no address: write it as host:port or [ipv6]:port, several with commas between",
             option="address",
         )
-    return Address(match["v6"] or match["host"], int(match["port"]))
+    return SiloAddress(match["v6"] or match["host"], int(match["port"]))
 
 
 @check_constructor
@@ -173,7 +173,7 @@ def _content(option: str, file: Path) -> bytes:
         ) from None
 
 
-def _check_token(token: str | None, tls: Tls | None, addresses: Iterable[Address], *, insecure: bool) -> None:
+def _check_token(token: str | None, tls: Tls | None, addresses: Iterable[SiloAddress], *, insecure: bool) -> None:
     if token is None:
         return
     if not token or not token.isascii() or not token.isprintable() or " " in token:

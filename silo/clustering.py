@@ -244,7 +244,7 @@ class Clustering:
         return self.services
 
 
-class HasView(Protocol):
+class ViewStore(Protocol):
     """A store that returns views of the cluster."""
 
     async def view(self) -> ClusterView: ...
@@ -253,7 +253,7 @@ class HasView(Protocol):
 class SecretsOfView(SiloSecrets):
     """The secrets of all silos in a view of the cluster, in any state: a silo that left still finishes its calls."""
 
-    def __init__(self, store: HasView, own_hash: str) -> None:
+    def __init__(self, store: ViewStore, own_hash: str) -> None:
         self._store = store
         self._own = frozenset([own_hash])
         self._known = self._own

@@ -12,7 +12,7 @@ from ..streams.errors import InvalidArgument
 from ..streams.events import Event, EventBatch
 from ..streams.identity import SequenceToken, StreamId
 from ..streams.publishing import (
-    UnderWay,
+    PendingPublishes,
     check_producer,
     check_schedules,
     check_sequence,
@@ -37,7 +37,7 @@ class EventPublisher(QueuePositions):
         # Without the option, the decorator only publishes events that were delayed before.
         decorated = parts.delays is not None and parts.options.delays is None
         self._can_delay = parts.adapter.capabilities.delay and not decorated
-        self._publishing = UnderWay()
+        self._publishing = PendingPublishes()
 
     def stream(self, namespace: str | StreamId, key: str | None = None) -> Stream:
         """A handle on a stream, by namespace and key or by id."""

@@ -25,7 +25,7 @@ from ..streams.handlers import (
     AnyHandler,
     BatchHandler,
     BatchObserver,
-    Declared,
+    Declaration,
     EventHandler,
     Handler,
     Observer,
@@ -181,12 +181,12 @@ class Provider(ProviderCore):
         check_options("provider.subscribe", options, LOCAL_HANDLER_OPTIONS)
         if selector is None:
             check_no_definition_options(name, options)
-        declared = Declared.of(self.name, name, ANY_STREAM if selector is None else selector, handler, options)
+        declared = Declaration.of(self.name, name, ANY_STREAM if selector is None else selector, handler, options)
         Handler.of(handler, batch=declared.batch)
         attaching = self._attach_existing(declared) if selector is None else self.attach(declared)
         return HandlerOpening(cast("Any", attaching), "provider", name)
 
-    async def _attach_existing(self, declared: Declared) -> LocalSubscription:
+    async def _attach_existing(self, declared: Declaration) -> LocalSubscription:
         stored = await self.store.subscription(self.name, declared.definition.name)
         definition = replace(stored, filter=declared.definition.filter)
         return await self.attach(declared._replace(definition=definition))
@@ -209,7 +209,7 @@ class Provider(ProviderCore):
             self._local_consumer = await self._stack.enter_async_context(opening)
         return self._local_consumer
 
-    async def attach(self, declared: Declared) -> LocalSubscription:
+    async def attach(self, declared: Declaration) -> LocalSubscription:
         """`subscribe` with everything in one value, as the `@subscription` decorator makes it."""
         handler = Handler.of(declared.handler, batch=declared.batch)
         if declared.definition.mode is not Mode.SHARED:
@@ -293,7 +293,7 @@ class Provider(ProviderCore):
 class LocalSubscription:
     """A subscription that this process serves."""
 
-    def __init__(self, provider: Provider, declared: Declared) -> None:
+    def __init__(self, provider: Provider, declared: Declaration) -> None:
         self.name = declared.definition.name
         self.definition = declared.definition
         self._provider = provider

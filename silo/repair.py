@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 from ..adapters import Gap
 from ..adapters.log import LogAdapter, LogScan
-from ..adapters.log.damage import Damage
+from ..adapters.log.damage import DamagedRange
 from ..adapters.log.environment import has_log
 from ..adapters.log.renewal import new_log
 from ..balancer import StreamQueueMapper
@@ -177,7 +177,7 @@ def _made_with(own: Path) -> tuple[int, str]:
 class SkippedDamage(NamedTuple):
     """The result of `skip_damage`."""
 
-    damages: Sequence[Damage]
+    damages: Sequence[DamagedRange]
     noted: Sequence[str]
     """Subscriptions that got a gap record now."""
     serving: Sequence[str]

@@ -15,7 +15,7 @@ from ..registry import read_options
 from ..seam import AdapterContext, Capabilities, ProducerSequence, QueueAdapter, QueueStatistics, Receipt
 from .options import GeneratorOptions
 from .plan import GeneratorPlan
-from .timeline import Timeline
+from .timeline import QueueTimeline
 
 
 class GeneratorReceiver(QueueReceiver):
@@ -85,7 +85,7 @@ class GeneratorQueue:
 
     def __init__(self, index: int, plan: GeneratorPlan) -> None:
         self.index = index
-        self.timeline = Timeline(index, plan, _now_s())
+        self.timeline = QueueTimeline(index, plan, _now_s())
         self.acknowledged = 0
         self.receivers: set[GeneratorReceiver] = set()
         self._reads = 0

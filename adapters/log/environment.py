@@ -20,11 +20,11 @@ from ...streams.durable import sync_directory
 from ...streams.errors import DataDirectoryError, InvalidArgument, NotSupported, StorageError, StorageFull
 from ...streams.private_files import DIRECTORY_MODE, FILE_MODE
 from ...streams.remedies import log_remedy
-from .acknowledgements import Acknowledgements
+from .acknowledgements import PendingAcknowledgements
 from .datafile import check_file, note_relaxed
 from .options import LogOptions
-from .rows import FORMAT, META_KEY, Meta, meta_of, meta_row
-from .transactions import Changes, Databases, Snapshot, Transaction
+from .rows import FORMAT, META_KEY, MetaRow, meta_of, meta_row
+from .transactions import LogChanges, LogDatabases, LogSnapshot, Transaction
 
 MAX_QUEUES = 4096
 _MAX_READERS = 1022
@@ -68,25 +68,25 @@ class LogEnvironment:
         """Whether only read-only handles are open so far: these have no options of their own."""
         self.inherited = False
         self.handles = 0
-        self.acknowledgements = Acknowledgements()
+        self.acknowledgements = PendingAcknowledgements()
         self._gate = _Gate()
         self._lmdb, self._databases = self._open()
 
     @contextmanager
-    def reading(self) -> Generator[Snapshot]:
+    def reading(self) -> Generator[LogSnapshot]:
         """A read transaction. Copy records that are used after it. Raises StorageError."""
         with self._begun(write=False) as txn:
-            yield Snapshot(txn, self._databases, self.path)
+            yield LogSnapshot(txn, self._databases, self.path)
 
     @contextmanager
-    def writing(self) -> Generator[Changes]:
+    def writing(self) -> Generator[LogChanges]:
         """A write transaction. It is committed at the end, or rolled back if the body raises.
 
         Only one is open at a time over all processes. Raises StorageFull or StorageError; then nothing has changed.
         """
         self._check_present()
         with self._begun(write=True) as txn:
-            yield Changes(txn, self._databases, self.path)
+            yield LogChanges(txn, self._databases, self.path)
 
     def is_current(self) -> bool:
         """Return False if the log was deleted or replaced by another one."""
@@ -157,7 +157,7 @@ class LogEnvironment:
                     return
             self.reopen()
 
-    def _open(self) -> tuple[lmdb.Environment, Databases]:
+    def _open(self) -> tuple[lmdb.Environment, LogDatabases]:
         with _opening(self.path, self.options.map_bytes):
             if not self._create and not has_log(self.path):
                 raise _missing(self.path, self.provider)
@@ -193,7 +193,7 @@ class LogEnvironment:
             sync=self.options.durability == "commit",
         )
 
-    def _open_databases(self, environment: lmdb.Environment, txn: Transaction) -> Databases:
+    def _open_databases(self, environment: lmdb.Environment, txn: Transaction) -> LogDatabases:
         is_new = txn.stat()["entries"] == 0
         if is_new and not self._create:
             raise _missing(self.path, self.provider)
@@ -202,12 +202,12 @@ class LogEnvironment:
             # Done before the first commit, because other processes assume that the name of a log is durable.
             sync_directory(self.path)
             sync_directory(self.path.parent)
-            made = Meta(format=FORMAT, queues=self.queues, provider=self.provider, created_us=time.time_ns() // 1000)
+            made = MetaRow(format=FORMAT, queues=self.queues, provider=self.provider, created_us=time.time_ns() // 1000)
             txn.put(META_KEY, meta_row(made), db=meta)
         self._check(txn.get(META_KEY, db=meta))
         names = (b"state", b"producers", b"gaps", *(b"queue-%05d" % queue for queue in range(self.queues)))
         state, producers, gaps, *blocks = [environment.open_db(name, txn=txn, create=is_new) for name in names]
-        return Databases(meta, state, producers, gaps, blocks)
+        return LogDatabases(meta, state, producers, gaps, blocks)
 
     def _check(self, row: memoryview | None) -> None:
         try:

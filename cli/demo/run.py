@@ -23,7 +23,7 @@ from ...streams.errors import DataDirectoryError, InvalidArgument
 from ...streams.private_files import make_directory, opener
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DemoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The requested settings of a run. None: the setting of the continued run, or else the default."""
 
     events: int | None = None
@@ -31,13 +31,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     durability: Literal["commit", "relaxed"] | None = None
 
 
-DEFAULTS = Settings(policy="detach", durability="commit")
+DEFAULTS = DemoSettings(policy="detach", durability="commit")
 
 
-class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class DemoRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The content of run.json."""
 
-    settings: Settings
+    settings: DemoSettings
     """All of them are set."""
     flights: int
     """Fingerprint of the file of flights."""
@@ -51,7 +51,7 @@ class DemoRun:
     """A run in this process. It is the only run in its directory."""
 
     directory: DataDirectory
-    record: Record
+    record: DemoRecord
     resumed: bool
 
     @property
@@ -67,7 +67,7 @@ class DemoRun:
 
 
 @contextmanager
-def opened(path: Path, wanted: Settings) -> Generator[tuple[DataDirectory, Record | None]]:
+def opened(path: Path, wanted: DemoSettings) -> Generator[tuple[DataDirectory, DemoRecord | None]]:
     """Lock the directory for a `with` block, and read the record of the last run.
 
     Raises DataDirectoryError if the directory has other data than a demo's, Busy while another demo runs there, and
@@ -84,7 +84,7 @@ def opened(path: Path, wanted: Settings) -> Generator[tuple[DataDirectory, Recor
         yield directory, record
 
 
-def check_same(path: Path, run: Settings, wanted: Settings) -> None:
+def check_same(path: Path, run: DemoSettings, wanted: DemoSettings) -> None:
     """Raise InvalidArgument with the option if a setting in `wanted` differs from the run's."""
     for option in run.__struct_fields__:
         has, asked = getattr(run, option), getattr(wanted, option)
@@ -95,7 +95,7 @@ def check_same(path: Path, run: Settings, wanted: Settings) -> None:
             )
 
 
-def begin(directory: DataDirectory, left: Record | None, settings: Settings, flights: int) -> DemoRun:
+def begin(directory: DataDirectory, left: DemoRecord | None, settings: DemoSettings, flights: int) -> DemoRun:
     """Continue the last run, or begin one with `settings`. `flights` is the fingerprint of the input.
 
     Raises InvalidArgument if the run to be continued had another input.
@@ -108,15 +108,15 @@ def begin(directory: DataDirectory, left: Record | None, settings: Settings, fli
         left.crashes += left.state == "running"
         run = DemoRun(directory, left, resumed=True)
     else:
-        run = DemoRun(directory, Record(settings=settings, flights=flights), resumed=False)
+        run = DemoRun(directory, DemoRecord(settings=settings, flights=flights), resumed=False)
         _clear(run)
     run.save("running")
     return run
 
 
-def _read(path: Path) -> Record | None:
+def _read(path: Path) -> DemoRecord | None:
     try:
-        return msgspec.json.decode((path / "demo" / "run.json").read_bytes(), type=Record)
+        return msgspec.json.decode((path / "demo" / "run.json").read_bytes(), type=DemoRecord)
     except FileNotFoundError:
         return None
     except msgspec.DecodeError as error:

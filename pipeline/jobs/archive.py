@@ -56,7 +56,7 @@ _HEX_BYTES = 126
 """Limit of a namespace in bytes: its hexadecimal digits must fit into the name of a directory."""
 
 
-class Archived(NamedTuple):
+class ArchiveResult(NamedTuple):
     """The result of `archive`."""
 
     events: int
@@ -80,7 +80,7 @@ def archive(
     progress: Progress = lambda _done, _total: None,
     on_step: Step = lambda _step: None,
     **options: object,
-) -> Archived:
+) -> ArchiveResult:
     """Add the events that were published since the last run to the archive `into`, each exactly once.
 
     `options` are those of the source for the location (`data`, `server`, …) and the streams (`namespace`, `key`): the
@@ -102,7 +102,7 @@ def archive(
         compacted = run.compact(small_files) if compact else 0
         after = opened.state or before
         gaps = tuple(after.gaps[len(before.gaps) :])
-        return Archived(after.events - before.events, files, compacted, gaps, after.events)
+        return ArchiveResult(after.events - before.events, files, compacted, gaps, after.events)
 
 
 def read_archive(spark: SparkSession, path: str | Path, *, locked: bool = False) -> DataFrame:

@@ -80,7 +80,7 @@ def _read(spark: SparkSession, path: str | Path) -> DataFrame:
     return spark.read.parquet(f"file://{where}")
 
 
-class Comparison:
+class SubscriptionComparison:
     """Compares the events of one subscription."""
 
     def __init__(

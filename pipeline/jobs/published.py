@@ -133,7 +133,7 @@ def of_queue(values: Sequence[int]) -> Column:
     return F.get(F.array(*(F.lit(value).cast("long") for value in values)), F.col("queue"))
 
 
-class Content(NamedTuple):
+class PublishedState(NamedTuple):
     """The state of the published events."""
 
     events: int
@@ -144,13 +144,13 @@ class Content(NamedTuple):
     findings: Sequence[AuditFinding]
 
 
-def content(published: PublishedEvents, selectors: Iterable[Selector], limit: int) -> Content:
+def content(published: PublishedEvents, selectors: Iterable[Selector], limit: int) -> PublishedState:
     """Check the events of the selected streams; on a data directory, of all streams."""
     whole = published.place.data is not None
     wanted = {"*/*"} if whole else {selector.pattern for selector in selectors}
     frames = [published.events(Selector(pattern), "id") for pattern in sorted(wanted)]
     if not frames:
-        return Content(0, 0, 0, [])
+        return PublishedState(0, 0, 0, [])
     events = frames[0]
     for frame in frames[1:]:
         events = events.unionByName(frame)
@@ -160,7 +160,7 @@ def content(published: PublishedEvents, selectors: Iterable[Selector], limit: in
     retained = sum(end - first for first, end in zip(published.firsts, published.ends, strict=True))
     holes = max(retained - batches, 0) if whole else 0
     twice, findings = _published_twice(events, limit)
-    return Content(number, twice, holes, findings)
+    return PublishedState(number, twice, holes, findings)
 
 
 def _counted(events: DataFrame, firsts: Sequence[int]) -> tuple[int, int]:

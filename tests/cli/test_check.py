@@ -15,7 +15,7 @@ import lmdb
 import pytest
 
 from headrace import CorruptRecord, Event
-from headrace.silo.checking import Check
+from headrace.silo.checking import DirectoryCheck
 from headrace.silo.provider import Provider
 from headrace.silo.repair import skip_damage
 from headrace.store.checksums import with_checksum
@@ -282,7 +282,7 @@ def test_a_directory_that_cannot_be_written_is_checked(data: Path, public_path: 
     damage(copy, 1)
     for path in (copy, *copy.rglob("*")):
         path.chmod(0o555 if path.is_dir() else 0o444)
-    check = Check(copy, None, lambda _: None)
+    check = DirectoryCheck(copy, None, lambda _: None)
     user = os.geteuid()
     if user == 0:
         os.seteuid(65534)

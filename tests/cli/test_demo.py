@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pytest
 
 from headrace import InvalidArgument, NotFound, Provider, SequenceToken, StreamId
-from headrace.cli.demo.check import Tally, differences, tally
+from headrace.cli.demo.check import DeliveryTally, differences, tally
 from headrace.cli.demo.flights import CarrierDelays, load_flights
 from headrace.cli.demo.picture import DemoRates
 from headrace.store.control_store import ControlStore
@@ -418,30 +418,30 @@ def test_delays_come_straight_from_the_file(tmp_path: Path):
 @pytest.mark.parametrize(
     ("rows", "found"),
     [
-        ([1, 2, 3, 4], Tally(4, 0, 0, 0)),
-        ([2, 1, 4, 3], Tally(4, 0, 0, 0)),  # streams are a, b, a, b
-        ([3, 1, 2, 4], Tally(4, 0, 1, 0)),
-        ([1, 3, 1, 3, 2, 4], Tally(6, 2, 0, 0)),
-        ([1, 2], Tally(2, 0, 0, 2)),
-        ([], Tally(0, 0, 0, 4)),
-        ([0, 5, 1], Tally(3, 2, 0, 3)),
+        ([1, 2, 3, 4], DeliveryTally(4, 0, 0, 0)),
+        ([2, 1, 4, 3], DeliveryTally(4, 0, 0, 0)),  # streams are a, b, a, b
+        ([3, 1, 2, 4], DeliveryTally(4, 0, 1, 0)),
+        ([1, 3, 1, 3, 2, 4], DeliveryTally(6, 2, 0, 0)),
+        ([1, 2], DeliveryTally(2, 0, 0, 2)),
+        ([], DeliveryTally(0, 0, 0, 4)),
+        ([0, 5, 1], DeliveryTally(3, 2, 0, 3)),
     ],
 )
-def test_a_tally_counts_what_was_delivered(rows: list[int], found: Tally):
+def test_a_tally_counts_what_was_delivered(rows: list[int], found: DeliveryTally):
     assert tally(rows, ["a", "b", "a", "b"]) == found
 
 
 @pytest.mark.parametrize(
     ("found", "allowed", "good"),
     [
-        (Tally(4, 0, 0, 0), False, True),
-        (Tally(5, 1, 0, 0), True, True),
-        (Tally(5, 1, 0, 0), False, False),
-        (Tally(4, 0, 1, 0), True, False),
-        (Tally(3, 0, 0, 1), True, False),
+        (DeliveryTally(4, 0, 0, 0), False, True),
+        (DeliveryTally(5, 1, 0, 0), True, True),
+        (DeliveryTally(5, 1, 0, 0), False, False),
+        (DeliveryTally(4, 0, 1, 0), True, False),
+        (DeliveryTally(3, 0, 0, 1), True, False),
     ],
 )
-def test_duplicates_are_excused_by_a_crash_and_nothing_else_is(found: Tally, allowed: bool, good: bool):
+def test_duplicates_are_excused_by_a_crash_and_nothing_else_is(found: DeliveryTally, allowed: bool, good: bool):
     assert found.good(duplicates_allowed=allowed) is good
 
 

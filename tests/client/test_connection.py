@@ -27,7 +27,7 @@ from headrace import (
     Unavailable,
 )
 from headrace.client.client import Client
-from headrace.client.connection import Address, Tls, parse_addresses, status_error
+from headrace.client.connection import SiloAddress, Tls, parse_addresses, status_error
 from headrace.client.transport import StreamCall, Transport, reconnect_backoff, remote_error
 from tests.certificates import Authority
 from tests.cli.commandline import ENVIRONMENT, Headrace, Start, ended
@@ -41,13 +41,13 @@ S = StreamId("n", "k")
 @pytest.mark.parametrize(
     ("text", "addresses"),
     [
-        ("localhost:1", [Address("localhost", 1)]),
-        ("10.0.0.7:65535", [Address("10.0.0.7", 65535)]),
-        ("[::1]:80", [Address("::1", 80)]),
-        ("a.example:1, b-c.example:2", [Address("a.example", 1), Address("b-c.example", 2)]),
+        ("localhost:1", [SiloAddress("localhost", 1)]),
+        ("10.0.0.7:65535", [SiloAddress("10.0.0.7", 65535)]),
+        ("[::1]:80", [SiloAddress("::1", 80)]),
+        ("a.example:1, b-c.example:2", [SiloAddress("a.example", 1), SiloAddress("b-c.example", 2)]),
     ],
 )
-def test_addresses_are_a_host_and_a_port(text: str, addresses: list[Address]):
+def test_addresses_are_a_host_and_a_port(text: str, addresses: list[SiloAddress]):
     assert parse_addresses(text) == addresses
     assert parse_addresses(",".join(map(str, addresses))) == addresses
 

@@ -9,7 +9,7 @@ from google.protobuf.descriptor_pb2 import FieldDescriptorProto
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.pipeline.decoding import Decoder, JsonDecoder, PayloadError, ProtobufDecoder
+from headrace.pipeline.decoding import JsonDecoder, PayloadDecoder, PayloadError, ProtobufDecoder
 
 JSON = JsonDecoder(pa.struct([("a", pa.int64()), ("s", pa.string())]))
 NOT_JSON = (
@@ -51,7 +51,7 @@ def protobuf() -> ProtobufDecoder:
     return ProtobufDecoder(descriptor_pb2.FileDescriptorSet(file=[time, file]).SerializeToString(), "x.M")
 
 
-def check_the_bad_one(decoder: Decoder, good: bytes, bad: bytes, value: object) -> None:
+def check_the_bad_one(decoder: PayloadDecoder, good: bytes, bad: bytes, value: object) -> None:
     with pytest.raises(PayloadError) as told:
         decoder.decoded(payloads(good, bad, good))
     assert told.value.row == 1

@@ -13,17 +13,17 @@ import pytest
 
 from headrace import Provider, StreamId
 from headrace.pipeline import publishing
-from headrace.pipeline.grouping import Grouping
+from headrace.pipeline.grouping import RowGrouping
 from headrace.pipeline.place import ProviderPlace
 from headrace.pipeline.publishing import (
     BatchPublisher,
-    Destination,
     EmbeddedDestination,
+    PublishDestination,
     SiloDestination,
     open_destination,
     producer_of,
 )
-from headrace.pipeline.staging import Chunk, Cutting, Manifest, Staged, StagedFile, StagingFolder
+from headrace.pipeline.staging import BatchManifest, Chunk, PublishChunkLimits, StagedFile, StagedReport, StagingFolder
 from headrace.streams.errors import HeadraceError, NotFound, NotSupported, StorageError, Unavailable
 from headrace.streams.publishing import ProducerSequence
 from tests.client.conftest import silo, silos
@@ -31,7 +31,7 @@ from tests.client.silos import SiloProcess, stored
 
 __all__ = ("silo", "silos")
 
-SMALL = Cutting(70, 3)
+SMALL = PublishChunkLimits(70, 3)
 """Small enough that a batch has several chunks."""
 
 
@@ -57,7 +57,7 @@ class Steps:
 class SteppingFolder(StagingFolder):
     steps: Steps
 
-    def claim(self, manifest: Manifest) -> Manifest:
+    def claim(self, manifest: BatchManifest) -> BatchManifest:
         self.steps.step()
         claimed = super().claim(manifest)
         self.steps.step()
@@ -73,14 +73,14 @@ class SteppingFolder(StagingFolder):
         super().clear(batch)
         self.steps.step()
 
-    def pending(self, up_to: int) -> list[Manifest]:
+    def pending(self, up_to: int) -> list[BatchManifest]:
         found = super().pending(up_to)
         self.steps.step()
         return found
 
 
 class SteppingDestination:
-    def __init__(self, destination: Destination, steps: Steps) -> None:
+    def __init__(self, destination: PublishDestination, steps: Steps) -> None:
         self._destination = destination
         self._steps = steps
         self.ahead = destination.ahead
@@ -110,9 +110,9 @@ def folder_of(tmp_path: Path, app: str, kind: type[StagingFolder] = StagingFolde
     return kind.of(tmp_path / "staging", "default", app)
 
 
-def stage(folder: StagingFolder, namespace: str, text: str, *, tasks: int = 2, rows: int = 12) -> list[Staged]:
+def stage(folder: StagingFolder, namespace: str, text: str, *, tasks: int = 2, rows: int = 12) -> list[StagedReport]:
     """Return the messages of some tasks. In each of four streams, all rows of the first come before the second's."""
-    found: list[Staged] = []
+    found: list[StagedReport] = []
     for task in range(tasks):
         keys = [f"k{row % 4}" for row in range(rows)]
         payloads = [f"{text}{task}-{row:02}".encode() for row in range(rows)]
@@ -120,7 +120,7 @@ def stage(folder: StagingFolder, namespace: str, text: str, *, tasks: int = 2, r
         for half in (slice(0, rows // 2), slice(rows // 2, rows)):
             batch = pa.RecordBatch.from_arrays([pa.array(keys[half]), pa.array(payloads[half])], ["key", "payload"])
             if rows:
-                file.add(Grouping(namespace).of(batch))
+                file.add(RowGrouping(namespace).of(batch))
         found.append(file.finish())
     return found[::-1]  # Spark gives the messages in any order
 
@@ -143,7 +143,7 @@ def look(place: ProviderPlace) -> dict[StreamId, list[bytes]]:
     return asyncio.run(stored(Path(place.data)))
 
 
-def commit(place: ProviderPlace, folder: StagingFolder, app: str, batch: int, files: Sequence[Staged]) -> None:
+def commit(place: ProviderPlace, folder: StagingFolder, app: str, batch: int, files: Sequence[StagedReport]) -> None:
     publishing.commit(place, folder, app, batch, files)
 
 
@@ -200,7 +200,7 @@ def kill() -> None:
 
 
 async def commit_stepping(
-    destination: Destination, tmp_path: Path, app: str, steps: Steps, files: Sequence[Staged]
+    destination: PublishDestination, tmp_path: Path, app: str, steps: Steps, files: Sequence[StagedReport]
 ) -> None:
     folder = folder_of(tmp_path, app, SteppingFolder)
     assert isinstance(folder, SteppingFolder)
@@ -258,7 +258,7 @@ def test_another_driver_at_any_step_stores_nothing_twice(place: ProviderPlace, t
                 mine, others = stage(folder, app, "a"), stage(folder, app, "b")
 
                 def meanwhile(
-                    app: str = app, folder: StagingFolder = folder, others: Sequence[Staged] = others
+                    app: str = app, folder: StagingFolder = folder, others: Sequence[StagedReport] = others
                 ) -> None:
                     with ThreadPoolExecutor() as thread:
                         thread.submit(commit, place, folder, app, 3, others).result()
@@ -358,7 +358,7 @@ def test_a_silo_that_is_away_for_a_moment_is_waited_for(silo: SiloProcess, tmp_p
 # ---- batches of one application that are not in order ----------------------------------------------------------------
 
 
-def begin(place: ProviderPlace, folder: StagingFolder, batch: int, files: Sequence[Staged], chunks: int) -> None:
+def begin(place: ProviderPlace, folder: StagingFolder, batch: int, files: Sequence[StagedReport], chunks: int) -> None:
     """Publish some chunks of a batch, and be gone."""
 
     async def main() -> None:
@@ -467,10 +467,10 @@ def test_a_producer_has_a_name_that_every_provider_takes(app: str) -> None:
     assert producer_of(app) != producer_of(app + "x")
 
 
-def stage_later(folder: StagingFolder, namespace: str, **columns: float) -> list[Staged]:
+def stage_later(folder: StagingFolder, namespace: str, **columns: float) -> list[StagedReport]:
     rows = {"key": ["a", "b"], "payload": [b"now", b"later"]} | {name: [0, value] for name, value in columns.items()}
     file = StagedFile(folder.path, 0, 0)
-    file.add(Grouping(namespace).of(pa.RecordBatch.from_pydict(rows)))
+    file.add(RowGrouping(namespace).of(pa.RecordBatch.from_pydict(rows)))
     return [file.finish()]
 
 

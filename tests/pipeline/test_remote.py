@@ -25,7 +25,7 @@ from headrace import (
     Unavailable,
 )
 from headrace.client.connection import GrpcTransport
-from headrace.pipeline.access import Chunk, LogAccess, QueueAccess
+from headrace.pipeline.access import BatchChunk, LogAccess, QueueAccess
 from headrace.pipeline.place import ProviderPlace
 from headrace.pipeline.remote import RemoteAccess, chunk_of
 from headrace.pipeline.source import HeadraceSource
@@ -76,7 +76,7 @@ def of(key: str, *events: bytes | Event) -> EventBatch:
     return EventBatch.of(StreamId("n", key), events)
 
 
-def taken(chunks: Iterable[Chunk]) -> list[tuple[int, bytes, int, int]]:
+def taken(chunks: Iterable[BatchChunk]) -> list[tuple[int, bytes, int, int]]:
     """Return the offset, bytes, length of the name, and number of events of each batch."""
     return [
         (offset, chunk.source[start:end], prefix, count)
@@ -141,7 +141,7 @@ def large(tmp_path: Path) -> int:
     return 600
 
 
-def offsets_over(chunks: Iterator[Chunk], after: int, then: Callable[[], object]) -> list[int]:
+def offsets_over(chunks: Iterator[BatchChunk], after: int, then: Callable[[], object]) -> list[int]:
     """Read on to the end, and when so many batches have come, do something."""
     offsets: list[int] = []
     done = False

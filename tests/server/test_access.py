@@ -23,7 +23,7 @@ from headrace import (
 )
 from headrace.server.access import (
     EVERYTHING,
-    Grant,
+    NamespaceGrant,
     NoTokens,
     Permission,
     Principal,
@@ -62,7 +62,7 @@ def granted(*patterns: str) -> Principal:
     ],
 )
 def test_a_pattern_is_a_namespace_or_how_some_begin(pattern: str, covered: Sequence[str], others: Sequence[str]):
-    grant = Grant.of([pattern])
+    grant = NamespaceGrant.of([pattern])
     assert [one for one in covered if not grant.covers(one)] == []
     assert [one for one in others if grant.covers(one)] == []
 
@@ -86,7 +86,7 @@ def test_a_pattern_is_a_namespace_or_how_some_begin(pattern: str, covered: Seque
 )
 def test_another_pattern_is_refused(pattern: str, why: str):
     with pytest.raises(InvalidArgument, match=re.escape(why)) as caught:
-        Grant.of(["fine", pattern])
+        NamespaceGrant.of(["fine", pattern])
     assert "\n" not in str(caught.value)
 
 
@@ -155,7 +155,7 @@ patterns = st.lists(pattern_texts, max_size=3)
 
 @given(patterns)
 def test_a_pattern_covers_what_the_selector_of_its_text_selects(several: list[str]):
-    grant = Grant.of(several)
+    grant = NamespaceGrant.of(several)
     selected = [Selector(f"{pattern}/*").matcher() for pattern in several]
     for namespace in NAMESPACES:
         assert grant.covers(namespace) == any(matches(StreamId(namespace, "k")) for matches in selected)

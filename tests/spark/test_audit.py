@@ -31,7 +31,7 @@ from headrace import (
 )
 from headrace.pipeline.jobs.archive import archive
 from headrace.pipeline.jobs.audit import audit
-from headrace.pipeline.jobs.findings import CLASSES, UNKNOWN, Audited, SubscriptionAudit
+from headrace.pipeline.jobs.findings import CLASSES, UNKNOWN, AuditResult, SubscriptionAudit
 from headrace.streams.subscriptions import Behind, Checkpoint
 from tests.cli.commandline import SCRIPT
 from tests.cli.flights_file import write_flights
@@ -98,7 +98,7 @@ def lines(path: Path, tokens: Sequence[Token], **more: str) -> Path:
     return path
 
 
-def only(found: Audited) -> SubscriptionAudit:
+def only(found: AuditResult) -> SubscriptionAudit:
     (one,) = found.subscriptions
     return one
 

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from headrace import StreamId
-from headrace.store.delays import CALL_KEPT_S, DelayStore, Release
+from headrace.store.delays import CALL_KEPT_S, DelayRelease, DelayStore
 from headrace.streams.events import EventBatch, ScheduledBatch
 from headrace.streams.publishing import ProducerSequence
 from tests.store.delay_places import Clock, Place, add, place_of
@@ -44,15 +44,15 @@ async def delay(delays: DelayStore, letters: str, delays_s: Iterable[float], que
     await add(delays, "p", [(queue, later(*each)) for each in zip(letters, delays_s, strict=True)])
 
 
-async def claim(delays: DelayStore, holder: str = "me") -> list[Release]:
+async def claim(delays: DelayStore, holder: str = "me") -> list[DelayRelease]:
     return await delays.claim("p", holder, HOLD_S)
 
 
-def letters(releases: Sequence[Release]) -> str:
+def letters(releases: Sequence[DelayRelease]) -> str:
     return b"".join(payload for each in releases for batch in each.batches for payload in batch.payloads()).decode()
 
 
-def numbers(releases: Sequence[Release]) -> dict[int, int]:
+def numbers(releases: Sequence[DelayRelease]) -> dict[int, int]:
     return {each.queue: each.number for each in releases}
 
 

@@ -11,7 +11,7 @@ from headrace import EventBatch, StreamId
 from headrace.adapters import Bounds, Gap
 from headrace.adapters.log import LogAdapter
 from headrace.adapters.log.retention import REASON, RetentionLimits
-from headrace.adapters.log.rows import Tail
+from headrace.adapters.log.rows import TailRow
 
 OpenLog = Callable[..., Awaitable[LogAdapter]]
 STREAM = StreamId("tests", "retention")
@@ -151,7 +151,7 @@ async def test_a_gap_record_begins_at_the_watermark_within_its_block(open_log: O
 def test_unfinished_batches_stay_whatever_the_other_limits_say(
     before_us: int | None, nbytes: int | None, keep_from: int | None, held: int, time_us: int, end: int
 ):
-    allowed = RetentionLimits(before_us, nbytes, keep_from).allow(Tail(nbytes=held), time_us, end)
+    allowed = RetentionLimits(before_us, nbytes, keep_from).allow(TailRow(nbytes=held), time_us, end)
     too_old = before_us is not None and time_us < before_us
     too_much = nbytes is not None and held > nbytes
     unfinished = keep_from is not None and end > keep_from

@@ -26,7 +26,7 @@ from headrace.adapters.conformance import (
     ConformsToPriority,
     ConformsToQueueAdapter,
 )
-from headrace.adapters.redis import Pushed, RedisAdapter, RedisOptions, RedisQueue, ShardOptions, server
+from headrace.adapters.redis import PushedEvent, RedisAdapter, RedisOptions, RedisQueue, ShardOptions, server
 from headrace.streams.publishing import ProducerSequence
 
 ANY = 1 << 30
@@ -146,7 +146,7 @@ async def test_who_waits_is_woken_by_any_shard(two: list[RedisServer]) -> None:
 
 async def test_a_server_that_is_away_stops_neither_push_nor_pop(two: list[RedisServer]) -> None:
     async with queues(two, "a") as (queue,):
-        await queue.push_many([Pushed(b"before")] * 4)
+        await queue.push_many([PushedEvent(b"before")] * 4)
         await asyncio.to_thread(two[1].kill)
         for number in range(6):
             await queue.push(b"%d" % number)
