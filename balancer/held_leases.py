@@ -53,6 +53,22 @@ class HeldLease:
         self.moving: asyncio.Task[None] | None = None
         """Starts the queue, or stops and releases it."""
 
+    def begin_move(self, moving: asyncio.Task[None]) -> None:
+        self.moving = moving
+
+    def end_move(self) -> None:
+        self.moving = None
+
+    def mark_started(self) -> None:
+        self.started = True
+
+    def mark_stopped(self) -> None:
+        self.started = False
+
+    def renew(self, until: float) -> None:
+        """Use the lease until this loop time."""
+        self.until = until
+
 
 class HeldLeases:
     """All leases of one silo. Iterating is safe while leases come and go. Belongs to one event loop."""
@@ -101,7 +117,7 @@ class HeldLeases:
         for held in self:
             lease = mine.get(held.queue)
             if lease is not None and lease.epoch == held.lease.epoch:
-                held.until = began + self._usable_s
+                held.renew(began + self._usable_s)
             else:
                 self._cut(held, "by the store, its lease is no longer this silo's")
         self._set_timer()

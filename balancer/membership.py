@@ -108,17 +108,17 @@ class Membership:
         declare_dead: DeclareDead = declare_none,
         settings: Mapping[str, str] = MappingProxyType({}),
         process: str = "",
+        on_view: Callable[[ClusterView], None] = lambda _: None,
         rng: random.Random | None = None,
     ) -> None:
-        """`settings` and `process` become part of this silo's `SiloRecord`, which other silos read."""
-        self.on_view: Callable[[ClusterView], None] = lambda _: None
-        """Called with each new view of the cluster."""
+        """`settings` and `process` become part of this silo's `SiloRecord`, which other silos read. `on_view` is called
+        with each new view of the cluster."""
         self.superseded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Gets an error when another process takes the silo's name. That ends this membership."""
         self.name = name
         self.held = HeldLeases(name, owners, options.lease_s * (1 - MARGIN))
-        self.view: ClusterView | None = None
-        """The last view of the cluster."""
+        self._on_view = on_view
+        self._last_view: ClusterView | None = None
         self._store = store
         self._address = address
         self._serves = sorted(owners)
@@ -297,7 +297,9 @@ class Membership:
         """Return when the next lease of another silo ends. This silo then acts at once, without waiting for the next
         heartbeat."""
         now = self._loop.time()
-        leases = [] if self.view is None else [lease for lease in self.view.valid if not self._is_mine(lease)]
+        leases = (
+            [] if self._last_view is None else [lease for lease in self._last_view.valid if not self._is_mine(lease)]
+        )
         ends = (self._sightings.ends_at(lease) for lease in leases)
         return min((end for end in ends if end > now), default=math.inf)
 
@@ -319,13 +321,12 @@ class Membership:
                 if not (self._leaving or self.superseded.done()):
                     await self._join()
             return False
-        self.view = view = self._sightings.see(view, self._loop.time())
-        self._probes.silos = view.silos
+        self._last_view = view = self._sightings.see(view, self._loop.time())
         self.held.renew(self._mine(view), began)
-        self.on_view(view)
+        self._on_view(view)
         if await self._declare_dead(view):
             return True
-        self._probes.start()
+        self._probes.start(view.silos)
         if self._leaving:
             self._moves.give_back_late(self._drain_s)
             await self._finish_leaving(view)
@@ -345,9 +346,9 @@ class Membership:
 
     def why_unserved(self, queues: Sequence[QueueKey]) -> list[tuple[str, float]]:
         """Return why no silo serves each of these queues, as far as this silo knows, and for how many seconds."""
-        if self.view is None or not queues:
+        if self._last_view is None or not queues:
             return [("this silo has not seen its cluster yet", 0.0) for _ in queues]
-        return self._decision.why_unserved(self.view, self._loop.time(), queues)
+        return self._decision.why_unserved(self._last_view, self._loop.time(), queues)
 
     async def _balance(self, view: ClusterView) -> None:
         """Begin the moves that the view requires."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import socket
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,8 @@ from typing import Protocol
 
 from ..balancer.membership import Membership
 from ..client.transport import StreamCall
-from ..server.access import SiloSecrets, new_silo_secret, silo_hash
+from ..server.access import PEER, SiloSecrets, new_silo_secret, silo_hash
+from ..server.guard import Method
 from ..store.control_store import ControlStore
 from ..store.datadir import DataDirectory, place_of
 from ..streams.background import BackgroundTasks, ticks
@@ -53,8 +54,7 @@ class Clustering:
         self.secret = new_silo_secret()
         """The secret of this run of the silo. Other silos read its hash from the store."""
         self.relays = Relays(self)
-        self.services: InProcessTransport | None = None
-        """The services of this silo with the permissions of other silos. Set when gRPC is served."""
+        self._services: InProcessTransport | None = None
         self.view: ClusterView | None = None
         self._config = config
         self._cluster = cluster
@@ -107,8 +107,8 @@ class Clustering:
                 declare_dead=partial(processes.declare_dead, own_name=name),
                 settings=self._cluster.shared(),
                 process=place,
+                on_view=self._take_view,
             )
-            membership.on_view = self._take_view
             # Before the first lease: a stopped queue must not be read.
             await asyncio.gather(*(provider.manager.control_requests.apply() for provider in self._providers.values()))
             await membership.join()
@@ -238,10 +238,14 @@ class Clustering:
             raise Unavailable(f"silo {silo!r} is not a living member: see `headrace cluster`")
         return await self._peers.unary(record, method, request, timeout_s=timeout_s)
 
+    def serve(self, methods: Sequence[Method]) -> None:
+        """Take the services of this silo for its own calls, with the permissions of other silos."""
+        self._services = InProcessTransport(methods, PEER)
+
     @property
     def _own_services(self) -> InProcessTransport:
-        assert self.services is not None
-        return self.services
+        assert self._services is not None, "`serve` was not called"
+        return self._services
 
 
 class ViewStore(Protocol):

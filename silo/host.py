@@ -155,7 +155,7 @@ class Silo:
 
         self.clustering = await stack.enter_async_context(Clustering.opened(self.config, self.providers))
         for provider in self.providers.values():
-            provider.relays = self.clustering.relays
+            provider.enter_cluster(self.clustering.relays)
 
     def _send_consumers_away(self) -> None:
         """End the calls of consumers before the queues move: other silos will serve them."""

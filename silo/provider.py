@@ -8,8 +8,8 @@ async with Provider.open("data") as provider:
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
@@ -59,10 +59,8 @@ class Provider(ProviderCore):
 
     def __init__(self, parts: ProviderParts) -> None:
         super().__init__(parts)
-        self.consumers: Consumers | None = None
-        """The groups of remote consumers, while a silo serves them."""
-        self.relays: Relays | None = None
-        """In a cluster: the sessions of consumers with the queues of other silos."""
+        self._consumers: Consumers | None = None
+        self._relays: Relays | None = None
         self._local_consumer: Consuming | None = None
         self._stack = AsyncExitStack()
 
@@ -205,9 +203,22 @@ class Provider(ProviderCore):
         if self._local_consumer is None:
             from .local import consuming  # noqa: PLC0415 (it loads gRPC's client and services)
 
-            opening = consuming(self, self.consumers, self.relays)
+            opening = consuming(self, self._consumers, self._relays)
             self._local_consumer = await self._stack.enter_async_context(opening)
         return self._local_consumer
+
+    def enter_cluster(self, relays: Relays) -> None:
+        """Let consumers of this process get events from the queues of other silos too. Call this before the first."""
+        self._relays = relays
+
+    @contextmanager
+    def serving_consumers(self, consumers: Consumers) -> Generator[None]:
+        """Let consumers of this process join the groups of remote consumers for the length of a `with`."""
+        self._consumers = consumers
+        try:
+            yield
+        finally:
+            self._consumers = None
 
     async def attach(self, declared: Declaration) -> LocalSubscription:
         """`subscribe` with everything in one value, as the `@subscription` decorator makes it."""

@@ -224,7 +224,7 @@ class _Queue:
         self.watches = watched(shards)
         self._pushers = [ShardPusher(watch, wait=wait, timeout_s=timeout_s) for watch in self.watches]
         for pusher in self._pushers:
-            pusher.others = [other for other in self._pushers if other is not pusher]
+            pusher.share_with(self._pushers)
         self._turn = 0
         self._wait = wait
         self._timeout_s = timeout_s

@@ -48,14 +48,14 @@ class _Waiting(NamedTuple):
 class ShardPusher:
     """Pushes to one shard, on one event loop. Call `aclose` when done.
 
-    `others` are the pushers of the queue's other shards. They take over while the server is away. Events that it stored
-    without an answer are then stored twice.
+    The pushers of the queue's other shards take over while the server is away. Events that it stored without an answer
+    are then stored twice.
     """
 
     def __init__(self, watch: ShardWatch, *, wait: bool, timeout_s: float) -> None:
         self.shard = watch.shard
         self._watch = watch
-        self.others: Sequence[ShardPusher] = ()
+        self._others: Sequence[ShardPusher] = ()
         self._id = uuid.uuid4().hex
         self._number = 0
         self._wait = wait
@@ -64,6 +64,10 @@ class ShardPusher:
         self._pending = 0
         self._pushing = BackgroundTasks()
         self._away_until = 0.0
+
+    def share_with(self, pushers: Sequence[ShardPusher]) -> None:
+        """Hand events to these pushers of the queue's shards while the server is away. This one may be among them."""
+        self._others = [other for other in pushers if other is not self]
 
     @property
     def away(self) -> bool:
@@ -135,7 +139,7 @@ class ShardPusher:
 
     def _hand_over(self, one: _Waiting) -> bool:
         """Let another shard store the call, if the server of one is not away. Return whether it does."""
-        for other in self.others:
+        for other in self._others:
             if not other.away:
                 self._pending -= one.cost
                 other._enter(one)  # noqa: SLF001 (of its own kind)

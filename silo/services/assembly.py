@@ -6,10 +6,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from ...agents import Edge, SendBudget
-from ...server.access import PEER
 from ...server.guard import Guard, Method
 from ..consumers import Consumers
-from ..local import InProcessTransport
 from ..provider import Provider
 from . import publisher
 from .agent_changes import RunningSilo
@@ -46,7 +44,7 @@ async def opened(silo: RunningSilo) -> AsyncGenerator[Callable[[Guard], Sequence
                 *cluster.methods(guard),
             ]
             if clustering is not None:
-                clustering.services = InProcessTransport(every, PEER)
+                clustering.serve(every)
             return every
 
         yield methods
@@ -56,8 +54,5 @@ async def opened(silo: RunningSilo) -> AsyncGenerator[Callable[[Guard], Sequence
 async def _consumers(provider: Provider, timeout_s: float, edge: Edge) -> AsyncGenerator[Consumers]:
     """Open the groups of remote consumers. Consumers of this process join them meanwhile."""
     async with Consumers.opened(provider, timeout_s, edge) as consumers:
-        provider.consumers = consumers
-        try:
+        with provider.serving_consumers(consumers):
             yield consumers
-        finally:
-            provider.consumers = None
