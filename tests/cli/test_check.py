@@ -214,7 +214,7 @@ def test_a_lost_marker_is_named_with_the_command_that_writes_it(
 
 
 @pytest.mark.parametrize("fault", ["damaged block", "missing block", "wrong count", "wrong end"])
-def test_what_a_repair_sets_right_is_found_sound(data: Path, headrace: Headrace, fault: str):
+def test_check_finds_a_repaired_directory_sound(data: Path, headrace: Headrace, fault: str):
     FAULTS[fault][0](data)
     assert headrace("check", "--data", data).code == 1
     repaired = headrace("repair", "queue", "--data", data, 0)

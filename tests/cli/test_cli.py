@@ -279,7 +279,7 @@ def test_the_script_and_the_module_are_the_same():
         (ValueError("a bug"), None, "a bug"),
     ],
 )
-def test_what_an_error_means(error: BaseException, code: int | None, text: str):
+def test_exit_code_and_message_of_an_error(error: BaseException, code: int | None, text: str):
     assert exit_code(error) == code
     assert message(error).startswith(text)
 

@@ -305,14 +305,14 @@ def test_other_data_is_not_touched(tmp_path: Path, headrace: Headrace):
     assert headrace("streams", "--data", "d", "--json").json[0]["events"] == 1
 
 
-def test_what_others_added_to_its_data_is_not_removed(headrace: Headrace):
+def test_demo_does_not_remove_files_of_others(headrace: Headrace):
     headrace(*DEMO, "--events", 100)
     headrace("publish", "--data", "d", "--stream", "a/b", stdin=b"1\n")
     assert "holds events of others" in headrace(*DEMO).refused(1)
     assert len(headrace("streams", "--data", "d", "--namespace", "a", "--json").json) == 1
 
 
-def test_what_another_provider_has_is_not_removed(headrace: Headrace):
+def test_demo_does_not_remove_data_of_another_provider(headrace: Headrace):
     headrace(*DEMO, "--events", 100)
     headrace("publish", "--data", "d", "--provider", "mine", "--stream", "a/b", stdin=b"1\n")
     assert "holds events of others" in headrace(*DEMO).refused(1)

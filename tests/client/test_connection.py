@@ -55,7 +55,7 @@ def test_addresses_are_a_host_and_a_port(text: str, addresses: list[SiloAddress]
 @pytest.mark.parametrize(
     "text", ["", "localhost", "localhost:", ":1", "a:0", "a:65536", "::1:1", "http://a:1", "a:1,", "a b:1", "a:１"]
 )
-def test_what_is_no_address_is_refused(text: str):
+def test_invalid_address_is_refused(text: str):
     with pytest.raises(InvalidArgument, match=r"is no address: write it as host:port"):
         parse_addresses(text)
 
@@ -105,7 +105,7 @@ def test_pauses_grow_and_differ():
     assert len(set(pauses[3])) > 1
 
 
-async def test_where_nobody_is_it_says_so():
+async def test_call_to_a_closed_port_raises():
     with pytest.raises(Unavailable, match=r"no silo answers at 127\.0\.0\.1:1 \(.*refused.*\): check the address"):
         async with Client("127.0.0.1:1", connect_timeout_s=0.2):
             pass
@@ -123,7 +123,7 @@ async def test_something_else_is_no_silo():
         await server.stop(None)
 
 
-async def test_what_cannot_be_is_refused_at_once():
+async def test_impossible_arguments_are_refused_at_once():
     wrong: list[dict[str, Any]] = [
         {"timeout_s": 0}, {"connect_timeout_s": -1}, {"token": "a b"}, {"token": ""}, {"token": "a\n"}
     ]  # fmt: skip
@@ -192,7 +192,7 @@ async def test_tls_checks_the_silo(silos: Silos, tmp_path: Path):
                 pass
 
 
-def test_what_tls_cannot_use_is_named(tmp_path: Path):
+def test_unusable_tls_file_is_named(tmp_path: Path):
     own = Authority(tmp_path).issue("localhost")
     for wrong, says in (
         (Tls(ca=tmp_path / "missing.pem"), r"^tls\.ca: \S*missing\.pem: No such file or directory: name a PEM file"),

@@ -150,7 +150,7 @@ def test_as_many_streams_as_sixteen_bits_cannot_number() -> None:
         ({"headers": {"h": "x" * MAX_ROW_BYTES}}, PayloadTooLarge, "columns 'payload', 'id' and 'headers': .* n/k has"),
     ],
 )
-def test_what_cannot_be_published_is_refused_with_column_and_stream(row: Row, kind: type[Exception], told: str) -> None:
+def test_invalid_rows_are_refused_with_column_and_stream(row: Row, kind: type[Exception], told: str) -> None:
     good = {"namespace": "n", "key": "a", "payload": b"1"}
     with pytest.raises(kind, match=told) as refused:
         RowGrouping().of(table([good, good, {**good, "key": "k", **row}, good]))

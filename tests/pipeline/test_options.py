@@ -37,7 +37,7 @@ def test_options_are_read_in_any_case():
     assert found.columns == ["key", "id"]
 
 
-def test_what_spark_itself_passes_on_is_no_option():
+def test_options_of_spark_itself_are_ignored():
     assert options(queryName="q", checkpointLocation="c", path="p") == options()
 
 
@@ -89,7 +89,7 @@ def test_a_micro_batch_may_wait_for_events():
         ({"failOnDataLoss": "no"}, "option 'failOnDataLoss' is true or false, not 'no'"),
     ],
 )
-def test_what_is_wrong_is_named(given: dict[str, str], told: str):
+def test_mistake_is_named(given: dict[str, str], told: str):
     with pytest.raises(InvalidArgument) as caught:
         options(**given)
     assert told in str(caught.value)

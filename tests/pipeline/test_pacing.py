@@ -37,7 +37,7 @@ def test_a_chunk_has_a_tenth_of_a_second():
     assert [[event.place.due_us for event in chunk] for chunk in by_speed] == [[0, 150_000], [250_000], [900_000]]
 
 
-def test_what_is_due_when():
+def test_due_times_of_a_replay():
     assert ReplayPace(None, 200).due_s(100, 7_000_000) == 0.5
     assert ReplayPace(2, None).due_s(100, 7_000_000) == 3.5
 

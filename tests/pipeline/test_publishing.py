@@ -231,7 +231,7 @@ async def killed_everywhere(place: ProviderPlace, tmp_path: Path) -> dict[str, s
     raise AssertionError
 
 
-def test_whoever_is_killed_anywhere_the_batch_is_published_once(place: ProviderPlace, tmp_path: Path) -> None:
+def test_batch_is_published_once_wherever_a_process_is_killed(place: ProviderPlace, tmp_path: Path) -> None:
     wanted = asyncio.run(killed_everywhere(place, tmp_path))
     assert set(wanted.values()) == {"a", "b"}
     found = look(place)
@@ -310,7 +310,7 @@ def test_going_on_stores_only_what_is_missing(place: ProviderPlace, tmp_path: Pa
     assert look(place) == content("n", "a")
 
 
-def test_what_may_pass_is_tried_again(place: ProviderPlace, tmp_path: Path) -> None:
+def test_failure_that_may_pass_is_retried(place: ProviderPlace, tmp_path: Path) -> None:
     class Failing(EmbeddedDestination):
         failures: Iterator[HeadraceError]
 
@@ -474,7 +474,7 @@ def stage_later(folder: StagingFolder, namespace: str, **columns: float) -> list
     return [file.finish()]
 
 
-def test_what_is_delayed_is_stored_once_where_the_provider_can(place: ProviderPlace, tmp_path: Path) -> None:
+def test_delayed_rows_are_stored_once_if_the_provider_delays(place: ProviderPlace, tmp_path: Path) -> None:
     later = place._replace(delays="store")
     for _ in range(2):
         folder = folder_of(tmp_path, "app")
@@ -491,7 +491,7 @@ def test_what_is_delayed_is_stored_once_where_the_provider_can(place: ProviderPl
 @pytest.mark.parametrize(
     ("columns", "told"), [({"delay": 1.0}, "cannot delay events"), ({"priority": 1}, "has no priorities")]
 )
-def test_what_the_provider_cannot_do_is_refused_and_nothing_of_the_call_is_stored(
+def test_unsupported_call_is_refused_and_nothing_of_it_is_stored(
     place: ProviderPlace, tmp_path: Path, columns: dict[str, float], told: str
 ) -> None:
     folder = folder_of(tmp_path, "app")

@@ -186,7 +186,7 @@ def test_an_outage_that_lasts_ends_it(tmp_path: Path, silos: Callable[[], SiloPr
             access.states()
 
 
-def test_whoever_leaves_off_in_the_middle_may_begin_again(tmp_path: Path, silos: Callable[[], SiloProcess]):
+def test_read_left_in_the_middle_may_begin_again(tmp_path: Path, silos: Callable[[], SiloProcess]):
     total = large(tmp_path)
     with remote(silos().address) as access:
         for _ in range(3):
@@ -204,7 +204,7 @@ def test_whoever_leaves_off_in_the_middle_may_begin_again(tmp_path: Path, silos:
 # Refused reads
 
 
-async def test_what_retention_removed_is_said_with_what_is_left(tmp_path: Path):
+async def test_removed_offsets_are_named_with_the_offsets_left(tmp_path: Path):
     provider = {"queues": 1, "options": {"retain_bytes": 1}}
     async with opened(tmp_path, provider=provider) as silo:
         for _ in range(3):

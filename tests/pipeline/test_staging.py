@@ -116,7 +116,7 @@ def test_the_first_manifest_of_a_batch_is_the_one(folder: StagingFolder) -> None
     assert files(folder) == ["4.manifest"]
 
 
-def test_what_is_done_needs_nothing_any_more(folder: StagingFolder) -> None:
+def test_files_of_a_finished_batch_are_removed(folder: StagingFolder) -> None:
     mine, other = staged(folder, b"a"), staged(folder, b"b")
     folder.claim(BatchManifest(4, [mine.name], CUTTING))
     folder.finish(4)
@@ -132,7 +132,7 @@ def test_done_never_goes_back(folder: StagingFolder) -> None:
     assert folder.done() == 7
 
 
-def test_what_is_named_is_not_discarded(folder: StagingFolder) -> None:
+def test_file_that_a_manifest_names_is_not_discarded(folder: StagingFolder) -> None:
     mine, other = staged(folder, b"a"), staged(folder, b"b")
     folder.claim(BatchManifest(4, [mine.name], CUTTING))
     folder.discard([mine.name, other.name, ""])
@@ -198,6 +198,6 @@ def test_a_directory_may_be_a_url_of_a_file(text: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["s3://bucket/a", "s3a://b", "hdfs:/a", "gs://b/c", "", "file://elsewhere/a"])
-def test_what_is_on_no_file_system_is_refused(text: str) -> None:
+def test_path_on_no_file_system_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgument, match=r"option 'staging': .* is on no file system"):
         staging_directory("option 'staging':", text)

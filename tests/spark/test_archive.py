@@ -279,7 +279,7 @@ def test_another_provider_is_refused(spark: SparkSession, data: Path, kept: Path
         archive(spark, kept, data=data.with_name("anew"))
 
 
-def test_what_is_no_archive_is_refused(spark: SparkSession, data: Path, tmp_path: Path):
+def test_directory_without_an_archive_is_refused(spark: SparkSession, data: Path, tmp_path: Path):
     publish(data, 0, 3)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/letter").touch()

@@ -95,7 +95,7 @@ def test_commit_times_never_go_back(tmp_path: Path):
     assert found == [0, 0, 2, 2, 3]
 
 
-def test_what_is_acknowledged_while_it_is_stored_is_not_forgotten():
+def test_acknowledgement_during_a_store_is_not_forgotten():
     acknowledgements = PendingAcknowledgements()
     acknowledgements.note(0, 5)
     acknowledgements.note(1, 3)

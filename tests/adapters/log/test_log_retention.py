@@ -31,7 +31,7 @@ async def test_everything_is_kept_where_nothing_else_is_said(open_log: OpenLog):
     assert await adapter.bounds(0) == Bounds(0, 10)
 
 
-async def test_what_is_finished_and_old_goes(open_log: OpenLog):
+async def test_finished_old_blocks_are_removed(open_log: OpenLog):
     adapter = await open_log(**KEEP_NOTHING)
     await publish(adapter, 10)
     await adapter.apply_retention({0: 6})
@@ -63,7 +63,7 @@ async def test_a_queue_without_subscriptions_is_limited_by_age_and_size_only(ope
     assert await adapter.bounds(1) == Bounds(0, 100)
 
 
-async def test_what_is_young_enough_stays(open_log: OpenLog):
+async def test_young_blocks_stay(open_log: OpenLog):
     adapter = await open_log(retain_age_s=3600.0)
     await publish(adapter, 10)
     await adapter.apply_retention({0: 10})

@@ -118,7 +118,7 @@ async def test_times_are_compared_as_numbers_not_letter_by_letter(timed: RedisQu
     assert [each.body for each in await timed.pop(10)] == [b"later"]
 
 
-async def test_what_is_removed_meanwhile_takes_nothing_else_with_it(timed: RedisQueue, clock: Clock) -> None:
+async def test_event_removed_meanwhile_takes_no_other_event_with_it(timed: RedisQueue, clock: Clock) -> None:
     await timed.push_many([PushedEvent(b"%d" % number, f"id{number}") for number in range(5)])
     await timed.remove("id2")
     assert len(await timed.pop(10)) == 4
@@ -157,7 +157,7 @@ async def test_scripts_that_the_server_forgot_are_sent_again(queue: RedisQueue, 
     assert len(await queue.pop(10)) == 2
 
 
-async def test_what_a_lost_answer_had_comes_with_the_next_one(redis_server: RedisServer) -> None:
+async def test_events_of_a_lost_answer_come_with_the_next_answer(redis_server: RedisServer) -> None:
     async with adapter(f"redis://{redis_server.address}", "lost") as opened:
         reader = cast("receiver.RedisReceiver", await opened.open_receiver(0))
         await opened.enqueue([(0, batch("a"))])
@@ -216,7 +216,7 @@ async def test_a_server_that_was_frozen_stores_a_publish_once(monkeypatch: pytes
                 check_agreement(direct, shard_of(opened).keys)
 
 
-async def test_what_waits_for_a_server_is_bounded_however_small_it_is() -> None:
+async def test_events_that_wait_for_a_server_are_bounded_however_small() -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

@@ -96,7 +96,7 @@ async def test_a_part_of_a_millisecond_brings_nothing_early(timed: RedisQueue, c
     assert await bodies(timed) == ["x"]
 
 
-async def test_what_is_not_acknowledged_comes_again_after_its_timeout(timed: RedisQueue, clock: Clock) -> None:
+async def test_unacknowledged_event_comes_again_after_its_timeout(timed: RedisQueue, clock: Clock) -> None:
     """No process watches for it: the next consumer that pops takes it back."""
     await timed.push_many([PushedEvent(b"%d" % number) for number in range(10)])
     first = await timed.pop(10, timeout_s=1)
@@ -108,7 +108,7 @@ async def test_what_is_not_acknowledged_comes_again_after_its_timeout(timed: Red
     assert {taken.claim.attempts for taken in again} == {2}
 
 
-async def test_what_comes_again_keeps_its_priority_and_its_place(timed: RedisQueue, clock: Clock) -> None:
+async def test_redelivered_event_keeps_its_priority_and_its_place(timed: RedisQueue, clock: Clock) -> None:
     await timed.push_many([PushedEvent(b"a"), PushedEvent(b"b"), PushedEvent(b"urgent", priority=5)])
     assert await bodies(timed, 2, timeout_s=1) == ["urgent", "a"]
     clock.advance(5)
@@ -160,7 +160,7 @@ async def test_a_clock_that_is_set_back_gives_no_position_twice(timed: RedisQueu
 # ---- claims ----------------------------------------------------------------------------------------------------------
 
 
-async def test_what_is_acknowledged_is_gone(timed: RedisQueue, clock: Clock, direct: Redis) -> None:
+async def test_acknowledged_event_is_gone(timed: RedisQueue, clock: Clock, direct: Redis) -> None:
     await timed.push_many([PushedEvent(b"%d" % number) for number in range(10)])
     assert [entry.body for entry in await timed.peek(10)] == [b"%d" % number for number in range(10)]
     taken = await timed.pop(10, timeout_s=1)
@@ -207,7 +207,7 @@ async def test_pop_brings_what_is_there_and_does_not_wait_for_the_rest(queue: Re
         assert len(await queue.pop(10, wait_s=3600)) == 3
 
 
-async def test_what_is_peeked_at_is_what_is_popped(timed: RedisQueue, clock: Clock) -> None:
+async def test_peek_shows_the_events_that_pop_returns(timed: RedisQueue, clock: Clock) -> None:
     await timed.push_many([PushedEvent(b"%d" % n, priority=n % 3, delay_s=float(n % 4)) for n in range(40)])
     clock.advance(2)
     peeked = await timed.peek(40)
@@ -286,7 +286,7 @@ async def test_an_event_is_shown_wherever_it_is(timed: RedisQueue, clock: Clock)
     assert await timed.get("y") is None
 
 
-async def test_what_is_removed_leaves_nothing_wherever_it_was(timed: RedisQueue, clock: Clock, direct: Redis) -> None:
+async def test_removed_event_leaves_nothing_in_any_state(timed: RedisQueue, clock: Clock, direct: Redis) -> None:
     await timed.push_many(
         [PushedEvent(b"x", "ready"), PushedEvent(b"x", "delayed", 10.0), PushedEvent(b"x", "claimed", 0.0, 9)]
     )
@@ -338,7 +338,7 @@ async def test_after_clearing_old_claims_are_over(timed: RedisQueue, clock: Cloc
 # ---- waiting ---------------------------------------------------------------------------------------------------------
 
 
-async def test_who_waits_is_woken_by_a_push(queue: RedisQueue) -> None:
+async def test_waiting_pop_is_woken_by_a_push(queue: RedisQueue) -> None:
     popping = asyncio.create_task(queue.pop(1, wait_s=60))
     await asyncio.sleep(0)
     await queue.push(b"x")
@@ -347,7 +347,7 @@ async def test_who_waits_is_woken_by_a_push(queue: RedisQueue) -> None:
     assert taken.body == b"x"
 
 
-async def test_who_waits_is_woken_by_what_becomes_due(queue: RedisQueue) -> None:
+async def test_waiting_pop_is_woken_by_an_event_that_becomes_due(queue: RedisQueue) -> None:
     await queue.push(b"x", delay_s=0.2)
     async with asyncio.timeout(4):
         (taken,) = await queue.pop(1, wait_s=60, timeout_s=0.2)
@@ -393,7 +393,7 @@ async def test_nothing_comes_within_the_wait(queue: RedisQueue) -> None:
     assert asyncio.get_running_loop().time() - began >= 0.3
 
 
-async def test_who_waits_can_be_cancelled_at_any_moment(queue: RedisQueue) -> None:
+async def test_waiting_pop_can_be_cancelled_at_any_moment(queue: RedisQueue) -> None:
     for turns in range(60):
         popping = asyncio.create_task(queue.pop(1, wait_s=3600))
         for _ in range(turns % 30):

@@ -30,7 +30,7 @@ async def test_a_shard_that_is_never_empty_does_not_starve_another() -> None:
     assert popped == {"a": 32, "b": 4}
 
 
-async def test_what_other_servers_have_is_acknowledged_though_one_is_away() -> None:
+async def test_events_of_other_servers_are_acknowledged_though_one_is_away() -> None:
     with RedisServer() as one, RedisServer() as other:
         async with RedisQueue.open("q", over(one, other)) as queue:
             await queue.push_many([PushedEvent(b"x")] * 8)
