@@ -214,7 +214,7 @@ class BatchPublisher:
             )
         if missing := self._folder.missing(names):
             raise NotFound(
-                f"{self._folder.path / missing} was staged by a task and is not to be seen here: the driver and all "
+                f"'{self._folder.path / missing}' was staged by a task and is not to be seen here: the driver and all "
                 "executors must share the directory of option 'staging'"
             )
         self._folder.claim(BatchManifest(batch, names, CUTTING))
@@ -238,7 +238,7 @@ class BatchPublisher:
                 await patience.after(error)
             except FileNotFoundError as error:
                 if self._folder.done() < batch:  # otherwise another process published it and removed the file
-                    raise NotFound(f"{error.filename}, which was staged, is gone: it cannot be published") from None
+                    raise NotFound(f"'{error.filename}', which was staged, is gone: it cannot be published") from None
 
     def _check_known(self, batch: int, stored: int) -> None:
         """Raise DataDirectoryError if the provider may have forgotten the producer and so the batch's progress."""

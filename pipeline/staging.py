@@ -186,7 +186,7 @@ def read_segments(path: Path) -> Iterator[StagedSegment]:
 
 
 def _damaged(path: Path) -> DataDirectoryError:
-    return DataDirectoryError(f"{path} is damaged: it is not what was staged")
+    return DataDirectoryError(f"'{path}' is damaged: it is not what was staged")
 
 
 def chunks(segments: Iterable[StagedSegment], cutting: PublishChunkLimits) -> Iterator[Chunk]:
@@ -367,8 +367,8 @@ class _FileErrors:
         if not isinstance(error, OSError):
             return
         if error.errno in _NO_SPACE:
-            raise StorageFull(f"staging {self._folder}: no space left: free some, then run this again") from None
+            raise StorageFull(f"staging '{self._folder}': no space left: free some, then run this again") from None
         raise StorageError(
-            f"staging {self._folder}: cannot be used: {error.strerror}: the driver and all executors have to share and "
-            "write this directory"
+            f"staging '{self._folder}': cannot be used: {error.strerror}: the driver and all executors have to share "
+            "and write this directory"
         ) from None

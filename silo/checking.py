@@ -18,6 +18,7 @@ from ..adapters.log.environment import has_log
 from ..adapters.log.inspection import LogInspection, QueueReport
 from ..store.control_store import ControlStore, ProviderRecord
 from ..store.datadir import MARKER, check_control, find_data_directory
+from ..store.write_ahead_log import find_damage
 from ..streams.errors import DataDirectoryError, HeadraceError, StorageError
 from ..streams.remedies import remedy
 from .ownership import identity_key
@@ -118,6 +119,9 @@ class DirectoryCheck:
                 what = "it is missing or empty, and there is no log: this directory holds no data"
                 self._found("missing", "control.db", what, f"check the directory's name, or {_BACKUP}")
             return None
+        if (damage := find_damage(control_db)) is not None:
+            way = f"{_BACKUP}, or continue with the data saved before it with {self._remedy('repair control')}"
+            self._found("damaged", "control.db", str(damage), way)
         faults = ["it cannot be read"]
         for _ in range(_ATTEMPTS):
             faults = _copy_database(control_db, copy)

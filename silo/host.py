@@ -247,4 +247,4 @@ def import_module(name: str) -> None:
             if frame.f_globals.get("__name__", "").partition(".")[0] not in INTERNAL_PACKAGES
         ]
         where = f", at {frames[-1][0]}:{frames[-1][1]}" if frames else ""
-        raise InvalidArgument(f"module {name} cannot be imported: {type(error).__name__}: {error}{where}") from error
+        raise InvalidArgument(f"module {name!r} cannot be imported: {type(error).__name__}: {error}{where}") from error

@@ -220,7 +220,7 @@ class LogAdapter(QueueAdapter):
 
     def _check_usable(self) -> None:
         if self._closing is not None:
-            raise Closed(f"the log {self._environment.path} is closed")
+            raise Closed(f"the log '{self._environment.path}' is closed")
         if self._environment.inherited:
             check_process(self._environment)
 

@@ -44,7 +44,7 @@ class LogInspection:
         """Raises DataDirectoryError if the log is missing, or so damaged that nothing of it can be read."""
         self.path = path
         if not has_log(path):
-            raise DataDirectoryError(f"{path}: the log was deleted or emptied")
+            raise DataDirectoryError(f"'{path}': the log was deleted or emptied")
         lock = path / "lock.mdb"
         self._locked = os.access(lock, os.R_OK | os.W_OK, effective_ids=True)
         with self._translated():
@@ -69,7 +69,7 @@ class LogInspection:
             try:
                 made = meta_of(txn.get(META_KEY, b"", db=meta))
             except msgspec.DecodeError:
-                raise DataDirectoryError(f"{self.path}: its record of format and queues is damaged") from None
+                raise DataDirectoryError(f"'{self.path}': its record of format and queues is damaged") from None
         self.queues, self.provider, self.identity = made.queues, made.provider, str(made.created_us)
         state, producers, gaps = database(b"state"), database(b"producers"), database(b"gaps")
         return LogDatabases(
@@ -81,7 +81,7 @@ class LogInspection:
         try:
             yield
         except lmdb.Error as error:
-            raise DataDirectoryError(f"{self.path}: {error}") from None
+            raise DataDirectoryError(f"'{self.path}': {error}") from None
 
     @contextmanager
     def reading(self) -> Generator[LogSnapshot]:

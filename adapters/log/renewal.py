@@ -25,7 +25,7 @@ def new_log(directory: Path, provider: str, starts: Mapping[int, int]) -> Genera
     log, made = directory / "log", directory / "log.new"
     if has_log(log):
         raise InvalidArgument(
-            f"{log}: provider {provider!r} has a log, so no new one is made: "
+            f"'{log}': provider {provider!r} has a log, so no new one is made: "
             f"{remedy('check', data=directory.parents[1])} names its faults; to give up all of it, move it away first"
         )
     shutil.rmtree(made, ignore_errors=True)

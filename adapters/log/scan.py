@@ -56,7 +56,7 @@ class LogScan:
         damaged."""
         log = directory / "log"
         if not has_log(log):
-            raise NotFound(f"{directory} has no log: there is no such provider, or its adapter is not 'log'")
+            raise NotFound(f"'{directory}' has no log: there is no such provider, or its adapter is not 'log'")
         self._environment = acquire(log, LogOptions(), directory.name, None)
         self.queues = self._environment.queues
         self.provider = self._environment.made_for

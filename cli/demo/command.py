@@ -56,7 +56,7 @@ def command(*, data: Path | None, flights: Path | None, slow: int, as_json: bool
     else:
         report(verdict)
     if not verdict.ok:
-        raise CommandFailed(*verdict.problems, f"the data is in {path}")
+        raise CommandFailed(*verdict.problems, f"the data is in '{path}'")
     if data is None:
         shutil.rmtree(path)
 
@@ -74,14 +74,14 @@ def _run(path: Path, file: Path | None, slow: int, wanted: DemoSettings) -> Demo
         )
         this = begin(directory, left, chosen, flights.fingerprint)
         if this.resumed:
-            note(f"continuing the interrupted run in {path}")
+            note(f"continuing the interrupted run in '{path}'")
         return _finish(this, flights, slow)
 
 
 def _load(path: Path, events: int | None) -> Flights:
     flights = load_flights(path, events)
     if events is not None and len(flights) < events:
-        raise InvalidArgument(f"--events {events}: there are only {len(flights):,} flights in {path}")
+        raise InvalidArgument(f"--events {events}: there are only {len(flights):,} flights in '{path}'")
     return flights
 
 

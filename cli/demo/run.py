@@ -76,8 +76,8 @@ def opened(path: Path, wanted: DemoSettings) -> Generator[tuple[DataDirectory, D
     directory = open_data_directory(path)
     record = _read(directory.path)
     if record is None and (directory.path / "providers").exists():
-        raise DataDirectoryError(f"data directory {path}: holds other data than the demo's: name another directory")
-    with lock(directory, ".demo", "run", f"the demo is run on {path}"):
+        raise DataDirectoryError(f"data directory '{path}': holds other data than the demo's: name another directory")
+    with lock(directory, ".demo", "run", f"the demo is run on '{path}'"):
         record = _read(directory.path)  # no other process writes it now
         if record is not None and record.state != "ended":
             check_same(path, record.settings, wanted)
@@ -90,8 +90,8 @@ def check_same(path: Path, run: DemoSettings, wanted: DemoSettings) -> None:
         has, asked = getattr(run, option), getattr(wanted, option)
         if asked is not None and asked != has:
             raise InvalidArgument(
-                f"data directory {path}: holds an interrupted run with --{option} {has}, not {asked}: leave the option "
-                "out to continue that run, or name another directory"
+                f"data directory '{path}': holds an interrupted run with --{option} {has}, not {asked}: leave the "
+                "option out to continue that run, or name another directory"
             )
 
 
@@ -103,7 +103,7 @@ def begin(directory: DataDirectory, left: DemoRecord | None, settings: DemoSetti
     if left is not None and left.state != "ended":
         if left.flights != flights:
             raise InvalidArgument(
-                f"data directory {directory.path}: holds an interrupted run on another file of flights"
+                f"data directory '{directory.path}': holds an interrupted run on another file of flights"
             )
         left.crashes += left.state == "running"
         run = DemoRun(directory, left, resumed=True)
@@ -120,7 +120,7 @@ def _read(path: Path) -> DemoRecord | None:
     except FileNotFoundError:
         return None
     except msgspec.DecodeError as error:
-        raise DataDirectoryError(f"data directory {path}: damaged, demo/run.json: {error}") from None
+        raise DataDirectoryError(f"data directory '{path}': damaged, demo/run.json: {error}") from None
 
 
 def _clear(run: DemoRun) -> None:

@@ -129,6 +129,6 @@ async def check_only_the_demo(directory: DataDirectory, events: int) -> None:
         others = [record.name for record in await provider.store.providers() if record.name != PROVIDER]
     if others or sum(queue.events or 0 for queue in stored) > events:
         raise DataDirectoryError(
-            f"data directory {directory.path}: holds events of others, which a new run would remove: "
+            f"data directory '{directory.path}': holds events of others, which a new run would remove: "
             "name another directory"
         )

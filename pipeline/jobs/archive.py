@@ -161,8 +161,8 @@ def _started(opened: Archive, source: _Source, access: QueueAccess) -> ArchiveSt
     assert opened.state is not None
     if dict(opened.state.source) != identity:
         raise InvalidArgument(
-            f"archive {opened.path}: it is of {_worded(opened.state.source)}, not of {_worded(identity)}: name another "
-            'directory; or, if the same provider has moved, change "source" in _headrace/state.json'
+            f"archive '{opened.path}': it is of {_worded(opened.state.source)}, not of {_worded(identity)}: name "
+            'another directory; or, if the same provider has moved, change "source" in _headrace/state.json'
         )
     return opened.state
 
@@ -176,7 +176,7 @@ def _check_positions(state: ArchiveState, queues: Sequence[QueueState], path: Pa
     for queue, (position, there) in enumerate(zip(state.positions, queues, strict=True)):
         if position > there.next:
             raise DataDirectoryError(
-                f"archive {path}: queue {queue} is archived up to offset {position}, and ends at {there.next}: the "
+                f"archive '{path}': queue {queue} is archived up to offset {position}, and ends at {there.next}: the "
                 "provider was made anew, so archive it into another directory"
             )
 
@@ -264,7 +264,7 @@ class _Run:
         written = self._write(frame.repartition("namespace", "date"), folder, "queue")
         if written != expected:
             raise DataDirectoryError(
-                f"archive {self._archive.path}: {expected} events were read as {written}: nothing was changed"
+                f"archive '{self._archive.path}': {expected} events were read as {written}: nothing was changed"
             )
         lock = self._archive.readers_lock()
         if lock is None:

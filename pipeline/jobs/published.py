@@ -84,7 +84,7 @@ class PublishedEvents(NamedTuple):
 def _state(archive: Path) -> ArchiveState:
     state = read_state(archive)
     if state is None:
-        raise NotFound(f"archive {archive}: it does not exist")
+        raise NotFound(f"archive '{archive}': it does not exist")
     return state
 
 
@@ -93,7 +93,7 @@ def _gone(spark: SparkSession, archive: Path, provider: str, firsts: Sequence[in
     state = _state(archive)
     if len(state.positions) != len(firsts) or state.source.get("provider") != provider:
         raise InvalidArgument(
-            f"archive {archive}: it is of provider {state.source.get('provider')!r} with "
+            f"archive '{archive}': it is of provider {state.source.get('provider')!r} with "
             f"{counted(len(state.positions), 'queue')}, not of {provider!r} with {len(firsts)}: name its own"
         )
     rows = read_archive(spark, archive).groupBy("queue").agg(F.min("offset").alias("low")).collect()
@@ -111,7 +111,7 @@ def _gone(spark: SparkSession, archive: Path, provider: str, firsts: Sequence[in
 def _check_streams(archive: Path, selector: Selector) -> None:
     has = _state(archive).source.get("streams")
     if has not in ("*/*", selector.pattern):
-        raise InvalidArgument(f"archive {archive}: its streams are {has}, not {selector.pattern}: name another archive")
+        raise InvalidArgument(f"archive '{archive}': its streams are {has}, not {selector.pattern}: name another")
 
 
 class _Matches:

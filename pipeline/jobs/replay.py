@@ -173,7 +173,7 @@ class _Task(NamedTuple):
             return [state.first for state in states], [state.next for state in states]
         state = read_state(self.archived)
         if state is None:
-            raise NotFound(f"archive {self.archived}: nothing was archived yet")
+            raise NotFound(f"archive '{self.archived}': nothing was archived yet")
         return [0] * len(state.positions), list(state.positions)
 
 

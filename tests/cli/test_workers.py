@@ -138,7 +138,7 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path, headrace: Headrace):
 
 def test_reason_that_workers_cannot_start_is_printed_once(headrace: Headrace):
     refused = headrace(*SILO, "--module", "nowhere").refused(2)
-    assert refused == "module nowhere cannot be imported: ModuleNotFoundError: No module named 'nowhere'"
+    assert refused == "module 'nowhere' cannot be imported: ModuleNotFoundError: No module named 'nowhere'"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         refused = headrace(*SILO, "--listen", f"127.0.0.1:{port}").refused(1)

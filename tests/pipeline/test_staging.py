@@ -178,7 +178,7 @@ def test_applications_have_folders_of_their_own(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match=r"staging .*file/default/app-x: cannot be used: Not a directory") as refused:
+    with pytest.raises(StorageError, match=r"staging '.*file/default/app-x': cannot be used: Not a dir") as refused:
         staged(StagingFolder.of(tmp_path / "file", "default", "x"), b"a")
     assert "\n" not in str(refused.value)
 

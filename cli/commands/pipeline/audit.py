@@ -48,7 +48,7 @@ def command(
 
     def progress(name: str, done: int, total: int) -> None:
         if sys.stderr.isatty():
-            note(f"subscription {name}, {done + 1} of {total}")
+            note(f"subscription {name!r}, {done + 1} of {total}")
 
     how |= options_to_read(place)
     with spark_session("headrace audit", master, spark_log) as spark:
@@ -79,13 +79,13 @@ def _row(name: str, finding: Mapping[str, Any]) -> list[object]:
 
 def _problems(found: AuditResult) -> list[str]:
     lines = [
-        f"subscription {one.name}: {counted(one.counts[kind], 'event')} {kind}"
+        f"subscription {one.name!r}: {counted(one.counts[kind], 'event')} {kind}"
         for one in found.subscriptions
         for kind in PROBLEMS
         if one.counts.get(kind)
     ]
     lines += [
-        f"subscription {one.name}: {counted(one.lost_offsets, 'batch')} removed before they were done"
+        f"subscription {one.name!r}: {counted(one.lost_offsets, 'batch')} removed before they were done"
         for one in found.subscriptions
         if one.lost_offsets
     ]
