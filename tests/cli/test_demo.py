@@ -115,7 +115,7 @@ def test_interrupted_it_goes_on_and_nothing_comes_twice(tmp_path: Path, headrace
         assert ran.err.splitlines()[-1] == "headrace: interrupted: `headrace demo --data d` continues it"
 
     ran = headrace(*DEMO, "--json")
-    assert "continuing the interrupted run in d" in ran.err
+    assert "continuing the interrupted run in 'd'" in ran.err
     assert ran.json["subscriptions"] == dict.fromkeys(JOBS, PERFECT)
     assert ran.json["ok"] is True
 
@@ -133,7 +133,7 @@ def test_an_interrupted_run_keeps_its_settings(tmp_path: Path, headrace: Headrac
 def test_two_runs_on_one_directory_are_refused(tmp_path: Path, headrace: Headrace, start: Start):
     process = start(*DEMO, "--slow", "1000")
     until_delivered(tmp_path, process, 1)
-    assert headrace(*DEMO).refused(1) == f"the demo is run on d by process {process.pid}: stop that one first"
+    assert headrace(*DEMO).refused(1) == f"the demo is run on 'd' by process {process.pid}: stop that one first"
 
 
 # What a spoilt run looks like: the check has to find it.

@@ -135,7 +135,7 @@ def test_damage_is_told(tmp_path: Path):
     with pytest.raises(DataDirectoryError, match="has format 2, this headrace reads format 1"):
         Archive.open(tmp_path)
     state.write_text(good[:-9])
-    with pytest.raises(DataDirectoryError, match=r"state\.json is damaged"):
+    with pytest.raises(DataDirectoryError, match=r"state\.json' is damaged"):
         Archive.open(tmp_path)
 
 

@@ -249,7 +249,7 @@ def test_a_missing_file_is_one_line(headrace: Headrace):
 def test_a_module_that_cannot_be_imported_is_one_line(code: str, reason: str, tmp_path: Path, headrace: Headrace):
     (tmp_path / "handlers.py").write_text(code)
     refused = headrace("silo", "silo.toml").refused(2)
-    assert re.match(rf"module handlers cannot be imported: .*{reason}", refused), refused
+    assert re.match(rf"module 'handlers' cannot be imported: .*{reason}", refused), refused
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ async def test_a_key_or_row_of_another_size_is_damage(
             txn.delete(bytes(8))
             txn.put(key, value)
     adapter = await open_log()
-    with pytest.raises(DataDirectoryError, match=rf"log: the log is damaged: {message}"):
+    with pytest.raises(DataDirectoryError, match=rf"log': the log is damaged: {message}"):
         await adapter.bounds(0)
 
 

@@ -107,7 +107,7 @@ async def test_meta_pages_that_do_not_follow_each_other_are_refused(
 ):
     await make(open_log)
     flip(tmp_path / "log", TRANSACTION, bit, newer=newer)
-    message = r"data\.mdb is damaged: its meta pages are of transactions \d+ and \d+,"
+    message = r"data\.mdb' is damaged: its meta pages are of transactions \d+ and \d+,"
     with pytest.raises(DataDirectoryError, match=message):
         await open_log()
     with pytest.raises(DataDirectoryError, match=message):
