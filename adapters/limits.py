@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol, TypeVar
 
 
-class Sized(Protocol):
+class LimitedItem(Protocol):
     """An item that counts against the limits of `receive`."""
 
     @property
@@ -20,7 +20,7 @@ class Sized(Protocol):
         ...
 
 
-SizedT = TypeVar("SizedT", bound=Sized)
+SizedT = TypeVar("SizedT", bound=LimitedItem)
 
 
 def within_limits(items: Iterable[SizedT], max_events: int, max_bytes: int) -> Iterator[SizedT]:

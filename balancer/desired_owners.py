@@ -9,7 +9,7 @@ from ..streams.cluster import ClusterView, Lease, SiloState
 from .cluster_options import ClusterOptions
 from .maturity import eligible_silos
 from .placement import Placement, homes
-from .sightings import Queue, Sightings
+from .sightings import QueueKey, Sightings
 
 
 class QueueCount(Protocol):
@@ -22,9 +22,9 @@ class QueueCount(Protocol):
 class DesiredOwners(NamedTuple):
     """The names of the silos that should have the queues."""
 
-    now: Mapping[Queue, str]
+    now: Mapping[QueueKey, str]
     """The silo that should have each queue now. Queues that no silo can have are missing."""
-    homes: Mapping[Queue, str]
+    homes: Mapping[QueueKey, str]
     """The silo that should have each queue permanently; "" if no silo can have it."""
 
 
@@ -39,7 +39,7 @@ class OwnerDecision:
     def decide(self, view: ClusterView, now: float) -> DesiredOwners:
         """Return the owners that the balancer wants. `now` is the loop's time; `sightings` has seen the view last."""
         leases = {(lease.provider, lease.queue): lease for lease in view.valid}
-        desired, permanent = dict[Queue, str](), dict[Queue, str]()
+        desired, permanent = dict[QueueKey, str](), dict[QueueKey, str]()
         for provider, count in self._providers.items():
             placement = self._placement(view, provider, count.queues, leases, now)
             desired.update({(provider, queue): silo for queue, silo in self._options.balancer(placement).items()})
@@ -47,13 +47,13 @@ class OwnerDecision:
             permanent.update({(provider, queue): found.get(queue, "") for queue in range(count.queues)})
         return DesiredOwners(desired, permanent)
 
-    def why_unserved(self, view: ClusterView, now: float, queues: Sequence[Queue]) -> list[tuple[str, float]]:
+    def why_unserved(self, view: ClusterView, now: float, queues: Sequence[QueueKey]) -> list[tuple[str, float]]:
         """Return for each queue why no silo serves it, as far as this silo knows, and for how many seconds."""
         leases = {(lease.provider, lease.queue): lease for lease in view.leases}
         active = {silo.name for silo in view.silos if silo.state is SiloState.ACTIVE}
         desired = self.decide(view, now)
 
-        def why(queue: Queue) -> str:
+        def why(queue: QueueKey) -> str:
             lease, silo, home = leases.get(queue), desired.now.get(queue, ""), desired.homes.get(queue, "")
             if lease is not None and lease.owner and queue not in view.over:
                 length_s = lease.length_us / 1e6
@@ -64,13 +64,13 @@ class OwnerDecision:
                 return f"it is kept for silo {home}, which is not there"
             return "no silo that is there may serve it: see the balancer and its list"
 
-        def for_s(queue: Queue) -> float:
+        def for_s(queue: QueueKey) -> float:
             return now - self._sightings.since(leases[queue]) if queue in leases else 0.0
 
         return [(why(queue), for_s(queue)) for queue in queues]
 
     def _placement(
-        self, view: ClusterView, provider: str, queues: int, leases: Mapping[Queue, Lease], now: float
+        self, view: ClusterView, provider: str, queues: int, leases: Mapping[QueueKey, Lease], now: float
     ) -> Placement:
         options = self._options
         owners = {queue: lease.owner for (of, queue), lease in leases.items() if of == provider}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 from ..streams.cluster import Lease
-from .sightings import Queue
+from .sightings import QueueKey
 
 log = logging.getLogger("headrace.balancer")
 
@@ -45,13 +45,29 @@ class HeldLease:
 
     def __init__(self, lease: Lease, until: float) -> None:
         self.lease = lease
-        self.queue: Queue = (lease.provider, lease.queue)
+        self.queue: QueueKey = (lease.provider, lease.queue)
         self.until = until
         """Loop time."""
         self.started = False
         """The `QueueOwner` serves the queue."""
         self.moving: asyncio.Task[None] | None = None
         """Starts the queue, or stops and releases it."""
+
+    def begin_move(self, moving: asyncio.Task[None]) -> None:
+        self.moving = moving
+
+    def end_move(self) -> None:
+        self.moving = None
+
+    def mark_started(self) -> None:
+        self.started = True
+
+    def mark_stopped(self) -> None:
+        self.started = False
+
+    def renew(self, until: float) -> None:
+        """Use the lease until this loop time."""
+        self.until = until
 
 
 class HeldLeases:
@@ -63,7 +79,7 @@ class HeldLeases:
         self._owners = owners
         self._usable_s = usable_s
         self._loop = asyncio.get_running_loop()
-        self._held: dict[Queue, HeldLease] = {}
+        self._held: dict[QueueKey, HeldLease] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def __iter__(self) -> Iterator[HeldLease]:
@@ -72,7 +88,7 @@ class HeldLeases:
     def __len__(self) -> int:
         return len(self._held)
 
-    def __contains__(self, queue: Queue) -> bool:
+    def __contains__(self, queue: QueueKey) -> bool:
         return queue in self._held
 
     def holds(self, held: HeldLease) -> bool:
@@ -90,7 +106,7 @@ class HeldLeases:
         self._set_timer()
         return added
 
-    def renew(self, mine: Mapping[Queue, Lease], began: float) -> None:
+    def renew(self, mine: Mapping[QueueKey, Lease], began: float) -> None:
         """Extend the leases that a call to the store has renewed. The call began at `began`; `mine` are the leases of
         this silo in its answer.
 
@@ -101,7 +117,7 @@ class HeldLeases:
         for held in self:
             lease = mine.get(held.queue)
             if lease is not None and lease.epoch == held.lease.epoch:
-                held.until = began + self._usable_s
+                held.renew(began + self._usable_s)
             else:
                 self._cut(held, "by the store, its lease is no longer this silo's")
         self._set_timer()

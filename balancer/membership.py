@@ -32,9 +32,9 @@ from ..streams.errors import Fenced, HeadraceError, Unavailable
 from .cluster_options import ClusterOptions
 from .desired_owners import OwnerDecision
 from .held_leases import HeldLease, HeldLeases, QueueOwner
-from .probes import Peers, SiloProbes, VoteStore
+from .probes import ReachableSilos, SiloProbes, VoteStore
 from .queue_moves import QueueMoves, plan_moves
-from .sightings import Queue, Sightings
+from .sightings import QueueKey, Sightings
 
 log = logging.getLogger("headrace.balancer")
 
@@ -63,13 +63,13 @@ class LeaseStore(VoteStore, Protocol):
     async def acquire(
         self,
         me: SiloRecord,
-        wanted: Sequence[Queue],
+        wanted: Sequence[QueueKey],
         lease_s: float,
-        homes: Mapping[Queue, str],
+        homes: Mapping[QueueKey, str],
         over: Collection[Lease],
     ) -> list[Lease]: ...
 
-    async def settle(self, me: SiloRecord, homes: Mapping[Queue, str]) -> None: ...
+    async def settle(self, me: SiloRecord, homes: Mapping[QueueKey, str]) -> None: ...
 
     async def release(self, me: SiloRecord, held: Sequence[Lease]) -> None: ...
 
@@ -110,23 +110,23 @@ class Membership:
         *,
         address: str,
         owners: Mapping[str, QueueOwner],
-        peers: Peers,
+        peers: ReachableSilos,
         options: ClusterOptions,
         declare_dead: DeclareDead = declare_none,
         settings: Mapping[str, str] = MappingProxyType({}),
         process: str = "",
         public_address: str = "",
+        on_view: Callable[[ClusterView], None] = lambda _: None,
         rng: random.Random | None = None,
     ) -> None:
-        """`settings`, `process` and `public_address` become part of this silo's `SiloRecord`, for other silos."""
-        self.on_view: Callable[[ClusterView], None] = lambda _: None
-        """Called with each new view of the cluster."""
+        """`settings`, `process` and `public_address` become part of this silo's `SiloRecord`, for other silos.
+        `on_view` is called with each new view of the cluster."""
         self.superseded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Gets an error when another process takes the silo's name. That ends this membership."""
         self.name = name
         self.held = HeldLeases(name, owners, options.lease_s * (1 - MARGIN))
-        self.view: ClusterView | None = None
-        """The last view of the cluster."""
+        self._on_view = on_view
+        self._last_view: ClusterView | None = None
         self._store = store
         self._address = address
         self._serves = sorted(owners)
@@ -313,7 +313,9 @@ class Membership:
         """Return when the next lease of another silo ends. This silo then acts at once, without waiting for the next
         heartbeat."""
         now = self._loop.time()
-        leases = [] if self.view is None else [lease for lease in self.view.valid if not self._is_mine(lease)]
+        leases = (
+            [] if self._last_view is None else [lease for lease in self._last_view.valid if not self._is_mine(lease)]
+        )
         ends = (self._sightings.ends_at(lease) for lease in leases)
         return min((end for end in ends if end > now), default=math.inf)
 
@@ -335,13 +337,12 @@ class Membership:
                 if not (self._leaving or self.superseded.done()):
                     await self._join()
             return False
-        self.view = view = self._sightings.see(view, self._loop.time())
-        self._probes.silos = view.silos
+        self._last_view = view = self._sightings.see(view, self._loop.time())
         self.held.renew(self._mine(view), began)
-        self.on_view(view)
+        self._on_view(view)
         if await self._declare_dead(view):
             return True
-        self._probes.start()
+        self._probes.start(view.silos)
         if self._leaving:
             self._moves.give_back_late(self._drain_s)
             await self._finish_leaving(view)
@@ -354,16 +355,16 @@ class Membership:
     def _is_mine(self, lease: Lease) -> bool:
         return (lease.owner, lease.incarnation) == (self.me.name, self.me.incarnation)
 
-    def _mine(self, view: ClusterView) -> dict[Queue, Lease]:
+    def _mine(self, view: ClusterView) -> dict[QueueKey, Lease]:
         return {(lease.provider, lease.queue): lease for lease in view.leases if self._is_mine(lease)}
 
     # ---- moves of queues -------------------------------------------------------------------------------------------
 
-    def why_unserved(self, queues: Sequence[Queue]) -> list[tuple[str, float]]:
+    def why_unserved(self, queues: Sequence[QueueKey]) -> list[tuple[str, float]]:
         """Return why no silo serves each of these queues, as far as this silo knows, and for how many seconds."""
-        if self.view is None or not queues:
+        if self._last_view is None or not queues:
             return [("this silo has not seen its cluster yet", 0.0) for _ in queues]
-        return self._decision.why_unserved(self.view, self._loop.time(), queues)
+        return self._decision.why_unserved(self._last_view, self._loop.time(), queues)
 
     async def _balance(self, view: ClusterView) -> None:
         """Begin the moves that the view requires."""
@@ -380,7 +381,7 @@ class Membership:
         if new_homes := {queue: home for queue, home in plan.homes.items() if queue in self.held}:
             await self._store.settle(self.me, new_homes)
 
-    async def _acquire(self, wanted: Sequence[Queue], homes: Mapping[Queue, str], view: ClusterView) -> None:
+    async def _acquire(self, wanted: Sequence[QueueKey], homes: Mapping[QueueKey, str], view: ClusterView) -> None:
         began, new_homes = self._loop.time(), {queue: homes[queue] for queue in wanted}
         over = [lease for lease in view.leases if (lease.provider, lease.queue) in view.over]
         granted = await self._store.acquire(self.me, wanted, self._options.lease_s, new_homes, over)

@@ -15,7 +15,7 @@ from .sightings import Sightings
 log = logging.getLogger("headrace.balancer")
 
 
-class Peers(Protocol):
+class ReachableSilos(Protocol):
     """The connections to the other silos."""
 
     async def reach(self, silo: SiloRecord) -> bool:
@@ -35,7 +35,7 @@ class SiloProbes:
     def __init__(
         self,
         store: VoteStore,
-        peers: Peers,
+        peers: ReachableSilos,
         sightings: Sightings,
         *,
         dead_after_s: float,
@@ -51,12 +51,13 @@ class SiloProbes:
         self._me = me
         self._loop = asyncio.get_running_loop()
         self._background = background
-        self.silos: Sequence[SiloRecord] = ()
-        """The silos of the view that `sightings` has seen last."""
+        self._silos: Sequence[SiloRecord] = ()
 
-    def start(self) -> None:
-        """Probe the silos that have sent no heartbeat for `dead_after_s`."""
-        for silo in self.silos:
+    def start(self, silos: Sequence[SiloRecord]) -> None:
+        """Probe the silos that have sent no heartbeat for `dead_after_s`. `silos` are those of the last view that
+        `sightings` has seen."""
+        self._silos = silos
+        for silo in silos:
             is_silent = silo.state in LIVING and not self._is_heard(silo)
             name = f"headrace probe {silo.name}"
             if is_silent and silo.name != self._me().name and name not in self._background:
@@ -69,7 +70,7 @@ class SiloProbes:
         try:
             if await self._peers.reach(silo):
                 return
-            peers = [peer.name for peer in self.silos if self._is_heard(peer)]
+            peers = [peer.name for peer in self._silos if self._is_heard(peer)]
             if await self._store.suspect(self._me(), silo, peers):
                 log.warning("silo %r is dead: it sends no heartbeats, and its peers cannot reach it", silo.name)
         except StorageError as error:

@@ -13,7 +13,7 @@ from ..streams.cluster import ClusterView, Lease
 from ..streams.errors import HeadraceError
 from .desired_owners import DesiredOwners
 from .held_leases import HeldLease, HeldLeases, QueueOwner
-from .sightings import Queue
+from .sightings import QueueKey
 
 log = logging.getLogger("headrace.balancer")
 
@@ -28,13 +28,13 @@ class MovePlan(NamedTuple):
     give_back: Sequence[HeldLease]
     release: Sequence[Lease]
     """Leases of this silo that it does not hold: it acquired or released them by a call whose answer was lost."""
-    acquire: Sequence[Queue]
-    homes: Mapping[Queue, str]
+    acquire: Sequence[QueueKey]
+    homes: Mapping[QueueKey, str]
     """New homes of queues that this silo holds."""
 
 
 def plan_moves(
-    silo: str, mine: Mapping[Queue, Lease], held: Iterable[HeldLease], view: ClusterView, desired: DesiredOwners
+    silo: str, mine: Mapping[QueueKey, Lease], held: Iterable[HeldLease], view: ClusterView, desired: DesiredOwners
 ) -> MovePlan:
     """Plan the steps of a silo with the leases `mine`. A queue whose move is in progress is considered again
     afterwards."""
@@ -104,7 +104,7 @@ class QueueMoves:
     def _begin(self, held: HeldLease, work: Work, verb: str) -> None:
         provider, queue = held.queue
         name = f"headrace {self._silo} {verb} {provider}/{queue}"
-        held.moving = self._background.start(self._move(held, work), name)
+        held.begin_move(self._background.start(self._move(held, work), name))
 
     async def _move(self, held: HeldLease, work: Work) -> None:
         provider, queue = held.queue
@@ -115,17 +115,17 @@ class QueueMoves:
         except Exception:
             log.exception("queue %d of %r cannot move yet", queue, provider)
         finally:
-            held.moving = None
+            held.end_move()
 
     async def _start(self, held: HeldLease) -> None:
         lease = held.lease
         await self._owners[lease.provider].gain(lease.queue, lease.epoch, held)
-        held.started = True
+        held.mark_started()
         log.info("silo %r serves queue %d of %r, epoch %d", self._silo, lease.queue, lease.provider, lease.epoch)
 
     async def _give_back(self, held: HeldLease, drain_s: float) -> None:
         lease = held.lease
-        held.started = False
+        held.mark_stopped()
         await self._owners[lease.provider].lose(lease.queue, drain_s)
         if self._held.holds(held):
             self._held.forget(held)

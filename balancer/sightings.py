@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..streams.cluster import ClusterView, Lease, SiloRecord
 
-Queue = tuple[str, int]
+QueueKey = tuple[str, int]
 """Provider and queue."""
 
 
@@ -37,7 +37,7 @@ class Sightings:
     """The leases and silos that one silo has seen in its views of the cluster."""
 
     def __init__(self) -> None:
-        self._leases: Mapping[Queue, Sighting] = {}
+        self._leases: Mapping[QueueKey, Sighting] = {}
         self._silos: Mapping[str, Sighting] = {}
 
     def see(self, view: ClusterView, now: float) -> ClusterView:

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import click
 
 from ..streams.errors import HeadraceError, InvalidArgument, NotSupported, PayloadTooLarge
-from ..streams.outcomes import FAILED, INTERRUPTED, USAGE, Failed, Interrupted
+from ..streams.outcomes import FAILED, INTERRUPTED, USAGE, CommandFailed, CommandInterrupted
 
 
 def exit_code(error: BaseException) -> int | None:
     """The exit code for `error`; None for an unexpected error: a bug, which is shown with its traceback."""
     match _cause(error):
-        case Interrupted(code=code):
+        case CommandInterrupted(code=code):
             return code
         case KeyboardInterrupt() | click.Abort():
             return INTERRUPTED
@@ -22,7 +22,7 @@ def exit_code(error: BaseException) -> int | None:
             return FAILED
         case click.UsageError() | InvalidArgument() | NotSupported():
             return USAGE
-        case Failed() | HeadraceError() | OSError() | click.ClickException():
+        case CommandFailed() | HeadraceError() | OSError() | click.ClickException():
             return FAILED
         case _:
             return None
@@ -36,7 +36,7 @@ def message(error: BaseException) -> str:
 
 def _texts(cause: BaseException) -> Sequence[str]:
     match cause:
-        case Failed():
+        case CommandFailed():
             return cause.args
         case BrokenPipeError():
             return ()

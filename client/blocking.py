@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Generic, ParamSpec, Self, TypeVar, Unpack, cast
 
-from ..streams.arguments import check_call, check_options
+from ..streams.arguments import check_call, check_methods, check_options
 from ..streams.errors import Closed, InvalidArgument
 from ..streams.events import Event
 from ..streams.identity import SequenceToken, StreamId
@@ -33,6 +33,7 @@ from .client import Client
 from .management import SubscriptionState
 from .options import ClientOptions, ConsumerOptions
 from .pulled import Pulled
+from .stream_provider import SyncStreamProvider
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -156,6 +157,7 @@ class SyncStream:
         return f"SyncStream({self.id!s})"
 
 
+@check_methods(SyncStreamProvider)
 class SyncClient:
     """A provider of a silo, over gRPC, for threads. Open it with `with`. Its methods are documented in `Client`.
 
@@ -195,7 +197,6 @@ class SyncClient:
         """A handle on a stream, by namespace and key or by id."""
         return SyncStream(self._client.stream(namespace, key).id, self)
 
-    @check_call
     def publish(
         self,
         stream: StreamId,
@@ -206,7 +207,6 @@ class SyncClient:
     ) -> SequenceToken:
         return self._call(self._client.publish, stream, events, delay=delay, priority=priority)
 
-    @check_call
     def publish_many(
         self, items: Iterable[tuple[StreamId, bytes | Event]], *, sequence: ProducerSequence | None = None
     ) -> Sequence[Receipt]:

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import NoReturn, Self, cast
 
 from ..proto.v1 import publisher_pb2 as pb
-from ..streams.arguments import check_call, check_flag, check_seconds, check_text, refused
+from ..streams.arguments import check_call, check_flag, check_methods, check_seconds, check_text, refused
 from ..streams.errors import InvalidArgument, PayloadTooLarge
 from ..streams.events import Event, EventBatch
 from ..streams.identity import SequenceToken, StreamId
@@ -37,6 +37,7 @@ from .consuming_client import ConsumingClient
 from .management import parsed
 from .native import NativeTransport
 from .publishing import PublishPipeline, frame, receipts_of
+from .stream_provider import StreamProvider
 
 UNKNOWN_PLACE = SequenceToken(-1)
 """The token that `publish` returns if the events were stored before an outage, and the silo has forgotten their
@@ -45,6 +46,7 @@ MAX_REQUEST_BYTES = 4 << 20
 """Limit of one request with a sequence."""
 
 
+@check_methods(StreamProvider)
 class Client(ConsumingClient):
     """A provider of a silo, over gRPC. Open it with `async with`; it belongs to that event loop.
 
@@ -126,7 +128,6 @@ class Client(ConsumingClient):
             raise InvalidArgument("a stream has a namespace and a key: client.stream('orders', '42')")
         return Stream(StreamId(namespace, key), self)
 
-    @check_call
     async def publish(
         self,
         stream: StreamId,
@@ -154,7 +155,6 @@ class Client(ConsumingClient):
         receipts = await publishing.publish(batches, deadline)
         return receipts[0].token or UNKNOWN_PLACE
 
-    @check_call
     async def publish_many(
         self, items: Iterable[tuple[StreamId, bytes | Event]], *, sequence: ProducerSequence | None = None
     ) -> Sequence[Receipt]:

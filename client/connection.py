@@ -71,7 +71,7 @@ _OPTIONS: Sequence[tuple[str, Any]] = (
 # ---- addresses, TLS, token -------------------------------------------------------------------------------------------
 
 
-class Address(NamedTuple):
+class SiloAddress(NamedTuple):
     """Host and port where a silo serves gRPC."""
 
     host: str
@@ -88,12 +88,12 @@ class Address(NamedTuple):
             return self.host == "localhost"
 
 
-def parse_addresses(text: str) -> list[Address]:
+def parse_addresses(text: str) -> list[SiloAddress]:
     """`host:port`, or several of them with commas between. Raises InvalidArgument."""
     return [_address(part.strip(), text) for part in text.split(",")]
 
 
-def _address(part: str, text: str) -> Address:
+def _address(part: str, text: str) -> SiloAddress:
     match = re.fullmatch(r"(?:\[(?P<v6>[0-9A-Fa-f:.%]+)\]|(?P<host>[^\s:/\[\]@]+)):(?P<port>\d{1,5})", part, re.ASCII)
     if match is None or not 0 < int(match["port"]) < 1 << 16:
         where = "" if part == text else f" in {text!r}"
@@ -101,7 +101,7 @@ def _address(part: str, text: str) -> Address:
             f"{part!r}{where} is no address: write it as host:port or [ipv6]:port, several with commas between",
             option="address",
         )
-    return Address(match["v6"] or match["host"], int(match["port"]))
+    return SiloAddress(match["v6"] or match["host"], int(match["port"]))
 
 
 @check_constructor
@@ -173,7 +173,7 @@ def _content(option: str, file: Path) -> bytes:
         ) from None
 
 
-def _check_token(token: str | None, tls: Tls | None, addresses: Iterable[Address], *, insecure: bool) -> None:
+def _check_token(token: str | None, tls: Tls | None, addresses: Iterable[SiloAddress], *, insecure: bool) -> None:
     if token is None:
         return
     if not token or not token.isascii() or not token.isprintable() or " " in token:
@@ -283,9 +283,8 @@ class GrpcResponseCall:
     def cancel(self) -> None:
         """End the call at once. Idempotent. A waiting `receive` or `send` raises Unavailable, or Closed."""
         self._call.cancel()
-        self._transport.has_cancelled_calls |= (
-            self._call.cancelled()
-        )  # also if grpc cancelled it, because the waiting task was cancelled
+        if self._call.cancelled():  # also if grpc cancelled it, because the waiting task was cancelled
+            self._transport.note_cancelled_call()
 
     def leave(self) -> None:
         """Send the next call to another address, if there is one, because the silo has announced that it ends this
@@ -353,7 +352,7 @@ class GrpcTransport(Transport):
         """Does not connect yet. Raises InvalidArgument, also if a token would leave this machine unencrypted and not
         `insecure`."""
         self.addresses = parse_addresses(address)
-        self.has_cancelled_calls = False
+        self._has_cancelled_calls = False
         """Whether a call was cancelled before its silo had ended it."""
         self._tls = (Tls() if tls else None) if isinstance(tls, bool) else tls
         _check_token(token, self._tls, self.addresses, insecure=insecure)
@@ -440,14 +439,18 @@ class GrpcTransport(Transport):
         # The channels stay referenced: when the last one is freed, grpc blocks until its thread ends.
         for channel in self._channels.values():
             await channel.close()
-        if self.has_cancelled_calls:
+        if self._has_cancelled_calls:
             await self._settle()
+
+    def note_cancelled_call(self) -> None:
+        """Let `aclose` wait until grpc has reported the end of a cancelled call."""
+        self._has_cancelled_calls = True
 
     async def _settle(self) -> None:
         """Give grpc time to report the ends of calls to this loop. If the loop was closed before, grpc would write a
         traceback. This waits for the calls of all connections, because grpc's tasks do not show to which one they
         belong."""
-        self.has_cancelled_calls = False
+        self._has_cancelled_calls = False
         if watching := list(filter(_is_call_watcher, asyncio.all_tasks())):
             await asyncio.wait(watching, timeout=SETTLE_S)
 
@@ -474,7 +477,7 @@ class GrpcTransport(Transport):
         except aio.AioRpcError as error:
             failure = self.failed(index, error.code(), error.details() or "", error.trailing_metadata())
         except asyncio.CancelledError:
-            self.has_cancelled_calls = True
+            self._has_cancelled_calls = True
             raise
         raise failure
 
@@ -489,7 +492,7 @@ class GrpcTransport(Transport):
         except aio.AioRpcError as error:
             failure = self.failed(index, error.code(), error.details() or "", error.trailing_metadata())
         except asyncio.CancelledError:
-            self.has_cancelled_calls = True
+            self._has_cancelled_calls = True
             raise
         if isinstance(failure, Unavailable | Closed):
             raise failure

@@ -108,6 +108,10 @@ class PacketConnection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._end: Exception | None = None
 
+    def count_unread(self, nbytes: int) -> None:
+        """Count bytes of messages that wait for their readers; negative when they are read."""
+        self.unread += nbytes
+
     # ---- for the subclass ------------------------------------------------------------------------------------------
 
     def on_packet(self, kind: int, call: int, body: bytes) -> None:
@@ -302,7 +306,7 @@ class PacketStream:
                 self._reader = None
         message = self._arrived.popleft()
         cost = len(message) + HEAD.size
-        self._connection.unread -= cost
+        self._connection.count_unread(-cost)
         self._grantable += cost
         if self._grantable >= WINDOW // 4 and self._read_end is None:
             self._owed += self._grantable
@@ -337,7 +341,7 @@ class PacketStream:
             raise BrokenProtocol(f"a message of call {self._number} that was not granted")
         cost = len(message) + HEAD.size
         self._owed -= cost
-        self._connection.unread += cost
+        self._connection.count_unread(cost)
         self._arrived.append(message)
         wake(self._reader)
 
@@ -362,7 +366,7 @@ class PacketStream:
 
     def discard(self) -> None:
         """Forget the messages that were not read."""
-        self._connection.unread -= sum([len(message) + HEAD.size for message in self._arrived])
+        self._connection.count_unread(-sum([len(message) + HEAD.size for message in self._arrived]))
         self._arrived.clear()
 
 

@@ -100,20 +100,29 @@ class Transport(Protocol):
     ) -> bytes:
         """Call an idempotent method. Retry after a retryable failure, for at most `timeout_s` seconds.
 
+        If the time ends during an attempt that began in the second half of it, raise the failure of the attempt before:
+        that one says the reason.
+
         An attempt may succeed although its answer is lost. The next attempt may then fail with `done`: this counts as
         success, with an empty response.
         """
         now, backoff = asyncio.get_running_loop().time, reconnect_backoff()
-        began = now()
+        end = now() + timeout_s
+        before: HeadraceError | None = None
         while True:
+            began = now()
             try:
-                return await self.unary(method, request, timeout_s=max(0.001, began + timeout_s - now()))
+                return await self.unary(method, request, timeout_s=max(0.001, end - began))
             except HeadraceError as error:
-                if backoff.failures and done is not None and isinstance(error, done):
+                if before is not None and done is not None and isinstance(error, done):
                     return b""
-                pause = backoff.next_s()
-                if not error.retryable or now() + pause >= began + timeout_s:
+                if not error.retryable:
                     raise
+                pause = backoff.next_s()
+                if now() + pause >= end:
+                    cut_short = now() >= end and end - began < timeout_s / 2
+                    raise before if before is not None and cut_short else error from None
+                before = error
             await asyncio.sleep(pause)
 
     async def long_call(self, method: str, request: bytes, *, outage_s: float) -> bytes:

@@ -7,18 +7,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .jobs.archive import Archived, archive, read_archive
+    from .jobs.archive import ArchiveResult, archive, read_archive
     from .jobs.audit import audit
-    from .jobs.findings import Audited
-    from .jobs.replay import Replayed, replay
+    from .jobs.findings import AuditResult
+    from .jobs.replay import ReplayResult, replay
     from .jobs.rollup import rollup
     from .positions import lag
     from .sink import publish_batch, publisher
 
 __all__ = [
-    "Archived",
-    "Audited",
-    "Replayed",
+    "ArchiveResult",
+    "AuditResult",
+    "ReplayResult",
     "archive",
     "audit",
     "lag",
@@ -30,9 +30,9 @@ __all__ = [
 ]
 
 _WHERE = {
-    "Archived": "jobs.archive",
-    "Audited": "jobs.findings",
-    "Replayed": "jobs.replay",
+    "ArchiveResult": "jobs.archive",
+    "AuditResult": "jobs.findings",
+    "ReplayResult": "jobs.replay",
     "archive": "jobs.archive",
     "audit": "jobs.audit",
     "lag": "positions",

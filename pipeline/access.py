@@ -30,7 +30,7 @@ class QueueState(NamedTuple):
     nbytes: int | None = None
 
 
-class Chunk(NamedTuple):
+class BatchChunk(NamedTuple):
     """Encoded batches of one queue in one buffer, by offset. Each array has one value for each batch."""
 
     source: bytes
@@ -73,7 +73,7 @@ class QueueAccess(ABC):
         """
 
     @abstractmethod
-    def read(self, queue: int, start: int, end: int, selector: Selector) -> Iterator[Chunk]:
+    def read(self, queue: int, start: int, end: int, selector: Selector) -> Iterator[BatchChunk]:
         """Yield the batches from `start` up to `end` (exclusive) of the selected streams.
 
         Batches of other streams may be among them: filtering may cost more than it saves. Raise OffsetsGone,
@@ -115,7 +115,7 @@ class LogAccess(QueueAccess):
     def end_within(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
         return self._scan.end_within(queue, start, end, max_events, max_bytes)
 
-    def read(self, queue: int, start: int, end: int, selector: Selector) -> Iterator[Chunk]:
+    def read(self, queue: int, start: int, end: int, selector: Selector) -> Iterator[BatchChunk]:
         for blocks in self._scan.blocks(queue, start, end):
             yield _chunk(blocks, start, end)
 
@@ -126,12 +126,14 @@ class LogAccess(QueueAccess):
         self._scan.close()
 
 
-def _chunk(blocks: StoredBlocks, start: int, end: int) -> Chunk:
+def _chunk(blocks: StoredBlocks, start: int, end: int) -> BatchChunk:
     """Return the batches of the blocks that are in the range."""
     parts = [_block_columns(blocks.records, block) for block in blocks.blocks]
     starts, ends, prefixes, counts, offsets, stored = (np.concatenate(column) for column in zip(*parts, strict=True))
     part = slice(max(start - int(offsets[0]), 0), min(end - int(offsets[0]), len(offsets)))
-    return Chunk(blocks.records, starts[part], ends[part], prefixes[part], counts[part], offsets[part], stored[part])
+    return BatchChunk(
+        blocks.records, starts[part], ends[part], prefixes[part], counts[part], offsets[part], stored[part]
+    )
 
 
 def _block_columns(records: bytes, block: StoredBlock) -> tuple[npt.NDArray[np.int64], ...]:

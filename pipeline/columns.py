@@ -20,7 +20,7 @@ from ..streams.events import EventBatch
 from ..streams.identity import StreamId
 from ..streams.layout import message_of
 from ..streams.subscriptions import Selector
-from .access import Chunk
+from .access import BatchChunk
 
 Integers = npt.NDArray[np.int64]
 
@@ -53,7 +53,7 @@ class ColumnReader:
         self._schema = pa.schema([(name, TYPES[name]) for name in names])
         self._streams = _StreamNames(selector)
 
-    def batches(self, queue: int, chunks: Iterator[Chunk]) -> Iterator[pa.RecordBatch]:
+    def batches(self, queue: int, chunks: Iterator[BatchChunk]) -> Iterator[pa.RecordBatch]:
         """Yield a record batch for each chunk with selected events. Raise CorruptRecord for a damaged batch."""
         for chunk in chunks:
             try:
@@ -63,7 +63,7 @@ class ColumnReader:
             if found is not None:
                 yield found
 
-    def _record_batch(self, queue: int, chunk: Chunk) -> pa.RecordBatch | None:
+    def _record_batch(self, queue: int, chunk: BatchChunk) -> pa.RecordBatch | None:
         codes = self._streams.codes(chunk)
         if (selected := self._streams.selected(codes)) is not None:
             chunk, codes = _only(chunk, selected), codes[selected]
@@ -86,7 +86,7 @@ class _StreamNames:
         self.keys = pa.array([], pa.string())
         self._selected = np.empty(0, bool)
 
-    def codes(self, chunk: Chunk) -> Integers:
+    def codes(self, chunk: BatchChunk) -> Integers:
         """Return the code of each batch's stream. Codes of earlier chunks become invalid."""
         if len(self._codes) > _KNOWN:
             self._forget()
@@ -112,7 +112,7 @@ class _StreamNames:
             self._selected = np.append(self._selected, [self._matches(stream) for stream in streams])
 
 
-def _names(chunk: Chunk) -> pa.BinaryArray:
+def _names(chunk: BatchChunk) -> pa.BinaryArray:
     """Return the encoded stream name of each batch."""
     if chunk.prefixes.all():
         return _slices(chunk.source, chunk.starts, chunk.starts + chunk.prefixes)
@@ -132,18 +132,18 @@ def _joined(source: bytes, starts: Integers, ends: Integers) -> pa.Buffer:
     return _slices(source, starts, ends).buffers()[2] or pa.py_buffer(b"")
 
 
-def _only(chunk: Chunk, selected: npt.NDArray[np.bool_]) -> Chunk:
+def _only(chunk: BatchChunk, selected: npt.NDArray[np.bool_]) -> BatchChunk:
     source, starts, ends, prefixes, counts, offsets, stored_us = chunk
     kept = (values[selected] for values in (starts, ends, prefixes, counts, offsets))
-    return Chunk(source, *kept, stored_us=None if stored_us is None else stored_us[selected])
+    return BatchChunk(source, *kept, stored_us=None if stored_us is None else stored_us[selected])
 
 
-def _encoded(chunk: Chunk) -> Iterator[bytes]:
+def _encoded(chunk: BatchChunk) -> Iterator[bytes]:
     for start, end in zip(chunk.starts.tolist(), chunk.ends.tolist(), strict=True):
         yield chunk.source[start:end]
 
 
-def _damaged(chunk: Chunk) -> int:
+def _damaged(chunk: BatchChunk) -> int:
     """Return the offset of the first batch that cannot be read."""
     for offset, count, encoded in zip(chunk.offsets.tolist(), chunk.counts.tolist(), _encoded(chunk), strict=True):
         try:
@@ -170,7 +170,7 @@ class _Places(NamedTuple):
 class _Rows:
     """The events of a chunk, by columns."""
 
-    def __init__(self, queue: int, chunk: Chunk, streams: _StreamNames, codes: Integers) -> None:
+    def __init__(self, queue: int, chunk: BatchChunk, streams: _StreamNames, codes: Integers) -> None:
         self.queue = queue
         self.chunk = chunk
         self.streams = streams
@@ -253,7 +253,7 @@ class _Rows:
         return pa.array(values, kind)
 
 
-def _places(chunk: Chunk, firsts: Integers) -> _Places:
+def _places(chunk: BatchChunk, firsts: Integers) -> _Places:
     """Compute the positions of all columns in all batches at once. A batch of another form is irregular."""
     source, counts = np.frombuffer(chunk.source, np.uint8), chunk.counts
     sizes_tag = chunk.starts + chunk.prefixes

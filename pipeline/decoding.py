@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError, Message
 from pyarrow import json as arrow_json
 
 from ..streams.errors import CorruptRecord, InvalidArgument
-from .options import VALUE, Decode
+from .options import VALUE, DecodeOptions
 
 _PLACES = ("queue", "offset", "index")
 
@@ -33,7 +33,7 @@ class PayloadError(ValueError):
         self.row = row
 
 
-class Decoder(ABC):
+class PayloadDecoder(ABC):
     """Decodes each payload into a struct."""
 
     kind: pa.StructType
@@ -43,10 +43,10 @@ class Decoder(ABC):
         """Return a struct for each payload, null if it cannot be decoded; with `fail`, raise PayloadError instead."""
 
 
-class Decoding:
+class PayloadDecoding:
     """Replaces the column `payload` by `value`."""
 
-    def __init__(self, decoder: Decoder, names: Sequence[str], *, fail: bool) -> None:
+    def __init__(self, decoder: PayloadDecoder, names: Sequence[str], *, fail: bool) -> None:
         """`names` are the requested columns. Without `fail`, the value of a payload that cannot be decoded is null."""
         self._decoder = decoder
         self._names = names
@@ -88,7 +88,7 @@ def _undecodable(queue: int, offset: int, index: int, error: PayloadError) -> Co
 # ---- JSON ------------------------------------------------------------------------------------------------------------
 
 
-class JsonDecoder(Decoder):
+class JsonDecoder(PayloadDecoder):
     """JSON objects with the fields of a struct. Other fields are skipped, missing fields are null."""
 
     def __init__(self, kind: pa.StructType) -> None:
@@ -170,7 +170,7 @@ def _check_json_type(path: str, kind: pa.DataType) -> None:
 # ---- protobuf --------------------------------------------------------------------------------------------------------
 
 
-class ProtobufDecoder(Decoder):
+class ProtobufDecoder(PayloadDecoder):
     """Messages of one type, from a descriptor set."""
 
     def __init__(self, descriptor_set: bytes, message: str) -> None:
@@ -304,12 +304,12 @@ def _text(found: Any) -> str:
 # ---- options ---------------------------------------------------------------------------------------------------------
 
 
-def decoder_of(decode: Decode, value: pa.StructType) -> Decoder:
+def decoder_of(decode: DecodeOptions, value: pa.StructType) -> PayloadDecoder:
     """Return the decoder. `value` is the type of the column in Spark's schema. Raise InvalidArgument."""
     return JsonDecoder(value) if decode.form == "json" else protobuf_decoder(decode)
 
 
-def protobuf_decoder(decode: Decode) -> ProtobufDecoder:
+def protobuf_decoder(decode: DecodeOptions) -> ProtobufDecoder:
     """Raise InvalidArgument if the file cannot be read, or has no such message."""
     try:
         content = Path(decode.descriptor).read_bytes()
@@ -318,7 +318,7 @@ def protobuf_decoder(decode: Decode) -> ProtobufDecoder:
     return ProtobufDecoder(content, decode.message)
 
 
-def value_ddl(decode: Decode) -> str:
+def value_ddl(decode: DecodeOptions) -> str:
     """Return the type of the column in Spark's DDL."""
     return f"STRUCT<{decode.schema}>" if decode.form == "json" else ddl_of(protobuf_decoder(decode).kind)
 

@@ -40,7 +40,7 @@ Array = Any
 """A pyarrow.Array."""
 
 
-class Grouped(NamedTuple):
+class EncodedBatches(NamedTuple):
     """Encoded batches. `pieces` joined are elements of the field `batches` of a `PublishRequest`."""
 
     pieces: list[bytes | memoryview]
@@ -54,14 +54,14 @@ class Grouped(NamedTuple):
     """Some of them have a delay or a priority."""
 
 
-class Grouping:
+class RowGrouping:
     """Turns rows into batches. `namespace` is for rows without that column."""
 
     def __init__(self, namespace: str | None = None) -> None:
         self._namespace = namespace
         self._known: dict[tuple[str, str], bytes] = {}
 
-    def of(self, rows: pa.RecordBatch) -> Grouped:
+    def of(self, rows: pa.RecordBatch) -> EncodedBatches:
         """Return the batches of one row or more. A row without a timestamp gets the present time.
 
         Raise InvalidArgument or PayloadTooLarge, which name the column and, if it is known, the row's stream.
@@ -329,7 +329,7 @@ class _Heads(NamedTuple):
 
 def _encoded(
     columns: _Columns, starts: Integers, ends: Integers, streams: Sequence[bytes], schedules: Sequence[bytes]
-) -> Grouped:
+) -> EncodedBatches:
     begins, stops, counts = columns.offsets[starts], columns.offsets[ends], ends - starts
     rare = _rare(columns, starts, counts)
     batches = _Batches(starts, counts, _sizes(streams), _sizes(rare), stops - begins, _sizes(schedules))
@@ -347,7 +347,7 @@ def _encoded(
         if schedule:
             pieces.append(schedule)
     scheduled = bool(batches.tails.any())
-    return Grouped(pieces, heads.lengths.tolist(), counts.tolist(), batches.prefixes.tolist(), scheduled)
+    return EncodedBatches(pieces, heads.lengths.tolist(), counts.tolist(), batches.prefixes.tolist(), scheduled)
 
 
 def _sizes(texts: Sequence[bytes]) -> Integers:

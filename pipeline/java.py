@@ -21,20 +21,20 @@ _INSTALLED = Path("/usr/lib/jvm")
 _ANSWERS_WITHIN_S = 60
 
 
-class Java(NamedTuple):
+class JavaInstallation(NamedTuple):
     home: Path
     version: int
     """17 of 17.0.15; 8 of 1.8.0_412."""
 
 
-def use_java() -> Java:
+def use_java() -> JavaInstallation:
     """Find a Java and set JAVA_HOME to it: Spark's launcher looks there first. Raise NotFound."""
     found = find_java()
     os.environ["JAVA_HOME"] = str(found.home)
     return found
 
 
-def find_java() -> Java:
+def find_java() -> JavaInstallation:
     """Return the Java of JAVA_HOME. If it is not set, return that of PATH, else the oldest of /usr/lib/jvm that is new
     enough. Raise NotFound with one line that names the package to install.
     """
@@ -51,7 +51,7 @@ def find_java() -> Java:
     raise NotFound(f"Spark needs Java, and there is none on PATH or in {_INSTALLED}: {_ADVICE}")
 
 
-def ask(program: Path) -> Java | None:
+def ask(program: Path) -> JavaInstallation | None:
     """Run the program `java` and return its home and version. On PATH it may be a link or a script outside of its home.
 
     None: it cannot be run, or is no Java.
@@ -65,10 +65,10 @@ def ask(program: Path) -> Java | None:
         return None
     home = re.search(r"^ *java\.home = (.+)$", answer, re.MULTILINE)
     version = re.search(r"^ *java\.specification\.version = (?:1\.)?(\d+)", answer, re.MULTILINE)
-    return Java(Path(home[1]), int(version[1])) if home and version else None
+    return JavaInstallation(Path(home[1]), int(version[1])) if home and version else None
 
 
-def _checked(home: str) -> Java:
+def _checked(home: str) -> JavaInstallation:
     java = ask(Path(home, "bin", "java"))
     if java is None:
         raise NotFound(f"JAVA_HOME={home} has no bin/java that runs: {_ADVICE}")

@@ -48,29 +48,29 @@ _DEFAULT_DELAY_S = 900.0
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-class Offsets(NamedTuple):
+class OffsetPositions(NamedTuple):
     """An offset for each queue that is named. -2: the earliest one, -1: the latest one."""
 
     by_queue: Mapping[int, int]
 
 
-class At(NamedTuple):
+class TimePosition(NamedTuple):
     """The first batch stored at or after a time, in microseconds since 1970 UTC."""
 
     time_us: int
 
 
-class Token(NamedTuple):
+class TokenPosition(NamedTuple):
     """A position in the queue of the only stream that is read."""
 
     offset: int
 
 
-Position = str | Offsets | At | Token
+Position = str | OffsetPositions | TimePosition | TokenPosition
 """`EARLIEST`, `LATEST`, or one of the others."""
 
 
-class Decode(NamedTuple):
+class DecodeOptions(NamedTuple):
     """The options that decode payloads into the column `value`."""
 
     form: Literal["json", "protobuf"]
@@ -98,7 +98,7 @@ class SourceOptions(NamedTuple):
     max_delay_s: float
     events_per_partition: int | None
     """None: chosen by the number of events to read."""
-    decode: Decode | None
+    decode: DecodeOptions | None
 
 
 def source_options(given: Mapping[str, str]) -> SourceOptions:
@@ -161,7 +161,7 @@ def _selector(options: Mapping[str, str]) -> Selector:
         raise InvalidArgument(f"option 'namespace' or 'key': {error}") from None
 
 
-def _decode(options: Mapping[str, str]) -> Decode | None:
+def _decode(options: Mapping[str, str]) -> DecodeOptions | None:
     form = options.get("decode")
     if form is None:
         if given := next((name for name in _OF_DECODE if name.lower() in options), None):
@@ -173,10 +173,10 @@ def _decode(options: Mapping[str, str]) -> Decode | None:
     if form == "json":
         _check_decode("json", options, needed=("payloadSchema",), others=("descriptor", "message"))
         check_fields("payloadSchema", options["payloadschema"])
-        return Decode("json", errors == "fail", schema=options["payloadschema"])
+        return DecodeOptions("json", errors == "fail", schema=options["payloadschema"])
     if form == "protobuf":
         _check_decode("protobuf", options, needed=("descriptor", "message"), others=("payloadSchema",))
-        return Decode("protobuf", errors == "fail", descriptor=options["descriptor"], message=options["message"])
+        return DecodeOptions("protobuf", errors == "fail", descriptor=options["descriptor"], message=options["message"])
     raise InvalidArgument(f"option 'decode' is json or protobuf, not {form!r}")
 
 
@@ -217,7 +217,7 @@ def _position_option(name: str, prefix: str, options: Mapping[str, str], selecto
     if option == timestamp:
         if not re.fullmatch(r"\d{1,15}", value, re.ASCII):
             raise InvalidArgument(f"option {option!r} is a time in milliseconds since 1970 UTC, not {value!r}")
-        return At(int(value) * 1000)
+        return TimePosition(int(value) * 1000)
     if value in (EARLIEST, LATEST) or value.startswith("{"):
         return _position(option, value, selector)
     raise InvalidArgument(f'option {option!r} is earliest, latest or {{"QUEUE": OFFSET, …}}, not {value!r}')
@@ -227,7 +227,7 @@ def _position(name: str, value: str, selector: Selector) -> Position:
     if value in (EARLIEST, LATEST):
         return value
     if value.startswith("{"):
-        return Offsets(_offsets(name, value))
+        return OffsetPositions(_offsets(name, value))
     if re.fullmatch(r"[\d.]+", value, re.ASCII):
         return _token(name, value, selector)
     try:
@@ -239,10 +239,10 @@ def _position(name: str, value: str, selector: Selector) -> Position:
         ) from None
     if when.tzinfo is None:
         raise InvalidArgument(f"option {name!r}: the time {value!r} has no zone: add one, such as +00:00")
-    return At((when - _EPOCH) // timedelta(microseconds=1))
+    return TimePosition((when - _EPOCH) // timedelta(microseconds=1))
 
 
-def _token(name: str, value: str, selector: Selector) -> Token:
+def _token(name: str, value: str, selector: Selector) -> TokenPosition:
     try:
         token = SequenceToken.parse(value)
     except InvalidArgument as error:
@@ -254,7 +254,7 @@ def _token(name: str, value: str, selector: Selector) -> Token:
         )
     if token.index:
         raise InvalidArgument(f"option {name!r}: reading begins with a batch: write {token.offset}, not {value!r}")
-    return Token(token.offset)
+    return TokenPosition(token.offset)
 
 
 def _offsets(name: str, value: str) -> Mapping[int, int]:

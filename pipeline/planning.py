@@ -17,7 +17,7 @@ _UNKNOWN_EVENTS = 1
 """Estimated events of a batch, if the adapter does not know."""
 
 
-class Range(NamedTuple):
+class QueueRange(NamedTuple):
     """Batches of a queue from `start` up to `end` (exclusive)."""
 
     queue: int
@@ -25,27 +25,27 @@ class Range(NamedTuple):
     end: int
 
 
-def ranges(starts: Sequence[int], ends: Sequence[int]) -> list[Range]:
+def ranges(starts: Sequence[int], ends: Sequence[int]) -> list[QueueRange]:
     """Return the range of each queue that has something to read."""
     both = zip(starts, ends, strict=True)
-    return [Range(queue, start, end) for queue, (start, end) in enumerate(both) if start < end]
+    return [QueueRange(queue, start, end) for queue, (start, end) in enumerate(both) if start < end]
 
 
-def estimated_events(wanted: Range, state: QueueState) -> int:
+def estimated_events(wanted: QueueRange, state: QueueState) -> int:
     """Estimate the events of a range by the average batch of its queue."""
     batches = state.next - state.first
     each = state.events / batches if state.events is not None and batches else _UNKNOWN_EVENTS
     return max(round((wanted.end - wanted.start) * each), 1)
 
 
-def plan(wanted: Sequence[tuple[Range, int]], per_partition: int | None = None) -> list[list[Range]]:
+def plan(wanted: Sequence[tuple[QueueRange, int]], per_partition: int | None = None) -> list[list[QueueRange]]:
     """Cut large ranges and put small ones together, so that each partition has about `per_partition` events.
 
     `wanted` has each range with its events. Within a partition a queue's events stay in order.
     """
     per_partition = per_partition or min(max(sum(events for _, events in wanted) // _PARTITIONS, _FEWEST), _MOST)
-    partitions: list[list[Range]] = []
-    small: list[Range] = []
+    partitions: list[list[QueueRange]] = []
+    small: list[QueueRange] = []
     room = per_partition
     for whole, events in wanted:
         if events >= per_partition:
@@ -59,9 +59,9 @@ def plan(wanted: Sequence[tuple[Range, int]], per_partition: int | None = None) 
     return [*partitions, small] if small else partitions
 
 
-def _cut(whole: Range, pieces: int) -> list[Range]:
+def _cut(whole: QueueRange, pieces: int) -> list[QueueRange]:
     """Cut a range into at most `pieces` ranges of nearly the same number of batches."""
     batches = whole.end - whole.start
     pieces = min(pieces, batches)
     edges = [whole.start + batches * piece // pieces for piece in range(pieces + 1)]
-    return [Range(whole.queue, start, end) for start, end in pairwise(edges)]
+    return [QueueRange(whole.queue, start, end) for start, end in pairwise(edges)]

@@ -11,7 +11,16 @@ from ..streams.errors import InvalidArgument
 from ..streams.identity import StreamId
 from ..streams.subscriptions import Selector
 from .access import QueueAccess, QueueState
-from .options import EARLIEST, LATEST, OFFSET_EARLIEST, OFFSET_LATEST, At, Offsets, Position, Token
+from .options import (
+    EARLIEST,
+    LATEST,
+    OFFSET_EARLIEST,
+    OFFSET_LATEST,
+    OffsetPositions,
+    Position,
+    TimePosition,
+    TokenPosition,
+)
 
 Offset = dict[str, int | str]
 """A query's progress as Spark stores it: the next offset of each queue (keys are the queues' numbers as text, in their
@@ -27,7 +36,7 @@ def spark_offset(offsets: Sequence[int], access: QueueAccess, selector: Selector
     return offset | {_STREAMS: selector.pattern}
 
 
-class Progress(NamedTuple):
+class QueryProgress(NamedTuple):
     """The progress of a query."""
 
     offsets: list[int]
@@ -35,7 +44,7 @@ class Progress(NamedTuple):
     """The offsets are of these queues, not of an earlier log or one elsewhere."""
 
 
-def from_spark(offset: Mapping[str, Any], access: QueueAccess, selector: Selector) -> Progress:
+def from_spark(offset: Mapping[str, Any], access: QueueAccess, selector: Selector) -> QueryProgress:
     """Parse an offset of Spark. Raise InvalidArgument if it is of other streams, or of another number of queues."""
     queues = [name for name in offset if name.isdecimal()]
     if set(queues) != {str(queue) for queue in range(access.queues)}:
@@ -49,7 +58,7 @@ def from_spark(offset: Mapping[str, Any], access: QueueAccess, selector: Selecto
             f"{selector.pattern}, whose earlier events the query would miss: use another checkpointLocation"
         )
     same = access.identity is None or offset.get(_LOG, access.identity) == access.identity
-    return Progress([int(offset[str(queue)]) for queue in range(access.queues)], same)
+    return QueryProgress([int(offset[str(queue)]) for queue in range(access.queues)], same)
 
 
 def lag(progress: Mapping[str, Any]) -> int:
@@ -87,11 +96,11 @@ def resolve(option: str, position: Position, selector: Selector, access: QueueAc
     """
     states = access.states()
     match position:
-        case At(time_us):
+        case TimePosition(time_us):
             return list(access.offsets_at(time_us))
-        case Offsets(by_queue):
+        case OffsetPositions(by_queue):
             return _named(option, by_queue, states)
-        case Token(offset):
+        case TokenPosition(offset):
             queue = StreamQueueMapper(access.queues).queue_of(StreamId.parse(selector.pattern))
             return _named(option, {queue: offset}, states)
         case _:

@@ -39,9 +39,18 @@ from ..streams.publishing import MAX_BATCH_BYTES, MAX_REQUEST_BATCHES, ProducerS
 from .embedded import EmbeddedProvider, find_open_provider
 from .grouping import batch_starts
 from .place import ProviderPlace
-from .staging import Chunk, Cutting, Manifest, SegmentSpan, Staged, StagingFolder, chunks, read_segments
+from .staging import (
+    BatchManifest,
+    Chunk,
+    PublishChunkLimits,
+    SegmentSpan,
+    StagedReport,
+    StagingFolder,
+    chunks,
+    read_segments,
+)
 
-CUTTING = Cutting(MAX_BATCH_BYTES + (1 << 19), MAX_REQUEST_BATCHES)
+CUTTING = PublishChunkLimits(MAX_BATCH_BYTES + (1 << 19), MAX_REQUEST_BATCHES)
 """A chunk fits into one request to a silo."""
 PATIENCE_S = 60.0
 """How long publishing retries without any progress, in seconds, if the failure is retryable."""
@@ -71,7 +80,7 @@ def last_number(batch: int) -> int:
     return first_number(batch) | _LAST_CALL
 
 
-class Destination(Protocol):
+class PublishDestination(Protocol):
     """A provider that the sink publishes to."""
 
     ahead: int
@@ -139,7 +148,7 @@ class SiloDestination:
 
 
 @asynccontextmanager
-async def open_destination(place: ProviderPlace) -> AsyncGenerator[Destination]:
+async def open_destination(place: ProviderPlace) -> AsyncGenerator[PublishDestination]:
     """Open the provider at `place`, for the length of an `async with`. Raise HeadraceError with one clear line."""
     if place.data is not None:
         open_provider = find_open_provider()
@@ -160,7 +169,7 @@ async def open_destination(place: ProviderPlace) -> AsyncGenerator[Destination]:
             await connection.aclose()
 
 
-def commit(place: ProviderPlace, folder: StagingFolder, app: str, batch: int, staged: Sequence[Staged]) -> None:
+def commit(place: ProviderPlace, folder: StagingFolder, app: str, batch: int, staged: Sequence[StagedReport]) -> None:
     """Publish staged files as a batch of an application, once, also if other processes publish the same batch.
 
     When it returns, the batch is stored, and its staged files are removed. If the batch was stored before, it keeps its
@@ -181,13 +190,13 @@ def commit(place: ProviderPlace, folder: StagingFolder, app: str, batch: int, st
 class BatchPublisher:
     """Publishes batches of one application."""
 
-    def __init__(self, destination: Destination, folder: StagingFolder, app: str) -> None:
+    def __init__(self, destination: PublishDestination, folder: StagingFolder, app: str) -> None:
         self._destination = destination
         self._folder = folder
         self._app = app
         self._producer = producer_of(app)
 
-    async def commit(self, batch: int, staged: Sequence[Staged]) -> None:
+    async def commit(self, batch: int, staged: Sequence[StagedReport]) -> None:
         """See `commit`."""
         names = [each.name for each in sorted(staged, key=lambda each: each.partition) if each.name]
         await self._claim(batch, names)
@@ -205,10 +214,10 @@ class BatchPublisher:
             )
         if missing := self._folder.missing(names):
             raise NotFound(
-                f"{self._folder.path / missing} was staged by a task and is not to be seen here: the driver and all "
+                f"'{self._folder.path / missing}' was staged by a task and is not to be seen here: the driver and all "
                 "executors must share the directory of option 'staging'"
             )
-        self._folder.claim(Manifest(batch, names, CUTTING))
+        self._folder.claim(BatchManifest(batch, names, CUTTING))
 
     async def _publish_up_to(self, batch: int) -> None:
         """Publish all unfinished batches up to `batch`, in order. Other processes may publish some of them."""
@@ -229,7 +238,7 @@ class BatchPublisher:
                 await patience.after(error)
             except FileNotFoundError as error:
                 if self._folder.done() < batch:  # otherwise another process published it and removed the file
-                    raise NotFound(f"{error.filename}, which was staged, is gone: it cannot be published") from None
+                    raise NotFound(f"'{error.filename}', which was staged, is gone: it cannot be published") from None
 
     def _check_known(self, batch: int, stored: int) -> None:
         """Raise DataDirectoryError if the provider may have forgotten the producer and so the batch's progress."""
@@ -243,7 +252,7 @@ class BatchPublisher:
     async def _last(self) -> int:
         return await self._destination.last_sequence(self._producer)
 
-    async def _publish(self, manifest: Manifest, stored: int) -> None:
+    async def _publish(self, manifest: BatchManifest, stored: int) -> None:
         """Store the missing calls of a batch. Raise SequenceConflict if another process stores at the same time."""
         calls = _calls(self._folder, manifest)
         under_way: deque[asyncio.Future[object]] = deque()
@@ -288,7 +297,7 @@ class _Patience:
         await asyncio.sleep(pause_s)
 
 
-def _calls(folder: StagingFolder, manifest: Manifest) -> Iterator[tuple[int, Chunk]]:
+def _calls(folder: StagingFolder, manifest: BatchManifest) -> Iterator[tuple[int, Chunk]]:
     """Yield the chunks of a batch with their numbers. The last one has `last_number`. An empty batch has no chunk."""
     number, before = first_number(manifest.batch), None
     segments = (segment for name in manifest.files for segment in read_segments(folder.path / name))

@@ -17,7 +17,7 @@ from ..proto.v1 import reader_pb2 as pb
 from ..streams.errors import Closed, HeadraceError, InvalidArgument, OffsetsGone, Unavailable
 from ..streams.identity import read_varint
 from ..streams.subscriptions import Selector
-from .access import Chunk, QueueAccess, QueueState
+from .access import BatchChunk, QueueAccess, QueueState
 
 OUTAGE_S = 60.0
 """How long a call, and reading, retries while no silo answers, in seconds."""
@@ -71,7 +71,7 @@ class RemoteAccess(QueueAccess):
             lambda: self._ask("EndWithin", request, pb.EndWithinResponse), queue, start
         ).end_offset
 
-    def read(self, queue: int, start: int, end: int, selector: Selector) -> Iterator[Chunk]:
+    def read(self, queue: int, start: int, end: int, selector: Selector) -> Iterator[BatchChunk]:
         """See QueueAccess. Only selected batches come. If a silo fails, reading goes on at the next one. The last
         error is raised only if nothing has come for `outage_s`."""
         position, outage = start, _Outage(self._outage_s)
@@ -185,7 +185,7 @@ def _state(queue: pb.QueueRange) -> QueueState:
     )
 
 
-def chunk_of(message: bytes) -> tuple[Chunk, int]:
+def chunk_of(message: bytes) -> tuple[BatchChunk, int]:
     """Return the batches of an encoded ReadResponse, without copying them, and the next offset.
 
     Raise InvalidArgument if the bytes are no such message.
@@ -199,7 +199,7 @@ def chunk_of(message: bytes) -> tuple[Chunk, int]:
     ends = starts + sizes
     if len({len(column) for column in columns}) > 1 or (len(ends) and int(ends.max()) > len(message)):
         raise _damaged(message)
-    return Chunk(message, starts, ends, prefixes, counts, offsets), next_offset
+    return BatchChunk(message, starts, ends, prefixes, counts, offsets), next_offset
 
 
 def _head(message: bytes) -> tuple[int, Sequence[npt.NDArray[np.int64]], int]:

@@ -25,12 +25,12 @@ from ..store.datadir import MARKER, open_data_directory
 from ..streams.delays import check_delays
 from ..streams.errors import InvalidArgument, NotFound
 from ..streams.identity import StreamId, unquote
-from .grouping import Grouping
+from .grouping import RowGrouping
 from .options import check_names
 from .place import OPTIONS as PLACE_OPTIONS
 from .place import ProviderPlace
 from .publishing import MAX_BATCH_NUMBER, commit
-from .staging import Staged, StagedFile, StagingFolder, staging_directory
+from .staging import StagedFile, StagedReport, StagingFolder, staging_directory
 
 STAGE_BYTES = 8 << 20
 """How many bytes of a task's rows, in Arrow's form, are grouped by stream at a time."""
@@ -115,11 +115,11 @@ def publisher(**options: object) -> Callable[[DataFrame, int], None]:
 
 
 @dataclass
-class Message(WriterCommitMessage):
+class TaskMessage(WriterCommitMessage):
     """A task's result for the driver."""
 
     app: str
-    staged: Staged
+    staged: StagedReport
 
 
 class BatchWriter(DataSourceArrowWriter):
@@ -131,8 +131,8 @@ class BatchWriter(DataSourceArrowWriter):
         self._folder = options.folder(self._app, once=options.app is None)
         self._batch = options.version or 0
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Message:
-        return Message(self._app, _stage(self._options, self._folder, iterator))
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskMessage:
+        return TaskMessage(self._app, _stage(self._options, self._folder, iterator))
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         commit(self._options.place, self._folder, self._app, self._batch, _staged(messages))
@@ -147,11 +147,11 @@ class StreamWriter(DataSourceStreamArrowWriter):
     def __init__(self, options: SinkOptions) -> None:
         self._options = options
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Message:
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskMessage:
         app = self._options.app or _context().getLocalProperty("sql.streaming.queryId")
         if not app:
             raise InvalidArgument("Spark gives no id of the query: give the option 'txnAppId'")
-        return Message(app, _stage(self._options, self._options.folder(app), iterator))
+        return TaskMessage(app, _stage(self._options, self._options.folder(app), iterator))
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         app = _app(messages)
@@ -166,21 +166,21 @@ class StreamWriter(DataSourceStreamArrowWriter):
 
 
 def _app(messages: Sequence[WriterCommitMessage | None]) -> str | None:
-    return next((message.app for message in messages if isinstance(message, Message)), None)
+    return next((message.app for message in messages if isinstance(message, TaskMessage)), None)
 
 
-def _staged(messages: Sequence[WriterCommitMessage | None]) -> list[Staged]:
+def _staged(messages: Sequence[WriterCommitMessage | None]) -> list[StagedReport]:
     """Return the staged files of the tasks that did not fail."""
-    return [message.staged for message in messages if isinstance(message, Message)]
+    return [message.staged for message in messages if isinstance(message, TaskMessage)]
 
 
 # ---- in a task -------------------------------------------------------------------------------------------------------
 
 
-def _stage(options: SinkOptions, folder: StagingFolder, iterator: Iterator[pa.RecordBatch]) -> Staged:
+def _stage(options: SinkOptions, folder: StagingFolder, iterator: Iterator[pa.RecordBatch]) -> StagedReport:
     """Write a task's rows to a file of its own."""
     _check_shared(options)
-    context, grouping = _context(), Grouping(options.namespace)
+    context, grouping = _context(), RowGrouping(options.namespace)
     file = StagedFile(folder.path, context.partitionId(), context.taskAttemptId())
     try:
         for rows in _gathered(iterator):

@@ -36,11 +36,11 @@ from ..streams.subscriptions import Selector
 from .access import QueueAccess, QueueState
 from .columns import TYPES as COLUMN_TYPES
 from .columns import ColumnReader
-from .decoding import Decoder, Decoding, decoder_of, value_ddl
-from .options import VALUE, Decode, SourceOptions, source_options
+from .decoding import PayloadDecoder, PayloadDecoding, decoder_of, value_ddl
+from .options import VALUE, DecodeOptions, SourceOptions, source_options
 from .place import ProviderPlace
-from .planning import Range, estimated_events, plan, ranges
-from .positions import Offset, Progress, from_spark, resolve, shares, spark_offset
+from .planning import QueueRange, estimated_events, plan, ranges
+from .positions import Offset, QueryProgress, from_spark, resolve, shares, spark_offset
 
 _DDL = {
     "namespace": "STRING",
@@ -124,7 +124,7 @@ def _options_in(schema: StructType) -> Mapping[str, str]:
 class RangePartition(InputPartition):
     """Ranges of queues that one task reads, one after the other."""
 
-    def __init__(self, parts: Sequence[Range]) -> None:
+    def __init__(self, parts: Sequence[QueueRange]) -> None:
         self.ranges = parts
 
 
@@ -137,7 +137,7 @@ class _Reading:
         arrow = to_arrow_schema(schema, timezone="UTC")
         _check_schema(arrow, self.options.columns)
         decode = self.options.decode
-        self.decoding = decode and Decoding(_decoder(decode, arrow), self.options.columns, fail=decode.fail)
+        self.decoding = decode and PayloadDecoding(_decoder(decode, arrow), self.options.columns, fail=decode.fail)
 
     def check_retained(self, queue: int, start: int, first: int) -> int:
         """Return the offset where reading starts. Raise OffsetsGone if `failOnDataLoss` is set and `start` is lost."""
@@ -156,7 +156,7 @@ class _Reading:
                 "false to go on with the stored events"
             )
 
-    def check_same(self, progress: Progress) -> None:
+    def check_same(self, progress: QueryProgress) -> None:
         """Raise InvalidArgument if `failOnDataLoss` is set and a checkpoint is of another log."""
         if not progress.same and self.options.fail_on_data_loss:
             raise InvalidArgument(
@@ -183,7 +183,7 @@ class _Reading:
             batches = self._batches(access, columns, one)
             yield from map(decoding.with_value, batches) if decoding else batches
 
-    def _batches(self, access: QueueAccess, columns: ColumnReader, one: Range) -> Iterator[pa.RecordBatch]:
+    def _batches(self, access: QueueAccess, columns: ColumnReader, one: QueueRange) -> Iterator[pa.RecordBatch]:
         try:
             yield from columns.batches(one.queue, access.read(one.queue, one.start, one.end, self.options.selector))
         except OffsetsGone as gone:  # retention removed it after the query was planned
@@ -209,7 +209,7 @@ def _check_schema(given: pa.Schema, names: Sequence[str]) -> None:
         )
 
 
-def _decoder(decode: Decode, schema: pa.Schema) -> Decoder:
+def _decoder(decode: DecodeOptions, schema: pa.Schema) -> PayloadDecoder:
     value = schema.field(VALUE).type if VALUE in schema.names else pa.struct([])
     return decoder_of(decode, value)
 
@@ -233,7 +233,7 @@ class BatchReader(DataSourceReader):
         return self._reading.batches(partition)
 
 
-def _check_namespace(access: QueueAccess, options: SourceOptions, whole: Sequence[Range]) -> None:
+def _check_namespace(access: QueueAccess, options: SourceOptions, whole: Sequence[QueueRange]) -> None:
     """Raise NotFound for a namespace without any event: it may be mistyped.
 
     If there are more events than `_SOUGHT_EVENTS`, the namespace is assumed to be among the others: reading on would
@@ -338,12 +338,12 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _offset(self, offsets: Sequence[int]) -> Offset:
         return spark_offset(offsets, self._access, self._reading.options.selector)
 
-    def _progress(self, offset: Mapping[str, Any]) -> Progress:
+    def _progress(self, offset: Mapping[str, Any]) -> QueryProgress:
         progress = from_spark(offset, self._access, self._reading.options.selector)
         self._reading.check_same(progress)
         return progress
 
-    def _starts(self, progress: Progress, states: Sequence[QueueState]) -> list[int]:
+    def _starts(self, progress: QueryProgress, states: Sequence[QueueState]) -> list[int]:
         """Return the next offset of each queue. If the log is another one, or a queue ends before the offset, and
         that is no error, reading begins again at the first batch."""
         if not progress.same:
@@ -372,7 +372,7 @@ def _dealt(backlogs: Sequence[int], limit: int | None) -> Sequence[int | None]:
     return [None] * len(backlogs) if limit is None else shares(backlogs, limit)
 
 
-def _estimated_bytes(wanted: Range, state: QueueState) -> int:
+def _estimated_bytes(wanted: QueueRange, state: QueueState) -> int:
     batches = state.next - state.first
     each = state.nbytes / batches if state.nbytes is not None and batches else 1
     return max(round((wanted.end - wanted.start) * each), 1)

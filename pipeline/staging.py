@@ -48,7 +48,7 @@ from ..store.datadir import write_through
 from ..streams.durable import make_durable_directory, sync_directory
 from ..streams.errors import DataDirectoryError, InvalidArgument, StorageError, StorageFull
 from ..streams.private_files import make_file, opener
-from .grouping import Grouped
+from .grouping import EncodedBatches
 
 ORPHAN_AGE_S = 3 * 24 * 3600
 """An orphan is removed at this age, in seconds. No running write has a task that finished so long ago."""
@@ -63,7 +63,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _STAGED, _MANIFEST, _DONE, _UNFINISHED = ".staged", ".manifest", ".done", ".unfinished"
 
 
-class Cutting(NamedTuple):
+class PublishChunkLimits(NamedTuple):
     """Limits of a chunk, the batches that are published in one call.
 
     The manifest has them, because a process that goes on with a batch must cut it as the first process did.
@@ -73,17 +73,17 @@ class Cutting(NamedTuple):
     max_batches: int
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class BatchManifest(msgspec.Struct, frozen=True):
     """The content of a batch."""
 
     batch: int
     files: Sequence[str]
     """Names of staged files in the folder, in the order of the tasks."""
-    cutting: Cutting
+    cutting: PublishChunkLimits
     format: int = 1
 
 
-class Staged(NamedTuple):
+class StagedReport(NamedTuple):
     """A staged file, as the task reports it to the driver."""
 
     name: str
@@ -104,7 +104,7 @@ class StagedFile:
             make_durable_directory(folder)
             self._file = open(folder / self.name, "xb", opener=opener)  # noqa: SIM115 (closed by `close`)
 
-    def add(self, batches: Grouped) -> None:
+    def add(self, batches: EncodedBatches) -> None:
         """Append batches. Raise StorageError, StorageFull."""
         columns = (batches.lengths, batches.counts, batches.prefixes)
         table = b"".join(np.array(column, _TABLE).tobytes() for column in columns)
@@ -120,17 +120,17 @@ class StagedFile:
             self._file.write(elements)
         self._events += sum(batches.counts)
 
-    def finish(self) -> Staged:
+    def finish(self) -> StagedReport:
         """Make the file durable. A task without rows leaves no file, and returns an empty name."""
         with _FileErrors(self._folder):
             if not self._events:
                 self.discard()
-                return Staged("", self._partition, 0)
+                return StagedReport("", self._partition, 0)
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
             sync_directory(self._folder)
-        return Staged(self.name, self._partition, self._events)
+        return StagedReport(self.name, self._partition, self._events)
 
     def discard(self) -> None:
         """Remove the file. Idempotent."""
@@ -186,10 +186,10 @@ def read_segments(path: Path) -> Iterator[StagedSegment]:
 
 
 def _damaged(path: Path) -> DataDirectoryError:
-    return DataDirectoryError(f"{path} is damaged: it is not what was staged")
+    return DataDirectoryError(f"'{path}' is damaged: it is not what was staged")
 
 
-def chunks(segments: Iterable[StagedSegment], cutting: Cutting) -> Iterator[Chunk]:
+def chunks(segments: Iterable[StagedSegment], cutting: PublishChunkLimits) -> Iterator[Chunk]:
     """Cut the batches of all segments into chunks of at least one batch. Pure: the same input gives the same chunks."""
     chunk: list[SegmentSpan] = []
     left = cutting
@@ -206,7 +206,7 @@ def chunks(segments: Iterable[StagedSegment], cutting: Cutting) -> Iterator[Chun
             last = max(last, first + 1)
             end = int(ends[last - 1])
             chunk.append(SegmentSpan(segment, first, last, start, end))
-            left = Cutting(left.max_bytes - (end - start), left.max_batches - (last - first))
+            left = PublishChunkLimits(left.max_bytes - (end - start), left.max_batches - (last - first))
             first, start = last, end
     if chunk:
         yield chunk
@@ -224,7 +224,7 @@ class StagingFolder:
     def of(cls, staging: Path, provider: str, app: str, *, once: bool = False) -> Self:
         return cls(staging / provider / (f"once-{app}" if once else f"app-{_folder_name(app)}"), once=once)
 
-    def claim(self, manifest: Manifest) -> Manifest:
+    def claim(self, manifest: BatchManifest) -> BatchManifest:
         """Store the manifest of a batch if it has none. Return its manifest: the one that was stored first."""
         path = self._manifest(manifest.batch)
         unfinished = self.path / f"{manifest.batch}.{uuid.uuid4().hex}{_UNFINISHED}"
@@ -240,11 +240,11 @@ class StagingFolder:
             sync_directory(self.path)
         return manifest
 
-    def manifest(self, batch: int) -> Manifest | None:
+    def manifest(self, batch: int) -> BatchManifest | None:
         """Return the manifest of a batch. None: it has none, or has none any more."""
         path = self._manifest(batch)
         try:
-            return msgspec.json.decode(path.read_bytes(), type=Manifest)
+            return msgspec.json.decode(path.read_bytes(), type=BatchManifest)
         except FileNotFoundError:
             return None
         except msgspec.DecodeError:
@@ -257,7 +257,7 @@ class StagingFolder:
         except FileNotFoundError:
             return 0.0
 
-    def pending(self, up_to: int) -> list[Manifest]:
+    def pending(self, up_to: int) -> list[BatchManifest]:
         """Return the manifests of batches up to `up_to` that are not done, in order."""
         done = self.done()
         batches = sorted(batch for batch in self._numbers(_MANIFEST) if done < batch <= up_to)
@@ -367,8 +367,8 @@ class _FileErrors:
         if not isinstance(error, OSError):
             return
         if error.errno in _NO_SPACE:
-            raise StorageFull(f"staging {self._folder}: no space left: free some, then run this again") from None
+            raise StorageFull(f"staging '{self._folder}': no space left: free some, then run this again") from None
         raise StorageError(
-            f"staging {self._folder}: cannot be used: {error.strerror}: the driver and all executors have to share and "
-            "write this directory"
+            f"staging '{self._folder}': cannot be used: {error.strerror}: the driver and all executors have to share "
+            "and write this directory"
         ) from None

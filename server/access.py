@@ -50,14 +50,14 @@ class Permission(enum.Enum):
         return self.value if self is Permission.MANAGE else f"{self.value} to"
 
 
-class Grant(NamedTuple):
+class NamespaceGrant(NamedTuple):
     """A set of namespaces: those in `exact`, and those that begin with one of `prefixes`."""
 
     exact: frozenset[str] = frozenset()
     prefixes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, patterns: Iterable[str]) -> Grant:
+    def of(cls, patterns: Iterable[str]) -> NamespaceGrant:
         """Make a grant from patterns: each is a namespace, or the beginning of one and a `*`. Raise InvalidArgument.
 
         As in a selector, `%2A`, `%2F`, `%3F` and `%25` are the characters `*`, `/`, `?` and `%` themselves.
@@ -117,14 +117,14 @@ class Principal:
 
     name: str
     """The client of its token, or the common name of its certificate; "" if it has neither."""
-    grants: Mapping[Permission, Grant]
+    grants: Mapping[Permission, NamespaceGrant]
     account: str = ""
     """The owner of the caller's producer ids: see `producer_of`. "" for callers that need no credentials."""
 
     @classmethod
     def of(cls, name: str, permissions: Mapping[Permission, Iterable[str]]) -> Principal:
         """Make a principal from patterns of namespaces by permission. Raise InvalidArgument for a bad pattern."""
-        return cls(name, {permission: Grant.of(patterns) for permission, patterns in permissions.items()})
+        return cls(name, {permission: NamespaceGrant.of(patterns) for permission, patterns in permissions.items()})
 
     def allows(self, permission: Permission, namespace: str) -> bool:
         return self._grant(permission).covers(namespace)
@@ -204,11 +204,11 @@ class Principal:
     def __str__(self) -> str:
         return f"client {self.name!r}" if self.name else "a client without a name"
 
-    def _grant(self, permission: Permission) -> Grant:
+    def _grant(self, permission: Permission) -> NamespaceGrant:
         return self.grants.get(permission, _NOTHING)
 
 
-_NOTHING = Grant()
+_NOTHING = NamespaceGrant()
 
 EVERYTHING = Principal.of("", dict.fromkeys(Permission, ("*",)))
 """The caller, if the silo needs no tokens: only its address or client certificates restrict access."""
@@ -250,7 +250,7 @@ def new_token(
     if not granted:
         raise InvalidArgument(f"token {name!r} would have no permission: give it --publish, --subscribe or --manage")
     for patterns in granted.values():
-        Grant.of(patterns)
+        NamespaceGrant.of(patterns)
     text = TOKEN_PREFIX + base64.urlsafe_b64encode(secrets.token_bytes(TOKEN_BYTES)).rstrip(b"=").decode()
     record = TokenRecord(name, token_hash(text), granted, created_at_us, name if client is None else client)
     return NewToken(text, record)
@@ -269,7 +269,7 @@ def token_hash(text: str) -> bytes:
 def principal_of(record: TokenRecord) -> Principal:
     """Return the caller of a token. Raise InvalidArgument for a record that this version cannot read."""
     try:
-        grants = {Permission(name): Grant.of(given) for name, given in record.permissions.items()}
+        grants = {Permission(name): NamespaceGrant.of(given) for name, given in record.permissions.items()}
         return Principal(record.client, grants, account_of_client(record.client))
     except ValueError as error:
         raise InvalidArgument(f"token {record.name!r}: {error}") from None

@@ -66,7 +66,7 @@ class GrpcConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
 
 
-class Credentials(NamedTuple):
+class TlsCredentials(NamedTuple):
     """Certificates and key for TLS, PEM."""
 
     certificate: bytes
@@ -75,7 +75,7 @@ class Credentials(NamedTuple):
     """Clients need a certificate that one of these signed. None: they need no certificate."""
 
 
-def read_credentials(grpc: GrpcConfig) -> Credentials | None:
+def read_credentials(grpc: GrpcConfig) -> TlsCredentials | None:
     """Read the files that the options name. Return None without TLS.
 
     Raises InvalidArgument with the option and the file if one cannot be read or used.
@@ -85,7 +85,7 @@ def read_credentials(grpc: GrpcConfig) -> Credentials | None:
     certificate, key = _pem("certificate", grpc.certificate), _pem("key", grpc.key)
     client_ca = None if grpc.client_ca is None else _pem("client_ca", grpc.client_ca)
     _check_usable(grpc.certificate, grpc.key, grpc.client_ca)
-    return Credentials(certificate, key, client_ca)
+    return TlsCredentials(certificate, key, client_ca)
 
 
 def _pem(option: str, file: str) -> bytes:

@@ -17,11 +17,11 @@ import grpc.aio
 from ..client.grpc_process import use_grpc
 from ..streams.errors import Busy, InvalidArgument
 from .access import Authenticator
-from .config import Credentials, GrpcConfig, read_credentials
+from .config import GrpcConfig, TlsCredentials, read_credentials
 from .guard import Guard, Method
 from .limits import ClientLimits, Limits
 from .native_server import native_serving
-from .probes import HEALTH, Health, reflection_methods
+from .probes import HEALTH, HealthReporter, reflection_methods
 
 log = logging.getLogger("headrace.silo")
 
@@ -81,7 +81,7 @@ def _server(guard: Guard, methods: Sequence[Method], limits: ClientLimits) -> gr
     use_grpc()
     server = grpc.aio.server(options=_options(limits))
     own = sorted({method.service for method in methods})
-    probes = [*Health(guard).methods(), *reflection_methods([*own, HEALTH])]
+    probes = [*HealthReporter(guard).methods(), *reflection_methods([*own, HEALTH])]
     guard.offer([*methods, *probes])
     for service, handlers in guard.handlers([*methods, *probes]).items():
         server.add_registered_method_handlers(service, dict(handlers))
@@ -113,7 +113,7 @@ def _ms(seconds: float) -> int:
     return round(seconds * 1000)
 
 
-async def _bind(server: grpc.aio.Server, config: GrpcConfig, credentials: Credentials | None) -> int:
+async def _bind(server: grpc.aio.Server, config: GrpcConfig, credentials: TlsCredentials | None) -> int:
     """Bind the port and return it. Raise Busy, OSError."""
     assert config.port is not None
     await _check_free(config.host, config.port)
@@ -149,7 +149,7 @@ def _try_to_bind(probe: socket.socket, address: Any) -> None:
         raise Busy(f"{where} is in use by another process: name another port for gRPC, or leave it out") from None
 
 
-def _tls(credentials: Credentials) -> grpc.ServerCredentials:
+def _tls(credentials: TlsCredentials) -> grpc.ServerCredentials:
     pair = (credentials.key, credentials.certificate)
     ca = credentials.client_ca
     return grpc.ssl_server_credentials([pair], root_certificates=ca, require_client_auth=ca is not None)

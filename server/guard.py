@@ -230,8 +230,7 @@ class Guard:
         self._closing: dict[str, asyncio.Event] = {}
         self.change = asyncio.Event()
         """Set when a service is closed or reopened; each change has a new event."""
-        self.announced: tuple[tuple[str, str], ...] = ()
-        """Trailing metadata of probes."""
+        self._announced: tuple[tuple[str, str], ...] = ()
         self._limits = limits
         self._unlimited = Limits(UNLIMITED, asyncio.get_running_loop().time)
         """For other silos: they limit their own clients."""
@@ -256,6 +255,10 @@ class Guard:
     def services(self) -> Mapping[str, bool]:
         """Whether each service is open, by name."""
         return {name: not closing.is_set() for name, closing in self._closing.items()}
+
+    def announce(self, name: str, value: str) -> None:
+        """Send this metadata with the answers to probes from now on."""
+        self._announced = (*self._announced, (name, value))
 
     def close(self, service: str) -> None:
         """Refuse new calls, and tell the open ones to end."""
@@ -308,8 +311,8 @@ class Guard:
         return converse
 
     async def _serve(self, method: Method, context: Context, *requests: bytes) -> Any:
-        if method.probe and self.announced:
-            context.set_trailing_metadata(self.announced)
+        if method.probe and self._announced:
+            context.set_trailing_metadata(self._announced)
         try:
             return await self.run(method, GrpcCall(context), *requests)
         except Exception as error:  # noqa: BLE001 (the caller gets a status, and the log the bugs)

@@ -19,13 +19,13 @@ REQUEST_S = 5.0
 """Time that a client has to send its request, in seconds. Then its connection is closed."""
 
 
-class Answer(NamedTuple):
+class HttpAnswer(NamedTuple):
     body: bytes
     content_type: str = "text/plain; charset=utf-8"
     status: HTTPStatus = HTTPStatus.OK
 
 
-Route = Callable[[], Awaitable[Answer]]
+Route = Callable[[], Awaitable[HttpAnswer]]
 
 
 @asynccontextmanager
@@ -70,7 +70,7 @@ async def _converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
         writer.close()
 
 
-async def _answer(request: bytes, routes: Mapping[str, Route]) -> Answer:
+async def _answer(request: bytes, routes: Mapping[str, Route]) -> HttpAnswer:
     method, _, rest = request.partition(b"\r\n")[0].decode("latin-1").partition(" ")
     if method not in ("GET", "HEAD"):
         return _plain(HTTPStatus.METHOD_NOT_ALLOWED)
@@ -84,11 +84,11 @@ async def _answer(request: bytes, routes: Mapping[str, Route]) -> Answer:
         return _plain(HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
-def _plain(status: HTTPStatus) -> Answer:
-    return Answer(f"{status.phrase}\n".encode(), status=status)
+def _plain(status: HTTPStatus) -> HttpAnswer:
+    return HttpAnswer(f"{status.phrase}\n".encode(), status=status)
 
 
-def _encode(answer: Answer, *, head_only: bool) -> bytes:
+def _encode(answer: HttpAnswer, *, head_only: bool) -> bytes:
     head = (
         f"HTTP/1.1 {answer.status.value} {answer.status.phrase}\r\n"
         f"Content-Type: {answer.content_type}\r\n"

@@ -62,12 +62,20 @@ _BEGINNING = OPENING.size + 255
 class NativeCall(GuardedCall):
     """A call over the native protocol, which runs in a task of its own."""
 
-    def __init__(self, connection: NativeServerConnection, number: int, method: Method, request: bytes) -> None:
+    def __init__(
+        self,
+        connection: NativeServerConnection,
+        number: int,
+        method: Method,
+        request: bytes,
+        deadline: float | None,
+    ) -> None:
+        """`deadline` is in seconds of the loop's clock."""
         super().__init__(connection.peer, connection.authorization)
         self.messages = PacketStream(connection, number)
         self.number = number
         self.size = len(request)
-        self.deadline: float | None = None
+        self._deadline = deadline
         self._connection = connection
         self._method = method
         self._stopped = False
@@ -91,7 +99,7 @@ class NativeCall(GuardedCall):
         await self.messages.write(message)
 
     def remaining_s(self) -> float | None:
-        return None if self.deadline is None else self.deadline - self._connection.loop.time()
+        return None if self._deadline is None else self._deadline - self._connection.loop.time()
 
     def stop(self) -> None:
         """The caller has cancelled the call, or is gone."""
@@ -190,8 +198,8 @@ class NativeServerConnection(PacketConnection):
         elif self._is_full(len(body)):
             self.refuse(number, failure_of(self._unread_error()))
         else:
-            call = self._calls[number] = NativeCall(self, number, method, body[at:])
-            call.deadline = self.loop.time() + deadline_ms / 1000 if deadline_ms else None
+            deadline = self.loop.time() + deadline_ms / 1000 if deadline_ms else None
+            call = self._calls[number] = NativeCall(self, number, method, body[at:], deadline)
             self.unread += call.size
 
     def _number(self, number: int) -> None:
@@ -335,7 +343,7 @@ async def native_serving(config: GrpcConfig, guard: Guard, methods: Sequence[Met
         for each in sockets
     ]
     log.info("native protocol on port %d of %s", sockets[0].getsockname()[1], config.host)
-    guard.announced = ((ANNOUNCED, f"{sockets[0].getsockname()[1]} {native.process.hex()}"),)
+    guard.announce(ANNOUNCED, f"{sockets[0].getsockname()[1]} {native.process.hex()}")
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.Se
 """The two versions have the same messages."""
 
 
-class Health:
+class HealthReporter:
     """Reports which services are open. The name "" stands for all services."""
 
     def __init__(self, guard: Guard) -> None:

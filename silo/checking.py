@@ -18,6 +18,7 @@ from ..adapters.log.environment import has_log
 from ..adapters.log.inspection import LogInspection, QueueReport
 from ..store.control_store import ControlStore, ProviderRecord
 from ..store.datadir import MARKER, check_control, find_data_directory
+from ..store.write_ahead_log import find_damage
 from ..streams.errors import DataDirectoryError, HeadraceError, StorageError
 from ..streams.remedies import remedy
 from .ownership import identity_key
@@ -28,7 +29,7 @@ _ATTEMPTS = 3
 _BACKUP = "restore it from a backup"
 
 
-class Finding(NamedTuple):
+class CheckFinding(NamedTuple):
     """One fault of a data directory."""
 
     kind: Kind
@@ -40,7 +41,7 @@ class Finding(NamedTuple):
         return f"{self.kind}: {self.where}: {self.what}: {self.remedy}"
 
 
-class Checked(NamedTuple):
+class CheckedAmounts(NamedTuple):
     """How much of a data directory was read."""
 
     providers: int = 0
@@ -48,15 +49,15 @@ class Checked(NamedTuple):
     nbytes: int = 0
 
 
-class Check:
+class DirectoryCheck:
     """One check of a data directory; `findings` and `checked` grow while it runs.
 
     `tell` is called with the extent of the check so far, about every 8 MiB, from any thread.
     """
 
-    def __init__(self, data: Path, control: str | None, tell: Callable[[Checked], None]) -> None:
-        self.findings: list[Finding] = []
-        self.checked = Checked()
+    def __init__(self, data: Path, control: str | None, tell: Callable[[CheckedAmounts], None]) -> None:
+        self.findings: list[CheckFinding] = []
+        self.checked = CheckedAmounts()
         self.skipped: list[str] = []
         """Parts that could not be checked from here, and are no fault."""
         self._data = data
@@ -80,7 +81,7 @@ class Check:
                     await self._provider(store, name, known.get(name), own / name)
 
     def _found(self, kind: Kind, where: str, what: str, remedy: str) -> None:
-        self.findings.append(Finding(kind, where, what, remedy))
+        self.findings.append(CheckFinding(kind, where, what, remedy))
 
     def _remedy(self, command: str, *arguments: object, provider: str | None = None) -> str:
         store = () if self._control is None else ("--store", "URL")  # the URL may have a password
@@ -118,6 +119,9 @@ class Check:
                 what = "it is missing or empty, and there is no log: this directory holds no data"
                 self._found("missing", "control.db", what, f"check the directory's name, or {_BACKUP}")
             return None
+        if (damage := find_damage(control_db)) is not None:
+            way = f"{_BACKUP}, or continue with the data saved before it with {self._remedy('repair control')}"
+            self._found("damaged", "control.db", str(damage), way)
         faults = ["it cannot be read"]
         for _ in range(_ATTEMPTS):
             faults = _copy_database(control_db, copy)

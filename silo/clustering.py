@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import socket
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,8 @@ from typing import Protocol
 
 from ..balancer.membership import Membership
 from ..client.transport import StreamCall
-from ..server.access import SiloSecrets, new_silo_secret, silo_hash
+from ..server.access import PEER, SiloSecrets, new_silo_secret, silo_hash
+from ..server.guard import Method
 from ..store.control_store import ControlStore
 from ..store.datadir import DataDirectory, place_of
 from ..streams.cluster import LIVING, ClusterView, SiloRecord, SiloState
@@ -50,8 +51,7 @@ class Clustering:
         self.secret = new_silo_secret()
         """The secret of this run of the silo. Other silos read its hash from the store."""
         self.placements = ClusterPlacements()
-        self.services: InProcessTransport | None = None
-        """The services of this silo with the permissions of other silos. Set when gRPC is served."""
+        self._services: InProcessTransport | None = None
         self.view: ClusterView | None = None
         self._config = config
         self._cluster = cluster
@@ -102,8 +102,8 @@ class Clustering:
                 settings=self._cluster.shared(),
                 process=place,
                 public_address=self._cluster.public_address or "",
+                on_view=self._take_view,
             )
-            membership.on_view = self._take_view
             # Before the first lease: a stopped queue must not be read.
             await asyncio.gather(*(provider.manager.control_requests.apply() for provider in self._providers.values()))
             await membership.join()
@@ -213,13 +213,17 @@ class Clustering:
             raise Unavailable(f"silo {silo!r} is not a living member: see `headrace cluster`")
         return record
 
+    def serve(self, methods: Sequence[Method]) -> None:
+        """Take the services of this silo for its own calls, with the permissions of other silos."""
+        self._services = InProcessTransport(methods, PEER)
+
     @property
     def _own_services(self) -> InProcessTransport:
-        assert self.services is not None
-        return self.services
+        assert self._services is not None, "`serve` was not called"
+        return self._services
 
 
-class HasView(Protocol):
+class ViewStore(Protocol):
     """A store that returns views of the cluster."""
 
     async def view(self) -> ClusterView: ...
@@ -228,7 +232,7 @@ class HasView(Protocol):
 class SecretsOfView(SiloSecrets):
     """The secrets of all silos in a view of the cluster, in any state: a silo that left still finishes its calls."""
 
-    def __init__(self, store: HasView, own_hash: str) -> None:
+    def __init__(self, store: ViewStore, own_hash: str) -> None:
         self._store = store
         self._own = frozenset([own_hash])
         self._known = self._own

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..adapters import Backlog, ProducerSequence, QueueAdapter, Receipt
 from ..adapters.forwarding import ForwardingAdapter
-from ..store.delays import RELEASE_BATCHES, RELEASE_BYTES, DelayedBacklog, DelayedCall, DelayStore, Release
+from ..store.delays import RELEASE_BATCHES, RELEASE_BYTES, DelayedBacklog, DelayedCall, DelayRelease, DelayStore
 from ..streams.background import BackgroundTasks
 from ..streams.backoff import Backoff
 from ..streams.delays import STORE
@@ -278,7 +278,7 @@ class DelayingAdapter(ForwardingAdapter):
         await self._publish_all(releases)
         return 0.0
 
-    async def _publish_all(self, releases: Sequence[Release]) -> None:
+    async def _publish_all(self, releases: Sequence[DelayRelease]) -> None:
         """Publish releases independently. Any process can take a failed one after its claim has ended."""
         outcomes = await asyncio.gather(*map(self._publish, releases), return_exceptions=True)
         done = [release for release, error in zip(releases, outcomes, strict=True) if error is None]
@@ -295,7 +295,7 @@ class DelayingAdapter(ForwardingAdapter):
             else:
                 raise error
 
-    async def _publish(self, release: Release) -> None:
+    async def _publish(self, release: DelayRelease) -> None:
         if release.damage:
             raise StorageError(release.damage)
         last = LastCall(await self.inner.last_sequence(release.producer))

@@ -8,12 +8,11 @@ from datetime import timedelta
 from functools import partial
 
 from ..adapters import ProducerSequence, Receipt
-from ..streams.arguments import check_call
 from ..streams.errors import InvalidArgument
 from ..streams.events import Event, EventBatch
 from ..streams.identity import SequenceToken, StreamId
 from ..streams.publishing import (
-    UnderWay,
+    PendingPublishes,
     check_producer,
     check_schedules,
     check_sequence,
@@ -38,7 +37,7 @@ class EventPublisher(QueuePositions):
         # Without the option, the decorator only publishes events that were delayed before.
         decorated = parts.delays is not None and parts.options.delays is None
         self._can_delay = parts.adapter.capabilities.delay and not decorated
-        self._publishing = UnderWay()
+        self._publishing = PendingPublishes()
 
     def stream(self, namespace: str | StreamId, key: str | None = None) -> Stream:
         """A handle on a stream, by namespace and key or by id."""
@@ -48,7 +47,6 @@ class EventPublisher(QueuePositions):
             raise InvalidArgument("a stream has a namespace and a key: provider.stream('orders', '42')")
         return Stream(StreamId(namespace, key), self)
 
-    @check_call
     async def publish(
         self,
         stream: StreamId,
@@ -77,7 +75,6 @@ class EventPublisher(QueuePositions):
         assert token is not None  # only duplicates of an idempotent producer have none
         return token
 
-    @check_call
     async def publish_many(
         self, items: Iterable[tuple[StreamId, bytes | Event]], *, sequence: ProducerSequence | None = None
     ) -> Sequence[Receipt]:

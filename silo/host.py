@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from ..server.access import Authenticator, ClusterMembers, NoTokens, TokenBook
-from ..server.http import Answer, serving
+from ..server.http import HttpAnswer, serving
 from ..streams.errors import HeadraceError, InvalidArgument
-from ..streams.handlers import Declared, declared
+from ..streams.handlers import Declaration, declared
 from ..streams.wording import counted
 from .config import SiloConfig, check
-from .metrics import Observed, render
+from .metrics import ObservedProvider, render
 from .options import DEFAULT_ADAPTER
 from .provider import Provider
 from .views import lag_of
@@ -102,7 +102,7 @@ class Silo:
                     "in the configuration file"
                 )
 
-    def _declared(self) -> Sequence[Declared]:
+    def _declared(self) -> Sequence[Declaration]:
         for module in self.config.modules:
             import_module(module)
         for one in declared():
@@ -113,7 +113,7 @@ class Silo:
                 )
         return declared()
 
-    async def _start(self, subscriptions: Sequence[Declared]) -> None:
+    async def _start(self, subscriptions: Sequence[Declaration]) -> None:
         for name, options in self.config.providers.items():
             cluster = self.config.cluster
             try:
@@ -130,7 +130,7 @@ class Silo:
         for one in subscriptions:
             await self.providers[one.provider].attach(one)
 
-    def _log_ready(self, subscriptions: Sequence[Declared]) -> None:
+    def _log_ready(self, subscriptions: Sequence[Declaration]) -> None:
         if not subscriptions and self.grpc_address is None:
             log.warning("silo has no subscription to serve: name modules that declare some (--module, modules = [])")
         log.info(
@@ -188,13 +188,13 @@ class Silo:
         routes = {"/metrics": self.metrics, "/healthz": self.health}
         return serving(self.config.http.host, port, routes)
 
-    async def metrics(self) -> Answer:
+    async def metrics(self) -> HttpAnswer:
         providers = [await observed(one) for one in self.providers.values()]
         usage = None if self._guard is None else self._guard.usage()
         text = await asyncio.to_thread(render, providers, usage)  # it reads files of /proc
-        return Answer(text, "text/plain; version=0.0.4; charset=utf-8")
+        return HttpAnswer(text, "text/plain; version=0.0.4; charset=utf-8")
 
-    async def health(self) -> Answer:
+    async def health(self) -> HttpAnswer:
         """Return 200 while the silo serves and can read every queue, else 503. The body has the problems."""
         problems = {
             f"{one.name}/{queue.index}": queue.reason or queue.state
@@ -205,10 +205,10 @@ class Silo:
         good = bool(self.providers) and not problems and not self.stopping
         state = "ok" if good else "stopping" if self.stopping else "faulted" if problems else "starting"
         body = msgspec.json.encode({"state": state, "problems": problems}) + b"\n"
-        return Answer(body, "application/json", HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE)
+        return HttpAnswer(body, "application/json", HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE)
 
 
-async def observed(provider: Provider) -> Observed:
+async def observed(provider: Provider) -> ObservedProvider:
     """Return the values from which a provider's metrics are made."""
     statistics = provider.statistics()
     tails: list[Mapping[int, int]] = []
@@ -218,7 +218,7 @@ async def observed(provider: Provider) -> Observed:
         except HeadraceError:  # the queue cannot be read: its state reports that
             tails.append({})
     delayed = await _delayed(provider, [queue.index for queue in statistics.queues])
-    return Observed(provider.name, statistics, tails, delayed)
+    return ObservedProvider(provider.name, statistics, tails, delayed)
 
 
 async def _delayed(provider: Provider, queues: Sequence[int]) -> dict[int, int]:
@@ -245,4 +245,4 @@ def import_module(name: str) -> None:
             if frame.f_globals.get("__name__", "").partition(".")[0] not in INTERNAL_PACKAGES
         ]
         where = f", at {frames[-1][0]}:{frames[-1][1]}" if frames else ""
-        raise InvalidArgument(f"module {name} cannot be imported: {type(error).__name__}: {error}{where}") from error
+        raise InvalidArgument(f"module {name!r} cannot be imported: {type(error).__name__}: {error}{where}") from error

@@ -14,7 +14,7 @@ from .views import ProviderStatistics, QueueView, SubscriptionView
 _View = ProviderStatistics | QueueView | SubscriptionView
 
 
-class Observed(NamedTuple):
+class ObservedProvider(NamedTuple):
     """A provider at one moment."""
 
     provider: str
@@ -25,7 +25,7 @@ class Observed(NamedTuple):
     """By queue, the events that are not due yet, stored delayed ones included. Without a queue that cannot count."""
 
 
-class Measure(NamedTuple):
+class FieldMetric(NamedTuple):
     """A metric from a field of a view. If the field is a sequence, the metric is its length."""
 
     name: str
@@ -43,39 +43,41 @@ class Measure(NamedTuple):
         return len(value) if isinstance(value, Sequence) else value  # pyright: ignore[reportUnknownArgumentType]
 
 
-_PROVIDER: Sequence[Measure] = (
-    Measure("published_events", "Events published by this process.", "published_events", total=True),
-    Measure("published_bytes", "Bytes published by this process.", "published_bytes", total=True),
-    Measure("delays_stored_events", "Delayed events that this process stored.", "delays_stored_events", total=True),
-    Measure("delays_published_events", "Delayed events published when they were due.", "released_events", total=True),
-    Measure("delays_failing", "1 while delayed events that are due cannot be published.", "release_failing"),
+_PROVIDER: Sequence[FieldMetric] = (
+    FieldMetric("published_events", "Events published by this process.", "published_events", total=True),
+    FieldMetric("published_bytes", "Bytes published by this process.", "published_bytes", total=True),
+    FieldMetric("delays_stored_events", "Delayed events that this process stored.", "delays_stored_events", total=True),
+    FieldMetric(
+        "delays_published_events", "Delayed events published when they were due.", "released_events", total=True
+    ),
+    FieldMetric("delays_failing", "1 while delayed events that are due cannot be published.", "release_failing"),
 )
-_QUEUE: Sequence[Measure] = (
-    Measure("queue_received_events", "Events read from the queue.", "received_events", total=True),
-    Measure("queue_received_bytes", "Bytes read from the queue.", "received_bytes", total=True),
-    Measure("queue_read_offset", "Read position of the queue, exclusive.", "next_offset"),
-    Measure("cache_events", "Events in the queue's cache.", "cache_events"),
-    Measure("cache_bytes", "Bytes in the queue's cache.", "cache_bytes"),
-    Measure("cache_max_events", "Capacity of the queue's cache in events.", "max_events"),
-    Measure("cache_max_bytes", "Capacity of the queue's cache in bytes.", "max_bytes"),
-    Measure("cache_buckets", "Buckets in use, at most ten.", "buckets"),
-    Measure("cache_pressure", "1 while the cache is full and reading waits.", "pressure"),
+_QUEUE: Sequence[FieldMetric] = (
+    FieldMetric("queue_received_events", "Events read from the queue.", "received_events", total=True),
+    FieldMetric("queue_received_bytes", "Bytes read from the queue.", "received_bytes", total=True),
+    FieldMetric("queue_read_offset", "Read position of the queue, exclusive.", "next_offset"),
+    FieldMetric("cache_events", "Events in the queue's cache.", "cache_events"),
+    FieldMetric("cache_bytes", "Bytes in the queue's cache.", "cache_bytes"),
+    FieldMetric("cache_max_events", "Capacity of the queue's cache in events.", "max_events"),
+    FieldMetric("cache_max_bytes", "Capacity of the queue's cache in bytes.", "max_bytes"),
+    FieldMetric("cache_buckets", "Buckets in use, at most ten.", "buckets"),
+    FieldMetric("cache_pressure", "1 while the cache is full and reading waits.", "pressure"),
 )
-_SUBSCRIPTION: Sequence[Measure] = (
-    Measure("delivered_events", "Events delivered.", "delivered_events", total=True),
-    Measure("delivered_batches", "Batches delivered.", "delivered_batches", total=True),
-    Measure("filtered_events", "Events that the filter held back.", "filtered", total=True),
-    Measure("retries", "Deliveries tried again.", "retries", total=True),
-    Measure("dead_letters", "Events given up on and kept.", "dead_lettered", total=True),
-    Measure("skipped_events", "Events given up on and skipped.", "skipped", total=True),
-    Measure("gaps", "Ranges that were gone before they were delivered.", "gaps", total=True),
-    Measure("handlers_running", "Handlers that run now, or parcels in the hands of remote consumers.", "in_flight"),
-    Measure("streams_ready", "Streams that are ready for a handler.", "ready"),
-    Measure("streams_waiting", "Streams that wait for their next attempt.", "waiting"),
-    Measure("streams_parked", "Streams that left the cache.", "parked"),
-    Measure("streams_paused", "Streams that wait to be resumed.", "paused"),
-    Measure("subscription_held", "1 while the circuit breaker holds the subscription, or it resumes.", "held"),
-    Measure("consumers", "Remote consumers that are attached.", "consumers"),
+_SUBSCRIPTION: Sequence[FieldMetric] = (
+    FieldMetric("delivered_events", "Events delivered.", "delivered_events", total=True),
+    FieldMetric("delivered_batches", "Batches delivered.", "delivered_batches", total=True),
+    FieldMetric("filtered_events", "Events that the filter held back.", "filtered", total=True),
+    FieldMetric("retries", "Deliveries tried again.", "retries", total=True),
+    FieldMetric("dead_letters", "Events given up on and kept.", "dead_lettered", total=True),
+    FieldMetric("skipped_events", "Events given up on and skipped.", "skipped", total=True),
+    FieldMetric("gaps", "Ranges that were gone before they were delivered.", "gaps", total=True),
+    FieldMetric("handlers_running", "Handlers that run now, or parcels in the hands of remote consumers.", "in_flight"),
+    FieldMetric("streams_ready", "Streams that are ready for a handler.", "ready"),
+    FieldMetric("streams_waiting", "Streams that wait for their next attempt.", "waiting"),
+    FieldMetric("streams_parked", "Streams that left the cache.", "parked"),
+    FieldMetric("streams_paused", "Streams that wait to be resumed.", "paused"),
+    FieldMetric("subscription_held", "1 while the circuit breaker holds the subscription, or it resumes.", "held"),
+    FieldMetric("consumers", "Remote consumers that are attached.", "consumers"),
 )
 
 
@@ -87,18 +89,18 @@ _USAGE: Sequence[tuple[str, str]] = (
 )
 
 
-def render(observed: Sequence[Observed], usage: Usage | None = None) -> bytes:
+def render(observed: Sequence[ObservedProvider], usage: Usage | None = None) -> bytes:
     """Return the text of /metrics. `usage` is that of gRPC, if it is served."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collector(observed, usage))
+    registry.register(MetricsCollector(observed, usage))
     ProcessCollector(registry=registry)
     return generate_latest(registry)
 
 
-class Collector:
+class MetricsCollector:
     """Makes metric families of observed providers."""
 
-    def __init__(self, observed: Sequence[Observed], usage: Usage | None) -> None:
+    def __init__(self, observed: Sequence[ObservedProvider], usage: Usage | None) -> None:
         self._observed = observed
         self._usage = usage
 
@@ -160,7 +162,7 @@ def _used(usage: Usage) -> Iterable[Metric]:
 
 
 def _families(
-    measures: Sequence[Measure], labels: Sequence[str], views: Sequence[tuple[Sequence[str], _View]]
+    measures: Sequence[FieldMetric], labels: Sequence[str], views: Sequence[tuple[Sequence[str], _View]]
 ) -> Iterable[Metric]:
     for measure in measures:
         family = measure.family(labels)

@@ -75,7 +75,7 @@ async def check_moved_store(store: ControlStore, directory: DataDirectory) -> No
     known = [provider for provider in stored if await store.value(f"directory/{provider}") == directory.id]
     if not there or known != stored:
         raise DataDirectoryError(
-            f"data directory {directory.path}: the database there has other control data, which does not know "
+            f"data directory '{directory.path}': the database there has other control data, which does not know "
             f"{', '.join(stored) or 'any provider'}: name the database that was moved, or a copy of it"
         )
 

@@ -8,8 +8,8 @@ async with Provider.open("data") as provider:
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
@@ -17,14 +17,15 @@ from msgspec.structs import replace
 
 from ..agents import HandlerService
 from ..client.options import ConsumerOptions
-from ..streams.arguments import check_ids, check_options, check_text, one_of, refused
+from ..client.stream_provider import HandledSubscription, StreamProvider
+from ..streams.arguments import check_ids, check_methods, check_options, check_text, one_of, refused
 from ..streams.errors import InvalidArgument, NotFound, NotSupported
 from ..streams.handlers import (
     LOCAL_HANDLER_OPTIONS,
     AnyHandler,
     BatchHandler,
     BatchObserver,
-    Declared,
+    Declaration,
     EventHandler,
     Handler,
     Observer,
@@ -55,14 +56,15 @@ ANY_STREAM = "*/*"
 _CONSUMER_ONLY = ConsumerOptions.__annotations__.keys() - set(LOCAL_HANDLER_OPTIONS)
 
 
+@check_methods(StreamProvider)
 class Provider(ProviderCore):
     """One named configuration, opened in this process. Not for sharing between event loops."""
 
     def __init__(self, parts: ProviderParts) -> None:
         super().__init__(parts)
-        self.consumers: Consumers | None = None
+        self._consumers: Consumers | None = None
         """The groups of remote consumers, while a silo serves them."""
-        self.gateways: Gateways | None = None
+        self._gateways: Gateways | None = None
         """While a silo of a cluster serves remote consumers: it makes this silo the gateway of consumers here."""
         self._local_consumer: ConsumingClient | None = None
         self._stack = AsyncExitStack()
@@ -182,12 +184,12 @@ class Provider(ProviderCore):
         check_options("provider.subscribe", options, LOCAL_HANDLER_OPTIONS)
         if selector is None:
             check_no_definition_options(name, options)
-        declared = Declared.of(self.name, name, ANY_STREAM if selector is None else selector, handler, options)
+        declared = Declaration.of(self.name, name, ANY_STREAM if selector is None else selector, handler, options)
         Handler.of(handler, batch=declared.batch)
         attaching = self._attach_existing(declared) if selector is None else self.attach(declared)
         return HandlerOpening(cast("Any", attaching), "provider", name)
 
-    async def _attach_existing(self, declared: Declared) -> LocalSubscription:
+    async def _attach_existing(self, declared: Declaration) -> LocalSubscription:
         stored = await self.store.subscription(self.name, declared.definition.name)
         definition = replace(stored, filter=declared.definition.filter)
         return await self.attach(declared._replace(definition=definition))
@@ -206,11 +208,21 @@ class Provider(ProviderCore):
         if self._local_consumer is None:
             from .local import consuming  # noqa: PLC0415 (it loads gRPC's client and services)
 
-            opening = consuming(self, self.consumers, self.gateways)
+            opening = consuming(self, self._consumers, self._gateways)
             self._local_consumer = await self._stack.enter_async_context(opening)
         return self._local_consumer
 
-    async def attach(self, declared: Declared) -> LocalSubscription:
+    @contextmanager
+    def serving_consumers(self, consumers: Consumers, gateways: Gateways | None) -> Generator[None]:
+        """Let consumers of this process join the groups of remote consumers for the length of a `with`. With
+        `gateways`, they get events from the queues of other silos, too."""
+        self._consumers, self._gateways = consumers, gateways
+        try:
+            yield
+        finally:
+            self._consumers = self._gateways = None
+
+    async def attach(self, declared: Declaration) -> LocalSubscription:
         """`subscribe` with everything in one value, as the `@subscription` decorator makes it."""
         handler = Handler.of(declared.handler, batch=declared.batch)
         if declared.definition.mode is not Mode.SHARED:
@@ -290,10 +302,11 @@ class Provider(ProviderCore):
         return await (await self.local_consumer()).gaps(subscription)
 
 
+@check_methods(HandledSubscription)
 class LocalSubscription:
     """A subscription that this process serves."""
 
-    def __init__(self, provider: Provider, declared: Declared) -> None:
+    def __init__(self, provider: Provider, declared: Declaration) -> None:
         self.name = declared.definition.name
         self.definition = declared.definition
         self._provider = provider

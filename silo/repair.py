@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from ..adapters import Gap
 from ..adapters.log import LogAdapter, LogScan
-from ..adapters.log.damage import Damage
+from ..adapters.log.damage import DamagedRange
 from ..adapters.log.environment import has_log
 from ..adapters.log.renewal import new_log
 from ..balancer import StreamQueueMapper
 from ..balancer.mapper import VERSION as MAPPER_VERSION
 from ..store.control_store import ControlStore, ProviderRecord
 from ..store.datadir import DataDirectory, find_data_directory, lock, lock_subscription, open_data_directory
+from ..store.write_ahead_log import DamagedFrame, find_damage
 from ..streams.errors import Busy, DataDirectoryError, InvalidArgument, NotFound, NotSupported
 from ..streams.identity import SequenceToken, StreamId
 from ..streams.subscriptions import Checkpoint, GapRecord, SubscriptionDefinition
@@ -124,21 +125,35 @@ def _gaps(provider: str, name: str, stored: Mapping[int, Checkpoint], starts: Ma
     ]
 
 
-async def renew_control(data: Path, control: str | None = None) -> Sequence[str]:
-    """Make a control store for the logs in a data directory whose control store was lost. Return their providers.
+class RenewedControl(NamedTuple):
+    """The result of `renew_control`."""
+
+    providers: Sequence[str]
+    """Providers that the control store knows again, without subscriptions."""
+    damage: DamagedFrame | None
+    """Damage in the write-ahead log. The control store has the data that was saved before it."""
+
+
+async def renew_control(data: Path, control: str | None = None) -> RenewedControl:
+    """Make a control store for the logs in a data directory whose control store was lost.
 
     A log whose provider the control store knows stays as it is. Subscriptions, dead letters, delayed events and tokens
-    were in the lost control store, and are gone.
+    were in the lost control store, and are gone. If the write-ahead log of the control store is damaged, the data that
+    was saved before the damage stays.
 
     Raises InvalidArgument if there is nothing to do, Busy if a process serves a subscription or is a silo of a cluster
     there: it goes on with the lost control store. DataDirectoryError, StorageError.
     """
-    async with _unused(data), control_store(data, control, control_lost=True) as (directory, store):
+    async with AsyncExitStack() as stack:
+        directory = await stack.enter_async_context(_unused(data))
+        damage = None if control else await asyncio.to_thread(find_damage, directory.control_db)
+        # SQLite uses the write-ahead log up to the damage, and removes the log when the database is closed.
+        directory, store = await stack.enter_async_context(control_store(data, control, control_lost=True))
         known = {each.name for each in await store.providers()}
         lost = [each for each in await asyncio.to_thread(_logs, directory) if each.name not in known]
-        if not lost:
+        if not lost and damage is None:
             raise InvalidArgument(
-                f"data directory {data}: its control store knows the provider of each log: there is nothing to make "
+                f"data directory '{data}': its control store knows the provider of each log: there is nothing to make "
                 "anew; to give up the subscriptions that it has, move control.db away first"
             )
         for own in lost:
@@ -147,18 +162,18 @@ async def renew_control(data: Path, control: str | None = None) -> Sequence[str]
             await store.register_provider(own.name, adapter="log", queues=queues, mapper=MAPPER_VERSION)
             if directory.id:
                 await store.set_value(f"directory/{own.name}", directory.id)
-        return [own.name for own in lost]
+        return RenewedControl([own.name for own in lost], damage)
 
 
 @asynccontextmanager
-async def _unused(data: Path) -> AsyncGenerator[None]:
-    """Hold all locks in a data directory. Raises Busy, and DataDirectoryError if it is none."""
+async def _unused(data: Path) -> AsyncGenerator[DataDirectory]:
+    """Hold all locks in a data directory, and give it. Raises Busy, and DataDirectoryError if it is none."""
     directory = await asyncio.to_thread(find_data_directory, data)
     with ExitStack() as locks:
         for file in await asyncio.to_thread(lambda: sorted((directory.path / "locks").glob("*/*.lock"))):
-            what = f"data directory {data} is used, see {file.relative_to(directory.path)},"
+            what = f"data directory '{data}' is used, see {file.relative_to(directory.path)},"
             locks.enter_context(await asyncio.to_thread(lock, directory, file.parent.name, file.stem, what))
-        yield
+        yield directory
 
 
 def _logs(directory: DataDirectory) -> list[Path]:
@@ -177,7 +192,7 @@ def _made_with(own: Path) -> tuple[int, str]:
 class SkippedDamage(NamedTuple):
     """The result of `skip_damage`."""
 
-    damages: Sequence[Damage]
+    damages: Sequence[DamagedRange]
     noted: Sequence[str]
     """Subscriptions that got a gap record now."""
     serving: Sequence[str]

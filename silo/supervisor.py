@@ -21,7 +21,7 @@ import msgspec
 from ..streams.background import BackgroundTasks, end
 from ..streams.backoff import Backoff
 from ..streams.errors import InvalidArgument
-from ..streams.outcomes import DONE, FAILED, USAGE, Failed
+from ..streams.outcomes import DONE, FAILED, USAGE, CommandFailed
 from .config import ClusterConfig, SiloConfig, check, parse_address
 
 log = logging.getLogger("headrace.silo")
@@ -130,7 +130,7 @@ class WorkerExit(NamedTuple):
         return f"exit code {self.code}"
 
 
-class Worker:
+class SiloWorker:
     """One silo of the cluster. It has one process at a time."""
 
     def __init__(self, config: SiloConfig) -> None:
@@ -221,11 +221,11 @@ def _pipe() -> tuple[int, int]:
     return writing, reading
 
 
-class Supervisor:
+class WorkerSupervisor:
     """Keeps the workers running. Call `run` once."""
 
     def __init__(self, configs: Sequence[SiloConfig]) -> None:
-        self.workers = [Worker(config) for config in configs]
+        self.workers = [SiloWorker(config) for config in configs]
         self._stopping = asyncio.Event()
         self._failed = False
 
@@ -270,20 +270,22 @@ class Supervisor:
         addresses = ",".join(worker.address for worker in self.workers)
         log.info("all %d workers are ready: gRPC on %s", len(self.workers), addresses)
 
-    async def _lead(self, worker: Worker) -> int:
+    async def _lead(self, worker: SiloWorker) -> int:
         ended = await worker.run()
         if not worker.ready.is_set() and not self._stopping.is_set():
             if ended.reported.error and ended.code == USAGE:
                 raise InvalidArgument(ended.reported.error, option=ended.reported.option)
-            raise Failed(ended.reported.error or f"worker {worker.name!r} ended before it was ready: {ended.why}")
+            raise CommandFailed(
+                ended.reported.error or f"worker {worker.name!r} ended before it was ready: {ended.why}"
+            )
         await self._restart(worker, ended)
         return DONE
 
-    async def _keep(self, worker: Worker) -> None:
+    async def _keep(self, worker: SiloWorker) -> None:
         if not self._stopping.is_set():
             await self._restart(worker, await worker.run())
 
-    async def _restart(self, worker: Worker, ended: WorkerExit) -> None:
+    async def _restart(self, worker: SiloWorker, ended: WorkerExit) -> None:
         """Start the worker again each time that it ends, until `stop`."""
         backoff = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         while not self._stopping.is_set():

@@ -24,7 +24,7 @@ from ..streams.errors import Closed, DataDirectoryError, InvalidArgument, Storag
 from ..streams.private_files import make_file
 
 if TYPE_CHECKING:
-    from .postgres import Deadline
+    from .postgres import TransactionDeadline
 
 BUSY_TIMEOUT_S = 30.0
 """How long a transaction in SQLite waits for a transaction of another process, in seconds."""
@@ -55,7 +55,7 @@ class Database:
         self._where = str(url.database or "in memory") if _is_sqlite(url) else _shown(url)
         self._timeout_s = timeout_s or (BUSY_TIMEOUT_S if _is_sqlite(url) else SERVER_TIMEOUT_S)
         self._engine: Engine | None = None
-        self._deadline: Deadline | None = None
+        self._deadline: TransactionDeadline | None = None
         self._reading = _SQLITE_READS if _is_sqlite(url) else _SERVER_READS
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-store")
         self._closed = False
@@ -196,7 +196,7 @@ def _url(where: str | Path) -> URL:
     return url.set(drivername="postgresql+psycopg") if url.drivername in ("postgresql", "postgres") else url
 
 
-def _server_engine(url: URL, timeout_s: float) -> tuple[Engine, Deadline]:
+def _server_engine(url: URL, timeout_s: float) -> tuple[Engine, TransactionDeadline]:
     if url.drivername != "postgresql+psycopg":
         raise InvalidArgument(
             f"{_shown(url)}: the driver of this database is not installed, or none that the control store can use; it "
@@ -208,7 +208,7 @@ def _server_engine(url: URL, timeout_s: float) -> tuple[Engine, Deadline]:
         raise InvalidArgument(
             f"{_shown(url)}: the driver of this database is not installed ({error}): install headrace[postgres]"
         ) from None
-    deadline = postgres.Deadline(timeout_s)
+    deadline = postgres.TransactionDeadline(timeout_s)
     return postgres.engine(url, deadline), deadline
 
 

@@ -42,6 +42,7 @@ from ..streams.errors import Busy, DataDirectoryError, InvalidArgument, StorageE
 from ..streams.private_files import FILE_MODE, WIDER, make_directory, opener
 from ..streams.remedies import remedy
 from ..streams.subscriptions import check_stored_name
+from .write_ahead_log import find_damage
 
 FORMAT = 1
 """Version of the layout above. It is raised if an older headrace could not read the directory."""
@@ -95,7 +96,7 @@ def open_data_directory(
     except OSError as error:
         raise _refusal(directory, error) from None
     if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
-        raise DataDirectoryError(f"data directory {directory}: not writable by this user")
+        raise DataDirectoryError(f"data directory '{directory}': not writable by this user")
     _check_private(directory)
     return DataDirectory(directory, _id(directory) if control is not None else "")
 
@@ -105,7 +106,7 @@ def _check_private(directory: Path) -> None:
     mode = _mode(directory)
     if not mode & WIDER:
         return
-    wrong = f"data directory {directory}: other users of this machine can use it, its mode is {mode:04o}"
+    wrong = f"data directory '{directory}': other users of this machine can use it, its mode is {mode:04o}"
     if _refuses_wider():
         raise DataDirectoryError(
             f"{wrong}: run `chmod 700 {shlex.quote(str(directory))}`; if you cannot, name a directory "
@@ -157,7 +158,7 @@ def check_marker_kept(directory: Path) -> None:
     write = f"""`echo '{{"format": {FORMAT}}}' > {shlex.quote(str(directory.absolute() / MARKER))}`"""
     way = f"write it anew with {write}" if own.control_db.exists() else "write it anew as docs/damage.md says"
     raise DataDirectoryError(
-        f"data directory {directory}: damaged, {MARKER} is missing or empty: restore it from a backup, or {way}"
+        f"data directory '{directory}': damaged, {MARKER} is missing or empty: restore it from a backup, or {way}"
     )
 
 
@@ -316,13 +317,13 @@ def _check_format(directory: Path, marker: bytes) -> Mapping[str, object]:
     try:
         content = msgspec.json.decode(marker, type=dict[str, object])
     except (msgspec.DecodeError, UnicodeDecodeError):
-        raise DataDirectoryError(f"data directory {directory}: damaged, {MARKER} is no JSON object") from None
+        raise DataDirectoryError(f"data directory '{directory}': damaged, {MARKER} is no JSON object") from None
     version = content.get("format")
     if not isinstance(version, int) or isinstance(version, bool):
-        raise DataDirectoryError(f"data directory {directory}: damaged, {MARKER} has no number 'format'")
+        raise DataDirectoryError(f"data directory '{directory}': damaged, {MARKER} has no number 'format'")
     if version != FORMAT:
         raise DataDirectoryError(
-            f"data directory {directory}: has format {version}, this headrace reads format {FORMAT}: "
+            f"data directory '{directory}': has format {version}, this headrace reads format {FORMAT}: "
             "use the version that wrote it"
         )
     return content
@@ -333,16 +334,16 @@ def _check_control(directory: Path, stored: object, control: str | None) -> None
         return
     if stored is None:
         raise DataDirectoryError(
-            f"data directory {directory}: its control data is in its own control.db, not in {control}: leave out "
+            f"data directory '{directory}': its control data is in its own control.db, not in {control}: leave out "
             "cluster.store, or name another directory"
         )
     if control is None:
         raise DataDirectoryError(
-            f"data directory {directory}: its control data is in {stored}, so it is not to be opened by itself: ask a "
-            "silo (--server), or name that database as cluster.store, or with --store in commands that have it"
+            f"data directory '{directory}': its control data is in {stored}, so it is not to be opened by itself: ask "
+            "a silo (--server), or name that database as cluster.store, or with --store in commands that have it"
         )
     raise DataDirectoryError(
-        f"data directory {directory}: its control data is in {stored}, not in {control}: name that database as "
+        f"data directory '{directory}': its control data is in {stored}, not in {control}: name that database as "
         "cluster.store; if it was moved, run `headrace cluster move-store "
         f"--data {shlex.quote(str(directory))} --store URL`"
     )
@@ -356,7 +357,8 @@ def idle_directory(path: str | os.PathLike[str]) -> DataDirectory:
     directory = find_data_directory(path)
     if not (own_id := _id(directory.path)):
         raise DataDirectoryError(
-            f"data directory {directory.path}: its control data is in its own control.db, so no database of it can move"
+            f"data directory '{directory.path}': its control data is in its own control.db, so no database of it "
+            "can move"
         )
     for file in sorted((directory.path / "locks" / SILOS).glob("*.lock")):
         lock(directory, SILOS, file.stem, f"the data directory is used by silo {file.stem!r},").release()
@@ -381,9 +383,10 @@ def _id(directory: Path) -> str:
 
 
 def _check_control_db(directory: DataDirectory, *, control_lost: bool) -> None:
-    """Raise DataDirectoryError if there are queues, and the control store is missing or empty.
+    """Raise DataDirectoryError if there are queues and the control store is missing or empty, or if its write-ahead log
+    is damaged.
 
-    The file is not opened: closing it would drop the locks that SQLite holds for this process's open control stores.
+    control.db is not opened: closing it would drop the locks that SQLite holds for this process's open control stores.
     """
     try:
         size = directory.control_db.stat().st_size
@@ -391,8 +394,13 @@ def _check_control_db(directory: DataDirectory, *, control_lost: bool) -> None:
         size = 0
     if not size and not control_lost and _entries(directory.path / "providers"):
         raise DataDirectoryError(
-            f"data directory {directory.path}: damaged, it has queues but control.db is missing or empty: restore it "
+            f"data directory '{directory.path}': damaged, it has queues but control.db is missing or empty: restore it "
             f"from a backup, or make a new one from the logs with {remedy('repair control', data=directory.path)}"
+        )
+    if not control_lost and (damage := find_damage(directory.control_db)) is not None:
+        raise DataDirectoryError(
+            f"data directory '{directory.path}': damaged, {damage}: restore it from a backup, or continue with the "
+            f"data saved before it with {remedy('repair control', data=directory.path)}"
         )
 
 
@@ -405,7 +413,7 @@ def _claim(directory: Path, control: str | None) -> bytes:
         return marker
     if foreign:
         raise DataDirectoryError(
-            f"data directory {directory}: not empty and not made by headrace (it has {foreign[0]!r} and no "
+            f"data directory '{directory}': not empty and not made by headrace (it has {foreign[0]!r} and no "
             f"{MARKER}): name another directory"
         )
     if _refuses_wider():
@@ -443,7 +451,7 @@ def _entries(directory: Path) -> list[str]:
 
 def _refusal(directory: Path, error: OSError) -> StorageError:
     if error.errno in _SPACE_ERRORS:
-        return StorageFull(f"data directory {directory}: no space left: free some, then run this again")
+        return StorageFull(f"data directory '{directory}': no space left: free some, then run this again")
     if isinstance(error, FileExistsError | NotADirectoryError):
-        return DataDirectoryError(f"data directory {directory}: it, or a part of its path, is a file, not a directory")
-    return DataDirectoryError(f"data directory {directory}: cannot be used: {error.strerror}")
+        return DataDirectoryError(f"data directory '{directory}': it or a part of its path is a file, not a directory")
+    return DataDirectoryError(f"data directory '{directory}': cannot be used: {error.strerror}")

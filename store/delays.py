@@ -56,7 +56,7 @@ class DelayedCall(NamedTuple):
     sequence: ProducerSequence | None
 
 
-class Release(NamedTuple):
+class DelayRelease(NamedTuple):
     """Batches that are due. They are published into their queue as call `number` of `producer`, by the holder only."""
 
     queue: int
@@ -110,7 +110,7 @@ class DelayStore:
         *,
         max_batches: int = RELEASE_BATCHES,
         max_bytes: int = RELEASE_BYTES,
-    ) -> list[Release]:
+    ) -> list[DelayRelease]:
         """Return releases for `holder` to publish: those that it holds, those whose holder's time is over, and new ones
         of batches that are due, in the order of due times. No other holder gets them for `hold_s` seconds. If there
         are many, the next claim returns the others."""
@@ -223,7 +223,7 @@ def _unclaimed(provider: str, held: Collection[int]) -> ColumnElement[bool]:
 
 def _claim(
     connection: Connection, clock: Clock, provider: str, holder: tuple[str, int], limits: tuple[int, int]
-) -> list[Release]:
+) -> list[DelayRelease]:
     now = clock(connection)
     unfinished = select(releases).where(releases.c.provider == provider, releases.c.until_us > 0)
     locked = list(connection.execute(unfinished.order_by(releases.c.queue).with_for_update()))
@@ -283,7 +283,7 @@ def _take(connection: Connection, ids: Sequence[int], number: int) -> int:
     return sum(connection.execute(take.where(_columns.id.in_(chunk), _columns.claim == 0)).rowcount for chunk in chunks)
 
 
-def _hold(connection: Connection, slot: Row[Any], number: int, holder: tuple[str, int], now: int) -> Release:
+def _hold(connection: Connection, slot: Row[Any], number: int, holder: tuple[str, int], now: int) -> DelayRelease:
     name, hold_us = holder
     values = {"claim": number, "holder": name, "until_us": now + hold_us}
     connection.execute(update(releases).where(_is_slot(slot.provider, slot.queue)).values(values))
@@ -294,8 +294,8 @@ def _hold(connection: Connection, slot: Row[Any], number: int, holder: tuple[str
         batches = [due_batch(row.stream, row.batch, row.events, row.priority) for row in rows]
     except InvalidArgument as error:
         damage = f"a delayed batch in the control store is damaged ({error}); restore it from a copy"
-        return Release(slot.queue, slot.producer, number, [], damage)
-    return Release(slot.queue, slot.producer, number, batches)
+        return DelayRelease(slot.queue, slot.producer, number, [], damage)
+    return DelayRelease(slot.queue, slot.producer, number, batches)
 
 
 def _is_whole(connection: Connection, row: Row[Any]) -> bool:

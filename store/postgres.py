@@ -18,7 +18,7 @@ from sqlalchemy import Engine, create_engine, event
 from sqlalchemy.engine import URL
 
 
-class Deadline:
+class TransactionDeadline:
     """The time, by the monotonic clock, until which the current transaction must have its answer."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -38,14 +38,14 @@ class Deadline:
 class BoundedConnection(Connection[Any]):
     """A connection that fails, and is closed, if no answer comes before the deadline."""
 
-    deadline: Deadline | None = None
+    deadline: TransactionDeadline | None = None
 
     def wait(self, gen: Generator[Any, Any, Any], *args: Any, **kwargs: Any) -> Any:
         if self.deadline is None:
             return super().wait(gen, *args, **kwargs)
         return super().wait(self._until(self.deadline, gen), *args, **kwargs)
 
-    def _until(self, deadline: Deadline, gen: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    def _until(self, deadline: TransactionDeadline, gen: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
         """Run the steps of `gen`. psycopg takes a step at least ten times a second, with or without an answer."""
         try:
             wanted = next(gen)
@@ -59,7 +59,7 @@ class BoundedConnection(Connection[Any]):
             return end.value
 
 
-def engine(url: URL, deadline: Deadline) -> Engine:
+def engine(url: URL, deadline: TransactionDeadline) -> Engine:
     """Return an engine with one connection at a time, which is replaced if it is broken."""
     made = create_engine(url, pool_size=1, max_overflow=0, pool_pre_ping=True, isolation_level="READ COMMITTED")
 

@@ -102,7 +102,8 @@ def check_options(call: str, given: Iterable[str], known: Collection[str], other
     for name in given:
         if name not in known:
             similar = did_you_mean(name, [*known, *others])
-            raise InvalidArgument(f"{call}: unknown option {name!r}: expected {one_of(sorted(known))}{similar}")
+            expected = one_of(sorted(known)) if known else "none"
+            raise InvalidArgument(f"{call}: unknown option {name!r}: expected {expected}{similar}")
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
@@ -112,7 +113,7 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 
 
 def check_call(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorate a function: arguments that do not fit it raise InvalidArgument instead of TypeError."""
+    """Decorate a function or method: arguments that do not fit it raise InvalidArgument instead of TypeError."""
 
     @functools.wraps(function)
     def checked(*args: _P.args, **options: _P.kwargs) -> _T:
@@ -123,6 +124,19 @@ def check_call(function: Callable[_P, _T]) -> Callable[_P, _T]:
             raise
 
     return checked
+
+
+def check_methods(protocol: type) -> Callable[[type[_T]], type[_T]]:
+    """Decorate a class that users call: `check_call` for its methods, also inherited ones, that `protocol` has."""
+
+    def decorate(kind: type[_T]) -> type[_T]:
+        for name in vars(protocol):
+            method = None if name.startswith("_") else getattr(kind, name, None)
+            if inspect.isfunction(method) and not hasattr(method, "__wrapped__"):
+                setattr(kind, name, check_call(method))
+        return kind
+
+    return decorate
 
 
 def check_constructor(kind: type[_T]) -> type[_T]:
@@ -147,18 +161,27 @@ class CheckedStruct(msgspec.StructMeta):
 def _check_signature(function: Callable[..., Any], args: Sequence[object], options: Mapping[str, object]) -> None:
     call = function.__qualname__.removesuffix(".__init__").removesuffix(".__new__")
     parameters = list(inspect.signature(function).parameters.values())
-    if parameters[0].name in ("self", "cls"):
+    if parameters and parameters[0].name in ("self", "cls"):
+        if call == function.__qualname__:  # the user knows the class of the object, not the one that has the method
+            call = f"{type(args[0]).__name__}.{function.__name__}"
         parameters, args = parameters[1:], args[1:]
     if all(each.kind is not each.VAR_KEYWORD for each in parameters):
         check_options(call, options, [each.name for each in parameters])
     by_position = [each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
-    if len(args) > len(by_position) and len(parameters) > len(by_position):
-        named = list(zip(parameters, args, strict=False))[len(by_position) :]
-        written = ", ".join(f"{parameter.name}={shown(value)}" for parameter, value in named)
-        raise InvalidArgument(f"{call}: {shown(named[0][1])} has no name: write {call}({written})")
-    given = {*options, *(each.name for each in by_position[: len(args)])}
-    required = [each.name for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
-    if missing := [name for name in required if name not in given]:
+    named = [each for each in parameters if each.kind is each.KEYWORD_ONLY]
+    if surplus := args[len(by_position) :]:
+        if len(surplus) > len(named):
+            takes = ", ".join(each.name for each in by_position) or "none"
+            raise InvalidArgument(f"{call}: too many arguments ({len(args)}): expected {takes}")
+        pairs = zip([*by_position, *named], args, strict=False)
+        written = ", ".join(f"{parameter.name}={shown(value)}" for parameter, value in pairs if parameter in named)
+        raise InvalidArgument(f"{call}: {shown(surplus[0])} has no name: write {call}({written})")
+    by_place = [each.name for each in by_position[: len(args)]]
+    if twice := [name for name in by_place if name in options]:
+        raise InvalidArgument(f"{call}: {twice[0]!r} is given twice: leave out {twice[0]}={shown(options[twice[0]])}")
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    required = [each.name for each in parameters if each.default is each.empty and each.kind not in variable]
+    if missing := [name for name in required if name not in {*options, *by_place}]:
         raise InvalidArgument(f"{call}: {missing[0]!r} is missing: expected {', '.join(required)}")
 
 

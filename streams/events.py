@@ -15,7 +15,7 @@ from .arguments import check_instance, refused
 from .errors import InvalidArgument, PayloadTooLarge
 from .field_limits import check_headers, check_ids, check_times
 from .identity import SequenceToken, StreamId
-from .layout import NO_HEADERS, Columns
+from .layout import NO_HEADERS, BatchColumns
 
 MAX_EVENT_BYTES = 1 << 20
 """Limit of one payload, in bytes."""
@@ -71,7 +71,7 @@ class EventBatch:
     # use.
     bucket: Any
     following: EventBatch | None
-    _columns: Columns
+    _columns: BatchColumns
 
     def __init__(self, stream: StreamId, encoded: bytes, count: int, offset: int = 0) -> None:
         self.stream = stream
@@ -166,13 +166,15 @@ class EventBatch:
         payloads = layout.iter_slices(columns, start)
         return map(Event, payloads, headers, ids, timestamps, nothing, nothing, repeat(self.stream), tokens)
 
-    def _rare_columns(self, columns: Columns, start: int) -> tuple[Iterable[str | None], Iterable[Mapping[str, str]]]:
+    def _rare_columns(
+        self, columns: BatchColumns, start: int
+    ) -> tuple[Iterable[str | None], Iterable[Mapping[str, str]]]:
         if not columns.rare:
             return repeat(None), repeat(NO_HEADERS)
         ids, headers = layout.read_rare(self.encoded, self.count)
         return ids[start:], headers[start:]
 
-    def _read(self) -> Columns:
+    def _read(self) -> BatchColumns:
         try:
             return self._columns
         except AttributeError:

@@ -35,7 +35,7 @@ _ONE_SIZE, _ONE_TIMESTAMP = 4 << 8 | _SIZES, 8 << 8 | _TIMESTAMPS
 _SWAPPED = sys.byteorder == "big"
 
 
-class Columns(NamedTuple):
+class BatchColumns(NamedTuple):
     """The columns of a batch. `source` holds the payloads from `start` on: the batch itself, or a copy."""
 
     sizes: Sequence[int]
@@ -118,7 +118,7 @@ def read_one(encoded: bytes, prefix: bytes) -> tuple[int, int] | None:
     return timestamp, start
 
 
-def read(encoded: bytes) -> tuple[str, str, Columns]:
+def read(encoded: bytes) -> tuple[str, str, BatchColumns]:
     """Return namespace, key and columns of any batch. Raises InvalidArgument if the bytes are not a batch."""
     fields = _fields(encoded)
     return read_message(message_of(encoded)) if fields is None else _read_fields(encoded, fields)
@@ -135,12 +135,12 @@ def read_rare(encoded: bytes, count: int) -> tuple[Sequence[str | None], Sequenc
     return ids or [None] * count, headers or [NO_HEADERS] * count
 
 
-def slices(columns: Columns, first: int = 0) -> list[bytes]:
+def slices(columns: BatchColumns, first: int = 0) -> list[bytes]:
     """Return the payloads from index `first` on."""
     return list(iter_slices(columns, first))
 
 
-def iter_slices(columns: Columns, first: int = 0) -> Iterator[bytes]:
+def iter_slices(columns: BatchColumns, first: int = 0) -> Iterator[bytes]:
     """Yield the payloads from index `first` on."""
     sizes = columns.sizes
     payloads = BytesIO(columns.source)  # shares the bytes
@@ -160,7 +160,7 @@ def message_of(encoded: bytes) -> events_pb2.EventBatch:
         raise _damaged(encoded) from None
 
 
-def _read_fields(encoded: bytes, fields: Mapping[int, tuple[int, int]]) -> tuple[str, str, Columns]:
+def _read_fields(encoded: bytes, fields: Mapping[int, tuple[int, int]]) -> tuple[str, str, BatchColumns]:
     def field(tag: int) -> bytes:
         start, end = fields.get(tag, (0, 0))
         return encoded[start:end]
@@ -168,7 +168,7 @@ def _read_fields(encoded: bytes, fields: Mapping[int, tuple[int, int]]) -> tuple
     start, end = fields.get(_PAYLOAD, (0, 0))
     rare = _IDS in fields or _HEADERS in fields
     try:
-        columns = Columns(_unpacked("I", field(_SIZES)), _unpacked("q", field(_TIMESTAMPS)), encoded, start, rare)
+        columns = BatchColumns(_unpacked("I", field(_SIZES)), _unpacked("q", field(_TIMESTAMPS)), encoded, start, rare)
         namespace, key = field(_NAMESPACE).decode(), field(_KEY).decode()
     except ValueError:  # a column is cut short, or a name is not UTF-8
         raise _damaged(encoded) from None
@@ -176,15 +176,15 @@ def _read_fields(encoded: bytes, fields: Mapping[int, tuple[int, int]]) -> tuple
     return namespace, key, columns
 
 
-def read_message(message: events_pb2.EventBatch) -> tuple[str, str, Columns]:
+def read_message(message: events_pb2.EventBatch) -> tuple[str, str, BatchColumns]:
     """Like `read`, for a batch that the protobuf library has parsed."""
     rare = bool(message.ids or message.headers)
-    columns = Columns(array("I", message.sizes), array("q", message.timestamps_us), message.payload, 0, rare)
+    columns = BatchColumns(array("I", message.sizes), array("q", message.timestamps_us), message.payload, 0, rare)
     _check(columns, len(columns.source))
     return message.namespace, message.key, columns
 
 
-def _check(columns: Columns, payload: int) -> None:
+def _check(columns: BatchColumns, payload: int) -> None:
     count, total = len(columns.sizes), sum(columns.sizes)
     if not count:
         raise InvalidArgument("damaged batch: it has no events")

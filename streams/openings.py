@@ -15,13 +15,13 @@ from .errors import InvalidArgument
 _S = TypeVar("_S")
 
 
-class Closable(Protocol):
+class ClosableConsumer(Protocol):
     """A consumer."""
 
     async def aclose(self) -> None: ...
 
 
-_C = TypeVar("_C", bound=Closable)
+_C = TypeVar("_C", bound=ClosableConsumer)
 
 
 class HandlerOpening(Coroutine[Any, Any, _S]):

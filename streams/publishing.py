@@ -83,7 +83,7 @@ class Receipt(NamedTuple):
     duplicate: bool = False
 
 
-class UnderWay:
+class PendingPublishes:
     """Publishes that have begun and not ended. A flush waits for those that began before it."""
 
     def __init__(self) -> None:

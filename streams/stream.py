@@ -11,7 +11,7 @@ from .events import Event
 from .identity import SequenceToken, StreamId
 
 
-class Publisher(Protocol):
+class StreamPublisher(Protocol):
     """The object that a stream handle publishes through: a provider in this process, or a client."""
 
     async def publish(
@@ -29,7 +29,7 @@ class Stream:
 
     __slots__ = ("_publisher", "id")
 
-    def __init__(self, id: StreamId, publisher: Publisher) -> None:  # noqa: A002 (the word of the field)
+    def __init__(self, id: StreamId, publisher: StreamPublisher) -> None:  # noqa: A002 (the word of the field)
         self.id = id
         self._publisher = publisher
 

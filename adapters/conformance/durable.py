@@ -21,7 +21,7 @@ class ConformsToDurable(AdapterConformance):
         async with self.adapter(tmp_path, queues=2) as adapter:
             assert [await _read(adapter, queue, BATCHES) for queue in range(2)] == before
 
-    async def test_what_was_enqueued_last_survives_a_restart(self, tmp_path: Path) -> None:
+    async def test_last_enqueued_batch_survives_a_restart(self, tmp_path: Path) -> None:
         async with self.adapter(tmp_path) as adapter:
             calls = [asyncio.ensure_future(adapter.enqueue([(0, batch_of("s", str(n)))])) for n in range(50)]
         for call in calls:
@@ -61,7 +61,7 @@ class ConformsToDurable(AdapterConformance):
             assert receipt.token.offset >= end
             assert [batch.payloads() for batch in await _read(adapter, 0, 1)] == [[b"x"]]
 
-    async def test_what_one_handle_enqueues_wakes_the_receiver_of_another(self, tmp_path: Path) -> None:
+    async def test_enqueue_of_one_handle_wakes_the_receiver_of_another(self, tmp_path: Path) -> None:
         async with self.adapter(tmp_path) as one, self.adapter(tmp_path) as two:
             for number, (writer, reader) in enumerate(((one, two), (two, one))):
                 receiver = await reader.open_receiver(0)
@@ -88,7 +88,7 @@ class ConformsToDurable(AdapterConformance):
             mine = [batch.payloads()[0] for batch in received if batch.stream.key == key]
             assert mine == [str(number).encode() for number in range(30)]
 
-    async def test_what_one_handle_acknowledges_is_finished_for_the_other(self, tmp_path: Path) -> None:
+    async def test_acknowledgement_of_one_handle_counts_for_the_other(self, tmp_path: Path) -> None:
         async with self.filled(tmp_path) as one:
             receiver = await one.open_receiver(0)
             received = await take(receiver, BATCHES)

@@ -40,7 +40,7 @@ class ConformsToQueueAdapter(ReadingTests):
         await soon(adapter.enqueue([(queue, batch_of("marker", "enqueued now"))]))
         assert _payloads((await soon(waiting)).batches[:1]) == ["enqueued now"]
 
-    async def test_what_was_enqueued_is_received_unchanged(self, tmp_path: Path) -> None:
+    async def test_enqueued_batches_are_received_unchanged(self, tmp_path: Path) -> None:
         batches = _all_sorts_of_batches()
         async with self.adapter(tmp_path) as adapter:
             receipts = await soon(adapter.enqueue([(0, batch) for batch in batches]))

@@ -24,7 +24,7 @@ class ReadingTests(AdapterConformance):
         inherited = {vars(kind)["tests_group"] for kind in type(self).__mro__ if "tests_group" in vars(kind)}
         assert inherited == declared, "inherit from the classes that fit the capabilities, and from no others"
 
-    async def test_what_is_not_declared_is_refused(self, tmp_path: Path) -> None:
+    async def test_undeclared_capability_is_refused(self, tmp_path: Path) -> None:
         async with self.adapter(tmp_path) as adapter:
             if not adapter.capabilities.rewindable:
                 await _refused(lambda: adapter.open_receiver(0, 0))
@@ -75,7 +75,7 @@ class ReadingTests(AdapterConformance):
                 position = received.next_offset
             assert position <= (await adapter.bounds(0)).next
 
-    async def test_what_was_not_acknowledged_comes_again_from_the_next_receiver(self, tmp_path: Path) -> None:
+    async def test_unacknowledged_batches_come_again_from_the_next_receiver(self, tmp_path: Path) -> None:
         async with self.filled(tmp_path) as adapter:
             everything = await _read_once(adapter)
             assert await _read_once(adapter) == everything
@@ -90,7 +90,7 @@ class ReadingTests(AdapterConformance):
             await second.aclose()
             await first.aclose()
 
-    async def test_what_was_acknowledged_does_not_come_again(self, tmp_path: Path) -> None:
+    async def test_acknowledged_batches_do_not_come_again(self, tmp_path: Path) -> None:
         async with self.filled(tmp_path) as adapter:
             receiver = await adapter.open_receiver(0)
             received = await take(receiver, BATCHES)

@@ -38,7 +38,7 @@ class ConformsToDelay(AdapterConformance):
             await soon(adapter.enqueue([(0, scheduled("later", LATER)), (0, batch_of("s", "now"))]))
             assert _texts(await take(await adapter.open_receiver(0), 1)) == ["now"]
 
-    async def test_what_is_due_first_is_received_first(self, tmp_path: Path) -> None:
+    async def test_batch_that_is_due_first_is_received_first(self, tmp_path: Path) -> None:
         delays = [300, 100, 200]
         async with self.adapter(tmp_path) as adapter:
             batches = [scheduled(str(ms), timedelta(milliseconds=ms)) for ms in delays]

@@ -15,7 +15,7 @@ from ..registry import read_options
 from ..seam import AdapterContext, Capabilities, ProducerSequence, QueueAdapter, QueueStatistics, Receipt
 from .options import GeneratorOptions
 from .plan import GeneratorPlan
-from .timeline import Timeline
+from .timeline import QueueTimeline
 
 
 class GeneratorReceiver(QueueReceiver):
@@ -39,7 +39,7 @@ class GeneratorReceiver(QueueReceiver):
 
     async def acknowledge(self, offset: int) -> None:
         self._check_open()
-        self._queue.acknowledged = max(self._queue.acknowledged, offset)
+        self._queue.acknowledge(offset)
 
     async def aclose(self) -> None:
         self._closed = True
@@ -85,8 +85,8 @@ class GeneratorQueue:
 
     def __init__(self, index: int, plan: GeneratorPlan) -> None:
         self.index = index
-        self.timeline = Timeline(index, plan, _now_s())
-        self.acknowledged = 0
+        self.timeline = QueueTimeline(index, plan, _now_s())
+        self._acknowledged = 0
         self.receivers: set[GeneratorReceiver] = set()
         self._reads = 0
 
@@ -104,13 +104,16 @@ class GeneratorQueue:
             )
 
     def open(self, start: int | None) -> GeneratorReceiver:
-        position = self.acknowledged if start is None else start
+        position = self._acknowledged if start is None else start
         if not 0 <= position <= self.timeline.end:
             raise InvalidArgument(f"queue {self.index} ends at offset {self.timeline.end}: it has no offset {position}")
         self.timeline.reach(position, _now_s())
         receiver = GeneratorReceiver(self, position)
         self.receivers.add(receiver)
         return receiver
+
+    def acknowledge(self, offset: int) -> None:
+        self._acknowledged = max(self._acknowledged, offset)
 
     def change(self, plan: GeneratorPlan) -> None:
         self.timeline.change(plan, _now_s())

@@ -10,7 +10,7 @@ from ...streams.events import EventBatch
 from .plan import GeneratorPlan
 
 
-class Era(NamedTuple):
+class PlanEra(NamedTuple):
     """The batches from offset `first` up to the next era. One plan generates them."""
 
     first: int
@@ -51,12 +51,12 @@ class Era(NamedTuple):
         return self.opened_s + (offset - self.first + 1) * self.plan.options.interval_s
 
 
-class Timeline:
+class QueueTimeline:
     """One generated queue. It keeps all eras, so that every batch can be generated again."""
 
     def __init__(self, queue: int, plan: GeneratorPlan, now_s: float) -> None:
         self._queue = queue
-        self._eras = [Era(0, plan, 0, plan.options.start_us, now_s)]
+        self._eras = [PlanEra(0, plan, 0, plan.options.start_us, now_s)]
         self._reached = 0
 
     @property
@@ -92,7 +92,7 @@ class Timeline:
         last = self._eras[-1]
         if last.first == first:
             self._eras.pop()
-        self._eras.append(Era(first, plan, last.events_at(first), last.time_us_at(first), now_s))
+        self._eras.append(PlanEra(first, plan, last.events_at(first), last.time_us_at(first), now_s))
 
     def due_s(self, offset: int) -> float:
         """Return when the batch at `offset` can be received, in seconds of the loop's clock; infinite if never."""
@@ -109,7 +109,7 @@ class Timeline:
         """Return the first batch whose generated time is `time_us` or later, `next` if there is none."""
         return bisect_left(range(self.next(now_s)), time_us, key=lambda offset: self._era(offset).time_us_at(offset))
 
-    def _era(self, offset: int) -> Era:
+    def _era(self, offset: int) -> PlanEra:
         if offset >= self._eras[-1].first:
             return self._eras[-1]
         return self._eras[bisect(self._eras, offset, key=lambda era: era.first) - 1]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
-from .transactions import Changes
+from .transactions import LogChanges
 
 
-class Acknowledgements:
+class PendingAcknowledgements:
     """Acknowledgements of this process that may not be stored yet. Safe to use from any thread."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Acknowledgements:
             self._noted = {queue: offset for queue, offset in self._noted.items() if stored.get(queue) != offset}
 
 
-def store(changes: Changes, pending: Mapping[int, int]) -> None:
+def store(changes: LogChanges, pending: Mapping[int, int]) -> None:
     """Write acknowledgements. An offset never moves backwards, or beyond the end of its queue."""
     for queue, offset in pending.items():
         tail = changes.tail(queue)

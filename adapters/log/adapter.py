@@ -18,8 +18,8 @@ from ..seam import AdapterContext, Backlog, Capabilities, ProducerSequence, Queu
 from .allocator import prefer_reuse
 from .backlog import backlog
 from .blocks import StreamTable
-from .committer import Committer, Growth
-from .damage import Damage, find_damage, skip_damage, skipped_ranges
+from .committer import Growth, LogCommitter
+from .damage import DamagedRange, find_damage, skip_damage, skipped_ranges
 from .doorbell import Doorbell, Ringer
 from .environment import MAX_QUEUES, LogEnvironment, acquire, check_process, release
 from .group import CommitRequest
@@ -28,7 +28,7 @@ from .range_ends import end_within
 from .receiver import LogReceiver, QueueReader
 from .retention import expire_producers, trim
 from .timesearch import offset_at
-from .transactions import Snapshot, StoredGap
+from .transactions import LogSnapshot, StoredGap
 
 MAX_BATCH_BYTES = 16 << 20
 """Limit of an encoded batch, in bytes."""
@@ -79,7 +79,7 @@ class LogAdapter(QueueAdapter):
         self._loop = asyncio.get_running_loop()
         self._doorbell = Doorbell(wake)
         self._ringer = Ringer(wake, self._doorbell.name)
-        self._committer = Committer(environment, self._ringer.ring, self._offer)
+        self._committer = LogCommitter(environment, self._ringer.ring, self._offer)
         self._threads = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="headrace-log-read")
         self._streams = StreamTable()
         self._receivers: dict[int, set[LogReceiver]] = {}
@@ -141,7 +141,7 @@ class LogAdapter(QueueAdapter):
         return await self._read_snapshot(lambda snapshot: min(offset, snapshot.end(queue)), queue)
 
     async def statistics(self, queue: int) -> QueueStatistics:
-        def read(snapshot: Snapshot) -> QueueStatistics:
+        def read(snapshot: LogSnapshot) -> QueueStatistics:
             tail, first = snapshot.tail(queue), snapshot.first(queue)
             return QueueStatistics(Bounds(tail.next if first is None else first, tail.next), tail.events, tail.nbytes)
 
@@ -168,7 +168,7 @@ class LogAdapter(QueueAdapter):
     async def skipped(self, queue: int, start: int, end: int) -> Sequence[tuple[int, int]]:
         return await self._read_snapshot(lambda snapshot: skipped_ranges(snapshot, queue, start, end), queue)
 
-    async def skip_damage(self, queue: int) -> list[Damage]:
+    async def skip_damage(self, queue: int) -> list[DamagedRange]:
         """Read a whole queue, and mark its damaged ranges as skipped: readers get a gap there, and continue. Return the
         ranges."""
         self._check_queue(queue)
@@ -205,7 +205,7 @@ class LogAdapter(QueueAdapter):
             for receiver in list(self._receivers.get(queue, ())):
                 receiver.offer(stored)
 
-    async def _read_snapshot(self, read: Callable[[Snapshot], _T], queue: int = 0) -> _T:
+    async def _read_snapshot(self, read: Callable[[LogSnapshot], _T], queue: int = 0) -> _T:
         self._check_queue(queue)
 
         def read_in_transaction() -> _T:
@@ -220,7 +220,7 @@ class LogAdapter(QueueAdapter):
 
     def _check_usable(self) -> None:
         if self._closing is not None:
-            raise Closed(f"the log {self._environment.path} is closed")
+            raise Closed(f"the log '{self._environment.path}' is closed")
         if self._environment.inherited:
             check_process(self._environment)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from ...streams.errors import CorruptRecord
 from ..seam import Backlog
 from .blocks import BlockHeader
-from .rows import Tail
-from .transactions import Snapshot
+from .rows import TailRow
+from .transactions import LogSnapshot
 
 COUNTED_BLOCKS = 256
 """Number of blocks whose events are counted one by one. The events of later blocks are estimated."""
 
 
-def backlog(snapshot: Snapshot, queue: int, offset: int) -> Backlog:
+def backlog(snapshot: LogSnapshot, queue: int, offset: int) -> Backlog:
     """Count the retained batches from `offset` on. A damaged block counts as empty: its readers get the error."""
     tail = snapshot.tail(queue)
     oldest = snapshot.first(queue)
@@ -29,7 +29,7 @@ def backlog(snapshot: Snapshot, queue: int, offset: int) -> Backlog:
     return Backlog(tail.next - start, events, estimated=left > 0, since_us=since_us)
 
 
-def _counted(snapshot: Snapshot, queue: int, first: int, start: int, end: int) -> tuple[int, int]:
+def _counted(snapshot: LogSnapshot, queue: int, first: int, start: int, end: int) -> tuple[int, int]:
     """Count events from batch `start` on, which is in the block at `first`. Return them, and the offset up to which
     they were counted."""
     try:
@@ -48,7 +48,7 @@ def _counted(snapshot: Snapshot, queue: int, first: int, start: int, end: int) -
     return events, at
 
 
-def _header(snapshot: Snapshot, queue: int, first: int) -> BlockHeader | None:
+def _header(snapshot: LogSnapshot, queue: int, first: int) -> BlockHeader | None:
     """The header of a block, None if it is damaged or missing."""
     try:
         return snapshot.header(queue, first)
@@ -56,6 +56,6 @@ def _header(snapshot: Snapshot, queue: int, first: int) -> BlockHeader | None:
         return None
 
 
-def _estimated(tail: Tail, oldest: int, batches: int) -> int:
+def _estimated(tail: TailRow, oldest: int, batches: int) -> int:
     """Estimate the events of a number of batches by the average of the queue."""
     return round(batches * tail.events / (tail.next - oldest))

@@ -27,7 +27,7 @@ Growth = Mapping[int, StoredBatches]
 """The new batches of each queue that a commit has made grow."""
 
 
-class Committer:
+class LogCommitter:
     """Stores calls in groups, in the order of `submit`. Used from one event loop; has a thread of its own.
 
     `on_commit` gets the queues that have grown, in the committer's thread. `on_answers` gets their new batches, on the

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from ...streams.errors import CorruptRecord
 from .blocks import MAX_BATCHES, BlockPlace, DamagedBlockError, check_block, read_header, skipped_record
 from .environment import LogEnvironment
-from .transactions import Changes, Snapshot, StoredGap
+from .transactions import LogChanges, LogSnapshot, StoredGap
 
 SKIPPED = "damaged, and skipped by an operator"
 """The beginning of the reason of a gap that was skipped."""
@@ -21,7 +21,7 @@ _READ_BYTES = 8 << 20
 """Bytes that are checked in one transaction."""
 
 
-class Damage(NamedTuple):
+class DamagedRange(NamedTuple):
     """Batches `low` (inclusive) to `high` (exclusive) of a queue cannot be read."""
 
     low: int
@@ -46,26 +46,26 @@ class CheckedRange(NamedTuple):
     end: int
     """Offset at which the next check begins."""
     nbytes: int
-    damages: list[Damage]
+    damages: list[DamagedRange]
 
 
 OnProgress = Callable[[int], None]
 """Called with the number of bytes checked since the last call."""
 
 
-class Readable(Protocol):
+class ReadableLog(Protocol):
     """An open log."""
 
-    def reading(self) -> AbstractContextManager[Snapshot]:
+    def reading(self) -> AbstractContextManager[LogSnapshot]:
         """A read transaction."""
         ...
 
 
-def find_damage(environment: Readable, queue: int, on_progress: OnProgress = lambda _: None) -> list[Damage]:
+def find_damage(environment: ReadableLog, queue: int, on_progress: OnProgress = lambda _: None) -> list[DamagedRange]:
     """Read a whole queue, in short transactions, and return its damaged and missing ranges, in order."""
     with environment.reading() as snapshot:
         end = snapshot.tail(queue).next
-    found: list[Damage] = []
+    found: list[DamagedRange] = []
     at = 0
     while at < end:
         with environment.reading() as snapshot:
@@ -76,7 +76,7 @@ def find_damage(environment: Readable, queue: int, on_progress: OnProgress = lam
     return merge_adjacent(found)
 
 
-def check_range(snapshot: Snapshot, queue: int, start: int, end: int) -> CheckedRange:
+def check_range(snapshot: LogSnapshot, queue: int, start: int, end: int) -> CheckedRange:
     """Check the blocks from offset `start` up to `end`, at most about 8 MiB of them."""
     try:
         oldest = snapshot.first(queue)
@@ -84,22 +84,22 @@ def check_range(snapshot: Snapshot, queue: int, start: int, end: int) -> Checked
         oldest = None
     if oldest is None:
         return CheckedRange(end, 0, [])
-    damages: list[Damage] = []
+    damages: list[DamagedRange] = []
     at, nbytes = max(start, oldest), 0
     for first, record in snapshot.blocks(queue, at):
         if nbytes >= _READ_BYTES:
             return CheckedRange(at, nbytes, damages)
         if first > at:
-            damages.append(Damage(at, min(first, end), MISSING))
+            damages.append(DamagedRange(at, min(first, end), MISSING))
         if first >= end:
             return CheckedRange(end, nbytes, damages)
         after = snapshot.block_after(queue, first)
         at, why = _checked(record, BlockPlace(queue, first), after)
         if why:
-            damages.append(Damage(first, after, why))
+            damages.append(DamagedRange(first, after, why))
         nbytes += len(record)
     if at < end:
-        damages.append(Damage(at, end, MISSING))
+        damages.append(DamagedRange(at, end, MISSING))
     return CheckedRange(end, nbytes, damages)
 
 
@@ -114,16 +114,16 @@ def _checked(record: memoryview, place: BlockPlace, after: int) -> tuple[int, st
     return place.first + header.batches, ""
 
 
-def skipped_ranges(snapshot: Snapshot, queue: int, start: int, end: int) -> list[tuple[int, int]]:
+def skipped_ranges(snapshot: LogSnapshot, queue: int, start: int, end: int) -> list[tuple[int, int]]:
     """Return the damaged ranges of offsets from `start` up to `end` (exclusive) that an operator skipped."""
     gaps = [gap for gap in snapshot.gaps(queue) if gap.reason.startswith(SKIPPED)]
     cut = [(max(gap.low, start), min(gap.high, end)) for gap in gaps]
     return [(low, high) for low, high in cut if low < high]
 
 
-def merge_adjacent(damages: list[Damage]) -> list[Damage]:
+def merge_adjacent(damages: list[DamagedRange]) -> list[DamagedRange]:
     """Merge damages that follow each other without a hole."""
-    found: list[Damage] = []
+    found: list[DamagedRange] = []
     for damage in damages:
         if found and found[-1].high == damage.low:
             found[-1] = found[-1]._replace(high=damage.high)
@@ -132,14 +132,14 @@ def merge_adjacent(damages: list[Damage]) -> list[Damage]:
     return found
 
 
-def skip_damage(environment: LogEnvironment, queue: int, damages: list[Damage]) -> list[Damage]:
+def skip_damage(environment: LogEnvironment, queue: int, damages: list[DamagedRange]) -> list[DamagedRange]:
     """Replace damaged blocks by skipped ones. Return the damages that were skipped.
 
     A range that was deleted or repaired in the meantime is left as it is. The queue's end and its numbers of events and
     bytes are corrected too.
     """
     now_us = time.time_ns() // 1000
-    skipped: list[Damage] = []
+    skipped: list[DamagedRange] = []
     with environment.writing() as changes:
         for damage in damages:
             if damage in still_damaged(changes, queue, damage):
@@ -149,9 +149,9 @@ def skip_damage(environment: LogEnvironment, queue: int, damages: list[Damage]) 
     return skipped
 
 
-def still_damaged(snapshot: Snapshot, queue: int, damage: Damage) -> list[Damage]:
+def still_damaged(snapshot: LogSnapshot, queue: int, damage: DamagedRange) -> list[DamagedRange]:
     """Check a damaged range again. Return the damage that is left in it."""
-    found: list[Damage] = []
+    found: list[DamagedRange] = []
     at = damage.low
     while at < damage.high:
         checked = check_range(snapshot, queue, at, damage.high)
@@ -160,7 +160,7 @@ def still_damaged(snapshot: Snapshot, queue: int, damage: Damage) -> list[Damage
     return merge_adjacent(found)
 
 
-def _skip(changes: Changes, queue: int, damage: Damage, now_us: int) -> None:
+def _skip(changes: LogChanges, queue: int, damage: DamagedRange, now_us: int) -> None:
     time_us = _time_before(changes, queue, damage.low)
     for first in [first for first, _ in changes.blocks(queue, damage.low) if first < damage.high]:
         changes.delete(queue, first)
@@ -170,7 +170,7 @@ def _skip(changes: Changes, queue: int, damage: Damage, now_us: int) -> None:
     changes.put_gap(queue, StoredGap(damage.low, damage.high, now_us, damage.reason))
 
 
-def _time_before(changes: Changes, queue: int, offset: int) -> int:
+def _time_before(changes: LogChanges, queue: int, offset: int) -> int:
     """Return the time of the last block below `offset`, 0 if there is none. Times never decrease within a queue."""
     before = changes.block_holding(queue, offset - 1) if offset else None
     if before is None:
@@ -181,7 +181,7 @@ def _time_before(changes: Changes, queue: int, offset: int) -> int:
         return 0
 
 
-def _recount(changes: Changes, queue: int) -> None:
+def _recount(changes: LogChanges, queue: int) -> None:
     """Store the queue's end and its numbers of events and bytes anew: a damaged block's number of events is unknown."""
     tail = changes.tail(queue)
     events, nbytes = count_blocks(changes.blocks(queue, 0))

@@ -58,7 +58,7 @@ def check_file(environment: lmdb.Environment, path: Path) -> None:
         if not fault:
             return
         time.sleep(_PAUSE_S)
-    raise DataDirectoryError(f"{file} is damaged: {fault}: restore the data directory from a backup")
+    raise DataDirectoryError(f"'{file}' is damaged: {fault}: restore the data directory from a backup")
 
 
 def _check_length(environment: lmdb.Environment, file: Path, page_bytes: int) -> None:
@@ -66,7 +66,7 @@ def _check_length(environment: lmdb.Environment, file: Path, page_bytes: int) ->
     expected = (environment.info()["last_pgno"] + 1) * page_bytes
     found = file.stat().st_size
     if found < expected:
-        raise DataDirectoryError(f"{file} is cut short: {found:,} bytes of {expected:,}")
+        raise DataDirectoryError(f"'{file}' is cut short: {found:,} bytes of {expected:,}")
 
 
 def _meta_pages(file: Path, page_bytes: int) -> tuple[_MetaPage, _MetaPage]:

@@ -173,7 +173,7 @@ def _make_fifo(directory: Path, name: str) -> int:
         fifo = os.open(hidden, os.O_RDWR | os.O_NONBLOCK)
         hidden.rename(directory / name)
     except OSError as error:
-        raise StorageError(f"{directory}: the FIFO that wakes up receivers cannot be made: {error.strerror}") from None
+        raise StorageError(f"'{directory}': the FIFO that wakes receivers cannot be made: {error.strerror}") from None
     return fifo
 
 

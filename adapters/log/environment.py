@@ -20,11 +20,11 @@ from ...streams.durable import sync_directory
 from ...streams.errors import DataDirectoryError, InvalidArgument, NotSupported, StorageError, StorageFull
 from ...streams.private_files import DIRECTORY_MODE, FILE_MODE
 from ...streams.remedies import log_remedy
-from .acknowledgements import Acknowledgements
+from .acknowledgements import PendingAcknowledgements
 from .datafile import check_file, note_relaxed
 from .options import LogOptions
-from .rows import FORMAT, META_KEY, Meta, meta_of, meta_row
-from .transactions import Changes, Databases, Snapshot, Transaction
+from .rows import FORMAT, META_KEY, MetaRow, meta_of, meta_row
+from .transactions import LogChanges, LogDatabases, LogSnapshot, Transaction
 
 MAX_QUEUES = 4096
 _MAX_READERS = 1022
@@ -68,25 +68,25 @@ class LogEnvironment:
         """Whether only read-only handles are open so far: these have no options of their own."""
         self.inherited = False
         self.handles = 0
-        self.acknowledgements = Acknowledgements()
+        self.acknowledgements = PendingAcknowledgements()
         self._gate = _Gate()
         self._lmdb, self._databases = self._open()
 
     @contextmanager
-    def reading(self) -> Generator[Snapshot]:
+    def reading(self) -> Generator[LogSnapshot]:
         """A read transaction. Copy records that are used after it. Raises StorageError."""
         with self._begun(write=False) as txn:
-            yield Snapshot(txn, self._databases, self.path)
+            yield LogSnapshot(txn, self._databases, self.path)
 
     @contextmanager
-    def writing(self) -> Generator[Changes]:
+    def writing(self) -> Generator[LogChanges]:
         """A write transaction. It is committed at the end, or rolled back if the body raises.
 
         Only one is open at a time over all processes. Raises StorageFull or StorageError; then nothing has changed.
         """
         self._check_present()
         with self._begun(write=True) as txn:
-            yield Changes(txn, self._databases, self.path)
+            yield LogChanges(txn, self._databases, self.path)
 
     def is_current(self) -> bool:
         """Return False if the log was deleted or replaced by another one."""
@@ -99,7 +99,7 @@ class LogEnvironment:
         """Raise DataDirectoryError if the log was deleted: everything written to it would be lost."""
         if not self.is_current():
             raise DataDirectoryError(
-                f"{self.path} was deleted or replaced while it was open, and nothing more is stored there: close it, "
+                f"'{self.path}' was deleted or replaced while it was open, and nothing more is stored there: close it, "
                 "and open it again"
             )
 
@@ -157,7 +157,7 @@ class LogEnvironment:
                     return
             self.reopen()
 
-    def _open(self) -> tuple[lmdb.Environment, Databases]:
+    def _open(self) -> tuple[lmdb.Environment, LogDatabases]:
         with _opening(self.path, self.options.map_bytes):
             if not self._create and not has_log(self.path):
                 raise _missing(self.path, self.provider)
@@ -193,7 +193,7 @@ class LogEnvironment:
             sync=self.options.durability == "commit",
         )
 
-    def _open_databases(self, environment: lmdb.Environment, txn: Transaction) -> Databases:
+    def _open_databases(self, environment: lmdb.Environment, txn: Transaction) -> LogDatabases:
         is_new = txn.stat()["entries"] == 0
         if is_new and not self._create:
             raise _missing(self.path, self.provider)
@@ -202,21 +202,21 @@ class LogEnvironment:
             # Done before the first commit, because other processes assume that the name of a log is durable.
             sync_directory(self.path)
             sync_directory(self.path.parent)
-            made = Meta(format=FORMAT, queues=self.queues, provider=self.provider, created_us=time.time_ns() // 1000)
+            made = MetaRow(format=FORMAT, queues=self.queues, provider=self.provider, created_us=time.time_ns() // 1000)
             txn.put(META_KEY, meta_row(made), db=meta)
         self._check(txn.get(META_KEY, db=meta))
         names = (b"state", b"producers", b"gaps", *(b"queue-%05d" % queue for queue in range(self.queues)))
         state, producers, gaps, *blocks = [environment.open_db(name, txn=txn, create=is_new) for name in names]
-        return Databases(meta, state, producers, gaps, blocks)
+        return LogDatabases(meta, state, producers, gaps, blocks)
 
     def _check(self, row: memoryview | None) -> None:
         try:
             meta = meta_of(b"" if row is None else row)
         except msgspec.DecodeError:
-            raise DataDirectoryError(f"{self.path} is not a log: it is an LMDB database of something else") from None
+            raise DataDirectoryError(f"'{self.path}' is not a log: it is an LMDB database of something else") from None
         if meta.format != FORMAT:
             raise DataDirectoryError(
-                f"{self.path} has format {meta.format}, this version reads format {FORMAT}: open it with the version "
+                f"'{self.path}' has format {meta.format}, this version reads format {FORMAT}: open it with the version "
                 "of headrace that made it"
             )
         self.queues = self.queues or meta.queues
@@ -224,7 +224,7 @@ class LogEnvironment:
         self.made_for = meta.provider
         if meta.queues != self.queues:
             raise InvalidArgument(
-                f"{self.path} was made with {meta.queues} queues, not {self.queues}: the number of queues is fixed, "
+                f"'{self.path}' was made with {meta.queues} queues, not {self.queues}: the number of queues is fixed, "
                 "because it decides which stream is in which queue"
             )
 
@@ -299,7 +299,7 @@ def check_process(environment: LogEnvironment) -> None:
     """Raise NotSupported in a forked child: LMDB's locks belong to the process that opened the environment."""
     if environment.inherited:
         raise NotSupported(
-            f"{environment.path} was opened before this process was forked from another, which LMDB does not allow: "
+            f"'{environment.path}' was opened before this process was forked from another, which LMDB does not allow: "
             "use multiprocessing's start method 'spawn', or open it only after the fork"
         )
 
@@ -317,9 +317,9 @@ def _check_shared(environment: LogEnvironment, options: LogOptions, queues: int 
     if queues is None:
         return
     if environment.queues != queues:
-        raise InvalidArgument(f"{environment.path} is open in this process with {environment.queues} queues")
+        raise InvalidArgument(f"'{environment.path}' is open in this process with {environment.queues} queues")
     if (options.durability, options.map_bytes) != (environment.options.durability, environment.options.map_bytes):
-        raise InvalidArgument(f"{environment.path} is open in this process with another durability or map_bytes")
+        raise InvalidArgument(f"'{environment.path}' is open in this process with another durability or map_bytes")
 
 
 def has_log(path: Path) -> bool:
@@ -332,7 +332,7 @@ def has_log(path: Path) -> bool:
 
 def _missing(path: Path, provider: str) -> DataDirectoryError:
     return DataDirectoryError(
-        f"{path}: the log of provider {provider!r} was deleted or emptied: restore it from a backup, or begin a new "
+        f"'{path}': the log of provider {provider!r} was deleted or emptied: restore it from a backup, or begin a new "
         f"one with {log_remedy('repair log', path)}"
     )
 
@@ -345,9 +345,9 @@ def _identity(path: Path, provider: str, *, create: bool) -> tuple[int, int]:
     except FileNotFoundError:
         if not create:
             raise _missing(path, provider) from None
-        raise DataDirectoryError(f"{path} cannot be a log directory: No such file or directory") from None
+        raise DataDirectoryError(f"'{path}' cannot be a log directory: No such file or directory") from None
     except OSError as error:
-        raise DataDirectoryError(f"{path} cannot be a log directory: {error.strerror}") from None
+        raise DataDirectoryError(f"'{path}' cannot be a log directory: {error.strerror}") from None
     return found.st_dev, found.st_ino
 
 
@@ -376,20 +376,20 @@ def _opening(path: Path, map_bytes: int) -> Generator[None]:
         yield
     except lmdb.MemoryError:
         raise StorageError(
-            f"{path}: the system refused {map_bytes:,} bytes of address space: lower the option map_bytes"
+            f"'{path}': the system refused {map_bytes:,} bytes of address space: lower the option map_bytes"
         ) from None
     except (lmdb.NotFoundError, lmdb.IncompatibleError):
-        raise DataDirectoryError(f"{path} is not a log: it is an LMDB database of something else") from None
+        raise DataDirectoryError(f"'{path}' is not a log: it is an LMDB database of something else") from None
     except (lmdb.InvalidError, lmdb.VersionMismatchError) as error:
-        raise DataDirectoryError(f"{path} is not a log, or is damaged: {error}") from None
+        raise DataDirectoryError(f"'{path}' is not a log, or is damaged: {error}") from None
     except lmdb.Error as error:
         if getattr(error, "code", 0) in (*_NO_SPACE, errno.EIO):
             raise _storage_error(error, path, map_bytes) from None
-        raise DataDirectoryError(f"{path} cannot be opened: {error}") from None
+        raise DataDirectoryError(f"'{path}' cannot be opened: {error}") from None
     except OSError as error:
         if error.errno in _NO_SPACE:
-            raise StorageFull(f"{path}: no space left on the device: free some space, then open it again") from None
-        raise DataDirectoryError(f"{path} cannot be opened: {error.strerror}") from None
+            raise StorageFull(f"'{path}': no space left on the device: free some space, then open it again") from None
+        raise DataDirectoryError(f"'{path}' cannot be opened: {error.strerror}") from None
 
 
 @contextmanager
@@ -403,16 +403,16 @@ def _translated(environment: LogEnvironment) -> Generator[None]:
 def _storage_error(error: lmdb.Error, path: Path, map_bytes: int) -> StorageError:
     code = getattr(error, "code", 0)
     if isinstance(error, lmdb.MapFullError):
-        return StorageFull(f"{path}: the log has reached map_bytes={map_bytes:,}: raise the option, or retain less")
+        return StorageFull(f"'{path}': the log has reached map_bytes={map_bytes:,}: raise the option, or retain less")
     if isinstance(error, lmdb.DiskError) or code in _NO_SPACE or (code == errno.EIO and not _can_grow(path)):
-        return StorageFull(f"{path}: no space left on the device: free some space, then publish again")
+        return StorageFull(f"'{path}': no space left on the device: free some space, then publish again")
     if isinstance(error, lmdb.MapResizedError):
         return StorageError(
-            f"{path}: the log is larger than map_bytes={map_bytes:,}: set the option to the value of other processes"
+            f"'{path}': the log is larger than map_bytes={map_bytes:,}: set the option to the value of other processes"
         )
     if isinstance(error, _DAMAGED):
-        return DataDirectoryError(f"{path}: the log is damaged: {error}: restore it from a backup")
-    return StorageError(f"{path}: {error}")
+        return DataDirectoryError(f"'{path}': the log is damaged: {error}: restore it from a backup")
+    return StorageError(f"'{path}': {error}")
 
 
 def _can_grow(path: Path) -> bool:

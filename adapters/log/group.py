@@ -13,8 +13,8 @@ from ...streams.producer_ledger import LastCall
 from ...streams.publishing import check_sequence
 from ..seam import ProducerSequence, Receipt
 from .blocks import BlockEncoder, BlockPlace, split
-from .rows import ProducerRow, Tail
-from .transactions import Changes
+from .rows import ProducerRow, TailRow
+from .transactions import LogChanges
 
 MAX_PRODUCER_BYTES = 511
 """Limit of a producer's id, in UTF-8 bytes: LMDB's limit of a key."""
@@ -67,7 +67,7 @@ class StoredBatches(NamedTuple):
 class CommitGroup:
     """Collects the batches of calls, then writes them: `add` each call, then `write`."""
 
-    def __init__(self, changes: Changes, encoder: BlockEncoder, now_us: int) -> None:
+    def __init__(self, changes: LogChanges, encoder: BlockEncoder, now_us: int) -> None:
         self._changes = changes
         self._encoder = encoder
         self._now_us = now_us
@@ -124,12 +124,12 @@ class _QueueGrowth:
 
     __slots__ = ("batches", "next", "tail")
 
-    def __init__(self, tail: Tail) -> None:
+    def __init__(self, tail: TailRow) -> None:
         self.tail = tail
         self.next = tail.next
         self.batches: list[EventBatch] = []
 
-    def write(self, changes: Changes, encoder: BlockEncoder, queue: int, now_us: int) -> None:
+    def write(self, changes: LogChanges, encoder: BlockEncoder, queue: int, now_us: int) -> None:
         time_us = max(now_us, self.tail.time_us)
         offset, nbytes = self.tail.next, self.tail.nbytes
         for batches in split(self.batches):

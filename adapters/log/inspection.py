@@ -12,12 +12,12 @@ import lmdb
 import msgspec
 
 from ...streams.errors import DataDirectoryError
-from .damage import Damage, OnProgress, count_blocks, find_damage, still_damaged
+from .damage import DamagedRange, OnProgress, count_blocks, find_damage, still_damaged
 from .datafile import check_file
 from .environment import MAX_QUEUES, has_log
 from .options import LogOptions
 from .rows import META_KEY, meta_of
-from .transactions import Database, Databases, Snapshot
+from .transactions import Database, LogDatabases, LogSnapshot
 
 _ATTEMPTS = 3
 """Number of reads before damage counts. Reads take no lock: a writer may reuse pages during a read, which looks like
@@ -29,7 +29,7 @@ class QueueReport(NamedTuple):
 
     end: int
     """The offset of the next batch."""
-    damages: list[Damage]
+    damages: list[DamagedRange]
     faults: list[str]
     """Faults in the queue's counts, although all blocks are sound."""
 
@@ -44,7 +44,7 @@ class LogInspection:
         """Raises DataDirectoryError if the log is missing, or so damaged that nothing of it can be read."""
         self.path = path
         if not has_log(path):
-            raise DataDirectoryError(f"{path}: the log was deleted or emptied")
+            raise DataDirectoryError(f"'{path}': the log was deleted or emptied")
         lock = path / "lock.mdb"
         self._locked = os.access(lock, os.R_OK | os.W_OK, effective_ids=True)
         with self._translated():
@@ -60,7 +60,7 @@ class LogInspection:
             self._lmdb.close()
             raise
 
-    def _open(self) -> Databases:
+    def _open(self) -> LogDatabases:
         def database(name: bytes) -> Database:  # outside of `begin`: a handle ends with the transaction that opened it
             return self._lmdb.open_db(name, create=False)
 
@@ -69,10 +69,10 @@ class LogInspection:
             try:
                 made = meta_of(txn.get(META_KEY, b"", db=meta))
             except msgspec.DecodeError:
-                raise DataDirectoryError(f"{self.path}: its record of format and queues is damaged") from None
+                raise DataDirectoryError(f"'{self.path}': its record of format and queues is damaged") from None
         self.queues, self.provider, self.identity = made.queues, made.provider, str(made.created_us)
         state, producers, gaps = database(b"state"), database(b"producers"), database(b"gaps")
-        return Databases(
+        return LogDatabases(
             meta, state, producers, gaps, [database(b"queue-%05d" % queue) for queue in range(made.queues)]
         )
 
@@ -81,13 +81,13 @@ class LogInspection:
         try:
             yield
         except lmdb.Error as error:
-            raise DataDirectoryError(f"{self.path}: {error}") from None
+            raise DataDirectoryError(f"'{self.path}': {error}") from None
 
     @contextmanager
-    def reading(self) -> Generator[Snapshot]:
+    def reading(self) -> Generator[LogSnapshot]:
         """A read transaction. Copy records that are used after it."""
         with self._translated(), self._lmdb.begin(buffers=True) as txn:
-            yield Snapshot(txn, self._databases, self.path)
+            yield LogSnapshot(txn, self._databases, self.path)
 
     def ends(self) -> list[int]:
         """Return the offset of the next batch of each queue."""

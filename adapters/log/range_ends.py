@@ -7,10 +7,10 @@ from array import array
 from ...streams.errors import CorruptRecord, OffsetsGone
 from ..range_ends import RangeLimits
 from .blocks import COLUMNS_BYTES, HEADER_BYTES, DamagedBlockError, columns
-from .transactions import Snapshot
+from .transactions import LogSnapshot
 
 
-def end_within(snapshot: Snapshot, queue: int, start: int, end: int, limits: RangeLimits) -> int:
+def end_within(snapshot: LogSnapshot, queue: int, start: int, end: int, limits: RangeLimits) -> int:
     """Return the exclusive end of the batches from `start` on, up to `end`, that the limits allow; at least one batch.
 
     Raises OffsetsGone if `start` is not retained, CorruptRecord if its block is damaged.
@@ -33,7 +33,7 @@ def end_within(snapshot: Snapshot, queue: int, start: int, end: int, limits: Ran
 
 
 def _end_in_block(
-    snapshot: Snapshot, queue: int, first: int, wanted: range, limits: RangeLimits
+    snapshot: LogSnapshot, queue: int, first: int, wanted: range, limits: RangeLimits
 ) -> tuple[int, int, RangeLimits]:
     """Return the end of the wanted batches of a block that the limits allow, the end of the block, and the limits that
     are left."""
@@ -50,7 +50,7 @@ def _end_in_block(
 
 
 def _end_in_columns(
-    snapshot: Snapshot, queue: int, first: int, batches: range, limits: RangeLimits
+    snapshot: LogSnapshot, queue: int, first: int, batches: range, limits: RangeLimits
 ) -> tuple[int, RangeLimits]:
     """Return the first of these batches of a block that the limits do not allow, and the limits that are left."""
     sizes, counts = _columns(snapshot, queue, first)
@@ -62,7 +62,7 @@ def _end_in_columns(
     return batches.stop, limits
 
 
-def _columns(snapshot: Snapshot, queue: int, first: int) -> tuple[array[int], array[int]]:
+def _columns(snapshot: LogSnapshot, queue: int, first: int) -> tuple[array[int], array[int]]:
     try:
         return columns(snapshot.record(queue, first))
     except DamagedBlockError as damage:

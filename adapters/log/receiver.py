@@ -20,7 +20,7 @@ from .blocks import (
 )
 from .environment import LogEnvironment
 from .group import StoredBatches
-from .transactions import Snapshot
+from .transactions import LogSnapshot
 
 RETENTION = "removed by retention"
 FRESH_BATCHES = 256
@@ -75,7 +75,14 @@ class QueueReader:
         return Received(batches, batches[-1].offset + 1)
 
     def _collect(
-        self, snapshot: Snapshot, first: int, position: int, end: int, budget: ReadBudget, *, largest: int | None = None
+        self,
+        snapshot: LogSnapshot,
+        first: int,
+        position: int,
+        end: int,
+        budget: ReadBudget,
+        *,
+        largest: int | None = None,
     ) -> list[EventBatch]:
         """Return batches from `position` on, up to the first block of more than `largest` bytes."""
         batches: list[EventBatch] = []
@@ -95,7 +102,7 @@ class QueueReader:
             position = first = first + block.header.batches
         return batches
 
-    def _skipped(self, snapshot: Snapshot, first: int, position: int) -> Gap | None:
+    def _skipped(self, snapshot: LogSnapshot, first: int, position: int) -> Gap | None:
         """Return the gap from `position` on if the block that begins at `first` was skipped, else None."""
         try:
             record = snapshot.record(self._queue, first)
@@ -103,7 +110,7 @@ class QueueReader:
             return None  # `_open` raises the error
         return skipped_gap(record, BlockPlace(self._queue, first), position)
 
-    def _open(self, snapshot: Snapshot, first: int, position: int) -> Block:
+    def _open(self, snapshot: LogSnapshot, first: int, position: int) -> Block:
         """Return the block at `first`. Its checksum is verified by the first of several reads only.
 
         Raises DamagedBlockError if it is damaged, or if it does not hold `position`: then the right block is missing,
@@ -127,7 +134,7 @@ def skipped_gap(record: memoryview, place: BlockPlace, position: int) -> Gap | N
     return Gap(position, place.first + header.batches, skipped_reason(record), skipped=True)
 
 
-def _gap(snapshot: Snapshot, queue: int, position: int, end: int) -> Gap:
+def _gap(snapshot: LogSnapshot, queue: int, position: int, end: int) -> Gap:
     first = snapshot.first(queue)
     high = end if first is None else first
     reasons = [gap.reason for gap in snapshot.gaps(queue) if gap.low < high and gap.high > position]

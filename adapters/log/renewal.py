@@ -12,7 +12,7 @@ from ...streams.errors import InvalidArgument
 from ...streams.remedies import remedy
 from .environment import acquire, has_log, release
 from .options import LogOptions
-from .rows import Tail
+from .rows import TailRow
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def new_log(directory: Path, provider: str, starts: Mapping[int, int]) -> Genera
     log, made = directory / "log", directory / "log.new"
     if has_log(log):
         raise InvalidArgument(
-            f"{log}: provider {provider!r} has a log, so no new one is made: "
+            f"'{log}': provider {provider!r} has a log, so no new one is made: "
             f"{remedy('check', data=directory.parents[1])} names its faults; to give up all of it, move it away first"
         )
     shutil.rmtree(made, ignore_errors=True)
@@ -33,7 +33,7 @@ def new_log(directory: Path, provider: str, starts: Mapping[int, int]) -> Genera
     try:
         with environment.writing() as changes:
             for queue, offset in starts.items():
-                changes.put_tail(queue, Tail(next=offset, acknowledged=offset))
+                changes.put_tail(queue, TailRow(next=offset, acknowledged=offset))
         identity = str(environment.created_us)
     finally:
         release(environment)

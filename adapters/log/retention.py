@@ -9,8 +9,8 @@ from typing import NamedTuple
 from .blocks import DamagedBlockError, read_header
 from .environment import LogEnvironment
 from .options import LogOptions
-from .rows import Tail
-from .transactions import Changes, Snapshot, StoredGap
+from .rows import TailRow
+from .transactions import LogChanges, LogSnapshot, StoredGap
 
 REASON = "retention removed them before they were finished"
 
@@ -30,7 +30,7 @@ class RetentionLimits(NamedTuple):
     keep_from: int | None
     """No batch at or above this offset may be deleted. None: no such bound."""
 
-    def allow(self, tail: Tail, time_us: int, end: int) -> bool:
+    def allow(self, tail: TailRow, time_us: int, end: int) -> bool:
         """Return whether a queue's oldest block may be deleted, which was committed at `time_us` and ends at `end`."""
         if self.keep_from is not None and end > self.keep_from:
             return False
@@ -82,7 +82,7 @@ class _OldestBlock(NamedTuple):
     nbytes: int
 
 
-def _oldest(snapshot: Snapshot, queue: int) -> _OldestBlock | None:
+def _oldest(snapshot: LogSnapshot, queue: int) -> _OldestBlock | None:
     """Return the oldest block. If its header is damaged, it has time 0, so that it does not stop retention for ever."""
     first = snapshot.first(queue)
     if first is None:
@@ -96,7 +96,9 @@ def _oldest(snapshot: Snapshot, queue: int) -> _OldestBlock | None:
     return _OldestBlock(first, end, header.time_us, header.events, len(record))
 
 
-def _delete_oldest(changes: Changes, queue: int, limits: RetentionLimits, watermark: int | None, now_us: int) -> bool:
+def _delete_oldest(
+    changes: LogChanges, queue: int, limits: RetentionLimits, watermark: int | None, now_us: int
+) -> bool:
     tail = changes.tail(queue)
     nbytes = _BYTES_PER_COMMIT
     blocks = _BLOCKS_PER_COMMIT
@@ -114,7 +116,7 @@ def _delete_oldest(changes: Changes, queue: int, limits: RetentionLimits, waterm
     return not blocks or nbytes <= 0
 
 
-def _note_gap(changes: Changes, queue: int, low: int, high: int, now_us: int) -> None:
+def _note_gap(changes: LogChanges, queue: int, low: int, high: int, now_us: int) -> None:
     """Record that unfinished batches were deleted. Ranges that follow each other share one record."""
     for gap in changes.gaps(queue):
         if gap.high == low:

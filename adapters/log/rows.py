@@ -1,9 +1,9 @@
 """The rows of all databases, and their encoding.
 
 database     key                               value
-meta         b"log"                            JSON of `Meta`
+meta         b"log"                            JSON of `MetaRow`
 queue-NNNNN  first offset (u64, big-endian)    a block, see `blocks`
-state        queue index (u32, big-endian)     `Tail`, five u64, little-endian
+state        queue index (u32, big-endian)     `TailRow`, five u64, little-endian
 producers    the producer's id in UTF-8        msgpack of `ProducerRow`
 gaps         queue (u32) and low (u64)         msgpack of `GapRow`
 """
@@ -29,7 +29,7 @@ queue_key = _QUEUE.pack
 gap_key = _GAP.pack
 
 
-class Tail(NamedTuple):
+class TailRow(NamedTuple):
     """The state of one queue. Written by the transaction that changes the queue's blocks."""
 
     next: int = 0
@@ -47,12 +47,12 @@ class Tail(NamedTuple):
         return _TAIL.pack(*self)
 
     @classmethod
-    def unpack(cls, row: bytes | memoryview | None) -> Tail:
+    def unpack(cls, row: bytes | memoryview | None) -> TailRow:
         """Raises lmdb.CorruptedError if the row has a wrong size."""
         return cls() if row is None else cls._make(_unpacked(_TAIL, row))
 
 
-class Meta(msgspec.Struct, frozen=True, kw_only=True):
+class MetaRow(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a log. Written once, when it is made."""
 
     format: int
@@ -89,7 +89,7 @@ def _unpacked(struct: Struct, row: bytes | memoryview) -> tuple[int, ...]:
     return struct.unpack(row)
 
 
-meta_of = msgspec.json.Decoder(Meta).decode
+meta_of = msgspec.json.Decoder(MetaRow).decode
 meta_row = msgspec.json.Encoder().encode
 producer_of = msgspec.msgpack.Decoder(ProducerRow).decode
 gap_of = msgspec.msgpack.Decoder(GapRow).decode

@@ -13,9 +13,9 @@ from .damage import skipped_ranges
 from .environment import acquire, has_log, release
 from .options import LogOptions
 from .range_ends import end_within
-from .rows import Tail
+from .rows import TailRow
 from .timesearch import offset_at
-from .transactions import Snapshot
+from .transactions import LogSnapshot
 
 _READ_BYTES = 1 << 20
 """Bytes copied by one transaction. No transaction is open while the caller works on the bytes, because LMDB does not
@@ -26,7 +26,7 @@ class QueueTail(NamedTuple):
     """The state of a queue, and the offset of its oldest retained batch."""
 
     first: int
-    tail: Tail
+    tail: TailRow
 
 
 class StoredBlock(NamedTuple):
@@ -56,7 +56,7 @@ class LogScan:
         damaged."""
         log = directory / "log"
         if not has_log(log):
-            raise NotFound(f"{directory} has no log: there is no such provider, or its adapter is not 'log'")
+            raise NotFound(f"'{directory}' has no log: there is no such provider, or its adapter is not 'log'")
         self._environment = acquire(log, LogOptions(), directory.name, None)
         self.queues = self._environment.queues
         self.provider = self._environment.made_for
@@ -108,7 +108,7 @@ class LogScan:
                 raise OffsetsGone(queue, start, _tail(snapshot, queue).first)
             return self._checked(snapshot, queue, start, end, first)
 
-    def _checked(self, snapshot: Snapshot, queue: int, start: int, end: int, first: int) -> StoredBlocks:
+    def _checked(self, snapshot: LogSnapshot, queue: int, start: int, end: int, first: int) -> StoredBlocks:
         blocks: list[StoredBlock] = []
         views: list[memoryview] = []
         at = 0
@@ -149,6 +149,6 @@ class LogScan:
         self.close()
 
 
-def _tail(snapshot: Snapshot, queue: int) -> QueueTail:
+def _tail(snapshot: LogSnapshot, queue: int) -> QueueTail:
     tail, first = snapshot.tail(queue), snapshot.first(queue)
     return QueueTail(tail.next if first is None else first, tail)

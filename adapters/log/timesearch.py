@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .transactions import Snapshot
+from .transactions import LogSnapshot
 
 
-def offset_at(snapshot: Snapshot, queue: int, time_us: int) -> int:
+def offset_at(snapshot: LogSnapshot, queue: int, time_us: int) -> int:
     """Return the offset of the first retained batch stored at or after `time_us`, or the queue's end if there is none.
 
     This is a binary search: commit times never decrease within a queue, and the batches of a block share one time.

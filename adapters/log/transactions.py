@@ -11,13 +11,13 @@ import lmdb
 from ...streams.errors import CorruptRecord
 from ...streams.remedies import log_remedy
 from .blocks import BlockHeader, DamagedBlockError, events_from, read_header
-from .rows import GapRow, ProducerRow, Tail, gap_key, gap_of, offset_key, offset_of, producer_of, queue_key, row_of
+from .rows import GapRow, ProducerRow, TailRow, gap_key, gap_of, offset_key, offset_of, producer_of, queue_key, row_of
 
 Database = lmdb._Database  # noqa: SLF001 # pyright: ignore[reportPrivateUsage] (py-lmdb has no public name for it)
 Transaction: TypeAlias = "lmdb.Transaction[memoryview]"
 
 
-class Databases(NamedTuple):
+class LogDatabases(NamedTuple):
     meta: Database
     state: Database
     producers: Database
@@ -33,11 +33,11 @@ class StoredGap(NamedTuple):
     reason: str
 
 
-class Snapshot:
+class LogSnapshot:
     """Reads the databases. Records are views of the map: they are invalid after the transaction, and after any change
     within it."""
 
-    def __init__(self, txn: Transaction, databases: Databases, log: Path) -> None:
+    def __init__(self, txn: Transaction, databases: LogDatabases, log: Path) -> None:
         self._txn = txn
         self._databases = databases
         self._log = log
@@ -47,8 +47,8 @@ class Snapshot:
         remedy = log_remedy("repair queue", self._log, queue)
         return CorruptRecord(queue, offset, str(why), next_offset, remedy)
 
-    def tail(self, queue: int) -> Tail:
-        return Tail.unpack(self._txn.get(queue_key(queue), db=self._databases.state))
+    def tail(self, queue: int) -> TailRow:
+        return TailRow.unpack(self._txn.get(queue_key(queue), db=self._databases.state))
 
     def first(self, queue: int) -> int | None:
         """Return the offset of the oldest retained batch, None if there is none.
@@ -152,10 +152,10 @@ def _fields(row: GapRow) -> tuple[int, int, str]:
     return row.high, row.time_us, row.reason
 
 
-class Changes(Snapshot):
+class LogChanges(LogSnapshot):
     """Reads and writes the databases."""
 
-    def put_tail(self, queue: int, tail: Tail) -> None:
+    def put_tail(self, queue: int, tail: TailRow) -> None:
         self._txn.put(queue_key(queue), tail.pack(), db=self._databases.state)
 
     def append(self, queue: int, first: int, record: memoryview) -> None:

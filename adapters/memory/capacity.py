@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T")
-EntrantT = TypeVar("EntrantT", bound="Entrant")
+RequestT = TypeVar("RequestT", bound="CapacityRequest")
 
 
-class Entrant(Protocol):
+class CapacityRequest(Protocol):
     """A call that needs capacity, in one step or in several."""
 
     @property
     def weight(self) -> int:
-        """Capacity that the next step needs. Read when it is this entrant's turn."""
+        """Capacity that the next step needs. Read when it is this request's turn."""
         ...
 
     def enter(self) -> bool:
@@ -24,16 +24,16 @@ class Entrant(Protocol):
         ...
 
 
-class CapacityGate(Generic[EntrantT]):
-    """Admits entrants in their order, while there is capacity.
+class CapacityGate(Generic[RequestT]):
+    """Admits requests in their order, while there is capacity.
 
-    The first waiting entrant blocks all others, even smaller ones that would fit, until its last step. So no entrant
+    The first waiting request blocks all others, even smaller ones that would fit, until its last step. So no request
     overtakes another, and large ones are not starved.
     """
 
     def __init__(self, capacity: int | None) -> None:
         self._free: float = math.inf if capacity is None else capacity
-        self._line: deque[EntrantT] = deque()
+        self._line: deque[RequestT] = deque()
 
     @property
     def free(self) -> float:
@@ -42,34 +42,34 @@ class CapacityGate(Generic[EntrantT]):
 
     @property
     def waiting(self) -> int:
-        """Number of waiting entrants."""
+        """Number of waiting requests."""
         return len(self._line)
 
-    def enter(self, entrant: EntrantT) -> None:
-        """Admit the entrant, now or when its turn comes."""
-        self._line.append(entrant)
+    def enter(self, request: RequestT) -> None:
+        """Admit the request, now or when its turn comes."""
+        self._line.append(request)
         self._serve()
 
-    def enter_nowait(self, entrant: EntrantT) -> bool:
-        """Let the entrant take its first step now. Return False if there is no capacity, or if other entrants wait."""
-        if self._line or entrant.weight > self._free:
+    def enter_nowait(self, request: RequestT) -> bool:
+        """Let the request take its first step now. Return False if there is no capacity, or if other requests wait."""
+        if self._line or request.weight > self._free:
             return False
-        self.enter(entrant)
+        self.enter(request)
         return True
 
-    def withdraw(self, entrant: EntrantT) -> None:
-        """Remove a waiting entrant; the ones behind it may enter. No effect if it does not wait."""
-        if entrant in self._line:
-            self._line.remove(entrant)
+    def withdraw(self, request: RequestT) -> None:
+        """Remove a waiting request; the ones behind it may enter. No effect if it does not wait."""
+        if request in self._line:
+            self._line.remove(request)
             self._serve()
 
     def release(self, weight: int) -> None:
-        """Give capacity back, and admit waiting entrants."""
+        """Give capacity back, and admit waiting requests."""
         self._free += weight
         self._serve()
 
-    def dismiss(self) -> Sequence[EntrantT]:
-        """Remove all waiting entrants without admitting them, and return them."""
+    def dismiss(self) -> Sequence[RequestT]:
+        """Remove all waiting requests without admitting them, and return them."""
         dismissed = tuple(self._line)
         self._line.clear()
         return dismissed

@@ -10,18 +10,18 @@ except ModuleNotFoundError as missing:
 
 from .adapter import RedisAdapter, open_adapter
 from .options import RedisOptions, ShardOptions
-from .queue import RedisQueue, Taken
-from .shard import Claim, Pushed, QueuedEvent, ShardSize
+from .queue import RedisQueue, TakenEvent
+from .shard import ClaimedEvent, PushedEvent, QueuedEvent, ShardSize
 
 __all__ = (
-    "Claim",
-    "Pushed",
+    "ClaimedEvent",
+    "PushedEvent",
     "QueuedEvent",
     "RedisAdapter",
     "RedisOptions",
     "RedisQueue",
     "ShardOptions",
     "ShardSize",
-    "Taken",
+    "TakenEvent",
     "open_adapter",
 )

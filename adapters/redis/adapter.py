@@ -15,16 +15,16 @@ from ...streams.identity import SequenceToken
 from ..receiving import Bounds, QueueReceiver
 from ..registry import read_options
 from ..seam import AdapterContext, Backlog, Capabilities, ProducerSequence, QueueAdapter, QueueStatistics, Receipt
-from .backlog import COUNTED, Unfinished, backlog_of, due_end_of, unfinished
+from .backlog import COUNTED, UnfinishedBatches, backlog_of, due_end_of, unfinished
 from .keys import ShardKeys, check_name, provider_key, ranked
 from .location import location_of, with_location
 from .options import RedisOptions
-from .producers import KEPT_S, Producers, persistently, short
-from .pusher import Pusher
+from .producers import KEPT_S, RedisProducers, persistently, short
+from .pusher import ShardPusher
 from .receiver import RedisReceiver, body_of
 from .scripts import OWN
 from .server import RedisConnection, ServerAway
-from .shard import Pushed, RedisShard
+from .shard import PushedEvent, RedisShard
 from .watch import watched
 
 
@@ -62,7 +62,7 @@ class RedisAdapter(QueueAdapter):
             for queue in range(context.queues)
         ]
         named = {shard.name: server for shard, server in zip(chosen, self._servers, strict=True)}
-        self._producers = Producers(named, options.prefix, self._provider)
+        self._producers = RedisProducers(named, options.prefix, self._provider)
         self._storing = BackgroundTasks()
         self._receivers: set[RedisReceiver] = set()
         self._closed = False
@@ -122,7 +122,9 @@ class RedisAdapter(QueueAdapter):
         task = self._storing.hold(self._once(sequence, placed), f"headrace push of {sequence.producer}")
         return asyncio.shield(task)  # a call that has begun is completed, even if the caller is cancelled
 
-    async def _once(self, sequence: ProducerSequence, placed: Sequence[tuple[_Queue, Pushed]]) -> Sequence[Receipt]:
+    async def _once(
+        self, sequence: ProducerSequence, placed: Sequence[tuple[_Queue, PushedEvent]]
+    ) -> Sequence[Receipt]:
         receipts = await self._producers.once(sequence, len(placed), lambda: self._store_once(sequence, placed))
         # in the background: a failure only means longer memory of the call
         for queue in {queue for queue, _ in placed}:
@@ -130,7 +132,7 @@ class RedisAdapter(QueueAdapter):
         return receipts
 
     async def _store_once(
-        self, sequence: ProducerSequence, placed: Sequence[tuple[_Queue, Pushed]]
+        self, sequence: ProducerSequence, placed: Sequence[tuple[_Queue, PushedEvent]]
     ) -> Sequence[int | None]:
         by_queue: dict[_Queue, list[int]] = {}
         for index, (queue, _) in enumerate(placed):
@@ -220,17 +222,17 @@ class _Queue:
     def __init__(self, shards: Sequence[RedisShard], *, wait: bool, timeout_s: float) -> None:
         self.shards = shards
         self.watches = watched(shards)
-        self._pushers = [Pusher(watch, wait=wait, timeout_s=timeout_s) for watch in self.watches]
+        self._pushers = [ShardPusher(watch, wait=wait, timeout_s=timeout_s) for watch in self.watches]
         for pusher in self._pushers:
-            pusher.others = [other for other in self._pushers if other is not pusher]
+            pusher.share_with(self._pushers)
         self._turn = 0
         self._wait = wait
         self._timeout_s = timeout_s
 
-    def push(self, events: Sequence[Pushed], call: _PendingEnqueue, indexes: Sequence[int]) -> None:
+    def push(self, events: Sequence[PushedEvent], call: _PendingEnqueue, indexes: Sequence[int]) -> None:
         self._pusher().push(events, lambda outcome: call.settle(indexes, outcome))
 
-    async def push_once(self, events: Sequence[Pushed], sequence: ProducerSequence) -> Sequence[int | None]:
+    async def push_once(self, events: Sequence[PushedEvent], sequence: ProducerSequence) -> Sequence[int | None]:
         """Store events in the shard that belongs to this call of the producer, also when the call is repeated."""
         shard, producer = self._home(sequence), short(sequence.producer)
         return await persistently(
@@ -248,7 +250,7 @@ class _Queue:
         by_name = {shard.name: shard for shard in self.shards}
         return by_name[ranked(by_name, f"{sequence.producer} {sequence.number}")[0]]
 
-    def _pusher(self) -> Pusher:
+    def _pusher(self) -> ShardPusher:
         """Return the next pusher in turn whose server is not away."""
         for _ in self._pushers:
             self._turn = (self._turn + 1) % len(self._pushers)
@@ -281,7 +283,7 @@ class _Queue:
     async def due_end(self) -> int | None:
         return due_end_of(await self._unfinished(0, 0))
 
-    async def _unfinished(self, offset: int, counted: int) -> list[Unfinished]:
+    async def _unfinished(self, offset: int, counted: int) -> list[UnfinishedBatches]:
         return await self._answers(
             [watch.ask(partial(unfinished, watch.shard, offset, counted)) for watch in self.watches]
         )
@@ -322,11 +324,11 @@ class _PendingEnqueue:
             self.answer.set_result(self._receipts)
 
 
-def pushed(batch: EventBatch) -> Pushed:
+def pushed(batch: EventBatch) -> PushedEvent:
     """A batch as a shard stores it."""
     if isinstance(batch, ScheduledBatch):
-        return Pushed(body_of(batch), delay_s=batch.delay_us / 1e6, priority=batch.priority)
-    return Pushed(body_of(batch))
+        return PushedEvent(body_of(batch), delay_s=batch.delay_us / 1e6, priority=batch.priority)
+    return PushedEvent(body_of(batch))
 
 
 async def open_adapter(context: AdapterContext, options: Mapping[str, Any]) -> RedisAdapter:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..seam import Backlog
-from .scripts import SERVER_CLOCK, Script
+from .scripts import SERVER_CLOCK, RedisScript
 from .shard import RedisShard
 
 COUNTED = 100
@@ -72,7 +72,7 @@ return {due.batches, redis.call('ZCARD', claimed), redis.call('ZCOUNT', held, AR
         last[1] and tonumber(last[2]) + 1 or 0, due.first or -1, due.counted, due.events,
         later.batches, later.first or -1, later.counted, later.events}
 """
-SCRIPT = Script.of(_BACKLOG, SERVER_CLOCK)
+SCRIPT = RedisScript.of(_BACKLOG, SERVER_CLOCK)
 
 
 class BatchCount(NamedTuple):
@@ -86,7 +86,7 @@ class BatchCount(NamedTuple):
     """The events of the counted batches."""
 
 
-class Unfinished(NamedTuple):
+class UnfinishedBatches(NamedTuple):
     """The unfinished batches of a shard."""
 
     untaken: int
@@ -98,14 +98,16 @@ class Unfinished(NamedTuple):
     later: BatchCount
 
 
-async def unfinished(shard: RedisShard, offset: int, counted: int = COUNTED) -> Unfinished:
+async def unfinished(shard: RedisShard, offset: int, counted: int = COUNTED) -> UnfinishedBatches:
     """Count the unfinished batches. Batches that the reader has taken count from `offset` on. Raises ServerAway."""
     reply = await shard.server.run(SCRIPT, shard.keys, offset, counted, COUNTED_BYTES)
     ready, claimed, held, end = reply[:4]
-    return Unfinished(ready + claimed, end, BatchCount(ready + claimed + held, *reply[4:7]), BatchCount(*reply[7:]))
+    return UnfinishedBatches(
+        ready + claimed, end, BatchCount(ready + claimed + held, *reply[4:7]), BatchCount(*reply[7:])
+    )
 
 
-def backlog_of(shards: Sequence[Unfinished]) -> Backlog:
+def backlog_of(shards: Sequence[UnfinishedBatches]) -> Backlog:
     """Return the backlog of a queue from the counts of its shards."""
     due, later = _sum([shard.due for shard in shards]), _sum([shard.later for shard in shards])
     return Backlog(
@@ -119,7 +121,7 @@ def backlog_of(shards: Sequence[Unfinished]) -> Backlog:
     )
 
 
-def due_end_of(shards: Sequence[Unfinished]) -> int | None:
+def due_end_of(shards: Sequence[UnfinishedBatches]) -> int | None:
     """See the seam's `due_end`."""
     return None if any(shard.untaken for shard in shards) else max(shard.end for shard in shards)
 

@@ -13,7 +13,7 @@ AWAY_S = 0.5
 """Seconds between two attempts to reach a server that is away."""
 
 
-class Bell:
+class ShardBell:
     """The bell of one shard: all tasks of this process wait for it by one blocking command on one connection."""
 
     def __init__(self, shard: RedisShard) -> None:
@@ -39,7 +39,7 @@ class Bell:
             await asyncio.sleep(AWAY_S)
 
 
-async def idle(bells: Sequence[Bell], seconds: float) -> None:
+async def idle(bells: Sequence[ShardBell], seconds: float) -> None:
     """Return when one of the bells rings, or after `seconds`."""
     for bell in bells:
         bell.waiting += 1

@@ -44,7 +44,7 @@ class _ProducerLine:
         """Calls that hold the lock or wait for it."""
 
 
-class Producers:
+class RedisProducers:
     """The idempotent producers of one provider. The names of the servers decide which of them has a producer's ledger,
     so every process chooses the same one, in whatever order its servers are listed. Because servers may be added, the
     others are asked if that one does not know enough."""

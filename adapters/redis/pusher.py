@@ -16,8 +16,8 @@ from ...streams.background import BackgroundTasks
 from ...streams.backoff import Backoff
 from ...streams.errors import HeadraceError, QueueFull, StorageError
 from .server import ServerAway
-from .shard import Pushed
-from .watch import Watch
+from .shard import PushedEvent
+from .watch import ShardWatch
 
 MAX_EVENTS = 1000
 MAX_BYTES = 1 << 20
@@ -35,7 +35,7 @@ def away_backoff() -> Backoff:
 
 
 class _Waiting(NamedTuple):
-    events: Sequence[Pushed]
+    events: Sequence[PushedEvent]
     tell: OnOutcome
     deadline: float
     nbytes: int
@@ -45,17 +45,17 @@ class _Waiting(NamedTuple):
         return self.nbytes + COST_BYTES * len(self.events)
 
 
-class Pusher:
+class ShardPusher:
     """Pushes to one shard, on one event loop. Call `aclose` when done.
 
-    `others` are the pushers of the queue's other shards. They take over while the server is away. Events that it stored
-    without an answer are then stored twice.
+    The pushers of the queue's other shards take over while the server is away. Events that it stored without an answer
+    are then stored twice.
     """
 
-    def __init__(self, watch: Watch, *, wait: bool, timeout_s: float) -> None:
+    def __init__(self, watch: ShardWatch, *, wait: bool, timeout_s: float) -> None:
         self.shard = watch.shard
         self._watch = watch
-        self.others: Sequence[Pusher] = ()
+        self._others: Sequence[ShardPusher] = ()
         self._id = uuid.uuid4().hex
         self._number = 0
         self._wait = wait
@@ -65,12 +65,16 @@ class Pusher:
         self._pushing = BackgroundTasks()
         self._away_until = 0.0
 
+    def share_with(self, pushers: Sequence[ShardPusher]) -> None:
+        """Hand events to these pushers of the queue's shards while the server is away. This one may be among them."""
+        self._others = [other for other in pushers if other is not self]
+
     @property
     def away(self) -> bool:
         """The server did not answer a moment ago."""
         return self._watch.silent or asyncio.get_running_loop().time() < self._away_until
 
-    def push(self, events: Sequence[Pushed], tell: OnOutcome) -> None:
+    def push(self, events: Sequence[PushedEvent], tell: OnOutcome) -> None:
         """Store all events or none, behind those pushed before. `tell` is called with their positions or with the
         error.
 
@@ -135,7 +139,7 @@ class Pusher:
 
     def _hand_over(self, one: _Waiting) -> bool:
         """Let another shard store the call, if the server of one is not away. Return whether it does."""
-        for other in self.others:
+        for other in self._others:
             if not other.away:
                 self._pending -= one.cost
                 other._enter(one)  # noqa: SLF001 (of its own kind)

@@ -13,20 +13,20 @@ from functools import partial
 from typing import NamedTuple
 
 from ...streams.errors import InvalidArgument, StorageError
-from .bell import Bell, idle
+from .bell import ShardBell, idle
 from .keys import ShardKeys, check_id, check_queue
 from .options import RedisOptions
 from .receiver import TURNS
-from .scripts import SCRIPTS, Scripts
+from .scripts import SCRIPTS, RedisScripts
 from .server import BLOCK_S, RedisConnection, ServerAway
-from .shard import Claim, Pushed, QueuedEvent, RedisShard, ShardSize
+from .shard import ClaimedEvent, PushedEvent, QueuedEvent, RedisShard, ShardSize
 from .watch import watched
 
 
-class Taken(NamedTuple):
+class TakenEvent(NamedTuple):
     """A claimed event and its shard."""
 
-    claim: Claim
+    claim: ClaimedEvent
     shard: RedisShard
 
     @property
@@ -54,12 +54,14 @@ class RedisQueue:
         self._numbers = itertools.count(1)
         self._watches = watched(shards)
         self._passed_over = [0] * len(self.shards)
-        self._bells = [Bell(shard) for shard in self.shards]
+        self._bells = [ShardBell(shard) for shard in self.shards]
         self._locks = [asyncio.Lock() for _ in self.shards]
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, name: str, options: RedisOptions, *, scripts: Scripts = SCRIPTS) -> AsyncGenerator[RedisQueue]:
+    async def open(
+        cls, name: str, options: RedisOptions, *, scripts: RedisScripts = SCRIPTS
+    ) -> AsyncGenerator[RedisQueue]:
         """Open the queue `name` for the length of an `async with`."""
         chosen = options.servers()
         order = sorted(chosen, key=lambda shard: shard.zone != options.zone)
@@ -91,11 +93,11 @@ class RedisQueue:
         priority: int = 0,
     ) -> None:
         """Store an event, due after `delay_s`. With an `id`, it replaces the event with that id."""
-        await self.push_many([Pushed(body, id, delay_s, priority)])
+        await self.push_many([PushedEvent(body, id, delay_s, priority)])
 
-    async def push_many(self, events: Sequence[Pushed]) -> None:
+    async def push_many(self, events: Sequence[PushedEvent]) -> None:
         """Store events. For each shard, all of its events are stored or none."""
-        by_shard: dict[int, list[Pushed]] = {}
+        by_shard: dict[int, list[PushedEvent]] = {}
         for event in events:
             home = self._home(event.id) if event.id else next(self._turn) % len(self.shards)
             by_shard.setdefault(home, []).append(event)
@@ -106,10 +108,10 @@ class RedisQueue:
         """Store an event unless one with its id is waiting or claimed. Return False if there is one."""
         if not id:
             raise InvalidArgument("ensure goes by the event's id: give one that is not empty")
-        event = Pushed(body, id, delay_s, priority)
+        event = PushedEvent(body, id, delay_s, priority)
         return await self._push_to(self._home(id), [event], keep=True) != [None]
 
-    async def _push(self, home: int, events: Sequence[Pushed]) -> None:
+    async def _push(self, home: int, events: Sequence[PushedEvent]) -> None:
         """Push to that shard. If its server is away, events without an id go to another shard."""
         others = [*range(home + 1, len(self.shards)), *range(home)] if not any(event.id for event in events) else []
         for index in (home, *others):
@@ -122,7 +124,7 @@ class RedisQueue:
             else:
                 return
 
-    async def _push_to(self, index: int, events: Sequence[Pushed], *, keep: bool = False) -> Sequence[int | None]:
+    async def _push_to(self, index: int, events: Sequence[PushedEvent], *, keep: bool = False) -> Sequence[int | None]:
         async with self._locks[index]:  # a shard takes the numbers of a pusher only in order
             return await self.shards[index].push(events, pusher=self._pusher, number=next(self._numbers), keep=keep)
 
@@ -132,7 +134,7 @@ class RedisQueue:
 
     # ---- out of the queue ------------------------------------------------------------------------------------------
 
-    async def pop(self, limit: int, *, timeout_s: float = 30.0, wait_s: float = 0.0) -> Sequence[Taken]:
+    async def pop(self, limit: int, *, timeout_s: float = 30.0, wait_s: float = 0.0) -> Sequence[TakenEvent]:
         """Claim up to `limit` of the due events for `timeout_s`. Wait for the first event, up to `wait_s`.
 
         Events that are not acknowledged within `timeout_s` return to the queue. Raises StorageError if no server
@@ -146,7 +148,7 @@ class RedisQueue:
                 return taken
             await idle(self._bells, min(left, idle_s))
 
-    async def _pop(self, limit: int, timeout_s: float) -> tuple[Sequence[Taken], float]:
+    async def _pop(self, limit: int, timeout_s: float) -> tuple[Sequence[TakenEvent], float]:
         """Claim events of the first shard that has some. Also return for how many seconds there will be none."""
         idle_s, errors = BLOCK_S, list[ServerAway]()
         for index in self._order():
@@ -158,7 +160,7 @@ class RedisQueue:
                 continue
             if popped.claims:
                 self._passed_over = [0 if other == index else n + 1 for other, n in enumerate(self._passed_over)]
-                return [Taken(claim, shard) for claim in popped.claims], 0.0
+                return [TakenEvent(claim, shard) for claim in popped.claims], 0.0
             idle_s = min(idle_s, popped.idle_s)
         if len(errors) == len(self.shards):
             raise StorageError(str(errors[0]))
@@ -168,7 +170,7 @@ class RedisQueue:
         """Return the shards in their order, but first those that were passed over too often."""
         return sorted(range(len(self.shards)), key=lambda index: self._passed_over[index] < TURNS)
 
-    async def acknowledge(self, *taken: Taken) -> int:
+    async def acknowledge(self, *taken: TakenEvent) -> int:
         """Remove claimed events. Return how many of the claims still held; the events of the others may come again.
         If a server is away, raise its ServerAway after the other servers have answered."""
         by_shard: dict[int, list[tuple[str, int]]] = {}
@@ -182,7 +184,7 @@ class RedisQueue:
             held += sum(told)
         return held
 
-    def _index_of(self, taken: Taken) -> int:
+    def _index_of(self, taken: TakenEvent) -> int:
         """Return the shard of an event, also if another object of this queue took it. Raises InvalidArgument for an
         event of another queue."""
         for index, shard in enumerate(self.shards):
@@ -190,11 +192,11 @@ class RedisQueue:
                 return index
         raise InvalidArgument(f"the event {taken.id!r} was taken from another queue: say it there")
 
-    async def release(self, taken: Taken, delay_s: float = 0.0) -> bool:
+    async def release(self, taken: TakenEvent, delay_s: float = 0.0) -> bool:
         """Give an event back, after `delay_s` or at once. Return False if the claim was over."""
         return await self.shards[self._index_of(taken)].release(taken.id, taken.claim.token, delay_s)
 
-    async def extend(self, taken: Taken, timeout_s: float) -> bool:
+    async def extend(self, taken: TakenEvent, timeout_s: float) -> bool:
         """Let a claim end `timeout_s` from now. Return False if it was over."""
         return await self.shards[self._index_of(taken)].extend(taken.id, taken.claim.token, timeout_s)
 

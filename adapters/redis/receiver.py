@@ -20,10 +20,10 @@ from ...streams.errors import Closed, InvalidArgument, StorageError
 from ...streams.events import EventBatch
 from ..limits import within_limits
 from ..receiving import QueueReceiver, Received
-from .bell import Bell, idle
+from .bell import ShardBell, idle
 from .server import BLOCK_S, ServerAway
 from .shard import MAX_POP, MAX_POP_BYTES
-from .watch import Watch
+from .watch import ShardWatch
 
 log = logging.getLogger("headrace.adapters.redis")
 
@@ -38,10 +38,10 @@ TURNS = 8
 class ShardReader:
     """The state of a receiver at one shard."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: ShardWatch) -> None:
         self.watch = watch
         self.shard = watch.shard
-        self.bell = Bell(watch.shard)
+        self.bell = ShardBell(watch.shard)
         self.reader: int | None = None
         """The number of this reader. None: it is not opened yet, because its server is away."""
         self.next = 0
@@ -52,7 +52,7 @@ class ShardReader:
 class RedisReceiver(QueueReceiver):
     """Receives the batches of one queue. The adapter calls `open` first. Shards are read in their order."""
 
-    def __init__(self, queue: int, shards: Sequence[Watch]) -> None:
+    def __init__(self, queue: int, shards: Sequence[ShardWatch]) -> None:
         self._queue = queue
         self.readers = [ShardReader(watch) for watch in shards]
         self._next = 0

@@ -475,63 +475,63 @@ redis.call('EXPIRE', KEYS[1], ARGV[3])
 """
 
 
-class Script(NamedTuple):
+class RedisScript(NamedTuple):
     text: str
     sha: str
 
     @classmethod
-    def of(cls, body: str, clock: str) -> Script:
+    def of(cls, body: str, clock: str) -> RedisScript:
         return cls.plain(_PROLOGUE % {"clock": clock, "returns": RETURNS_PER_STEP} + body)
 
     @classmethod
-    def plain(cls, text: str) -> Script:
+    def plain(cls, text: str) -> RedisScript:
         return cls(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
     def __repr__(self) -> str:
         return f"Script({self.sha})"
 
 
-class Scripts(NamedTuple):
-    push: Script
-    settle: Script
-    pop: Script
-    acknowledge: Script
-    release: Script
-    extend: Script
-    change_delay: Script
-    get: Script
-    remove: Script
-    size: Script
-    peek: Script
-    clear: Script
-    ring: Script
-    open: Script
-    bounds: Script
-    held: Script
-    hold: Script
-    finish: Script
-    held_at: Script
-    ledger: Script
-    record: Script
+class RedisScripts(NamedTuple):
+    push: RedisScript
+    settle: RedisScript
+    pop: RedisScript
+    acknowledge: RedisScript
+    release: RedisScript
+    extend: RedisScript
+    change_delay: RedisScript
+    get: RedisScript
+    remove: RedisScript
+    size: RedisScript
+    peek: RedisScript
+    clear: RedisScript
+    ring: RedisScript
+    open: RedisScript
+    bounds: RedisScript
+    held: RedisScript
+    hold: RedisScript
+    finish: RedisScript
+    held_at: RedisScript
+    ledger: RedisScript
+    record: RedisScript
 
     def __repr__(self) -> str:
         """Short, because help texts show it as the default of an argument."""
         return f"<{len(self)} scripts>"
 
     @classmethod
-    def with_clock(cls, clock: str = SERVER_CLOCK) -> Scripts:
+    def with_clock(cls, clock: str = SERVER_CLOCK) -> RedisScripts:
         bodies = (
             _PUSH, _SETTLE, _POP, _ACKNOWLEDGE, _RELEASE, _EXTEND, _CHANGE_DELAY, _GET, _REMOVE, _SIZE, _PEEK, _CLEAR,
             _RING, _OPEN, _BOUNDS, _HELD, _HOLD, _FINISH, _HELD_AT, _LEDGER, _RECORD,
         )  # fmt: skip
-        return cls(*(Script.of(body, clock) for body in bodies))
+        return cls(*(RedisScript.of(body, clock) for body in bodies))
 
 
-SCRIPTS = Scripts.with_clock()
+SCRIPTS = RedisScripts.with_clock()
 
 # ARGV: owner ("" matches every owner), number of queues. Answers with the stored owner and number if they differ, else
 # with nothing.
-OWN = Script.plain("""
+OWN = RedisScript.plain("""
 local noted = redis.call('HMGET', KEYS[1], 'owner', 'queues')
 local owner, queues = noted[1] or '', noted[2]
 if (owner ~= '' and ARGV[1] ~= '' and owner ~= ARGV[1]) or (queues and queues ~= ARGV[2]) then

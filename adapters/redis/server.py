@@ -16,7 +16,7 @@ from redis.backoff import NoBackoff
 
 from ...streams.errors import Closed, InvalidArgument, StorageError, StorageFull
 from .login import PASSWORD, USER, with_login
-from .scripts import Script
+from .scripts import RedisScript
 
 log = logging.getLogger("headrace.adapters.redis")
 
@@ -70,7 +70,7 @@ class RedisConnection:
         self._client = _client(url, COMMAND_S, cluster=cluster)
         self._blocking = _client(url, BLOCK_S + COMMAND_S, cluster=cluster)
 
-    async def run(self, script: Script, keys: Sequence[str], *args: str | bytes | float) -> Any:
+    async def run(self, script: RedisScript, keys: Sequence[str], *args: str | bytes | float) -> Any:
         """Carry out a script. Raises ServerAway, StorageFull, StorageError, Closed."""
         self._check_open()
         client, task = cast("Any", self._client), asyncio.current_task()

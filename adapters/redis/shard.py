@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from ...streams.errors import InvalidArgument
 from .keys import ShardKeys, check_id, check_priority, delay_ms, due_of, priority_of
-from .scripts import SCRIPTS, Script, Scripts
+from .scripts import SCRIPTS, RedisScript, RedisScripts
 from .server import BLOCK_S, RedisConnection
 
 MAX_POP = 1000
@@ -21,7 +21,7 @@ REMEMBERED_S = 3600
 command lies in front of a frozen server."""
 
 
-class Pushed(NamedTuple):
+class PushedEvent(NamedTuple):
     """An event to be stored."""
 
     body: bytes
@@ -37,7 +37,7 @@ class Pushed(NamedTuple):
         return check_id(self.id), delay_ms(self.delay_s), check_priority(self.priority), self.body
 
 
-class Claim(NamedTuple):
+class ClaimedEvent(NamedTuple):
     """An event that a consumer has taken, until a timeout."""
 
     id: str
@@ -49,8 +49,8 @@ class Claim(NamedTuple):
     priority: int
 
 
-class Popped(NamedTuple):
-    claims: Sequence[Claim]
+class PopResult(NamedTuple):
+    claims: Sequence[ClaimedEvent]
     idle_s: float
     """If there are no claims: seconds after which to try again, unless the bell rings before."""
 
@@ -92,7 +92,9 @@ class HeldEvents(NamedTuple):
 class RedisShard:
     """A shard, identified by its server and keys. It has no state, so several objects may be used for one shard."""
 
-    def __init__(self, server: RedisConnection, keys: ShardKeys, *, name: str = "", scripts: Scripts = SCRIPTS) -> None:
+    def __init__(
+        self, server: RedisConnection, keys: ShardKeys, *, name: str = "", scripts: RedisScripts = SCRIPTS
+    ) -> None:
         self.server = server
         self.keys = keys
         self.name = name
@@ -102,7 +104,7 @@ class RedisShard:
 
     async def push(
         self,
-        events: Sequence[Pushed],
+        events: Sequence[PushedEvent],
         *,
         pusher: str,
         number: int,
@@ -124,17 +126,17 @@ class RedisShard:
         """Remember a push only for the usual time, because its producer's ledger has recorded it."""
         await self.server.run(self._scripts.settle, (*self.keys, self.keys.sent(pusher)), number, REMEMBERED_S)
 
-    async def pop(self, limit: int, timeout_s: float, *, max_bytes: int = MAX_POP_BYTES) -> Popped:
+    async def pop(self, limit: int, timeout_s: float, *, max_bytes: int = MAX_POP_BYTES) -> PopResult:
         """Claim due events for `timeout_s` seconds, highest priority first. Does not wait; there may be none."""
         reply = await self._run(
             self._scripts.pop, min(limit, MAX_POP), min(max_bytes, MAX_POP_BYTES), delay_ms(timeout_s)
         )
         fields = iter(reply[1:])
         claims = [
-            Claim(id.decode(), body, token, attempts, priority)
+            ClaimedEvent(id.decode(), body, token, attempts, priority)
             for id, body, token, attempts, priority in zip(*[fields] * 5, strict=True)  # noqa: A001 (its name)
         ]
-        return Popped(claims, _seconds(reply[0]))
+        return PopResult(claims, _seconds(reply[0]))
 
     async def acknowledge(self, claims: Sequence[tuple[str, int]]) -> Sequence[bool]:
         """Remove claimed events, by id and token. Return False for a claim that is over: another consumer may have the
@@ -231,7 +233,7 @@ class RedisShard:
             left = await self._run(self._scripts.finish, reader, below, done, MAX_POP)
         return left is not None
 
-    async def _run(self, script: Script, *args: str | bytes | float) -> Any:
+    async def _run(self, script: RedisScript, *args: str | bytes | float) -> Any:
         return await self.server.run(script, self.keys, *args)
 
 

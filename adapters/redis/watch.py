@@ -18,7 +18,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
 Answer = TypeVar("Answer")
 
 
-class Watch:
+class ShardWatch:
     """A shard, for callers that can use other shards of the queue instead.
 
     Its server is silent once it has left a command without an answer. Then one task probes it repeatedly, and all other
@@ -65,5 +65,5 @@ class Watch:
         await self._probing.aclose()
 
 
-def watched(shards: Sequence[RedisShard]) -> list[Watch]:
-    return [Watch(shard, alone=len(shards) == 1) for shard in shards]
+def watched(shards: Sequence[RedisShard]) -> list[ShardWatch]:
+    return [ShardWatch(shard, alone=len(shards) == 1) for shard in shards]

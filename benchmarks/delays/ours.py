@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from datetime import timedelta
 
 from headrace import Event, EventBatch, Provider, Start
-from headrace.adapters.redis import Pushed, RedisOptions, RedisQueue
+from headrace.adapters.redis import PushedEvent, RedisOptions, RedisQueue
 
 from .kinds import DelayKind, Handle, Place, Push, running
 
@@ -23,7 +23,7 @@ class Queue(DelayKind):
 
             async def push(payloads: Sequence[bytes], delays_s: Sequence[float]) -> None:
                 delays = delays_s or [0.0] * len(payloads)
-                await queue.push_many([Pushed(body, "", s) for body, s in zip(payloads, delays, strict=True)])
+                await queue.push_many([PushedEvent(body, "", s) for body, s in zip(payloads, delays, strict=True)])
 
             yield push
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import click
 
-from ...silo.checking import Check, Checked
-from ...streams.outcomes import Failed
+from ...silo.checking import CheckedAmounts, DirectoryCheck
+from ...streams.outcomes import CommandFailed
 from ...streams.wording import counted
-from .help import Command
+from .help import SectionedCommand
 from .options import data_options
 from .output import json_option, note, print_json
 from .running import run
@@ -19,7 +19,7 @@ from .running import run
 _EVERY_S = 2.0
 
 
-@click.command("check", cls=Command)
+@click.command("check", cls=SectionedCommand)
 @data_options
 @json_option
 def command(*, data: Path, store: str | None, as_json: bool) -> None:
@@ -28,7 +28,7 @@ def command(*, data: Path, store: str | None, as_json: bool) -> None:
     Nothing is written to the directory, and silos may run on it. Prints a line for each fault, with what to do. The
     exit code is 0 if there is none, else 1.
     """
-    check = Check(data, store, _progress())
+    check = DirectoryCheck(data, store, _progress())
     run(check.run())
     found, checked = check.findings, check.checked
     if as_json:
@@ -47,14 +47,14 @@ def command(*, data: Path, store: str | None, as_json: bool) -> None:
         note(f"not checked: {skipped}")
     note(f"checked {_worded(checked)}: {counted(len(found), 'fault') if found else 'sound'}")
     if found:
-        raise Failed
+        raise CommandFailed
 
 
-def _progress() -> Callable[[Checked], None]:
+def _progress() -> Callable[[CheckedAmounts], None]:
     """Return a function that notes the progress of the check on stderr every few seconds."""
     last = time.monotonic()
 
-    def report(checked: Checked) -> None:
+    def report(checked: CheckedAmounts) -> None:
         nonlocal last
         if time.monotonic() - last >= _EVERY_S:
             last = time.monotonic()
@@ -63,6 +63,6 @@ def _progress() -> Callable[[Checked], None]:
     return report
 
 
-def _worded(checked: Checked) -> str:
+def _worded(checked: CheckedAmounts) -> str:
     read = f"{checked.nbytes / 1e6:,.1f} MB"
     return f"{counted(checked.providers, 'provider')}, {counted(checked.queues, 'queue')}, {read}"

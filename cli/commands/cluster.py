@@ -113,7 +113,7 @@ def move_store(*, data: Path, store: str, as_json: bool) -> None:
     """
     check_store(store, "--store")
     run(_move_store(data, store))
-    _done(as_json, f"data directory {data}: its control data is at the new address", data=str(data), moved=True)
+    _done(as_json, f"data directory '{data}': its control data is at the new address", data=str(data), moved=True)
 
 
 @command.command("stop-agents", short_help="Stop the delivery of queues.")

@@ -16,7 +16,7 @@ from ...streams.options import EventFilter
 from ...streams.subscriptions import EPHEMERAL, SubscriptionDefinition
 from .output import note
 from .rendering import Render
-from .writing import Writer
+from .writing import ThreadedWriter
 
 if TYPE_CHECKING:
     from ...client.client import Client
@@ -45,7 +45,7 @@ async def print_from(
 
 
 async def _print(consumer: Consumer, render: Render, passes: EventFilter | None, limit: int | None) -> None:
-    writer, left = Writer(sys.stdout.fileno()), limit
+    writer, left = ThreadedWriter(sys.stdout.fileno()), limit
     async for batch in consumer:
         taken, count = _within(batch.events(), passes, left)
         await writer.write(b"".join(render(event, batch.queue) for event in taken))

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 
-class Option(click.Option):
+class SectionedOption(click.Option):
     """An option that the help shows below the title `section`."""
 
     def __init__(self, *args: Any, section: str, **settings: Any) -> None:
@@ -15,15 +15,15 @@ class Option(click.Option):
         self.section = section
 
 
-class Command(click.Command):
-    """A command whose help shows its own options first, then each section of `Option`."""
+class SectionedCommand(click.Command):
+    """A command whose help shows its own options first, then each section of `SectionedOption`."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"Options": []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is not None and isinstance(parameter, click.Option):
-                title = parameter.section if isinstance(parameter, Option) else "Options"
+                title = parameter.section if isinstance(parameter, SectionedOption) else "Options"
                 sections.setdefault(title, []).append(record)
         for title, records in sections.items():
             with formatter.section(title):
@@ -33,7 +33,7 @@ class Command(click.Command):
 class CommandGroup(click.Group):
     """A group of commands. For an unknown name it suggests similar ones, also of commands not imported yet."""
 
-    command_class = Command
+    command_class = SectionedCommand
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -134,7 +134,7 @@ def _datetime(text: str) -> datetime | None:
         return None
 
 
-class Lines(NamedTuple):
+class NumberedLines(NamedTuple):
     """Some lines in a row, without their line feeds. `first` is the number of the first, from 1."""
 
     first: int
@@ -147,14 +147,14 @@ class Lines(NamedTuple):
         text = b"\n".join(self.lines[:count])
         return text + b"\n" if count and (count < len(self.lines) or self.ended) else text
 
-    def cut(self, most: int) -> Generator[Lines]:
+    def cut(self, most: int) -> Generator[NumberedLines]:
         """Cut into parts of at most `most` lines."""
         for at in range(0, len(self.lines), most):
             last = at + most >= len(self.lines)
-            yield Lines(self.first + at, self.lines[at : at + most], self.ended or not last)
+            yield NumberedLines(self.first + at, self.lines[at : at + most], self.ended or not last)
 
 
-async def read_lines(descriptor: int, first: int = 1) -> AsyncGenerator[Lines]:
+async def read_lines(descriptor: int, first: int = 1) -> AsyncGenerator[NumberedLines]:
     """Read the lines of a file, pipe or terminal, as many at a time as are there. Waits for a pipe without blocking.
 
     A line above the size limit of an event is cut, and is the last one.
@@ -163,12 +163,12 @@ async def read_lines(descriptor: int, first: int = 1) -> AsyncGenerator[Lines]:
     while chunk := await _read(descriptor):
         *lines, tail = (tail + chunk).split(b"\n")
         if lines:
-            yield Lines(first, lines, ended=True)
+            yield NumberedLines(first, lines, ended=True)
             first += len(lines)
         if len(tail) > MAX_EVENT_BYTES + 1:
             break
     if tail:
-        yield Lines(first, [tail], ended=False)
+        yield NumberedLines(first, [tail], ended=False)
 
 
 async def _read(descriptor: int) -> bytes:

@@ -19,7 +19,7 @@ from ...store.datadir import MARKER, check_marker_kept, check_provider_name
 from ...streams.errors import DataDirectoryError, HeadraceError, InvalidArgument, NotFound
 from ...streams.subscriptions import Start
 from ...streams.wording import counted
-from .help import Option
+from .help import SectionedOption
 from .output import note
 
 if TYPE_CHECKING:
@@ -53,9 +53,9 @@ class SiloPlace(NamedTuple):
 
 ProviderPlace = DataPlace | SiloPlace
 
-_place_option = functools.partial(click.option, cls=Option, section="Data directory or silo")
-_connection_option = functools.partial(click.option, cls=Option, section="Connection to the silo")
-_queue_option = functools.partial(click.option, cls=Option, section="Queues of the provider, with --data")
+_place_option = functools.partial(click.option, cls=SectionedOption, section="Data directory or silo")
+_connection_option = functools.partial(click.option, cls=SectionedOption, section="Connection to the silo")
+_queue_option = functools.partial(click.option, cls=SectionedOption, section="Queues of the provider, with --data")
 
 
 class DataPath(click.Path):

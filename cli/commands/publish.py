@@ -17,12 +17,12 @@ import click
 from ...streams.errors import NotSupported
 from ...streams.events import MAX_DELAY, MAX_PRIORITY, Event
 from ...streams.identity import StreamId
-from ...streams.outcomes import Failed, Interrupted
+from ...streams.outcomes import CommandFailed, CommandInterrupted
 from ...streams.publishing import scheduled
 from ...streams.wording import counted
-from .help import Command
+from .help import SectionedCommand
 from .journal import ControlStoreJournals, FileReader, JournalStore, PublishJournal, UserFileJournals, state_folder
-from .lines import BadLine, LineFormat, Lines, read_lines
+from .lines import BadLine, LineFormat, NumberedLines, read_lines
 from .options import ProviderPlace, SiloPlace, check_how, connected, creation_options, opened, place_options
 from .output import json_option, note, print_json
 from .progress import Advance, progress
@@ -39,7 +39,7 @@ PublishMany = Callable[..., Awaitable[object]]
 """`publish_many` of a provider or of a client."""
 
 
-@click.command("publish", cls=Command)
+@click.command("publish", cls=SectionedCommand)
 @place_options
 @creation_options
 @click.option("--stream", metavar="NS/KEY", help="Publish everything to this stream.")
@@ -91,11 +91,11 @@ def command(
     try:
         check_how(place, how)
         result = run(_publish(place, how, file, LineFormat(**form), _schedule(delay, priority)))
-    except Interrupted:
-        raise Interrupted("interrupted" if file == STDIN else "interrupted: run it again to continue") from None
+    except CommandInterrupted:
+        raise CommandInterrupted("interrupted" if file == STDIN else "interrupted: run it again to continue") from None
     except BadLine as bad:
         before = "the lines before it are published" if bad.number > 1 else "nothing is published"
-        raise Failed(f"{_name(file)}:{bad.number}: {bad.reason}; {before}") from None
+        raise CommandFailed(f"{_name(file)}:{bad.number}: {bad.reason}; {before}") from None
     if as_json:
         print_json(result._asdict())
     else:
@@ -144,23 +144,23 @@ async def _remote_notes(client: Client, address: str) -> JournalStore | None:
         return None
 
 
-class Schedule(NamedTuple):
+class EventSchedule(NamedTuple):
     """Delay and priority of all events of a run."""
 
     delay: timedelta | None
     priority: int | None
 
 
-def _schedule(delay_s: float | None, priority: int | None) -> Schedule | None:
+def _schedule(delay_s: float | None, priority: int | None) -> EventSchedule | None:
     if delay_s is None and priority is None:
         return None
     if delay_s is not None and not delay_s <= MAX_DELAY.total_seconds():
         raise click.UsageError(f"--delay {delay_s:g} is more than {MAX_DELAY.days:,} days")
-    return Schedule(None if delay_s is None else timedelta(seconds=delay_s), priority)
+    return EventSchedule(None if delay_s is None else timedelta(seconds=delay_s), priority)
 
 
 async def _publish(
-    place: ProviderPlace, how: Mapping[str, Any], file: Path, form: LineFormat, schedule: Schedule | None
+    place: ProviderPlace, how: Mapping[str, Any], file: Path, form: LineFormat, schedule: EventSchedule | None
 ) -> PublishResult:
     began = time.monotonic()
     async with _target(place, how) as target:
@@ -182,7 +182,7 @@ class LinePublisher:
         form: LineFormat,
         journal: PublishJournal | None,
         advance: Advance,
-        schedule: Schedule | None = None,
+        schedule: EventSchedule | None = None,
     ) -> None:
         self.events = 0
         self._schedule = schedule
@@ -228,7 +228,7 @@ class LinePublisher:
             await self._journal.forget()
         return count
 
-    def _understand(self, lines: Lines) -> tuple[list[Item], BadLine | None]:
+    def _understand(self, lines: NumberedLines) -> tuple[list[Item], BadLine | None]:
         items: list[Item] = []
         for number, line in enumerate(lines.lines, lines.first):
             try:

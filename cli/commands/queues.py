@@ -12,9 +12,9 @@ from ...adapters import QueueStatistics
 from ...silo.provider import Provider
 from ...silo.views import age_s, due_in_s, fault_at, lag_of
 from ...streams.errors import DataDirectoryError, NotFound
-from ...streams.outcomes import Failed
+from ...streams.outcomes import CommandFailed
 from ...streams.subscriptions import Checkpoint
-from .help import Command
+from .help import SectionedCommand
 from .options import (
     DataPlace,
     ProviderPlace,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ...proto.v1 import cluster_pb2 as pb
 
 
-@click.command("queues", cls=Command)
+@click.command("queues", cls=SectionedCommand)
 @place_options
 @adapter_options
 @json_option
@@ -55,7 +55,7 @@ def command(*, place: ProviderPlace, as_json: bool) -> None:
     else:
         show(queues)
     if faults := [_fault_line(queue) for queue in queues if queue["fault"]]:
-        raise Failed(*faults)
+        raise CommandFailed(*faults)
 
 
 def _fault_line(queue: Mapping[str, Any]) -> str:

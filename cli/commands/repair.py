@@ -46,12 +46,15 @@ def control(*, data: Path, store: str | None, as_json: bool) -> None:
     """Create a control store for the logs of a data directory whose control.db is lost.
 
     Events stay. Subscriptions, dead letters, delayed events and tokens were in the lost store: create them again. First
-    stop the processes that use the directory.
+    stop the processes that use the directory. If only control.db-wal is damaged, the data saved before the damage
+    stays.
     """
-    names = run(renew_control(data, store))
+    names, damage = run(renew_control(data, store))
     if as_json:
-        print_json({"providers": names})
+        print_json({"providers": names, "damage": None if damage is None else str(damage)})
         return
+    if damage is not None:
+        note(f"{damage}: the control store has the data that was saved before it")
     for name in names:
         note(f"provider {name!r} is known again, without subscriptions: subscribe from earliest to read its events")
 

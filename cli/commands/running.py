@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from ...streams.outcomes import INTERRUPTED, Interrupted
+from ...streams.outcomes import INTERRUPTED, CommandInterrupted
 
 _T = TypeVar("_T")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -35,7 +35,7 @@ async def _interruptible(main: Coroutine[Any, Any, _T], terminated: int) -> _T:
         if not caught:
             raise
         code = terminated if caught[0] is signal.SIGTERM else INTERRUPTED
-        raise Interrupted("interrupted" if code else "", code) from None
+        raise CommandInterrupted("interrupted" if code else "", code) from None
 
 
 def handle_signals(stop: Callable[[signal.Signals], object], kill: Callable[[], object] = lambda: None) -> None:

@@ -15,19 +15,19 @@ import click
 from ...silo.config import SiloConfig, parse_address
 from ...silo.config_loader import load_config, named_source, unknown_variables
 from ...silo.host import Silo
-from ...silo.supervisor import Supervisor, configurations
+from ...silo.supervisor import WorkerSupervisor, configurations
 from ...silo.tuning import tune_interpreter
 from ...streams.background import first_of
 from ...streams.errors import InvalidArgument
 from ...streams.outcomes import DONE
-from .help import Command, Option
+from .help import SectionedCommand, SectionedOption
 from .running import handle_signals
 
 log = logging.getLogger("headrace.silo")
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_grpc_option = functools.partial(click.option, cls=Option, section="gRPC")
-_http_option = functools.partial(click.option, cls=Option, section="HTTP")
+_grpc_option = functools.partial(click.option, cls=SectionedOption, section="gRPC")
+_http_option = functools.partial(click.option, cls=SectionedOption, section="HTTP")
 
 
 def grpc_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,7 +61,7 @@ def grpc_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_grpc
 
 
-@click.command("silo", cls=Command)
+@click.command("silo", cls=SectionedCommand)
 @click.argument("config", type=click.Path(path_type=Path, dir_okay=False), required=False)
 @click.option("--data", metavar="DIR", help="Data directory, relative to the working directory.")
 @click.option("--module", "modules", multiple=True, metavar="MODULE", help="Module with handlers; may be repeated.")
@@ -120,6 +120,6 @@ async def serve(
 
 
 async def _supervise(configs: Sequence[SiloConfig]) -> int:
-    supervisor = Supervisor(configs)
+    supervisor = WorkerSupervisor(configs)
     handle_signals(lambda _: supervisor.stop(), supervisor.kill)
     return await supervisor.run()

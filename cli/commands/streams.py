@@ -11,8 +11,8 @@ from ...silo.provider import Provider
 from ...streams.errors import CorruptRecord, NotSupported
 from ...streams.events import EventBatch
 from ...streams.identity import SequenceToken, StreamId
-from ...streams.outcomes import Failed
-from .help import Command
+from ...streams.outcomes import CommandFailed
+from .help import SectionedCommand
 from .options import DataPlace, adapter_options, data_place_options, opened
 from .output import json_option, print_json, print_table
 from .running import run
@@ -21,7 +21,7 @@ EVENTS_AT_ONCE = 10_000
 BYTES_AT_ONCE = 4 << 20
 
 
-@click.command("streams", cls=Command)
+@click.command("streams", cls=SectionedCommand)
 @data_place_options
 @adapter_options
 @click.option("--namespace", metavar="NS", help="Only streams of this namespace.")
@@ -38,7 +38,7 @@ def command(*, data_place: DataPlace, namespace: str | None, as_json: bool) -> N
         columns = ("stream", "queue", "events", "bytes", "first", "last")
         print_table(columns, [[stream[column] for column in columns] for stream in found])
     if damages:
-        raise Failed(*map(str, damages))
+        raise CommandFailed(*map(str, damages))
 
 
 async def _streams(data_place: DataPlace, namespace: str | None) -> tuple[list[dict[str, Any]], list[CorruptRecord]]:

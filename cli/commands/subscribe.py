@@ -16,12 +16,12 @@ from ...silo.provider import LocalSubscription, Provider
 from ...streams.background import end
 from ...streams.errors import Busy, CorruptRecord, NotFound, PermissionDenied
 from ...streams.events import Event, EventBatch
-from ...streams.handlers import Declared
+from ...streams.handlers import Declaration
 from ...streams.identity import StreamId
 from ...streams.outcomes import DONE
 from ...streams.subscriptions import EPHEMERAL, Selector, Start, SubscriptionDefinition
 from .following import print_from
-from .help import Command
+from .help import SectionedCommand
 from .options import (
     START_HELP,
     DataPlace,
@@ -36,7 +36,7 @@ from .options import (
 )
 from .rendering import Format, Render, all_of, parse_filter, renderer
 from .running import run
-from .writing import Writer
+from .writing import ThreadedWriter
 
 if TYPE_CHECKING:
     from ...client.client import Client
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 DRAIN_S = 2.0
 
 
-@click.command("subscribe", cls=Command)
+@click.command("subscribe", cls=SectionedCommand)
 @place_options
 @creation_options
 @click.option("--name", help="Save the progress under this name.  [default: not saved]")
@@ -134,7 +134,7 @@ def _is_not_damage(record: logging.LogRecord) -> bool:
     return not any(isinstance(value, CorruptRecord) for value in record.args or ())
 
 
-class Printer:
+class EventPrinter:
     """Prints the events that it consumes. `ended` is done at the limit, or has the error that stopped it."""
 
     def __init__(self, render: Render, queue_of: Callable[[StreamId], int]) -> None:
@@ -142,7 +142,7 @@ class Printer:
         self._closing = asyncio.Event()
         self._render = render
         self._queue_of = queue_of
-        self._writer = Writer(sys.stdout.fileno())
+        self._writer = ThreadedWriter(sys.stdout.fileno())
 
     def close(self) -> None:
         """Give back the events that are not printed."""
@@ -170,14 +170,14 @@ class Printer:
         raise LimitReached
 
 
-class BatchPrinter(Printer):
+class BatchPrinter(EventPrinter):
     """Prints every event, one batch at a time."""
 
     async def on_next_batch(self, batch: EventBatch) -> None:
         await self._print(batch.events())
 
 
-class LimitedPrinter(Printer):
+class LimitedPrinter(EventPrinter):
     """Prints `limit` events, one at a time, and leaves the others unfinished."""
 
     def __init__(self, render: Render, queue_of: Callable[[StreamId], int], limit: int) -> None:
@@ -214,7 +214,7 @@ async def _subscribe(
         queue_of = provider.queue_of
         printer = BatchPrinter(render, queue_of) if limit is None else LimitedPrinter(render, queue_of, limit)
         definition = await wanted.at(provider)
-        subscription = await provider.attach(Declared(provider.name, definition, printer, False, predicate, 1000))
+        subscription = await provider.attach(Declaration(provider.name, definition, printer, False, predicate, 1000))
         try:
             await _until_end(printer, subscription, follow=follow)
         finally:
@@ -238,7 +238,7 @@ async def _withdraw(provider: Provider, name: str) -> None:
         await provider.withdraw(name, DRAIN_S)
 
 
-async def _until_end(printer: Printer, subscription: LocalSubscription, *, follow: bool) -> None:
+async def _until_end(printer: EventPrinter, subscription: LocalSubscription, *, follow: bool) -> None:
     if follow:
         await printer.ended
         return

@@ -11,7 +11,7 @@ import msgspec
 
 from ...streams.errors import NotFound
 from ...streams.identity import StreamId
-from ...streams.outcomes import Failed
+from ...streams.outcomes import CommandFailed
 from ...streams.states import QueueProgress, SubscriptionState
 from ...streams.subscriptions import OnFailure, RetryPolicy, Selector, SlowConsumer, Start, SubscriptionDefinition
 from .help import CommandGroup
@@ -87,7 +87,7 @@ def _print_one(name: str, found: Mapping[str, Any]) -> None:
 
 def _fail_with_faults(found: Sequence[Mapping[str, Any]]) -> None:
     if faults := [f"subscription {one['name']!r}: {fault}" for one in found for fault in one["faults"]]:
-        raise Failed(*faults)
+        raise CommandFailed(*faults)
 
 
 def _note_held(name: str, held: Mapping[str, Any] | None) -> None:

@@ -13,7 +13,7 @@ from threading import Thread
 _Write = tuple[bytes, "asyncio.Future[None]"]
 
 
-class Writer:
+class ThreadedWriter:
     """Writes to a file descriptor in a thread, which ends with the process at the latest."""
 
     def __init__(self, descriptor: int) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .flights import CarrierDelays
 
 
-class Tally(NamedTuple):
+class DeliveryTally(NamedTuple):
     """Counts of the deliveries to one subscription."""
 
     delivered: int
@@ -24,7 +24,7 @@ class Tally(NamedTuple):
         return not self.missing and not self.out_of_order and (duplicates_allowed or not self.duplicates)
 
 
-def tally(rows: Iterable[int], keys: Sequence[str]) -> Tally:
+def tally(rows: Iterable[int], keys: Sequence[str]) -> DeliveryTally:
     """Count the deliveries in `rows`, the row numbers in order of delivery. `keys` has the stream key of each row.
 
     A row number that does not exist counts as a duplicate, because it is one delivery too many.
@@ -43,7 +43,7 @@ def tally(rows: Iterable[int], keys: Sequence[str]) -> Tally:
             out_of_order += 1
         else:
             newest[key] = row
-    return Tally(delivered, duplicates, out_of_order, len(keys) - (delivered - duplicates))
+    return DeliveryTally(delivered, duplicates, out_of_order, len(keys) - (delivered - duplicates))
 
 
 def differences(found: Mapping[str, CarrierDelays], expected: Mapping[str, CarrierDelays]) -> list[str]:

@@ -12,13 +12,13 @@ import click
 
 from ...silo.tuning import tune_interpreter
 from ...streams.errors import InvalidArgument
-from ...streams.outcomes import Failed, Interrupted
+from ...streams.outcomes import CommandFailed, CommandInterrupted
 from ..commands.output import json_option, note, print_json
 from ..commands.running import run
 from .flights import Flights, installed_flights, load_flights
 from .jobs import open_jobs
-from .run import DEFAULTS, DemoRun, Settings, begin, opened
-from .stage import Stage, Verdict, check_only_the_demo
+from .run import DEFAULTS, DemoRun, DemoSettings, begin, opened
+from .stage import DemoStage, DemoVerdict, check_only_the_demo
 from .watching import report, watched
 
 
@@ -48,48 +48,48 @@ def command(*, data: Path | None, flights: Path | None, slow: int, as_json: bool
     """
     path = data or Path(mkdtemp(prefix="headrace-demo-"))
     try:
-        verdict = _run(path, flights, slow, Settings(**wanted))
-    except Interrupted:
-        raise Interrupted(f"interrupted: `headrace demo --data {shlex.quote(str(path))}` continues it") from None
+        verdict = _run(path, flights, slow, DemoSettings(**wanted))
+    except CommandInterrupted:
+        raise CommandInterrupted(f"interrupted: `headrace demo --data {shlex.quote(str(path))}` continues it") from None
     if as_json:
         print_json(_document(verdict))
     else:
         report(verdict)
     if not verdict.ok:
-        raise Failed(*verdict.problems, f"the data is in {path}")
+        raise CommandFailed(*verdict.problems, f"the data is in '{path}'")
     if data is None:
         shutil.rmtree(path)
 
 
-def _run(path: Path, file: Path | None, slow: int, wanted: Settings) -> Verdict:
+def _run(path: Path, file: Path | None, slow: int, wanted: DemoSettings) -> DemoVerdict:
     with opened(path, wanted) as (directory, left):
         settings = wanted if left is None or left.state == "ended" else left.settings
         flights = _load(file or installed_flights(), settings.events)
         if left is not None and left.state == "ended":
             run(check_only_the_demo(directory, left.settings.events or 0))
-        chosen = Settings(
+        chosen = DemoSettings(
             events=len(flights),
             policy=settings.policy or DEFAULTS.policy,
             durability=settings.durability or DEFAULTS.durability,
         )
         this = begin(directory, left, chosen, flights.fingerprint)
         if this.resumed:
-            note(f"continuing the interrupted run in {path}")
+            note(f"continuing the interrupted run in '{path}'")
         return _finish(this, flights, slow)
 
 
 def _load(path: Path, events: int | None) -> Flights:
     flights = load_flights(path, events)
     if events is not None and len(flights) < events:
-        raise InvalidArgument(f"--events {events}: there are only {len(flights):,} flights in {path}")
+        raise InvalidArgument(f"--events {events}: there are only {len(flights):,} flights in '{path}'")
     return flights
 
 
-def _finish(this: DemoRun, flights: Flights, slow: int) -> Verdict:
-    stage = Stage(this, flights, open_jobs(this.folder, flights, slow))
+def _finish(this: DemoRun, flights: Flights, slow: int) -> DemoVerdict:
+    stage = DemoStage(this, flights, open_jobs(this.folder, flights, slow))
     try:
         run(_play(stage))
-    except Interrupted:
+    except CommandInterrupted:
         this.save("stopped")
         raise
     verdict = stage.verdict()
@@ -97,13 +97,13 @@ def _finish(this: DemoRun, flights: Flights, slow: int) -> Verdict:
     return verdict
 
 
-async def _play(stage: Stage) -> None:
+async def _play(stage: DemoStage) -> None:
     tune_interpreter()
     async with stage.opened() as provider, watched(stage, provider):
         await stage.play(provider)
 
 
-def _document(verdict: Verdict) -> dict[str, Any]:
+def _document(verdict: DemoVerdict) -> dict[str, Any]:
     return {
         "events": verdict.events,
         "streams": verdict.streams,

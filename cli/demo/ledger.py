@@ -31,7 +31,7 @@ class DemoLedger:
         written = os.write(self._descriptor, records)
         if written != len(records):
             os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
-            raise StorageFull(f"{self.path}: no space left")
+            raise StorageFull(f"'{self.path}': no space left")
 
     def read(self) -> bytes:
         return self.path.read_bytes()

@@ -37,7 +37,7 @@ class JobView(NamedTuple):
     duplicates: int
 
 
-class Frame(NamedTuple):
+class PictureFrame(NamedTuple):
     """The values that one picture shows."""
 
     title: str
@@ -65,13 +65,13 @@ class DemoRates:
         return [(now - before) / max(seconds - since, 0.001) for now, before in zip(counters, then, strict=True)]
 
 
-class Picture:
+class DemoPicture:
     """Draws frames, and keeps the earlier counts for the rates."""
 
     def __init__(self) -> None:
         self._rates = DemoRates()
 
-    def draw(self, frame: Frame) -> RenderableType:
+    def draw(self, frame: PictureFrame) -> RenderableType:
         rates = self._rates.add(frame.seconds, [frame.published, *(job.done for job in frame.jobs)])
         colours = dict(zip((job.name for job in frame.jobs), COLOURS, strict=False))
         return Group(
@@ -97,7 +97,7 @@ class Picture:
         )
 
 
-def line(frame: Frame) -> str:
+def line(frame: PictureFrame) -> str:
     """One line of text, if stderr is no terminal."""
     jobs = ", ".join(f"{job.name} {job.done:,}" for job in frame.jobs)
     pressed = sum(queue.pressure for queue in frame.statistics.queues)
@@ -105,7 +105,7 @@ def line(frame: Frame) -> str:
     return f"{frame.seconds:4.0f} s: published {frame.published:,} of {frame.events:,}; {jobs}{pressure}"
 
 
-def _title(frame: Frame) -> Text:
+def _title(frame: PictureFrame) -> Text:
     text = Text(" headrace demo  ", style="bold")
     text.append(frame.title, style="dim")
     return text.append(f"{frame.seconds:.0f} s".rjust(max(98 - len(text), 6)), style="bold")
@@ -120,7 +120,7 @@ def _rate(rate: float) -> str:
     return f" {rate:>9,.0f}/s   "
 
 
-def _standing(frame: Frame, job: JobView) -> str:
+def _standing(frame: PictureFrame, job: JobView) -> str:
     view = next((s for s in frame.statistics.subscriptions if s.name == job.name), None)
     behind = frame.published - job.done
     state = view.state if view else ""

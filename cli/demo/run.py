@@ -23,7 +23,7 @@ from ...streams.errors import DataDirectoryError, InvalidArgument
 from ...streams.private_files import make_directory, opener
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DemoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The requested settings of a run. None: the setting of the continued run, or else the default."""
 
     events: int | None = None
@@ -31,13 +31,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     durability: Literal["commit", "relaxed"] | None = None
 
 
-DEFAULTS = Settings(policy="detach", durability="commit")
+DEFAULTS = DemoSettings(policy="detach", durability="commit")
 
 
-class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class DemoRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The content of run.json."""
 
-    settings: Settings
+    settings: DemoSettings
     """All of them are set."""
     flights: int
     """Fingerprint of the file of flights."""
@@ -51,7 +51,7 @@ class DemoRun:
     """A run in this process. It is the only run in its directory."""
 
     directory: DataDirectory
-    record: Record
+    record: DemoRecord
     resumed: bool
 
     @property
@@ -67,7 +67,7 @@ class DemoRun:
 
 
 @contextmanager
-def opened(path: Path, wanted: Settings) -> Generator[tuple[DataDirectory, Record | None]]:
+def opened(path: Path, wanted: DemoSettings) -> Generator[tuple[DataDirectory, DemoRecord | None]]:
     """Lock the directory for a `with` block, and read the record of the last run.
 
     Raises DataDirectoryError if the directory has other data than a demo's, Busy while another demo runs there, and
@@ -76,26 +76,26 @@ def opened(path: Path, wanted: Settings) -> Generator[tuple[DataDirectory, Recor
     directory = open_data_directory(path)
     record = _read(directory.path)
     if record is None and (directory.path / "providers").exists():
-        raise DataDirectoryError(f"data directory {path}: holds other data than the demo's: name another directory")
-    with lock(directory, ".demo", "run", f"the demo is run on {path}"):
+        raise DataDirectoryError(f"data directory '{path}': holds other data than the demo's: name another directory")
+    with lock(directory, ".demo", "run", f"the demo is run on '{path}'"):
         record = _read(directory.path)  # no other process writes it now
         if record is not None and record.state != "ended":
             check_same(path, record.settings, wanted)
         yield directory, record
 
 
-def check_same(path: Path, run: Settings, wanted: Settings) -> None:
+def check_same(path: Path, run: DemoSettings, wanted: DemoSettings) -> None:
     """Raise InvalidArgument with the option if a setting in `wanted` differs from the run's."""
     for option in run.__struct_fields__:
         has, asked = getattr(run, option), getattr(wanted, option)
         if asked is not None and asked != has:
             raise InvalidArgument(
-                f"data directory {path}: holds an interrupted run with --{option} {has}, not {asked}: leave the option "
-                "out to continue that run, or name another directory"
+                f"data directory '{path}': holds an interrupted run with --{option} {has}, not {asked}: leave the "
+                "option out to continue that run, or name another directory"
             )
 
 
-def begin(directory: DataDirectory, left: Record | None, settings: Settings, flights: int) -> DemoRun:
+def begin(directory: DataDirectory, left: DemoRecord | None, settings: DemoSettings, flights: int) -> DemoRun:
     """Continue the last run, or begin one with `settings`. `flights` is the fingerprint of the input.
 
     Raises InvalidArgument if the run to be continued had another input.
@@ -103,24 +103,24 @@ def begin(directory: DataDirectory, left: Record | None, settings: Settings, fli
     if left is not None and left.state != "ended":
         if left.flights != flights:
             raise InvalidArgument(
-                f"data directory {directory.path}: holds an interrupted run on another file of flights"
+                f"data directory '{directory.path}': holds an interrupted run on another file of flights"
             )
         left.crashes += left.state == "running"
         run = DemoRun(directory, left, resumed=True)
     else:
-        run = DemoRun(directory, Record(settings=settings, flights=flights), resumed=False)
+        run = DemoRun(directory, DemoRecord(settings=settings, flights=flights), resumed=False)
         _clear(run)
     run.save("running")
     return run
 
 
-def _read(path: Path) -> Record | None:
+def _read(path: Path) -> DemoRecord | None:
     try:
-        return msgspec.json.decode((path / "demo" / "run.json").read_bytes(), type=Record)
+        return msgspec.json.decode((path / "demo" / "run.json").read_bytes(), type=DemoRecord)
     except FileNotFoundError:
         return None
     except msgspec.DecodeError as error:
-        raise DataDirectoryError(f"data directory {path}: damaged, demo/run.json: {error}") from None
+        raise DataDirectoryError(f"data directory '{path}': damaged, demo/run.json: {error}") from None
 
 
 def _clear(run: DemoRun) -> None:

@@ -16,7 +16,7 @@ from ...streams.errors import DataDirectoryError
 from ...streams.events import Event
 from ...streams.identity import StreamId
 from ...streams.subscriptions import SlowConsumer, Start
-from .check import Tally, differences, tally
+from .check import DeliveryTally, differences, tally
 from .flights import Flights
 from .jobs import DemoJob, FlightDelays
 from .run import DemoRun
@@ -29,12 +29,12 @@ CACHE = CacheOptions(max_events=120_000, max_bytes=32 << 20)
 EVENTS_AT_ONCE = 1000
 
 
-class Verdict(NamedTuple):
+class DemoVerdict(NamedTuple):
     """The result of a run."""
 
     events: int
     streams: int
-    subscriptions: dict[str, Tally]
+    subscriptions: dict[str, DeliveryTally]
     seconds: float
     """Seconds from opening the provider until everything was delivered, in this process."""
     problems: Sequence[str]
@@ -44,7 +44,7 @@ class Verdict(NamedTuple):
         return not self.problems
 
 
-class Stage:
+class DemoStage:
     """A run in this process: call `play` with the provider that `opened` opens."""
 
     def __init__(self, run: DemoRun, flights: Flights, jobs: Sequence[DemoJob]) -> None:
@@ -96,7 +96,7 @@ class Stage:
             )
             self.published = rows.stop
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> DemoVerdict:
         """Compare the ledgers with the file."""
         keys = self.flights.keys
         tallies = {job.name: tally(job.rows(), keys) for job in self.jobs}
@@ -110,10 +110,10 @@ class Stage:
             problems += job.problems()
             if isinstance(job, FlightDelays):
                 problems += differences(job.delays, self.flights.delays)
-        return Verdict(len(keys), len(set(keys)), tallies, self.seconds, problems)
+        return DemoVerdict(len(keys), len(set(keys)), tallies, self.seconds, problems)
 
 
-def _text(found: Tally) -> str:
+def _text(found: DeliveryTally) -> str:
     return (
         f"{found.missing:,} events are missing, {found.out_of_order:,} came out of order, "
         f"{found.duplicates:,} came more than once"
@@ -129,6 +129,6 @@ async def check_only_the_demo(directory: DataDirectory, events: int) -> None:
         others = [record.name for record in await provider.store.providers() if record.name != PROVIDER]
     if others or sum(queue.events or 0 for queue in stored) > events:
         raise DataDirectoryError(
-            f"data directory {directory.path}: holds events of others, which a new run would remove: "
+            f"data directory '{directory.path}': holds events of others, which a new run would remove: "
             "name another directory"
         )

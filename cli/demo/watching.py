@@ -15,21 +15,21 @@ from rich.table import Table
 
 from ...silo.provider import Provider
 from ...streams.background import BackgroundTasks
-from .check import Tally
+from .check import DeliveryTally
 from .jobs import FlightDelays
-from .picture import Frame, JobView, Picture, line
-from .stage import Stage, Verdict
+from .picture import DemoPicture, JobView, PictureFrame, line
+from .stage import DemoStage, DemoVerdict
 
 FRAME_S = 0.2
 LINE_S = 2.0
 
 
 @asynccontextmanager
-async def watched(stage: Stage, provider: Provider) -> AsyncGenerator[None]:
+async def watched(stage: DemoStage, provider: Provider) -> AsyncGenerator[None]:
     """Show `stage` during an `async with` block, and its state at the end."""
     console = Console(stderr=True)
     if console.is_terminal:
-        picture = Picture()
+        picture = DemoPicture()
         with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
             async with _repeated(
                 stage, provider, FRAME_S, lambda frame: live.update(picture.draw(frame), refresh=True)
@@ -42,7 +42,7 @@ async def watched(stage: Stage, provider: Provider) -> AsyncGenerator[None]:
 
 @asynccontextmanager
 async def _repeated(
-    stage: Stage, provider: Provider, period_s: float, show: Callable[[Frame], None]
+    stage: DemoStage, provider: Provider, period_s: float, show: Callable[[PictureFrame], None]
 ) -> AsyncGenerator[None]:
     async def repeat() -> None:
         while True:
@@ -55,11 +55,11 @@ async def _repeated(
         show(await _frame(stage, provider))
 
 
-def report(verdict: Verdict) -> None:
+def report(verdict: DemoVerdict) -> None:
     """Print the result of the run on stdout."""
     table = Table(box=SIMPLE, pad_edge=False)
     table.add_column("subscription")
-    for name in Tally._fields:
+    for name in DeliveryTally._fields:
         table.add_column(name.replace("_", " "), justify="right")
     for name, tally in verdict.subscriptions.items():
         table.add_row(name, *(f"{count:,}" for count in tally))
@@ -71,10 +71,10 @@ def report(verdict: Verdict) -> None:
     console.print("ok" if verdict.ok else "not ok", style="bold green" if verdict.ok else "bold red")
 
 
-async def _frame(stage: Stage, provider: Provider) -> Frame:
+async def _frame(stage: DemoStage, provider: Provider) -> PictureFrame:
     tails = [(await provider.adapter.bounds(queue)).next for queue in range(provider.queues)]
     delays = [job.delays for job in stage.jobs if isinstance(job, FlightDelays)]
-    return Frame(
+    return PictureFrame(
         title=f"{provider.queues} queues, embedded log, durability {stage.durability}, policy {stage.policy.value}",
         seconds=time.monotonic() - stage.began,
         events=len(stage.flights),

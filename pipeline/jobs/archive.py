@@ -56,7 +56,7 @@ _HEX_BYTES = 126
 """Limit of a namespace in bytes: its hexadecimal digits must fit into the name of a directory."""
 
 
-class Archived(NamedTuple):
+class ArchiveResult(NamedTuple):
     """The result of `archive`."""
 
     events: int
@@ -80,7 +80,7 @@ def archive(
     progress: Progress = lambda _done, _total: None,
     on_step: Step = lambda _step: None,
     **options: object,
-) -> Archived:
+) -> ArchiveResult:
     """Add the events that were published since the last run to the archive `into`, each exactly once.
 
     `options` are those of the source for the location (`data`, `server`, …) and the streams (`namespace`, `key`): the
@@ -102,7 +102,7 @@ def archive(
         compacted = run.compact(small_files) if compact else 0
         after = opened.state or before
         gaps = tuple(after.gaps[len(before.gaps) :])
-        return Archived(after.events - before.events, files, compacted, gaps, after.events)
+        return ArchiveResult(after.events - before.events, files, compacted, gaps, after.events)
 
 
 def read_archive(spark: SparkSession, path: str | Path, *, locked: bool = False) -> DataFrame:
@@ -161,8 +161,8 @@ def _started(opened: Archive, source: _Source, access: QueueAccess) -> ArchiveSt
     assert opened.state is not None
     if dict(opened.state.source) != identity:
         raise InvalidArgument(
-            f"archive {opened.path}: it is of {_worded(opened.state.source)}, not of {_worded(identity)}: name another "
-            'directory; or, if the same provider has moved, change "source" in _headrace/state.json'
+            f"archive '{opened.path}': it is of {_worded(opened.state.source)}, not of {_worded(identity)}: name "
+            'another directory; or, if the same provider has moved, change "source" in _headrace/state.json'
         )
     return opened.state
 
@@ -176,7 +176,7 @@ def _check_positions(state: ArchiveState, queues: Sequence[QueueState], path: Pa
     for queue, (position, there) in enumerate(zip(state.positions, queues, strict=True)):
         if position > there.next:
             raise DataDirectoryError(
-                f"archive {path}: queue {queue} is archived up to offset {position}, and ends at {there.next}: the "
+                f"archive '{path}': queue {queue} is archived up to offset {position}, and ends at {there.next}: the "
                 "provider was made anew, so archive it into another directory"
             )
 
@@ -264,7 +264,7 @@ class _Run:
         written = self._write(frame.repartition("namespace", "date"), folder, "queue")
         if written != expected:
             raise DataDirectoryError(
-                f"archive {self._archive.path}: {expected} events were read as {written}: nothing was changed"
+                f"archive '{self._archive.path}': {expected} events were read as {written}: nothing was changed"
             )
         lock = self._archive.readers_lock()
         if lock is None:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from ...streams.errors import InvalidArgument
 from ...streams.subscriptions import Start
 from ..place import OPTIONS as PLACE_OPTIONS
-from .comparing import Comparison, read_deliveries
-from .findings import Audited, SubscriptionAudit
+from .comparing import SubscriptionComparison, read_deliveries
+from .findings import AuditResult, SubscriptionAudit
 from .published import PublishedEvents, content
 from .subscription_snapshots import read_snapshots
 
@@ -39,7 +39,7 @@ def audit(
     limit: int = LIMIT,
     progress: Progress = lambda _name, _done, _total: None,
     **options: object,
-) -> Audited:
+) -> AuditResult:
     """Compare the published events with their deliveries, for these subscriptions, or all.
 
     `delivered` has the consumers' own records, for each delivery a row with `queue`, `offset` and `index`, and
@@ -63,6 +63,6 @@ def audit(
     found: list[SubscriptionAudit] = []
     for snapshot in snapshots:
         progress(snapshot.name, len(found), len(snapshots))
-        found.append(Comparison(published, snapshot, start, limit).run(ledger))
+        found.append(SubscriptionComparison(published, snapshot, start, limit).run(ledger))
     of_all = content(published, [snapshot.definition.selector for snapshot in snapshots], limit)
-    return Audited(*of_all, found)
+    return AuditResult(*of_all, found)

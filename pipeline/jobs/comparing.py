@@ -72,7 +72,7 @@ def read_deliveries(spark: SparkSession, delivered: str | Path | DataFrame, name
 def _read(spark: SparkSession, path: str | Path) -> DataFrame:
     where = Path(path).absolute()
     if not where.exists():
-        raise NotFound(f"{path} does not exist")
+        raise NotFound(f"'{path}' does not exist")
     files = [where] if where.is_file() else [file for file in where.rglob("*") if file.name[0] not in "._"]
     if any(file.suffix in (".json", ".jsonl", ".ndjson") for file in files):
         schema = "subscription STRING, queue INT, offset BIGINT, index INT"
@@ -80,7 +80,7 @@ def _read(spark: SparkSession, path: str | Path) -> DataFrame:
     return spark.read.parquet(f"file://{where}")
 
 
-class Comparison:
+class SubscriptionComparison:
     """Compares the events of one subscription."""
 
     def __init__(

@@ -3,7 +3,7 @@
     DIR/namespace=<name>/date=<day>/events-<run>-<number>.parquet
                                     the events; special characters of `<name>` are percent-encoded, as by Spark and Hive
     DIR/_headrace/state.json        `ArchiveState`: the archived positions
-    DIR/_headrace/intent.json       `Intent`: a change that is decided, and maybe half done
+    DIR/_headrace/intent.json       `ArchiveIntent`: a change that is decided, and maybe half done
     DIR/_headrace/run-<n>-<unique>/ the files that Spark writes for a change, before it is decided
     DIR/_headrace/archive.lock      held (flock) by the process that archives
     DIR/_headrace/readers.lock      held by readers (shared), and by a compaction during its moves (exclusive)
@@ -72,7 +72,7 @@ class ArchiveState(msgspec.Struct, frozen=True):
     format: int = FORMAT
 
 
-class Intent(msgspec.Struct, frozen=True):
+class ArchiveIntent(msgspec.Struct, frozen=True):
     """A change that is decided. Paths are relative to the archive."""
 
     folder: str
@@ -95,7 +95,7 @@ Step = Callable[[str], object]
 class Archive:
     """An archive's directory, held by this process. All methods block."""
 
-    def __init__(self, path: Path, lock: Lock, state: ArchiveState | None, on_step: Step) -> None:
+    def __init__(self, path: Path, lock: ArchiveLock, state: ArchiveState | None, on_step: Step) -> None:
         self.path = path
         self.state = state
         """None: nothing was archived yet."""
@@ -113,7 +113,7 @@ class Archive:
             _check_ours(path)
             own = path / _OWN
             own.mkdir(parents=True, exist_ok=True)
-            lock = Lock.take(own / "archive.lock", f"archive {path} is written")
+            lock = ArchiveLock.take(own / "archive.lock", f"archive '{path}' is written")
             try:
                 archive = cls(path, lock, None, on_step)
                 archive._recover()
@@ -149,7 +149,7 @@ class Archive:
             for source, _ in moves:
                 sync(self.path / source)
             self._on_step("intent")
-            intent = Intent(str(folder.relative_to(self.path)), moves, removes, state)
+            intent = ArchiveIntent(str(folder.relative_to(self.path)), moves, removes, state)
             write_json(self.path / _OWN / _INTENT, intent)
             self._finish(intent)
         return len(moves)
@@ -160,10 +160,10 @@ class Archive:
             write_json(self.path / _OWN / _STATE, state)
         self.state = state
 
-    def readers_lock(self) -> Lock | None:
+    def readers_lock(self) -> ArchiveLock | None:
         """Return a lock against readers. None: a reader has it."""
         try:
-            return Lock.take(self.path / _OWN / _READERS, "")
+            return ArchiveLock.take(self.path / _OWN / _READERS, "")
         except Busy:
             return None
 
@@ -184,14 +184,14 @@ class Archive:
 
     def _recover(self) -> None:
         """Finish a decided change of another process. Raise Busy if it removes files and a reader has the archive."""
-        intent = read_json(self.path / _OWN / _INTENT, Intent)
+        intent = read_json(self.path / _OWN / _INTENT, ArchiveIntent)
         if intent is not None and intent.removes:
-            with Lock.take(self.path / _OWN / _READERS, f"archive {self.path} is read"):
+            with ArchiveLock.take(self.path / _OWN / _READERS, f"archive '{self.path}' is read"):
                 self._finish(intent)
         elif intent is not None:
             self._finish(intent)
 
-    def _finish(self, intent: Intent) -> None:
+    def _finish(self, intent: ArchiveIntent) -> None:
         """Complete a change. Each step may be done already."""
         own = self.path / _OWN
         for source, target in intent.moves:
@@ -220,7 +220,7 @@ class Archive:
         except FileNotFoundError:
             if not there.exists():
                 raise DataDirectoryError(
-                    f"archive {self.path}: damaged, {source} is gone, and not moved to {target} yet: restore it, or "
+                    f"archive '{self.path}': damaged, {source} is gone, and not moved to {target} yet: restore it, or "
                     "archive into another directory"
                 ) from None
 
@@ -230,7 +230,7 @@ class Archive:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-class Lock:
+class ArchiveLock:
     """A lock on a directory. `release` or the end of the process frees it."""
 
     def __init__(self, descriptor: int) -> None:
@@ -263,27 +263,27 @@ class Lock:
         self.release()
 
 
-def lock_for_reading(path: Path) -> Lock:
+def lock_for_reading(path: Path) -> ArchiveLock:
     """Return a lock that prevents the moves of compactions. A half done compaction is finished first.
 
     Raise Busy during the moves of a compaction, NotFound if there is no archive.
     """
     if not (path / _OWN).is_dir():
-        raise NotFound(f"archive {path}: there is none: it has no {_OWN}")
+        raise NotFound(f"archive '{path}': there is none: it has no {_OWN}")
     with _file_errors(path):
-        lock = Lock.take(path / _OWN / _READERS, f"archive {path} is compacted", shared=True)
-        intent = read_json(path / _OWN / _INTENT, Intent)
+        lock = ArchiveLock.take(path / _OWN / _READERS, f"archive '{path}' is compacted", shared=True)
+        intent = read_json(path / _OWN / _INTENT, ArchiveIntent)
         if intent is None or not intent.removes:
             return lock
         lock.release()
         Archive.open(path).close()
-        return Lock.take(path / _OWN / _READERS, f"archive {path} is compacted", shared=True)
+        return ArchiveLock.take(path / _OWN / _READERS, f"archive '{path}' is compacted", shared=True)
 
 
 def check_path(path: Path) -> None:
     """Raise InvalidArgument for a directory that Spark would take for a pattern."""
     if _GLOB.search(str(path)):
-        raise InvalidArgument(f"archive {path}: Spark takes one of *?[]{{}}\\ in a path for a pattern: name another")
+        raise InvalidArgument(f"archive '{path}': Spark takes one of *?[]{{}}\\ in a path for a pattern: name another")
 
 
 def read_state(path: Path) -> ArchiveState | None:
@@ -291,7 +291,7 @@ def read_state(path: Path) -> ArchiveState | None:
     state = read_json(path / _OWN / _STATE, ArchiveState)
     if state is not None and state.format != FORMAT:
         raise DataDirectoryError(
-            f"archive {path}: has format {state.format}, this headrace reads format {FORMAT}: use the version that "
+            f"archive '{path}': has format {state.format}, this headrace reads format {FORMAT}: use the version that "
             "wrote it"
         )
     return state
@@ -320,7 +320,7 @@ def _directory(file: Path) -> str:
 def _check_ours(path: Path) -> None:
     if path.exists() and not (path / _OWN).is_dir() and (found := next(path.iterdir(), None)):
         raise DataDirectoryError(
-            f"archive {path}: not empty and not made by headrace (it has {found.name!r} and no {_OWN}): name another "
+            f"archive '{path}': not empty and not made by headrace (it has {found.name!r} and no {_OWN}): name another "
             "directory"
         )
 
@@ -337,9 +337,9 @@ class _file_errors:  # noqa: N801 (used as a function)
         if not isinstance(error, OSError):
             return
         if error.errno in _NO_SPACE:
-            raise StorageFull(f"archive {self._path}: no space left: free some, then run this again") from None
+            raise StorageFull(f"archive '{self._path}': no space left: free some, then run this again") from None
         named = f" ({os.fsdecode(error.filename)})" if isinstance(error.filename, str | bytes) else ""
-        raise DataDirectoryError(f"archive {self._path}: cannot be used: {error.strerror}{named}") from None
+        raise DataDirectoryError(f"archive '{self._path}': cannot be used: {error.strerror}{named}") from None
 
 
 def write_json(path: Path, document: msgspec.Struct) -> None:
@@ -369,4 +369,4 @@ def read_json(path: Path, kind: type[_Document]) -> _Document | None:
     except FileNotFoundError:
         return None
     except msgspec.DecodeError as error:
-        raise DataDirectoryError(f"{path} is damaged: {error}: restore a copy of it") from None
+        raise DataDirectoryError(f"'{path}' is damaged: {error}: restore a copy of it") from None

@@ -62,7 +62,7 @@ class SubscriptionAudit(NamedTuple):
         return {"name": self.name, "ok": self.ok, "exact": self.exact, **numbers, "findings": findings}
 
 
-class Audited(NamedTuple):
+class AuditResult(NamedTuple):
     """The result of an audit."""
 
     events: int

@@ -17,8 +17,8 @@ from ...client.transport import reconnect_backoff
 from ...streams.errors import HeadraceError
 from ...streams.publishing import ProducerSequence
 from ..columns import HEADERS, TIMESTAMP
-from ..grouping import Grouping
-from ..publishing import CUTTING, PATIENCE_S, Destination
+from ..grouping import RowGrouping
+from ..publishing import CUTTING, PATIENCE_S, PublishDestination
 from ..staging import Chunk, StagedSegment, chunks
 
 NOTE_S = 5.0
@@ -45,7 +45,7 @@ class TimedEvent(NamedTuple):
     """Namespace, key, payload, headers, id, timestamp in microseconds."""
 
 
-class Cut(NamedTuple):
+class ChunkLimits(NamedTuple):
     """The limits of a chunk: the same for a whole replay."""
 
     events: int
@@ -53,7 +53,7 @@ class Cut(NamedTuple):
     """Events of different ticks of the original time are in different chunks; 0: they may be together."""
 
 
-class Pace(NamedTuple):
+class ReplayPace(NamedTuple):
     """The speed: one of both is given, or none."""
 
     speed: float | None
@@ -62,18 +62,18 @@ class Pace(NamedTuple):
     """Events per second."""
 
     @property
-    def cut(self) -> Cut:
+    def cut(self) -> ChunkLimits:
         """Return the limits of chunks of a tenth of a second."""
         if self.rate is not None:
-            return Cut(min(max(int(self.rate / 10), 1), 500), 0)
-        return Cut(1000, max(int(100_000 * (self.speed or 1)), 1))
+            return ChunkLimits(min(max(int(self.rate / 10), 1), 500), 0)
+        return ChunkLimits(1000, max(int(100_000 * (self.speed or 1)), 1))
 
     def due_s(self, events: int, original_us: int) -> float:
         """Return when an event is due, in seconds from the start: after so many events, or so much original time."""
         return events / self.rate if self.rate is not None else original_us / 1_000_000 / (self.speed or 1)
 
 
-def cut(events: Iterable[TimedEvent], by: Cut) -> Iterator[list[TimedEvent]]:
+def cut(events: Iterable[TimedEvent], by: ChunkLimits) -> Iterator[list[TimedEvent]]:
     """Cut events into chunks. Pure: from the start of any chunk on, the rest is cut in the same way."""
     chunk: list[TimedEvent] = []
     for event in events:
@@ -85,7 +85,7 @@ def cut(events: Iterable[TimedEvent], by: Cut) -> Iterator[list[TimedEvent]]:
         yield chunk
 
 
-def _tick(event: TimedEvent, by: Cut) -> int:
+def _tick(event: TimedEvent, by: ChunkLimits) -> int:
     return event.place.due_us // by.tick_us if by.tick_us else 0
 
 
@@ -98,12 +98,12 @@ class PacedProgress(NamedTuple):
 
 
 async def publish(
-    destination: Destination,
+    destination: PublishDestination,
     producer: str,
     events: Iterator[list[TimedEvent]],
     *,
     noted: PacedProgress,
-    pace: Pace,
+    pace: ReplayPace,
     note: Callable[[PacedProgress], object],
 ) -> int:
     """Publish the chunks behind the saved progress `noted`, each when it is due. Return the number of events.
@@ -142,7 +142,7 @@ async def _in_threads(items: Iterator[_T]) -> AsyncIterator[_T]:
         yield item
 
 
-async def _store(destination: Destination, call: Chunk, sequence: ProducerSequence) -> None:
+async def _store(destination: PublishDestination, call: Chunk, sequence: ProducerSequence) -> None:
     """Store a chunk. Retry for `PATIENCE_S`: the number prevents storing it twice."""
     loop, backoff = asyncio.get_running_loop(), reconnect_backoff()
     until = loop.time() + PATIENCE_S
@@ -167,7 +167,7 @@ def _segment(chunk: Sequence[TimedEvent]) -> StagedSegment:
         "id": pa.array(ids, pa.string()),
         "timestamp": pa.array(times, pa.int64()).cast(TIMESTAMP),
     }
-    grouped = Grouping().of(pa.RecordBatch.from_pydict(columns))
+    grouped = RowGrouping().of(pa.RecordBatch.from_pydict(columns))
     tables = (np.array(column, np.uint32) for column in (grouped.lengths, grouped.counts, grouped.prefixes))
     lengths, counts, prefixes = tables
     return StagedSegment(b"".join(grouped.pieces), lengths, counts, prefixes)

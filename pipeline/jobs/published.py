@@ -84,7 +84,7 @@ class PublishedEvents(NamedTuple):
 def _state(archive: Path) -> ArchiveState:
     state = read_state(archive)
     if state is None:
-        raise NotFound(f"archive {archive}: it does not exist")
+        raise NotFound(f"archive '{archive}': it does not exist")
     return state
 
 
@@ -93,7 +93,7 @@ def _gone(spark: SparkSession, archive: Path, provider: str, firsts: Sequence[in
     state = _state(archive)
     if len(state.positions) != len(firsts) or state.source.get("provider") != provider:
         raise InvalidArgument(
-            f"archive {archive}: it is of provider {state.source.get('provider')!r} with "
+            f"archive '{archive}': it is of provider {state.source.get('provider')!r} with "
             f"{counted(len(state.positions), 'queue')}, not of {provider!r} with {len(firsts)}: name its own"
         )
     rows = read_archive(spark, archive).groupBy("queue").agg(F.min("offset").alias("low")).collect()
@@ -111,7 +111,7 @@ def _gone(spark: SparkSession, archive: Path, provider: str, firsts: Sequence[in
 def _check_streams(archive: Path, selector: Selector) -> None:
     has = _state(archive).source.get("streams")
     if has not in ("*/*", selector.pattern):
-        raise InvalidArgument(f"archive {archive}: its streams are {has}, not {selector.pattern}: name another archive")
+        raise InvalidArgument(f"archive '{archive}': its streams are {has}, not {selector.pattern}: name another")
 
 
 class _Matches:
@@ -133,7 +133,7 @@ def of_queue(values: Sequence[int]) -> Column:
     return F.get(F.array(*(F.lit(value).cast("long") for value in values)), F.col("queue"))
 
 
-class Content(NamedTuple):
+class PublishedState(NamedTuple):
     """The state of the published events."""
 
     events: int
@@ -144,13 +144,13 @@ class Content(NamedTuple):
     findings: Sequence[AuditFinding]
 
 
-def content(published: PublishedEvents, selectors: Iterable[Selector], limit: int) -> Content:
+def content(published: PublishedEvents, selectors: Iterable[Selector], limit: int) -> PublishedState:
     """Check the events of the selected streams; on a data directory, of all streams."""
     whole = published.place.data is not None
     wanted = {"*/*"} if whole else {selector.pattern for selector in selectors}
     frames = [published.events(Selector(pattern), "id") for pattern in sorted(wanted)]
     if not frames:
-        return Content(0, 0, 0, [])
+        return PublishedState(0, 0, 0, [])
     events = frames[0]
     for frame in frames[1:]:
         events = events.unionByName(frame)
@@ -160,7 +160,7 @@ def content(published: PublishedEvents, selectors: Iterable[Selector], limit: in
     retained = sum(end - first for first, end in zip(published.firsts, published.ends, strict=True))
     holes = max(retained - batches, 0) if whole else 0
     twice, findings = _published_twice(events, limit)
-    return Content(number, twice, holes, findings)
+    return PublishedState(number, twice, holes, findings)
 
 
 def _counted(events: DataFrame, firsts: Sequence[int]) -> tuple[int, int]:

@@ -37,8 +37,8 @@ from ..session import own_session
 from ..staging import StagingFolder, staging_directory
 from .archive import Progress, by_queue, read_archive
 from .failures import headrace_error
-from .files import Lock, lock_for_reading, read_json, read_state, write_json
-from .pacing import Cut, EventPosition, Pace, PacedProgress, TimedEvent, cut, publish
+from .files import ArchiveLock, lock_for_reading, read_json, read_state, write_json
+from .pacing import ChunkLimits, EventPosition, PacedProgress, ReplayPace, TimedEvent, cut, publish
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -55,7 +55,7 @@ _PLACE = ("queue", "offset", "index")
 _WILDCARD = re.compile(r"([*?])")
 
 
-class Replayed(NamedTuple):
+class ReplayResult(NamedTuple):
     """The result of `replay`."""
 
     id: str
@@ -74,7 +74,7 @@ class ReplayPlan(msgspec.Struct):
     """The ends of each step, by queue. The first ones are the start of the replay."""
     counts: Sequence[int]
     """Events of each step."""
-    cut: Cut
+    cut: ChunkLimits
     """At a chosen speed: limits of the chunks. They stay if the replay goes on at another speed."""
     done: int = 0
     """Steps that are published. At a chosen speed: 0, and the number of steps after the last event."""
@@ -97,7 +97,7 @@ def replay(
     events_per_step: int = EVENTS_PER_STEP,
     progress: Progress = lambda _done, _total: None,
     **options: object,
-) -> Replayed:
+) -> ReplayResult:
     """Publish events again: of an archive (its directory), or of a provider (the options of its location).
 
     `options` are those of the sink for the destination, with `staging` if it is a silo. The replay has the streams that
@@ -112,7 +112,7 @@ def replay(
     belongs to another replay, Busy if another process runs it.
     """
     task = _Task.of(
-        source, options, streams=streams, times=(since, until), to_namespace=to_namespace, pace=Pace(speed, rate)
+        source, options, streams=streams, times=(since, until), to_namespace=to_namespace, pace=ReplayPace(speed, rate)
     )
     with task.lock_source():
         return _Replay(own_session(spark), task, name, progress).run(events_per_step)
@@ -130,12 +130,12 @@ class _Task(NamedTuple):
     since: datetime | None
     until: datetime | None
     to_namespace: str | None
-    pace: Pace
+    pace: ReplayPace
 
     @classmethod
     def of(
         cls, source: str | Path | Mapping[str, object], options: Mapping[str, object], *, streams: str,
-        times: tuple[datetime | None, datetime | None], to_namespace: str | None, pace: Pace,
+        times: tuple[datetime | None, datetime | None], to_namespace: str | None, pace: ReplayPace,
     ) -> _Task:  # fmt: skip
         """Raise InvalidArgument for wrong arguments."""
         archived = Path(source).absolute() if isinstance(source, str | Path) else None
@@ -159,7 +159,7 @@ class _Task(NamedTuple):
     @property
     def definition(self) -> dict[str, Any]:
         """Return the values that identify a replay."""
-        pace = "fast" if self.pace == Pace(None, None) else "paced"
+        pace = "fast" if self.pace == ReplayPace(None, None) else "paced"
         return {
             "from": _where(ProviderPlace.of(self.source)) if self.archived is None else {"archive": str(self.archived)},
             "to": _where(self.place), "streams": self.selector.pattern, "since": str(self.since),
@@ -173,7 +173,7 @@ class _Task(NamedTuple):
             return [state.first for state in states], [state.next for state in states]
         state = read_state(self.archived)
         if state is None:
-            raise NotFound(f"archive {self.archived}: nothing was archived yet")
+            raise NotFound(f"archive '{self.archived}': nothing was archived yet")
         return [0] * len(state.positions), list(state.positions)
 
 
@@ -201,7 +201,7 @@ def _staging(to: Mapping[str, str], place: ProviderPlace) -> Path:
     return Path(place.data) / "staging"
 
 
-def _check_pace(pace: Pace) -> None:
+def _check_pace(pace: ReplayPace) -> None:
     if pace.speed is not None and pace.rate is not None:
         raise InvalidArgument("give speed or rate, not both: a multiple of the original speed, or events per second")
     if any(number is not None and not 0 < number < float("inf") for number in pace):
@@ -220,19 +220,19 @@ class _Replay:
         kind = "replay" if name is None else "replay-named"
         self._path = task.staging / task.place.provider / f"{kind}-{digest[:32]}.json"
 
-    def run(self, events_per_step: int) -> Replayed:
+    def run(self, events_per_step: int) -> ReplayResult:
         if self._task.place.data is not None:
             open_data_directory(self._task.place.data)
         make_directory(self._path.parent)
-        with Lock.take(self._path.with_suffix(".lock"), f"replay {self._name or 'of these events'} is run"):
+        with ArchiveLock.take(self._path.with_suffix(".lock"), f"replay {self._name or 'of these events'} is run"):
             try:
                 plan = self._planned(events_per_step)
-                events = self._fast(plan) if self._task.pace == Pace(None, None) else self._paced(plan)
+                events = self._fast(plan) if self._task.pace == ReplayPace(None, None) else self._paced(plan)
             except PySparkException as error:
                 raise headrace_error(error) or error from None
             if self._name is None:
                 self._forget(plan)
-            return Replayed(self._name or plan.app, events, sum(plan.counts))
+            return ReplayResult(self._name or plan.app, events, sum(plan.counts))
 
     def _planned(self, events_per_step: int) -> ReplayPlan:
         plan = read_json(self._path, ReplayPlan)
@@ -250,7 +250,7 @@ class _Replay:
         width = max(1, *((end - start) // _BINS for start, end in zip(starts, ends, strict=True)))
         found = self._events(starts, ends, ("namespace", "key", "timestamp", "queue", "offset"))
         binned = found.groupBy("queue", F.expr(f"`offset` div {width}").alias("bin")).count().collect()
-        bins = [Bin(row["queue"], row["bin"] * width, row["count"]) for row in binned]
+        bins = [OffsetBin(row["queue"], row["bin"] * width, row["count"]) for row in binned]
         steps, counts = steps_of(bins, width, starts, ends, events_per_step)
         return ReplayPlan(
             self._task.definition, f"replay:{self._name or uuid.uuid4().hex}", steps, counts, self._task.pace.cut
@@ -351,7 +351,7 @@ class _Replay:
 # ---- selected events -------------------------------------------------------------------------------------------------
 
 
-class Bin(NamedTuple):
+class OffsetBin(NamedTuple):
     """Some offsets of a queue, from `start` on, and their number of selected events."""
 
     queue: int
@@ -360,7 +360,7 @@ class Bin(NamedTuple):
 
 
 def steps_of(
-    bins: Sequence[Bin], width: int, starts: Sequence[int], ends: Sequence[int], events_per_step: int
+    bins: Sequence[OffsetBin], width: int, starts: Sequence[int], ends: Sequence[int], events_per_step: int
 ) -> tuple[list[list[int]], list[int]]:
     """Return the ends of steps of about `events_per_step` events, by queue, and the events of each step. Pure.
 

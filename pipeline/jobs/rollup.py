@@ -139,18 +139,18 @@ class _Target(NamedTuple):
             has, asked = getattr(stored, name), getattr(wanted, name)
             if has != asked:
                 raise InvalidArgument(
-                    f"checkpoint {self.checkpoint}: its rollup has {name} {_worded(has)}, not {_worded(asked)}: go on "
-                    "with that, or name another checkpoint and another directory"
+                    f"checkpoint '{self.checkpoint}': its rollup has {name} {_worded(has)}, not {_worded(asked)}: go "
+                    "on with that, or name another checkpoint and another directory"
                 )
         return stored
 
     def _check_new(self) -> None:
         if self.checkpoint.exists() and any(self.checkpoint.iterdir()):
-            raise InvalidArgument(f"checkpoint {self.checkpoint}: not empty, and no rollup's: name another directory")
+            raise InvalidArgument(f"checkpoint '{self.checkpoint}': not empty, and no rollup's: name another directory")
         if self.path is not None and any(self.path.glob("batch=*")):
             raise InvalidArgument(
-                f"{self.path} has the output of a rollup with another checkpoint than {self.checkpoint}: name that, "
-                "or another directory"
+                f"'{self.path}' has the output of a rollup with another checkpoint than '{self.checkpoint}': name "
+                "that, or another directory"
             )
 
 

@@ -6,11 +6,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from ...agents import Edge, SendBudget
-from ...server.access import PEER
 from ...server.guard import Guard, Method
 from ..consumers import Consumers
 from ..gateway import ClusterGateways
-from ..local import InProcessTransport
 from ..provider import Provider
 from . import publisher
 from .agent_changes import RunningSilo
@@ -47,7 +45,7 @@ async def opened(silo: RunningSilo) -> AsyncGenerator[Callable[[Guard], Sequence
                 *cluster.methods(guard),
             ]
             if clustering is not None:
-                clustering.services = InProcessTransport(every, PEER)
+                clustering.serve(every)
             return every
 
         yield methods
@@ -59,8 +57,5 @@ async def _consumers(
 ) -> AsyncGenerator[Consumers]:
     """Open the groups of remote consumers. Consumers of this process join them meanwhile."""
     async with Consumers.opened(provider, timeout_s, edge) as consumers:
-        provider.consumers, provider.gateways = consumers, gateways
-        try:
+        with provider.serving_consumers(consumers, gateways):
             yield consumers
-        finally:
-            provider.consumers = provider.gateways = None

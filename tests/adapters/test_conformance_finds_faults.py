@@ -322,11 +322,11 @@ FINDS: list[tuple[type[Adapter], str]] = [
     (with_receiver(HandsOutTheSameObjects), "test_batches_received_twice_are_different_objects"),
     (with_receiver(NumbersBackwards), "test_offsets_strictly_increase_within_the_bounds"),
     (with_receiver(PointsBehindItself), "test_next_offset_is_where_the_receiver_goes_on"),
-    (with_receiver(AcknowledgesOneTooMany), "test_what_was_acknowledged_does_not_come_again"),
+    (with_receiver(AcknowledgesOneTooMany), "test_acknowledged_batches_do_not_come_again"),
     (with_receiver(AcknowledgesOneTooMany), "test_random_steps_give_what_a_list_gives"),
     (with_receiver(NeverAcknowledges), "test_acknowledging_everything_leaves_nothing"),
     (with_receiver(NeverAcknowledges), "test_acknowledging_never_moves_backwards"),
-    (with_receiver(AcknowledgesAsItReads), "test_what_was_not_acknowledged_comes_again_from_the_next_receiver"),
+    (with_receiver(AcknowledgesAsItReads), "test_unacknowledged_batches_come_again_from_the_next_receiver"),
     (with_receiver(AcknowledgesAsItReads), "test_a_second_receiver_gets_everything_not_acknowledged_too"),
     (with_receiver(ClosesInSilence), "test_closing_a_receiver_wakes_its_waiting_receive"),
     (with_receiver(ClosesInSilence), "test_a_closed_receiver_is_refused_and_the_adapter_goes_on"),
@@ -334,13 +334,13 @@ FINDS: list[tuple[type[Adapter], str]] = [
     (with_receiver(LosesWhatIsRefused), "test_offered_and_received_batches_are_all_of_them_once_and_in_order"),
     (with_receiver(OffersTheLastOnly), "test_offered_and_received_batches_are_all_of_them_once_and_in_order"),
     (with_receiver(OffersLater), "test_offered_and_received_batches_are_all_of_them_once_and_in_order"),
-    (StoresBackwards, "test_what_was_enqueued_is_received_unchanged"),
+    (StoresBackwards, "test_enqueued_batches_are_received_unchanged"),
     (StoresBackwards, "test_receipts_come_in_the_order_of_the_call_whatever_the_queue"),
     (OvertakesWhenNotAwaited, "test_calls_are_stored_in_order_without_awaiting_in_between"),
     (OvertakesWhenNotAwaited, "test_the_list_of_a_call_belongs_to_the_caller"),
-    (LosesTheHeaders, "test_what_was_enqueued_is_received_unchanged"),
+    (LosesTheHeaders, "test_enqueued_batches_are_received_unchanged"),
     (WritesToTheBatch, "test_a_batch_can_be_enqueued_again_and_stays_as_it_was"),
-    (PromisesOtherTokens, "test_what_was_enqueued_is_received_unchanged"),
+    (PromisesOtherTokens, "test_enqueued_batches_are_received_unchanged"),
     (StoresPartOfABadCall, "test_a_call_with_an_unknown_queue_is_refused_whole"),
     (StoresDuplicates, "test_a_repeated_call_stores_nothing"),
     (StoresDuplicates, "test_a_call_over_several_queues_is_stored_once_as_a_whole"),
@@ -363,9 +363,9 @@ FINDS: list[tuple[type[Adapter], str]] = [
     (ReachesOneTooFar, "test_limits_reach_as_far_as_their_events_and_bytes"),
     (ReachesPastTheEnd, "test_limits_reach_to_the_end_that_is_given_and_to_that_of_the_queue"),
     (with_receiver(NeverAcknowledges), "test_only_what_was_not_acknowledged_comes_again_after_a_restart"),
-    (with_receiver(NeverAcknowledges), "test_what_one_handle_acknowledges_is_finished_for_the_other"),
+    (with_receiver(NeverAcknowledges), "test_acknowledgement_of_one_handle_counts_for_the_other"),
     (DeclaresNothing, "test_the_inherited_classes_are_those_that_the_capabilities_ask_for"),
-    (DeclaresNothing, "test_what_is_not_declared_is_refused"),
+    (DeclaresNothing, "test_undeclared_capability_is_refused"),
 ]
 """A fault, and a test that has to fail with it."""
 
@@ -427,7 +427,7 @@ async def end_tasks_of_the_suite() -> None:
     await asyncio.gather(*left, return_exceptions=True)
 
 
-@pytest.mark.parametrize("test", sorted({test for _, test in FINDS} - {"test_what_is_not_declared_is_refused"}))
+@pytest.mark.parametrize("test", sorted({test for _, test in FINDS} - {"test_undeclared_capability_is_refused"}))
 async def test_without_a_fault_the_test_passes(test: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(harness, "DEADLINE_S", 30.0)
     await Suite(Adapter, test).run(tmp_path)

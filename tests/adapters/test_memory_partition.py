@@ -169,7 +169,7 @@ def test_a_steady_flow_needs_two_segments():
     assert len(seen) == 2
 
 
-def test_what_was_read_stays_the_readers_when_its_segment_is_reused():
+def test_batches_already_read_do_not_change_when_their_segment_is_reused():
     partition = partition_of(0, 1, segment_size=2)
     consumer = Pulling(partition)
     reader = PartitionReader(partition)

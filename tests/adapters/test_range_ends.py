@@ -50,7 +50,7 @@ async def test_the_log_reaches_as_far_as_reading_it_does(tmp_path: Path):
     await adapter.aclose()
 
 
-async def test_what_retention_removed_is_not_reached_over(tmp_path: Path):
+async def test_range_does_not_reach_over_removed_offsets(tmp_path: Path):
     adapter = await log(tmp_path, retain_bytes=1)
     for _ in range(4):
         await adapter.enqueue([(0, batch_of("k", 1))])

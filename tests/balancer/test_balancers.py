@@ -145,7 +145,7 @@ def test_the_order_in_which_things_are_named_does_not_matter(balancer: Balancer,
 @each(WITHOUT_HISTORY)
 @few
 @given(placement=placements(), other=placements())
-def test_who_had_what_does_not_matter(balancer: Balancer, placement: Placement, other: Placement):
+def test_former_owners_do_not_matter(balancer: Balancer, placement: Placement, other: Placement):
     assert balancer(placement._replace(owners=other.owners, homes=other.homes)) == balancer(placement)
 
 
@@ -171,7 +171,7 @@ def test_while_a_silo_is_away_only_its_queues_are_elsewhere(balancer: Balancer, 
 @each(EVERY)
 @few
 @given(placement=placements(with_list=False))
-def test_what_was_lent_returns(balancer: Balancer, placement: Placement):
+def test_lent_queue_returns(balancer: Balancer, placement: Placement):
     at_home = homes(balancer, placement)
     lent = placement._replace(owners=at_home, homes=at_home)
     back = lent._replace(members=[*placement.members, *placement.away], away=(), owners=balancer(lent))
@@ -230,7 +230,7 @@ def test_lease_count_plays_orleans_cluster_of_six_queues():
 
 @few
 @given(placements())
-def test_what_lease_count_lent_stays_where_it_is_lent(placement: Placement):
+def test_queue_that_lease_count_lent_stays_with_its_silo(placement: Placement):
     """Unless that makes a silo's share too large."""
     at_home = homes(lease_count, placement)
     lent = lease_count(placement._replace(owners=at_home, homes=at_home))
@@ -240,7 +240,7 @@ def test_what_lease_count_lent_stays_where_it_is_lent(placement: Placement):
 
 @few
 @given(placement=placements(with_list=False))
-def test_what_lease_count_lent_stays_lent_to_the_same_when_another_silo_goes(placement: Placement):
+def test_queue_that_lease_count_lent_stays_with_its_silo_when_another_goes(placement: Placement):
     at_home = homes(lease_count, placement)
     settled = placement._replace(owners=at_home, homes=at_home)
     lent = lease_count(settled)

@@ -46,7 +46,7 @@ def test_silos_that_start_a_cluster_together_do_not_wait():
     assert stand(silo("a", 20), silo("b", 1)).members == ["a", "b"]
 
 
-def test_who_counted_does_not_cease_to_count_when_the_first_one_is_mature():
+def test_counted_silo_still_counts_when_the_first_one_is_mature():
     assert stand(silo("a", 31), silo("b", 2)).members == ["a", "b"]
     assert stand(silo("a", 31), silo("b", 1)).members == ["a"]
 
@@ -61,12 +61,12 @@ def test_a_silo_that_restarts_is_no_newcomer():
 
 
 @pytest.mark.parametrize("state", [SiloState.LEFT, SiloState.DEAD, SiloState.LEAVING])
-def test_who_is_gone_for_a_short_time_is_away_and_then_forgotten(state: SiloState):
+def test_silo_gone_for_a_short_time_is_away_and_then_forgotten(state: SiloState):
     assert stand(silo("a", 900), silo("b", 900, 29, state)) == EligibleSilos(["a"], ["b"], [])
     assert stand(silo("a", 900), silo("b", 900, 30, state)) == EligibleSilos(["a"], [], [])
 
 
-def test_who_is_silent_for_longer_than_a_lease_is_away_though_nobody_declared_it_dead():
+def test_silo_silent_for_longer_than_a_lease_is_away_before_it_is_declared_dead():
     assert stand(silo("a", 900), silo("b", 900, 10)).members == ["a", "b"]
     assert stand(silo("a", 900), silo("b", 900, 11)) == EligibleSilos(["a"], ["b"], [])
 

@@ -35,7 +35,7 @@ def plan(
 NOTHING = MovePlan([], [], [], [], {})
 
 
-def test_what_is_as_it_should_be_stays() -> None:
+def test_queues_at_their_desired_owners_stay() -> None:
     assert plan([lease(0), lease(1, "b", "b")], [held(0)], {0: "a", 1: "b"}) == NOTHING
 
 

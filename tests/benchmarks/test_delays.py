@@ -37,7 +37,7 @@ def test_events_come_after_their_delays(kind: str):
     assert set(result.cpu_s) == {"producer", "consumer", "server"}
 
 
-def test_what_is_delayed_together_takes_less():
+def test_events_delayed_together_take_less():
     apart, together = (delayed("provider", events=2000, batch=100, apart=apart).rss_bytes for apart in (True, False))
     assert 100 * 2000 < together < apart
 

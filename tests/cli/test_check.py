@@ -15,7 +15,7 @@ import lmdb
 import pytest
 
 from headrace import CorruptRecord, Event
-from headrace.silo.checking import Check
+from headrace.silo.checking import DirectoryCheck
 from headrace.silo.provider import Provider
 from headrace.silo.repair import skip_damage
 from headrace.store.checksums import with_checksum
@@ -214,7 +214,7 @@ def test_a_lost_marker_is_named_with_the_command_that_writes_it(
 
 
 @pytest.mark.parametrize("fault", ["damaged block", "missing block", "wrong count", "wrong end"])
-def test_what_a_repair_sets_right_is_found_sound(data: Path, headrace: Headrace, fault: str):
+def test_check_finds_a_repaired_directory_sound(data: Path, headrace: Headrace, fault: str):
     FAULTS[fault][0](data)
     assert headrace("check", "--data", data).code == 1
     repaired = headrace("repair", "queue", "--data", data, 0)
@@ -282,7 +282,7 @@ def test_a_directory_that_cannot_be_written_is_checked(data: Path, public_path: 
     damage(copy, 1)
     for path in (copy, *copy.rglob("*")):
         path.chmod(0o555 if path.is_dir() else 0o444)
-    check = Check(copy, None, lambda _: None)
+    check = DirectoryCheck(copy, None, lambda _: None)
     user = os.geteuid()
     if user == 0:
         os.seteuid(65534)

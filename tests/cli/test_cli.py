@@ -13,7 +13,7 @@ from headrace import Busy, InvalidArgument, NotSupported, PayloadTooLarge, Start
 from headrace.cli.commands.options import parse_start
 from headrace.cli.main import COMMANDS, cli, main
 from headrace.cli.outcome import exit_code, message
-from headrace.streams.outcomes import Failed, Interrupted
+from headrace.streams.outcomes import CommandFailed, CommandInterrupted
 from headrace.streams.subscriptions import StartKind
 from headrace.streams.wording import counted
 from tests.cli.commandline import SCRIPT, Headrace, ended
@@ -270,16 +270,16 @@ def test_the_script_and_the_module_are_the_same():
         (StorageFull("full"), 1, "full"),
         (OSError(2, "No such file", "a.toml"), 1, "a.toml: No such file"),
         (OSError(5, "Input/output error"), 1, "Input/output error"),
-        (Failed("one", "two"), 1, "one\ntwo"),
-        (Interrupted("stopped"), 130, "stopped"),
-        (Interrupted("", 0), 0, ""),
+        (CommandFailed("one", "two"), 1, "one\ntwo"),
+        (CommandInterrupted("stopped"), 130, "stopped"),
+        (CommandInterrupted("", 0), 0, ""),
         (KeyboardInterrupt(), 130, "interrupted"),
         (BrokenPipeError(), 1, ""),
         (ExceptionGroup("group", [Busy("taken"), ValueError("x")]), 1, "taken"),
         (ValueError("a bug"), None, "a bug"),
     ],
 )
-def test_what_an_error_means(error: BaseException, code: int | None, text: str):
+def test_exit_code_and_message_of_an_error(error: BaseException, code: int | None, text: str):
     assert exit_code(error) == code
     assert message(error).startswith(text)
 

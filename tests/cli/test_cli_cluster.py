@@ -149,7 +149,7 @@ def test_stopped_agents_are_stopped_wherever_the_queue_is(pair: list[SiloOfClust
         (["queues", "--provider", "x"], 1, "no silo has a provider 'x': the silos have default"),
     ],
 )
-def test_what_cannot_be_is_one_line(
+def test_impossible_arguments_are_refused_in_one_line(
     arguments: list[str], code: int, reason: str, pair: list[SiloOfCluster], headrace: Headrace
 ):
     assert reason in headrace(*arguments, "--server", pair[0].address).refused(code)

@@ -167,7 +167,7 @@ def test_without_a_name_nothing_is_kept(headrace: Headrace):
     assert names(headrace) == []
 
 
-def test_what_a_killed_process_left_behind_is_forgotten(headrace: Headrace, start: Start):
+def test_remains_of_a_killed_process_are_forgotten(headrace: Headrace, start: Start):
     publish(headrace, 1)
     process = start(*EARLIEST, "--format", "raw")
     assert next_line(process) == b"1\n"

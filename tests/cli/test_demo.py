@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pytest
 
 from headrace import InvalidArgument, NotFound, Provider, SequenceToken, StreamId
-from headrace.cli.demo.check import Tally, differences, tally
+from headrace.cli.demo.check import DeliveryTally, differences, tally
 from headrace.cli.demo.flights import CarrierDelays, load_flights
 from headrace.cli.demo.picture import DemoRates
 from headrace.store.control_store import ControlStore
@@ -115,7 +115,7 @@ def test_interrupted_it_goes_on_and_nothing_comes_twice(tmp_path: Path, headrace
         assert ran.err.splitlines()[-1] == "headrace: interrupted: `headrace demo --data d` continues it"
 
     ran = headrace(*DEMO, "--json")
-    assert "continuing the interrupted run in d" in ran.err
+    assert "continuing the interrupted run in 'd'" in ran.err
     assert ran.json["subscriptions"] == dict.fromkeys(JOBS, PERFECT)
     assert ran.json["ok"] is True
 
@@ -133,7 +133,7 @@ def test_an_interrupted_run_keeps_its_settings(tmp_path: Path, headrace: Headrac
 def test_two_runs_on_one_directory_are_refused(tmp_path: Path, headrace: Headrace, start: Start):
     process = start(*DEMO, "--slow", "1000")
     until_delivered(tmp_path, process, 1)
-    assert headrace(*DEMO).refused(1) == f"the demo is run on d by process {process.pid}: stop that one first"
+    assert headrace(*DEMO).refused(1) == f"the demo is run on 'd' by process {process.pid}: stop that one first"
 
 
 # What a spoilt run looks like: the check has to find it.
@@ -305,14 +305,14 @@ def test_other_data_is_not_touched(tmp_path: Path, headrace: Headrace):
     assert headrace("streams", "--data", "d", "--json").json[0]["events"] == 1
 
 
-def test_what_others_added_to_its_data_is_not_removed(headrace: Headrace):
+def test_demo_does_not_remove_files_of_others(headrace: Headrace):
     headrace(*DEMO, "--events", 100)
     headrace("publish", "--data", "d", "--stream", "a/b", stdin=b"1\n")
     assert "holds events of others" in headrace(*DEMO).refused(1)
     assert len(headrace("streams", "--data", "d", "--namespace", "a", "--json").json) == 1
 
 
-def test_what_another_provider_has_is_not_removed(headrace: Headrace):
+def test_demo_does_not_remove_data_of_another_provider(headrace: Headrace):
     headrace(*DEMO, "--events", 100)
     headrace("publish", "--data", "d", "--provider", "mine", "--stream", "a/b", stdin=b"1\n")
     assert "holds events of others" in headrace(*DEMO).refused(1)
@@ -418,30 +418,30 @@ def test_delays_come_straight_from_the_file(tmp_path: Path):
 @pytest.mark.parametrize(
     ("rows", "found"),
     [
-        ([1, 2, 3, 4], Tally(4, 0, 0, 0)),
-        ([2, 1, 4, 3], Tally(4, 0, 0, 0)),  # streams are a, b, a, b
-        ([3, 1, 2, 4], Tally(4, 0, 1, 0)),
-        ([1, 3, 1, 3, 2, 4], Tally(6, 2, 0, 0)),
-        ([1, 2], Tally(2, 0, 0, 2)),
-        ([], Tally(0, 0, 0, 4)),
-        ([0, 5, 1], Tally(3, 2, 0, 3)),
+        ([1, 2, 3, 4], DeliveryTally(4, 0, 0, 0)),
+        ([2, 1, 4, 3], DeliveryTally(4, 0, 0, 0)),  # streams are a, b, a, b
+        ([3, 1, 2, 4], DeliveryTally(4, 0, 1, 0)),
+        ([1, 3, 1, 3, 2, 4], DeliveryTally(6, 2, 0, 0)),
+        ([1, 2], DeliveryTally(2, 0, 0, 2)),
+        ([], DeliveryTally(0, 0, 0, 4)),
+        ([0, 5, 1], DeliveryTally(3, 2, 0, 3)),
     ],
 )
-def test_a_tally_counts_what_was_delivered(rows: list[int], found: Tally):
+def test_a_tally_counts_what_was_delivered(rows: list[int], found: DeliveryTally):
     assert tally(rows, ["a", "b", "a", "b"]) == found
 
 
 @pytest.mark.parametrize(
     ("found", "allowed", "good"),
     [
-        (Tally(4, 0, 0, 0), False, True),
-        (Tally(5, 1, 0, 0), True, True),
-        (Tally(5, 1, 0, 0), False, False),
-        (Tally(4, 0, 1, 0), True, False),
-        (Tally(3, 0, 0, 1), True, False),
+        (DeliveryTally(4, 0, 0, 0), False, True),
+        (DeliveryTally(5, 1, 0, 0), True, True),
+        (DeliveryTally(5, 1, 0, 0), False, False),
+        (DeliveryTally(4, 0, 1, 0), True, False),
+        (DeliveryTally(3, 0, 0, 1), True, False),
     ],
 )
-def test_duplicates_are_excused_by_a_crash_and_nothing_else_is(found: Tally, allowed: bool, good: bool):
+def test_duplicates_are_excused_by_a_crash_and_nothing_else_is(found: DeliveryTally, allowed: bool, good: bool):
     assert found.good(duplicates_allowed=allowed) is good
 
 

@@ -4,16 +4,16 @@ from io import StringIO
 
 from rich.console import Console
 
-from headrace.cli.demo.picture import Frame, JobView, Picture
+from headrace.cli.demo.picture import DemoPicture, JobView, PictureFrame
 from headrace.silo.views import ProviderStatistics
 
 
 def drawn(published: int, *jobs: JobView) -> str:
     statistics = ProviderStatistics([], [], published, 0)
-    frame = Frame("title", 1.0, 100, published, statistics, [], jobs, {})
+    frame = PictureFrame("title", 1.0, 100, published, statistics, [], jobs, {})
     console = Console(file=StringIO(), width=100)
     with console.capture() as captured:
-        console.print(Picture().draw(frame))
+        console.print(DemoPicture().draw(frame))
     return captured.get()
 
 

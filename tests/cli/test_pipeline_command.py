@@ -128,9 +128,7 @@ def test_an_error_of_java_is_one_line(pipeline: Run, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_what_is_interrupted_is_gone_on_with(
-    begin: Callable[..., "subprocess.Popen[bytes]"], pipeline: Run, tmp_path: Path
-):
+def test_interrupted_job_continues(begin: Callable[..., "subprocess.Popen[bytes]"], pipeline: Run, tmp_path: Path):
     publish(tmp_path / "data", 50_000)
     runs: set[Path] = set()
     for number in (signal.SIGINT, signal.SIGTERM):

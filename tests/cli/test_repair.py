@@ -1,6 +1,7 @@
 """A log or a control store that is lost: refused everywhere, and the way back."""
 
 import json
+import re
 import shutil
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
@@ -10,10 +11,18 @@ from threading import Barrier
 
 import pytest
 
-from headrace import Busy, DataDirectoryError, Event, InvalidArgument, NotFound
+from headrace import (
+    Busy,
+    DataDirectoryError,
+    Event,
+    InvalidArgument,
+    NotFound,
+    Selector,
+    SubscriptionDefinition,
+)
 from headrace.adapters.log import LogScan
 from headrace.silo.provider import Provider
-from headrace.silo.repair import renew_control, renew_log
+from headrace.silo.repair import RenewedControl, renew_control, renew_log
 from tests.cli.commandline import Headrace
 
 
@@ -178,7 +187,7 @@ async def test_a_lost_control_store_is_made_anew_from_the_log(tmp_path: Path, co
         async with Provider.open(tmp_path):
             pass
 
-    assert await renew_control(tmp_path) == ["default"]
+    assert await renew_control(tmp_path) == RenewedControl(["default"], None)
 
     got: list[bytes] = []
 
@@ -204,7 +213,37 @@ async def test_a_control_store_is_not_made_anew_while_a_process_serves_a_subscri
         with pytest.raises(Busy, match=r"is used, see locks/default/one\.lock, by process \d+: stop that one first"):
             await renew_control(data)
         assert not (data / "control.db").exists()
-    assert await renew_control(data) == ["default"]
+    assert await renew_control(data) == RenewedControl(["default"], None)
+
+
+async def test_a_damaged_write_ahead_log_is_refused_until_its_end_is_given_up(tmp_path: Path, headrace: Headrace):
+    killed = tmp_path / "killed"
+    names = ["first", "second", "third"]
+    async with Provider.open(tmp_path / "data", queues=1) as provider:
+        for name in names:
+            await provider.create_subscription(SubscriptionDefinition(name=name, selector=Selector("orders/*")))
+        shutil.copytree(tmp_path / "data", killed, ignore=shutil.ignore_patterns("wake"))
+    log = killed / "control.db-wal"
+    content = bytearray(log.read_bytes())
+    content[content.index(b"second")] ^= 1
+    log.write_bytes(content)
+    damage = r"control\.db-wal: the checksum of frame \d+ of \d+ does not match, so data that was saved last cannot be"
+    for _ in range(2):
+        with pytest.raises(DataDirectoryError, match=f"{damage} read: restore it from a backup, or continue with .*`"):
+            async with Provider.open(killed):
+                pass
+    checked = headrace("check", "--data", killed)
+    assert checked.code == 1
+    assert re.search(f"^damaged: control.db: {damage} read: .*`headrace repair control --data ", checked.out)
+    assert log.read_bytes() == content
+
+    assert re.search(f"{damage} read: the control store has", headrace("repair", "control", "--data", killed).err)
+
+    assert headrace("check", "--data", killed).code == 0
+    async with Provider.open(killed) as provider:
+        assert [one.name for one in await provider.subscriptions()] == names[:1]
+    with pytest.raises(InvalidArgument, match="there is nothing to make anew"):
+        await renew_control(killed)
 
 
 async def test_a_control_store_that_has_forgotten_everything_is_refused(tmp_path: Path):
@@ -216,7 +255,7 @@ async def test_a_control_store_that_has_forgotten_everything_is_refused(tmp_path
     with pytest.raises(DataDirectoryError, match="has events, but its control store does not know it"):
         async with Provider.open(tmp_path, queues=1):
             pass
-    assert await renew_control(tmp_path) == ["default"]
+    assert await renew_control(tmp_path) == RenewedControl(["default"], None)
     async with Provider.open(tmp_path) as provider:
         assert provider.queues == 1
 
@@ -270,7 +309,7 @@ def test_commands_refuse_a_lost_log_and_bring_it_back(tmp_path: Path, headrace: 
     assert f"make a new one from the logs with `headrace repair control --data {tmp_path / 'data'}`" in headrace(
         "queues", *data
     ).refused(1)
-    assert headrace("repair", "control", *data, "--json").json == {"providers": ["default"]}
+    assert headrace("repair", "control", *data, "--json").json == {"providers": ["default"], "damage": None}
     printed = headrace("subscribe", *data, "--from", "earliest", "--no-follow", "--format", "raw", "orders/*")
     assert (printed.code, printed.out) == (0, "3\n")
 

@@ -215,9 +215,7 @@ def test_commands_on_a_data_directory_do_not_make_one_of_a_url(headrace: Headrac
         ),
     ],
 )
-def test_who_may_come_is_checked_before_anything_is_served(
-    headrace: Headrace, tmp_path: Path, flags: list[str], why: str
-):
+def test_access_is_checked_before_anything_is_served(headrace: Headrace, tmp_path: Path, flags: list[str], why: str):
     assert headrace("silo", "--data", "d", *flags).refused(2).startswith(why)
     assert not (tmp_path / "d").exists()
 

@@ -136,9 +136,9 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path, headrace: Headrace):
         supervisor.clean_up()
 
 
-def test_what_keeps_them_from_starting_is_said_once(headrace: Headrace):
+def test_reason_that_workers_cannot_start_is_printed_once(headrace: Headrace):
     refused = headrace(*SILO, "--module", "nowhere").refused(2)
-    assert refused == "module nowhere cannot be imported: ModuleNotFoundError: No module named 'nowhere'"
+    assert refused == "module 'nowhere' cannot be imported: ModuleNotFoundError: No module named 'nowhere'"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         refused = headrace(*SILO, "--listen", f"127.0.0.1:{port}").refused(1)
@@ -153,7 +153,7 @@ def test_what_keeps_them_from_starting_is_said_once(headrace: Headrace):
         (["--workers", 3, "--listen", "127.0.0.1:65534"], "grpc.port: 3 workers from port 65534 on would need ports"),
     ],
 )
-def test_what_cannot_be_is_one_line(flags: list[object], reason: str, headrace: Headrace):
+def test_impossible_arguments_are_refused_in_one_line(flags: list[object], reason: str, headrace: Headrace):
     assert reason in headrace("silo", "--data", "data", *flags).refused(2)
 
 

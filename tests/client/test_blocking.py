@@ -32,7 +32,7 @@ from tests.client.silos import SiloProcess, stored
 S = StreamId("n", "k")
 
 
-def test_what_is_published_is_stored_when_it_returns(silo: SiloProcess):
+def test_events_are_stored_when_publish_returns(silo: SiloProcess):
     with SyncClient(silo.address) as client:
         first = client.stream("n", "k").publish(b"0")
         assert first < client.publish(S, [b"1", b"2"])
@@ -95,7 +95,7 @@ def test_batches_are_taken_and_acknowledged(silo: SiloProcess):
         assert all(queue.lag == 0 for queue in client.subscription("s").progress)
 
 
-def test_what_was_not_acknowledged_goes_to_the_next_consumer(silo: SiloProcess):
+def test_unacknowledged_events_go_to_the_next_consumer(silo: SiloProcess):
     with SyncClient(silo.address) as client:
         with client.subscribe("s", "n/*", start="latest") as consumer:
             client.publish(S, b"0")

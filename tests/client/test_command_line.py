@@ -66,13 +66,13 @@ def test_a_place_is_a_data_directory_or_a_silo(headrace: Headrace, arguments: li
     assert why in headrace("subscriptions", "list", *arguments).refused(2)
 
 
-def test_what_makes_a_provider_is_not_for_a_silo(headrace: Headrace):
+def test_provider_options_are_refused_for_a_silo(headrace: Headrace):
     for flag, value in (("--adapter", "log"), ("--queues", "2"), ("--option", "a=b")):
         ran = headrace("publish", "--server", "localhost:1", *STREAM, flag, value)
         assert f"{flag} is for --data" in ran.refused(2)
 
 
-def test_what_is_typed_goes_before_variables(headrace: Headrace, silo: SiloProcess):
+def test_option_goes_before_variables(headrace: Headrace, silo: SiloProcess):
     listed = ("subscriptions", "list", "--json")
     assert headrace(*listed, HEADRACE_SERVER=silo.address).json == []
     assert headrace(*listed, "--server", silo.address, HEADRACE_DATA="d").json == []
@@ -81,7 +81,7 @@ def test_what_is_typed_goes_before_variables(headrace: Headrace, silo: SiloProce
     assert headrace(*listed, "--data", "d", HEADRACE_SERVER=silo.address, HEADRACE_TOKEN="x").json == []
 
 
-def test_where_nobody_is_it_says_so_in_one_line(headrace: Headrace):
+def test_command_to_a_closed_port_fails_in_one_line(headrace: Headrace):
     assert "no silo answers at 127.0.0.1:1" in headrace(
         "subscriptions", "list", "--server", "127.0.0.1:1", **IMPATIENT
     ).refused(1)
@@ -217,7 +217,7 @@ def test_another_cluster_gets_the_whole_file(headrace: Headrace, silos: Silos, t
     assert events_of(one) == events_of(other) == [b"1", b"2", b"3"]
 
 
-def test_what_the_log_of_a_silo_has_forgotten_is_known_by_its_addresses(
+def test_lines_that_the_log_of_a_silo_has_forgotten_are_known_by_its_addresses(
     headrace: Headrace, silo: SiloProcess, tmp_path: Path, state: Path
 ):
     (tmp_path / "f").write_bytes(b"1\n2\nno\n")
@@ -251,9 +251,7 @@ def test_a_file_is_not_published_twice_at_once(headrace: Headrace, silo: SiloPro
         assert "'f' is being published already by process" in headrace(*publish).refused(1)
 
 
-def test_where_nothing_can_be_remembered_it_says_so_and_publishes(
-    headrace: Headrace, silo: SiloProcess, tmp_path: Path
-):
+def test_without_a_journal_publish_warns_and_publishes(headrace: Headrace, silo: SiloProcess, tmp_path: Path):
     (tmp_path / "f").write_bytes(lines(3))
     (tmp_path / "state").write_bytes(b"a file")
     ran = headrace("publish", "--server", silo.address, *STREAM, "f")

@@ -89,7 +89,7 @@ async def test_batches_come_as_they_were_published(client: Client):
         assert consumer.definition.start == Start.earliest()
 
 
-async def test_what_is_acknowledged_is_saved_when_it_closed_and_the_rest_goes_on(client: Client):
+async def test_acknowledgements_are_saved_when_the_consumer_closed_and_the_rest_continues(client: Client):
     await publish(client, ["a"], 6, each=2)
     async with client.subscribe("s", ORDERS, start="earliest") as consumer:
         batches = await take(consumer, 6)
@@ -247,7 +247,7 @@ async def test_a_rejection_may_say_when(client: Client):
                 again.nack(delay=wrong)
 
 
-async def test_what_is_rejected_too_often_is_a_dead_letter_and_can_be_redriven(client: Client):
+async def test_event_rejected_too_often_is_a_dead_letter_and_can_be_redriven(client: Client):
     await publish(client, ["a"], 3, each=3)
     async with client.subscribe("s", ORDERS, start="earliest", retry=RetryPolicy(max_attempts=1)) as consumer:
         (batch,) = await take(consumer, 3)
@@ -316,7 +316,7 @@ async def test_a_consumer_never_holds_more_than_it_may(client: Client, bounds: d
         assert consumer.statistics().held_events == 0
 
 
-async def test_what_is_not_acknowledged_counts_until_it_is(client: Client):
+async def test_unacknowledged_events_count_until_they_are_acknowledged(client: Client):
     await publish(client, "abcdefgh", 4)
     async with client.subscribe("s", ORDERS, start="earliest", max_events=5) as consumer:
         batches = await take(consumer, 5)
@@ -488,7 +488,7 @@ async def test_deleting_the_subscription_ends_its_consumers(client: Client):
     assert await client.subscriptions() == []
 
 
-async def test_whoever_comes_with_the_same_id_takes_over(client: Client):
+async def test_consumer_with_the_same_id_takes_over(client: Client):
     await publish(client, ["a"], 2)
     async with client.subscribe("s", ORDERS, start="earliest", consumer="me") as one:
         assert numbers(await take(one, 2)) == [0, 1]
@@ -536,7 +536,7 @@ async def test_gaps_are_told(client: Client, silo: Silo):
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-async def test_what_cannot_be_is_refused_before_anything_happens(client: Client):
+async def test_impossible_arguments_are_refused_before_anything_happens(client: Client):
     wrong: list[tuple[type[HeadraceError], dict[str, Any]]] = [
         (InvalidArgument, {"name": "not a name"}),
         (InvalidArgument, {"name": "s", "selector": "nowhere"}),
@@ -566,7 +566,7 @@ async def test_what_cannot_be_is_refused_before_anything_happens(client: Client)
     assert await client.subscriptions() == []
 
 
-async def test_what_the_silo_refuses_is_raised(client: Client, silo: Silo):
+async def test_refusal_of_the_silo_is_raised(client: Client, silo: Silo):
     with pytest.raises(NotFound):
         async with client.subscribe("missing"):
             pass
@@ -644,12 +644,12 @@ async def test_a_consumer_that_pulled_leaves_when_its_client_is_closed(silo: Sil
     assert numbers(await client.pull("s", "other", wait_s=5)) == [0]
 
 
-async def test_what_is_acknowledged_was_pulled(client: Client):
+async def test_acknowledge_takes_only_pulled_batches(client: Client):
     with pytest.raises(InvalidArgument, match="takes the result of `pull`, not list"):
         await client.acknowledge([1])  # type: ignore[arg-type]
 
 
-async def test_who_iterates_or_enters_the_wrong_way_is_told_what_to_write(client: Client):
+async def test_wrong_iteration_is_refused_with_the_right_form(client: Client):
     with pytest.raises(InvalidArgument, match="write `async with client"):
         aiter(client.subscribe("s", ORDERS))  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="with SyncClient"):

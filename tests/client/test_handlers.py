@@ -229,7 +229,7 @@ async def test_many_stuck_handlers_with_a_large_backlog_hold_up_no_other_stream(
     await subscription.close()
 
 
-async def test_what_a_long_batch_is_done_with_is_acknowledged_before_its_end(client: Client):
+async def test_finished_events_of_a_long_batch_are_acknowledged_before_its_end(client: Client):
     stuck = asyncio.Event()
 
     async def handle(event: Event) -> None:
@@ -287,7 +287,7 @@ async def test_a_handler_cannot_wait_for_its_own_end(client: Client):
     await subscriptions[0].close()
 
 
-async def test_whoever_waits_for_its_end_is_told_why_it_ended(client: Client):
+async def test_wait_for_the_end_raises_the_reason(client: Client):
     errors: list[Exception] = []
 
     class Watch:

@@ -142,7 +142,7 @@ async def test_exactly_what_is_not_acknowledged_comes_again_and_in_order(silo: S
     assert user.rejected > 10
 
 
-async def test_what_is_held_while_the_connection_is_lost_can_be_acknowledged(silo: SiloProcess, proxy: CuttingProxy):
+async def test_events_held_while_the_connection_is_lost_can_be_acknowledged(silo: SiloProcess, proxy: CuttingProxy):
     async with Client(silo.address) as publisher, Client(proxy.address) as client:
         await publish(publisher, ["a", "b"], 4, each=2)
         async with client.subscribe("s", ORDERS, start="earliest") as consumer:
@@ -319,7 +319,7 @@ async def test_closing_without_a_silo_ends_in_time(silos: Silos):
             await consumer.saved()
 
 
-async def test_what_was_acknowledged_before_an_outage_is_saved_by_closing_after_it(silo: SiloProcess):
+async def test_acknowledgements_before_an_outage_are_saved_by_closing_after_it(silo: SiloProcess):
     async with Client(silo.address) as client:
         async with client.subscribe("s", ORDERS, start="earliest") as consumer:
             await publish(client, KEYS, 20, each=20)

@@ -49,7 +49,7 @@ def numbered(*numbers: int) -> list[bytes]:
     return [b"%d" % number for number in numbers]
 
 
-async def test_what_is_published_is_stored_when_it_returns(silo: SiloProcess):
+async def test_events_are_stored_when_publish_returns(silo: SiloProcess):
     async with Client(silo.address) as client:
         first = await client.stream("n", "k").publish(b"0")
         second = await client.publish(S, [b"1", Event(b"2", headers={"a": "b"}, id="i", timestamp_us=3)])
@@ -84,7 +84,7 @@ async def test_publishing_to_several_streams_answers_for_each_batch(silo: SiloPr
     assert await stored(silo.data) == {a: numbered(0, 2), b: numbered(1)}
 
 
-async def test_what_carries_a_sequence_is_stored_once(silo: SiloProcess):
+async def test_publish_with_a_sequence_is_stored_once(silo: SiloProcess):
     async with Client(silo.address) as client:
         first = await client.publish_many([(S, b"0")], sequence=ProducerSequence("me", 1, 0))
         assert (await client.last_sequence("me"), await client.last_sequence("nobody")) == (1, 0)
@@ -111,7 +111,7 @@ async def test_what_carries_a_sequence_is_stored_once(silo: SiloProcess):
     ],
     ids=["text", "nothing", "dict", "large", "priority", "large headers"],
 )
-async def test_what_cannot_be_published_is_refused_before_it_is_sent(
+async def test_invalid_events_are_refused_before_they_are_sent(
     silo: SiloProcess, events: Any, kind: type[HeadraceError]
 ):
     async with Client(silo.address) as client:
@@ -251,7 +251,7 @@ async def test_publishing_waits_for_a_silo_that_comes_back(silo: SiloProcess):
     assert await stored(silo.data) == {S: numbered(0, 1, 2, 3)}
 
 
-async def test_what_is_not_published_in_time_is_said(silo: SiloProcess):
+async def test_publish_that_takes_too_long_raises(silo: SiloProcess):
     async with Client(silo.address, timeout_s=0.5) as client:
         await client.publish(S, b"0")
         silo.kill()
@@ -341,7 +341,7 @@ async def test_a_caller_that_is_cancelled_harms_nobody(silo: SiloProcess):
     assert {*range(301)} - cancelled <= set(found)
 
 
-async def test_who_waits_for_room_may_be_cancelled_and_the_others_go_on(silo: SiloProcess, monkeypatch: Any):
+async def test_publish_that_waits_for_space_may_be_cancelled_and_the_others_go_on(silo: SiloProcess, monkeypatch: Any):
     monkeypatch.setattr(publishing, "MAX_BYTES", 1000)
     async with Client(silo.address) as client:
         silo.signal(signal.SIGSTOP)

@@ -49,7 +49,7 @@ def next_line(process: Process) -> bytes:
     return process.stdout.readline()
 
 
-def test_what_it_prints_is_as_from_a_data_directory(headrace: Headrace, silo: SiloProcess, subscribe: Headrace):
+def test_output_is_the_same_as_from_a_data_directory(headrace: Headrace, silo: SiloProcess, subscribe: Headrace):
     with SyncClient(silo.address) as client:
         events = [Event(b"0", timestamp_us=0), Event("ü\n".encode(), headers={"a": "b"}, id="i", timestamp_us=1)]
         client.publish(S, events)
@@ -84,7 +84,7 @@ def test_a_name_goes_on_where_it_was_and_a_limit_leaves_the_rest(silo: SiloProce
     assert names(silo) == ["s"]
 
 
-def test_what_a_killed_process_left_behind_is_forgotten(silos: Silos, start: Start, headrace: Headrace):
+def test_remains_of_a_killed_process_are_forgotten(silos: Silos, start: Start, headrace: Headrace):
     silo = silos()
     process = start("subscribe", "--server", silo.address, "shop/*", "--from", "earliest", "--format", "raw")
     publish(silo, 0)
@@ -169,7 +169,7 @@ def test_it_ends_when_its_subscription_is_taken_away(silo: SiloProcess, start: S
     assert (ran.code, "'s'" in ran.err) == (1, True)
 
 
-def test_who_may_only_subscribe_leaves_nothing_behind(headrace: Headrace, silos: Silos):
+def test_caller_that_may_only_subscribe_leaves_nothing_behind(headrace: Headrace, silos: Silos):
     made = headrace("tokens", "create", "t", "--data", "d", "--subscribe", "shop", "--publish", "shop").out.strip()
     silo = silos("--auth", "tokens")
     at = ("--server", silo.address, "--token", made)

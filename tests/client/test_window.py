@@ -122,7 +122,7 @@ class Line:
                 self.receive()
 
 
-def test_what_waits_travels_together_up_to_the_limits():
+def test_waiting_events_travel_together_up_to_the_limits():
     line = Line()
     publications = [line.publish("a") for _ in range(6)]
     assert line.send()
@@ -180,7 +180,7 @@ def test_a_full_queue_is_told_at_once():
 
 
 @pytest.mark.parametrize("kind", [Unauthenticated, NotFound])
-def test_what_concerns_all_is_told_to_all_at_once(kind: type[HeadraceError]):
+def test_refusal_of_all_publications_fails_all_at_once(kind: type[HeadraceError]):
     line = Line()
     publications = [line.publish("a") for _ in range(4)]
     line.send()
@@ -198,7 +198,7 @@ def test_a_publication_in_pieces_fails_once_and_its_rest_is_not_sent():
     assert line.silo.log in ([b"000a", b"006f"], [b"006f"])
 
 
-def test_what_was_not_answered_is_sent_again_and_stored_once():
+def test_unanswered_request_is_sent_again_and_stored_once():
     line = Line()
     publications = [line.publish("a") for _ in range(10)]
     while line.send():

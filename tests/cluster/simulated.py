@@ -235,9 +235,9 @@ class Silo:
             owners={PROVIDER: self.manager.queue_host},
             peers=self,
             options=world.options,
+            on_view=self._take_view,
             rng=world.rng,
         )
-        self.membership.on_view = self._take_view
         self.membership.superseded.add_done_callback(self._superseded)
         await self._until_done(self.membership.join)
         self.manager.start()

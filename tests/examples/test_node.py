@@ -172,7 +172,7 @@ def first_times(values: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(values))
 
 
-def test_what_the_producer_publishes_the_consumer_gets_in_order(start: Start):
+def test_consumer_gets_events_in_the_order_of_publishing(start: Start):
     publish(start, "orders/1", numbered(2_500))
     publish(start, "orders/a/b", ["größe 東京", "x" * 10_000, ""])
     publish(start, "others/1", ["not for us"])
@@ -184,7 +184,7 @@ def test_what_the_producer_publishes_the_consumer_gets_in_order(start: Start):
     assert len(consumer.lines) == 2_503
 
 
-def test_what_was_acknowledged_before_an_orderly_end_does_not_come_again(start: Start):
+def test_events_acknowledged_before_an_orderly_end_do_not_come_again(start: Start):
     publish(start, "orders/1", numbered(1_500))
     first = start("consumer", "printer", "orders/*")
     first.until(lambda lines: len(lines) == 1_500)
@@ -240,7 +240,7 @@ def test_producer_and_consumer_go_on_when_the_silo_is_killed_and_started_again(s
     assert of_stream(stored, "orders/1") == numbered(1_000 * KILLS), "something was stored twice"
 
 
-def test_what_was_stored_is_not_stored_again_when_the_answer_got_lost(start: Start, silo: SiloServer):
+def test_stored_batch_is_not_stored_again_when_the_answer_got_lost(start: Start, silo: SiloServer):
     consumer = start("consumer", "printer", "orders/*")
     with contextlib.closing(Wire(silo.address)) as wire:
         producer = start("producer", "orders/1", stdin=subprocess.PIPE, address=wire.address)
@@ -256,14 +256,14 @@ def test_what_was_stored_is_not_stored_again_when_the_answer_got_lost(start: Sta
     assert of_stream(consumer.lines, "orders/1") == [f"{how} {n}" for n in range(5) for how in ("good", "lost")]
 
 
-def test_what_cannot_succeed_ends_with_a_word(start: Start):
+def test_hopeless_consumer_ends_with_a_message(start: Start):
     consumer = start("consumer", "not a name!", "orders/*")
     assert consumer.process.wait(TIMEOUT_S) == 1
     (line,) = consumer.lines
     assert re.match(r"consumer: .*not a name!", line)
 
 
-def test_where_nobody_answers_both_say_so_once_and_the_producer_gives_up(installed: Path, start: Start):
+def test_without_an_answer_both_report_once_and_the_producer_gives_up(installed: Path, start: Start):
     program, times = re.subn("MAX_FAILURES = 15;", "MAX_FAILURES = 6;", (installed / "producer.js").read_text())
     assert times == 1
     (installed / "impatient.js").write_text(program)

@@ -43,17 +43,17 @@ def test_a_second_owner_is_found(notes: list[Note]) -> None:
         check_owners(notes)
 
 
-def test_what_was_saved_while_the_next_owner_began_may_be_earlier() -> None:
+def test_save_during_the_start_of_the_next_owner_may_be_earlier() -> None:
     check_owners([saved(1, 5), saved(2, 6, "b", 2)])
 
 
-def test_what_was_not_saved_may_come_again() -> None:
+def test_unsaved_event_may_come_again() -> None:
     check_saved_stays_done([got(1, number=3), saved(2, 3, done=3), got(4, number=3)], "s")
     check_saved_stays_done([got(1), saved(2, 3, done=9, behind={"n/1": (0, 0)}), got(4)], "s")
 
 
 @pytest.mark.parametrize("behind", [{}, {"n/1": (1, 0)}])
-def test_what_was_saved_and_comes_again_is_found(behind: dict[str, tuple[int, int]]) -> None:
+def test_saved_event_that_comes_again_is_found(behind: dict[str, tuple[int, int]]) -> None:
     with pytest.raises(AssertionError, match="came again"):
         check_saved_stays_done([got(1), saved(2, 3, done=9, behind=behind), got(4)], "s")
 

@@ -97,7 +97,7 @@ def cluster(directory: Path, store: str | None) -> Sequence[SiloProcess]:
     return silos
 
 
-async def test_what_a_silo_stored_is_published_by_another_when_it_is_dead(
+async def test_delayed_events_of_a_dead_silo_are_published_by_another(
     tmp_path: Path, store: str | None, rng: random.Random
 ) -> None:
     silos = cluster(tmp_path, store)

@@ -77,7 +77,7 @@ NO_BATCHES = [
 ]
 
 
-async def test_what_is_no_batch_is_refused(caller: Caller) -> None:
+async def test_invalid_batch_is_refused(caller: Caller) -> None:
     for wrong in NO_BATCHES:
         request = publisher_pb2.PublishRequest(batches=[batch(), wrong])
         assert await status_of(caller, PUBLISH, request) == INVALID, str(wrong)[:1000]
@@ -109,7 +109,7 @@ LARGEST = [
 ]
 
 
-async def test_what_is_at_its_limit_is_published(caller: Caller) -> None:
+async def test_event_at_its_limit_is_published(caller: Caller) -> None:
     for largest in LARGEST:
         request = publisher_pb2.PublishRequest(batches=[largest])
         assert await status_of(caller, PUBLISH, request) == "OK", str(largest)[:1000]
@@ -162,7 +162,7 @@ NO_DEFINITIONS: list[dict[str, Any]] = [
 ]
 
 
-async def test_what_is_no_definition_is_refused(caller: Caller) -> None:
+async def test_invalid_definition_is_refused(caller: Caller) -> None:
     for fields in NO_DEFINITIONS:
         wrong = definition(**fields)
         create = sub.CreateSubscriptionRequest(definition=wrong)

@@ -28,7 +28,7 @@ class WithoutText(Exception):
 
 
 @pytest.mark.parametrize("error", [NoException, GeneratorExit, WithoutText])
-async def test_whatever_a_handler_raises_is_its_failure(tmp_path: Path, error: type[BaseException]) -> None:
+async def test_every_exception_of_a_handler_is_its_failure(tmp_path: Path, error: type[BaseException]) -> None:
     passed = asyncio.Event()
 
     async def handle(event: Event) -> None:
@@ -131,7 +131,7 @@ async def test_a_token_past_the_end_is_refused_by_its_index_too(tmp_path: Path) 
             await provider.subscribe("printer", STREAM, ignore, start=Start.at(SequenceToken(0, 1)))
 
 
-async def test_what_cannot_be_opened_is_not_what_a_provider_is_made_with(tmp_path: Path) -> None:
+async def test_failed_open_does_not_decide_the_number_of_queues(tmp_path: Path) -> None:
     with pytest.raises(NotFound):
         async with Provider.open(tmp_path / "data", adapter="nosuch"):
             pass

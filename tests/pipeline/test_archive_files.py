@@ -104,7 +104,7 @@ def test_going_on_may_be_killed_as_well(tmp_path: Path):
                 break
 
 
-def test_who_reads_finishes_a_change_that_removes_files(tmp_path: Path):
+def test_reader_finishes_a_change_that_removes_files(tmp_path: Path):
     for path in kills(tmp_path):
         with lock_for_reading(path):
             assert contents(path) in (["kept", "old"], ["kept", "new", "newer"])
@@ -135,7 +135,7 @@ def test_damage_is_told(tmp_path: Path):
     with pytest.raises(DataDirectoryError, match="has format 2, this headrace reads format 1"):
         Archive.open(tmp_path)
     state.write_text(good[:-9])
-    with pytest.raises(DataDirectoryError, match=r"state\.json is damaged"):
+    with pytest.raises(DataDirectoryError, match=r"state\.json' is damaged"):
         Archive.open(tmp_path)
 
 

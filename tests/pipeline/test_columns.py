@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace import Event, Selector, StreamId
-from headrace.pipeline.access import Chunk
+from headrace.pipeline.access import BatchChunk
 from headrace.pipeline.columns import TYPES, ColumnReader
 from headrace.proto.v1 import events_pb2
 from headrace.streams.errors import CorruptRecord
@@ -35,7 +35,9 @@ BATCHES = st.builds(
 )
 
 
-def chunk_of(batches: Sequence[EventBatch], *, first: int = 0, known: bool = True, gap: bytes = b"\x1a\x22") -> Chunk:
+def chunk_of(
+    batches: Sequence[EventBatch], *, first: int = 0, known: bool = True, gap: bytes = b"\x1a\x22"
+) -> BatchChunk:
     """Return the batches as they may lie in a buffer, with other bytes between them."""
     source, starts = b"", list[int]()
     for batch in batches:
@@ -48,10 +50,10 @@ def chunk_of(batches: Sequence[EventBatch], *, first: int = 0, known: bool = Tru
     counts = [batch.count for batch in batches]
     offsets = np.arange(first, first + len(batches))
     stored = np.arange(5, 5 + len(batches))
-    return Chunk(source, begins, begins + sizes, np.array(prefixes), np.array(counts), offsets, stored)
+    return BatchChunk(source, begins, begins + sizes, np.array(prefixes), np.array(counts), offsets, stored)
 
 
-def rows(chunks: Iterable[Chunk], names: Sequence[str] = ALL, selector: str = "*/*") -> list[dict[str, Any]]:
+def rows(chunks: Iterable[BatchChunk], names: Sequence[str] = ALL, selector: str = "*/*") -> list[dict[str, Any]]:
     reader = ColumnReader(names, Selector(selector))
     return [row for batch in reader.batches(3, iter(chunks)) for row in plain(batch)]
 

@@ -9,7 +9,7 @@ from google.protobuf.descriptor_pb2 import FieldDescriptorProto
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.pipeline.decoding import Decoder, JsonDecoder, PayloadError, ProtobufDecoder
+from headrace.pipeline.decoding import JsonDecoder, PayloadDecoder, PayloadError, ProtobufDecoder
 
 JSON = JsonDecoder(pa.struct([("a", pa.int64()), ("s", pa.string())]))
 NOT_JSON = (
@@ -51,7 +51,7 @@ def protobuf() -> ProtobufDecoder:
     return ProtobufDecoder(descriptor_pb2.FileDescriptorSet(file=[time, file]).SerializeToString(), "x.M")
 
 
-def check_the_bad_one(decoder: Decoder, good: bytes, bad: bytes, value: object) -> None:
+def check_the_bad_one(decoder: PayloadDecoder, good: bytes, bad: bytes, value: object) -> None:
     with pytest.raises(PayloadError) as told:
         decoder.decoded(payloads(good, bad, good))
     assert told.value.row == 1
@@ -59,11 +59,11 @@ def check_the_bad_one(decoder: Decoder, good: bytes, bad: bytes, value: object) 
 
 
 @pytest.mark.parametrize("bad", NOT_JSON)
-def test_what_is_no_json_is_named_or_null(bad: bytes):
+def test_invalid_json_is_named_or_null(bad: bytes):
     check_the_bad_one(JSON, b'{"a":7}', bad, {"a": 7, "s": None})
 
 
-def test_what_goes_on_in_the_next_payload_shifts_no_values():
+def test_json_that_continues_in_the_next_payload_shifts_no_values():
     pieces = (b'{"x":', b'{"b":1}}', b'{"a":1}{"a":2}', b'{"a":7}')
     assert JSON.decoded(payloads(*pieces), fail=False).to_pylist() == [None, None, None, {"a": 7, "s": None}]
 
@@ -87,5 +87,5 @@ def test_an_object_may_have_space_around_it_and_several_lines():
         pytest.param(b"\x12\x0a\x08" + b"\xff" * 8 + b"\x7f", id="a timestamp out of range"),
     ],
 )
-def test_what_is_no_message_is_named_or_null(bad: bytes):
+def test_invalid_message_is_named_or_null(bad: bytes):
     check_the_bad_one(protobuf(), b"\x0a\x01a", bad, {"s": "a", "t": None, "m": []})

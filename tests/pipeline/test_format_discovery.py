@@ -51,7 +51,7 @@ for use, given in [
 
 
 @pytest.mark.parametrize("missing", ["pyarrow", "headrace"])
-def test_where_something_is_missing_the_format_says_so_however_it_is_used(missing: str):
+def test_missing_package_is_named_however_the_format_is_used(missing: str):
     found = look(missing, then=USE)
     assert found.stderr == ""
     name, *said = found.stdout.splitlines()

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headrace import Event, StreamId
-from headrace.pipeline.grouping import ELEMENT, MAX_ROW_BYTES, Grouped, Grouping, batch_starts
+from headrace.pipeline.grouping import ELEMENT, MAX_ROW_BYTES, EncodedBatches, RowGrouping, batch_starts
 from headrace.streams.errors import InvalidArgument, PayloadTooLarge
 from headrace.streams.events import BATCH_TARGET_BYTES, MAX_BATCH_EVENTS, MAX_EVENT_BYTES, EventBatch, ScheduledBatch
 from headrace.streams.identity import varint
@@ -49,7 +49,7 @@ def table(rows: Sequence[Row], names: Sequence[str] = tuple(TYPES), **types: pa.
     return pa.RecordBatch.from_arrays(columns, names)
 
 
-def batches(grouped: Grouped) -> list[EventBatch]:
+def batches(grouped: EncodedBatches) -> list[EventBatch]:
     """Split the pieces as the format says, and check each batch as a silo does."""
     data, at, found = b"".join(grouped.pieces), 0, list[EventBatch]()
     heads = batch_starts(np.array(grouped.lengths, np.uint32)).tolist()
@@ -91,7 +91,7 @@ def test_batches_have_the_rows_of_their_streams_in_order(rows: list[Row], cut: i
         patch.setattr("time.time_ns", lambda: 77_000)
         # A slice, as Spark may give one: its columns begin inside their buffers.
         whole = table([rows[0]] * cut + rows)
-        assert by_stream(batches(Grouping().of(whole.slice(cut)))) == expected(rows, 77)
+        assert by_stream(batches(RowGrouping().of(whole.slice(cut)))) == expected(rows, 77)
 
 
 @given(st.lists(ROW, min_size=1, max_size=20))
@@ -101,18 +101,18 @@ def test_columns_may_be_missing_and_payloads_text(rows: list[Row]) -> None:
         [{**row, "payload": row["key"]} for row in plain], ("timestamp", "key", "payload"), payload=pa.string()
     )
     same = [{**row, "namespace": "all"} for row in plain]
-    assert by_stream(batches(Grouping("all").of(given_rows))) == expected(same, 0)
+    assert by_stream(batches(RowGrouping("all").of(given_rows))) == expected(same, 0)
 
 
 def test_wide_columns_are_read_too() -> None:
     rows = [{"namespace": "n", "key": key, "payload": b"1", "timestamp": 1} for key in "aba"]
     wide = table(rows, payload=pa.large_binary(), key=pa.large_string())
-    assert [batch.count for batch in batches(Grouping().of(wide))] == [2, 1]
+    assert [batch.count for batch in batches(RowGrouping().of(wide))] == [2, 1]
 
 
 def test_much_of_one_stream_is_cut_to_what_a_batch_holds() -> None:
     rows = [{"key": "k", "payload": b"x" * 300_000, "timestamp": 1}] * 10
-    found = batches(Grouping("n").of(table(rows, ("key", "payload"))))
+    found = batches(RowGrouping("n").of(table(rows, ("key", "payload"))))
     assert [batch.count for batch in found] == [3, 3, 3, 1]
     assert all(batch.nbytes < BATCH_TARGET_BYTES for batch in found)
 
@@ -120,12 +120,12 @@ def test_much_of_one_stream_is_cut_to_what_a_batch_holds() -> None:
 def test_many_small_events_of_one_stream_are_cut_too() -> None:
     keys = pa.array(["k"] * (MAX_BATCH_EVENTS + 1))
     rows = pa.RecordBatch.from_arrays([keys, pa.array([b""] * len(keys), pa.binary())], ["key", "payload"])
-    assert [batch.count for batch in batches(Grouping("n").of(rows))] == [MAX_BATCH_EVENTS, 1]
+    assert [batch.count for batch in batches(RowGrouping("n").of(rows))] == [MAX_BATCH_EVENTS, 1]
 
 
 def test_headers_count_for_the_size_of_a_batch() -> None:
     rows = [{"key": "k", "payload": b"", "headers": {"h": "x" * 60_000}}] * 40
-    found = batches(Grouping("n").of(table(rows, ("key", "payload", "headers"))))
+    found = batches(RowGrouping("n").of(table(rows, ("key", "payload", "headers"))))
     assert len(found) == 3
     assert sum(batch.count for batch in found) == 40
 
@@ -133,7 +133,7 @@ def test_headers_count_for_the_size_of_a_batch() -> None:
 def test_as_many_streams_as_sixteen_bits_cannot_number() -> None:
     keys = [str(number) for number in range(70_000)]
     rows = pa.RecordBatch.from_arrays([pa.array(keys + keys), pa.array(keys + keys)], ["key", "payload"])
-    found = Grouping("n").of(rows)
+    found = RowGrouping("n").of(rows)
     assert found.counts == [2] * 70_000
     assert sum(found.lengths) == sum(map(len, found.pieces))
 
@@ -150,10 +150,10 @@ def test_as_many_streams_as_sixteen_bits_cannot_number() -> None:
         ({"headers": {"h": "x" * MAX_ROW_BYTES}}, PayloadTooLarge, "columns 'payload', 'id' and 'headers': .* n/k has"),
     ],
 )
-def test_what_cannot_be_published_is_refused_with_column_and_stream(row: Row, kind: type[Exception], told: str) -> None:
+def test_invalid_rows_are_refused_with_column_and_stream(row: Row, kind: type[Exception], told: str) -> None:
     good = {"namespace": "n", "key": "a", "payload": b"1"}
     with pytest.raises(kind, match=told) as refused:
-        Grouping().of(table([good, good, {**good, "key": "k", **row}, good]))
+        RowGrouping().of(table([good, good, {**good, "key": "k", **row}, good]))
     assert "\n" not in str(refused.value)
 
 
@@ -161,13 +161,13 @@ def test_a_name_that_is_no_text_is_refused() -> None:
     key = pa.array([b"\xff"]).view(pa.string())
     rows = pa.RecordBatch.from_arrays([key, pa.array([b"1"])], ["key", "payload"])
     with pytest.raises(InvalidArgument, match=r"column 'key': b'\\xff' is not UTF-8"):
-        Grouping("n").of(rows)
+        RowGrouping("n").of(rows)
 
 
 def test_an_id_that_is_no_text_is_refused() -> None:
     columns = {"key": pa.array(["k"]), "payload": pa.array([b"1"]), "id": pa.array([b"\xff"]).view(pa.string())}
     with pytest.raises(InvalidArgument, match=r"columns 'id' and 'headers': b'\\xff' is not UTF-8"):
-        Grouping("n").of(pa.RecordBatch.from_pydict(columns))
+        RowGrouping("n").of(pa.RecordBatch.from_pydict(columns))
 
 
 SCHEDULED = st.fixed_dictionaries(
@@ -183,7 +183,7 @@ SCHEDULED = st.fixed_dictionaries(
 @given(st.lists(SCHEDULED, min_size=1, max_size=30))
 def test_rows_with_another_delay_or_priority_are_another_batch(rows: list[Row]) -> None:
     given_rows = table(rows, ("key", "payload", "delay", "priority"), delay=pa.float64(), priority=pa.int32())
-    grouped = Grouping("n").of(given_rows)
+    grouped = RowGrouping("n").of(given_rows)
     found: defaultdict[tuple[str, int, int], list[bytes]] = defaultdict(list)
     for batch in batches(grouped):
         told = accepted(batch.encoded, 0)
@@ -202,7 +202,7 @@ def test_rows_with_another_delay_or_priority_are_another_batch(rows: list[Row]) 
 )
 def test_a_delay_is_seconds_or_an_interval(kind: pa.DataType, value: Any) -> None:
     rows = [{"key": "k", "payload": b"", "delay": value}, {"key": "l", "payload": b"", "delay": None}]
-    found = batches(Grouping("n").of(table(rows, ("key", "payload", "delay"), delay=kind)))
+    found = batches(RowGrouping("n").of(table(rows, ("key", "payload", "delay"), delay=kind)))
     later, now = (accepted(batch.encoded, 0) for batch in found)
     assert isinstance(later, ScheduledBatch)
     assert timedelta(microseconds=later.delay_us) == (
@@ -225,4 +225,4 @@ def test_a_delay_is_seconds_or_an_interval(kind: pa.DataType, value: Any) -> Non
 def test_a_delay_or_priority_that_is_none_is_refused(column: str, kind: pa.DataType, value: Any) -> None:
     rows = [{"key": "k", "payload": b"", column: None}, {"key": "l", "payload": b"", column: value}]
     with pytest.raises(InvalidArgument, match=f"column '{column}': .* in a row of the stream n/l: it is from 0 to"):
-        Grouping("n").of(table(rows, ("key", "payload", column), **{column: kind}))
+        RowGrouping("n").of(table(rows, ("key", "payload", column), **{column: kind}))

@@ -42,9 +42,7 @@ def test_java_home_is_taken_before_path(tmp_path: Path, monkeypatch: pytest.Monk
     assert find_java() == (tmp_path / "jdk-17", 17)
 
 
-def test_where_path_has_an_old_one_the_oldest_installed_that_is_new_enough_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_with_an_old_java_on_the_path_the_oldest_usable_one_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     install(tmp_path / "jdk-8", "1.8")
     monkeypatch.setenv("PATH", str(tmp_path / "jdk-8" / "bin"))
     for version in ("11", "25", "17"):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.pipeline.options import At, Offsets, SourceOptions, Token, source_options
+from headrace.pipeline.options import OffsetPositions, SourceOptions, TimePosition, TokenPosition, source_options
 from headrace.streams.errors import InvalidArgument
 
 
@@ -37,20 +37,23 @@ def test_options_are_read_in_any_case():
     assert found.columns == ["key", "id"]
 
 
-def test_what_spark_itself_passes_on_is_no_option():
+def test_options_of_spark_itself_are_ignored():
     assert options(queryName="q", checkpointLocation="c", path="p") == options()
 
 
 def test_positions():
-    assert options(start="1970-01-01T00:00:01+00:00").start == At(1_000_000)
-    assert options(start='{"1": 12}').start == Offsets({1: 12})
-    assert options(namespace="n", key="k", start="12").start == Token(12)
+    assert options(start="1970-01-01T00:00:01+00:00").start == TimePosition(1_000_000)
+    assert options(start='{"1": 12}').start == OffsetPositions({1: 12})
+    assert options(namespace="n", key="k", start="12").start == TokenPosition(12)
 
 
 def test_positions_may_have_the_names_of_sparks_kafka_source():
     assert options(startingOffsets="latest", endingOffsets='{"1": -1}').start == "latest"
-    assert options(startingOffsets='{"0": -2, "1": 7}').start == Offsets({0: -2, 1: 7})
-    assert options(startingTimestamp="1500", endingTimestamp="2000")[1:3] == (At(1_500_000), At(2_000_000))
+    assert options(startingOffsets='{"0": -2, "1": 7}').start == OffsetPositions({0: -2, 1: 7})
+    assert options(startingTimestamp="1500", endingTimestamp="2000")[1:3] == (
+        TimePosition(1_500_000),
+        TimePosition(2_000_000),
+    )
 
 
 def test_a_micro_batch_may_wait_for_events():
@@ -86,7 +89,7 @@ def test_a_micro_batch_may_wait_for_events():
         ({"failOnDataLoss": "no"}, "option 'failOnDataLoss' is true or false, not 'no'"),
     ],
 )
-def test_what_is_wrong_is_named(given: dict[str, str], told: str):
+def test_mistake_is_named(given: dict[str, str], told: str):
     with pytest.raises(InvalidArgument) as caught:
         options(**given)
     assert told in str(caught.value)

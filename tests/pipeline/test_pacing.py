@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.pipeline.jobs.pacing import Cut, EventPosition, Pace, TimedEvent, cut
-from headrace.pipeline.jobs.replay import Bin, steps_of
+from headrace.pipeline.jobs.pacing import ChunkLimits, EventPosition, ReplayPace, TimedEvent, cut
+from headrace.pipeline.jobs.replay import OffsetBin, steps_of
 
 
 def timed(time_us: int, number: int) -> TimedEvent:
@@ -21,7 +21,7 @@ def test_from_the_start_of_any_chunk_on_the_chunks_are_the_same(
     times: list[int], most: int, tick_us: int, data: st.DataObject
 ):
     events = [timed(time, number) for number, time in enumerate(sorted(times))]
-    by = Cut(most, tick_us)
+    by = ChunkLimits(most, tick_us)
     chunks = list(cut(events, by))
     assert [event for chunk in chunks for event in chunk] == events
     assert all(0 < len(chunk) <= most for chunk in chunks)
@@ -30,16 +30,16 @@ def test_from_the_start_of_any_chunk_on_the_chunks_are_the_same(
 
 
 def test_a_chunk_has_a_tenth_of_a_second():
-    assert Pace(None, 1_000).cut == Cut(100, 0)
-    assert Pace(None, 3).cut == Cut(1, 0)
-    assert Pace(2, None).cut == Cut(1000, 200_000)
-    by_speed = list(cut([timed(time, time) for time in (0, 150_000, 250_000, 900_000)], Pace(2, None).cut))
+    assert ReplayPace(None, 1_000).cut == ChunkLimits(100, 0)
+    assert ReplayPace(None, 3).cut == ChunkLimits(1, 0)
+    assert ReplayPace(2, None).cut == ChunkLimits(1000, 200_000)
+    by_speed = list(cut([timed(time, time) for time in (0, 150_000, 250_000, 900_000)], ReplayPace(2, None).cut))
     assert [[event.place.due_us for event in chunk] for chunk in by_speed] == [[0, 150_000], [250_000], [900_000]]
 
 
-def test_what_is_due_when():
-    assert Pace(None, 200).due_s(100, 7_000_000) == 0.5
-    assert Pace(2, None).due_s(100, 7_000_000) == 3.5
+def test_due_times_of_a_replay():
+    assert ReplayPace(None, 200).due_s(100, 7_000_000) == 0.5
+    assert ReplayPace(2, None).due_s(100, 7_000_000) == 3.5
 
 
 @given(
@@ -53,7 +53,7 @@ def test_steps_take_every_event_once_and_never_go_back(
     there = [(queue, first + at) for queue, (first, length) in enumerate(queues) for at in range(length)]
     chosen = set(data.draw(st.lists(st.sampled_from(there), max_size=60))) if there else set()
     bins = [
-        Bin(queue, first, events)
+        OffsetBin(queue, first, events)
         for queue in range(len(queues))
         for first in range(0, ends[queue], width)
         if (events := sum((queue, offset) in chosen for offset in range(first, first + width)))

@@ -70,7 +70,7 @@ WRONG: Mapping[str, tuple[Mapping[str, str], str]] = {
 
 
 @pytest.mark.parametrize(("given", "text"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_said_of_the_option(given: Mapping[str, str], text: str):
+def test_error_names_the_option(given: Mapping[str, str], text: str):
     with pytest.raises(InvalidArgument) as caught:
         ProviderPlace.of(given)
     assert text in str(caught.value)
@@ -140,7 +140,7 @@ def test_silos_are_opened_with_token_and_tls(tmp_path: Path):
         silo.stop()
 
 
-def test_where_nobody_answers_it_is_said_and_tried_again_the_next_time(monkeypatch: pytest.MonkeyPatch):
+def test_closed_port_is_reported_and_tried_again_the_next_time(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headrace.pipeline.place.CONNECT_S", 0.2)
     place = ProviderPlace.of({"server": "127.0.0.1:1"})
     for _ in range(2):

@@ -4,15 +4,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.pipeline.access import QueueState
-from headrace.pipeline.planning import Range, estimated_events, plan, ranges
+from headrace.pipeline.planning import QueueRange, estimated_events, plan, ranges
 
 WANTED = st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 5000), st.integers(1, 10**7)), max_size=20).map(
-    lambda found: [(Range(q, start, start + n), events) for q, (start, n, events) in enumerate(found)]
+    lambda found: [(QueueRange(q, start, start + n), events) for q, (start, n, events) in enumerate(found)]
 )
 
 
 @given(WANTED, st.one_of(st.none(), st.integers(1, 10**6)))
-def test_every_batch_is_in_one_partition_in_order(wanted: list[tuple[Range, int]], per_partition: int | None):
+def test_every_batch_is_in_one_partition_in_order(wanted: list[tuple[QueueRange, int]], per_partition: int | None):
     planned = plan(wanted, per_partition)
     for whole, _ in wanted:
         pieces = [piece for parts in planned for piece in parts if piece.queue == whole.queue]
@@ -24,7 +24,7 @@ def test_every_batch_is_in_one_partition_in_order(wanted: list[tuple[Range, int]
 
 @given(WANTED, st.integers(1, 10**6))
 def test_no_partition_has_more_than_it_should_unless_a_batch_is_that_large(
-    wanted: list[tuple[Range, int]], per_partition: int
+    wanted: list[tuple[QueueRange, int]], per_partition: int
 ):
     each = {whole.queue: events / (whole.end - whole.start) for whole, events in wanted}
     for parts in plan(wanted, per_partition):
@@ -33,18 +33,18 @@ def test_no_partition_has_more_than_it_should_unless_a_batch_is_that_large(
 
 
 def test_small_queues_share_a_partition_and_large_ones_have_several():
-    small = [(Range(queue, 0, 3), 3) for queue in range(8)]
+    small = [(QueueRange(queue, 0, 3), 3) for queue in range(8)]
     assert len(plan(small)) == 1
-    assert len(plan([(Range(0, 0, 1000), 1_000_000)])) == 4
-    assert len(plan([(Range(0, 0, 1000), 1_000_000)], 100_000)) == 10
+    assert len(plan([(QueueRange(0, 0, 1000), 1_000_000)])) == 4
+    assert len(plan([(QueueRange(0, 0, 1000), 1_000_000)], 100_000)) == 10
     assert plan([]) == []
 
 
 def test_ranges_are_of_queues_that_have_something():
-    assert ranges([0, 5, 7], [0, 9, 6]) == [Range(1, 5, 9)]
+    assert ranges([0, 5, 7], [0, 9, 6]) == [QueueRange(1, 5, 9)]
 
 
 def test_events_of_a_range_are_estimated_by_its_queue():
-    assert estimated_events(Range(0, 10, 20), QueueState(0, 100, events=500)) == 50
-    assert estimated_events(Range(0, 10, 20), QueueState(0, 100)) == 10
-    assert estimated_events(Range(0, 10, 20), QueueState(20, 20, events=0)) == 10
+    assert estimated_events(QueueRange(0, 10, 20), QueueState(0, 100, events=500)) == 50
+    assert estimated_events(QueueRange(0, 10, 20), QueueState(0, 100)) == 10
+    assert estimated_events(QueueRange(0, 10, 20), QueueState(20, 20, events=0)) == 10

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from headrace import Selector, StreamId
 from headrace.balancer import StreamQueueMapper
-from headrace.pipeline.access import Chunk, QueueAccess, QueueState
-from headrace.pipeline.options import At, Offsets, Token
+from headrace.pipeline.access import BatchChunk, QueueAccess, QueueState
+from headrace.pipeline.options import OffsetPositions, TimePosition, TokenPosition
 from headrace.pipeline.positions import from_spark, lag, resolve, shares, spark_offset
 from headrace.streams.errors import InvalidArgument
 
@@ -32,7 +32,7 @@ class Queues(QueueAccess):
     def end_within(self, queue: int, start: int, end: int, max_events: int | None, max_bytes: int | None) -> int:
         raise NotImplementedError
 
-    def read(self, queue: int, start: int, end: int, selector: Selector) -> Iterator[Chunk]:
+    def read(self, queue: int, start: int, end: int, selector: Selector) -> Iterator[BatchChunk]:
         raise NotImplementedError
 
     def skipped(self, queue: int, start: int, end: int) -> Sequence[tuple[int, int]]:
@@ -47,24 +47,24 @@ TWO = Queues(QueueState(5, 10), QueueState(0, 20))
 def test_positions_of_each_kind():
     assert resolve("start", "earliest", ALL, TWO) == [5, 0]
     assert resolve("start", "latest", ALL, TWO) == [10, 20]
-    assert resolve("start", At(7), ALL, TWO) == [7, 7]
-    assert resolve("start", Offsets({1: 3}), ALL, TWO) == [5, 3]
-    assert resolve("end", Offsets({1: 3}), ALL, TWO) == [10, 3]
-    assert resolve("start", Offsets({0: -1, 1: -2}), ALL, TWO) == [10, 0]
+    assert resolve("start", TimePosition(7), ALL, TWO) == [7, 7]
+    assert resolve("start", OffsetPositions({1: 3}), ALL, TWO) == [5, 3]
+    assert resolve("end", OffsetPositions({1: 3}), ALL, TWO) == [10, 3]
+    assert resolve("start", OffsetPositions({0: -1, 1: -2}), ALL, TWO) == [10, 0]
 
 
 def test_a_token_is_of_the_streams_queue():
     queue = StreamQueueMapper(2).queue_of(StreamId("n", "k"))
-    resolved = resolve("start", Token(7), Selector("n/k"), TWO)
+    resolved = resolve("start", TokenPosition(7), Selector("n/k"), TWO)
     assert resolved[queue] == 7
     assert resolved[1 - queue] == [5, 0][1 - queue]
 
 
 def test_positions_that_are_not_there_are_named():
     with pytest.raises(InvalidArgument, match="'startingOffsets': there is no queue 2, there are queues 0 to 1"):
-        resolve("start", Offsets({2: 0}), ALL, TWO)
+        resolve("start", OffsetPositions({2: 0}), ALL, TWO)
     with pytest.raises(InvalidArgument, match="'endingOffsets': queue 1 ends at offset 20, before 21"):
-        resolve("end", Offsets({1: 21}), ALL, TWO)
+        resolve("end", OffsetPositions({1: 21}), ALL, TWO)
 
 
 def test_lag_counts_the_batches_of_all_sources_that_are_not_read_yet():

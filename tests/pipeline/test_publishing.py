@@ -13,17 +13,17 @@ import pytest
 
 from headrace import Provider, StreamId
 from headrace.pipeline import publishing
-from headrace.pipeline.grouping import Grouping
+from headrace.pipeline.grouping import RowGrouping
 from headrace.pipeline.place import ProviderPlace
 from headrace.pipeline.publishing import (
     BatchPublisher,
-    Destination,
     EmbeddedDestination,
+    PublishDestination,
     SiloDestination,
     open_destination,
     producer_of,
 )
-from headrace.pipeline.staging import Chunk, Cutting, Manifest, Staged, StagedFile, StagingFolder
+from headrace.pipeline.staging import BatchManifest, Chunk, PublishChunkLimits, StagedFile, StagedReport, StagingFolder
 from headrace.streams.errors import HeadraceError, NotFound, NotSupported, StorageError, Unavailable
 from headrace.streams.publishing import ProducerSequence
 from tests.client.conftest import silo, silos
@@ -31,7 +31,7 @@ from tests.client.silos import SiloProcess, stored
 
 __all__ = ("silo", "silos")
 
-SMALL = Cutting(70, 3)
+SMALL = PublishChunkLimits(70, 3)
 """Small enough that a batch has several chunks."""
 
 
@@ -57,7 +57,7 @@ class Steps:
 class SteppingFolder(StagingFolder):
     steps: Steps
 
-    def claim(self, manifest: Manifest) -> Manifest:
+    def claim(self, manifest: BatchManifest) -> BatchManifest:
         self.steps.step()
         claimed = super().claim(manifest)
         self.steps.step()
@@ -73,14 +73,14 @@ class SteppingFolder(StagingFolder):
         super().clear(batch)
         self.steps.step()
 
-    def pending(self, up_to: int) -> list[Manifest]:
+    def pending(self, up_to: int) -> list[BatchManifest]:
         found = super().pending(up_to)
         self.steps.step()
         return found
 
 
 class SteppingDestination:
-    def __init__(self, destination: Destination, steps: Steps) -> None:
+    def __init__(self, destination: PublishDestination, steps: Steps) -> None:
         self._destination = destination
         self._steps = steps
         self.ahead = destination.ahead
@@ -110,9 +110,9 @@ def folder_of(tmp_path: Path, app: str, kind: type[StagingFolder] = StagingFolde
     return kind.of(tmp_path / "staging", "default", app)
 
 
-def stage(folder: StagingFolder, namespace: str, text: str, *, tasks: int = 2, rows: int = 12) -> list[Staged]:
+def stage(folder: StagingFolder, namespace: str, text: str, *, tasks: int = 2, rows: int = 12) -> list[StagedReport]:
     """Return the messages of some tasks. In each of four streams, all rows of the first come before the second's."""
-    found: list[Staged] = []
+    found: list[StagedReport] = []
     for task in range(tasks):
         keys = [f"k{row % 4}" for row in range(rows)]
         payloads = [f"{text}{task}-{row:02}".encode() for row in range(rows)]
@@ -120,7 +120,7 @@ def stage(folder: StagingFolder, namespace: str, text: str, *, tasks: int = 2, r
         for half in (slice(0, rows // 2), slice(rows // 2, rows)):
             batch = pa.RecordBatch.from_arrays([pa.array(keys[half]), pa.array(payloads[half])], ["key", "payload"])
             if rows:
-                file.add(Grouping(namespace).of(batch))
+                file.add(RowGrouping(namespace).of(batch))
         found.append(file.finish())
     return found[::-1]  # Spark gives the messages in any order
 
@@ -143,7 +143,7 @@ def look(place: ProviderPlace) -> dict[StreamId, list[bytes]]:
     return asyncio.run(stored(Path(place.data)))
 
 
-def commit(place: ProviderPlace, folder: StagingFolder, app: str, batch: int, files: Sequence[Staged]) -> None:
+def commit(place: ProviderPlace, folder: StagingFolder, app: str, batch: int, files: Sequence[StagedReport]) -> None:
     publishing.commit(place, folder, app, batch, files)
 
 
@@ -200,7 +200,7 @@ def kill() -> None:
 
 
 async def commit_stepping(
-    destination: Destination, tmp_path: Path, app: str, steps: Steps, files: Sequence[Staged]
+    destination: PublishDestination, tmp_path: Path, app: str, steps: Steps, files: Sequence[StagedReport]
 ) -> None:
     folder = folder_of(tmp_path, app, SteppingFolder)
     assert isinstance(folder, SteppingFolder)
@@ -231,7 +231,7 @@ async def killed_everywhere(place: ProviderPlace, tmp_path: Path) -> dict[str, s
     raise AssertionError
 
 
-def test_whoever_is_killed_anywhere_the_batch_is_published_once(place: ProviderPlace, tmp_path: Path) -> None:
+def test_batch_is_published_once_wherever_a_process_is_killed(place: ProviderPlace, tmp_path: Path) -> None:
     wanted = asyncio.run(killed_everywhere(place, tmp_path))
     assert set(wanted.values()) == {"a", "b"}
     found = look(place)
@@ -258,7 +258,7 @@ def test_another_driver_at_any_step_stores_nothing_twice(place: ProviderPlace, t
                 mine, others = stage(folder, app, "a"), stage(folder, app, "b")
 
                 def meanwhile(
-                    app: str = app, folder: StagingFolder = folder, others: Sequence[Staged] = others
+                    app: str = app, folder: StagingFolder = folder, others: Sequence[StagedReport] = others
                 ) -> None:
                     with ThreadPoolExecutor() as thread:
                         thread.submit(commit, place, folder, app, 3, others).result()
@@ -310,7 +310,7 @@ def test_going_on_stores_only_what_is_missing(place: ProviderPlace, tmp_path: Pa
     assert look(place) == content("n", "a")
 
 
-def test_what_may_pass_is_tried_again(place: ProviderPlace, tmp_path: Path) -> None:
+def test_failure_that_may_pass_is_retried(place: ProviderPlace, tmp_path: Path) -> None:
     class Failing(EmbeddedDestination):
         failures: Iterator[HeadraceError]
 
@@ -358,7 +358,7 @@ def test_a_silo_that_is_away_for_a_moment_is_waited_for(silo: SiloProcess, tmp_p
 # ---- batches of one application that are not in order ----------------------------------------------------------------
 
 
-def begin(place: ProviderPlace, folder: StagingFolder, batch: int, files: Sequence[Staged], chunks: int) -> None:
+def begin(place: ProviderPlace, folder: StagingFolder, batch: int, files: Sequence[StagedReport], chunks: int) -> None:
     """Publish some chunks of a batch, and be gone."""
 
     async def main() -> None:
@@ -467,14 +467,14 @@ def test_a_producer_has_a_name_that_every_provider_takes(app: str) -> None:
     assert producer_of(app) != producer_of(app + "x")
 
 
-def stage_later(folder: StagingFolder, namespace: str, **columns: float) -> list[Staged]:
+def stage_later(folder: StagingFolder, namespace: str, **columns: float) -> list[StagedReport]:
     rows = {"key": ["a", "b"], "payload": [b"now", b"later"]} | {name: [0, value] for name, value in columns.items()}
     file = StagedFile(folder.path, 0, 0)
-    file.add(Grouping(namespace).of(pa.RecordBatch.from_pydict(rows)))
+    file.add(RowGrouping(namespace).of(pa.RecordBatch.from_pydict(rows)))
     return [file.finish()]
 
 
-def test_what_is_delayed_is_stored_once_where_the_provider_can(place: ProviderPlace, tmp_path: Path) -> None:
+def test_delayed_rows_are_stored_once_if_the_provider_delays(place: ProviderPlace, tmp_path: Path) -> None:
     later = place._replace(delays="store")
     for _ in range(2):
         folder = folder_of(tmp_path, "app")
@@ -491,7 +491,7 @@ def test_what_is_delayed_is_stored_once_where_the_provider_can(place: ProviderPl
 @pytest.mark.parametrize(
     ("columns", "told"), [({"delay": 1.0}, "cannot delay events"), ({"priority": 1}, "has no priorities")]
 )
-def test_what_the_provider_cannot_do_is_refused_and_nothing_of_the_call_is_stored(
+def test_unsupported_call_is_refused_and_nothing_of_it_is_stored(
     place: ProviderPlace, tmp_path: Path, columns: dict[str, float], told: str
 ) -> None:
     folder = folder_of(tmp_path, "app")

@@ -25,7 +25,7 @@ from headrace import (
     Unavailable,
 )
 from headrace.client.connection import GrpcTransport
-from headrace.pipeline.access import Chunk, LogAccess, QueueAccess
+from headrace.pipeline.access import BatchChunk, LogAccess, QueueAccess
 from headrace.pipeline.place import ProviderPlace
 from headrace.pipeline.remote import RemoteAccess, chunk_of
 from headrace.pipeline.source import HeadraceSource
@@ -76,7 +76,7 @@ def of(key: str, *events: bytes | Event) -> EventBatch:
     return EventBatch.of(StreamId("n", key), events)
 
 
-def taken(chunks: Iterable[Chunk]) -> list[tuple[int, bytes, int, int]]:
+def taken(chunks: Iterable[BatchChunk]) -> list[tuple[int, bytes, int, int]]:
     """Return the offset, bytes, length of the name, and number of events of each batch."""
     return [
         (offset, chunk.source[start:end], prefix, count)
@@ -141,7 +141,7 @@ def large(tmp_path: Path) -> int:
     return 600
 
 
-def offsets_over(chunks: Iterator[Chunk], after: int, then: Callable[[], object]) -> list[int]:
+def offsets_over(chunks: Iterator[BatchChunk], after: int, then: Callable[[], object]) -> list[int]:
     """Read on to the end, and when so many batches have come, do something."""
     offsets: list[int] = []
     done = False
@@ -186,7 +186,7 @@ def test_an_outage_that_lasts_ends_it(tmp_path: Path, silos: Callable[[], SiloPr
             access.states()
 
 
-def test_whoever_leaves_off_in_the_middle_may_begin_again(tmp_path: Path, silos: Callable[[], SiloProcess]):
+def test_read_left_in_the_middle_may_begin_again(tmp_path: Path, silos: Callable[[], SiloProcess]):
     total = large(tmp_path)
     with remote(silos().address) as access:
         for _ in range(3):
@@ -204,7 +204,7 @@ def test_whoever_leaves_off_in_the_middle_may_begin_again(tmp_path: Path, silos:
 # Refused reads
 
 
-async def test_what_retention_removed_is_said_with_what_is_left(tmp_path: Path):
+async def test_removed_offsets_are_named_with_the_offsets_left(tmp_path: Path):
     provider = {"queues": 1, "options": {"retain_bytes": 1}}
     async with opened(tmp_path, provider=provider) as silo:
         for _ in range(3):

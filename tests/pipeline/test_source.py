@@ -118,7 +118,7 @@ async def _delete_below(data: Path, offset: int) -> None:
         await provider.adapter.apply_retention({0: offset})
 
 
-def test_what_retention_removes_while_it_is_read_is_left_out_and_nothing_comes_twice(tmp_path: Path):
+def test_events_removed_during_a_read_are_left_out_and_none_comes_twice(tmp_path: Path):
     sizes = [700_000 + number for number in range(8)]
     publish(tmp_path, *map(bytes, sizes))
     reader = streaming(tmp_path, failOnDataLoss="false")

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.pipeline.grouping import Grouped
+from headrace.pipeline.grouping import EncodedBatches
 from headrace.pipeline.staging import (
     ORPHAN_AGE_S,
-    Cutting,
-    Manifest,
-    Staged,
+    BatchManifest,
+    PublishChunkLimits,
     StagedFile,
+    StagedReport,
     StagedSegment,
     StagingFolder,
     chunks,
@@ -24,7 +24,7 @@ from headrace.pipeline.staging import (
 )
 from headrace.streams.errors import InvalidArgument, StorageError
 
-CUTTING = Cutting(100, 10)
+CUTTING = PublishChunkLimits(100, 10)
 
 
 @pytest.fixture
@@ -32,12 +32,12 @@ def folder(tmp_path: Path) -> StagingFolder:
     return StagingFolder.of(tmp_path, "default", "app")
 
 
-def grouped(*elements: bytes) -> Grouped:
+def grouped(*elements: bytes) -> EncodedBatches:
     """Group any bytes: a folder does not check that they are batches."""
-    return Grouped(list(elements), [len(each) for each in elements], [1] * len(elements), [0] * len(elements))
+    return EncodedBatches(list(elements), [len(each) for each in elements], [1] * len(elements), [0] * len(elements))
 
 
-def staged(folder: StagingFolder, *elements: bytes, partition: int = 0) -> Staged:
+def staged(folder: StagingFolder, *elements: bytes, partition: int = 0) -> StagedReport:
     file = StagedFile(folder.path, partition, 7)
     if elements:
         file.add(grouped(*elements))
@@ -64,7 +64,7 @@ def test_a_file_has_the_segments_that_were_added(folder: StagingFolder) -> None:
 
 
 def test_a_task_without_rows_leaves_no_file(folder: StagingFolder) -> None:
-    assert staged(folder) == Staged("", 0, 0)
+    assert staged(folder) == StagedReport("", 0, 0)
     assert files(folder) == []
 
 
@@ -109,16 +109,16 @@ def test_chunks_have_everything_in_order_within_the_limits(
 
 
 def test_the_first_manifest_of_a_batch_is_the_one(folder: StagingFolder) -> None:
-    first, second = Manifest(4, ["a"], CUTTING), Manifest(4, ["b"], CUTTING)
+    first, second = BatchManifest(4, ["a"], CUTTING), BatchManifest(4, ["b"], CUTTING)
     assert folder.claim(first) == first
     assert folder.claim(second) == first
     assert folder.pending(9) == [first]
     assert files(folder) == ["4.manifest"]
 
 
-def test_what_is_done_needs_nothing_any_more(folder: StagingFolder) -> None:
+def test_files_of_a_finished_batch_are_removed(folder: StagingFolder) -> None:
     mine, other = staged(folder, b"a"), staged(folder, b"b")
-    folder.claim(Manifest(4, [mine.name], CUTTING))
+    folder.claim(BatchManifest(4, [mine.name], CUTTING))
     folder.finish(4)
     assert files(folder) == sorted([other.name, "4.done"])
     assert (folder.done(), folder.pending(9)) == (4, [])
@@ -132,16 +132,16 @@ def test_done_never_goes_back(folder: StagingFolder) -> None:
     assert folder.done() == 7
 
 
-def test_what_is_named_is_not_discarded(folder: StagingFolder) -> None:
+def test_file_that_a_manifest_names_is_not_discarded(folder: StagingFolder) -> None:
     mine, other = staged(folder, b"a"), staged(folder, b"b")
-    folder.claim(Manifest(4, [mine.name], CUTTING))
+    folder.claim(BatchManifest(4, [mine.name], CUTTING))
     folder.discard([mine.name, other.name, ""])
     assert files(folder) == sorted([mine.name, "4.manifest"])
 
 
 def test_a_sweep_takes_what_is_old_and_nobodys(folder: StagingFolder) -> None:
     old, named, young = (staged(folder, b"a").name for _ in range(3))
-    folder.claim(Manifest(4, [named], CUTTING))
+    folder.claim(BatchManifest(4, [named], CUTTING))
     for name in (old, named, "4.manifest"):
         age(folder.path / name)
     folder.sweep()
@@ -152,7 +152,7 @@ def test_a_sweep_takes_writes_of_one_batch_that_were_left(tmp_path: Path, folder
     left, running = (StagingFolder.of(tmp_path, "default", app, once=True) for app in ("left", "running"))
     for each in (left, running):
         name = staged(each, b"a").name
-        each.claim(Manifest(0, [name], CUTTING))
+        each.claim(BatchManifest(0, [name], CUTTING))
     for path in (*left.path.iterdir(), left.path):
         age(path)
     folder.sweep()
@@ -161,7 +161,7 @@ def test_a_sweep_takes_writes_of_one_batch_that_were_left(tmp_path: Path, folder
 
 def test_a_write_of_one_batch_leaves_nothing(tmp_path: Path) -> None:
     folder = StagingFolder.of(tmp_path, "default", "x", once=True)
-    folder.claim(Manifest(0, [staged(folder, b"a").name], CUTTING))
+    folder.claim(BatchManifest(0, [staged(folder, b"a").name], CUTTING))
     folder.finish(0)
     assert not folder.path.exists()
     assert folder.pending(0) == []
@@ -178,7 +178,7 @@ def test_applications_have_folders_of_their_own(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match=r"staging .*file/default/app-x: cannot be used: Not a directory") as refused:
+    with pytest.raises(StorageError, match=r"staging '.*file/default/app-x': cannot be used: Not a dir") as refused:
         staged(StagingFolder.of(tmp_path / "file", "default", "x"), b"a")
     assert "\n" not in str(refused.value)
 
@@ -198,6 +198,6 @@ def test_a_directory_may_be_a_url_of_a_file(text: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["s3://bucket/a", "s3a://b", "hdfs:/a", "gs://b/c", "", "file://elsewhere/a"])
-def test_what_is_on_no_file_system_is_refused(text: str) -> None:
+def test_path_on_no_file_system_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgument, match=r"option 'staging': .* is on no file system"):
         staging_directory("option 'staging':", text)

@@ -78,7 +78,7 @@ def progress(behind: int, **paused: str) -> QueueProgress:
     return QueueProgress(0, 20, 5, 30, behind, len(paused), {StreamId("n", key): why for key, why in paused.items()})
 
 
-def test_what_a_silo_does_not_tell_of_streams_behind_counts_as_not_done():
+def test_streams_behind_that_a_silo_does_not_list_count_as_not_done():
     assert checkpoint_of(progress(0)._replace(watermark=20)) == Checkpoint(20)
     assert checkpoint_of(progress(2, paused="why")) == Checkpoint(5)
     assert checkpoint_of(progress(1, paused="why")) == Checkpoint(20, {PAUSED: Behind(SequenceToken(5), "why")})
@@ -102,7 +102,7 @@ def snapshot(next_offset: int, *gaps: tuple[int, int]) -> SubscriptionSnapshot:
         (snapshot(0), 0, [(0, 2), (5, 6), (9, 4)], [(0, 1), (5, 5)]),
     ],
 )
-def test_what_is_gone_and_neither_done_nor_recorded_is_lost(
+def test_removed_event_that_is_neither_done_nor_recorded_is_lost(
     one: SubscriptionSnapshot, start: int, gone: list[tuple[int, int]], lost: list[tuple[int, int]]
 ):
     found = [(each.first.offset, each.last.offset) for each in lost_ranges(one, [start], {0: gone})]

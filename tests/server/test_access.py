@@ -23,7 +23,7 @@ from headrace import (
 )
 from headrace.server.access import (
     EVERYTHING,
-    Grant,
+    NamespaceGrant,
     NoTokens,
     Permission,
     Principal,
@@ -62,7 +62,7 @@ def granted(*patterns: str) -> Principal:
     ],
 )
 def test_a_pattern_is_a_namespace_or_how_some_begin(pattern: str, covered: Sequence[str], others: Sequence[str]):
-    grant = Grant.of([pattern])
+    grant = NamespaceGrant.of([pattern])
     assert [one for one in covered if not grant.covers(one)] == []
     assert [one for one in others if grant.covers(one)] == []
 
@@ -86,7 +86,7 @@ def test_a_pattern_is_a_namespace_or_how_some_begin(pattern: str, covered: Seque
 )
 def test_another_pattern_is_refused(pattern: str, why: str):
     with pytest.raises(InvalidArgument, match=re.escape(why)) as caught:
-        Grant.of(["fine", pattern])
+        NamespaceGrant.of(["fine", pattern])
     assert "\n" not in str(caught.value)
 
 
@@ -132,7 +132,7 @@ def test_a_selector_is_allowed_where_all_it_can_match_is_granted(patterns: list[
 
 
 @pytest.mark.parametrize("text", ["orders", "", "100%/x", "caf%C3*%A9/x"])
-def test_what_is_no_selector_is_refused_whatever_is_granted(text: str):
+def test_invalid_selector_is_refused_whatever_the_grants(text: str):
     for principal in (EVERYTHING, granted(), granted("*"), granted("orders")):
         with pytest.raises(InvalidArgument):
             principal.allows_selector(SUBSCRIBE, text)
@@ -155,7 +155,7 @@ patterns = st.lists(pattern_texts, max_size=3)
 
 @given(patterns)
 def test_a_pattern_covers_what_the_selector_of_its_text_selects(several: list[str]):
-    grant = Grant.of(several)
+    grant = NamespaceGrant.of(several)
     selected = [Selector(f"{pattern}/*").matcher() for pattern in several]
     for namespace in NAMESPACES:
         assert grant.covers(namespace) == any(matches(StreamId(namespace, "k")) for matches in selected)
@@ -215,7 +215,7 @@ def test_a_refusal_says_who_may_not_do_what_and_what_to_do():
     )
 
 
-def test_what_is_granted_is_not_refused():
+def test_granted_call_is_not_refused():
     principal = Principal.of("x", {PUBLISH: ["orders"], SUBSCRIBE: ["o*"], MANAGE: ["a", "*"]})
     principal.require(PUBLISH, "orders")
     principal.require_selector(SUBSCRIBE, "or*/*")
@@ -239,7 +239,7 @@ def test_whether_a_subscription_exists_is_told_only_to_who_may_know():
     limited.require_subscription(ask, "stats", "orders/*")
 
 
-def test_who_has_any_permission_is_known():
+def test_principal_with_any_permission_is_known():
     assert EVERYTHING.allows_anything()
     assert granted("orders").allows_anything()
     assert not granted().allows_anything()
@@ -390,7 +390,7 @@ async def test_hashes_that_begin_alike_are_told_apart():
     assert book.authenticate(f"Bearer {text}").name == "real"
 
 
-async def test_what_is_made_and_revoked_counts_while_the_book_is_open(store: ControlStore):
+async def test_tokens_made_and_revoked_count_while_the_book_is_open(store: ControlStore):
     async with TokenBook.opened(store, refresh_s=0.001) as book:
         authorization = await made(store, "a")
         await until(lambda: accepts(book, authorization))

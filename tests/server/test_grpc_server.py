@@ -142,7 +142,7 @@ async def test_health_is_told_by_service_and_to_everybody(tmp_path: Path):
             await health(caller, "headrace.v1.NoService")
 
 
-async def test_whoever_watches_health_is_told_that_the_silo_stops():
+async def test_health_watch_is_told_that_the_silo_stops():
     async with offering(WHO) as caller:
         watch = caller.responses(f"{HEALTH}/Watch", health_pb2.HealthCheckRequest())
         unknown = caller.responses(f"{HEALTH}/Watch", health_pb2.HealthCheckRequest(service="no.Service"))
@@ -199,14 +199,14 @@ async def hung_up_on(address: str, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
-async def test_whoever_sends_garbage_is_hung_up_on_and_the_others_are_served(garbage: bytes):
+async def test_connection_that_sends_garbage_is_closed_and_the_others_are_served(garbage: bytes):
     async with offering(WHO) as caller:
         for _ in range(10):
             await hung_up_on(caller.address, garbage)
             await caller.ask("test.Service/Who", EMPTY, empty_pb2.Empty)
 
 
-async def test_whoever_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch):
+async def test_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headrace.server.grpc_server.HANDSHAKE_S", 0.2)
     async with offering(WHO) as caller:
         await hung_up_on(caller.address, b"")
@@ -223,7 +223,7 @@ async def test_an_idle_connection_is_closed(monkeypatch: pytest.MonkeyPatch):
         await caller.ask("test.Service/Who", EMPTY, empty_pb2.Empty)
 
 
-async def test_what_would_be_huge_when_it_is_unpacked_is_refused():
+async def test_message_that_is_huge_when_unpacked_is_refused():
     async with offering(WHO) as caller:
         bomb = bytes(100 << 20)  # its gzip has 100 KB
         with pytest.raises(Refused, match="RESOURCE_EXHAUSTED"):
@@ -293,7 +293,7 @@ async def test_a_silo_stops_while_callers_are_connected(tmp_path: Path):
                 await end.read(empty_pb2.Empty)
 
 
-async def test_what_clients_use_and_what_was_refused_is_measured(tmp_path: Path):
+async def test_usage_of_clients_and_refusals_are_measured(tmp_path: Path):
     limits = ClientLimits(requests_per_s=0.001, burst=2)
     async with opened(tmp_path, limits=limits) as silo, connecting(silo.grpc_address or "") as caller:
         stream = caller.stream(PUBLISH_STREAM)

@@ -125,7 +125,7 @@ async def test_a_stream_goes_both_ways_and_ends_with_its_handler():
         assert await stream.read(wrappers_pb2.Int64Value) is None
 
 
-async def test_what_a_stream_got_arrives_before_its_error():
+async def test_messages_of_a_stream_arrive_before_its_error():
     async def handler(call: Call, request: bytes) -> None:
         await call.write(b"")
         raise NotFound("no more")

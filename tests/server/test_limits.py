@@ -60,12 +60,12 @@ def test_an_address_is_the_peer_s_without_its_port(peer: str, address: str):
     assert address_of(peer) == address
 
 
-def test_who_has_a_name_is_counted_by_it_wherever_from():
+def test_named_caller_is_counted_by_its_name_from_any_address():
     principal = Principal.of("orders", {Permission.PUBLISH: ["*"]})
     assert client_of(principal, "ipv4:10.0.0.7:1") == client_of(principal, "ipv4:10.0.0.8:1") == "client 'orders'"
 
 
-def test_who_has_none_is_counted_by_address():
+def test_caller_without_a_name_is_counted_by_its_address():
     assert client_of(EVERYTHING, "ipv4:10.0.0.7:1") == client_of(None, "ipv4:10.0.0.7:2") == "address 10.0.0.7"
 
 
@@ -128,7 +128,7 @@ def test_a_call_ends_with_its_block(clock: Clock):
     assert gate.usage().calls == 0
 
 
-def test_what_was_refused_has_not_begun(clock: Clock):
+def test_refused_call_has_not_begun(clock: Clock):
     gate = limits(clock, calls=1, burst=2, requests_per_s=1)
     call = gate.begin("a", "p")
     for _ in range(5):

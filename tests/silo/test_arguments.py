@@ -238,6 +238,14 @@ CALLS: list[tuple[Callable[[Any], Any], str]] = [
     (lambda p: p.stream(S).publish(b"x", priorty=3), "Stream.publish: unknown option 'priorty': .* mean 'priority'"),
     (lambda p: p.publish_many([], sequnce=None), "publish_many: unknown option 'sequnce': .* mean 'sequence'"),
     (lambda p: p.subscribe("s", handler=on_event, start="latest"), "start is for a subscription that is created"),
+    (lambda p: p.seek("s", position=1), "^(Provider|Client).seek: unknown option 'position': expected name, .* start$"),
+    (lambda p: p.seek("s", "latest", name="s"), "^(Provider|Client).seek: 'name' is given twice: leave out name='s'$"),
+    (lambda p: p.pull("s", "one", max_event=1), "^(Provider|Client).pull: unknown option .* mean 'max_events'"),
+    (lambda p: p.pull("s", "one", 5), "^(Provider|Client).pull: 5 has no name: write .*.pull.max_events=5.$"),
+    (lambda p: p.pull(), "^(Provider|Client).pull: 'name' is missing: expected name, consumer$"),
+    (lambda p: p.subscribe(handler=on_event), "^(Provider|Client).subscribe: 'name' is missing"),
+    (lambda p: p.flush(1), "^(Provider|Client).flush: too many arguments .1.: expected none$"),
+    (lambda p: p.flush(timeout_s=1), "^(Provider|Client).flush: unknown option 'timeout_s': expected none$"),
     (lambda p: p.publish_many([(S, b"x")], sequence=5), "sequence is 5: expected a ProducerSequence"),
     (lambda p: p.publish_many(5), "publish_many takes pairs"),
     (lambda p: p.stream("orders"), "a stream has a namespace and a key"),
@@ -296,6 +304,19 @@ async def test_an_unknown_option_of_a_client_is_refused(client: Callable[..., An
     unknown: dict[str, Any] = {"timeout": 3}
     await refused(lambda: client(NOWHERE, **unknown) and None, "Client: unknown option 'timeout'.* mean 'timeout_s'")
     await refused(lambda: client() and None, "Client: 'address' is missing")
+
+
+@pytest.mark.parametrize("kind", [Provider, Client, SyncClient])
+def test_every_method_of_a_provider_names_the_class_that_users_know(kind: Any) -> None:
+    unopened = object.__new__(kind)
+    for name in public(StreamProvider) - {"subscribe"}:
+        with pytest.raises(InvalidArgument, match=f"^{kind.__name__}.{name}: unknown option 'bogus': expected "):
+            getattr(unopened, name)(bogus=1)
+
+
+async def test_a_subscription_with_a_handler_names_wrong_options(provider: Any) -> None:
+    subscribed = await provider.subscribe("s", "orders/*", on_event)
+    await refused(lambda: subscribed.seek(strat="latest"), "LocalSubscription.seek: unknown option 'strat'.* 'start'")
 
 
 async def test_an_unknown_option_of_a_blocking_publish_is_refused() -> None:

@@ -319,7 +319,7 @@ def test_a_variable_that_is_no_option_is_told_of():
         ("x =", "FILE: not TOML: Invalid value (at end of document)"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_in_a_file_is_named_with_its_place(tmp_path: Path, text: str, message: str):
+def test_mistake_in_a_file_is_named_with_its_place(tmp_path: Path, text: str, message: str):
     assert refusal(tmp_path, text).startswith(message)
 
 
@@ -333,7 +333,7 @@ def test_what_is_wrong_in_a_file_is_named_with_its_place(tmp_path: Path, text: s
         ("DRAIN_S", "soon", 'HEADRACE_DRAIN_S = "soon": expected a number >= 0'),
     ],
 )  # fmt: skip
-def test_what_is_wrong_in_a_variable_is_named(tmp_path: Path, variable: str, text: str, message: str):
+def test_mistake_in_a_variable_is_named(tmp_path: Path, variable: str, text: str, message: str):
     assert refusal(tmp_path, "", {f"HEADRACE_{variable}": text}).startswith(message)
 
 
@@ -400,7 +400,7 @@ def test_an_address_that_others_may_reach_needs_tls(host: str):
         ({"host": "0.0.0.0", "insecure": True, "auth": "tokens"}, True),
     ],
 )
-def test_who_is_asked_for_a_token(options: dict[str, Any], asks: bool):
+def test_asking_for_tokens(options: dict[str, Any], asks: bool):
     config = grpc(**options)
     check(config)
     assert config.grpc.asks_for_tokens is asks
@@ -422,11 +422,11 @@ def test_who_is_asked_for_a_token(options: dict[str, Any], asks: bool):
         (SiloConfig(grpc=GrpcConfig(port=0, host="0.0.0.0", **TLS)), "grpc.auth is tokens, and tokens are kept in a"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_refused(config: SiloConfig, why: str):
+def test_options_that_contradict_each_other_are_refused(config: SiloConfig, why: str):
     assert refused(config).startswith(why)
 
 
-def test_what_does_not_go_together_is_refused_wherever_it_comes_from(tmp_path: Path):
+def test_options_that_contradict_each_other_are_refused_from_any_source(tmp_path: Path):
     with pytest.raises(InvalidArgument, match="which other machines may reach"):
         load(tmp_path, '[grpc]\nhost = "0.0.0.0"\n', {"HEADRACE_GRPC__PORT": "0"})
     assert load(tmp_path, '[grpc]\nhost = "0.0.0.0"\n', {"HEADRACE_GRPC__PORT": "0"}, {"grpc": {"insecure": True}})

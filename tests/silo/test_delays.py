@@ -76,7 +76,7 @@ async def test_a_priority_is_refused_as_ever(tmp_path: Path):
         ({"delays": "store", "adapter": "memory"}, NotSupported, "one process's own"),
     ],
 )
-async def test_what_cannot_be_is_refused_when_the_provider_is_opened(
+async def test_impossible_options_are_refused_when_the_provider_is_opened(
     tmp_path: Path, options: Mapping[str, Any], error: type[Exception], message: str
 ):
     with pytest.raises(error, match=message):
@@ -117,7 +117,7 @@ async def test_a_provider_without_a_directory_delays_as_long_as_it_lives():
         await until(came)
 
 
-async def test_what_is_stored_outlasts_the_provider_and_the_option(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+async def test_delayed_events_outlast_the_provider_and_the_option(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     async with Provider.open(tmp_path, queues=1, delays="store") as provider:
         await provider.stream(STREAM).publish(b"x", delay=timedelta(seconds=0.2))
     caplog.set_level(logging.INFO)
@@ -150,7 +150,7 @@ async def test_two_processes_publish_each_event_once(tmp_path: Path):
         assert sorted(map(int, await stored(one.adapter, 2))) == list(range(40))
 
 
-async def test_what_another_process_stored_for_sooner_than_this_one_knows_of_does_not_wait_for_it(tmp_path: Path):
+async def test_earlier_event_of_another_process_does_not_wait_for_the_next_known_one(tmp_path: Path):
     async with Provider.open(tmp_path, queues=1, delays="store") as provider:
         await provider.stream(STREAM).publish(b"later", delay=timedelta(hours=1))
         await provider.stream(STREAM).publish(b"sooner", delay=timedelta(milliseconds=20))
@@ -161,7 +161,7 @@ async def test_what_another_process_stored_for_sooner_than_this_one_knows_of_doe
         await until(came)
 
 
-def test_what_waits_is_in_the_list_of_queues(tmp_path: Path, headrace: Headrace):
+def test_delayed_events_are_in_the_list_of_queues(tmp_path: Path, headrace: Headrace):
     (tmp_path / "a.txt").write_text("x\n")
     publish = ("publish", "--data", "d", "--stream", "orders/42", "--format", "raw", "a.txt")
     assert headrace(*publish, "--delays", "store", "--delay", "3600").code == 0
@@ -175,7 +175,7 @@ def test_what_waits_is_in_the_list_of_queues(tmp_path: Path, headrace: Headrace)
     assert 'delays = "store"' in refused.err
 
 
-async def test_what_was_stored_is_in_the_metrics(tmp_path: Path):
+async def test_stored_delayed_events_are_in_the_metrics(tmp_path: Path):
     async with Provider.open(tmp_path, delays="store") as provider:
         await provider.stream(STREAM).publish(b"y", delay=timedelta(hours=1))
         text = await asyncio.to_thread(render, [await observed(provider)])
@@ -268,7 +268,7 @@ def now(letter: str) -> EventBatch:
     return EventBatch.of(STREAM, [letter.encode()])
 
 
-async def test_who_publishes_may_end_before_or_after_any_step(stage: Stage):
+async def test_publisher_may_end_before_or_after_any_step(stage: Stage):
     steps = 0
     for steps in range(100):
         await add(stage.store, "p", [(0, later(f"{steps}a")), (1, later(f"{steps}b")), (0, later(f"{steps}c", 2))])
@@ -288,7 +288,7 @@ async def test_who_publishes_may_end_before_or_after_any_step(stage: Stage):
     assert await stored(stage.adapter, 2) == wanted
 
 
-async def test_who_stores_may_end_before_or_after_any_step_and_the_call_is_made_again(stage: Stage):
+async def test_storing_call_may_end_before_or_after_any_step_and_is_repeated(stage: Stage):
     """Also if the delayed events are published meanwhile."""
     steps = 0
     for steps in range(100):
@@ -372,7 +372,7 @@ async def test_a_receipt_has_a_token_below_the_one_on_delivery_and_what_is_store
     assert tokens[1].offset <= 2
 
 
-async def test_what_is_not_delayed_stays_before_what_is_published_after_it(stage: Stage):
+async def test_event_without_delay_stays_before_later_events(stage: Stage):
     delaying, _ = stage.process(-1)
     first = delaying.enqueue([(0, later("z")), (0, now("a"))])
     second = delaying.enqueue([(0, now("b"))])

@@ -15,7 +15,7 @@ from headrace.streams.errors import Unavailable
 STREAM = StreamId("orders", "42")
 
 
-async def test_what_is_acknowledged_does_not_come_again(tmp_path: Path):
+async def test_acknowledged_events_do_not_come_again(tmp_path: Path):
     async with Provider.open(tmp_path / "data") as provider:
         async with provider.subscribe("billing", "orders/*") as consumer:
             await provider.publish(STREAM, [b"a", b"b", b"c"])
@@ -96,7 +96,7 @@ async def test_a_provider_that_closes_ends_its_consumers(tmp_path: Path):
     assert [batch async for batch in consumer] == []
 
 
-async def test_what_is_moved_back_comes_again_though_it_was_acknowledged_over_a_lost_connection(tmp_path: Path):
+async def test_events_after_a_seek_come_again_though_acknowledged_over_a_lost_connection(tmp_path: Path):
     async with Provider.open(tmp_path / "data") as provider:
         async with provider.subscribe("billing", "orders/*") as consumer:
             await provider.publish(STREAM, b"a")

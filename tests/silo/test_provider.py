@@ -26,7 +26,7 @@ async def ignore(_: Event) -> None: ...
         (Event(b"", headers={"a": 1}), "'a': 1"),  # pyright: ignore[reportArgumentType]
     ],
 )
-async def test_what_is_no_event_is_refused(tmp_path: Path, events: Any, message: str) -> None:
+async def test_invalid_event_is_refused(tmp_path: Path, events: Any, message: str) -> None:
     async with Provider.open(tmp_path, queues=1) as provider:
         with pytest.raises(InvalidArgument, match=message):
             await provider.stream("orders", "42").publish(events)

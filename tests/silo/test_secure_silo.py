@@ -168,7 +168,7 @@ def test_without_a_token_or_with_a_wrong_one_nothing_is_allowed(headrace: Headra
     assert connect(port, right).publish("orders") == Answered("OK")
 
 
-def test_what_exists_and_what_does_not_is_refused_alike(headrace: Headrace, serve: Serve, connect: Connect):
+def test_existing_and_missing_names_are_refused_alike(headrace: Headrace, serve: Serve, connect: Connect):
     everything = token(headrace, "everything", "--publish", "*", "--subscribe", "*")
     limited = token(headrace, "limited", "--publish", "mine", "--subscribe", "mine")
     port = serve("--listen", "127.0.0.1:0", "--auth", "tokens")
@@ -236,9 +236,7 @@ def test_with_certificates_of_clients_only_those_are_served(
     assert connect(port, credentials=forged).publish("orders").status == "UNAVAILABLE"
 
 
-def test_who_can_be_reached_by_others_asks_for_tokens(
-    tmp_path: Path, headrace: Headrace, serve: Serve, connect: Connect
-):
+def test_silo_that_others_can_reach_asks_for_tokens(tmp_path: Path, headrace: Headrace, serve: Serve, connect: Connect):
     authority = Authority(tmp_path)
     own = authority.issue("localhost")
     right = token(headrace, "orders", "--publish", "*")

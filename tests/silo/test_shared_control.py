@@ -8,7 +8,7 @@ import psycopg
 import pytest
 
 from benchmarks.servers import PostgresServer
-from headrace.silo.checking import Check
+from headrace.silo.checking import DirectoryCheck
 from headrace.silo.options import ProviderOptions
 from headrace.silo.provider import Provider
 from headrace.store.datadir import open_data_directory
@@ -100,7 +100,7 @@ def test_checking_with_another_database_finds_a_fault_and_changes_nothing(
 
 
 def faults(data: Path, url: str) -> list[str]:
-    check = Check(data, url, lambda _: None)
+    check = DirectoryCheck(data, url, lambda _: None)
     asyncio.run(check.run())
     return [f"{found.kind}: {found.where}" for found in check.findings]
 

@@ -249,7 +249,7 @@ def test_a_missing_file_is_one_line(headrace: Headrace):
 def test_a_module_that_cannot_be_imported_is_one_line(code: str, reason: str, tmp_path: Path, headrace: Headrace):
     (tmp_path / "handlers.py").write_text(code)
     refused = headrace("silo", "silo.toml").refused(2)
-    assert re.match(rf"module handlers cannot be imported: .*{reason}", refused), refused
+    assert re.match(rf"module 'handlers' cannot be imported: .*{reason}", refused), refused
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_a_data_directory_that_is_needed_and_not_named_is_one_line(headrace: Hea
         assert name in refused
 
 
-def test_what_is_without_effect_is_warned_of(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch):
+def test_option_without_effect_is_warned_of(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(ENVIRONMENT, "HEADRACE_MODULE", "handlers")
     process = start("silo", "--data", "d")
     assert process.stderr is not None

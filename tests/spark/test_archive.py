@@ -20,7 +20,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from headrace import Event, Provider, StreamId
-from headrace.pipeline import Archived, archive, read_archive
+from headrace.pipeline import ArchiveResult, archive, read_archive
 from headrace.pipeline.jobs.files import lock_for_reading
 from headrace.streams.errors import Busy, DataDirectoryError, InvalidArgument, NotFound, OffsetsGone
 from headrace.streams.field_limits import MAX_TIME_US, MIN_TIME_US
@@ -156,7 +156,7 @@ def test_each_run_adds_what_is_new(spark: SparkSession, data: Path, kept: Path):
     publish(data, 0, 500)
     assert archive(spark, kept, data=data, compact=False).events == 500
     before = files(kept)
-    assert archive(spark, kept, data=data, compact=False) == Archived(0, 0, 0, (), 500)
+    assert archive(spark, kept, data=data, compact=False) == ArchiveResult(0, 0, 0, (), 500)
     assert files(kept) == before
     publish(data, 500, 200)
     assert archive(spark, kept, data=data, compact=False).total == 700
@@ -279,7 +279,7 @@ def test_another_provider_is_refused(spark: SparkSession, data: Path, kept: Path
         archive(spark, kept, data=data.with_name("anew"))
 
 
-def test_what_is_no_archive_is_refused(spark: SparkSession, data: Path, tmp_path: Path):
+def test_directory_without_an_archive_is_refused(spark: SparkSession, data: Path, tmp_path: Path):
     publish(data, 0, 3)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/letter").touch()

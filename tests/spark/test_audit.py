@@ -31,7 +31,7 @@ from headrace import (
 )
 from headrace.pipeline.jobs.archive import archive
 from headrace.pipeline.jobs.audit import audit
-from headrace.pipeline.jobs.findings import CLASSES, UNKNOWN, Audited, SubscriptionAudit
+from headrace.pipeline.jobs.findings import CLASSES, UNKNOWN, AuditResult, SubscriptionAudit
 from headrace.streams.subscriptions import Behind, Checkpoint
 from tests.cli.commandline import SCRIPT
 from tests.cli.flights_file import write_flights
@@ -98,7 +98,7 @@ def lines(path: Path, tokens: Sequence[Token], **more: str) -> Path:
     return path
 
 
-def only(found: Audited) -> SubscriptionAudit:
+def only(found: AuditResult) -> SubscriptionAudit:
     (one,) = found.subscriptions
     return one
 
@@ -149,7 +149,7 @@ def test_a_dead_letter_of_another_event_at_the_same_position_does_not_count(spar
     assert [(finding.first, finding.reason) for finding in found.findings] == [((1, 0), "letter 1")]
 
 
-def test_what_consumers_wrote_is_compared_event_by_event(spark: SparkSession, scene: Scene, tmp_path: Path):
+def test_events_that_consumers_wrote_are_compared_one_by_one(spark: SparkSession, scene: Scene, tmp_path: Path):
     found = audit(spark, [NAME], delivered=lines(tmp_path / "all.jsonl", scene.delivered), data=scene.data)
     assert only(found).counts == counts(delivered=EVENTS - 1, dead=1, pending=LATER)
     assert found.ok
@@ -175,7 +175,7 @@ def test_a_planted_gap_and_planted_duplicates_are_found(spark: SparkSession, sce
     assert (only(limited).counts, len(only(limited).findings)) == (one.counts, 1)
 
 
-def test_what_a_subscription_skipped_has_its_gap_record(spark: SparkSession, tmp_path: Path):
+def test_events_that_a_subscription_skipped_have_a_gap_record(spark: SparkSession, tmp_path: Path):
     publish(tmp_path, [(f"n/{n % 2}", b"x") for n in range(20)], queues=1)
     definition = SubscriptionDefinition(name="s", selector=Selector("n/*"), start=Start.earliest())
     zero, one = StreamId("n", "0"), StreamId("n", "1")
@@ -201,9 +201,7 @@ def test_what_a_subscription_skipped_has_its_gap_record(spark: SparkSession, tmp
     assert reasons == {("0", "range", 1), ("1", "range", 1), ("1", "single", 1), ("1", "of one stream", 2)}
 
 
-def test_what_retention_removed_undone_is_missing_unless_a_record_or_an_archive_has_it(
-    spark: SparkSession, tmp_path: Path
-):
+def test_events_removed_undone_are_missing_unless_a_record_or_an_archive_has_them(spark: SparkSession, tmp_path: Path):
     data, kept = tmp_path / "data", tmp_path / "archive"
     publish(data, [("n/0", Event(b"x" * 100_000)) for _ in range(60)], queues=1, group_bytes=100_000)
     stored(data, lambda provider: provider.create_subscription(
@@ -249,7 +247,7 @@ def test_an_id_that_is_twice_in_a_stream_is_found(spark: SparkSession, tmp_path:
     assert (finding.key, finding.first, finding.last, finding.events) == ("0", (0, 0), (4, 0), 3)
 
 
-def test_what_cannot_be_compared_is_refused(spark: SparkSession, scene: Scene, tmp_path: Path):
+def test_impossible_comparison_is_refused(spark: SparkSession, scene: Scene, tmp_path: Path):
     with pytest.raises(NotFound, match="no subscription 'books2'"):
         audit(spark, ["books2"], data=scene.data)
     with pytest.raises(InvalidArgument, match="option 'namespace' is not for an audit"):

@@ -169,7 +169,7 @@ def test_at_a_chosen_speed_it_goes_on_where_it_was(
     assert streams(spark, other) == streams(spark, data)
 
 
-def test_what_cannot_be_replayed_is_refused(spark: SparkSession, data: Path, tmp_path: Path):
+def test_impossible_replay_is_refused(spark: SparkSession, data: Path, tmp_path: Path):
     publish(data, 0, 4)
     with pytest.raises(InvalidArgument, match="into itself needs another namespace: give --to-namespace"):
         replay(spark, {"data": data}, data=data)

@@ -106,7 +106,7 @@ def test_events_of_a_rollup_are_in_streams_and_not_read_by_it(spark: SparkSessio
         ({"start": "soon"}, "option 'start' is earliest"),
     ],
 )
-def test_what_cannot_be_is_refused(spark: SparkSession, tmp_path: Path, options: dict[str, Any], text: str):
+def test_impossible_arguments_are_refused(spark: SparkSession, tmp_path: Path, options: dict[str, Any], text: str):
     with pytest.raises(InvalidArgument, match=text):
         rollup(spark, to=tmp_path / "to", data=str(tmp_path), **options)
     assert not (tmp_path / "to").exists()

@@ -174,7 +174,7 @@ def test_totals_that_change_are_published_by_foreach_batch(spark: SparkSession, 
     assert look(data) == {"totals/k0": ["2", "3"], "totals/k1": ["1"], "totals/k2": ["1"]}
 
 
-def test_what_is_read_may_be_written(spark: SparkSession, tmp_path: Path):
+def test_rows_that_are_read_may_be_written(spark: SparkSession, tmp_path: Path):
     write(rows(spark, 100), tmp_path / "a")
     source = spark.readStream.format("headrace").option("data", str(tmp_path / "a")).load()
     copied = source.select("namespace", "key", "payload", "headers", "id", "timestamp")
@@ -211,7 +211,7 @@ def test_a_row_that_cannot_be_published_fails_the_whole_write_on_one_line(spark:
     assert [path.name for path in (data / "staging").rglob("00003-*.staged")] == []
 
 
-def test_what_streams_do_not_do_is_said_on_one_line(spark: SparkSession, tmp_path: Path):
+def test_unsupported_modes_are_refused_in_one_line(spark: SparkSession, tmp_path: Path):
     data, source = tmp_path / "d", Input(spark, tmp_path)
     with pytest.raises(PySparkException) as caught:
         rows(spark, 1).write.format("headrace").mode("overwrite").option("data", str(data)).save()

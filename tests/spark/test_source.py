@@ -44,7 +44,7 @@ def told(caught: "pytest.ExceptionInfo[PySparkException]", text: str) -> None:
     assert any(text in line for line in str(caught.value).splitlines()), caught.value
 
 
-def test_what_is_published_is_read_in_order(spark: SparkSession, tmp_path: Path):
+def test_published_events_are_read_in_order(spark: SparkSession, tmp_path: Path):
     when = datetime(2026, 11, 21, 10, tzinfo=UTC)
     rich = Event(b"rich", headers={"a": "1"}, id="e1", timestamp_us=int(when.timestamp() * 1_000_000))
     publish(tmp_path, [*numbered(100), ("rare/one", rich)])

@@ -79,7 +79,7 @@ def test_without_a_sync_of_its_directory_a_file_may_be_gone(steps: list[Step], t
     assert image(at_the_end(steps), tmp_path / "image", Kept(0, 0)) == {}
 
 
-def test_what_was_synced_stays_and_later_writes_are_torn_by_sectors(tmp_path: Path) -> None:
+def test_synced_bytes_stay_and_later_writes_are_torn_by_sectors(tmp_path: Path) -> None:
     calls = (("create", ""), ("sync", "."), ("write", "a"), ("sync", ""), ("write", "b"))
     disk = at_the_end(
         [

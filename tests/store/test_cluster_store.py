@@ -272,7 +272,7 @@ async def test_no_lease_depends_on_the_clock_of_the_store(store: ClusterStore, c
         assert owners(await store.beat(a, LEASE_S)) == {0: "a"}
 
 
-async def test_what_a_silo_has_is_granted_anew_because_an_answer_may_be_lost(store: ClusterStore):
+async def test_queues_of_a_silo_are_granted_anew_because_an_answer_may_be_lost(store: ClusterStore):
     (a,) = await joined(store, "a")
     epochs = [(await store.acquire(a, queues(1), LEASE_S))[0].epoch for _ in range(3)]
     assert epochs == [1, 2, 3]
@@ -400,7 +400,7 @@ async def test_the_clock_of_the_store_goes_on(control: ControlStore):
     assert views[2].silos[0].heartbeat_at_us == times[1]
 
 
-async def test_what_an_earlier_start_of_the_machine_left_is_over(
+async def test_leases_of_an_earlier_start_of_the_machine_are_over(
     control: ControlStore, monkeypatch: pytest.MonkeyPatch
 ):
     a, b = await joined(control.cluster(), "a", "b")

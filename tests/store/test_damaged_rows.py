@@ -92,7 +92,7 @@ async def test_a_damaged_dead_letter_is_reported_and_the_others_are_listed(
     assert await store.damaged_rows() == []
 
 
-async def test_what_changes_later_leaves_a_dead_letter_whole(store: ControlStore):
+async def test_later_changes_leave_a_dead_letter_whole(store: ControlStore):
     (first,) = await store.add_dead_letters([letter(1)], None)
     await store.add_dead_letters([letter(1)._replace(reason="again", attempts=9)], None)
     await store.request_redrive("p", "stats")

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from headrace import StreamId
-from headrace.store.delays import CALL_KEPT_S, DelayStore, Release
+from headrace.store.delays import CALL_KEPT_S, DelayRelease, DelayStore
 from headrace.streams.events import EventBatch, ScheduledBatch
 from headrace.streams.publishing import ProducerSequence
 from tests.store.delay_places import Clock, Place, add, place_of
@@ -44,19 +44,19 @@ async def delay(delays: DelayStore, letters: str, delays_s: Iterable[float], que
     await add(delays, "p", [(queue, later(*each)) for each in zip(letters, delays_s, strict=True)])
 
 
-async def claim(delays: DelayStore, holder: str = "me") -> list[Release]:
+async def claim(delays: DelayStore, holder: str = "me") -> list[DelayRelease]:
     return await delays.claim("p", holder, HOLD_S)
 
 
-def letters(releases: Sequence[Release]) -> str:
+def letters(releases: Sequence[DelayRelease]) -> str:
     return b"".join(payload for each in releases for batch in each.batches for payload in batch.payloads()).decode()
 
 
-def numbers(releases: Sequence[Release]) -> dict[int, int]:
+def numbers(releases: Sequence[DelayRelease]) -> dict[int, int]:
     return {each.queue: each.number for each in releases}
 
 
-async def test_what_is_due_comes_in_the_order_in_which_it_is_due_and_not_before(delays: DelayStore, clock: Clock):
+async def test_due_events_come_in_the_order_of_their_times_and_not_before(delays: DelayStore, clock: Clock):
     await delay(delays, "cabz", [3, 1, 2, 9])
     assert await delays.due_in_s("p", "me") == 1
     assert await claim(delays) == []
@@ -64,7 +64,7 @@ async def test_what_is_due_comes_in_the_order_in_which_it_is_due_and_not_before(
     assert letters(await claim(delays)) == "abc"
 
 
-async def test_what_is_due_at_one_time_comes_in_the_order_in_which_it_was_published(delays: DelayStore, clock: Clock):
+async def test_events_due_at_one_time_come_in_the_order_of_publishing(delays: DelayStore, clock: Clock):
     await delay(delays, "abc", [1, 1, 1])
     clock.now_s += 1
     assert letters(await claim(delays)) == "abc"
@@ -123,7 +123,7 @@ async def test_the_next_release_is_made_when_the_one_before_is_stored(delays: De
     assert await delays.backlogs("p") == {}
 
 
-async def test_who_finishes_late_takes_nothing_from_the_next_release(delays: DelayStore, clock: Clock):
+async def test_late_finish_takes_nothing_from_the_next_release(delays: DelayStore, clock: Clock):
     await delay(delays, "ab", [1, 20])
     clock.now_s += 1
     late = await claim(delays, "slow")
@@ -197,7 +197,7 @@ async def test_a_call_that_is_made_again_stores_once(delays: DelayStore):
     assert letters(await claim(delays)) == "b"
 
 
-async def test_what_a_call_stored_that_failed_is_gone_when_the_producer_goes_on_without_it(delays: DelayStore):
+async def test_events_of_a_failed_call_are_gone_when_the_producer_goes_on_without_it(delays: DelayStore):
     await add(delays, "p", [(0, later("a", 0))], ProducerSequence("me", 1, 0))
     await add(delays, "p", [(0, later("b", 0))], ProducerSequence("me", 2, 1))
     await add(delays, "p", [(0, later("c", 0))], ProducerSequence("me", 3, 1))
@@ -224,7 +224,7 @@ async def test_producers_are_forgotten_that_stored_nothing_for_long(delays: Dela
 
 @pytest.mark.parametrize("call", [ProducerSequence("me", 1, 0), ProducerSequence("me", 20, 0)])
 @pytest.mark.parametrize("forget", [True, False])
-async def test_what_a_forgotten_producer_stored_comes_though_it_begins_anew(
+async def test_events_of_a_forgotten_producer_come_though_it_begins_anew(
     delays: DelayStore, clock: Clock, call: ProducerSequence, forget: bool
 ):
     await add(delays, "p", [(0, later("a", 3 * CALL_KEPT_S))], ProducerSequence("me", 10, 0))
@@ -238,13 +238,13 @@ async def test_what_a_forgotten_producer_stored_comes_though_it_begins_anew(
     assert sorted(letters(await claim(delays))) == ["a", "b", "d"]
 
 
-async def test_what_is_delayed_can_be_seen(delays: DelayStore):
+async def test_delayed_events_can_be_seen(delays: DelayStore):
     await delay(delays, "ab", [5, 3], queue=1)
     waiting = (await delays.backlogs("p"))[1]
     assert waiting == (2, 2, 3.0)
 
 
-async def test_what_many_claim_at_once_goes_to_one_of_them_and_nothing_is_left(place: Place):
+async def test_release_that_many_claim_goes_to_one_of_them_and_nothing_is_left(place: Place):
     """Each letter is in exactly one release, and a release is one holder's."""
     rng = random.Random(7)
     seen: list[str] = []

@@ -175,7 +175,7 @@ async def test_every_field_of_a_definition_is_kept(store: ControlStore):
     assert [getattr(stored, field) for field in full] == [getattr(one, field) for field in full]
 
 
-async def test_what_is_not_there_is_not_found(store: ControlStore):
+async def test_missing_records_are_not_found(store: ControlStore):
     for call in (
         store.subscription("p", "gone"),
         store.delete_subscription("p", "gone"),
@@ -355,7 +355,7 @@ async def test_a_position_that_64_bits_do_not_hold_is_refused(store: ControlStor
     assert await store.checkpoints("p", "stats") == {0: Checkpoint((1 << 63) - 1)}
 
 
-async def test_what_is_saved_is_what_was_there_when_it_was_called(store: ControlStore):
+async def test_save_stores_the_state_at_the_time_of_the_call(store: ControlStore):
     await created(store)
     epoch = (await store.attach("p", "stats")).epoch
     behind = {TAIL: Behind(SequenceToken(3))}

@@ -106,7 +106,7 @@ async def test_a_server_that_does_not_answer_is_an_error_within_a_time(store: Co
     assert await store.value("k") == "3"
 
 
-async def test_what_waits_for_somebody_else_s_lock_gives_up(server: PostgresServer):
+async def test_call_that_waits_for_another_s_lock_gives_up(server: PostgresServer):
     async with connected(server.url, 0.5) as database:
         with psycopg.connect(server.url) as other:
             other.execute("UPDATE things SET value = 7 WHERE id = 1")

@@ -65,7 +65,7 @@ def message(items: list[bytes | Event], stream: StreamId = STREAM) -> Message:
 @example(STREAM, [b""])
 @example(STREAM, [b"x" * 200])
 @example(StreamId("", ""), [Event(b"", timestamp_us=0), Event(b"", timestamp_us=-1)])
-def test_what_goes_in_comes_out(stream: StreamId, items: list[bytes | Event]):
+def test_events_come_out_of_a_batch_as_they_went_in(stream: StreamId, items: list[bytes | Event]):
     made = EventBatch.of(stream, items, NOW)
     stored = EventBatch(stream, made.encoded, made.count, 7)
     decoded = EventBatch.decode(made.encoded, 7)
@@ -285,7 +285,7 @@ def test_a_view_of_wide_items_is_its_bytes():
 
 @pytest.mark.parametrize("wrong", ["text", None, 5, {"a": 1}, [b"x"], object()])
 @pytest.mark.parametrize("others", [[], [b"x"]])
-def test_what_is_no_event_is_refused(wrong: Any, others: list[bytes]):
+def test_invalid_event_is_refused(wrong: Any, others: list[bytes]):
     for item in (wrong, Event(wrong)):
         with pytest.raises(
             InvalidArgument, match=f"publish bytes or Event, not {type(wrong).__name__}: encode it first"

@@ -46,13 +46,13 @@ def batch(*events: Event) -> EventBatch:
         (lambda: ProducerSequence("p", 1, -1), "sequence: number is a whole number"),
     ],
 )
-def test_what_is_above_a_limit_is_refused(make: Callable[[], Any], why: str):
+def test_value_above_a_limit_is_refused(make: Callable[[], Any], why: str):
     with pytest.raises(InvalidArgument, match=why) as caught:
         make()
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_at_a_limit_is_taken():
+def test_value_at_a_limit_is_taken():
     largest = [
         Event(b"", timestamp_us=MIN_TIME_US, id="é" * 512),
         Event(b"", timestamp_us=MAX_TIME_US, headers={"é": "é" * ((32 << 10) - 1)}),

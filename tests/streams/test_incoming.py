@@ -38,7 +38,7 @@ def contents(encoded: bytes) -> list[Event]:
 
 
 @given(EVENTS, st.builds(StreamId, TEXT, TEXT))
-def test_what_the_library_encodes_is_taken_as_it_is(events: list[Event], stream: StreamId):
+def test_batch_of_the_library_is_taken_as_it_is(events: list[Event], stream: StreamId):
     bare = [Event(event.payload, timestamp_us=event.timestamp_us) for event in events]
     plain = EventBatch.of(stream, bare)
     assert accepted(plain.encoded, NOW) == plain
@@ -106,7 +106,7 @@ def test_a_batch_of_millions_of_empty_fields_is_refused_by_the_library():
 
 @pytest.mark.parametrize("field", [{"offset": 1}, {"queue": 1}, {"attempt": 2}, {"indexes": [0]}, {"redriven": True}])
 @pytest.mark.parametrize("stream", ["shop/1", "/"])
-def test_what_delivery_appends_is_refused(field: dict[str, object], stream: str):
+def test_fields_that_delivery_appends_are_refused(field: dict[str, object], stream: str):
     sent = batch(stream, b"a", **field).SerializeToString()  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="fields from 16 to 20, which the silo appends"):
         accepted(sent, NOW)
@@ -126,7 +126,7 @@ def test_what_delivery_appends_is_refused(field: dict[str, object], stream: str)
         (batch("shop/1", *[b""] * 65_537), "a batch has at most 65,536 events, not 65,537"),
     ],
 )
-def test_what_is_no_batch_is_refused(sent: events_pb2.EventBatch | bytes, text: str):
+def test_invalid_batch_is_refused(sent: events_pb2.EventBatch | bytes, text: str):
     encoded = sent if isinstance(sent, bytes) else sent.SerializeToString()
     with pytest.raises(InvalidArgument, match=text):
         accepted(encoded, NOW)
@@ -165,7 +165,7 @@ def test_a_batch_with_a_schedule_keeps_it(delay_us: int, priority: int):
     assert events_pb2.EventBatch.FromString(stored.encoded).priority == priority
 
 
-def test_what_a_client_schedules_comes_as_it_was_sent():
+def test_delay_and_priority_arrive_as_the_client_sent_them():
     sent = ScheduledBatch.of_events(StreamId("shop", "1"), [b"a"], timedelta(seconds=2), 7)
     stored = accepted(sent.encoded, NOW)
     assert isinstance(stored, ScheduledBatch)

@@ -62,7 +62,7 @@ async def test_everything_that_a_cluster_makes_is_private(tmp_path: Path):
         assert wider(data) == {}
 
 
-def test_what_the_demo_and_spark_put_there_is_private(tmp_path: Path):
+def test_files_of_the_demo_and_spark_are_private(tmp_path: Path):
     directory = open_data_directory(tmp_path / "data")
     DemoLedger(directory.path / "jobs.ledger").close()
     staged = StagedFile(directory.path / "staging" / "default", 0, 0)

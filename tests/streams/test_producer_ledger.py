@@ -46,7 +46,7 @@ def test_only_a_repeat_of_the_last_call_gets_its_tokens():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_is_sent_again_each_call_is_accepted_once_and_in_order(seed: int):
+def test_each_call_is_accepted_once_and_in_order_however_often_it_is_sent(seed: int):
     rng = random.Random(seed)
     ledger, stored = ProducerLedger(10), list[int]()
     numbers = sorted(rng.sample(range(1, 100), 20))

@@ -113,7 +113,7 @@ def test_a_gap_survives_the_wire(gap: GapRecord):
     assert gap_of(pb.Gap.FromString(gap_message(gap).SerializeToString()), "default", "printer") == gap
 
 
-def test_what_is_left_out_is_the_default():
+def test_field_left_out_has_its_default():
     message = pb.SubscriptionDefinition(name="printer", selector="shop/*")
     assert definition_of(message) == SubscriptionDefinition(name="printer", selector=Selector("shop/*"))
 
@@ -146,7 +146,7 @@ def bad(**fields: object) -> pb.SubscriptionDefinition:
         (bad(start=pb.Start(earliest=False)), "definition.start.earliest is true or left out"),
     ],
 )
-def test_what_no_definition_can_hold_is_told_by_its_field(message: pb.SubscriptionDefinition, text: str):
+def test_impossible_definition_is_refused_with_its_field(message: pb.SubscriptionDefinition, text: str):
     with pytest.raises(InvalidArgument) as caught:
         definition_of(message)
     assert str(caught.value).startswith(text)

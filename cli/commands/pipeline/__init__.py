@@ -6,7 +6,7 @@ from importlib import import_module
 
 import click
 
-from ....streams.outcomes import Failed
+from ....streams.outcomes import CommandFailed
 from ..help import CommandGroup
 
 JOBS = {
@@ -19,7 +19,7 @@ JOBS = {
 _OF_SPARK = ("pyspark", "py4j", "pyarrow", "numpy")
 
 
-class Jobs(CommandGroup):
+class JobGroup(CommandGroup):
     """Imports a job's module when it is called, and not for the list of jobs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -33,7 +33,7 @@ class Jobs(CommandGroup):
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] not in _OF_SPARK:
                 raise
-            raise Failed(
+            raise CommandFailed(
                 f"headrace pipeline needs Spark, and {error.name} is missing: install headrace[spark]"
             ) from None
         command: click.Command = module.command
@@ -45,6 +45,6 @@ class Jobs(CommandGroup):
             formatter.write_dl(list(JOBS.items()))
 
 
-@click.group("pipeline", cls=Jobs)
+@click.group("pipeline", cls=JobGroup)
 def command() -> None:
     """Jobs on Spark, for data that one process cannot hold. They need Java, and the extra headrace[spark]."""

@@ -9,14 +9,14 @@ import click
 from ....pipeline.jobs.archive import archive
 from ....pipeline.options import selector_options
 from ....streams.wording import counted
-from ..help import Command
+from ..help import SectionedCommand
 from ..options import ProviderPlace, place_options
 from ..output import json_option, note
 from ..progress import events_progress
 from .spark import options_to_read, report, spark_options, spark_session
 
 
-@click.command("archive", cls=Command)
+@click.command("archive", cls=SectionedCommand)
 @click.argument("into", type=click.Path(path_type=Path, file_okay=False), metavar="DIR")
 @place_options
 @click.option("--streams", default="*/*", show_default=True, metavar="PATTERN", help="Streams, as namespace/key.")

@@ -10,16 +10,16 @@ from typing import Any
 import click
 
 from ....pipeline.jobs.audit import LIMIT, audit
-from ....pipeline.jobs.findings import CLASSES, PROBLEMS, UNKNOWN, Audited
-from ....streams.outcomes import Failed
+from ....pipeline.jobs.findings import CLASSES, PROBLEMS, UNKNOWN, AuditResult
+from ....streams.outcomes import CommandFailed
 from ....streams.wording import counted
-from ..help import Command
+from ..help import SectionedCommand
 from ..options import ProviderPlace, parse_start, place_options
 from ..output import json_option, note, print_table
 from .spark import options_to_read, report, spark_options, spark_session
 
 
-@click.command("audit", cls=Command)
+@click.command("audit", cls=SectionedCommand)
 @click.argument("subscriptions", nargs=-1, metavar="[SUBSCRIPTION]...")
 @place_options
 @click.option(
@@ -48,7 +48,7 @@ def command(
 
     def progress(name: str, done: int, total: int) -> None:
         if sys.stderr.isatty():
-            note(f"subscription {name}, {done + 1} of {total}")
+            note(f"subscription {name!r}, {done + 1} of {total}")
 
     how |= options_to_read(place)
     with spark_session("headrace audit", master, spark_log) as spark:
@@ -58,10 +58,10 @@ def command(
     else:
         _print(found)
     if not found.ok:
-        raise Failed(*_problems(found))
+        raise CommandFailed(*_problems(found))
 
 
-def _print(found: Audited) -> None:
+def _print(found: AuditResult) -> None:
     shown = [kind for kind in (*CLASSES, UNKNOWN) if any(one.counts[kind] for one in found.subscriptions)]
     rows = [[one.name, one.published, *(one.counts[kind] for kind in shown)] for one in found.subscriptions]
     print_table(["subscription", "published", *shown], rows)
@@ -77,15 +77,15 @@ def _row(name: str, finding: Mapping[str, Any]) -> list[object]:
     return [name, *values]
 
 
-def _problems(found: Audited) -> list[str]:
+def _problems(found: AuditResult) -> list[str]:
     lines = [
-        f"subscription {one.name}: {counted(one.counts[kind], 'event')} {kind}"
+        f"subscription {one.name!r}: {counted(one.counts[kind], 'event')} {kind}"
         for one in found.subscriptions
         for kind in PROBLEMS
         if one.counts.get(kind)
     ]
     lines += [
-        f"subscription {one.name}: {counted(one.lost_offsets, 'batch')} removed before they were done"
+        f"subscription {one.name!r}: {counted(one.lost_offsets, 'batch')} removed before they were done"
         for one in found.subscriptions
         if one.lost_offsets
     ]

@@ -12,13 +12,13 @@ import click
 
 from ....pipeline.jobs.replay import replay
 from ....streams.wording import counted
-from ..help import Command, Option
+from ..help import SectionedCommand, SectionedOption
 from ..options import ProviderPlace, place_options
 from ..output import json_option
 from ..progress import events_progress
 from .spark import options_of, report, spark_options, spark_session
 
-_source_option = functools.partial(click.option, cls=Option, section="Source")
+_source_option = functools.partial(click.option, cls=SectionedOption, section="Source")
 
 
 def _from_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,7 +66,7 @@ class _Time(click.ParamType[datetime]):
         return when if when.tzinfo else when.replace(tzinfo=UTC)
 
 
-@click.command("replay", cls=Command)
+@click.command("replay", cls=SectionedCommand)
 @_from_options
 @place_options
 @click.option(

@@ -12,7 +12,7 @@ import click
 from ....pipeline.jobs.rollup import follow, rollup
 from ....pipeline.options import selector_options
 from ....streams.wording import counted
-from ..help import Command
+from ..help import SectionedCommand
 from ..options import ProviderPlace, place_options
 from ..output import json_option, note
 from ..progress import events_progress
@@ -21,7 +21,7 @@ from .spark import options_to_read, report, spark_options, spark_session
 _UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-class Duration(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
+class DurationType(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
     """A time such as 30s, 5m, 1h or 500ms."""
 
     name = "time"
@@ -35,16 +35,18 @@ class Duration(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
         return timedelta(seconds=float(found[1]) * _UNITS_S[found[2]])
 
 
-@click.command("rollup", cls=Command)
+@click.command("rollup", cls=SectionedCommand)
 @place_options
 @click.option("--streams", default="*/*", show_default=True, metavar="PATTERN", help="Streams, as namespace/key.")
 @click.option("--to", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Write Parquet there.")
 @click.option("--to-namespace", metavar="NS", help="Write events into streams of this namespace, as JSON.")
 @click.option("--by", type=click.Choice(["stream", "namespace", "both"]), default="both", show_default=True)
-@click.option("--window", type=Duration(), default="1m", show_default=True, help="Length of a window.")
-@click.option("--watermark", type=Duration(), default="1m", show_default=True, help="How late an event may come.")
+@click.option("--window", type=DurationType(), default="1m", show_default=True, help="Length of a window.")
+@click.option("--watermark", type=DurationType(), default="1m", show_default=True, help="How late an event may come.")
 @click.option("--once", is_flag=True, help="End when all stored events are counted.")
-@click.option("--every", type=Duration(), default="10s", show_default=True, help="Without --once: interval of reading.")
+@click.option(
+    "--every", type=DurationType(), default="10s", show_default=True, help="Without --once: interval of reading."
+)
 @click.option(
     "--checkpoint", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
     help="Directory of its progress.  [default: _checkpoint in the directory of --to]",

@@ -16,15 +16,15 @@ import click
 
 from ....pipeline.jobs.failures import ERROR_LINE, SPARK_ERRORS, headrace_error, spark_message
 from ....pipeline.session import session
-from ....streams.outcomes import Failed, Interrupted
-from ..help import Option
+from ....streams.outcomes import CommandFailed, CommandInterrupted
+from ..help import SectionedOption
 from ..options import ProviderPlace, SiloPlace, check_exists
 from ..output import print_json
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-_spark_option = functools.partial(click.option, cls=Option, section="Spark")
+_spark_option = functools.partial(click.option, cls=SectionedOption, section="Spark")
 
 
 def spark_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,21 +83,23 @@ def spark_session(name: str, master: str | None, spark_log: Path | None) -> Gene
             except SPARK_ERRORS as error:
                 raise headrace_error(error) or _unexpected(error, spark_log) from None
             except KeyboardInterrupt:
-                raise Interrupted("interrupted") from None  # click would print an empty line for KeyboardInterrupt
+                raise CommandInterrupted(
+                    "interrupted"
+                ) from None  # click would print an empty line for KeyboardInterrupt
     finally:
         signal.signal(signal.SIGTERM, terminated)
 
 
-def _unexpected(error: Exception, spark_log: Path | None) -> Failed:
+def _unexpected(error: Exception, spark_log: Path | None) -> CommandFailed:
     causes = [match[0].removeprefix("Caused by: ") for match in ERROR_LINE.finditer(str(error))]
     first = next(iter(spark_message(error).strip().splitlines()), type(error).__name__)
     cause = f" ({causes[-1]})" if causes and causes[-1] not in first else ""
     where = f"{spark_log} has more" if spark_log else "--spark-log FILE keeps its output"
-    return Failed(f"Spark failed: {first[:500]}{cause[:500]}: {where}")
+    return CommandFailed(f"Spark failed: {first[:500]}{cause[:500]}: {where}")
 
 
 def _terminated(_number: int, _frame: object) -> NoReturn:
-    raise Interrupted("interrupted")
+    raise CommandInterrupted("interrupted")
 
 
 @contextmanager

@@ -153,7 +153,7 @@ async def test_a_large_block_is_read_in_a_thread_also_behind_small_ones(
     assert threaded == [len(small)]
 
 
-async def test_what_was_published_is_there_after_a_restart(open_log: OpenLog):
+async def test_published_events_are_stored_after_a_restart(open_log: OpenLog):
     adapter = await open_log()
     await publish(adapter, "ab")
     await adapter.aclose()
@@ -309,7 +309,7 @@ async def test_positions_are_found_by_time(open_log: OpenLog):
     assert await adapter.offset_at(1, 0) == 0
 
 
-async def test_what_is_published_relaxed_is_there_after_a_restart(open_log: OpenLog):
+async def test_events_published_relaxed_are_stored_after_a_restart(open_log: OpenLog):
     adapter = await open_log(durability="relaxed")
     await publish(adapter, "ab")
     await adapter.aclose()

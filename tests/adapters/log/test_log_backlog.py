@@ -46,7 +46,7 @@ async def test_it_says_since_when_the_oldest_is_there(open_log: OpenLog):
     assert before <= first <= between <= second
 
 
-async def test_what_is_behind_the_counted_blocks_is_estimated(open_log: OpenLog, monkeypatch: pytest.MonkeyPatch):
+async def test_backlog_behind_the_counted_blocks_is_estimated(open_log: OpenLog, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(backlog_module, "COUNTED_BLOCKS", 2)
     adapter = await open_log()
     for size in (2, 4, 6, 8):

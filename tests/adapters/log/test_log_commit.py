@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headrace import EventBatch, SequenceConflict, StorageError, StorageFull, StreamId
 from headrace.adapters import Bounds, ProducerSequence
 from headrace.adapters.log import LogAdapter, LogOptions, committer
-from headrace.adapters.log.acknowledgements import Acknowledgements
+from headrace.adapters.log.acknowledgements import PendingAcknowledgements
 from headrace.adapters.log.blocks import BlockEncoder
 from headrace.adapters.log.committer import groups
 from headrace.adapters.log.environment import LogEnvironment, acquire, release
@@ -95,8 +95,8 @@ def test_commit_times_never_go_back(tmp_path: Path):
     assert found == [0, 0, 2, 2, 3]
 
 
-def test_what_is_acknowledged_while_it_is_stored_is_not_forgotten():
-    acknowledgements = Acknowledgements()
+def test_acknowledgement_during_a_store_is_not_forgotten():
+    acknowledgements = PendingAcknowledgements()
     acknowledgements.note(0, 5)
     acknowledgements.note(1, 3)
     stored = acknowledgements.pending()
@@ -110,19 +110,19 @@ async def test_relaxed_commits_are_synced_in_the_background(
     open_log: OpenLog, monkeypatch: pytest.MonkeyPatch, durability: str, expected: bool
 ):
     synced, chores = threading.Event(), threading.Semaphore(0)
-    sync, pending = LogEnvironment.sync, Acknowledgements.pending
+    sync, pending = LogEnvironment.sync, PendingAcknowledgements.pending
 
     def seen_sync(environment: LogEnvironment) -> None:
         sync(environment)
         synced.set()
 
-    def seen_chores(acknowledgements: Acknowledgements) -> Mapping[int, int]:
+    def seen_chores(acknowledgements: PendingAcknowledgements) -> Mapping[int, int]:
         chores.release()
         return pending(acknowledgements)
 
     monkeypatch.setattr(committer, "_CHORES_EVERY_S", 0.001)
     monkeypatch.setattr(LogEnvironment, "sync", seen_sync)
-    monkeypatch.setattr(Acknowledgements, "pending", seen_chores)
+    monkeypatch.setattr(PendingAcknowledgements, "pending", seen_chores)
     adapter = await open_log(durability=durability)
     await adapter.enqueue([(0, batch(b"x"))])
     for _ in range(100):

@@ -10,7 +10,7 @@ import pytest
 from headrace import CorruptRecord, DataDirectoryError, EventBatch, StreamId
 from headrace.adapters import Bounds
 from headrace.adapters.log import LogAdapter
-from headrace.adapters.log.rows import Tail
+from headrace.adapters.log.rows import TailRow
 
 OpenLog = Callable[..., Awaitable[LogAdapter]]
 STREAM = StreamId("tests", "corruption")
@@ -94,7 +94,7 @@ async def test_blocks_that_are_all_behind_the_end_are_named_and_other_queues_are
     with lmdb.open(str(tmp_path / "log"), max_dbs=10, map_size=1 << 30) as environment:
         state, blocks = environment.open_db(b"state"), environment.open_db(b"queue-00000")
         with environment.begin(write=True) as txn:
-            txn.put(bytes(4), Tail(next=1).pack(), db=state)
+            txn.put(bytes(4), TailRow(next=1).pack(), db=state)
             txn.delete(bytes(8), db=blocks)
     adapter = await open_log(durability="relaxed")
     with pytest.raises(CorruptRecord, match="its oldest block is behind the queue's end") as caught:
@@ -121,7 +121,7 @@ async def test_a_key_or_row_of_another_size_is_damage(
             txn.delete(bytes(8))
             txn.put(key, value)
     adapter = await open_log()
-    with pytest.raises(DataDirectoryError, match=rf"log: the log is damaged: {message}"):
+    with pytest.raises(DataDirectoryError, match=rf"log': the log is damaged: {message}"):
         await adapter.bounds(0)
 
 

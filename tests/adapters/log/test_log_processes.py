@@ -74,7 +74,9 @@ async def test_processes_publish_and_read_one_log_at_once(open_log: OpenLog, run
 
 
 @pytest.mark.parametrize("durability", ["commit", "relaxed"])
-async def test_what_a_killed_publisher_was_promised_is_there(open_log: OpenLog, run_script: RunScript, durability: str):
+async def test_events_that_a_killed_publisher_was_promised_are_stored(
+    open_log: OpenLog, run_script: RunScript, durability: str
+):
     promised = 0
     for _ in range(5):
         publisher = run_script(PUBLISHER, "a", durability, 1_000_000)

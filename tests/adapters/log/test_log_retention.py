@@ -11,7 +11,7 @@ from headrace import EventBatch, StreamId
 from headrace.adapters import Bounds, Gap
 from headrace.adapters.log import LogAdapter
 from headrace.adapters.log.retention import REASON, RetentionLimits
-from headrace.adapters.log.rows import Tail
+from headrace.adapters.log.rows import TailRow
 
 OpenLog = Callable[..., Awaitable[LogAdapter]]
 STREAM = StreamId("tests", "retention")
@@ -31,7 +31,7 @@ async def test_everything_is_kept_where_nothing_else_is_said(open_log: OpenLog):
     assert await adapter.bounds(0) == Bounds(0, 10)
 
 
-async def test_what_is_finished_and_old_goes(open_log: OpenLog):
+async def test_finished_old_blocks_are_removed(open_log: OpenLog):
     adapter = await open_log(**KEEP_NOTHING)
     await publish(adapter, 10)
     await adapter.apply_retention({0: 6})
@@ -63,7 +63,7 @@ async def test_a_queue_without_subscriptions_is_limited_by_age_and_size_only(ope
     assert await adapter.bounds(1) == Bounds(0, 100)
 
 
-async def test_what_is_young_enough_stays(open_log: OpenLog):
+async def test_young_blocks_stay(open_log: OpenLog):
     adapter = await open_log(retain_age_s=3600.0)
     await publish(adapter, 10)
     await adapter.apply_retention({0: 10})
@@ -151,7 +151,7 @@ async def test_a_gap_record_begins_at_the_watermark_within_its_block(open_log: O
 def test_unfinished_batches_stay_whatever_the_other_limits_say(
     before_us: int | None, nbytes: int | None, keep_from: int | None, held: int, time_us: int, end: int
 ):
-    allowed = RetentionLimits(before_us, nbytes, keep_from).allow(Tail(nbytes=held), time_us, end)
+    allowed = RetentionLimits(before_us, nbytes, keep_from).allow(TailRow(nbytes=held), time_us, end)
     too_old = before_us is not None and time_us < before_us
     too_much = nbytes is not None and held > nbytes
     unfinished = keep_from is not None and end > keep_from

@@ -58,7 +58,7 @@ async def test_many_bytes_are_read_in_pieces(open_log: OpenLog, tmp_path: Path):
         assert [payload[:1] for _, payload in scanned(scan, 0, 10)] == [b"%d" % number for number in range(10)]
 
 
-async def test_what_retention_has_removed_is_told_with_what_is_left(open_log: OpenLog, tmp_path: Path):
+async def test_scan_of_removed_offsets_names_the_offsets_left(open_log: OpenLog, tmp_path: Path):
     adapter = await open_log(retain_age_s=1e-6)
     await publish(adapter, *(b"%d" % number for number in range(10)))
     async with scanning(tmp_path) as scan:
@@ -77,7 +77,7 @@ def test_a_directory_without_a_log_stays_as_it_is(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_who_only_reads_decides_nothing_for_others_in_the_process(open_log: OpenLog, tmp_path: Path):
+async def test_read_only_handle_decides_nothing_for_others_in_the_process(open_log: OpenLog, tmp_path: Path):
     first = await open_log()
     await publish(first, *(b"%d" % number for number in range(10)))
     await first.aclose()

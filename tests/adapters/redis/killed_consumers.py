@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from headrace.adapters.redis import RedisOptions, RedisQueue, Taken
+from headrace.adapters.redis import RedisOptions, RedisQueue, TakenEvent
 
 CONSUMERS = 8
 BATCH = 25
@@ -37,7 +37,7 @@ async def consume(url: str, prefix: str, notes: int, timeout_s: float, rng: rand
                 return
 
 
-async def acknowledge(queue: RedisQueue, notes: int, taken: list[Taken]) -> None:
+async def acknowledge(queue: RedisQueue, notes: int, taken: list[TakenEvent]) -> None:
     for one in taken[:5]:
         if await queue.acknowledge(one):
             note(notes, [f"done {one.body.decode()}"])

@@ -9,13 +9,13 @@ from typing import Any, cast
 from redis import Redis
 
 from headrace.adapters.redis.keys import ShardKeys
-from headrace.adapters.redis.scripts import TESTS_CLOCK, Scripts
+from headrace.adapters.redis.scripts import TESTS_CLOCK, RedisScripts
 
 
 @cache
-def scripts_of_tests() -> Scripts:
+def scripts_of_tests() -> RedisScripts:
     """The scripts as they are, except that they read the time from a key of the shard."""
-    return Scripts.with_clock(TESTS_CLOCK)
+    return RedisScripts.with_clock(TESTS_CLOCK)
 
 
 class Clock:

@@ -80,7 +80,7 @@ async def test_so_it_is_where_a_reader_left_it(
         assert (await receiver.receive(ANY, ANY)).batches == [held]
 
 
-async def test_what_is_held_and_was_never_taken_is_named(options: RedisOptions, direct: Redis) -> None:
+async def test_held_event_that_was_never_taken_is_named(options: RedisOptions, direct: Redis) -> None:
     async with adapter(options) as opened:
         shard = opened.shards(0)[0]
         receiver = await opened.open_receiver(0)

@@ -21,7 +21,7 @@ from benchmarks.servers import RedisServer
 from headrace import Closed, Event, EventBatch, StorageError, StreamId
 from headrace.adapters import AdapterContext
 from headrace.adapters.redis import (
-    Pushed,
+    PushedEvent,
     RedisAdapter,
     RedisOptions,
     RedisQueue,
@@ -118,8 +118,8 @@ async def test_times_are_compared_as_numbers_not_letter_by_letter(timed: RedisQu
     assert [each.body for each in await timed.pop(10)] == [b"later"]
 
 
-async def test_what_is_removed_meanwhile_takes_nothing_else_with_it(timed: RedisQueue, clock: Clock) -> None:
-    await timed.push_many([Pushed(b"%d" % number, f"id{number}") for number in range(5)])
+async def test_event_removed_meanwhile_takes_no_other_event_with_it(timed: RedisQueue, clock: Clock) -> None:
+    await timed.push_many([PushedEvent(b"%d" % number, f"id{number}") for number in range(5)])
     await timed.remove("id2")
     assert len(await timed.pop(10)) == 4
     assert (await timed.size()).claimed == 4
@@ -128,7 +128,7 @@ async def test_what_is_removed_meanwhile_takes_nothing_else_with_it(timed: Redis
 async def test_many_claims_that_are_over_come_back_a_few_at_a_time(timed: RedisQueue, clock: Clock) -> None:
     """So that no single call holds up the server, and none is needed to come back."""
     events = 3 * RETURNS_PER_STEP
-    await timed.push_many([Pushed(b"x")] * events)
+    await timed.push_many([PushedEvent(b"x")] * events)
     await timed.pop(events, timeout_s=1)
     clock.advance(1)
     got = [len(await timed.pop(events)) for _ in range(4)]
@@ -140,11 +140,13 @@ async def test_many_claims_that_are_over_come_back_a_few_at_a_time(timed: RedisQ
 
 async def test_a_push_that_is_repeated_is_stored_once(timed: RedisQueue, clock: Clock) -> None:
     shard = timed.shards[0]
-    first = await shard.push([Pushed(b"a"), Pushed(b"b")], pusher="p", number=7)
-    assert await shard.push([Pushed(b"a"), Pushed(b"b")], pusher="p", number=7) == first
-    await shard.push([Pushed(b"c")], pusher="p", number=8)
-    assert await shard.push([Pushed(b"a"), Pushed(b"b")], pusher="p", number=7) == [], "late, and long answered"
-    await shard.push([Pushed(b"d")], pusher="another", number=7)
+    first = await shard.push([PushedEvent(b"a"), PushedEvent(b"b")], pusher="p", number=7)
+    assert await shard.push([PushedEvent(b"a"), PushedEvent(b"b")], pusher="p", number=7) == first
+    await shard.push([PushedEvent(b"c")], pusher="p", number=8)
+    assert await shard.push([PushedEvent(b"a"), PushedEvent(b"b")], pusher="p", number=7) == [], (
+        "late, and long answered"
+    )
+    await shard.push([PushedEvent(b"d")], pusher="another", number=7)
     assert [each.body for each in await timed.pop(10)] == [b"a", b"b", b"c", b"d"]
 
 
@@ -155,7 +157,7 @@ async def test_scripts_that_the_server_forgot_are_sent_again(queue: RedisQueue, 
     assert len(await queue.pop(10)) == 2
 
 
-async def test_what_a_lost_answer_had_comes_with_the_next_one(redis_server: RedisServer) -> None:
+async def test_events_of_a_lost_answer_come_with_the_next_answer(redis_server: RedisServer) -> None:
     async with adapter(f"redis://{redis_server.address}", "lost") as opened:
         reader = cast("receiver.RedisReceiver", await opened.open_receiver(0))
         await opened.enqueue([(0, batch("a"))])
@@ -214,7 +216,7 @@ async def test_a_server_that_was_frozen_stores_a_publish_once(monkeypatch: pytes
                 check_agreement(direct, shard_of(opened).keys)
 
 
-async def test_what_waits_for_a_server_is_bounded_however_small_it_is() -> None:
+async def test_events_that_wait_for_a_server_are_bounded_however_small() -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -254,7 +256,7 @@ async def test_a_server_that_may_not_write_is_waited_for(stop: list[str], resume
             reader = await opened.open_receiver(0)
             tell(*stop)
             with pytest.raises(server.ServerAway):
-                await shard_of(opened).push([Pushed(b"x")], pusher="p", number=1)
+                await shard_of(opened).push([PushedEvent(b"x")], pusher="p", number=1)
             with pytest.raises(StorageError, match="does not serve"):
                 await reader.receive(ANY, ANY)
             storing = asyncio.ensure_future(opened.enqueue([(0, batch("a"))]))
@@ -293,7 +295,7 @@ async def until_refused(shard: RedisShard) -> None:
 
 
 STEPS: dict[str, Callable[[RedisQueue], Awaitable[object]]] = {
-    "push": lambda queue: queue.push_many([Pushed(b"new", "a", 9.0), Pushed(b"new", "n", 0.0, 7)]),
+    "push": lambda queue: queue.push_many([PushedEvent(b"new", "a", 9.0), PushedEvent(b"new", "n", 0.0, 7)]),
     "pop": lambda queue: queue.pop(3),
     "remove": lambda queue: queue.remove("b"),
     "clear": lambda queue: queue.clear(),
@@ -315,7 +317,7 @@ async def test_a_step_that_a_crash_cuts_off_is_done_whole_or_not_at_all(step: st
         async with RedisQueue.open("q", options, scripts=scripts_of_tests()) as queue:
             keys = queue.shards[0].keys
             Clock(direct, [keys], start_s=2)
-            await queue.push_many([Pushed(name.encode(), name, 0.0, at) for at, name in enumerate("abctu")])
+            await queue.push_many([PushedEvent(name.encode(), name, 0.0, at) for at, name in enumerate("abctu")])
             assert [taken.claim.token for taken in await queue.pop(2)] == [2_000_000] * 2
             before, start = state(redis), written(redis.directory).stat().st_size
             await STEPS[step](queue)

@@ -115,7 +115,7 @@ async def test_lag_is_what_is_due(tmp_path: Path, url: str) -> None:
     assert 3590 < (backlog.later_us - backlog.since_us) / 1e6 < 3610
 
 
-async def test_what_is_read_and_not_done_is_lag_too(tmp_path: Path, url: str) -> None:
+async def test_lag_counts_events_that_are_read_and_not_done(tmp_path: Path, url: str) -> None:
     begun, go_on = asyncio.Event(), asyncio.Event()
 
     async def handle(_: Event) -> None:

@@ -84,7 +84,7 @@ async def test_a_claim_of_another_queue_is_refused(options: RedisOptions, queue:
     assert await queue.acknowledge(taken) == 1
 
 
-async def test_what_is_no_event_is_not_stored(queue: RedisQueue) -> None:
+async def test_invalid_event_is_not_stored(queue: RedisQueue) -> None:
     push = cast("Any", queue.push)
     for wrong, why in (
         (push("text"), "bytes, not str: encode it"),

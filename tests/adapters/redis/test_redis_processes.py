@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 from redis import Redis
 
-from headrace.adapters.redis import Pushed, RedisOptions, RedisQueue
+from headrace.adapters.redis import PushedEvent, RedisOptions, RedisQueue
 from tests.adapters.redis.killed_consumers import BATCH
 from tests.adapters.redis.looking import check_agreement
 
@@ -48,7 +48,7 @@ async def test_consumers_killed_at_random_lose_nothing_and_repeat_nothing_early(
 ) -> None:
     for start in range(0, EVENTS, 1000):
         numbers = range(start, min(start + 1000, EVENTS))
-        await queue.push_many([Pushed(b"%d" % n, delay_s=n % 7 / 10, priority=n % 3) for n in numbers])
+        await queue.push_many([PushedEvent(b"%d" % n, delay_s=n % 7 / 10, priority=n % 3) for n in numbers])
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     arguments = (str(options.url), options.prefix, str(tmp_path), str(TIMEOUT_S), str(seed))

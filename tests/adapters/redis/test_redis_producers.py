@@ -14,9 +14,9 @@ from redis import Redis
 from benchmarks.servers import RedisServer
 from headrace import EventBatch, StorageError, StreamId
 from headrace.adapters import AdapterContext
-from headrace.adapters.redis import Pushed, RedisAdapter, RedisOptions, ShardOptions, open_adapter, producers
+from headrace.adapters.redis import PushedEvent, RedisAdapter, RedisOptions, ShardOptions, open_adapter, producers
 from headrace.adapters.redis.keys import ranked
-from headrace.adapters.redis.producers import Producers
+from headrace.adapters.redis.producers import RedisProducers
 from headrace.adapters.redis.server import ServerAway
 from headrace.streams.publishing import ProducerSequence, Receipt
 
@@ -88,7 +88,7 @@ async def test_a_call_of_which_no_ledger_knows_is_remembered_as_long_as_the_prod
 
     async with adapter(options, 2) as opened:
         with monkeypatch.context() as patch:
-            patch.setattr(Producers, "_write", die)
+            patch.setattr(RedisProducers, "_write", die)
             with pytest.raises(StorageError, match="killed"):
                 await call(opened, 1, 0, queues=(0, 1))
         assert kept_for(direct, options, "sent") == [WEEK_S / 3600] * 2
@@ -100,9 +100,9 @@ async def test_a_call_of_which_no_ledger_knows_is_remembered_as_long_as_the_prod
 async def test_a_repeat_renews_what_is_remembered(options: RedisOptions, direct: Redis) -> None:
     async with adapter(options) as opened:
         shard, memory = opened.shards(0)[0], opened.shards(0)[0].keys.sent("p")
-        first = await shard.push([Pushed(b"x")], pusher="p", number=1, remembered_s=WEEK_S)
+        first = await shard.push([PushedEvent(b"x")], pusher="p", number=1, remembered_s=WEEK_S)
         direct.expire(memory, 60)
-        assert await shard.push([Pushed(b"x")], pusher="p", number=1, remembered_s=WEEK_S) == first
+        assert await shard.push([PushedEvent(b"x")], pusher="p", number=1, remembered_s=WEEK_S) == first
         assert direct.ttl(memory) > WEEK_S - 60
 
 
@@ -117,7 +117,7 @@ async def test_a_call_that_the_ledger_has_is_remembered_for_an_hour(options: Red
 async def test_settling_a_call_leaves_the_memory_of_a_later_one(options: RedisOptions, direct: Redis) -> None:
     async with adapter(options) as opened:
         shard = opened.shards(0)[0]
-        await shard.push([Pushed(b"x")], pusher="p", number=2, remembered_s=WEEK_S)
+        await shard.push([PushedEvent(b"x")], pusher="p", number=2, remembered_s=WEEK_S)
         await shard.settle("p", 1)
         assert kept_for(direct, options, "sent") == [WEEK_S / 3600]
 

@@ -120,7 +120,7 @@ async def test_schedules_come_through_grpc_and_the_command_line(tmp_path: Path, 
         await asyncio.to_thread(silo.stop)
 
 
-async def test_what_fails_is_tried_again_and_ends_as_a_dead_letter_that_can_be_redriven(
+async def test_failing_event_is_retried_and_ends_as_a_dead_letter_that_can_be_redriven(
     tmp_path: Path, url: str
 ) -> None:
     seen: list[bytes] = []
@@ -209,7 +209,7 @@ async def test_nothing_is_removed_before_the_checkpoint_that_says_it_is_done_is_
         assert (await provider.adapter.backlog(queue, 0)).batches == 0
 
 
-async def test_what_was_done_before_a_stop_does_not_come_again(tmp_path: Path, url: str) -> None:
+async def test_events_done_before_a_stop_do_not_come_again(tmp_path: Path, url: str) -> None:
     """Also above a gap: offsets are the same for the next process."""
     got: list[bytes] = []
     stuck = asyncio.Event()

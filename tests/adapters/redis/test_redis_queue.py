@@ -9,7 +9,7 @@ import pytest
 from redis import Redis
 
 from headrace import InvalidArgument
-from headrace.adapters.redis import Pushed, RedisOptions, RedisQueue, Taken
+from headrace.adapters.redis import PushedEvent, RedisOptions, RedisQueue, TakenEvent
 from tests.adapters.redis.looking import Clock, check_agreement
 from tests.servers import redis_and_valkey as redis_server
 
@@ -20,7 +20,7 @@ async def bodies(queue: RedisQueue, limit: int = 100, timeout_s: float = 30.0) -
     return [taken.body.decode() for taken in await queue.pop(limit, timeout_s=timeout_s)]
 
 
-async def one(queue: RedisQueue, timeout_s: float = 30.0) -> Taken:
+async def one(queue: RedisQueue, timeout_s: float = 30.0) -> TakenEvent:
     (taken,) = await queue.pop(1, timeout_s=timeout_s)
     return taken
 
@@ -30,8 +30,8 @@ async def one(queue: RedisQueue, timeout_s: float = 30.0) -> Taken:
 
 async def test_events_of_one_priority_come_as_they_were_pushed(timed: RedisQueue, clock: Clock) -> None:
     """All in the same millisecond, and in several calls."""
-    await timed.push_many([Pushed(b"%d" % number) for number in range(40)])
-    await timed.push_many([Pushed(b"%d" % number) for number in range(40, 60)])
+    await timed.push_many([PushedEvent(b"%d" % number) for number in range(40)])
+    await timed.push_many([PushedEvent(b"%d" % number) for number in range(40, 60)])
     assert await bodies(timed) == [str(number) for number in range(60)]
 
 
@@ -44,7 +44,7 @@ async def test_a_higher_priority_goes_first_among_all_that_is_due(timed: RedisQu
 
 
 async def test_an_urgent_event_goes_before_many_that_are_not(timed: RedisQueue, clock: Clock) -> None:
-    await timed.push_many([Pushed(b"low", delay_s=10)] * 2000)
+    await timed.push_many([PushedEvent(b"low", delay_s=10)] * 2000)
     await timed.push(b"high", delay_s=11, priority=1)
     clock.advance(11)
     assert await bodies(timed, 2) == ["high", "low"]
@@ -96,9 +96,9 @@ async def test_a_part_of_a_millisecond_brings_nothing_early(timed: RedisQueue, c
     assert await bodies(timed) == ["x"]
 
 
-async def test_what_is_not_acknowledged_comes_again_after_its_timeout(timed: RedisQueue, clock: Clock) -> None:
+async def test_unacknowledged_event_comes_again_after_its_timeout(timed: RedisQueue, clock: Clock) -> None:
     """No process watches for it: the next consumer that pops takes it back."""
-    await timed.push_many([Pushed(b"%d" % number) for number in range(10)])
+    await timed.push_many([PushedEvent(b"%d" % number) for number in range(10)])
     first = await timed.pop(10, timeout_s=1)
     clock.advance(0.999)
     assert await bodies(timed) == []
@@ -108,8 +108,8 @@ async def test_what_is_not_acknowledged_comes_again_after_its_timeout(timed: Red
     assert {taken.claim.attempts for taken in again} == {2}
 
 
-async def test_what_comes_again_keeps_its_priority_and_its_place(timed: RedisQueue, clock: Clock) -> None:
-    await timed.push_many([Pushed(b"a"), Pushed(b"b"), Pushed(b"urgent", priority=5)])
+async def test_redelivered_event_keeps_its_priority_and_its_place(timed: RedisQueue, clock: Clock) -> None:
+    await timed.push_many([PushedEvent(b"a"), PushedEvent(b"b"), PushedEvent(b"urgent", priority=5)])
     assert await bodies(timed, 2, timeout_s=1) == ["urgent", "a"]
     clock.advance(5)
     await timed.push(b"c")
@@ -138,7 +138,7 @@ async def test_a_delay_can_be_changed_while_it_waits(timed: RedisQueue, clock: C
 
 
 async def test_an_event_is_given_back_at_once_where_it_stood_or_later(timed: RedisQueue, clock: Clock) -> None:
-    await timed.push_many([Pushed(b"a"), Pushed(b"b")])
+    await timed.push_many([PushedEvent(b"a"), PushedEvent(b"b")])
     assert await timed.release(await one(timed))
     assert await timed.release(taken := await one(timed), delay_s=5)
     assert taken.body == b"a"
@@ -160,8 +160,8 @@ async def test_a_clock_that_is_set_back_gives_no_position_twice(timed: RedisQueu
 # ---- claims ----------------------------------------------------------------------------------------------------------
 
 
-async def test_what_is_acknowledged_is_gone(timed: RedisQueue, clock: Clock, direct: Redis) -> None:
-    await timed.push_many([Pushed(b"%d" % number) for number in range(10)])
+async def test_acknowledged_event_is_gone(timed: RedisQueue, clock: Clock, direct: Redis) -> None:
+    await timed.push_many([PushedEvent(b"%d" % number) for number in range(10)])
     assert [entry.body for entry in await timed.peek(10)] == [b"%d" % number for number in range(10)]
     taken = await timed.pop(10, timeout_s=1)
     assert await timed.acknowledge(*taken) == 10
@@ -195,20 +195,20 @@ async def test_a_late_acknowledgement_holds_while_nobody_else_has_the_event(time
 
 
 async def test_some_claims_of_a_call_may_be_over(timed: RedisQueue, clock: Clock) -> None:
-    await timed.push_many([Pushed(b"a"), Pushed(b"b"), Pushed(b"c")])
+    await timed.push_many([PushedEvent(b"a"), PushedEvent(b"b"), PushedEvent(b"c")])
     a, b, c = await timed.pop(3)
     await timed.release(b)
     assert await timed.shards[0].acknowledge([(each.id, each.claim.token) for each in (a, b, c)]) == [True, False, True]
 
 
 async def test_pop_brings_what_is_there_and_does_not_wait_for_the_rest(queue: RedisQueue) -> None:
-    await queue.push_many([Pushed(b"a"), Pushed(b"b"), Pushed(b"c")])
+    await queue.push_many([PushedEvent(b"a"), PushedEvent(b"b"), PushedEvent(b"c")])
     async with asyncio.timeout(10):
         assert len(await queue.pop(10, wait_s=3600)) == 3
 
 
-async def test_what_is_peeked_at_is_what_is_popped(timed: RedisQueue, clock: Clock) -> None:
-    await timed.push_many([Pushed(b"%d" % n, priority=n % 3, delay_s=float(n % 4)) for n in range(40)])
+async def test_peek_shows_the_events_that_pop_returns(timed: RedisQueue, clock: Clock) -> None:
+    await timed.push_many([PushedEvent(b"%d" % n, priority=n % 3, delay_s=float(n % 4)) for n in range(40)])
     clock.advance(2)
     peeked = await timed.peek(40)
     assert len(peeked) == 30, "a quarter is not due"
@@ -217,12 +217,12 @@ async def test_what_is_peeked_at_is_what_is_popped(timed: RedisQueue, clock: Clo
 
 
 async def test_pop_takes_no_more_than_it_is_asked_for(timed: RedisQueue, clock: Clock) -> None:
-    await timed.push_many([Pushed(b"%d" % number, priority=number % 3) for number in range(20)])
+    await timed.push_many([PushedEvent(b"%d" % number, priority=number % 3) for number in range(20)])
     assert [len(await timed.pop(limit)) for limit in (1, 7, 100)] == [1, 7, 12]
 
 
 async def test_pop_stops_at_so_many_bytes(timed: RedisQueue, clock: Clock) -> None:
-    await timed.push_many([Pushed(b"x" * 100)] * 10)
+    await timed.push_many([PushedEvent(b"x" * 100)] * 10)
     popped = await timed.shards[0].pop(10, 1, max_bytes=250)
     assert len(popped.claims) == 3
     assert len((await timed.shards[0].pop(10, 1, max_bytes=1)).claims) == 1
@@ -247,7 +247,7 @@ async def test_an_event_takes_the_place_of_one_with_its_id(timed: RedisQueue, cl
     await timed.push(b"new", id="x")
     assert await timed.acknowledge(taken) == 0
     assert (await one(timed)).body == b"new"
-    await timed.push_many([Pushed(b"a", "y"), Pushed(b"b", "y")])
+    await timed.push_many([PushedEvent(b"a", "y"), PushedEvent(b"b", "y")])
     assert await bodies(timed) == ["b"]
     check_agreement(direct, timed.shards[0].keys)
 
@@ -257,7 +257,7 @@ async def test_an_id_that_is_a_time_is_none_that_the_queue_gives(timed: RedisQue
     at = round(clock.now_s * 1e6)
     for offset in range(10):
         await timed.push(b"%d" % offset, id=f"{at + offset + 10:016}")
-    await timed.push_many([Pushed(b"x")] * 10)
+    await timed.push_many([PushedEvent(b"x")] * 10)
     assert sorted(await bodies(timed)) == [*"0123456789", *"xxxxxxxxxx"]
 
 
@@ -286,8 +286,10 @@ async def test_an_event_is_shown_wherever_it_is(timed: RedisQueue, clock: Clock)
     assert await timed.get("y") is None
 
 
-async def test_what_is_removed_leaves_nothing_wherever_it_was(timed: RedisQueue, clock: Clock, direct: Redis) -> None:
-    await timed.push_many([Pushed(b"x", "ready"), Pushed(b"x", "delayed", 10.0), Pushed(b"x", "claimed", 0.0, 9)])
+async def test_removed_event_leaves_nothing_in_any_state(timed: RedisQueue, clock: Clock, direct: Redis) -> None:
+    await timed.push_many(
+        [PushedEvent(b"x", "ready"), PushedEvent(b"x", "delayed", 10.0), PushedEvent(b"x", "claimed", 0.0, 9)]
+    )
     await one(timed)
     for name in ("ready", "delayed", "claimed"):
         assert await timed.remove(name)
@@ -297,7 +299,7 @@ async def test_what_is_removed_leaves_nothing_wherever_it_was(timed: RedisQueue,
 
 
 async def test_sizes_tell_what_is_where(timed: RedisQueue, clock: Clock) -> None:
-    await timed.push_many([Pushed(b"x", priority=n % 4, delay_s=10.0 * (n % 2)) for n in range(10)])
+    await timed.push_many([PushedEvent(b"x", priority=n % 4, delay_s=10.0 * (n % 2)) for n in range(10)])
     await timed.pop(2)
     size = await timed.size()
     assert (size.ready, size.delayed, size.claimed, size.held, size.waiting) == (3, 5, 2, 0, 8)
@@ -336,7 +338,7 @@ async def test_after_clearing_old_claims_are_over(timed: RedisQueue, clock: Cloc
 # ---- waiting ---------------------------------------------------------------------------------------------------------
 
 
-async def test_who_waits_is_woken_by_a_push(queue: RedisQueue) -> None:
+async def test_waiting_pop_is_woken_by_a_push(queue: RedisQueue) -> None:
     popping = asyncio.create_task(queue.pop(1, wait_s=60))
     await asyncio.sleep(0)
     await queue.push(b"x")
@@ -345,7 +347,7 @@ async def test_who_waits_is_woken_by_a_push(queue: RedisQueue) -> None:
     assert taken.body == b"x"
 
 
-async def test_who_waits_is_woken_by_what_becomes_due(queue: RedisQueue) -> None:
+async def test_waiting_pop_is_woken_by_an_event_that_becomes_due(queue: RedisQueue) -> None:
     await queue.push(b"x", delay_s=0.2)
     async with asyncio.timeout(4):
         (taken,) = await queue.pop(1, wait_s=60, timeout_s=0.2)
@@ -366,7 +368,7 @@ async def test_an_event_that_is_due_earlier_than_the_one_waited_for_wakes(queue:
 async def test_several_who_wait_get_one_event_each(queue: RedisQueue) -> None:
     popping = [asyncio.create_task(queue.pop(1, wait_s=60)) for _ in range(5)]
     await asyncio.sleep(0)
-    await queue.push_many([Pushed(b"%d" % number) for number in range(5)])
+    await queue.push_many([PushedEvent(b"%d" % number) for number in range(5)])
     async with asyncio.timeout(4):
         taken = [each for batch in await asyncio.gather(*popping) for each in batch]
     assert sorted(each.body for each in taken) == [b"%d" % number for number in range(5)]
@@ -391,7 +393,7 @@ async def test_nothing_comes_within_the_wait(queue: RedisQueue) -> None:
     assert asyncio.get_running_loop().time() - began >= 0.3
 
 
-async def test_who_waits_can_be_cancelled_at_any_moment(queue: RedisQueue) -> None:
+async def test_waiting_pop_can_be_cancelled_at_any_moment(queue: RedisQueue) -> None:
     for turns in range(60):
         popping = asyncio.create_task(queue.pop(1, wait_s=3600))
         for _ in range(turns % 30):
@@ -407,7 +409,7 @@ async def test_concurrent_consumers_get_every_event_once(queue: RedisQueue) -> N
 
     async def produce(name: int) -> None:
         for start in range(0, 300, 10):
-            await queue.push_many([Pushed(b"%d.%d" % (name, start + number)) for number in range(10)])
+            await queue.push_many([PushedEvent(b"%d.%d" % (name, start + number)) for number in range(10)])
 
     async def consume() -> list[bytes]:
         mine: list[bytes] = []

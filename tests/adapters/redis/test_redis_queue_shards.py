@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.servers import RedisServer
 from headrace import StorageError
-from headrace.adapters.redis import Pushed, RedisOptions, RedisQueue, ShardOptions
+from headrace.adapters.redis import PushedEvent, RedisOptions, RedisQueue, ShardOptions
 
 
 def over(one: RedisServer, other: RedisServer) -> RedisOptions:
@@ -20,7 +20,7 @@ def over(one: RedisServer, other: RedisServer) -> RedisOptions:
 async def test_a_shard_that_is_never_empty_does_not_starve_another() -> None:
     with RedisServer() as one, RedisServer() as other:
         async with RedisQueue.open("q", over(one, other)) as queue:
-            await queue.push_many([Pushed(b"x")] * 80)
+            await queue.push_many([PushedEvent(b"x")] * 80)
             popped: Counter[str] = Counter()
             for _ in range(36):
                 peeked = (await queue.peek(1))[0].id
@@ -30,10 +30,10 @@ async def test_a_shard_that_is_never_empty_does_not_starve_another() -> None:
     assert popped == {"a": 32, "b": 4}
 
 
-async def test_what_other_servers_have_is_acknowledged_though_one_is_away() -> None:
+async def test_events_of_other_servers_are_acknowledged_though_one_is_away() -> None:
     with RedisServer() as one, RedisServer() as other:
         async with RedisQueue.open("q", over(one, other)) as queue:
-            await queue.push_many([Pushed(b"x")] * 8)
+            await queue.push_many([PushedEvent(b"x")] * 8)
             taken = [*await queue.pop(4), *await queue.pop(4)]
             assert Counter(each.shard.name for each in taken) == {"a": 4, "b": 4}
             one.kill()

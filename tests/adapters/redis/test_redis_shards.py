@@ -26,7 +26,7 @@ from headrace.adapters.conformance import (
     ConformsToPriority,
     ConformsToQueueAdapter,
 )
-from headrace.adapters.redis import Pushed, RedisAdapter, RedisOptions, RedisQueue, ShardOptions, server
+from headrace.adapters.redis import PushedEvent, RedisAdapter, RedisOptions, RedisQueue, ShardOptions, server
 from headrace.streams.publishing import ProducerSequence
 
 ANY = 1 << 30
@@ -84,7 +84,7 @@ def texts(batches: Sequence[EventBatch]) -> list[str]:
 # ---- competing consumers ---------------------------------------------------------------------------------------------
 
 
-async def test_what_is_pushed_goes_to_the_shards_in_turn(two: list[RedisServer]) -> None:
+async def test_pushed_events_go_to_the_shards_in_turn(two: list[RedisServer]) -> None:
     async with queues(two, "a") as (queue,):
         for number in range(10):
             await queue.push(b"%d" % number)
@@ -101,7 +101,7 @@ async def test_one_id_is_in_one_shard_only(two: list[RedisServer]) -> None:
         assert await other.remove("x")
 
 
-async def test_who_pops_takes_what_its_own_zone_has_first(two: list[RedisServer]) -> None:
+async def test_pop_takes_events_of_its_own_zone_first(two: list[RedisServer]) -> None:
     async with queues(two, "a", "b") as (of_a, of_b):
         assert [queue.shards[0].name for queue in (of_a, of_b)] == ["a", "b"]
         for number in range(10):
@@ -134,7 +134,7 @@ async def test_pop_brings_what_a_shard_has_and_waits_only_where_all_are_empty(tw
         assert asyncio.get_running_loop().time() - began >= 0.3
 
 
-async def test_who_waits_is_woken_by_any_shard(two: list[RedisServer]) -> None:
+async def test_waiting_pop_is_woken_by_any_shard(two: list[RedisServer]) -> None:
     async with queues(two, "a", "a") as (waiting, pushing):
         for _ in range(4):
             popping = asyncio.create_task(waiting.pop(1, wait_s=60))
@@ -146,7 +146,7 @@ async def test_who_waits_is_woken_by_any_shard(two: list[RedisServer]) -> None:
 
 async def test_a_server_that_is_away_stops_neither_push_nor_pop(two: list[RedisServer]) -> None:
     async with queues(two, "a") as (queue,):
-        await queue.push_many([Pushed(b"before")] * 4)
+        await queue.push_many([PushedEvent(b"before")] * 4)
         await asyncio.to_thread(two[1].kill)
         for number in range(6):
             await queue.push(b"%d" % number)
@@ -235,7 +235,7 @@ async def test_a_server_away_holds_up_nothing_and_loses_nothing(two: list[RedisS
         assert texts(await take(again, 2)) == ["x", "y"]
 
 
-async def test_what_a_shard_held_that_was_away_at_opening_comes_when_it_is_back(two: list[RedisServer]) -> None:
+async def test_events_of_a_shard_that_was_away_at_opening_come_when_it_is_back(two: list[RedisServer]) -> None:
     async with adapter(two) as opened:
         for number in range(10):
             await opened.enqueue([(0, batch(str(number)))])
@@ -322,7 +322,7 @@ async def test_a_frozen_server_stops_neither_push_nor_pop(
         await until(goes_there_again)
 
 
-async def test_who_starts_while_a_server_is_away_misses_nothing_and_is_told_of_no_gap(
+async def test_provider_that_starts_while_a_server_is_away_misses_nothing_and_sees_no_gap(
     two: list[RedisServer], tmp_path: Path
 ) -> None:
     """The end of the queue may be there."""
@@ -372,9 +372,7 @@ async def until(condition: Callable[[], Awaitable[object]]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_what_is_done_leaves_the_servers_that_answer_in_every_queue(
-    two: list[RedisServer], tmp_path: Path
-) -> None:
+async def test_done_events_leave_the_servers_that_answer_in_every_queue(two: list[RedisServer], tmp_path: Path) -> None:
     got: list[bytes] = []
 
     async def handle(event: Event) -> None:

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from redis import Redis
 
 from benchmarks.servers import RedisServer
-from headrace.adapters.redis import Pushed, RedisOptions, RedisQueue, Taken
+from headrace.adapters.redis import PushedEvent, RedisOptions, RedisQueue, TakenEvent
 from tests.adapters.redis.looking import Clock, check_agreement, scripts_of_tests
 from tests.random_examples import examples
 from tests.servers import redis_and_valkey as redis_server
@@ -38,7 +38,7 @@ class Known:
     priority: int
     due_ms: int
     attempts: int = 0
-    claim: Taken | None = None
+    claim: TakenEvent | None = None
     ends_ms: int = 0
 
     def place(self, key: str) -> tuple[int, int, str]:
@@ -59,7 +59,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.direct = Redis(port=self.port)
         self.clock = Clock(self.direct, [self.queue.shards[0].keys])
         self.events: dict[str, Known] = {}
-        self.claims: list[Taken] = []
+        self.claims: list[TakenEvent] = []
         self.made = itertools.count()
 
     def run(self, step: Coroutine[Any, Any, T]) -> T:
@@ -80,13 +80,13 @@ class QueueMachine(RuleBasedStateMachine):
     def known(self, body: bytes, priority: int, delay_s: float) -> Known:
         return Known(body, priority, self.now_ms + round(delay_s * 1000))
 
-    def holds(self, taken: Taken) -> bool:
+    def holds(self, taken: TakenEvent) -> bool:
         known = self.events.get(taken.id)
         return known is not None and known.claim == taken
 
     @rule(events=st.lists(st.tuples(IDS, SECONDS, PRIORITIES), min_size=1, max_size=4))
     def push(self, events: list[tuple[str, float, int]]) -> None:
-        pushed = [Pushed(self.body(), *event) for event in events]
+        pushed = [PushedEvent(self.body(), *event) for event in events]
         self.run(self.queue.push_many(pushed))
         for event in pushed:
             self.events[event.id] = self.known(event.body, event.priority, event.delay_s)

@@ -54,7 +54,7 @@ async def test_a_silo_tells_its_providers_and_queues(tmp_path: Path):
         assert sum(queue.end_offset for queue in provider.queues) == 1
 
 
-async def test_what_was_read_and_cached_is_told(tmp_path: Path):
+async def test_cached_and_read_events_are_counted(tmp_path: Path):
     read = asyncio.Event()
 
     async def note(event: Event) -> None:
@@ -205,7 +205,7 @@ async def health(caller: Caller, service: str) -> int:
     return (await caller.ask("grpc.health.v1.Health/Check", request, health_pb2.HealthCheckResponse)).status
 
 
-async def test_what_was_begun_is_done_though_the_caller_does_not_wait(tmp_path: Path):
+async def test_begun_call_is_finished_though_the_caller_does_not_wait(tmp_path: Path):
     entered, finish = asyncio.Event(), asyncio.Event()
 
     async def slow(event: Event) -> None:

@@ -49,7 +49,7 @@ async def refusal(caller: Caller, method: str, request: Any, kind: Any, provider
     return caught.value
 
 
-async def test_who_may_use_none_does_not_learn_which_there_are(tmp_path: Path):
+async def test_caller_without_permission_does_not_learn_the_names(tmp_path: Path):
     tokens = await make_tokens(tmp_path, writer=Allowed(publish=["a"]), reader=Allowed(subscribe=["a"]))
     async with opened(tmp_path, auth="tokens") as silo, connecting(silo.grpc_address or "") as channel:
         for token, calls in (("writer", FOR_CONSUMERS), ("reader", FOR_PRODUCERS)):
@@ -60,7 +60,7 @@ async def test_who_may_use_none_does_not_learn_which_there_are(tmp_path: Path):
                 assert there.status == "PERMISSION_DENIED", call[0]
 
 
-async def test_who_may_use_some_is_told_that_another_is_not_there(tmp_path: Path):
+async def test_caller_with_a_permission_learns_that_another_name_is_missing(tmp_path: Path):
     tokens = await make_tokens(tmp_path, writer=Allowed(publish=["a"]))
     async with opened(tmp_path, auth="tokens") as silo, connecting(silo.grpc_address or "") as channel:
         caller = Caller(channel.channel, tokens["writer"])

@@ -85,7 +85,7 @@ def noted(adapter: QueueAdapter, monkeypatch: pytest.MonkeyPatch) -> asyncio.Que
 # One request
 
 
-async def test_what_is_published_is_stored_as_it_came(tmp_path: Path):
+async def test_published_batch_is_stored_as_it_came(tmp_path: Path):
     async with opened(tmp_path) as silo, connecting(silo.grpc_address or "") as caller:
         headers = [events_pb2.Headers(values={"k": "v"}), events_pb2.Headers()]
         whole = batch("shop/1", b"a", b"bc", ids=["x", ""], headers=headers, timestamps_us=[7])
@@ -173,7 +173,7 @@ async def test_a_full_queue_is_told_and_can_be_tried_again():
         assert told.retry_after_ms is not None
 
 
-async def test_what_a_client_has_under_way_is_bounded(monkeypatch: pytest.MonkeyPatch):
+async def test_pending_requests_of_a_client_are_bounded(monkeypatch: pytest.MonkeyPatch):
     limits = ClientLimits(message_bytes=1000, publish_bytes=1500)
     provider = MEMORY | {"options": {"capacity": 1}}
     async with opened(None, provider=provider, limits=limits) as silo, connecting(silo.grpc_address or "") as caller:
@@ -287,7 +287,7 @@ async def test_a_streams_provider_is_that_of_its_first_request(tmp_path: Path):
             assert [response.error.code for response in await answers(stream, 2)] == [code, code]
 
 
-async def test_what_is_sent_again_after_a_lost_connection_is_stored_once_and_in_order(tmp_path: Path):
+async def test_request_repeated_after_a_lost_connection_is_stored_once_and_in_order(tmp_path: Path):
     rng = random.Random(7)
     total = 300
     async with opened(tmp_path) as silo, connecting(silo.grpc_address or "") as caller:
@@ -328,7 +328,7 @@ async def test_a_stream_is_read_no_further_than_what_may_be_under_way(monkeypatc
         await receiver.aclose()
 
 
-async def test_what_waits_for_room_is_taken_back_when_its_producer_is_gone():
+async def test_request_that_waits_for_capacity_is_withdrawn_when_its_producer_is_gone():
     provider = MEMORY | {"options": {"capacity": 1}}
     async with opened(None, provider=provider) as silo, connecting(silo.grpc_address or "") as caller:
         stream = caller.stream(PUBLISH_STREAM)

@@ -177,9 +177,7 @@ async def test_a_response_has_about_a_mebibyte_or_one_batch(tmp_path: Path):
         assert [each.head.next_offset for each in found.responses][-4:] == [1501, 1503, 1505, 1506]
 
 
-async def test_whoever_gets_nothing_is_told_from_time_to_time_where_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_filtered_reader_is_told_its_position_from_time_to_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(reader, "SILENT_BYTES", 1 << 20)
     async with one_queue(tmp_path) as (silo, caller):
         await store(silo, *(sized("other", 100_000) for _ in range(50)))
@@ -256,7 +254,7 @@ async def test_reach_counts_events_and_bytes(tmp_path: Path):
 # What is refused
 
 
-async def test_what_retention_removed_is_refused_with_its_own_code(tmp_path: Path):
+async def test_removed_offsets_are_refused_with_their_own_code(tmp_path: Path):
     provider = {"queues": 1, "options": {"retain_bytes": 1}}
     async with opened(tmp_path, provider=provider) as silo, connecting(silo.grpc_address or "") as caller:
         await caller.publish(batch("n/a", b"0"))

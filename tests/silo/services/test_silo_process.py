@@ -90,7 +90,7 @@ def test_a_port_that_is_taken_is_told_in_one_line(start: Start, headrace: Headra
 
 
 @pytest.mark.parametrize("round_", range(2))
-def test_what_was_answered_by_a_silo_that_is_killed_is_there_once(start: Start, headrace: Headrace, round_: int):
+def test_events_answered_by_a_killed_silo_are_stored_once(start: Start, headrace: Headrace, round_: int):
     producer = Producer()
     process = start("silo", "--data", "d", "--listen", "127.0.0.1:0")
     port = ready(process)

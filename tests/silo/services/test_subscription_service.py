@@ -137,7 +137,7 @@ async def test_a_deleted_subscription_is_gone(tmp_path: Path):
         )
 
 
-async def test_what_another_silo_serves_is_busy(tmp_path: Path):
+async def test_subscription_that_another_silo_serves_is_busy(tmp_path: Path):
     async with opened(tmp_path) as silo, opened(tmp_path) as other, connecting(silo.grpc_address or "") as caller:
         await provider_of(other).subscribe("printer", "shop/*", nothing)
         for method, request in (
@@ -478,7 +478,7 @@ def named(method: str, name: str) -> Message:
     return request
 
 
-async def test_what_is_not_there_and_what_is_not_allowed_are_refused_in_the_same_words(tmp_path: Path):
+async def test_missing_and_forbidden_subscriptions_are_refused_in_the_same_words(tmp_path: Path):
     tokens = await make_tokens(
         tmp_path,
         everything=Allowed(publish=["*"], subscribe=["*"], manage=["*"]),

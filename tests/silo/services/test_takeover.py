@@ -35,7 +35,7 @@ class Session:
         return True
 
 
-async def test_what_is_in_flight_goes_to_the_session_that_took_over(tmp_path: Path) -> None:
+async def test_events_in_flight_go_to_the_session_that_took_over(tmp_path: Path) -> None:
     async with Provider.open(tmp_path / "data", queues=1) as provider, Consumers.opened(provider, 10.0) as consumers:
         service = ConsumerService({"default": provider}, {"default": consumers}, VisibleBounds())
         for number in range(STREAMS):

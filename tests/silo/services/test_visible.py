@@ -81,7 +81,7 @@ async def told(caller: Caller) -> list[str]:
     return [*answers, caught.value.details]
 
 
-async def test_what_a_client_is_told_does_not_change_when_others_publish(tenants: Tenants):
+async def test_bounds_shown_to_a_client_do_not_change_when_others_publish(tenants: Tenants):
     shop, bank, admin = tenants
     await admin.create("s", "shop/*", start=sub.Start(earliest=True))
     await bank.publish(*(batch("bank/a", b"x") for _ in range(3)))
