@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from headrace import Consumer, ReceivedBatch
+from headrace import Consumer, ReceivedBatch, Unavailable
 from headrace.client.management import Management
 from headrace.client.plan import plan_of
 from headrace.client.routing import DRAINING, ENDED
@@ -158,13 +158,16 @@ async def test_closing_waits_for_the_new_owner_of_a_queue_that_moves():
         assert new.is_closed
 
 
+@pytest.mark.parametrize("error", [None, Unavailable("lost")], ids=["the silo ends the call", "the session is lost"])
 @virtual_time
-async def test_closing_attaches_again_if_a_session_is_lost_meanwhile():
+async def test_closing_attaches_again_if_acknowledgements_are_not_confirmed(error: Unavailable | None):
     silos = FakeSilos(a={0: 1})
     async with attached(silos) as consumer:
         silos["a"].session.deliver(0, 5)
         await (await take(consumer)).ack()
-        closing = asyncio.create_task(consumer.aclose(60))  # the silo ends the call, and confirms nothing
+        await until(lambda: reports(silos["a"].session))
+        closing = asyncio.create_task(consumer.aclose(60))
+        silos["a"].session.end(error)
         await until(lambda: len(silos["a"].sessions) > 1 and reports(silos["a"].session))
         again = silos["a"].session
         assert again.opening.consumer == "c"
