@@ -217,18 +217,25 @@ class Consumer(SubscriptionHandle):
     async def _run(self) -> None:
         """Keep sessions until the consumer is closed, or refused for good."""
         try:
-            self.holdings.begin()
-            await self._router.run()
-            while not self.holdings.is_saved:  # a session was lost while closing
-                self._router = self._new_router()
-                self.holdings.begin()
-                await self._router.run()
+            await self._keep_sessions()
         except Exception as error:  # noqa: BLE001 (it is raised to those who iterate)
             self.error = error
             if self._opened.is_set():  # otherwise `subscribe` raises it
                 log.warning("%r ended: %s", self, error)
         finally:
             self._end()
+
+    async def _keep_sessions(self) -> None:
+        while True:
+            self.holdings.begin()
+            try:
+                await self._router.run()
+            except HeadraceError as error:
+                if not (self._closing and error.retryable):
+                    raise
+            if self.holdings.is_saved:
+                return
+            self._router = self._new_router()  # a session was lost while closing: attach again
 
     def _new_router(self) -> Router:
         return Router(

@@ -70,7 +70,7 @@ class HeldAccount:
         """Note why nothing can be taken or acknowledged any more. The first reason stays."""
         self.closed = self.closed or reason
 
-    # ---- what is held ----------------------------------------------------------------------------------------------
+    # ---- held events ----------------------------------------------------------------------------------------------
 
     def receive(self, batches: int, events: int, size: int) -> None:
         """Note that a silo used credit for so many batches and events, and so many bytes on the wire."""

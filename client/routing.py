@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from ..proto.v1 import consumer_pb2 as pb
@@ -112,6 +112,30 @@ class _Owner:
         return self.unreached_since is not None and now - self.unreached_since > limit_s
 
 
+class _Owners(dict[str, _Owner]):
+    """The silos that own queues, by name."""
+
+    is_known = False
+    """Whether a silo has sent the placement."""
+
+    def place(self, placement: pb.Placement, called: Collection[str], now: float) -> None:
+        """A silo has sent the owners. `called` are the silos with open sessions."""
+        self.is_known = True
+        addresses = {owner.silo: owner.address for owner in placement.owners}
+        for silo in self.keys() - addresses.keys():
+            del self[silo]
+        for silo, address in addresses.items():
+            if silo not in self or self[silo].address != address:
+                self[silo] = _Owner(silo, address, now)
+                if silo in called:
+                    self[silo].reached()
+
+    def forget(self) -> None:
+        """Forget all, because other sessions are opened."""
+        self.clear()
+        self.is_known = False
+
+
 class Router:
     """All sessions of one consumer. Between them and the user it accounts for credit, and for the owner of each queue.
 
@@ -139,7 +163,7 @@ class Router:
         self._on_reconnecting = on_reconnecting
         self._loop = asyncio.get_running_loop()
         self._links = LinkSet(user, self._opened, self._place)
-        self._owners: dict[str, _Owner] = {}
+        self._owners = _Owners()
         self._tasks: dict[Link, asyncio.Task[None]] = {}
         self._space = asyncio.Event()
         self._space.set()
@@ -147,8 +171,6 @@ class Router:
         """There is something for `run` to do."""
         self._closing = False
         self._is_over = False
-        self._is_placed = False
-        """Whether the owners of queues are known."""
         self._error: HeadraceError | None = None
         self._was_open = False
         """Whether any session was ever open."""
@@ -210,7 +232,7 @@ class Router:
     @property
     def _is_complete(self) -> bool:
         silos = {link.silo for link in self._links.open}
-        return bool(silos) and (silos == {""} or (self._is_placed and silos >= self._owners.keys()))
+        return bool(silos) and (silos == {""} or (self._owners.is_known and silos >= self._owners.keys()))
 
     async def take_back(self, timeout_s: float) -> CreditAmount:
         """Take back all credit that is not used, and return it. A silo has `timeout_s` seconds to answer. Nothing may
@@ -318,8 +340,7 @@ class Router:
         if gateway:
             self._direct_at = self._loop.time() + self._gateway_s
             self._gateway_s = min(self._gateway_s * 2, MAX_GATEWAY_S)
-        self._owners.clear()
-        self._is_placed = False
+        self._owners.forget()
         self._links.queues = 0
         self._close_by = self._loop.time() + CLOSE_S
         self._attempts = 0
@@ -337,16 +358,7 @@ class Router:
         """A silo has sent the owners."""
         if self.uses_gateway or self._close_by is not None:
             return
-        self._is_placed = True
-        addresses = {owner.silo: owner.address for owner in placement.owners}
-        for silo in self._owners.keys() - addresses.keys():
-            del self._owners[silo]
-        for silo, address in addresses.items():
-            known = self._owners.get(silo)
-            if known is None or known.address != address:
-                known = self._owners[silo] = _Owner(silo, address, self._loop.time())
-                if any(link.silo == silo for link in self._links.open):
-                    known.reached()
+        self._owners.place(placement, {link.silo for link in self._links.open}, self._loop.time())
         self._turn.set()
 
     # ---- one session -------------------------------------------------------------------------------------------------

@@ -74,12 +74,12 @@ class GroupDelivery(Delivery):
 
     @property
     def is_accepting(self) -> bool:
-        return self.group.is_accepting(self.queue)
+        return self.group.line.is_accepting(self.queue)
 
     async def wait_until_accepting(self) -> None:
         while not self.is_accepting:
-            self.group.ask_for_credit(self.queue)
-            await self.group.wait_for_member()
+            self.group.line.ask_for_credit(self.queue)
+            await self.group.line.wait_for_member()
 
     # ---- parcels are handed out ------------------------------------------------------------------------------------
 
@@ -89,9 +89,9 @@ class GroupDelivery(Delivery):
         ready, group = self._ready, self.group
         if self.over:
             return False
-        share = group.share(len(ready))
+        share = group.line.share(len(ready))
         while ready and not self._stopping:
-            member = group.next_member(self.queue)
+            member = group.line.next_member(self.queue)
             if member is None:
                 return False
             if not member.busy and not group.edge.may_send():
@@ -118,7 +118,7 @@ class GroupDelivery(Delivery):
             share -= 1
             if perf_counter() >= ends:
                 break
-        self.group.rotate(member)
+        self.group.line.rotate(member)
 
     def _hand(self, cursor: StreamCursor, member: Member, *, one: bool) -> bool:
         """Hand a member the ready events of a stream, or `one` of them, as its credit allows. Return False if it allows
@@ -126,7 +126,7 @@ class GroupDelivery(Delivery):
         parcel, frames = Parcel(self, cursor, member), list[bytes]()
         batch = cursor.batch
         assert batch is not None
-        most = self.group.parcel_events() if member.concurrent else MAX_CREDIT
+        most = self.group.sizes.next_events() if member.concurrent else MAX_CREDIT
         try:
             added = self._add_first(parcel, frames, batch, most, one=one)
         except InvalidArgument as error:
@@ -134,7 +134,7 @@ class GroupDelivery(Delivery):
             return True
         if not added:
             self._ready.appendleft(cursor)
-            self.group.pass_over(member)
+            self.group.line.pass_over(member)
             return False
         # Later batches follow only a whole batch: a part ends because the credit does.
         if (
@@ -155,7 +155,7 @@ class GroupDelivery(Delivery):
             return False
         size = min(batch.nbytes + FRAME_BYTES, member.credit_bytes)
         if not member.account.fits(size):
-            self.group.wait_for_space(member, size)
+            self.group.line.wait_for_space(member, size)
             return False
         if (
             one
@@ -368,7 +368,7 @@ class GroupDelivery(Delivery):
     def _complete(self, parcel: Parcel, piece: Piece) -> None:
         """All pieces are done: go on with the stream, or with the failure."""
         cursor, failure = parcel.cursor, parcel.failure
-        self.group.note_duration(self._loop.time() - parcel.handed_at, parcel.count)
+        self.group.sizes.note_duration(self._loop.time() - parcel.handed_at, parcel.count)
         self._end(parcel)
         if failure is not None:
             assert parcel.failing is not None
@@ -503,7 +503,7 @@ class GroupDelivery(Delivery):
         parcel.cursor.parcel = None
         del self.parcels[parcel]
         self._in_flight -= 1
-        self.group.available(member)
+        self.group.line.add(member)
         if not self.parcels:
             self.group.drained(self.queue)
             self.waiters.notify()
@@ -545,20 +545,20 @@ class GroupDelivery(Delivery):
         finally:
             self._redriving.discard(outcome)
             del member.redriven[key]
-            self.group.available(member)
-            self.group.notify_waiters()
+            self.group.line.add(member)
+            self.group.line.notify_waiters()
 
     async def _next_member(self, key: tuple[int, int, int], size: int) -> Member:
         """Wait for a member that has credit, and holds no event for which the dead letter could be mistaken."""
         while not self._stopping:
-            for member in self.group.candidates(self.queue):
+            for member in self.group.line.candidates(self.queue):
                 if key in member.redriven or key[:2] in member.in_flight:
                     continue
                 if size > member.credit_bytes:
-                    self.group.needs(member, size)
+                    self.group.line.need(member, size)
                 elif member.account.fits(size):
                     return member
-            await self.group.wait_for_member()
+            await self.group.line.wait_for_member()
         raise Closed(f"subscription {self.name!r} stopped before dead letters were delivered once more")
 
     # ---- the end ---------------------------------------------------------------------------------------------------
@@ -570,6 +570,11 @@ class GroupDelivery(Delivery):
         if self._stopping or feed is None or not feed.caught_up:
             return False
         return all(cursor.state is State.PAUSED for cursor in self.progress.cursors.values())
+
+    @property
+    def fence(self) -> tuple[int, int]:
+        """The epoch and generation that reports about its events must have."""
+        return self.queue_epoch, self.generation
 
     @property
     def state(self) -> QueueState:
@@ -584,7 +589,7 @@ class GroupDelivery(Delivery):
         if drain_s > 0:
             self.group.tell_status(self)
         self.group.edge.forget(self._actor)
-        self.group.notify_waiters()
+        self.group.line.notify_waiters()
         try:
             async with asyncio.timeout(drain_s):
                 while self._giving_up or any(parcel.member.attached for parcel in self.parcels):

@@ -9,7 +9,10 @@ from headrace import EventBatch, HeadraceError, StreamId, Unavailable
 from headrace.client.routing import SERVED, Link, QueueStatus, SessionCalls
 from headrace.client.transport import StreamCall
 from headrace.proto.v1 import consumer_pb2 as pb
+from headrace.proto.v1.subscriptions_pb2 import SubscriptionDefinition
 from headrace.streams.frames import Delivered, frame
+
+DEFINITION = SubscriptionDefinition(name="s", selector="s/*")
 
 
 class FakeSession(StreamCall):
@@ -118,6 +121,7 @@ class FakeSilo:
             session.end(self.error)
             return
         response = pb.SubscribeResponse(opened=pb.Opened(consumer="c", silo=self.name, heartbeat_ms=1000))
+        response.opened.definition.CopyFrom(DEFINITION)
         if session.opening.direct:
             response.placement.CopyFrom(self._silos.placement())
         session.say(response)

@@ -72,6 +72,13 @@ async def clustered(config: SiloConfig, count: int) -> AsyncGenerator[Silos]:
 
 
 def _numbered(config: SiloConfig, number: int) -> SiloConfig:
-    times = ClusterConfig(name=f"silo-{number}", period_s=0.1, lease_s=5, dead_after_s=2, maturity_s=0.2)
+    times = ClusterConfig(
+        name=f"silo-{number}",
+        period_s=0.1,
+        lease_s=5,
+        dead_after_s=2,
+        maturity_s=0.2,
+        public_address=None if config.cluster is None else config.cluster.public_address,
+    )
     grpc = config.grpc if not number else msgspec.structs.replace(config.grpc, port=0)
     return msgspec.structs.replace(config, cluster=times, grpc=grpc)

@@ -3,7 +3,8 @@
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from headrace.client.consumer import Consumer
 from headrace.client.native import NativeTransport
 from headrace.proto.v1 import consumer_pb2 as pb
 from headrace.server.config import GrpcConfig
-from headrace.silo.config import ProviderConfig, SiloConfig
+from headrace.silo.config import ClusterConfig, ProviderConfig, SiloConfig
 from headrace.silo.host import Silo
 from headrace.streams.background import end, ticks
 from headrace.streams.errors import Fenced, HeadraceError
@@ -38,12 +39,13 @@ def direct(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
 
 
 @asynccontextmanager
-async def cluster(tmp_path: Path, count: int = 2) -> AsyncGenerator[Silos]:
+async def cluster(tmp_path: Path, count: int = 2, public_address: str | None = None) -> AsyncGenerator[Silos]:
     config = SiloConfig(
         data=str(tmp_path / "data"),
         drain_s=5.0,
         grpc=GrpcConfig(port=0),
         providers={"default": ProviderConfig(queues=QUEUES)},
+        cluster=ClusterConfig(public_address=public_address),
     )
     async with clustered(config, count) as silos:
         yield silos
@@ -141,6 +143,50 @@ async def test_a_consumer_gets_the_events_of_all_silos_in_order(silos: Silos):
         await publish(client, [5])
         await taker.has(STREAMS)
         assert dict(taker.got) == dict.fromkeys(streams(), counted([5]))
+
+
+@pytest.mark.parametrize("direct", [True], indirect=True)
+async def test_owners_that_clients_cannot_reach_are_served_through_a_gateway(tmp_path: Path):
+    async with cluster(tmp_path, 2, public_address="127.0.0.1:1") as silos, client_of(silos[0]) as client:
+        async with client.subscribe("s", "n/*") as consumer, taking(consumer) as (taker,):
+            publishing = asyncio.create_task(publish(client, range(5)))
+            await taker.has(5 * STREAMS)
+            await publishing
+            assert dict(taker.got) == dict.fromkeys(streams(), counted(range(5)))
+            assert set(taker.queues) >= {queues(silos[0])[0], queues(silos[1])[0]}
+            await consumer.saved()
+
+
+@asynccontextmanager
+async def load_balancer(silos: Silos) -> AsyncGenerator[str]:
+    """Yield one address for all silos: each connection goes to the next one."""
+    targets = cycle([silo.grpc_address or "" for silo in silos])
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = next(targets).rpartition(":")
+        there = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(forward(reader, there[1]), forward(there[0], writer))
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    async with server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@both_ways
+async def test_a_client_that_knows_only_a_load_balancer_gets_the_events_of_all_silos(silos: Silos):
+    async with load_balancer(silos) as address, Client(address) as client, Client(address) as other:
+        for each in (client, other):
+            async with each.subscribe("s", "n/*") as consumer, taking(consumer) as (taker,):
+                await publish(client, range(3))
+                await taker.has(3 * STREAMS)
+                assert dict(taker.got) == dict.fromkeys(streams(), counted(range(3)))
 
 
 @both_ways

@@ -205,7 +205,7 @@ async def test_a_delivery_that_is_stopped_has_no_turn_any_more() -> None:
         circle.publish("a", "0")
         await circle.stop()
         circle.publish("b", "1")
-        circle.group.available(consumer.member)
+        circle.group.line.add(consumer.member)
         await circle.rest()
         assert "1" not in consumer.waiting
 

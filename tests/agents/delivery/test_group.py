@@ -12,8 +12,8 @@ import pytest
 from headrace import Closed, Event, EventBatch, Fenced, OnFailure, RetryPolicy, SequenceToken, StorageError, Unavailable
 from headrace.agents import Events
 from headrace.agents.cursor import State
+from headrace.agents.delivery.assignment import DRAIN_S
 from headrace.agents.delivery.confirmations import Confirmed
-from headrace.agents.delivery.group import DRAIN_S
 from headrace.agents.delivery.group_delivery import PARCEL_BYTES, PARCEL_EVENTS
 from headrace.agents.delivery.member import OUTBOX_BYTES
 from headrace.agents.delivery.progress import FULL_S, MAX_RANGES
@@ -945,7 +945,7 @@ async def test_who_comes_and_goes_leaves_nothing_behind() -> None:
         one = circle.consumer("one")
         one.disconnect()
         one.connect()
-        assert len(circle.group._line) == 1
+        assert len(circle.group.line) == 1
         assert not circle.edge._sending
 
 
