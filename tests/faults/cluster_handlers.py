@@ -37,9 +37,11 @@ async def save_checkpoints(
     provider: str,
     progress: Sequence[tuple[str, int, Mapping[int, Checkpoint]]],
     leases: Mapping[int, int] | None = None,
+    *,
+    revision: int = 0,
 ) -> RefusedProgress:
     notes, began = [note for name, _, done in progress for note in _noted(name, done, leases or {})], now_ns()
-    refused = await _save(self, provider, progress, leases)
+    refused = await _save(self, provider, progress, leases, revision=revision)
     taken = [note for note in notes if note.subscription not in refused.subscriptions]
     ended = now_ns()
     _notebook.write(
