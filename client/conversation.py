@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ..proto.v1 import consumer_pb2 as pb
+from ..streams.errors import HeadraceError
 from ..streams.frames import BATCH_TAG, BATCHES, Delivered, element_frame, elements, split
 from .management import parsed
 from .transport import StreamCall
@@ -57,6 +58,8 @@ class Conversation:
         """Whether something was sent since the last beat."""
         self._heartbeat_due = False
         self._silent = False
+        self._bug: BaseException | None = None
+        """A bug of the user ended the sending."""
         self._timer = self._loop.call_later(OPEN_S, self._give_up)
 
     @property
@@ -80,6 +83,7 @@ class Conversation:
     async def run(self, first: pb.SubscribeRequest) -> None:
         """Converse until the silo ends the call in order. Raise the HeadraceError that ended it otherwise."""
         sending = self._loop.create_task(self._send(first), name="headrace consumer sends")
+        sending.add_done_callback(self._end_sending)
         try:
             await self._receive()
             if self._closing:
@@ -91,6 +95,8 @@ class Conversation:
             await asyncio.gather(sending, return_exceptions=True)
             if self._silent:
                 await self._call.abandon()
+            if self._bug is not None:
+                raise self._bug
 
     # ---- sending ---------------------------------------------------------------------------------------------------
 
@@ -104,6 +110,12 @@ class Conversation:
         await self._send_waiting()
         await self._call.send(pb.SubscribeRequest(close=True).SerializeToString())
         await self._call.done_sending()
+
+    def _end_sending(self, sending: asyncio.Task[None]) -> None:
+        error = None if sending.cancelled() else sending.exception()
+        if error is not None and not isinstance(error, HeadraceError):
+            self._bug = error
+            self._call.cancel()
 
     async def _send_waiting(self) -> None:
         while (request := self._user.next_request()) is not None:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from ..agents import SendAccount, SendBudget
 from ..client.conversation import METHOD
-from ..client.routing import ATTACH_S, DRAINING, Link, LinkUser, QueueStatus, Router, SessionCalls
+from ..client.routing import ATTACH_S, DRAINING, SERVED, Link, LinkUser, QueueStatus, Router, SessionCalls
 from ..client.transport import StreamCall
 from ..proto.v1 import consumer_pb2 as pb
 from ..server.guard import Call, parsed
@@ -411,15 +411,22 @@ class GatewaySession(LinkUser):
         """When this silo stops, deliver nothing more, wait for the events in flight, and end all sessions in order."""
         await self._call.closing.wait()
         self._stopping = True
-        draining = [
-            pb.QueueStatus(**status._replace(state=DRAINING)._asdict())
-            for link in self._router.links
-            for status in link.queues.values()
-        ]
-        self._add(pb.SubscribeResponse(closing=pb.Closing(reason=STOPS), queues=draining))
-        await self._router.take_back(RETURN_S)
-        while self._outbox or self._router.progress().in_flight_events:
-            await asyncio.sleep(DRAIN_CHECK_S)
+        self._add(pb.SubscribeResponse(closing=pb.Closing(reason=STOPS)))
+        drained: set[tuple[int, int]] = set()
+        """Queues with their epochs that the consumer knows to be draining."""
+        while True:
             await self._router.take_back(RETURN_S)
+            for link in self._router.links:
+                if not link.is_reclaiming:  # otherwise batches may be on the way
+                    self._drain_queues(link, drained)
+            if not (self._outbox or self._router.progress().in_flight_events):
+                break
+            await asyncio.sleep(DRAIN_CHECK_S)
         self._router.close()
         await asyncio.wait([routing])
+
+    def _drain_queues(self, link: Link, drained: set[tuple[int, int]]) -> None:
+        for status in link.queues.values():
+            if status.state == SERVED and (status.queue, status.epoch) not in drained:
+                drained.add((status.queue, status.epoch))
+                self.changed(link, status._replace(state=DRAINING))

@@ -48,7 +48,7 @@ class FakeSession(StreamCall):
         elif not self.silo.is_silent:
             self.responses.put_nowait(b"")
         if request.reclaim:
-            returned = pb.Credit(events=self.credit_events, bytes=self.credit_bytes)
+            returned = pb.Credit(events=max(self.credit_events, 0), bytes=max(self.credit_bytes, 0))
             self.credit_events = self.credit_bytes = 0
             self.say(pb.SubscribeResponse(returned=returned, progress=pb.Progress()))
         if request.close:

@@ -397,3 +397,14 @@ async def test_a_silo_that_is_silent_is_given_up():
         await made.serving("a")
         silos["a"].is_silent = True
         await made.until(lambda: len(silos["a"].sessions) > 1)
+
+
+@virtual_time
+async def test_a_bug_of_the_user_ends_the_router():
+    silos = FakeSilos(a={0: 1})
+    async with routed(silos) as made:
+        await made.serving("a")
+        made.user.reports["a"] = ["no request"]  # type: ignore[list-item]
+        made.router.links[0].wake()
+        with pytest.raises(HeadraceError, match="no attribute 'SerializeToString'"):
+            await made.task
