@@ -54,13 +54,13 @@ class Calls:
         return getattr(self._store, name)
 
     async def save_checkpoints(
-        self, provider: str, progress: Any, leases: Mapping[int, int] | None = None
+        self, provider: str, progress: Any, leases: Mapping[int, int] | None = None, *, revision: int = 0
     ) -> RefusedProgress:
         leases = leases and dict(leases)
         if self.holding is not None:
             self.held.set()
             await self.holding.wait()
-        return await self.__getattr__("save_checkpoints")(provider, progress, leases)
+        return await self.__getattr__("save_checkpoints")(provider, progress, leases, revision=revision)
 
 
 class Tenant:

@@ -421,7 +421,7 @@ async def test_agents_that_were_stopped_while_nothing_could_be_stored_start_agai
         await rest()
         with monkeypatch.context() as patch:
 
-            async def fails(*_: object) -> list[str]:
+            async def fails(*_: object, **_options: object) -> list[str]:
                 raise StorageError("no")
 
             patch.setattr(built.store, "save_checkpoints", fails)
