@@ -108,9 +108,9 @@ checkpoints = Table(
     Column("watermark", BigInteger, nullable=False),
     Column("behind", Text, nullable=False),
     Column("epoch", BigInteger, nullable=False),
+    _checksum_column(),
     Column("lease_epoch", BigInteger, nullable=False, server_default=text("0")),
     Column("revision", BigInteger, nullable=False, server_default=text("0")),
-    _checksum_column(),
 )
 """`behind` is JSON: [[namespace, key, offset, index, paused, [[offset, first index, end index], …]], …]. The inner
 ranges are events done out of order, and may be missing. The row was written under `epoch` of the subscription and
