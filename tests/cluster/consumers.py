@@ -10,6 +10,7 @@ from headrace import HeadraceError, SubscriptionDefinition
 from headrace.client.consumer import Consumer
 from headrace.client.management import Management
 from headrace.client.plan import plan_of
+from headrace.client.queue_holdings import QueueHoldings
 from headrace.client.received import TAKEN, ReceivedBatch
 from headrace.client.transport import StreamCall, Transport
 from headrace.server.access import EVERYTHING
@@ -25,8 +26,8 @@ TIMEOUT_S = 5.0
 """The session timeout."""
 AGAIN_S = 0.5
 """Pause after the silos refused the consumer."""
-Position = tuple[int, int, int]
-"""Queue, offset and index of an event."""
+Position = tuple[int, int, int, int]
+"""Generation, queue, offset and index of an event."""
 
 
 class SimulatedTransport(Transport):
@@ -115,16 +116,16 @@ class ConsumerProcess:
 
     async def _take(self, consumer: Consumer, batch: ReceivedBatch) -> None:
         """Process a batch, at once or while the next ones are taken."""
+        generation = _generation(batch)
         if not self.machine.gone:
-            self.world.model.hands_out(self.stored_as, batch.queue, batch.offset, batch.indexes, self)
+            self.world.model.hands_out(self.stored_as, batch.queue, batch.offset, batch.indexes, self, generation)
         if self.world.rng.random() < 0.2:
-            asyncio.create_task(self._process(consumer, batch), name=f"{self.name} processes").add_done_callback(
-                _look_at
-            )
+            processing = asyncio.create_task(self._process(consumer, batch, generation), name=f"{self.name} processes")
+            processing.add_done_callback(_look_at)
         else:
-            await self._process(consumer, batch)
+            await self._process(consumer, batch, generation)
 
-    async def _process(self, consumer: Consumer, batch: ReceivedBatch) -> None:
+    async def _process(self, consumer: Consumer, batch: ReceivedBatch, generation: int) -> None:
         rng = self.world.rng
         await asyncio.sleep(self._pace_s * rng.random())
         if batch.state != TAKEN:
@@ -133,7 +134,7 @@ class ConsumerProcess:
         if rng.random() < 0.03:
             at = rng.randrange(batch.count)
             for place in range(at):
-                self._finish(batch, (batch.indexes[place],))
+                self._finish(batch, (batch.indexes[place],), generation)
                 await batch.ack(events[place])
             self.world.model.gives_back(self.stored_as, batch.queue, batch.offset, batch.indexes[at], self)
             await batch.nack("on purpose", event=events[at], delay=timedelta(seconds=rng.choice((0.0, 0.3))))
@@ -142,21 +143,21 @@ class ConsumerProcess:
                 await asyncio.sleep(self._pace_s * rng.random() / batch.count)
                 if batch.state != TAKEN:
                     return
-                self._finish(batch, (batch.indexes[place],))
+                self._finish(batch, (batch.indexes[place],), generation)
                 await batch.ack(events[place])
         else:
-            self._finish(batch, batch.indexes)
+            self._finish(batch, batch.indexes, generation)
             await batch.ack()
         if rng.random() < 0.2 and (self._asking is None or self._asking.done()):
             self._asking = asyncio.create_task(self._ask(consumer), name=f"{self.name} asks what is saved")
             self._asking.add_done_callback(_look_at)
 
-    def _finish(self, batch: ReceivedBatch, indexes: Iterable[int]) -> None:
+    def _finish(self, batch: ReceivedBatch, indexes: Iterable[int], generation: int) -> None:
         """The consumer has processed these events, and acknowledges them now."""
         if not self.machine.gone:
             indexes = list(indexes)
-            self.world.model.finishes(self.stored_as, batch.queue, batch.offset, indexes, self)
-            self._acknowledged += [(batch.queue, batch.offset, index) for index in indexes]
+            self.world.model.finishes(self.stored_as, batch.queue, batch.offset, indexes, self, generation)
+            self._acknowledged += [(generation, batch.queue, batch.offset, index) for index in indexes]
 
     async def _ask(self, consumer: Consumer) -> None:
         """Whatever is confirmed as saved is stored."""
@@ -167,6 +168,12 @@ class ConsumerProcess:
             return
         if not self.machine.gone:
             self.world.model.check_saved(self.stored_as, acknowledged, self.name)
+
+
+def _generation(batch: ReceivedBatch) -> int:
+    """The generation of the subscription under which the batch was delivered."""
+    assert isinstance(batch.holder, QueueHoldings)
+    return batch.holder.generation or 0
 
 
 def _look_at(task: asyncio.Task[None]) -> None:

@@ -62,6 +62,8 @@ class Model:
         self.progress: dict[tuple[str, StreamId], Progress] = {}
         self.first: dict[str, Mapping[StreamId, int]] = {}
         """By subscription: how much of each stream was there before it."""
+        self.generations = Counter[str]()
+        """Number of seeks, by subscription."""
         self.epochs: dict[int, int] = {}
         self.stored: dict[tuple[str, int], Checkpoint] = {}
         self.again = 0
@@ -88,8 +90,24 @@ class Model:
             self._problem(f"{who} serves queue {queue} under epoch {epoch}, after epoch {self.epochs[queue]}")
         self.epochs[queue] = max(epoch, self.epochs.get(queue, 0))
 
-    def hands_out(self, subscription: str, queue: int, offset: int, indexes: Iterable[int], who: Any) -> None:
-        """A handler or a consumer gets events."""
+    def seeks(self, subscription: str, positions: Mapping[int, Checkpoint]) -> None:
+        """The position was moved: everything from it on comes again, and nothing before it."""
+        self.generations[subscription] += 1
+        self.first[subscription] = Counter[StreamId]()
+        for (queue, offset), (stream, first, events) in self.events.items():
+            if offset < positions[queue].next_offset:
+                self.first[subscription][stream] = max(self.first[subscription][stream], first + events)
+        for key in [key for key in self.progress if key[0] == subscription]:
+            del self.progress[key]
+        for queue, position in positions.items():
+            self.stored[subscription, queue] = position
+
+    def hands_out(
+        self, subscription: str, queue: int, offset: int, indexes: Iterable[int], who: Any, generation: int = 0
+    ) -> None:
+        """A handler or a consumer gets events of a generation."""
+        if generation < self.generations[subscription]:
+            return
         stream, first, _ = self.events[queue, offset]
         progress = self.of(subscription, stream)
         where = f"{subscription}: {who.name} gets {stream} at {queue}/{offset}"
@@ -115,7 +133,11 @@ class Model:
             return offset < stored.next_offset
         return (offset, index) < behind.token or any(at == offset and a <= index < b for at, a, b in behind.done)
 
-    def finishes(self, subscription: str, queue: int, offset: int, indexes: Iterable[int], who: object) -> None:
+    def finishes(
+        self, subscription: str, queue: int, offset: int, indexes: Iterable[int], who: object, generation: int = 0
+    ) -> None:
+        if generation < self.generations[subscription]:
+            return
         stream, first, _ = self.events[queue, offset]
         progress = self.of(subscription, stream)
         for number in [first + index for index in indexes]:
@@ -123,17 +145,19 @@ class Model:
                 self.again += 1
 
     def gives_back(self, subscription: str, queue: int, offset: int, index: int, who: object) -> None:
-        """The event was rejected: it and all later events of its stream are in these hands no longer."""
+        """The event was rejected: neither it nor any later event of its stream is in these hands any longer."""
         stream, first, _ = self.events[queue, offset]
         hands = self.of(subscription, stream).hands
         for number in [number for number, holder in hands.items() if holder is who and number >= first + index]:
             del hands[number]
 
-    def check_saved(self, subscription: str, events: Iterable[tuple[int, int, int]], who: str) -> None:
-        """These events were confirmed as saved."""
-        for queue, offset, index in events:
+    def check_saved(self, subscription: str, events: Iterable[tuple[int, int, int, int]], who: str) -> None:
+        """These events (generation, queue, offset, index) were confirmed as saved."""
+        for generation, queue, offset, index in events:
             stream = self.events[queue, offset][0]
-            if not self.is_stored(subscription, stream, queue, offset, index):
+            if generation == self.generations[subscription] and not self.is_stored(
+                subscription, stream, queue, offset, index
+            ):
                 self._problem(f"{subscription}: {who} was told that {stream} at {queue}/{offset}/{index} is saved")
                 return
 

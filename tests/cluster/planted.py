@@ -4,13 +4,16 @@
 import asyncio
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
-from headrace import SequenceToken
-from headrace.agents import Delivery, PullingManager
+from headrace import SequenceToken, StorageError
+from headrace.agents import Delivery, Group, PullingManager
+from headrace.agents.checkpointer import Checkpointer
 from headrace.agents.cursor import State, StreamCursor
+from headrace.agents.delivery.confirmations import Mark, QueueReports
+from headrace.agents.delivery.group_delivery import GroupDelivery
 from headrace.agents.delivery.progress import DeliveryProgress
 from headrace.agents.queue_host import QueueHost
 from headrace.balancer.held_leases import HeldLease, HeldLeases
@@ -20,6 +23,9 @@ from headrace.balancer.sightings import Sightings
 from headrace.streams.cluster import ClusterView, Lease, SiloRecord
 from headrace.streams.subscriptions import Checkpoint
 from tests.cluster.memory_store import MemoryClusterStore
+
+OLDER_EPOCHS = 5
+"""Epochs of leases are not consecutive: so many before the present one are accepted."""
 
 
 def no_fencing(stack: ExitStack) -> None:
@@ -219,6 +225,61 @@ def death_by_the_clock_of_the_store(stack: ExitStack) -> None:
     stack.enter_context(patch.object(Sightings, "timed", timed_by_store))
 
 
+def moves_that_do_not_wait(stack: ExitStack) -> None:
+    """A planned move does not wait for consumers' acknowledgements."""
+    stop = GroupDelivery.stop
+
+    async def stop_at_once(delivery: GroupDelivery, drain_s: float) -> None:
+        await stop(delivery, 0.0)
+
+    stack.enter_context(patch.object(GroupDelivery, "stop", stop_at_once))
+
+
+def release_after_a_failed_save(stack: ExitStack) -> None:
+    """A queue is given back although its last progress could not be stored."""
+    save = Checkpointer.save_stopped
+
+    async def save_or_not(checkpointer: Checkpointer, done: Any) -> None:
+        with suppress(StorageError):
+            await save(checkpointer, done)
+
+    stack.enter_context(patch.object(Checkpointer, "save_stopped", save_or_not))
+
+
+def reports_of_an_older_epoch_count(stack: ExitStack) -> None:
+    """The epoch before the present one is accepted in reports."""
+    is_current = Group.is_current
+
+    def is_nearly_current(group: Group, queue: int, epoch: int, generation: int) -> bool:
+        later = range(epoch, epoch + 1 + OLDER_EPOCHS)
+        return any(is_current(group, queue, each, generation) for each in later)
+
+    stack.enter_context(patch.object(Group, "is_current", is_nearly_current))
+
+
+def reports_of_an_older_generation_count(stack: ExitStack) -> None:
+    """The generation before the present one is accepted in reports."""
+    is_current = Group.is_current
+
+    def is_nearly_current(group: Group, queue: int, epoch: int, generation: int) -> bool:
+        return any(is_current(group, queue, epoch, each) for each in (generation, generation + 1))
+
+    stack.enter_context(patch.object(Group, "is_current", is_nearly_current))
+
+
+def saved_before_the_store_has_it(stack: ExitStack) -> None:
+    """Reports are confirmed when the progress is read, before it is stored."""
+    mark = QueueReports.mark
+
+    def mark_and_confirm(reports: QueueReports, progress: DeliveryProgress) -> list[Mark]:
+        marks = mark(reports, progress)
+        for each in marks:
+            each.confirm()
+        return marks
+
+    stack.enter_context(patch.object(QueueReports, "mark", mark_and_confirm))
+
+
 BUGS: Mapping[str, Callable[[ExitStack], None]] = {
     "no fencing": no_fencing,
     "release before drain": release_before_drain,
@@ -231,6 +292,11 @@ BUGS: Mapping[str, Callable[[ExitStack], None]] = {
     "lease by the clock of the store": lease_by_the_clock_of_the_store,
     "taken unseen": taken_unseen,
     "death by the clock of the store": death_by_the_clock_of_the_store,
+    "moves that do not wait": moves_that_do_not_wait,
+    "release after a failed save": release_after_a_failed_save,
+    "reports of an older epoch count": reports_of_an_older_epoch_count,
+    "reports of an older generation count": reports_of_an_older_generation_count,
+    "saved before the store has it": saved_before_the_store_has_it,
 }
 
 

@@ -29,6 +29,7 @@ import pytest
 from headrace import (
     Event,
     EventBatch,
+    HeadraceError,
     RetryPolicy,
     Selector,
     Start,
@@ -69,7 +70,9 @@ from tests.cluster.network import Line, Weather
 PATIENT = RetryPolicy(max_attempts=1_000_000, max_elapsed_s=1e9, initial_delay_s=0.05, max_delay_s=0.5)
 HASTY = RetryPolicy(max_attempts=2, max_elapsed_s=1e9, initial_delay_s=0.05, max_delay_s=0.5)
 LIMITS = CacheLimits(max_events=1000, max_bytes=1 << 20)
-KINDS = ("planned", "drains", "clocks", "outages", "crashes", "pauses", "network", "answers", "everything")
+KINDS = (
+    "planned", "moves", "seeks", "drains", "clocks", "outages", "crashes", "pauses", "network", "answers", "everything",
+)  # fmt: skip
 REAL_STORE = 50
 """One of this many seeds runs on the real control store."""
 CLOSE_S = 10.0
@@ -94,11 +97,22 @@ class SeededService(HandlerService):
 
 
 class SeededGroup(Group):
+    """Tells the world which reports of consumers count."""
+
     rng = random.Random()
+    """Of the present simulation."""
+    problem: Callable[[str], None]
     """Of the present simulation."""
 
     def deliver(self, *args: Any, **options: Any) -> Delivery:
         return super().deliver(*args, rng=self.rng, **options)
+
+    def is_current(self, queue: int, epoch: int, generation: int) -> bool:
+        delivery = self.deliveries.get(queue)
+        current = super().is_current(queue, epoch, generation)
+        if current and (delivery is None or (delivery.queue_epoch, delivery.generation) != (epoch, generation)):
+            SeededGroup.problem(f"{self.definition.name}: a report of queue {queue}, epoch {epoch}, counts later")
+        return current
 
 
 class SeededManager(PullingManager):
@@ -161,6 +175,11 @@ class WatchedStore:
                 for queue in positions.keys() - refused.queues:
                     self._model.stores(name, queue, written[queue])
         return refused
+
+    async def seek(self, provider: str, name: str, positions: Mapping[int, Checkpoint], reason: str) -> int:
+        epoch: int = await self._store.seek(provider, name, positions, reason)
+        self._model.seeks(name, positions)
+        return epoch
 
 
 class SimulatedHost(SubscriptionHost):
@@ -414,14 +433,14 @@ class World:
         self.unsaved_s = 0.0
         """The longest time between an event being done and the next loss, of those that came again."""
         self.model = Model(self.problem, lambda: self.now, self._comes_again)
-        SeededGroup.rng = rng
+        SeededGroup.rng, SeededGroup.problem = rng, self.problem
 
     async def open(self) -> None:
         rng, kind = self.rng, self.kind
         self.queues = rng.choice((1, 3, 6))
         period = rng.choice((0.5, 1.0))
         balancer: Balancer = rng.choice((lease_count, ring, average))
-        leases = (6, 15) if kind in ("outages", "answers") else (3, 6, 15)
+        leases = (6, 15) if kind in ("outages", "moves", "answers") else (3, 6, 15)
         self.options = ClusterOptions(
             period_s=period, lease_s=rng.choice(leases) * period, dead_after_s=rng.choice((2, 5)) * period,
             maturity_s=rng.choice((0.0, 3.0, 30.0)), drain_s=5.0, balancer=balancer,
@@ -431,7 +450,7 @@ class World:
             self.weather.slow = rng.choice((0.0, 0.05, 0.2))
         if kind in ("network", "everything"):
             self.weather.loss = rng.choice((0.0, 0.02, 0.2))
-        if kind == "outages":
+        if kind in ("outages", "moves"):
             self.weather.timeout_s = 0.2 * period
             self.weather.latency_s = min(self.weather.latency_s, 0.05)
         self.shelf = Shelf(self.queues, rng)
@@ -487,7 +506,7 @@ class World:
     def _comes_again(self, what: str, did: Did) -> None:
         """If processes were only killed, and connections lost, that was soon after the event was done: otherwise it was
         saved."""
-        if self.kind not in ("planned", "crashes"):
+        if self.kind not in ("planned", "moves", "crashes"):
             return
         gaps_s = [max(0.0, at - did.at) for at in self.losses if at >= did.handed_at]
         if not gaps_s:
@@ -656,6 +675,8 @@ class Life:
             pass  # two that follow one another are a long one
         elif what in ("vanish", "break"):
             self._consumers(what)
+        elif what == "seek":
+            self._seek(world.silos[name])
         else:
             self._under_way.append(asyncio.create_task(self._passes(what, world.silos[name]), name=f"{what} {name}"))
 
@@ -674,6 +695,21 @@ class Life:
         what = "undrain" if silo.drained else "drain"
         self.world.note(f"{what} {silo.name}")
         silo.change(silo.undrain if silo.drained else silo.drain)
+
+    def _seek(self, silo: Silo) -> None:
+        """Move a subscription with remote consumers."""
+        world = self.world
+        found = [one.name for one in world.definitions if one.name in world.grouped and one.mode is not Mode.BROADCAST]
+        if not found or not silo.up:
+            return
+        name, start = self.rng.choice(found), self.rng.choice(("earliest", "earliest", "latest"))
+
+        async def seek() -> None:
+            with suppress(HeadraceError):  # it may be carried out all the same
+                await silo.host.seek(name, start)
+
+        world.note(f"{silo.name} moves {name} to {start}")
+        silo.machine.run(seek(), "seek")
 
     def _consumers(self, what: str) -> None:
         world = self.world
@@ -762,9 +798,9 @@ class Life:
         if not world.problems and (what := world.unsettled()):
             world.problem(f"at rest {what}")
         unharmed = all(silo.killed_at is None for silo in world.ever)
-        if unharmed and world.kind == "planned" and world.model.again:
+        if unharmed and world.kind in ("planned", "moves") and world.model.again:
             world.problem(f"{world.model.again} events came twice, and all moves were planned")
-        if unharmed and world.kind in ("planned", "outages") and world.cuts:
+        if unharmed and world.kind in ("planned", "moves", "outages") and world.cuts:
             world.problem(f"{world.cuts} queues were lost for no reason")
         await self._look_at_dead_letters()
 
@@ -792,6 +828,8 @@ class Life:
 
 _HAPPENINGS: dict[str, Sequence[str]] = {
     "planned": ("start", "leave", "wall clock"),
+    "moves": ("start", "leave", "leave", "drain", "short outage", "short outage"),
+    "seeks": ("start", "leave", "kill", "seek", "seek", "seek", "break"),
     "drains": ("start", "drain", "drain", "drain", "outage", "outage"),
     "clocks": ("start", "leave", "kill", "pause", "cut off", "store clock", "store clock", "store clock"),
     "outages": ("short outage", "short outage", "wall clock"),
