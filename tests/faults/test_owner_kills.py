@@ -101,6 +101,7 @@ async def test_a_client_is_not_told_that_lost_acknowledgements_are_saved(
             await only.ack()
 
 
+@pytest.mark.slow
 @over("sqlite")
 async def test_a_gateway_confirms_nothing_for_an_owner_that_died(
     tmp_path: Path, store: str | None, rng: random.Random
