@@ -12,7 +12,7 @@ from ..streams.errors import Closed, HeadraceError
 from ..streams.events import Event
 from ..streams.failure_log import described
 from ..streams.subscriptions import DeadLetter
-from .delivery.group_delivery import Rejected
+from .delivery.group_redrives import Rejected
 from .failure_recorder import now_us
 from .host_state import HostState
 from .progress_store import ProgressStore

@@ -67,8 +67,8 @@ class Group(GroupQueues):
         delivery = GroupDelivery(definition, queue, checkpoint, self, sink, **options)
         before, self.deliveries[queue] = self.deliveries.get(queue), delivery
         if before is not None and before.fence == delivery.fence:
-            self._tell_all(before, QueueState.ENDED)  # its events in flight come again, under the same epoch
-        self.tell_status(delivery)
+            self.tell_status(before, QueueState.ENDED)  # its events in flight come again, under the same epoch
+        self.tell_status(delivery, delivery.state)
         if not self._assigning:
             self._assigning = True
             self._loop.call_soon(self._assign)
@@ -80,8 +80,8 @@ class Group(GroupQueues):
         if self._assignment is not None:
             self._assignment.forget(queue)
         if delivery is not None:
-            self._tell_all(delivery, QueueState.ENDED)
-            self._tell_assignment()
+            self.tell_status(delivery, QueueState.ENDED)
+            self._assigned([])
 
     def gap(self, record: GapRecord) -> None:
         for member in self.members.values():
@@ -107,12 +107,8 @@ class Group(GroupQueues):
         delivery = self.deliveries.get(queue)
         return None if delivery is None else (*delivery.fence, self._is_assigned(member, queue))
 
-    def tell_status(self, delivery: GroupDelivery) -> None:
-        """The status of a queue changed: tell all members."""
-        if self.deliveries.get(delivery.queue) is delivery:
-            self._tell_all(delivery, delivery.state)
-
-    def _tell_all(self, delivery: GroupDelivery, state: QueueState) -> None:
+    def tell_status(self, delivery: GroupDelivery, state: QueueState) -> None:
+        """Tell all members the status of a queue."""
         for member in self.members.values():
             self._tell(member, delivery, state)
 
@@ -141,16 +137,12 @@ class Group(GroupQueues):
             self._assigned([queue])
 
     def _assigned(self, queues: Sequence[int]) -> None:
-        """These queues have another owner."""
-        for queue in queues:
-            if queue in self.deliveries:
-                self.deliveries[queue].wake()
-        self.line.notify_waiters()
-        self._tell_assignment()
-
-    def _tell_assignment(self) -> None:
+        """These queues have another owner: tell the members."""
         if self._assignment is None:
             return
+        for queue in queues:
+            self.deliveries[queue].wake()
+        self.line.notify_waiters()
         assigned = self._assignment.queues()
         for member in self.members.values():
             before, member.queues = member.queues, tuple(assigned.get(member.id, ()))
@@ -241,7 +233,13 @@ class Group(GroupQueues):
         now = self._loop.time()
         for member in list(self.members.values()):
             if now - member.heard_at > member.timeout_s:
-                self._time_out(member)
+                log.warning(
+                    "subscription %r: consumer %r was not heard for %.1f s",
+                    self.definition.name, member.id, member.timeout_s,
+                )  # fmt: skip
+                self._remove(member)
+                member.on_gone(Unavailable(f"consumer {member.id!r} was not heard for {member.timeout_s:g} s"))
+                self._assign()
             else:
                 self.line.tick(member, now)
             if member.pulls:  # its events come again when it has held them for its session timeout
@@ -249,14 +247,6 @@ class Group(GroupQueues):
         if self._assignment is not None:
             for queue in self._assignment.overdue(now):
                 _take_back(list(self.deliveries[queue].parcels))
-
-    def _time_out(self, member: Member) -> None:
-        log.warning(
-            "subscription %r: consumer %r was not heard for %.1f s", self.definition.name, member.id, member.timeout_s
-        )
-        self._remove(member)
-        member.on_gone(Unavailable(f"consumer {member.id!r} was not heard for {member.timeout_s:g} s"))
-        self._assign()
 
     # ---- credit ----------------------------------------------------------------------------------------------------
 

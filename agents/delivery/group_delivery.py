@@ -14,20 +14,21 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from ...streams.errors import Closed, HeadraceError, InvalidArgument
+from ...streams.errors import InvalidArgument
 from ...streams.events import Event, EventBatch
 from ...streams.failure_log import described
-from ...streams.frames import QueueState, frame
+from ...streams.frames import QueueState
 from ...streams.handler_workers import CANCEL_S
-from ...streams.identity import StreamId
 from ...streams.subscriptions import Checkpoint, SubscriptionDefinition
-from ..cursor import READY, RUNNING, State, StreamCursor, Trouble
+from ..cursor import READY, RUNNING, State, StreamCursor
 from .breaker import Admission
 from .confirmations import Mark, QueueReports
 from .delivery import Delivery, FailureSink
 from .edge import DeliveryActor
+from .group_redrives import GroupRedrives
 from .member import MAX_CREDIT
-from .parcel import Parcel, Piece, first_left, left
+from .parcel import Parcel, Piece, left
+from .parcel_writer import ParcelWriter, max_bytes_left
 from .retries import Failure
 
 if TYPE_CHECKING:
@@ -35,16 +36,6 @@ if TYPE_CHECKING:
     from .member import Member
 
 log = logging.getLogger("headrace.agents")
-
-PARCEL_EVENTS = 4096
-PARCEL_BYTES = 256 << 10
-"""A parcel of several batches has at most this many events and bytes."""
-FRAME_BYTES = 64
-"""The most bytes of a frame, without its batch and its indexes."""
-INDEX_BYTES = 3
-"""The most bytes of an index."""
-EVENT_OVERHEAD_BYTES = 16
-"""Bytes of an event in an encoded batch, without payload, id and headers."""
 
 
 class GroupDelivery(Delivery):
@@ -66,7 +57,8 @@ class GroupDelivery(Delivery):
         self.reports = QueueReports(queue, self.queue_epoch)
         self._actor = DeliveryActor(f"{definition.name}/{queue}", self)
         self._giving_up: set[asyncio.Task[None]] = set()
-        self._redriving: set[asyncio.Future[HeadraceError | None]] = set()
+        self._redrives = GroupRedrives(self.name, queue, group.edge, group.line)
+        self._writer = ParcelWriter(queue, group.edge, group.line)
 
     def wake(self) -> None:
         if self._ready and not self._stopping and not self.withheld:
@@ -123,118 +115,19 @@ class GroupDelivery(Delivery):
     def _hand(self, cursor: StreamCursor, member: Member, *, one: bool) -> bool:
         """Hand a member the ready events of a stream, or `one` of them, as its credit allows. Return False if it allows
         none."""
-        parcel, frames = Parcel(self, cursor, member), list[bytes]()
-        batch = cursor.batch
-        assert batch is not None
+        parcel = Parcel(self, cursor, member)
         most = self.group.sizes.next_events() if member.concurrent else MAX_CREDIT
         try:
-            added = self._add_first(parcel, frames, batch, most, one=one)
+            frames = self._writer.write(parcel, most, one=one)
         except InvalidArgument as error:
             self.retries.pause(cursor, described(error))
             return True
-        if not added:
+        if not frames:
             self._ready.appendleft(cursor)
             self.group.line.pass_over(member)
             return False
-        # Later batches follow only a whole batch: a part ends because the credit does.
-        if (
-            not one
-            and cursor.bucket is not None
-            and batch.following is not None
-            and cursor.done is None
-            and parcel.pieces[0].stop == batch.count
-        ):
-            self._add_following(parcel, frames, batch, most)
         self._handed(parcel, frames)
         return True
-
-    def _add_first(self, parcel: Parcel, frames: list[bytes], batch: EventBatch, most: int, *, one: bool) -> bool:
-        """Add the rest of the cursor's batch, or a part of it. Return False if the member cannot take it now."""
-        cursor, member = parcel.cursor, parcel.member
-        if member.redriven and self._confusing(member, batch):
-            return False
-        size = min(batch.nbytes + FRAME_BYTES, member.credit_bytes)
-        if not member.account.fits(size):
-            self.group.line.wait_for_space(member, size)
-            return False
-        if (
-            one
-            or cursor.index
-            or cursor.done is not None
-            or batch.count > min(member.credit_events, most)
-            or batch.nbytes + FRAME_BYTES > member.credit_bytes
-        ):
-            return self._add_part(parcel, frames, batch, most, one=one)
-        self._add(parcel, frames, batch)
-        return True
-
-    def _confusing(self, member: Member, batch: EventBatch) -> bool:
-        """Whether the member holds a dead letter of this batch: acknowledgements could be mistaken for its own."""
-        return any(key[:2] == (self.queue, batch.offset) for key in member.redriven)
-
-    def _add_following(self, parcel: Parcel, frames: list[bytes], first: EventBatch, most: int) -> None:
-        """Add the next cached batches of the stream, as many as a parcel may have and the credit allows."""
-        member, batch = parcel.member, first
-        events = min(member.credit_events, PARCEL_EVENTS, most)
-        size = min(member.credit_bytes, PARCEL_BYTES, member.account.space)
-        while (
-            (batch := batch.following) is not None
-            and parcel.events + batch.count <= events
-            and parcel.size + batch.nbytes + FRAME_BYTES <= size
-            and not (member.redriven and self._confusing(member, batch))
-        ):
-            self._add(parcel, frames, batch)
-
-    def _add(self, parcel: Parcel, frames: list[bytes], batch: EventBatch) -> None:
-        """Add a whole batch."""
-        trouble = parcel.cursor.trouble
-        attempt = 1 if trouble is None else _attempt(trouble, (batch.offset, 0))
-        if attempt == 1:
-            encoded = self.group.edge.frame(batch, self.queue)
-        else:
-            encoded = frame(batch.encoded, self.queue, batch.offset, attempt=attempt)
-        frames.append(encoded)
-        parcel.pieces.append(Piece(batch, 0, batch.count))
-        parcel.events += batch.count
-        parcel.size += len(encoded)
-
-    def _add_part(self, parcel: Parcel, frames: list[bytes], batch: EventBatch, most: int, *, one: bool) -> bool:
-        """Add the first `most` events of the cursor's batch that are not done, or as many as the credit allows. Return
-        False if it allows none, or if the member holds events and more credit will follow when they are done."""
-        cursor, member = parcel.cursor, parcel.member
-        most = 1 if one else most
-        indexes, whole = first_left(cursor, batch, min(most, member.credit_events))
-        wanted = len(indexes)
-        indexes, encoded = self._fitting(batch, indexes, member)
-        whole = whole and len(indexes) == wanted
-        cut_by_credit = not whole and len(indexes) < most
-        if not indexes or (cut_by_credit and member.in_flight and member.patient):
-            return False
-        attempt = 1 if cursor.trouble is None else _attempt(cursor.trouble, cursor.token)
-        frames.append(frame(encoded, self.queue, batch.offset, attempt=attempt, indexes=indexes))
-        parcel.pieces.append(Piece(batch, cursor.index, batch.count if whole else indexes[-1] + 1))
-        parcel.events += len(indexes)
-        parcel.size += len(frames[-1])
-        member.patient = True
-        return True
-
-    def _fitting(self, batch: EventBatch, indexes: Sequence[int], member: Member) -> tuple[Sequence[int], bytes]:
-        """Return as many of the first events as fit into the member's credit, and their encoding."""
-        sizes, room = batch.sizes(), member.credit_bytes - len(batch.stream.prefix) - FRAME_BYTES
-        for count, index in enumerate(indexes):
-            room -= sizes[index] + EVENT_OVERHEAD_BYTES
-            if room < 0:
-                indexes = indexes[: max(count, 1)]
-                break
-        while indexes:
-            encoded = self.group.edge.part(batch, self.queue, indexes)
-            size = len(encoded) + FRAME_BYTES + INDEX_BYTES * len(indexes)
-            if size <= member.credit_bytes:
-                return indexes, encoded
-            if len(indexes) == 1:
-                member.needed_bytes = size
-            indexes = indexes[: len(indexes) // 2]  # ids and headers take more than the estimate
-        return indexes, b""
 
     def _handed(self, parcel: Parcel, frames: list[bytes]) -> None:
         cursor, member = parcel.cursor, parcel.member
@@ -255,7 +148,7 @@ class GroupDelivery(Delivery):
 
     def may_resend(self, parcel: Parcel) -> bool:
         """Return whether its member's credit is enough. If not, set the credit that the member needs."""
-        member, size = parcel.member, parcel.size + FRAME_BYTES + INDEX_BYTES * parcel.events
+        member, size = parcel.member, max_bytes_left(parcel)
         if parcel.events <= member.credit_events and size <= member.credit_bytes:
             return True
         member.needed_events, member.needed_bytes = parcel.events, size
@@ -269,7 +162,7 @@ class GroupDelivery(Delivery):
             return False
         self._note_return(parcel)
         try:
-            message = b"".join(self._frame_left(parcel, at) for at in range(parcel.head, len(parcel.pieces)))
+            message = self._writer.write_left(parcel)
         except InvalidArgument:
             return False
         if len(message) > member.credit_bytes:
@@ -279,18 +172,6 @@ class GroupDelivery(Delivery):
         member.charge(parcel.events, len(message))
         self.group.edge.put(member, message)
         return True
-
-    def _frame_left(self, parcel: Parcel, at: int) -> bytes:
-        """Return a frame with the events of a piece that are not done; empty if all are done."""
-        batch, indexes = parcel.pieces[at].batch, parcel.left(at)
-        if not indexes:
-            return b""
-        assert parcel.cursor.trouble is not None
-        attempt = _attempt(parcel.cursor.trouble, (batch.offset, indexes[0]))
-        if len(indexes) == batch.count:
-            return frame(batch.encoded, self.queue, batch.offset, attempt=attempt)
-        encoded = self.group.edge.part(batch, self.queue, indexes)
-        return frame(encoded, self.queue, batch.offset, attempt=attempt, indexes=indexes)
 
     # ---- parcels come to their end ---------------------------------------------------------------------------------
 
@@ -519,47 +400,10 @@ class GroupDelivery(Delivery):
         # If the queue can rewind, events that a consumer holds need not be kept in this process.
         return 0 if cursor.parcel is not None and self._rewindable else super().held(cursor)
 
-    # ---- out of line -----------------------------------------------------------------------------------------------
-
     async def redrive(self, event: Event) -> BaseException | None:
-        """Deliver one event out of order, to the first member that can take it. Raises Closed if the delivery ends."""
-        assert event.token is not None
-        key = self.queue, event.token.offset, event.token.index
-        batch = EventBatch.of(event.stream or StreamId("", ""), [event])
-        encoded = frame(batch.encoded, self.queue, event.token.offset, indexes=[event.token.index], redriven=True)
-        while True:
-            member = await self._next_member(key, len(encoded))
-            error = await self._redrive_to(member, key, encoded)
-            if not isinstance(error, Closed):
-                self._delivered_events += error is None
-                return error
-
-    async def _redrive_to(self, member: Member, key: tuple[int, int, int], encoded: bytes) -> HeadraceError | None:
-        """Return the member's answer; Closed if the member goes before it answers."""
-        outcome = member.redriven[key] = self._loop.create_future()
-        self._redriving.add(outcome)
-        member.charge(1, len(encoded))
-        self.group.edge.put(member, encoded)
-        try:
-            return await outcome
-        finally:
-            self._redriving.discard(outcome)
-            del member.redriven[key]
-            self.group.line.add(member)
-            self.group.line.notify_waiters()
-
-    async def _next_member(self, key: tuple[int, int, int], size: int) -> Member:
-        """Wait for a member that has credit, and holds no event for which the dead letter could be mistaken."""
-        while not self._stopping:
-            for member in self.group.line.candidates(self.queue):
-                if key in member.redriven or key[:2] in member.in_flight:
-                    continue
-                if size > member.credit_bytes:
-                    self.group.line.need(member, size)
-                elif member.account.fits(size):
-                    return member
-            await self.group.line.wait_for_member()
-        raise Closed(f"subscription {self.name!r} stopped before dead letters were delivered once more")
+        error = await self._redrives.deliver(event)
+        self._delivered_events += error is None
+        return error
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
@@ -584,12 +428,15 @@ class GroupDelivery(Delivery):
     def marks(self) -> Sequence[Mark]:
         return self.reports.mark(self.progress)
 
+    def halt(self, *, lost: bool = False) -> None:
+        super().halt(lost=lost)
+        self._redrives.halt()
+
     async def stop(self, drain_s: float) -> None:
         self.halt()
-        if drain_s > 0:
-            self.group.tell_status(self)
+        if drain_s > 0 and self.group.deliveries.get(self.queue) is self:
+            self.group.tell_status(self, self.state)
         self.group.edge.forget(self._actor)
-        self.group.line.notify_waiters()
         try:
             async with asyncio.timeout(drain_s):
                 while self._giving_up or any(parcel.member.attached for parcel in self.parcels):
@@ -603,22 +450,9 @@ class GroupDelivery(Delivery):
         finally:
             for parcel in list(self.parcels):
                 self.take_back(parcel)
-            for outcome in self._redriving:
-                if not outcome.done():
-                    outcome.set_result(Closed(f"subscription {self.name!r} stopped"))
+            self._redrives.close()
             for task in self._giving_up:
                 task.cancel()
         if self._giving_up:
             await asyncio.wait(self._giving_up, timeout=CANCEL_S)
         self.waiters.notify()
-
-
-class Rejected(HeadraceError):
-    """A consumer rejected an event that was delivered to it out of order."""
-
-    code = "rejected"
-
-
-def _attempt(trouble: Trouble, token: tuple[int, int]) -> int:
-    """Return the number of an event's next delivery, as far as it is known."""
-    return 1 + trouble.deliveries if token < trouble.again else 1

@@ -8,7 +8,8 @@ from ...streams.errors import HeadraceError
 from ...streams.identity import StreamId
 from ...streams.subscriptions import Checkpoint
 from .confirmations import Question
-from .group_delivery import GroupDelivery, Rejected
+from .group_delivery import GroupDelivery
+from .group_redrives import Rejected
 from .member import Events, Member
 from .retries import Failure
 

@@ -283,4 +283,4 @@ def test_usage_is_told(installed: Path, tmp_path: Path):
     for name in ("producer", "consumer"):
         program = Program(installed, tmp_path / name, f"{name}.js")
         assert program.process.wait(TIMEOUT_S) == 1
-        assert program.lines[0].startswith(f"{name}: usage: node {name}.js ADDRESS ")
+        assert program.lines[0].startswith(f"{name}: usage: node {name}.js ADDRESS")

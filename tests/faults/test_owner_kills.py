@@ -64,7 +64,6 @@ async def take(consumer: Consumer, events: int) -> list[ReceivedBatch]:
     async with asyncio.timeout(PATIENCE_S):
         while sum(batch.count for batch in batches) < events:
             batches.append(await anext(consumer))
-    assert sum(batch.count for batch in batches) == events
     return batches
 
 
@@ -77,43 +76,48 @@ async def test_a_client_is_not_told_that_lost_acknowledgements_are_saved(
         async with client.subscribe("s", "n/*", start="earliest", consumer="first") as consumer:
             await a.publish([b"%d" % number for number in range(EVENTS)])
             held = await take(consumer, EVENTS)
-            rounds = ROUNDS + await freeze(cluster, lambda: b.publish(b"first"))
+            rounds = ROUNDS + await freeze(cluster, lambda: b.publish(b"100"))
             for each in held:
                 await each.ack()
+            lost = consumer.statistics().unsaved
             saved = asyncio.create_task(consumer.saved())
             for _ in range(ROUNDS):
-                await b.publish(b"more")
-            for each in await take(consumer, rounds):
+                await b.publish(b"200")
+            for _ in range(rounds):
+                (each,) = await take(consumer, 1)
                 await each.ack()
             async with asyncio.timeout(PATIENCE_S):
-                while consumer.statistics().unsaved_events > EVENTS:  # noqa: ASYNC110 (a consumer does not notify)
+                while consumer.statistics().unsaved > lost:  # noqa: ASYNC110 (a consumer does not notify)
                     await asyncio.sleep(0.01)
+            assert lost
             assert not saved.done(), "acknowledgements that no silo has read count as saved"
             await cluster.silos["a"].kill()
             async with asyncio.timeout(PATIENCE_S):
                 await saved
-        await a.publish(b"last")
+        await a.publish(b"300")
         async with client.subscribe("s", consumer="second") as consumer:
             (only,) = await take(consumer, 1)
-            assert (str(only.stream), only.payloads()) == (of_a, [b"last"]), "confirmed events come again"
+            assert (str(only.stream), only.payloads()) == (of_a, [b"300"]), "confirmed events come again"
             await only.ack()
 
 
+@pytest.mark.slow
 @over("sqlite")
 async def test_a_gateway_confirms_nothing_for_an_owner_that_died(
     tmp_path: Path, store: str | None, rng: random.Random
 ) -> None:
     async with two_silos(tmp_path, store) as (cluster, of_a, of_b), connecting(cluster.silos["b"].address) as caller:
-        session = await begin(caller, definition=defined("s"), consumer="first")
+        session = await begin(caller, definition=defined("s"), consumer="first", session_timeout_ms=60_000)
         await session.grant()
         await caller.publish(batch(of_a, *(b"%d" % number for number in range(EVENTS))))
         held = await session.take(EVENTS)
         (queue,) = {event.queue for event in held}
-        rounds = ROUNDS + await freeze(cluster, lambda: caller.publish(batch(of_b, b"first")))
+        rounds = ROUNDS + await freeze(cluster, lambda: caller.publish(batch(of_b, b"100")))
         number = await session.acknowledge(held)
         for _ in range(ROUNDS):
-            await caller.publish(batch(of_b, b"more"))
-        await session.acknowledge_saved(await session.take(rounds))
+            await caller.publish(batch(of_b, b"200"))
+        for _ in range(rounds):
+            await session.acknowledge_saved(await session.take(1))
         assert not session.is_saved(number, [queue])
         await cluster.silos["a"].kill()
         again = await session.take(EVENTS)
@@ -122,9 +126,9 @@ async def test_a_gateway_confirms_nothing_for_an_owner_that_died(
         assert not session.is_saved(number, [queue]), "events that come again were confirmed"
         await session.acknowledge_saved(again)
         await session.close()
-        await caller.publish(batch(of_a, b"last"))
-        second = await begin(caller, "s", consumer="second")
+        await caller.publish(batch(of_a, b"300"))
+        second = await begin(caller, "s", consumer="second", session_timeout_ms=60_000)
         await second.grant()
-        assert [event.payload for event in await second.take(1)] == [b"last"], "confirmed events come again"
+        assert [event.payload for event in await second.take(1)] == [b"300"], "confirmed events come again"
         await second.acknowledge_saved(second.events)
         await second.close()

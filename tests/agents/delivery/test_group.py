@@ -14,8 +14,8 @@ from headrace.agents import Events
 from headrace.agents.cursor import State
 from headrace.agents.delivery.assignment import DRAIN_S
 from headrace.agents.delivery.confirmations import Confirmed
-from headrace.agents.delivery.group_delivery import PARCEL_BYTES, PARCEL_EVENTS
 from headrace.agents.delivery.member import OUTBOX_BYTES
+from headrace.agents.delivery.parcel_writer import PARCEL_BYTES, PARCEL_EVENTS
 from headrace.agents.delivery.progress import FULL_S, MAX_RANGES
 from headrace.agents.delivery.retries import STORE_RETRY_S
 from headrace.streams.subscriptions import Behind, Checkpoint, Mode

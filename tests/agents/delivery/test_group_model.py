@@ -1,10 +1,10 @@
 """A group against a model that knows only which events are done and which consumer holds which event. Hypothesis looks
-for a history of publishing, acknowledging, rejecting, coming and going, stops and crashes that the two tell
-differently."""
+for a history of publishing, acknowledging, rejecting, releasing, coming and going, saves, stops and crashes that the
+two tell differently. An event that is confirmed as saved must not come again."""
 
 import asyncio
 from collections.abc import Coroutine, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from headrace import RetryPolicy, SequenceToken
 from headrace.agents import Events
 from headrace.agents.cursor import State
+from headrace.agents.delivery.confirmations import Confirmed
 from headrace.streams.frames import Delivered
 from headrace.streams.subscriptions import Checkpoint, Mode
 from tests.agents.circle import PLENTY, Circle, Consumer, indexes, payloads
@@ -27,6 +28,13 @@ grants = st.sampled_from(((0, 0), (1, PLENTY), (3, PLENTY), (PLENTY, 60), (PLENT
 some = st.integers(0, 7)
 
 
+class Report(NamedTuple):
+    """What a consumer reported under a number: events that are done, and events that it named as unconfirmed."""
+
+    done: set[tuple[str, int]]
+    unconfirmed: set[tuple[str, int]]
+
+
 class GroupMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -37,6 +45,9 @@ class GroupMachine(RuleBasedStateMachine):
         self.done: dict[str, set[int]] = {key: set() for key in KEYS}
         self.held: dict[str, dict[int, str]] = {key: {} for key in KEYS}
         self.saved: Checkpoint = Checkpoint(0)
+        self.reports: dict[str, list[Report]] = {name: [] for name in NAMES}
+        """The reports since the consumer connected and the queue began, numbered from 1."""
+        self.confirmed: set[tuple[str, int]] = set()
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         self.loop.run_until_complete(work)
@@ -80,6 +91,7 @@ class GroupMachine(RuleBasedStateMachine):
     async def _connect(self, name: str, credit: tuple[int, int]) -> None:
         client = self.clients.setdefault(name, Consumer(self.circle.group, name))
         client.connect(*credit)
+        self.reports[name] = []
         self._look()
         await self._settle()
 
@@ -158,6 +170,44 @@ class GroupMachine(RuleBasedStateMachine):
             self.done[key].update(mine)
             for number in mine:
                 del held[number]
+            self._report(name, Report({(key, number) for number in mine}, set()))
+        await self._settle()
+
+    @rule(name=names, key=keys, offset=some, index=some, count=st.integers(1, 8))
+    def name_unconfirmed(self, name: str, key: str, offset: int, index: int, count: int) -> None:
+        if self._here(name) and index < len(self.batches[key].get(offset, ())):
+            self.run(self._name_unconfirmed(name, key, offset, index, count))
+
+    async def _name_unconfirmed(self, name: str, key: str, offset: int, index: int, count: int) -> None:
+        """Only those that the consumer holds are done by this."""
+        named = self.batches[key][offset][index:][:count]
+        number = len(self.reports[name]) + 1
+        self.clients[name].unconfirmed(number, (key, offset, index, len(named)))
+        for each in [n for n in named if self.held[key].get(n) == name]:
+            self.done[key].add(each)
+            del self.held[key][each]
+        self._report(name, Report(set(), {(key, n) for n in named}))
+        await self._settle()
+
+    def _report(self, name: str, report: Report) -> None:
+        self.reports[name].append(report)
+        self.clients[name].report(len(self.reports[name]))
+
+    @precondition(lambda self: any(self.held.values()))
+    @rule(pick=some, index=some)
+    def release(self, pick: int, index: int) -> None:
+        name, key, offset = self._pick(pick)
+        self.run(self._release(name, key, offset, index))
+
+    async def _release(self, name: str, key: str, offset: int, index: int) -> None:
+        client, batch, held = self.clients[name], self.batches[key][offset], self.held[key]
+        if not self._here(name):
+            return
+        if client.group.release(client.member, Events(0, offset, index)):
+            for number in [n for n in held if n >= batch[index]]:
+                del held[number]
+        else:
+            assert index >= len(batch) or held.get(batch[index]) != name
         await self._settle()
 
     @precondition(lambda self: any(self.held.values()))
@@ -188,18 +238,40 @@ class GroupMachine(RuleBasedStateMachine):
             self.circle.delivery.detach(cursor)
         await self._settle()
 
-    @rule(how=st.sampled_from(("save", "stop", "crash")))
+    @rule(how=st.sampled_from(("save", "save", "fail", "stop", "crash")))
     def save_or_start_again(self, how: str) -> None:
         if how == "stop":
             self.run(self._stop_and_start())
         elif how == "crash":
             self.run(self._crash())
         else:
-            unsaved = self.circle.delivery.unsaved()
+            self.run(self._save(fails=how == "fail"))
+
+    async def _save(self, *, fails: bool) -> None:
+        unsaved, marks = self.circle.delivery.unsaved(), self.circle.delivery.marks()
+        if not fails:
             if unsaved is not None:
                 self.saved = unsaved.checkpoint
                 unsaved.note_saved()
             self._matches(self.saved)
+            for mark in marks:
+                mark.confirm()
+        await self._settle()
+        for name, reports in self.reports.items():
+            if reports and self._here(name):
+                self._check_confirmed(self.clients[name], reports, saved=not fails)
+
+    def _check_confirmed(self, client: Consumer, reports: list[Report], *, saved: bool) -> None:
+        stored = {(key, number) for key in KEYS for number in self._done_in(self.saved, key)}
+        open_at = [at for at, report in enumerate(reports) if not report.unconfirmed <= stored]
+        expected = Confirmed(1, len(reports), open_at[0] if open_at else len(reports))
+        confirmed = client.confirmed.get(0, Confirmed(1, 0, 0))
+        assert confirmed == expected if saved else confirmed <= expected
+        for report in reports[: confirmed.number]:
+            self.confirmed |= report.done
+        for report in reports[: confirmed.unconfirmed]:
+            self.confirmed |= report.unconfirmed
+        assert self.confirmed <= stored
 
     async def _stop_and_start(self) -> None:
         """Stop in order: exactly the events that are not done come again."""
@@ -221,6 +293,10 @@ class GroupMachine(RuleBasedStateMachine):
     def _begin_again(self, checkpoint: Checkpoint) -> None:
         for held in self.held.values():
             held.clear()
+        for reports in self.reports.values():
+            reports.clear()
+        for client in self.clients.values():
+            client.confirmed.clear()
         lane = self.circle.lane
         lane.attach(checkpoint)
         lane.read_again()
@@ -247,6 +323,7 @@ class GroupMachine(RuleBasedStateMachine):
         assert payloads([each]) == [str(number) for number in numbers]
         for number in numbers:
             assert number not in done, f"{key} {number} comes to {name}, and is done"
+            assert (key, number) not in self.confirmed, f"{key} {number} comes to {name}, and is confirmed"
             assert held.get(number, name) == name, f"{key} {number} comes to {name}, but {held[number]} holds it"
             held[number] = name
             before = [n for n in self._undone(key) if n < number and held.get(n) != name]
