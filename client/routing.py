@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Protocol
 
 from ..proto.v1 import consumer_pb2 as pb
@@ -164,7 +165,7 @@ class Router:
         self._loop = asyncio.get_running_loop()
         self._links = LinkSet(user, self._opened, self._place)
         self._owners = _Owners()
-        self._tasks: dict[Link, asyncio.Task[None]] = {}
+        self._tasks: dict[Link, asyncio.Task[HeadraceError | None]] = {}
         self._space = asyncio.Event()
         self._space.set()
         self._turn = asyncio.Event()
@@ -368,26 +369,29 @@ class Router:
         opening.direct = direct
         link = self._links.add("" if owner is None else owner.silo)
         name = f"headrace session with {link.expected or 'a silo'}"
-        self._tasks[link] = self._loop.create_task(self._keep(link, owner, opening), name=name)
+        task = self._tasks[link] = self._loop.create_task(self._keep(link, owner, opening), name=name)
+        # Not in `_keep`: a task that is cancelled before its first step runs nothing of it.
+        task.add_done_callback(partial(self._remove, link))
 
-    async def _keep(self, link: Link, owner: _Owner | None, opening: pb.Open) -> None:
-        error: HeadraceError | None = None
+    async def _keep(self, link: Link, owner: _Owner | None, opening: pb.Open) -> HeadraceError | None:
+        """Converse. Return the error that ended the session, None if it ended in order."""
         try:
             call = self._calls.first() if owner is None else self._calls.to_owner(owner.silo, owner.address)
             await link.run(call, opening, self._space)
-            if not link.is_closing:
-                error = Unavailable(f"silo {link.silo or call.address} ended the call")
         except HeadraceError as failure:
-            error = failure
+            return failure
         except Exception as failure:
             log.exception("the session with silo %s failed", link.silo or link.expected)
-            error = HeadraceError(f"the session with silo {link.silo or link.expected} failed: {failure}")
-        finally:
-            del self._tasks[link]
-            self._links.remove(link)
-            self._turn.set()
-        if error is not None:
+            return HeadraceError(f"the session with silo {link.silo or link.expected} failed: {failure}")
+        return None if link.is_closing else Unavailable(f"silo {link.silo or call.address} ended the call")
+
+    def _remove(self, link: Link, task: asyncio.Task[HeadraceError | None]) -> None:
+        """A session has ended."""
+        del self._tasks[link]
+        self._links.remove(link)
+        if not task.cancelled() and (error := task.result()) is not None:
             self._lose(link, error)
+        self._turn.set()
 
     def _opened(self, link: Link) -> None:
         if (owner := self._owners.get(link.silo)) is not None:
