@@ -368,7 +368,8 @@ class Router:
         opening.direct = direct
         link = self._links.add("" if owner is None else owner.silo)
         name = f"headrace session with {link.expected or 'a silo'}"
-        self._tasks[link] = self._loop.create_task(self._keep(link, owner, opening), name=name)
+        task = self._tasks[link] = self._loop.create_task(self._keep(link, owner, opening), name=name)
+        task.add_done_callback(lambda _: self._forget(link))  # it may be cancelled before it begins
 
     async def _keep(self, link: Link, owner: _Owner | None, opening: pb.Open) -> None:
         error: HeadraceError | None = None
@@ -383,11 +384,15 @@ class Router:
             log.exception("the session with silo %s failed", link.silo or link.expected)
             error = HeadraceError(f"the session with silo {link.silo or link.expected} failed: {failure}")
         finally:
-            del self._tasks[link]
-            self._links.remove(link)
-            self._turn.set()
+            self._forget(link)
         if error is not None:
             self._lose(link, error)
+
+    def _forget(self, link: Link) -> None:
+        """The session has ended. Idempotent."""
+        if self._tasks.pop(link, None) is not None:
+            self._links.remove(link)
+            self._turn.set()
 
     def _opened(self, link: Link) -> None:
         if (owner := self._owners.get(link.silo)) is not None:
