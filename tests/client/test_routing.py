@@ -400,6 +400,29 @@ async def test_a_silo_that_is_silent_is_given_up():
 
 
 @virtual_time
+async def test_a_session_that_is_closed_before_it_begins_is_forgotten():
+    silos = FakeSilos(a={0: 1})
+    async with routed(silos) as made:
+        await asyncio.sleep(0)  # the router has begun its first session, which has not begun
+        made.router.close()
+        async with asyncio.timeout(10):
+            await made.task
+        assert not silos["a"].sessions
+
+
+@virtual_time
+async def test_an_owner_that_refuses_connections_makes_a_gateway_of_the_first_silo():
+    """Attempts begin and fail all the time, also when the sessions are changed."""
+    for pause in range(20):
+        silos = FakeSilos(a={0: 1}, b={1: 1})
+        silos["b"].error = Unavailable("refused")
+        async with routed(silos) as made:
+            await asyncio.sleep(pause * 0.013)
+            await made.until(lambda: made.queues() == {0: "a", 1: "a"})
+            assert made.router.uses_gateway
+
+
+@virtual_time
 async def test_a_bug_of_the_user_ends_the_router():
     silos = FakeSilos(a={0: 1})
     async with routed(silos) as made:

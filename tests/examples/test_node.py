@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks.servers import find_program
 from benchmarks.silo_server import SiloServer
+from headrace import StreamId, SyncClient
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "node"
 TIMEOUT_S = 60.0
@@ -151,9 +152,9 @@ def start(installed: Path, silo: SiloServer, tmp_path: Path) -> Iterator[Start]:
         one.process.communicate()
 
 
-def publish(start: Start, stream: str, lines: Sequence[str]) -> None:
+def publish(start: Start, stream: str, lines: Sequence[str], *, address: str = "") -> None:
     """Run the producer to its end."""
-    producer = start("producer", stream, stdin=subprocess.PIPE)
+    producer = start("producer", stream, stdin=subprocess.PIPE, address=address)
     producer.process.communicate("".join(f"{line}\n" for line in lines).encode(), timeout=TIMEOUT_S)
     assert producer.process.returncode == 0, producer.lines
     noun = "event is" if len(lines) == 1 else "events are"
@@ -254,6 +255,39 @@ def test_stored_batch_is_not_stored_again_when_the_answer_got_lost(start: Start,
         producer.process.communicate(timeout=TIMEOUT_S)
     assert producer.lines[-1:] == ["10 events are stored"]
     assert of_stream(consumer.lines, "orders/1") == [f"{how} {n}" for n in range(5) for how in ("good", "lost")]
+
+
+@pytest.mark.timeout(300)
+def test_consumer_follows_the_owners_of_queues(start: Start):
+    with SiloServer(arguments=("--workers", "2")) as silos:
+        addresses = f"{silos.address},127.0.0.1:{silos.port + 1}"
+        consumer = start("consumer", "printer", "orders/*", address=addresses)
+        for round_, number in enumerate((signal.SIGTERM, signal.SIGKILL, 0)):
+            with SyncClient(addresses) as client:
+                for stream in range(8):
+                    client.publish(
+                        StreamId("orders", f"{stream}"), [b"%d" % n for n in range(round_ * 100, round_ * 100 + 100)]
+                    )
+            count = 800 * (round_ + 1)
+            consumer.until(lambda lines, count=count: len({line for line in lines if "orders/" in line}) >= count)
+            if number:
+                stop_worker(silos, number)
+        assert consumer.end() == 0
+    for stream in range(8):
+        values = of_stream(consumer.lines, f"orders/{stream}")
+        assert first_times(values) == numbered(300)
+        assert values[:200] == numbered(200), "a queue that moved in order was delivered twice"
+
+
+def stop_worker(silos: SiloServer, number: int) -> None:
+    """End the first worker. Return when it is ready again."""
+    ready = silos.log().count("-1 headrace.silo: silo is ready")
+    (lock,) = (silos.directory / "data" / "locks" / ".silos").glob("*-1.lock")
+    os.kill(int(lock.read_text()), number)
+    deadline = time.monotonic() + TIMEOUT_S
+    while silos.log().count("-1 headrace.silo: silo is ready") == ready:
+        assert time.monotonic() < deadline, silos.log()
+        time.sleep(0.02)
 
 
 def test_hopeless_consumer_ends_with_a_message(start: Start):

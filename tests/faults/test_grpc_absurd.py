@@ -9,13 +9,14 @@ import pytest
 import pytest_asyncio
 from google.protobuf.message import Message
 
-from headrace.proto.v1 import cluster_pb2, consumer_pb2, publisher_pb2, reader_pb2
+from headrace.proto.v1 import cluster_pb2, publisher_pb2, reader_pb2
+from headrace.proto.v1 import consumer_pb2 as pb
 from headrace.proto.v1 import subscriptions_pb2 as sub
 from headrace.proto.v1.events_pb2 import EventBatch, Headers
 from headrace.streams.events import MAX_DELAY
 from headrace.streams.field_limits import MAX_TIME_US, MIN_TIME_US
 from tests.silo.services.calling import CLUSTER, PUBLISH, SUBSCRIPTIONS, Caller, Refused, connecting, opened
-from tests.silo.services.sessions import ACKNOWLEDGE, PULL, SUBSCRIBE, Session
+from tests.silo.services.sessions import ACKNOWLEDGE, PULL, SUBSCRIBE, Session, begin
 
 TOP_64, TOP_32 = (1 << 64) - 1, (1 << 32) - 1
 NAN, INFINITY = float("nan"), float("inf")
@@ -168,7 +169,7 @@ async def test_invalid_definition_is_refused(caller: Caller) -> None:
         create = sub.CreateSubscriptionRequest(definition=wrong)
         assert await status_of(caller, f"{SUBSCRIPTIONS}/CreateSubscription", create) == INVALID, str(wrong)[:1000]
         session = Session(caller.stream(SUBSCRIBE))
-        await session.say(open=consumer_pb2.Open(definition=wrong))
+        await session.say(open=pb.Open(definition=wrong))
         refused = await session.end()
         assert refused is not None
         # A filter may be a definition, but not for consumers.
@@ -213,8 +214,8 @@ ABSURD: list[tuple[str, Message | bytes, str]] = [
         (f"{READER}/EndWithin", reader_pb2.EndWithinRequest(max_events=TOP_64, max_bytes=TOP_64), "OK"),
         (GET_PRODUCER, publisher_pb2.GetProducerRequest(producer="x" * 129), INVALID),
         (GET_PRODUCER, publisher_pb2.GetProducerRequest(), INVALID),
-        (PULL, consumer_pb2.PullRequest(subscription="s", consumer="c", wait_ms=TOP_32), INVALID),
-        (PULL, consumer_pb2.PullRequest(subscription="s", consumer="x" * 101), INVALID),
+        (PULL, pb.PullRequest(subscription="s", consumer="c", wait_ms=TOP_32), INVALID),
+        (PULL, pb.PullRequest(subscription="s", consumer="x" * 101), INVALID),
         (f"{SUBSCRIPTIONS}/GetSubscription", sub.GetSubscriptionRequest(name="s", provider="\n"), "NOT_FOUND"),
         (f"{SUBSCRIPTIONS}/DeleteSubscription", sub.DeleteSubscriptionRequest(name="../../control.db"), "NOT_FOUND"),
         (f"{SUBSCRIPTIONS}/ResumeStream", sub.ResumeStreamRequest(name="s", namespace="x" * 100_000), INVALID),
@@ -222,10 +223,10 @@ ABSURD: list[tuple[str, Message | bytes, str]] = [
         (f"{CLUSTER}/StopAgents", cluster_pb2.StopAgentsRequest(queues=[TOP_32]), INVALID),
         (f"{CLUSTER}/StartAgents", cluster_pb2.StartAgentsRequest(queues=[2]), INVALID),
         (f"{CLUSTER}/StartAgents", cluster_pb2.StartAgentsRequest(provider="none"), "NOT_FOUND"),
-        (PULL, consumer_pb2.PullRequest(subscription="s", consumer="c", max_events=TOP_64, max_bytes=TOP_64), "OK"),
-        (PULL, consumer_pb2.PullRequest(subscription="s", consumer="c", session_timeout_ms=TOP_32), INVALID),
-        (PULL, consumer_pb2.PullRequest(subscription="s", consumer="\0"), INVALID),
-        (ACKNOWLEDGE, consumer_pb2.AcknowledgeRequest(subscription="s", consumer="\0"), "OK"),
+        (PULL, pb.PullRequest(subscription="s", consumer="c", max_events=TOP_64, max_bytes=TOP_64), "OK"),
+        (PULL, pb.PullRequest(subscription="s", consumer="c", session_timeout_ms=TOP_32), INVALID),
+        (PULL, pb.PullRequest(subscription="s", consumer="\0"), INVALID),
+        (ACKNOWLEDGE, pb.AcknowledgeRequest(subscription="s", consumer="\0"), "OK"),
         (PUBLISH, publisher_pb2.PublishRequest(), INVALID),
         (PUBLISH, publisher_pb2.PublishRequest(provider="none", batches=[batch()]), "NOT_FOUND"),
         (PUBLISH, b"\x1a\xff\xff\xff\xff\x0f", INVALID),
@@ -238,3 +239,66 @@ ABSURD: list[tuple[str, Message | bytes, str]] = [
 async def test_absurd_requests_end_with_the_right_status(caller: Caller) -> None:
     for method, request, status in ABSURD:
         assert await status_of(caller, method, request) == status, f"{method}: {str(request)[:1000]}"
+
+
+NOTHING: dict[str, Any] = {"offset": 1}
+WRONG_RESULTS: list[dict[str, Any]] = [
+    {"acknowledgements": [pb.Acknowledgement(**NOTHING)] * 100_001},
+    {"unconfirmed": [pb.Unconfirmed(namespace="n", key="k", offset=1)]},
+    {"unconfirmed": [pb.Unconfirmed(namespace="x" * 1025, key="k", count=1)]},
+    {"unconfirmed": [pb.Unconfirmed(namespace="n", key="x" * 1025, count=1)]},
+    {"rejections": [pb.Rejection(**NOTHING, delay_ms=604_800_001)]},
+]
+USELESS_RESULTS: list[dict[str, Any]] = [
+    {"acknowledgements": [pb.Acknowledgement(offset=TOP_64, index=TOP_32, count=TOP_32, up_to=True)]},
+    {"rejections": [pb.Rejection(offset=TOP_64, index=TOP_32, count=TOP_32, reason="x" * 100_000)]},
+    {"acknowledgements": [pb.Acknowledgement(**NOTHING)], "queue": TOP_32},
+    {"acknowledgements": [pb.Acknowledgement(**NOTHING)], "epoch": TOP_64},
+    {"rejections": [pb.Rejection(**NOTHING, delay_ms=TOP_64)], "generation": TOP_64},
+]
+IGNORED_RESULTS: list[dict[str, Any]] = [
+    {},
+    {"queue": TOP_32, "epoch": TOP_64, "generation": TOP_64, "number": TOP_64},
+    {"number": TOP_64},
+    {"number": 1},
+    {"released": [pb.Released(offset=TOP_64, index=TOP_32)]},
+    {"released": [pb.Released(**NOTHING)] * 10_000},
+    {"unconfirmed": [pb.Unconfirmed(namespace="n", key="k", offset=TOP_64, index=TOP_32, count=TOP_32)]},
+    {"unconfirmed": [pb.Unconfirmed(namespace="none", key="k", offset=1, count=1)] * 1000},
+]
+
+
+def report(session: Session, fields: dict[str, Any]) -> pb.QueueReport:
+    """A report on queue 0, under its epoch and generation if `fields` has no other ones."""
+    status = session.statuses[0]
+    return pb.QueueReport(**({"epoch": status.epoch, "generation": status.generation} | fields))
+
+
+@pytest.mark.parametrize("fields", WRONG_RESULTS, ids=range(len(WRONG_RESULTS)))
+async def test_results_that_no_consumer_can_have_end_the_session(caller: Caller, fields: dict[str, Any]) -> None:
+    session = await begin(caller, "s")
+    await session.say(reports=[report(session, fields)])
+    refused = await session.end()
+    assert refused is not None
+    assert refused.status == INVALID
+
+
+async def test_too_many_reports_end_the_session(caller: Caller) -> None:
+    session = await begin(caller, "s")
+    await session.say(reports=[pb.QueueReport()] * 100_001)
+    refused = await session.end()
+    assert refused is not None
+    assert refused.status == INVALID
+
+
+async def test_results_of_events_that_the_consumer_does_not_hold_are_refused(caller: Caller) -> None:
+    session = await begin(caller, "s")
+    for fields in USELESS_RESULTS:
+        session.refused.clear()
+        await session.say(reports=[report(session, fields)])
+        await session.until(lambda: len(session.refused) == 1)
+    for fields in IGNORED_RESULTS:
+        await session.say(reports=[report(session, fields)])
+    session.refused.clear()
+    await session.close()
+    assert not session.refused

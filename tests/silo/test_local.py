@@ -102,8 +102,9 @@ async def test_events_after_a_seek_come_again_though_acknowledged_over_a_lost_co
             await provider.publish(STREAM, b"a")
             batch = await anext(consumer)
             await batch.ack()
-            assert consumer._conversation is not None
-            consumer._conversation._call.cancel()  # as if the connection broke, before anything was saved
+            (link,) = consumer._router.links
+            assert link._conversation is not None
+            link._conversation._call.cancel()  # as if the connection broke, before anything was saved
             await provider.seek("billing", Start.earliest())
             assert (await anext(consumer)).payloads() == [b"a"]
 
