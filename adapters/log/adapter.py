@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ...streams.background import BackgroundTasks
 from ...streams.errors import Closed, DataDirectoryError, InvalidArgument, PayloadTooLarge
 from ...streams.events import EventBatch
 from ...streams.private_files import make_directory
@@ -85,6 +86,7 @@ class LogAdapter(QueueAdapter):
         self._receivers: dict[int, set[LogReceiver]] = {}
         """By queue."""
         self._expired_to = b""
+        self._background = BackgroundTasks()
         self._closing: asyncio.Task[None] | None = None
 
     def enqueue(
@@ -185,7 +187,7 @@ class LogAdapter(QueueAdapter):
 
     async def aclose(self) -> None:
         if self._closing is None:
-            self._closing = self._loop.create_task(self._close(), name="close the log adapter")
+            self._closing = self._background.hold(self._close(), "headrace log close")
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from ...streams.background import BackgroundTasks
 from ...streams.errors import Closed, StorageError
 from ...streams.private_files import FILE_MODE
 
@@ -40,6 +41,7 @@ class Doorbell:
         self._directory = directory
         self._loop = asyncio.get_running_loop()
         self._listeners: dict[int, set[asyncio.Event]] = {}
+        self._background = BackgroundTasks()
         self._opening: asyncio.Task[None] | None = None
         self._fifo: int | None = None
         self._closed = False
@@ -52,7 +54,7 @@ class Doorbell:
         Raises Closed after `aclose`, StorageError if the FIFO cannot be made.
         """
         if not self._closed and (self._opening is None or (self._opening.done() and self._fifo is None)):
-            self._opening = self._loop.create_task(self._open(), name="open the doorbell of the log adapter")
+            self._opening = self._background.hold(self._open(), "headrace log doorbell")
         if self._opening is not None:
             # Shielded: the thread goes on when its caller is cancelled, and `aclose` must remove the FIFO that it
             # makes.
@@ -73,8 +75,7 @@ class Doorbell:
 
     async def aclose(self) -> None:
         self._closed = True
-        if self._opening is not None:
-            await asyncio.gather(self._opening, return_exceptions=True)
+        await self._background.join()
         if self._timer is not None:
             self._timer.cancel()
         if self._fifo is not None:

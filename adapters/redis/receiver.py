@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from functools import partial
 from struct import Struct
 
-from ...streams.background import end
+from ...streams.background import BackgroundTasks
 from ...streams.errors import Closed, InvalidArgument, StorageError
 from ...streams.events import EventBatch
 from ..limits import within_limits
@@ -62,6 +62,7 @@ class RedisReceiver(QueueReceiver):
         self._left: AsyncGenerator[tuple[int, bytes]] | None = None
         """Events that earlier readers took and did not finish."""
         self._ready: deque[EventBatch] = deque()
+        self._background = BackgroundTasks()
         self._fetching: asyncio.Task[None] | None = None
         self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._superseded_at: float | None = None
@@ -83,7 +84,7 @@ class RedisReceiver(QueueReceiver):
             self._check_open()
             if self._fetching is None:
                 fetching = self._fetch(min(max_events, MAX_POP), min(max_bytes, MAX_POP_BYTES))
-                self._fetching = asyncio.create_task(fetching, name=f"headrace redis queue {self._queue}")
+                self._fetching = self._background.hold(fetching, f"headrace redis queue {self._queue}")
             # Not cancelled with the caller: the events that it takes are for the next call.
             await asyncio.wait([self._fetching, self._closed], return_when=asyncio.FIRST_COMPLETED)
             self._check_open()
@@ -117,7 +118,7 @@ class RedisReceiver(QueueReceiver):
     async def aclose(self) -> None:
         if not self._closed.done():
             self._closed.set_result(None)
-        await end(self._fetching)
+        await self._background.aclose()
         if self._left is not None:
             await self._left.aclose()
         await asyncio.gather(*(shard_reader.bell.aclose() for shard_reader in self.readers))
