@@ -135,7 +135,7 @@ class LogAdapter(QueueAdapter):
         return receiver
 
     async def bounds(self, queue: int) -> Bounds:
-        return (await self.statistics(queue)).bounds
+        return await self._read_snapshot(lambda snapshot: _bounds(snapshot, queue), queue)
 
     async def resume_at(self, queue: int, offset: int) -> int:
         """See QueueAdapter. Raises CorruptRecord if records are stored behind the queue's end: then the end is damaged,
@@ -144,8 +144,8 @@ class LogAdapter(QueueAdapter):
 
     async def statistics(self, queue: int) -> QueueStatistics:
         def read(snapshot: LogSnapshot) -> QueueStatistics:
-            tail, first = snapshot.tail(queue), snapshot.first(queue)
-            return QueueStatistics(Bounds(tail.next if first is None else first, tail.next), tail.events, tail.nbytes)
+            tail = snapshot.tail(queue)
+            return QueueStatistics(_bounds(snapshot, queue), tail.events, tail.nbytes)
 
         return await self._read_snapshot(read, queue)
 
@@ -232,6 +232,11 @@ class LogAdapter(QueueAdapter):
 
     def _no_such_queue(self, queue: int) -> InvalidArgument:
         return InvalidArgument(f"there is no queue {queue}: this provider has queues 0 to {self._queues - 1}")
+
+
+def _bounds(snapshot: LogSnapshot, queue: int) -> Bounds:
+    first, end = snapshot.first(queue), snapshot.tail(queue).next
+    return Bounds(end if first is None else first, end)
 
 
 def _check_foreign(batch: EventBatch) -> None:

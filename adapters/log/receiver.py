@@ -37,6 +37,7 @@ class QueueReader:
         self._queue = queue
         self._streams = streams
         self._checked = -1
+        self._end_checked = False
 
     def read_fresh(self, position: int, budget: ReadBudget) -> Received | None:
         """Read on the event loop if that is cheap: at the queue's end, or if few batches are left.
@@ -46,6 +47,7 @@ class QueueReader:
         with self._environment.reading() as snapshot:
             end = snapshot.tail(self._queue).next
             if position >= end:
+                self._check_end(snapshot)
                 return Received((), position)
             first = snapshot.block_holding(self._queue, position) if end - position <= FRESH_BATCHES else None
             if first is None:
@@ -64,6 +66,7 @@ class QueueReader:
         with self._environment.reading() as snapshot:
             end = snapshot.tail(self._queue).next
             if position >= end:
+                self._check_end(snapshot)
                 return Received((), position)
             first = snapshot.block_holding(self._queue, position)
             if first is None:
@@ -73,6 +76,12 @@ class QueueReader:
                 return Received((), gap.high, gap)
             batches = self._collect(snapshot, first, position, end, budget)
         return Received(batches, batches[-1].offset + 1)
+
+    def _check_end(self, snapshot: LogSnapshot) -> None:
+        """Raise CorruptRecord if records are stored behind the queue's end: it has no checksum. Checked once."""
+        if not self._end_checked:
+            snapshot.end(self._queue)
+            self._end_checked = True
 
     def _collect(
         self,
