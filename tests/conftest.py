@@ -50,7 +50,7 @@ LONGEST = (
     "tests/examples/test_node.py",
     "tests/silo/relay/test_relay.py",
     "tests/cli/test_cli_cluster.py",
-    "tests/client/test_command_line.py",
+    "tests/cli/test_commands_with_silos.py",
     "tests/faults/test_cluster_kills.py",
     "tests/test_readme.py",
     "tests/cli/test_workers.py",

@@ -29,8 +29,7 @@ from headrace.client.client import UNKNOWN_PLACE, Client
 from headrace.client.window import PublishWindow
 from headrace.streams.publishing import ProducerSequence, Receipt
 from tests.cli.commandline import Headrace
-from tests.client.conftest import Silos
-from tests.client.silos import SiloProcess, stored
+from tests.client.silos import SiloProcess, Silos, stored
 
 S = StreamId("n", "k")
 

@@ -26,8 +26,7 @@ from headrace.pipeline.publishing import (
 from headrace.pipeline.staging import BatchManifest, Chunk, PublishChunkLimits, StagedFile, StagedReport, StagingFolder
 from headrace.streams.errors import HeadraceError, NotFound, NotSupported, StorageError, Unavailable
 from headrace.streams.publishing import ProducerSequence
-from tests.client.conftest import silo, silos
-from tests.client.silos import SiloProcess, stored
+from tests.client.silos import SiloProcess, silo, silos, stored
 
 __all__ = ("silo", "silos")
 
