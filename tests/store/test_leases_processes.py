@@ -75,6 +75,7 @@ def lines(where: str, name: str) -> list[list[str]]:
     return [line.split() for line in done.stdout.splitlines()]
 
 
+@pytest.mark.hypothesis  # so that `make slow` runs all rounds
 async def test_processes_that_fight_for_queues_never_share_an_epoch_nor_what_they_write(where: str):
     store = await ControlStore.open(where)
     await store.create_subscription("p", DEFINITION, {queue: Checkpoint(0) for queue in range(QUEUES)})

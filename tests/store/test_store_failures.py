@@ -141,6 +141,7 @@ async def test_processes_that_make_one_store_at_once_get_different_epochs(lastin
         assert epochs[at : at + 20] == sorted(epochs[at : at + 20])
 
 
+@pytest.mark.hypothesis  # so that `make slow` makes all stores
 async def test_opening_a_new_store_waits_for_others_that_do_the_same(tmp_path: Path):
     for number in range(examples(40, quick=10)):
         stores = await asyncio.gather(*(ControlStore.open(tmp_path / f"{number}.db") for _ in range(4)))
