@@ -21,7 +21,8 @@ from ...streams.events import EventBatch
 from ..limits import within_limits
 from ..receiving import QueueReceiver, Received
 from .bell import ShardBell, idle
-from .server import BLOCK_S, ServerAway
+from .limits import RedisLimits
+from .server import ServerAway
 from .shard import MAX_POP, MAX_POP_BYTES
 from .watch import ShardWatch
 
@@ -29,8 +30,6 @@ log = logging.getLogger("headrace.adapters.redis")
 
 COUNT = Struct("<I")
 """The beginning of a body: the number of events of its batch."""
-SUPERSEDED_S = 5.0
-"""Seconds after which a superseded receiver ends, so that its agent may open another."""
 TURNS = 8
 """After a shard was passed over this many times, it is read first once."""
 
@@ -52,7 +51,8 @@ class ShardReader:
 class RedisReceiver(QueueReceiver):
     """Receives the batches of one queue. The adapter calls `open` first. Shards are read in their order."""
 
-    def __init__(self, queue: int, shards: Sequence[ShardWatch]) -> None:
+    def __init__(self, queue: int, shards: Sequence[ShardWatch], limits: RedisLimits) -> None:
+        self._limits = limits
         self._queue = queue
         self.readers = [ShardReader(watch) for watch in shards]
         self._next = 0
@@ -132,7 +132,7 @@ class RedisReceiver(QueueReceiver):
             raise Closed(f"the receiver of queue {self._queue} is closed")
         if self._superseded_at is None:
             return
-        if asyncio.get_running_loop().time() - self._superseded_at > SUPERSEDED_S:
+        if asyncio.get_running_loop().time() - self._superseded_at > self._limits.superseded_s:
             raise Closed(f"queue {self._queue} was opened by another reader")
         raise StorageError(f"queue {self._queue} is read by another process: serve it by a cluster, or by one silo")
 
@@ -210,7 +210,7 @@ class RedisReceiver(QueueReceiver):
 
     async def _fetch_due(self, max_events: int, max_bytes: int) -> float:
         """Take due events of the first shard that has some. Return for how many seconds there will be none."""
-        idle_s, errors = BLOCK_S, list[ServerAway]()
+        idle_s, errors = self._limits.block_s, list[ServerAway]()
         for shard_reader in self._order():
             try:
                 shard_idle_s = await self._hold(shard_reader, max_events, max_bytes)
