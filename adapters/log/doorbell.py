@@ -22,9 +22,7 @@ from pathlib import Path
 from ...streams.background import BackgroundTasks
 from ...streams.errors import Closed, StorageError
 from ...streams.private_files import FILE_MODE
-
-SAFETY_POLL_S = 1.0
-"""Seconds after which a receiver reads again even if it was not woken up."""
+from .limits import LOG_LIMITS, LogLimits
 
 _READ_BYTES = 65536
 _NEARLY_FULL_BYTES = 4096
@@ -37,8 +35,9 @@ _CLOCK_STEP_NS = 100_000_000
 class Doorbell:
     """Wakes up the receivers of one handle. Belongs to one event loop."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, limits: LogLimits = LOG_LIMITS) -> None:
         self._directory = directory
+        self._limits = limits
         self._loop = asyncio.get_running_loop()
         self._listeners: dict[int, set[asyncio.Event]] = {}
         self._background = BackgroundTasks()
@@ -90,7 +89,7 @@ class Doorbell:
 
     def _tick(self) -> None:
         self.ring(list(self._listeners))
-        self._timer = self._loop.call_later(SAFETY_POLL_S, self._tick)
+        self._timer = self._loop.call_later(self._limits.safety_poll_s, self._tick)
 
     def _on_ring(self, fifo: int) -> None:
         with suppress(BlockingIOError):

@@ -20,19 +20,21 @@ from .blocks import (
 )
 from .environment import LogEnvironment
 from .group import StoredBatches
+from .limits import LOG_LIMITS, LogLimits
 from .transactions import LogSnapshot
 
 RETENTION = "removed by retention"
 FRESH_BATCHES = 256
-FRESH_BYTES = 64 << 10
-"""Up to this number of batches, and of bytes, at the end of a queue are read on the event loop. They were just written,
-so they are in memory, and a thread would first have to wait for the interpreter's lock."""
+"""Up to this number of batches at the end of a queue are read on the event loop: see `LogLimits.fresh_bytes`."""
 
 
 class QueueReader:
     """Reads one queue. Its methods block. Not safe for concurrent use."""
 
-    def __init__(self, environment: LogEnvironment, queue: int, streams: StreamTable) -> None:
+    def __init__(
+        self, environment: LogEnvironment, queue: int, streams: StreamTable, limits: LogLimits = LOG_LIMITS
+    ) -> None:
+        self._limits = limits
         self._environment = environment
         self._queue = queue
         self._streams = streams
@@ -54,8 +56,9 @@ class QueueReader:
                 return None
             if self._skipped(snapshot, first, position) is not None:
                 return None
-            small = budget._replace(nbytes=min(budget.nbytes, FRESH_BYTES))
-            batches = self._collect(snapshot, first, position, end, small, largest=FRESH_BYTES)
+            fresh_bytes = self._limits.fresh_bytes
+            small = budget._replace(nbytes=min(budget.nbytes, fresh_bytes))
+            batches = self._collect(snapshot, first, position, end, small, largest=fresh_bytes)
         return Received(batches, batches[-1].offset + 1) if batches else None
 
     def read(self, position: int, budget: ReadBudget) -> Received:
