@@ -16,7 +16,6 @@ from headrace.proto.v1 import subscriptions_pb2 as pb
 from headrace.silo.host import Silo
 from headrace.silo.provider import Provider
 from headrace.silo.service_limits import ServiceLimits
-from headrace.silo.services import subscriptions
 from headrace.streams.subscriptions import of_consumer
 from headrace.streams.wire import definition_of
 from tests.silo.services.calling import (
@@ -192,15 +191,11 @@ async def test_waiting_ends_when_another_silo_has_caught_up(tmp_path: Path):
         await waiting
 
 
-async def test_waiting_ends_at_the_deadline_and_when_the_silo_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    begun = asyncio.Event()
-    caught_up = subscriptions.caught_up
+async def test_waiting_ends_at_the_deadline_and_when_the_silo_stops(tmp_path: Path):
+    async def until_open(calls: int) -> None:
+        while b"\nheadrace_grpc_calls %d.0\n" % calls not in (await silo.metrics()).body:
+            pass
 
-    async def noting(*arguments: Any) -> None:
-        begun.set()
-        await caught_up(*arguments)
-
-    monkeypatch.setattr(subscriptions, "caught_up", noting)
     method, request = f"{SUBSCRIPTIONS}/AwaitCaughtUp", pb.AwaitCaughtUpRequest(name="printer")
     async with AsyncExitStack() as clients, AsyncExitStack() as silos:
         silo = await silos.enter_async_context(opened(tmp_path))
@@ -209,9 +204,9 @@ async def test_waiting_ends_at_the_deadline_and_when_the_silo_stops(tmp_path: Pa
         await caller.publish(batch("shop/1", b"a"))
         with pytest.raises(Refused, match="DEADLINE_EXCEEDED"):
             await caller.ask(method, request, pb.AwaitCaughtUpResponse, timeout=0.1)
-        begun.clear()
+        await until_open(0)
         waiting = asyncio.create_task(caller.ask(method, request, pb.AwaitCaughtUpResponse))
-        await begun.wait()
+        await until_open(1)
         await silos.aclose()
         with pytest.raises(Refused, match=r"UNAVAILABLE \(unavailable\): the silo stops"):
             await waiting
