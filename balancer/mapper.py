@@ -39,12 +39,13 @@ class StreamQueueMapper:
     Raises InvalidArgument for a number of queues that is not from 1 to `MAX_QUEUES`.
     """
 
-    __slots__ = ("_at", "_positions", "_remembered", "queues")
+    __slots__ = ("_at", "_max_remembered", "_positions", "_remembered", "queues")
 
-    def __init__(self, queues: int) -> None:
+    def __init__(self, queues: int, *, max_remembered: int = REMEMBERED) -> None:
         if not 1 <= queues <= MAX_QUEUES:
             raise InvalidArgument(f"a provider has 1 to {MAX_QUEUES:,} queues, not {queues}")
         self.queues = queues
+        self._max_remembered = max_remembered
         self._positions, self._at = _ring(queues)
         self._remembered: dict[StreamId, int] = {}
 
@@ -55,12 +56,12 @@ class StreamQueueMapper:
 
     @property
     def remembered(self) -> int:
-        """Number of streams whose queue is remembered now; at most `REMEMBERED`."""
+        """Number of streams whose queue is remembered now; at most `max_remembered`."""
         return len(self._remembered)
 
     def _look_up(self, stream: StreamId) -> int:
         queue = self._at[bisect(self._positions, hash_bytes(stream.prefix))]
-        if len(self._remembered) >= REMEMBERED:
+        if len(self._remembered) >= self._max_remembered:
             self._remembered.clear()
         self._remembered[stream] = queue
         return queue

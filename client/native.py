@@ -66,8 +66,16 @@ class CallStart(NamedTuple):
 class NativeConnection(PacketConnection):
     """The client's side of a connection. `on_end` is called when a connection that was greeted ends."""
 
-    def __init__(self, process: bytes, authorization: str, on_end: Callable[[NativeConnection], None]) -> None:
+    def __init__(
+        self,
+        process: bytes,
+        authorization: str,
+        on_end: Callable[[NativeConnection], None],
+        *,
+        keepalive_s: float,
+    ) -> None:
         super().__init__(MAX_BODY)
+        self._keepalive_s = keepalive_s
         self.greeted: asyncio.Future[None] = self.loop.create_future()
         """Done when the silo has answered as the process that was announced."""
         self.ended: asyncio.Future[None] = self.loop.create_future()
@@ -109,7 +117,7 @@ class NativeConnection(PacketConnection):
             raise BrokenProtocol("another process answers at the port")
         self.put(PacketKind.HELLO, 0, self._authorization.encode())
         self.greeted.set_result(None)
-        self.ping_every(KEEPALIVE_MS / 1000)
+        self.ping_every(self._keepalive_s)
 
     def _deliver(self, call: NativeStreamCall, kind: int, body: bytes) -> None:
         if kind == PacketKind.MESSAGE:
@@ -270,8 +278,20 @@ class NativeTransport(Transport):
 
     is_remote = True
 
-    def __init__(self, grpc: GrpcTransport) -> None:
+    def __init__(
+        self,
+        grpc: GrpcTransport,
+        *,
+        connect_s: float = CONNECT_S,
+        keepalive_s: float = KEEPALIVE_MS / 1000,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """`keepalive_s` is the silence of a silo before it is pinged, and the time for its answer. `clock` returns
+        seconds; the default is the loop's time."""
         self._grpc = grpc
+        self._connect_s = connect_s
+        self._keepalive_s = keepalive_s
+        self._clock = clock
         self._tls: ssl.SSLContext | None = None
         self._connections: dict[int, NativeConnection] = {}
         """By index of the address."""
@@ -293,9 +313,14 @@ class NativeTransport(Transport):
             return self
         known = self._others.get(address)
         if known is None:
-            known = self._others[address] = NativeTransport(grpc)
+            known = self._others[address] = NativeTransport(
+                grpc, connect_s=self._connect_s, keepalive_s=self._keepalive_s, clock=self._clock
+            )
             known._tls = self._tls
         return known
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time() if self._clock is None else self._clock()
 
     @property
     def is_native(self) -> bool:
@@ -377,7 +402,7 @@ class NativeTransport(Transport):
         wait while the port is looked for again."""
         if index in self._connections:
             return None
-        again_at, now = self._again_at.get(index), asyncio.get_running_loop().time()
+        again_at, now = self._again_at.get(index), self._now()
         running = self._decisions.get(index)
         if (running is None or running.done()) and (again_at is None or now >= again_at):
             running = self._decisions[index] = self._tasks.hold(self._decide(index), "headrace native port")
@@ -388,7 +413,7 @@ class NativeTransport(Transport):
         announced = (await self._grpc.health_metadata(index, ASK_S)).get(ANNOUNCED)
         connection = None if announced is None else await self._connect(index, announced)
         is_first = index not in self._again_at
-        self._again_at[index] = asyncio.get_running_loop().time() + AGAIN_S
+        self._again_at[index] = self._now() + AGAIN_S
         if connection is not None and not connection.ended.done():
             self._connections[index] = connection
             if is_first:  # else calls may be open over gRPC
@@ -402,9 +427,12 @@ class NativeTransport(Transport):
         try:
             number, name = int(port), None if self._tls is None else host
             made = connection = NativeConnection(
-                bytes.fromhex(process), self._grpc.authorization, partial(self._lose, index)
+                bytes.fromhex(process),
+                self._grpc.authorization,
+                partial(self._lose, index),
+                keepalive_s=self._keepalive_s,
             )
-            async with asyncio.timeout(CONNECT_S):
+            async with asyncio.timeout(self._connect_s):
                 await connection.loop.create_connection(lambda: made, host, number, ssl=self._tls, server_hostname=name)
                 await asyncio.shield(connection.greeted)
         except (OSError, ValueError, OverflowError, BrokenProtocol) as error:  # OSError includes TLS and TimeoutError

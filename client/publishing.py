@@ -53,14 +53,25 @@ class AwaitedPublication(Publication):
 class PublishPipeline:
     """The publishing half of a client. Belongs to an event loop; its task begins with the first publication."""
 
-    def __init__(self, connection: Transport, provider: str, *, timeout_s: float, linger_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        connection: Transport,
+        provider: str,
+        *,
+        timeout_s: float,
+        linger_s: float = 0.0,
+        max_bytes: int = MAX_BYTES,
+        window: PublishWindow | None = None,
+    ) -> None:
         """A caller waits at most `timeout_s`. `linger_s` is how long a request waits for more events while no other
-        request is in flight. With 0 it has the events published in the same turn of the loop."""
+        request is in flight. With 0 it has the events published in the same turn of the loop. Callers wait while
+        `window` has `max_bytes`."""
         self._connection = connection
         self._provider = provider
         self._timeout_s = timeout_s
         self._linger_s = linger_s
-        self._window = PublishWindow(_new_producer)
+        self._max_bytes = max_bytes
+        self._window = PublishWindow(new_producer) if window is None else window
         self._background = BackgroundTasks()
         self._task: asyncio.Task[None] | None = None
         self._call: StreamCall | None = None
@@ -72,8 +83,8 @@ class PublishPipeline:
 
     @property
     def full(self) -> bool:
-        """Whether `MAX_BYTES` is reached, so that a caller must wait with `wait_for_space`."""
-        return self._window.size >= MAX_BYTES or bool(self._waiters)
+        """Whether `max_bytes` is reached, so that a caller must wait with `wait_for_space`."""
+        return self._window.size >= self._max_bytes or bool(self._waiters)
 
     async def wait_for_space(self) -> float:
         """Return when the caller may publish, in the order of the calls. Raises Unavailable after the time limit.
@@ -281,10 +292,10 @@ class PublishPipeline:
     def _admit(self) -> None:
         """Admit as many waiting callers as there is space for, judged by the mean size of the pieces in the window."""
         window, waiters = self._window, self._waiters
-        if window.size >= MAX_BYTES:
+        if window.size >= self._max_bytes:
             return
         mean = max(1.0, window.size / max(1, window.pieces))
-        free = int((MAX_BYTES - window.size) / mean)
+        free = int((self._max_bytes - window.size) / mean)
         while waiters and free >= 0:
             free -= 1
             space = waiters.popleft()
@@ -326,7 +337,7 @@ class PublishPipeline:
         return error_of(trouble.code, text) or Unavailable(text)
 
 
-def _new_producer() -> str:
+def new_producer() -> str:
     return uuid.uuid4().hex
 
 

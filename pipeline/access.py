@@ -20,7 +20,7 @@ from ..store.datadir import check_provider_name, find_data_directory
 from ..streams.subscriptions import Selector
 
 
-class QueueState(NamedTuple):
+class RetainedRange(NamedTuple):
     """What a queue retains: batches from `first` (inclusive) to `next` (exclusive)."""
 
     first: int
@@ -58,7 +58,7 @@ class QueueAccess(ABC):
         return True
 
     @abstractmethod
-    def states(self) -> Sequence[QueueState]:
+    def states(self) -> Sequence[RetainedRange]:
         """Return the retained range of each queue. One cheap call for all."""
 
     @abstractmethod
@@ -106,8 +106,8 @@ class LogAccess(QueueAccess):
     def is_current(self) -> bool:
         return self._scan.is_current()
 
-    def states(self) -> Sequence[QueueState]:
-        return [QueueState(first, tail.next, tail.events, tail.nbytes) for first, tail in self._scan.tails()]
+    def states(self) -> Sequence[RetainedRange]:
+        return [RetainedRange(first, tail.next, tail.events, tail.nbytes) for first, tail in self._scan.tails()]
 
     def offsets_at(self, time_us: int) -> Sequence[int]:
         return self._scan.offsets_at(time_us)

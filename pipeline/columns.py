@@ -48,10 +48,10 @@ _KNOWN = 1 << 17
 class ColumnReader:
     """Turns chunks into record batches of the chosen columns. Remembers the names of streams."""
 
-    def __init__(self, names: Sequence[str], selector: Selector) -> None:
+    def __init__(self, names: Sequence[str], selector: Selector, *, max_known: int = _KNOWN) -> None:
         self._names = names
         self._schema = pa.schema([(name, TYPES[name]) for name in names])
-        self._streams = _StreamNames(selector)
+        self._streams = _StreamNames(selector, max_known)
 
     def batches(self, queue: int, chunks: Iterator[BatchChunk]) -> Iterator[pa.RecordBatch]:
         """Yield a record batch for each chunk with selected events. Raise CorruptRecord for a damaged batch."""
@@ -76,7 +76,8 @@ class ColumnReader:
 class _StreamNames:
     """Gives each stream a number, its code, and keeps its names as Arrow arrays. Forgets all if there are too many."""
 
-    def __init__(self, selector: Selector) -> None:
+    def __init__(self, selector: Selector, max_known: int) -> None:
+        self._max_known = max_known
         self._matches = None if selector.pattern == "*/*" else selector.matcher()
         self._forget()
 
@@ -88,7 +89,7 @@ class _StreamNames:
 
     def codes(self, chunk: BatchChunk) -> Integers:
         """Return the code of each batch's stream. Codes of earlier chunks become invalid."""
-        if len(self._codes) > _KNOWN:
+        if len(self._codes) > self._max_known:
             self._forget()
         names = _names(chunk).dictionary_encode()
         distinct: list[bytes] = names.dictionary.to_pylist()

@@ -7,7 +7,7 @@ priority form another batch. The format is that of `streams/layout.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
 
@@ -57,8 +57,9 @@ class EncodedBatches(NamedTuple):
 class RowGrouping:
     """Turns rows into batches. `namespace` is for rows without that column."""
 
-    def __init__(self, namespace: str | None = None) -> None:
+    def __init__(self, namespace: str | None = None, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._namespace = namespace
+        self._clock_ns = clock_ns
         self._known: dict[tuple[str, str], bytes] = {}
 
     def of(self, rows: pa.RecordBatch) -> EncodedBatches:
@@ -68,7 +69,7 @@ class RowGrouping:
         """
         names = _Names(rows, self._namespace)
         order, starts, ends = _sorted(names.codes)
-        columns = _Columns(rows, order, names)
+        columns = _Columns(rows, order, names, self._clock_ns() // 1000)
         starts, ends = _cut(starts, ends, columns.weights)
         codes = names.codes[order[starts]].tolist()
         streams = [self._prefix(*names.of_code(code)) for code in codes]
@@ -192,7 +193,7 @@ def _shown(rows: pa.RecordBatch, row: int) -> str:
 class _Columns:
     """The columns in the order of the streams. Checks their values."""
 
-    def __init__(self, rows: pa.RecordBatch, order: Integers, names: _Names) -> None:
+    def __init__(self, rows: pa.RecordBatch, order: Integers, names: _Names, now_us: int) -> None:
         def refuse(at: int, text: str) -> NoReturn:
             raise InvalidArgument(f"{text} in a row of the stream {names.of_row(int(order[at]))}")
 
@@ -205,7 +206,7 @@ class _Columns:
             refuse(_first(payload.is_null()), "column 'payload': null (filter such rows out, or give an empty payload)")
         self.offsets, self.data = _text_buffers(payload)
         self.sizes = np.diff(self.offsets).astype("<u4")
-        self.times = _times(taken("timestamp"), len(order))
+        self.times = _times(taken("timestamp"), len(order), now_us)
         self.ids = _some(taken("id"))
         self.headers = _some(taken("headers"))
         self.weights = self._weights(refuse)
@@ -247,12 +248,11 @@ def _text_buffers(column: Array) -> tuple[Integers, memoryview]:
     return where - where[0], body[int(where[0]) :]
 
 
-def _times(column: Array | None, count: int) -> npt.NDArray[np.int64]:
+def _times(column: Array | None, count: int, now_us: int) -> npt.NDArray[np.int64]:
     """In microseconds since 1970 UTC: one for each row, or one for all."""
-    now = time.time_ns() // 1000
     if column is None or column.null_count == count:
-        return np.array([now], "<i8")
-    times = column.cast(pa.int64()).fill_null(now).to_numpy().astype("<i8", copy=False)
+        return np.array([now_us], "<i8")
+    times = column.cast(pa.int64()).fill_null(now_us).to_numpy().astype("<i8", copy=False)
     check_times((int(times.min()), int(times.max())), "column 'timestamp'")
     return times
 

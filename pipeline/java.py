@@ -17,7 +17,8 @@ LEAST = 17
 _ADVICE = (
     f"install Java {LEAST} or newer (Debian: apt-get install openjdk-17-jre-headless), or set JAVA_HOME to its folder"
 )
-_INSTALLED = Path("/usr/lib/jvm")
+INSTALLED = Path("/usr/lib/jvm")
+"""The folder of Debian's Javas."""
 _ANSWERS_WITHIN_S = 60
 
 
@@ -27,15 +28,15 @@ class JavaInstallation(NamedTuple):
     """17 of 17.0.15; 8 of 1.8.0_412."""
 
 
-def use_java() -> JavaInstallation:
+def use_java(installed: Path = INSTALLED) -> JavaInstallation:
     """Find a Java and set JAVA_HOME to it: Spark's launcher looks there first. Raise NotFound."""
-    found = find_java()
+    found = find_java(installed)
     os.environ["JAVA_HOME"] = str(found.home)
     return found
 
 
-def find_java() -> JavaInstallation:
-    """Return the Java of JAVA_HOME. If it is not set, return that of PATH, else the oldest of /usr/lib/jvm that is new
+def find_java(installed: Path = INSTALLED) -> JavaInstallation:
+    """Return the Java of JAVA_HOME. If it is not set, return that of PATH, else the oldest in `installed` that is new
     enough. Raise NotFound with one line that names the package to install.
     """
     if chosen := os.environ.get("JAVA_HOME"):
@@ -44,11 +45,11 @@ def find_java() -> JavaInstallation:
     first = ask(Path(on_path)) if on_path else None
     if first and first.version >= LEAST:
         return first
-    if others := [java for java in map(ask, _INSTALLED.glob("*/bin/java")) if java and java.version >= LEAST]:
+    if others := [java for java in map(ask, installed.glob("*/bin/java")) if java and java.version >= LEAST]:
         return min(others, key=lambda java: java.version)
     if first:
         raise NotFound(f"Spark needs Java {LEAST}, and {first.home} is Java {first.version}: {_ADVICE}")
-    raise NotFound(f"Spark needs Java, and there is none on PATH or in {_INSTALLED}: {_ADVICE}")
+    raise NotFound(f"Spark needs Java, and there is none on PATH or in {installed}: {_ADVICE}")
 
 
 def ask(program: Path) -> JavaInstallation | None:

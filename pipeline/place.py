@@ -93,7 +93,7 @@ class ProviderPlace(NamedTuple):
             tls = None if self.tls is None else ClientTls(**self.tls._asdict())
             return GrpcTransport(self.server, token=self.token, tls=tls, insecure=self.insecure)
 
-    def open(self) -> QueueAccess:
+    def open(self, connect_s: float = CONNECT_S) -> QueueAccess:
         """Return the provider's queues for reading. The caller must not close them.
 
         They are opened once in a process, and stay open until it ends or the provider is deleted. Raise the errors of
@@ -104,10 +104,10 @@ class ProviderPlace(NamedTuple):
             if key in _opened and not _opened[key].is_current():
                 _opened.pop(key).close()
             if key not in _opened:
-                _opened[key] = self._open()
+                _opened[key] = self._open(connect_s)
             return _opened[key]
 
-    def _open(self) -> QueueAccess:
+    def _open(self, connect_s: float) -> QueueAccess:
         if self.data is not None:
             from .access import LogAccess  # noqa: PLC0415 (writing needs neither)
 
@@ -116,7 +116,7 @@ class ProviderPlace(NamedTuple):
 
         connection = self.connection()
         with as_options():
-            return RemoteAccess(connection, self.provider, connect_s=CONNECT_S)
+            return RemoteAccess(connection, self.provider, connect_s=connect_s)
 
 
 @contextmanager

@@ -50,7 +50,7 @@ from .staging import (
     read_segments,
 )
 
-CUTTING = PublishChunkLimits(MAX_BATCH_BYTES + (1 << 19), MAX_REQUEST_BATCHES)
+CHUNK_LIMITS = PublishChunkLimits(MAX_BATCH_BYTES + (1 << 19), MAX_REQUEST_BATCHES)
 """A chunk fits into one request to a silo."""
 PATIENCE_S = 60.0
 """How long publishing retries without any progress, in seconds, if the failure is retryable."""
@@ -148,7 +148,7 @@ class SiloDestination:
 
 
 @asynccontextmanager
-async def open_destination(place: ProviderPlace) -> AsyncGenerator[PublishDestination]:
+async def open_destination(place: ProviderPlace, connect_s: float = CONNECT_S) -> AsyncGenerator[PublishDestination]:
     """Open the provider at `place`, for the length of an `async with`. Raise HeadraceError with one clear line."""
     if place.data is not None:
         open_provider = find_open_provider()
@@ -162,14 +162,23 @@ async def open_destination(place: ProviderPlace) -> AsyncGenerator[PublishDestin
             yield EmbeddedDestination(provider)
     else:
         connection = place.connection()
-        await connection.open(CONNECT_S)
+        await connection.open(connect_s)
         try:
             yield SiloDestination(connection, place.provider)
         finally:
             await connection.aclose()
 
 
-def commit(place: ProviderPlace, folder: StagingFolder, app: str, batch: int, staged: Sequence[StagedReport]) -> None:
+def commit(
+    place: ProviderPlace,
+    folder: StagingFolder,
+    app: str,
+    batch: int,
+    staged: Sequence[StagedReport],
+    *,
+    limits: PublishChunkLimits = CHUNK_LIMITS,
+    connect_s: float = CONNECT_S,
+) -> None:
     """Publish staged files as a batch of an application, once, also if other processes publish the same batch.
 
     When it returns, the batch is stored, and its staged files are removed. If the batch was stored before, it keeps its
@@ -180,8 +189,8 @@ def commit(place: ProviderPlace, folder: StagingFolder, app: str, batch: int, st
         return
 
     async def run() -> None:
-        async with open_destination(place) as destination:
-            await BatchPublisher(destination, folder, app).commit(batch, staged)
+        async with open_destination(place, connect_s) as destination:
+            await BatchPublisher(destination, folder, app, limits).commit(batch, staged)
 
     asyncio.run(run())
     folder.sweep()
@@ -190,7 +199,14 @@ def commit(place: ProviderPlace, folder: StagingFolder, app: str, batch: int, st
 class BatchPublisher:
     """Publishes batches of one application."""
 
-    def __init__(self, destination: PublishDestination, folder: StagingFolder, app: str) -> None:
+    def __init__(
+        self,
+        destination: PublishDestination,
+        folder: StagingFolder,
+        app: str,
+        limits: PublishChunkLimits = CHUNK_LIMITS,
+    ) -> None:
+        self._limits = limits
         self._destination = destination
         self._folder = folder
         self._app = app
@@ -217,7 +233,7 @@ class BatchPublisher:
                 f"'{self._folder.path / missing}' was staged by a task and is not to be seen here: the driver and all "
                 "executors must share the directory of option 'staging'"
             )
-        self._folder.claim(BatchManifest(batch, names, CUTTING))
+        self._folder.claim(BatchManifest(batch, names, self._limits))
 
     async def _publish_up_to(self, batch: int) -> None:
         """Publish all unfinished batches up to `batch`, in order. Other processes may publish some of them."""

@@ -33,7 +33,7 @@ from pyspark.sql.types import StructType
 
 from ..streams.errors import CorruptRecord, InvalidArgument, NotFound, OffsetsGone, PermissionDenied
 from ..streams.subscriptions import Selector
-from .access import QueueAccess, QueueState
+from .access import QueueAccess, RetainedRange
 from .columns import TYPES as COLUMN_TYPES
 from .columns import ColumnReader
 from .decoding import PayloadDecoder, PayloadDecoding, decoder_of, value_ddl
@@ -164,7 +164,9 @@ class _Reading:
                 "checkpointLocation, or set the option 'failOnDataLoss' to false to read this one from its first batch"
             )
 
-    def parts(self, starts: Sequence[int], ends: Sequence[int], states: Sequence[QueueState]) -> list[RangePartition]:
+    def parts(
+        self, starts: Sequence[int], ends: Sequence[int], states: Sequence[RetainedRange]
+    ) -> list[RangePartition]:
         firsts = [state.first for state in states]
         kept = [
             self.check_retained(queue, start, first) if start < end else start
@@ -300,7 +302,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return self._offset(ends)
         return self._offset(self._limited(starts, ends, states))
 
-    def _waits_for_more(self, starts: Sequence[int], ends: Sequence[int], states: Sequence[QueueState]) -> bool:
+    def _waits_for_more(self, starts: Sequence[int], ends: Sequence[int], states: Sequence[RetainedRange]) -> bool:
         """Return whether there are fewer events than `minEventsPerTrigger`, and `maxTriggerDelay` is not over."""
         options = self._reading.options
         if options.min_events is None or time.monotonic() - self._read_at >= options.max_delay_s:
@@ -343,7 +345,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._reading.check_same(progress)
         return progress
 
-    def _starts(self, progress: QueryProgress, states: Sequence[QueueState]) -> list[int]:
+    def _starts(self, progress: QueryProgress, states: Sequence[RetainedRange]) -> list[int]:
         """Return the next offset of each queue. If the log is another one, or a queue ends before the offset, and
         that is no error, reading begins again at the first batch."""
         if not progress.same:
@@ -355,7 +357,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 starts[queue] = state.first
         return starts
 
-    def _limited(self, starts: Sequence[int], ends: Sequence[int], states: Sequence[QueueState]) -> list[int]:
+    def _limited(self, starts: Sequence[int], ends: Sequence[int], states: Sequence[RetainedRange]) -> list[int]:
         """Return the ends that the limits allow, each queue in proportion to its waiting events."""
         options, wanted = self._reading.options, ranges(starts, ends)
         backlogs = [estimated_events(one, states[one.queue]) for one in wanted]
@@ -372,7 +374,7 @@ def _dealt(backlogs: Sequence[int], limit: int | None) -> Sequence[int | None]:
     return [None] * len(backlogs) if limit is None else shares(backlogs, limit)
 
 
-def _estimated_bytes(wanted: QueueRange, state: QueueState) -> int:
+def _estimated_bytes(wanted: QueueRange, state: RetainedRange) -> int:
     batches = state.next - state.first
     each = state.nbytes / batches if state.nbytes is not None and batches else 1
     return max(round((wanted.end - wanted.start) * each), 1)

@@ -18,6 +18,7 @@ from ..client.grpc_process import use_grpc
 from ..streams.errors import Busy, InvalidArgument
 from .access import Authenticator
 from .config import GrpcConfig, TlsCredentials, read_credentials
+from .connection_times import CONNECTION_TIMES, ConnectionTimes
 from .guard import Guard, Method
 from .limits import ClientLimits, Limits
 from .native_server import native_serving
@@ -25,18 +26,12 @@ from .probes import HEALTH, HealthReporter, reflection_methods
 
 log = logging.getLogger("headrace.silo")
 
-KEEPALIVE_S = 20.0
-"""Silence of a connection before the server pings it, in seconds."""
 KEEPALIVE_TIMEOUT_S = 10.0
 """Time for the answer to a ping, in seconds. Then the connection is closed."""
 MIN_PING_S = 5.0
 """Shortest interval of a client's pings, in seconds. A faster client is disconnected (ENHANCE_YOUR_CALM)."""
 PENDING_CALLS = 20_000
 """Most calls of all clients that wait to be started. Limits per client do not count them yet."""
-IDLE_S = 600.0
-"""Time after which a connection without a call is closed, in seconds."""
-HANDSHAKE_S = 10.0
-"""Time for the handshake of TLS and HTTP/2, in seconds. Then the connection is closed."""
 WINDOW_BYTES = 256 << 10
 """Bytes of one call that gRPC receives before the silo reads a message. Then it receives the rest of that message."""
 FLUSH_S = 1.0
@@ -50,6 +45,7 @@ async def serving(
     services: Callable[[Guard], Sequence[Method]],
     *,
     drain_s: float,
+    times: ConnectionTimes = CONNECTION_TIMES,
 ) -> AsyncGenerator[str]:
     """Serve the methods of `services` over gRPC and the native protocol for the length of an `async with`.
 
@@ -62,10 +58,10 @@ async def serving(
     """
     guard = Guard(authenticator, _limits(config.limits), certificates=config.client_ca is not None)
     methods = services(guard)
-    server = _server(guard, methods, config.limits)
+    server = _server(guard, methods, config.limits, times)
     credentials = await asyncio.to_thread(read_credentials, config)
     port = await _bind(server, config, credentials)
-    async with native_serving(config, guard, methods):
+    async with native_serving(config, guard, methods, times):
         await server.start()
         try:
             yield config.at(port)
@@ -77,9 +73,9 @@ def _limits(limits: ClientLimits) -> Limits:
     return Limits(limits, asyncio.get_running_loop().time)
 
 
-def _server(guard: Guard, methods: Sequence[Method], limits: ClientLimits) -> grpc.aio.Server:
+def _server(guard: Guard, methods: Sequence[Method], limits: ClientLimits, times: ConnectionTimes) -> grpc.aio.Server:
     use_grpc()
-    server = grpc.aio.server(options=_options(limits))
+    server = grpc.aio.server(options=_options(limits, times))
     own = sorted({method.service for method in methods})
     probes = [*HealthReporter(guard).methods(), *reflection_methods([*own, HEALTH])]
     guard.offer([*methods, *probes])
@@ -88,7 +84,7 @@ def _server(guard: Guard, methods: Sequence[Method], limits: ClientLimits) -> gr
     return server
 
 
-def _options(limits: ClientLimits) -> list[tuple[str, Any]]:
+def _options(limits: ClientLimits, times: ConnectionTimes) -> list[tuple[str, Any]]:
     return [
         ("grpc.so_reuseport", 0),  # else two silos share a port, and each gets some of the calls
         # Above the limit itself: the guard refuses most messages that are too large, with a better text than gRPC.
@@ -97,15 +93,15 @@ def _options(limits: ClientLimits) -> list[tuple[str, Any]]:
         # Above this, gRPC cancels calls of any client without a reason. The guard refuses calls of the one client.
         ("grpc.server.max_pending_requests", PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS),
-        ("grpc.keepalive_time_ms", _ms(KEEPALIVE_S)),
+        ("grpc.keepalive_time_ms", _ms(times.keepalive_s)),
         ("grpc.keepalive_timeout_ms", _ms(KEEPALIVE_TIMEOUT_S)),
         ("grpc.keepalive_permit_without_calls", 1),
         # A fixed window: else gRPC buffers megabytes of each call before the silo reads them.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
         ("grpc.http2.min_ping_interval_without_data_ms", _ms(MIN_PING_S)),
-        ("grpc.max_connection_idle_ms", _ms(IDLE_S)),
-        ("grpc.server_handshake_timeout_ms", _ms(HANDSHAKE_S)),
+        ("grpc.max_connection_idle_ms", _ms(times.idle_s)),
+        ("grpc.server_handshake_timeout_ms", _ms(times.handshake_s)),
     ]
 
 

@@ -1,7 +1,7 @@
 """Serve the native protocol of Python clients: see `client/packets.py`. The calls are those of gRPC.
 
-A connection costs nothing but memory until it is greeted, and has `HANDSHAKE_S` seconds for TLS and its greeting. A
-client that breaks the protocol is disconnected, and a warning is logged, at most once in `WARN_S` seconds.
+A connection costs nothing but memory until it is greeted, and has `ConnectionTimes.handshake_s` seconds for TLS and its
+greeting. A client that breaks the protocol is disconnected, and a warning is logged, at most once in `WARN_S` seconds.
 """
 
 from __future__ import annotations
@@ -35,15 +35,12 @@ from ..client.packets import (
 from ..streams.background import end
 from ..streams.errors import Busy, HeadraceError, LimitExceeded, PayloadTooLarge, Unavailable
 from .config import GrpcConfig
+from .connection_times import ConnectionTimes
 from .guard import CODE, CallFailure, Guard, GuardedCall, Kind, Method, failure_of, logged_failure
 from .limits import ClientLimits, address_of
 
 log = logging.getLogger("headrace.silo")
 
-KEEPALIVE_S = 15.0
-"""Silence of a connection before the silo pings it, and time for the answer, in seconds."""
-HANDSHAKE_S = 10.0
-"""Time for the handshake of TLS, and as long again for the greeting, in seconds."""
 UNSENT_BYTES = 1 << 20
 """If a client leaves more bytes unread, the silo reads nothing more from it: each packet may cause another one."""
 BACKLOG = 1024
@@ -149,7 +146,9 @@ class NativeServerConnection(PacketConnection):
         super().connection_made(transport)
         self.peer = _peer(transport.get_extra_info("peername"))
         self.common_name = _common_name(transport.get_extra_info("peercert"))
-        self._greeting = self.loop.call_later(HANDSHAKE_S, self.abort, TimeoutError("no greeting arrived"))
+        self._greeting = self.loop.call_later(
+            self.server.times.handshake_s, self.abort, TimeoutError("no greeting arrived")
+        )
         if self.server.enter(self):
             self.put(PacketKind.HELLO, 0, MAGIC + self.server.process)
 
@@ -181,7 +180,7 @@ class NativeServerConnection(PacketConnection):
         self._greeted = True
         self.authorization = body.decode("utf-8", "replace") or None
         self.max_body = self.server.limits.message_bytes + _BEGINNING
-        self.ping_every(KEEPALIVE_S)
+        self.ping_every(self.server.times.native_keepalive_s)
 
     def _begin(self, number: int, body: bytes) -> None:
         self._number(number)
@@ -267,10 +266,11 @@ def _raising(error: HeadraceError) -> StreamEnd:
 class NativeServer:
     """The connections of a silo's native port."""
 
-    def __init__(self, guard: Guard, methods: Sequence[Method], limits: ClientLimits) -> None:
+    def __init__(self, guard: Guard, methods: Sequence[Method], limits: ClientLimits, times: ConnectionTimes) -> None:
         self.guard = guard
         self.methods: Mapping[str, Method] = {method.name: method for method in methods}
         self.limits = limits
+        self.times = times
         self.process = secrets.token_bytes(16)
         """Names this process: clients that were told of another one disconnect."""
         self._connections: set[NativeServerConnection] = set()
@@ -319,7 +319,9 @@ class NativeServer:
 
 
 @asynccontextmanager
-async def native_serving(config: GrpcConfig, guard: Guard, methods: Sequence[Method]) -> AsyncGenerator[None]:
+async def native_serving(
+    config: GrpcConfig, guard: Guard, methods: Sequence[Method], times: ConnectionTimes
+) -> AsyncGenerator[None]:
     """Serve the native protocol for the length of an `async with`, and let gRPC's health check announce its port.
 
     Raises Busy if the port is taken, and OSError if it cannot be served for another reason.
@@ -328,10 +330,10 @@ async def native_serving(config: GrpcConfig, guard: Guard, methods: Sequence[Met
         yield
         return
     loop = asyncio.get_running_loop()
-    native = NativeServer(guard, methods, config.limits)
+    native = NativeServer(guard, methods, config.limits, times)
     tls = await asyncio.to_thread(_tls, config)
     sockets = await _bound(config.host, config.native_port)
-    handshake_s = None if tls is None else HANDSHAKE_S
+    handshake_s = None if tls is None else times.handshake_s
     listening = [
         await loop.create_server(
             lambda: NativeServerConnection(native),

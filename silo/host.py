@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
+from ..agents import SendBudget
 from ..server.access import Authenticator, ClusterMembers, NoTokens, TokenBook
 from ..server.http import HttpAnswer, serving
 from ..streams.errors import HeadraceError, InvalidArgument
@@ -24,6 +25,7 @@ from .config import SiloConfig, check
 from .metrics import ObservedProvider, render
 from .options import DEFAULT_ADAPTER
 from .provider import Provider
+from .service_limits import SERVICE_LIMITS, ServiceLimits
 from .views import lag_of
 
 if TYPE_CHECKING:  # they load gRPC
@@ -42,8 +44,11 @@ INTERNAL_PACKAGES = ("headrace", "importlib")
 class Silo:
     """A host process. `opened` makes and ends it."""
 
-    def __init__(self, config: SiloConfig) -> None:
+    def __init__(self, config: SiloConfig, limits: ServiceLimits = SERVICE_LIMITS) -> None:
         self.config = config
+        self.limits = limits
+        self.read_budget = SendBudget(limits.unsent_bytes)
+        """Bytes that all calls of `ReaderService.Read` have read and not sent yet."""
         self.providers: dict[str, Provider] = {}
         self.address: str | None = None
         """URL of /metrics and /healthz; None if they are not served."""
@@ -56,7 +61,7 @@ class Silo:
 
     @classmethod
     @asynccontextmanager
-    async def opened(cls, config: SiloConfig) -> AsyncGenerator[Silo]:
+    async def opened(cls, config: SiloConfig, limits: ServiceLimits = SERVICE_LIMITS) -> AsyncGenerator[Silo]:
         """Serve the configured providers and modules for the length of an `async with`.
 
         gRPC answers once the providers are open. At the end, open calls have `drain_s` seconds to end. Then reading
@@ -67,7 +72,7 @@ class Silo:
         process serves one of the subscriptions.
         """
         check(config)
-        silo = cls(config)
+        silo = cls(config, limits)
         silo._check_data()
         subscriptions = silo._declared()
         async with AsyncExitStack() as stack:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from ..streams.arguments import check_seconds
+from ..streams.background import BackgroundTasks
 from .event_publisher import EventPublisher
 from .opening import ProviderParts
 from .subscription_host import DRAIN_S, SubscriptionHost
@@ -18,6 +19,7 @@ class ProviderCore(EventPublisher, SubscriptionHost):
         super().__init__(parts)
         self.delays = parts.delays
         self._parts = parts
+        self._background = BackgroundTasks()
         self._closing: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
@@ -32,7 +34,7 @@ class ProviderCore(EventPublisher, SubscriptionHost):
         if self._closing is None:
             for name in self.manager.served:
                 self.manager.subscriptions.check_outside(name)
-            self._closing = asyncio.create_task(self._close(drain_s), name=f"headrace close {self.name}")
+            self._closing = self._background.hold(self._close(drain_s), f"headrace close {self.name}")
         # A cancelled caller does not leave the provider half closed.
         await asyncio.shield(self._closing)
 

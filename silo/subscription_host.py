@@ -172,10 +172,13 @@ class SubscriptionHost(QueuePositions):
 
     async def wait_until_caught_up(self, name: str) -> None:
         """Wait until a subscription that this process serves has finished all events stored before the call (except
-        in paused streams). Raises NotFound if this process does not serve it."""
+        in paused streams). Raises NotFound if this process does not serve it, CorruptRecord if a queue is damaged."""
         served = self.manager.subscriptions.serving(name)
         for queue, delivery in served.deliveries.items():
-            await delivery.waiters.wait_until(await self.due_end(queue))
+            end = await self.due_end(queue)
+            await delivery.waiters.wait_until(end)
+            if self.adapter.capabilities.rewindable:
+                await self.adapter.resume_at(queue, end)  # raises if records are stored behind the end
 
     # ---- locks -----------------------------------------------------------------------------------------------------
 

@@ -117,7 +117,8 @@ async def lag_of(adapter: QueueAdapter, queue: int, unfinished: int | None) -> B
 
 
 async def fault_at(adapter: QueueAdapter, queue: int, positions: Iterable[Checkpoint]) -> str:
-    """Describe the damaged record at one of the positions in a queue, with queue and offset; "" without one."""
+    """Describe the damaged record at one of the positions in a queue, or at the queue's end, with queue and offset; ""
+    without one."""
     if not adapter.capabilities.rewindable:
         return ""
     first, end = await adapter.bounds(queue)
@@ -130,6 +131,10 @@ async def fault_at(adapter: QueueAdapter, queue: int, positions: Iterable[Checkp
                 return str(damage)
             finally:
                 await receiver.aclose()
+    try:
+        await adapter.resume_at(queue, first)
+    except CorruptRecord as damage:
+        return str(damage)
     return ""
 
 

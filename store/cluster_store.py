@@ -23,7 +23,7 @@ from . import store_clock
 from .database import Database
 from .schema import counters, entries, leases, silos, suspicions
 from .store_base import insert_into
-from .store_clock import Clock
+from .store_clock import BootId, Clock
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -44,7 +44,15 @@ class ClusterStore:
     store's own. `secret_hash` is the hash of the secret with which the joining silo calls other silos.
     """
 
-    def __init__(self, database: Database, clock: Clock | None = None, *, secret_hash: str = "") -> None:
+    def __init__(
+        self,
+        database: Database,
+        clock: Clock | None = None,
+        *,
+        secret_hash: str = "",
+        boot_id: BootId = store_clock.boot_id,
+    ) -> None:
+        self._boot_id = boot_id
         self._database = database
         self._secret_hash = secret_hash
         self._clock = clock or store_clock.now_us
@@ -147,7 +155,7 @@ class ClusterStore:
 
     async def _on_this_boot(self) -> None:
         if not self._same_boot:
-            await self._database.write(_end_other_boots)
+            await self._database.write(_end_other_boots, self._boot_id)
             self._same_boot = True
 
 
@@ -158,10 +166,10 @@ def _us(seconds: float) -> int:
     return round(seconds * 1_000_000)
 
 
-def _end_other_boots(connection: Connection) -> None:
+def _end_other_boots(connection: Connection, boot_id: BootId) -> None:
     """If the machine was restarted: declare all earlier silos dead, and replace all times, which are by another
     clock."""
-    boot = store_clock.boot_id(connection)
+    boot = boot_id(connection)
     if not boot or connection.execute(select(entries.c.value).where(entries.c.key == _BOOT)).scalar() == boot:
         return
     keep = insert_into(connection, entries).values(key=_BOOT, value=boot)

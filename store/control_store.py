@@ -17,7 +17,7 @@ import msgspec
 from sqlalchemy import Connection, Row, Table, delete, select, update
 
 from ..streams.errors import DataDirectoryError, DefinitionConflict, InvalidArgument, NotFound
-from . import schema
+from . import schema, store_clock
 from .checksums import CHECKED_TABLES, check_row
 from .cluster_store import ClusterStore
 from .database import Database
@@ -25,7 +25,7 @@ from .dead_letter_store import DeadLetterStore
 from .delays import DelayStore
 from .schema import entries, providers, tokens
 from .store_base import insert_into, store_value
-from .store_clock import Clock
+from .store_clock import BootId, Clock
 from .subscription_store import SubscriptionStore
 
 _ROWS_AT_ONCE = 100
@@ -91,9 +91,11 @@ class ControlStore(SubscriptionStore, DeadLetterStore):
         """Finish the pending calls, then close. Idempotent."""
         await self._database.aclose()
 
-    def cluster(self, clock: Clock | None = None, *, secret_hash: str = "") -> ClusterStore:
+    def cluster(
+        self, clock: Clock | None = None, *, secret_hash: str = "", boot_id: BootId = store_clock.boot_id
+    ) -> ClusterStore:
         """Return the store of silos and leases in the same database. It is closed with this store."""
-        return ClusterStore(self._database, clock, secret_hash=secret_hash)
+        return ClusterStore(self._database, clock, secret_hash=secret_hash, boot_id=boot_id)
 
     def delay_store(self, clock: Clock | None = None) -> DelayStore:
         """Return the store of delayed batches in the same database. It is closed with this store."""

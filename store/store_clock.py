@@ -15,6 +15,8 @@ from sqlalchemy import BigInteger, Connection, cast, extract, func, select
 
 Clock = Callable[[Connection], int]
 """Returns microseconds. Called within a transaction."""
+BootId = Callable[[Connection], str]
+"""Returns the id of the machine's start. Called within a transaction."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SINCE_BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # without Linux: it stops while the machine sleeps

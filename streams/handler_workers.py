@@ -98,8 +98,9 @@ class HandlerWorkers:
         """Whether the current task is a worker."""
         return asyncio.current_task() in self._tasks
 
-    async def stop(self, drain_s: float) -> None:
-        """Give running handlers `drain_s` seconds to end, then cancel them. `is_ready` must be false by now.
+    async def stop(self, drain_s: float, *, cancel_s: float = CANCEL_S) -> None:
+        """Give running handlers `drain_s` seconds to end, then cancel them, and wait `cancel_s`. `is_ready` must be
+        false by now.
 
         If this call is cancelled, it cancels the handlers too, and does not wait for them.
         """
@@ -112,7 +113,7 @@ class HandlerWorkers:
                 task.cancel()
         if late:
             self._log.warning("%d handlers of %s did not end within %.1f s", len(late), self._name, drain_s)
-            _, left = await asyncio.wait(late, timeout=CANCEL_S)
+            _, left = await asyncio.wait(late, timeout=cancel_s)
             if left:
                 self._log.error("%d handlers of %s ignore that they are cancelled", len(left), self._name)
 

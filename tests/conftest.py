@@ -7,11 +7,12 @@ import signal
 import sys
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from blockbuster import blockbuster_ctx
+from blockbuster import BlockBuster
 from hypothesis import HealthCheck, Phase, settings
 from xdist.remote import Producer  # pyright: ignore[reportMissingTypeStubs]
 from xdist.scheduler import LoadFileScheduling  # pyright: ignore[reportMissingTypeStubs]
@@ -50,7 +51,7 @@ LONGEST = (
     "tests/examples/test_node.py",
     "tests/silo/test_gateway.py",
     "tests/cli/test_cli_cluster.py",
-    "tests/client/test_command_line.py",
+    "tests/cli/test_commands_with_silos.py",
     "tests/faults/test_cluster_kills.py",
     "tests/test_readme.py",
     "tests/cli/test_workers.py",
@@ -119,10 +120,18 @@ def environment_stays() -> Iterator[None]:
 @pytest.fixture
 def loop_never_blocks() -> Iterator[None]:
     """A blocking call (file, socket, sqlite3, lock, sleep) that the library makes on an event loop's thread raises."""
-    with blockbuster_ctx(LIBRARY) as blocking:
-        # A channel of grpc that is collected while a loop runs takes a lock for a moment; if it may not, it leaks.
-        blocking.functions["threading.Lock.acquire"].deactivate()
-        yield
+    blocking = blocking_calls()
+    blocking.activate()
+    # A channel of grpc that is collected while a loop runs takes a lock for a moment; if it may not, it leaks.
+    blocking.functions["threading.Lock.acquire"].deactivate()
+    yield
+    blocking.deactivate()
+
+
+@cache
+def blocking_calls() -> BlockBuster:
+    """Made once: it looks up each function and each package."""
+    return BlockBuster(LIBRARY)
 
 
 def of_grpc(coroutine: object) -> bool:

@@ -43,6 +43,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._now
 
+    def stand_still(self, seconds: float) -> None:
+        """As a process that is stopped: time passes in the middle of a turn of the loop."""
+        self._now += seconds
+
     def pass_time(self, seconds: float | None) -> None:
         """Nothing is ready for so long, or, where None, ever."""
         if seconds is None:

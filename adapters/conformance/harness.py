@@ -6,6 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -20,7 +21,7 @@ BATCHES = 12
 """Batches in each queue of a filled adapter."""
 ANY = 1 << 30
 """A limit that no test reaches."""
-DEADLINE_S = 30.0
+deadline_s = ContextVar("deadline_s", default=30.0)
 """Seconds after which a test fails if an expected event does not occur. No test measures time."""
 
 T = TypeVar("T")
@@ -67,12 +68,13 @@ class AdapterConformance(ABC):
 
 
 async def soon(happening: Awaitable[T]) -> T:
-    """Await a result. Raises AssertionError if it takes longer than `DEADLINE_S`."""
+    """Await a result. Raises AssertionError if it takes longer than `deadline_s`."""
+    limit_s = deadline_s.get()
     try:
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(limit_s):
             return await happening
     except TimeoutError:
-        raise AssertionError(f"it did not happen within {DEADLINE_S} s") from None
+        raise AssertionError(f"it did not happen within {limit_s} s") from None
 
 
 async def take(

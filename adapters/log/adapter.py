@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ...streams.background import BackgroundTasks
 from ...streams.errors import Closed, DataDirectoryError, InvalidArgument, PayloadTooLarge
 from ...streams.events import EventBatch
 from ...streams.private_files import make_directory
@@ -23,6 +24,7 @@ from .damage import DamagedRange, find_damage, skip_damage, skipped_ranges
 from .doorbell import Doorbell, Ringer
 from .environment import MAX_QUEUES, LogEnvironment, acquire, check_process, release
 from .group import CommitRequest
+from .limits import LOG_LIMITS, LogLimits
 from .options import LogOptions
 from .range_ends import end_within
 from .receiver import LogReceiver, QueueReader
@@ -38,7 +40,9 @@ _READ_THREADS = 4
 _T = TypeVar("_T")
 
 
-async def open_adapter(context: AdapterContext, options: Mapping[str, Any]) -> LogAdapter:
+async def open_adapter(
+    context: AdapterContext, options: Mapping[str, Any], limits: LogLimits = LOG_LIMITS
+) -> LogAdapter:
     """Open the log in `context.directory`, or make it. Several handles, in one or many processes, may be open at once.
 
     Raises InvalidArgument for wrong options, and for a number of queues that differs from that of the directory;
@@ -52,7 +56,7 @@ async def open_adapter(context: AdapterContext, options: Mapping[str, Any]) -> L
     prefer_reuse()
     wake = context.directory / "wake"
     environment = await asyncio.to_thread(_open, context, chosen, wake)
-    return LogAdapter(environment, wake)
+    return LogAdapter(environment, wake, limits)
 
 
 def _open(context: AdapterContext, options: LogOptions, wake: Path) -> LogEnvironment:
@@ -72,19 +76,21 @@ class LogAdapter(QueueAdapter):
 
     capabilities = Capabilities(rewindable=True, durable=True, idempotent=True)
 
-    def __init__(self, environment: LogEnvironment, wake: Path) -> None:
+    def __init__(self, environment: LogEnvironment, wake: Path, limits: LogLimits = LOG_LIMITS) -> None:
+        self._limits = limits
         self._environment = environment
         self.identity = str(environment.created_us)
         self._queues = environment.queues
         self._loop = asyncio.get_running_loop()
-        self._doorbell = Doorbell(wake)
+        self._doorbell = Doorbell(wake, limits)
         self._ringer = Ringer(wake, self._doorbell.name)
-        self._committer = LogCommitter(environment, self._ringer.ring, self._offer)
+        self._committer = LogCommitter(environment, self._ringer.ring, self._offer, limits)
         self._threads = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="headrace-log-read")
         self._streams = StreamTable()
         self._receivers: dict[int, set[LogReceiver]] = {}
         """By queue."""
         self._expired_to = b""
+        self._background = BackgroundTasks()
         self._closing: asyncio.Task[None] | None = None
 
     def enqueue(
@@ -120,7 +126,7 @@ class LogAdapter(QueueAdapter):
             self._receivers[queue].discard(receiver)
             self._doorbell.forget(queue, grown)
 
-        reader = QueueReader(self._environment, queue, self._streams)
+        reader = QueueReader(self._environment, queue, self._streams, self._limits)
         receiver = LogReceiver(
             reader,
             position,
@@ -133,7 +139,7 @@ class LogAdapter(QueueAdapter):
         return receiver
 
     async def bounds(self, queue: int) -> Bounds:
-        return (await self.statistics(queue)).bounds
+        return await self._read_snapshot(lambda snapshot: _bounds(snapshot, queue), queue)
 
     async def resume_at(self, queue: int, offset: int) -> int:
         """See QueueAdapter. Raises CorruptRecord if records are stored behind the queue's end: then the end is damaged,
@@ -142,8 +148,8 @@ class LogAdapter(QueueAdapter):
 
     async def statistics(self, queue: int) -> QueueStatistics:
         def read(snapshot: LogSnapshot) -> QueueStatistics:
-            tail, first = snapshot.tail(queue), snapshot.first(queue)
-            return QueueStatistics(Bounds(tail.next if first is None else first, tail.next), tail.events, tail.nbytes)
+            tail = snapshot.tail(queue)
+            return QueueStatistics(_bounds(snapshot, queue), tail.events, tail.nbytes)
 
         return await self._read_snapshot(read, queue)
 
@@ -155,7 +161,7 @@ class LogAdapter(QueueAdapter):
         return await self._read_snapshot(lambda snapshot: end_within(snapshot, queue, start, end, limits), queue)
 
     async def backlog(self, queue: int, offset: int) -> Backlog:
-        return await self._read_snapshot(lambda snapshot: backlog(snapshot, queue, offset), queue)
+        return await self._read_snapshot(lambda snapshot: backlog(snapshot, queue, offset, self._limits), queue)
 
     async def last_sequence(self, producer: str) -> int:
         row = await self._read_snapshot(lambda snapshot: snapshot.producer(producer.encode()))
@@ -185,7 +191,7 @@ class LogAdapter(QueueAdapter):
 
     async def aclose(self) -> None:
         if self._closing is None:
-            self._closing = self._loop.create_task(self._close(), name="close the log adapter")
+            self._closing = self._background.hold(self._close(), "headrace log close")
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
@@ -230,6 +236,11 @@ class LogAdapter(QueueAdapter):
 
     def _no_such_queue(self, queue: int) -> InvalidArgument:
         return InvalidArgument(f"there is no queue {queue}: this provider has queues 0 to {self._queues - 1}")
+
+
+def _bounds(snapshot: LogSnapshot, queue: int) -> Bounds:
+    first, end = snapshot.first(queue), snapshot.tail(queue).next
+    return Bounds(end if first is None else first, end)
 
 
 def _check_foreign(batch: EventBatch) -> None:

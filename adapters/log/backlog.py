@@ -5,14 +5,12 @@ from __future__ import annotations
 from ...streams.errors import CorruptRecord
 from ..seam import Backlog
 from .blocks import BlockHeader
+from .limits import LogLimits
 from .rows import TailRow
 from .transactions import LogSnapshot
 
-COUNTED_BLOCKS = 256
-"""Number of blocks whose events are counted one by one. The events of later blocks are estimated."""
 
-
-def backlog(snapshot: LogSnapshot, queue: int, offset: int) -> Backlog:
+def backlog(snapshot: LogSnapshot, queue: int, offset: int, limits: LogLimits) -> Backlog:
     """Count the retained batches from `offset` on. A damaged block counts as empty: its readers get the error."""
     tail = snapshot.tail(queue)
     oldest = snapshot.first(queue)
@@ -23,21 +21,21 @@ def backlog(snapshot: LogSnapshot, queue: int, offset: int) -> Backlog:
     assert first is not None, "oldest is retained, and there are no holes above it"
     header = _header(snapshot, queue, first)
     since_us = None if header is None or header.skipped else header.time_us
-    events, counted_to = _counted(snapshot, queue, first, start, tail.next)
+    events, counted_to = _counted(snapshot, queue, first, start, tail.next, blocks=limits.counted_blocks)
     left = tail.next - counted_to
     events += _estimated(tail, oldest, left)
     return Backlog(tail.next - start, events, estimated=left > 0, since_us=since_us)
 
 
-def _counted(snapshot: LogSnapshot, queue: int, first: int, start: int, end: int) -> tuple[int, int]:
+def _counted(snapshot: LogSnapshot, queue: int, first: int, start: int, end: int, *, blocks: int) -> tuple[int, int]:
     """Count events from batch `start` on, which is in the block at `first`. Return them, and the offset up to which
-    they were counted."""
+    they were counted. At most `blocks` blocks are counted."""
     try:
         events = snapshot.events_from(queue, first, start)
     except CorruptRecord:
         events = 0
     at = snapshot.block_after(queue, first)
-    for _ in range(COUNTED_BLOCKS - 1):
+    for _ in range(blocks - 1):
         if at >= end:
             break
         header = _header(snapshot, queue, at)

@@ -18,8 +18,7 @@ from .acknowledgements import store
 from .blocks import BlockEncoder
 from .environment import LogEnvironment
 from .group import CommitGroup, CommitRequest, Outcome, StoredBatches
-
-_CHORES_EVERY_S = 1.0
+from .limits import LogLimits
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +38,9 @@ class LogCommitter:
         environment: LogEnvironment,
         on_commit: Callable[[Iterable[int]], None],
         on_answers: Callable[[Growth], None],
+        limits: LogLimits,
     ) -> None:
+        self._limits = limits
         self._environment = environment
         self._on_commit = on_commit
         self._on_answers = on_answers
@@ -74,7 +75,7 @@ class LogCommitter:
     def _run(self) -> None:
         # The loop raises RuntimeError if it was closed without `aclose`: then no caller waits for answers.
         with suppress(RuntimeError):
-            going, chores_at = True, time.monotonic() + _CHORES_EVERY_S
+            going, chores_at = True, time.monotonic() + self._limits.chores_s
             while going and not self._loop.is_closed():
                 going = self._wait(chores_at)
                 while self._calls:
@@ -82,7 +83,7 @@ class LogCommitter:
                         self._commit(calls)
                 if not going or time.monotonic() >= chores_at:
                     self._do_chores()
-                    chores_at = time.monotonic() + _CHORES_EVERY_S
+                    chores_at = time.monotonic() + self._limits.chores_s
             self._loop.call_soon_threadsafe(self._stopped.set)
 
     def _wait(self, until: float) -> bool:

@@ -19,11 +19,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from ...streams.background import BackgroundTasks
 from ...streams.errors import Closed, StorageError
 from ...streams.private_files import FILE_MODE
-
-SAFETY_POLL_S = 1.0
-"""Seconds after which a receiver reads again even if it was not woken up."""
+from .limits import LOG_LIMITS, LogLimits
 
 _READ_BYTES = 65536
 _NEARLY_FULL_BYTES = 4096
@@ -36,10 +35,12 @@ _CLOCK_STEP_NS = 100_000_000
 class Doorbell:
     """Wakes up the receivers of one handle. Belongs to one event loop."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, limits: LogLimits = LOG_LIMITS) -> None:
         self._directory = directory
+        self._limits = limits
         self._loop = asyncio.get_running_loop()
         self._listeners: dict[int, set[asyncio.Event]] = {}
+        self._background = BackgroundTasks()
         self._opening: asyncio.Task[None] | None = None
         self._fifo: int | None = None
         self._closed = False
@@ -52,7 +53,7 @@ class Doorbell:
         Raises Closed after `aclose`, StorageError if the FIFO cannot be made.
         """
         if not self._closed and (self._opening is None or (self._opening.done() and self._fifo is None)):
-            self._opening = self._loop.create_task(self._open(), name="open the doorbell of the log adapter")
+            self._opening = self._background.hold(self._open(), "headrace log doorbell")
         if self._opening is not None:
             # Shielded: the thread goes on when its caller is cancelled, and `aclose` must remove the FIFO that it
             # makes.
@@ -73,8 +74,7 @@ class Doorbell:
 
     async def aclose(self) -> None:
         self._closed = True
-        if self._opening is not None:
-            await asyncio.gather(self._opening, return_exceptions=True)
+        await self._background.join()
         if self._timer is not None:
             self._timer.cancel()
         if self._fifo is not None:
@@ -89,7 +89,7 @@ class Doorbell:
 
     def _tick(self) -> None:
         self.ring(list(self._listeners))
-        self._timer = self._loop.call_later(SAFETY_POLL_S, self._tick)
+        self._timer = self._loop.call_later(self._limits.safety_poll_s, self._tick)
 
     def _on_ring(self, fifo: int) -> None:
         with suppress(BlockingIOError):

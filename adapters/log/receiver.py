@@ -20,23 +20,26 @@ from .blocks import (
 )
 from .environment import LogEnvironment
 from .group import StoredBatches
+from .limits import LOG_LIMITS, LogLimits
 from .transactions import LogSnapshot
 
 RETENTION = "removed by retention"
 FRESH_BATCHES = 256
-FRESH_BYTES = 64 << 10
-"""Up to this number of batches, and of bytes, at the end of a queue are read on the event loop. They were just written,
-so they are in memory, and a thread would first have to wait for the interpreter's lock."""
+"""Up to this number of batches at the end of a queue are read on the event loop: see `LogLimits.fresh_bytes`."""
 
 
 class QueueReader:
     """Reads one queue. Its methods block. Not safe for concurrent use."""
 
-    def __init__(self, environment: LogEnvironment, queue: int, streams: StreamTable) -> None:
+    def __init__(
+        self, environment: LogEnvironment, queue: int, streams: StreamTable, limits: LogLimits = LOG_LIMITS
+    ) -> None:
+        self._limits = limits
         self._environment = environment
         self._queue = queue
         self._streams = streams
         self._checked = -1
+        self._end_checked = False
 
     def read_fresh(self, position: int, budget: ReadBudget) -> Received | None:
         """Read on the event loop if that is cheap: at the queue's end, or if few batches are left.
@@ -46,14 +49,16 @@ class QueueReader:
         with self._environment.reading() as snapshot:
             end = snapshot.tail(self._queue).next
             if position >= end:
+                self._check_end(snapshot)
                 return Received((), position)
             first = snapshot.block_holding(self._queue, position) if end - position <= FRESH_BATCHES else None
             if first is None:
                 return None
             if self._skipped(snapshot, first, position) is not None:
                 return None
-            small = budget._replace(nbytes=min(budget.nbytes, FRESH_BYTES))
-            batches = self._collect(snapshot, first, position, end, small, largest=FRESH_BYTES)
+            fresh_bytes = self._limits.fresh_bytes
+            small = budget._replace(nbytes=min(budget.nbytes, fresh_bytes))
+            batches = self._collect(snapshot, first, position, end, small, largest=fresh_bytes)
         return Received(batches, batches[-1].offset + 1) if batches else None
 
     def read(self, position: int, budget: ReadBudget) -> Received:
@@ -64,6 +69,7 @@ class QueueReader:
         with self._environment.reading() as snapshot:
             end = snapshot.tail(self._queue).next
             if position >= end:
+                self._check_end(snapshot)
                 return Received((), position)
             first = snapshot.block_holding(self._queue, position)
             if first is None:
@@ -73,6 +79,12 @@ class QueueReader:
                 return Received((), gap.high, gap)
             batches = self._collect(snapshot, first, position, end, budget)
         return Received(batches, batches[-1].offset + 1)
+
+    def _check_end(self, snapshot: LogSnapshot) -> None:
+        """Raise CorruptRecord if records are stored behind the queue's end: it has no checksum. Checked once."""
+        if not self._end_checked:
+            snapshot.end(self._queue)
+            self._end_checked = True
 
     def _collect(
         self,

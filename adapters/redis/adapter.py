@@ -17,6 +17,7 @@ from ..registry import read_options
 from ..seam import AdapterContext, Backlog, Capabilities, ProducerSequence, QueueAdapter, QueueStatistics, Receipt
 from .backlog import COUNTED, UnfinishedBatches, backlog_of, due_end_of, unfinished
 from .keys import ShardKeys, check_name, provider_key, ranked
+from .limits import REDIS_LIMITS, RedisLimits
 from .location import location_of, with_location
 from .options import RedisOptions
 from .producers import KEPT_S, RedisProducers, persistently, short
@@ -37,13 +38,16 @@ class RedisAdapter(QueueAdapter):
 
     capabilities = Capabilities(durable=True, delay=True, priority=True, idempotent=True, ordered=False)
 
-    def __init__(self, context: AdapterContext, options: RedisOptions) -> None:
+    def __init__(self, context: AdapterContext, options: RedisOptions, limits: RedisLimits = REDIS_LIMITS) -> None:
+        self._limits = limits
         self._provider = check_name("provider", context.provider)
         self._provider_key = provider_key(options.prefix, self._provider)
         self._owner = context.owner
         chosen = options.servers()
         order = sorted(range(len(chosen)), key=lambda index: chosen[index].zone != options.zone)
-        self._servers = [RedisConnection(shard.url, cluster=shard.cluster, variables=True) for shard in chosen]
+        self._servers = [
+            RedisConnection(shard.url, cluster=shard.cluster, variables=True, limits=limits) for shard in chosen
+        ]
         self.location = location_of(options)
         wait, timeout_s = options.when_unavailable == "wait", options.publish_timeout_s
         self._queues = [
@@ -62,7 +66,7 @@ class RedisAdapter(QueueAdapter):
             for queue in range(context.queues)
         ]
         named = {shard.name: server for shard, server in zip(chosen, self._servers, strict=True)}
-        self._producers = RedisProducers(named, options.prefix, self._provider)
+        self._producers = RedisProducers(named, options.prefix, self._provider, limits)
         self._storing = BackgroundTasks()
         self._receivers: set[RedisReceiver] = set()
         self._closed = False
@@ -154,7 +158,7 @@ class RedisAdapter(QueueAdapter):
         """Become the reader of a queue. The former reader raises StorageError from then on."""
         if start is not None:
             raise self._not_rewindable()
-        receiver = RedisReceiver(queue, self._queue(queue).watches)
+        receiver = RedisReceiver(queue, self._queue(queue).watches, self._limits)
         try:
             await receiver.open()
         except BaseException:
@@ -331,10 +335,12 @@ def pushed(batch: EventBatch) -> PushedEvent:
     return PushedEvent(body_of(batch))
 
 
-async def open_adapter(context: AdapterContext, options: Mapping[str, Any]) -> RedisAdapter:
+async def open_adapter(
+    context: AdapterContext, options: Mapping[str, Any], limits: RedisLimits = REDIS_LIMITS
+) -> RedisAdapter:
     """Entry point of the adapter `redis`. Raises InvalidArgument for wrong options, StorageError without a server."""
     located = with_location(context.provider, options, context.location)
-    adapter = RedisAdapter(context, read_options("redis", RedisOptions, located))
+    adapter = RedisAdapter(context, read_options("redis", RedisOptions, located), limits)
     try:
         await adapter.open()
     except BaseException:

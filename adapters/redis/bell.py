@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from ...streams.background import BackgroundTasks
-from .server import BLOCK_S, ServerAway
+from .server import ServerAway
 from .shard import RedisShard
 
 AWAY_S = 0.5
@@ -23,7 +23,7 @@ class ShardBell:
         self.waiting = 0
 
     def ringing(self) -> asyncio.Task[None]:
-        """Return a task that ends when the bell rings, or after `BLOCK_S`. Callers must not cancel it."""
+        """Return a task that ends when the bell rings, or after `RedisLimits.block_s`. Callers must not cancel it."""
         if self._ringing is None or self._ringing.done():
             self._ringing = self._listening.start(self._listen(), f"headrace bell {self._shard.name}")
         return self._ringing
@@ -33,7 +33,7 @@ class ShardBell:
 
     async def _listen(self) -> None:
         try:
-            if await self._shard.bell(BLOCK_S) and not self.waiting:
+            if await self._shard.bell(self._shard.server.limits.block_s) and not self.waiting:
                 await self._shard.ring()  # no task waits here any more: pass it on to another process
         except ServerAway:
             await asyncio.sleep(AWAY_S)

@@ -23,14 +23,13 @@ from ...streams.identity import SequenceToken
 from ...streams.producer_ledger import LastCall, ProducerLedger
 from ...streams.publishing import ProducerSequence, Receipt
 from .keys import ranked
+from .limits import RedisLimits
 from .pusher import away_backoff
 from .scripts import SCRIPTS
 from .server import RedisConnection, ServerAway
 
 KEPT_S = 7 * 24 * 3600
 """A producer is forgotten this many seconds after its last call."""
-MAX_CACHED = 10_000
-"""Producers whose last call is kept in memory, so that the server is not asked for it."""
 
 Positions = Sequence[int | None]
 
@@ -49,11 +48,11 @@ class RedisProducers:
     so every process chooses the same one, in whatever order its servers are listed. Because servers may be added, the
     others are asked if that one does not know enough."""
 
-    def __init__(self, servers: Mapping[str, RedisConnection], prefix: str, provider: str) -> None:
+    def __init__(self, servers: Mapping[str, RedisConnection], prefix: str, provider: str, limits: RedisLimits) -> None:
         self._servers = servers
         self._prefix = f"{prefix}:{provider}"
         self._lines: dict[str, _ProducerLine] = {}
-        self._ledger = ProducerLedger(MAX_CACHED)
+        self._ledger = ProducerLedger(limits.cached_producers)
         """What the servers' ledgers had when this process used them last."""
 
     async def last(self, producer: str) -> int:

@@ -15,10 +15,11 @@ from typing import NamedTuple
 from ...streams.errors import InvalidArgument, StorageError
 from .bell import ShardBell, idle
 from .keys import ShardKeys, check_id, check_queue
+from .limits import REDIS_LIMITS, RedisLimits
 from .options import RedisOptions
 from .receiver import TURNS
 from .scripts import SCRIPTS, RedisScripts
-from .server import BLOCK_S, RedisConnection, ServerAway
+from .server import RedisConnection, ServerAway
 from .shard import ClaimedEvent, PushedEvent, QueuedEvent, RedisShard, ShardSize
 from .watch import watched
 
@@ -60,12 +61,12 @@ class RedisQueue:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, name: str, options: RedisOptions, *, scripts: RedisScripts = SCRIPTS
+        cls, name: str, options: RedisOptions, *, scripts: RedisScripts = SCRIPTS, limits: RedisLimits = REDIS_LIMITS
     ) -> AsyncGenerator[RedisQueue]:
         """Open the queue `name` for the length of an `async with`."""
         chosen = options.servers()
         order = sorted(chosen, key=lambda shard: shard.zone != options.zone)
-        servers = [RedisConnection(shard.url, cluster=shard.cluster) for shard in order]
+        servers = [RedisConnection(shard.url, cluster=shard.cluster, limits=limits) for shard in order]
         keys = [ShardKeys.of(options.prefix, check_queue(name), shard.name) for shard in order]
         shards = [
             RedisShard(server, key, name=shard.name, scripts=scripts)
@@ -150,7 +151,7 @@ class RedisQueue:
 
     async def _pop(self, limit: int, timeout_s: float) -> tuple[Sequence[TakenEvent], float]:
         """Claim events of the first shard that has some. Also return for how many seconds there will be none."""
-        idle_s, errors = BLOCK_S, list[ServerAway]()
+        idle_s, errors = self.shards[0].server.limits.block_s, list[ServerAway]()
         for index in self._order():
             shard = self.shards[index]
             try:

@@ -15,13 +15,14 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from functools import partial
 from struct import Struct
 
-from ...streams.background import end
+from ...streams.background import BackgroundTasks
 from ...streams.errors import Closed, InvalidArgument, StorageError
 from ...streams.events import EventBatch
 from ..limits import within_limits
 from ..receiving import QueueReceiver, Received
 from .bell import ShardBell, idle
-from .server import BLOCK_S, ServerAway
+from .limits import RedisLimits
+from .server import ServerAway
 from .shard import MAX_POP, MAX_POP_BYTES
 from .watch import ShardWatch
 
@@ -29,8 +30,6 @@ log = logging.getLogger("headrace.adapters.redis")
 
 COUNT = Struct("<I")
 """The beginning of a body: the number of events of its batch."""
-SUPERSEDED_S = 5.0
-"""Seconds after which a superseded receiver ends, so that its agent may open another."""
 TURNS = 8
 """After a shard was passed over this many times, it is read first once."""
 
@@ -52,7 +51,8 @@ class ShardReader:
 class RedisReceiver(QueueReceiver):
     """Receives the batches of one queue. The adapter calls `open` first. Shards are read in their order."""
 
-    def __init__(self, queue: int, shards: Sequence[ShardWatch]) -> None:
+    def __init__(self, queue: int, shards: Sequence[ShardWatch], limits: RedisLimits) -> None:
+        self._limits = limits
         self._queue = queue
         self.readers = [ShardReader(watch) for watch in shards]
         self._next = 0
@@ -62,6 +62,7 @@ class RedisReceiver(QueueReceiver):
         self._left: AsyncGenerator[tuple[int, bytes]] | None = None
         """Events that earlier readers took and did not finish."""
         self._ready: deque[EventBatch] = deque()
+        self._background = BackgroundTasks()
         self._fetching: asyncio.Task[None] | None = None
         self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._superseded_at: float | None = None
@@ -83,7 +84,7 @@ class RedisReceiver(QueueReceiver):
             self._check_open()
             if self._fetching is None:
                 fetching = self._fetch(min(max_events, MAX_POP), min(max_bytes, MAX_POP_BYTES))
-                self._fetching = asyncio.create_task(fetching, name=f"headrace redis queue {self._queue}")
+                self._fetching = self._background.hold(fetching, f"headrace redis queue {self._queue}")
             # Not cancelled with the caller: the events that it takes are for the next call.
             await asyncio.wait([self._fetching, self._closed], return_when=asyncio.FIRST_COMPLETED)
             self._check_open()
@@ -117,7 +118,7 @@ class RedisReceiver(QueueReceiver):
     async def aclose(self) -> None:
         if not self._closed.done():
             self._closed.set_result(None)
-        await end(self._fetching)
+        await self._background.aclose()
         if self._left is not None:
             await self._left.aclose()
         await asyncio.gather(*(shard_reader.bell.aclose() for shard_reader in self.readers))
@@ -131,7 +132,7 @@ class RedisReceiver(QueueReceiver):
             raise Closed(f"the receiver of queue {self._queue} is closed")
         if self._superseded_at is None:
             return
-        if asyncio.get_running_loop().time() - self._superseded_at > SUPERSEDED_S:
+        if asyncio.get_running_loop().time() - self._superseded_at > self._limits.superseded_s:
             raise Closed(f"queue {self._queue} was opened by another reader")
         raise StorageError(f"queue {self._queue} is read by another process: serve it by a cluster, or by one silo")
 
@@ -209,7 +210,7 @@ class RedisReceiver(QueueReceiver):
 
     async def _fetch_due(self, max_events: int, max_bytes: int) -> float:
         """Take due events of the first shard that has some. Return for how many seconds there will be none."""
-        idle_s, errors = BLOCK_S, list[ServerAway]()
+        idle_s, errors = self._limits.block_s, list[ServerAway]()
         for shard_reader in self._order():
             try:
                 shard_idle_s = await self._hold(shard_reader, max_events, max_bytes)

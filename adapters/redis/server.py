@@ -15,15 +15,12 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from ...streams.errors import Closed, InvalidArgument, StorageError, StorageFull
+from .limits import REDIS_LIMITS, RedisLimits
 from .login import PASSWORD, USER, with_login
 from .scripts import RedisScript
 
 log = logging.getLogger("headrace.adapters.redis")
 
-COMMAND_S = 5.0
-"""A command fails if it is not answered within this many seconds."""
-BLOCK_S = 5.0
-"""The longest wait for a bell, in seconds: a lost wake-up costs no more than this."""
 OLDEST = (6, 2)
 
 _AWAY = (
@@ -59,16 +56,19 @@ class ServerSilent(ServerAway):
 class RedisConnection:
     """One Redis, or one cluster. It never repeats a command by itself: callers know which scripts they may repeat."""
 
-    def __init__(self, url: str, *, cluster: bool = False, variables: bool = False) -> None:
+    def __init__(
+        self, url: str, *, cluster: bool = False, variables: bool = False, limits: RedisLimits = REDIS_LIMITS
+    ) -> None:
         """With `variables`, a url without user and password takes them from the environment."""
         self.address = address_of(url, cluster=cluster)
         """The address without user and password."""
         self._variables = variables
         if variables:
             url = with_login(url)
+        self.limits = limits
         self._closed = False
-        self._client = _client(url, COMMAND_S, cluster=cluster)
-        self._blocking = _client(url, BLOCK_S + COMMAND_S, cluster=cluster)
+        self._client = _client(url, limits.command_s, limits, cluster=cluster)
+        self._blocking = _client(url, limits.block_s + limits.command_s, limits, cluster=cluster)
 
     async def run(self, script: RedisScript, keys: Sequence[str], *args: str | bytes | float) -> Any:
         """Carry out a script. Raises ServerAway, StorageFull, StorageError, Closed."""
@@ -216,13 +216,13 @@ def _no_url(why: str) -> InvalidArgument:
     return InvalidArgument(f"the url of a Redis is redis://[user:password@]host[:port][/number]: {why}")
 
 
-def _client(url: str, timeout_s: float, *, cluster: bool) -> Redis | RedisCluster:
+def _client(url: str, timeout_s: float, limits: RedisLimits, *, cluster: bool) -> Redis | RedisCluster:
     kind = RedisCluster if cluster else Redis
     try:
         return cast("Any", kind).from_url(
             url,
             socket_timeout=timeout_s,
-            socket_connect_timeout=COMMAND_S,
+            socket_connect_timeout=limits.command_s,
             retry=Retry(NoBackoff(), 0),
             protocol=2,
             driver_info=None,  # else each connection looks up the client's own version, in files

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from ...streams.errors import InvalidArgument
 from .keys import ShardKeys, check_id, check_priority, delay_ms, due_of, priority_of
 from .scripts import SCRIPTS, RedisScript, RedisScripts
-from .server import BLOCK_S, RedisConnection
+from .server import RedisConnection
 
 MAX_POP = 1000
 """The maximum of events in one pop: while a script runs, the server does nothing else."""
@@ -136,7 +136,7 @@ class RedisShard:
             ClaimedEvent(id.decode(), body, token, attempts, priority)
             for id, body, token, attempts, priority in zip(*[fields] * 5, strict=True)  # noqa: A001 (its name)
         ]
-        return PopResult(claims, _seconds(reply[0]))
+        return PopResult(claims, _seconds(reply[0], self.server.limits.block_s))
 
     async def acknowledge(self, claims: Sequence[tuple[str, int]]) -> Sequence[bool]:
         """Remove claimed events, by id and token. Return False for a claim that is over: another consumer may have the
@@ -218,7 +218,7 @@ class RedisShard:
         reply = await self._run(
             self._scripts.hold, reader, start, floor, min(limit, MAX_POP), min(max_bytes, MAX_POP_BYTES)
         )
-        return None if reply is None else HeldEvents(_pairs(reply[1:]), _seconds(reply[0]))
+        return None if reply is None else HeldEvents(_pairs(reply[1:]), _seconds(reply[0], self.server.limits.block_s))
 
     async def held_at(self, offset: int) -> bytes | None:
         """Return the id of the event held at an offset."""
@@ -237,8 +237,8 @@ class RedisShard:
         return await self.server.run(script, self.keys, *args)
 
 
-def _seconds(ms: int) -> float:
-    return BLOCK_S if ms < 0 else ms / 1000
+def _seconds(ms: int, block_s: float) -> float:
+    return block_s if ms < 0 else ms / 1000
 
 
 def _pairs(reply: Sequence[Any]) -> Sequence[tuple[int, bytes]]:

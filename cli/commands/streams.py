@@ -59,6 +59,10 @@ async def _streams(data_place: DataPlace, namespace: str | None) -> tuple[list[d
                 except CorruptRecord as damage:
                     damages.append(damage)
                     start = damage.next_offset or end
+            try:
+                await provider.adapter.resume_at(queue, end)
+            except CorruptRecord as damage:  # records are stored behind the end
+                damages.append(damage)
         return [found[stream] for stream in sorted(found)], damages
 
 

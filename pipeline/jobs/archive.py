@@ -31,7 +31,7 @@ from .files import Archive, ArchiveGap, ArchiveState, DayDirectory, Step, check_
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
-    from ..access import QueueAccess, QueueState
+    from ..access import QueueAccess, RetainedRange
 
 EVENTS_PER_STEP = 4_000_000
 """A run is cut into steps of about so many events: a killed run loses the work of one step."""
@@ -171,7 +171,7 @@ def _worded(source: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in source.items())
 
 
-def _check_positions(state: ArchiveState, queues: Sequence[QueueState], path: Path) -> None:
+def _check_positions(state: ArchiveState, queues: Sequence[RetainedRange], path: Path) -> None:
     """Raise DataDirectoryError if the archive has offsets beyond the end of a queue."""
     for queue, (position, there) in enumerate(zip(state.positions, queues, strict=True)):
         if position > there.next:
@@ -214,7 +214,7 @@ class _Run:
                     raise cause or error from None
         raise AssertionError
 
-    def _retained(self, queues: Sequence[QueueState]) -> ArchiveState:
+    def _retained(self, queues: Sequence[RetainedRange]) -> ArchiveState:
         """Return the state with gaps up to the retained offsets. Raise OffsetsGone if `fail_on_data_loss` is set."""
         state = self._archive.state
         assert state is not None
@@ -274,7 +274,7 @@ class _Run:
         return len(chosen)
 
 
-def _estimated(positions: Sequence[int], queues: Sequence[QueueState]) -> int:
+def _estimated(positions: Sequence[int], queues: Sequence[RetainedRange]) -> int:
     starts = [max(position, there.first) for position, there in zip(positions, queues, strict=True)]
     return sum(estimated_events(one, queues[one.queue]) for one in ranges(starts, [there.next for there in queues]))
 

@@ -18,7 +18,7 @@ from ...streams.errors import HeadraceError
 from ...streams.publishing import ProducerSequence
 from ..columns import HEADERS, TIMESTAMP
 from ..grouping import RowGrouping
-from ..publishing import CUTTING, PATIENCE_S, PublishDestination
+from ..publishing import CHUNK_LIMITS, PATIENCE_S, PublishDestination
 from ..staging import Chunk, StagedSegment, chunks
 
 NOTE_S = 5.0
@@ -115,7 +115,7 @@ async def publish(
     stored = await destination.last_sequence(producer)
     number, published, began, note_at = noted.number, 0, None, loop.time() + NOTE_S
     async for chunk in _in_threads(events):
-        calls = list(chunks([_segment(chunk)], CUTTING))
+        calls = list(chunks([_segment(chunk)], CHUNK_LIMITS))
         if number + len(calls) > stored:
             began = began or (loop.time(), chunk[0].place.due_us)
             due_s = began[0] + pace.due_s(published, chunk[0].place.due_us - began[1])

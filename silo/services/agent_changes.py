@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from google.protobuf.message import Message
 
+from ...agents import SendBudget
 from ...server.guard import Guard
 from ...streams.background import BackgroundTasks
 from ...streams.errors import HeadraceError, Unavailable
 from ..config import SiloConfig
 from ..provider import Provider
 from ..provider_core import ProviderCore
+from ..service_limits import ServiceLimits
 from . import consumer
 
 if TYPE_CHECKING:
@@ -38,6 +40,12 @@ class RunningSilo(Protocol):
 
     @property
     def clustering(self) -> Clustering | None: ...
+
+    @property
+    def limits(self) -> ServiceLimits: ...
+
+    @property
+    def read_budget(self) -> SendBudget: ...
 
 
 class AgentChanges:

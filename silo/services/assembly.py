@@ -38,10 +38,10 @@ async def opened(silo: RunningSilo) -> AsyncGenerator[Callable[[Guard], Sequence
 
         def methods(guard: Guard) -> Sequence[Method]:
             every = [
-                *publisher.methods(silo.providers),
+                *publisher.methods(silo.providers, silo.limits),
                 *consuming.methods(),
-                *SubscriptionService(silo.providers, consumers, visible, clustering).methods(),
-                *ReaderService(silo.providers, visible).methods(),
+                *SubscriptionService(silo.providers, consumers, visible, clustering, silo.limits).methods(),
+                *ReaderService(silo.providers, visible, silo.read_budget, silo.limits).methods(),
                 *cluster.methods(guard),
             ]
             if clustering is not None:

@@ -22,11 +22,10 @@ from ...streams.events import EventBatch
 from ...streams.incoming import accepted
 from ...streams.publishing import MAX_REQUEST_BATCHES, ProducerSequence, Receipt, check_producer, check_sequence
 from ..provider_core import ProviderCore
+from ..service_limits import ServiceLimits
 from .lookup import TO_PUBLISH, Providers, provider_of
 
 SERVICE = "headrace.v1.PublisherService"
-STREAM_REQUESTS = 1_000
-"""Most unanswered requests of one stream."""
 STREAM_BYTES = 8 << 20
 """Most bytes of unanswered requests of one stream. A single request may be larger."""
 REFUSED_PAUSE_S = 0.25
@@ -43,8 +42,8 @@ _AT_ONCE = 256
 _R = TypeVar("_R", pb.PublishRequest, pb.PublishStreamRequest)
 
 
-def methods(providers: Providers) -> list[Method]:
-    publisher = PublisherService(providers)
+def methods(providers: Providers, limits: ServiceLimits) -> list[Method]:
+    publisher = PublisherService(providers, limits)
     return [
         Method(f"{SERVICE}/Publish", Kind.UNARY, publisher.publish),
         Method(f"{SERVICE}/PublishStream", Kind.STREAM, publisher.publish_stream),
@@ -55,8 +54,9 @@ def methods(providers: Providers) -> list[Method]:
 class PublisherService:
     """The service: see the module."""
 
-    def __init__(self, providers: Providers) -> None:
+    def __init__(self, providers: Providers, limits: ServiceLimits) -> None:
         self._providers = providers
+        self._limits = limits
 
     async def publish(self, call: Call, message: bytes) -> bytes:
         call.hold(len(message))
@@ -65,7 +65,7 @@ class PublisherService:
         return pb.PublishResponse(receipts=storing.receipts(await storing.answer)).SerializeToString()
 
     async def publish_stream(self, call: Call) -> None:
-        pending = _PendingAnswers(call)
+        pending = _PendingAnswers(call, self._limits.stream_requests)
         reading = asyncio.create_task(self._read(call, pending), name="headrace publish stream")
         stopping = asyncio.create_task(_cancel_when(call.closing, reading), name="headrace publish stream end")
         try:
@@ -175,8 +175,9 @@ class _Answer:
 class _PendingAnswers:
     """The answers that a stream still owes, in the order of the requests."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, max_requests: int) -> None:
         self._call = call
+        self._max_requests = max_requests
         self._answers: deque[_Answer] = deque()
         self._bytes = 0
         self._ended = False
@@ -186,7 +187,7 @@ class _PendingAnswers:
 
     async def wait_for_space(self, nbytes: int) -> None:
         """Return when another request of this size may begin."""
-        while self._answers and (len(self._answers) >= STREAM_REQUESTS or self._bytes + nbytes > STREAM_BYTES):
+        while self._answers and (len(self._answers) >= self._max_requests or self._bytes + nbytes > STREAM_BYTES):
             self._shrunk.clear()
             await self._shrunk.wait()
 

@@ -25,6 +25,7 @@ from ...streams.frames import frame, head_bytes
 from ...streams.identity import StreamId, varint
 from ...streams.subscriptions import Selector
 from ..provider_core import ProviderCore
+from ..service_limits import ServiceLimits
 from .lookup import TO_CONSUME, Providers, provider_of
 from .visible import VisibleBounds
 
@@ -33,12 +34,6 @@ RESPONSE_BYTES = 1 << 20
 """Most bytes of a response with more than one batch."""
 PIECE_EVENTS, PIECE_BYTES = 1 << 20, 256 << 10
 """Most events and bytes of one read. Framing them blocks the event loop."""
-SILENT_BYTES = 16 << 20
-"""Bytes without a selected batch after which the reader gets its position."""
-END_WITHIN_BYTES = 64 << 20
-"""Upper bound of bytes read to find the end position of a reader that may not read all streams."""
-UNSENT_BYTES = 32 << 20
-"""Upper bound of bytes that all calls of Read have read and not sent yet. A client may have half of it."""
 LOOK_S = 1.0
 """How often a call that waits for space checks whether it has to end."""
 
@@ -46,10 +41,12 @@ LOOK_S = 1.0
 class ReaderService:
     """The service: see the module."""
 
-    def __init__(self, providers: Providers, visible: VisibleBounds) -> None:
+    def __init__(self, providers: Providers, visible: VisibleBounds, budget: SendBudget, limits: ServiceLimits) -> None:
+        """`budget` bounds the bytes that all calls of Read have read and not sent yet."""
         self._providers = providers
         self._visible = visible
-        self._budget = SendBudget(UNSENT_BYTES)
+        self._budget = budget
+        self._limits = limits
 
     def methods(self) -> Sequence[Method]:
         return (
@@ -87,7 +84,8 @@ class ReaderService:
 
             last = (await self._visible.bounds(call.principal, provider, request.queue)).next
             span = span._replace(end=min(span.end, last))
-            end = await end_by_reading(adapter, span, limits, counted=counted, read_bytes=END_WITHIN_BYTES)
+            most = self._limits.end_within_bytes
+            end = await end_by_reading(adapter, span, limits, counted=counted, read_bytes=most)
         return pb.EndWithinResponse(end_offset=end).SerializeToString()
 
     async def read(self, call: Call, encoded: bytes) -> None:
@@ -96,7 +94,7 @@ class ReaderService:
         provider = self._provider(call, request.provider)
         queue, start, end = request.queue, request.start_offset, request.end_offset
         _check_range(queue, start, end, (await self._visible.bounds(call.principal, provider, queue)).next)
-        await ReadCall(call, request, provider.adapter, self._budget).run()
+        await ReadCall(call, request, provider.adapter, self._budget, self._limits.silent_bytes).run()
 
     async def _queue(
         self, principal: Principal, provider: ProviderCore, queue: int, time_us: int | None
@@ -146,8 +144,11 @@ def _check_range(queue: int, start: int, end: int, next_offset: int) -> None:
 class ReadCall:
     """One call of Read. It reserves bytes before it reads them, so calls that wait for space hold nothing."""
 
-    def __init__(self, call: Call, request: pb.ReadRequest, adapter: QueueAdapter, budget: SendBudget) -> None:
+    def __init__(
+        self, call: Call, request: pb.ReadRequest, adapter: QueueAdapter, budget: SendBudget, max_silent_bytes: int
+    ) -> None:
         self._call = call
+        self._max_silent_bytes = max_silent_bytes
         self._queue = request.queue
         self._end = request.end_offset
         self._adapter = adapter
@@ -191,7 +192,7 @@ class ReadCall:
                 break
             await self._take(batch)
         self._position = min(next_offset, self._end)
-        if self._silent_bytes >= SILENT_BYTES:
+        if self._silent_bytes >= self._max_silent_bytes:
             await self._send()
 
     async def _reserve(self, size: int) -> None:

@@ -28,18 +28,15 @@ from ...streams.subscriptions import (
 )
 from ..consumers import Consumers
 from ..provider_core import ProviderCore
+from ..service_limits import SERVICE_LIMITS, ServiceLimits
 from ..views import fault_at
 from .lookup import TO_KNOW, TO_MANAGE, Providers, create_subscription, provider_of, subscription_of
 from .visible import VisibleBounds, sees_everything
 
 SERVICE = "headrace.v1.SubscriptionService"
-LIST_BYTES = 3 << 20
-"""Most bytes of a list with more than one element: gRPC clients accept messages of 4 MiB."""
 LETTERS, MAX_LETTERS = 100, 1000
 MAX_PAUSED = 100
 MAX_IDS = 10_000
-LETTERS_AT_ONCE = 20
-"""Dead letters read from the store at a time: each may have a MiB."""
 LOOK_S = 0.25
 """Interval of reading the position of a subscription that another silo serves, in seconds."""
 
@@ -70,7 +67,9 @@ class SubscriptionService:
         consumers: Mapping[str, Consumers],
         visible: VisibleBounds,
         owners: QueueOwners | None = None,
+        limits: ServiceLimits = SERVICE_LIMITS,
     ) -> None:
+        self._limits = limits
         self._providers = providers
         self._visible = visible
         self._consumers = consumers
@@ -136,7 +135,7 @@ class SubscriptionService:
             for definition in await provider.store.subscriptions(provider.name)
             if definition.name > request.after_name and _visible(call, definition)
         ]
-        return pb.ListSubscriptionsResponse(definitions=_fitting(definitions)).SerializeToString()
+        return pb.ListSubscriptionsResponse(definitions=_fitting(definitions, self._limits)).SerializeToString()
 
     async def delete(self, call: Call, message: bytes) -> bytes:
         request = parsed(pb.DeleteSubscriptionRequest, message)
@@ -188,8 +187,8 @@ class SubscriptionService:
             else await _selectors_of_all_letters(call, provider)
         )
         limit = min(request.limit or LETTERS, MAX_LETTERS)
-        letters = await _letters(provider, selectors, limit, min(request.after_id, MAX_POSITION))
-        return pb.ListDeadLettersResponse(dead_letters=_fitting(letters)).SerializeToString()
+        letters = await _letters(provider, selectors, limit, min(request.after_id, MAX_POSITION), self._limits)
+        return pb.ListDeadLettersResponse(dead_letters=_fitting(letters, self._limits)).SerializeToString()
 
     async def redrive(self, call: Call, message: bytes) -> bytes:
         request = parsed(pb.RedriveDeadLettersRequest, message)
@@ -221,7 +220,9 @@ class SubscriptionService:
         definition = await subscription_of(call, provider, request.subscription, TO_MANAGE)
         names = await _position_names(provider, definition)
         gaps = [gap for name in names for gap in await provider.store.gaps(provider.name, name)]
-        return pb.ListGapsResponse(gaps=_fitting(map(wire.gap_message, gaps[request.skip :]))).SerializeToString()
+        return pb.ListGapsResponse(
+            gaps=_fitting(map(wire.gap_message, gaps[request.skip :]), self._limits)
+        ).SerializeToString()
 
 
 async def _position_names(provider: ProviderCore, definition: SubscriptionDefinition) -> Sequence[str]:
@@ -382,20 +383,20 @@ def _selector_of_letters(call: Call, definition: SubscriptionDefinition) -> Sele
 
 
 async def _letters(
-    provider: ProviderCore, selectors: _Selectors | None, limit: int, after_id: int
+    provider: ProviderCore, selectors: _Selectors | None, limit: int, after_id: int, limits: ServiceLimits
 ) -> list[pb.DeadLetter]:
     """The first of these dead letters, or of all, by id: at most `limit`, and at most one message."""
     name = next(iter(selectors)) if selectors and len(selectors) == 1 else None
     matchers = {name: selector and selector.matcher() for name, selector in (selectors or {}).items()}
     letters: list[pb.DeadLetter] = []
     size = 0
-    while len(letters) < limit and size < LIST_BYTES:
+    while len(letters) < limit and size < limits.list_bytes:
         # Several names together: pages of single names would end at different ids.
-        found = await provider.store.dead_letters(provider.name, name, limit=LETTERS_AT_ONCE, after_id=after_id)
+        found = await provider.store.dead_letters(provider.name, name, limit=limits.letters_at_once, after_id=after_id)
         wanted = [letter for letter in found if selectors is None or _is_matched(letter, matchers)]
         letters += map(_letter_message, wanted)
         size += sum(len(letter.payload) for letter in wanted)
-        if len(found) < LETTERS_AT_ONCE:
+        if len(found) < limits.letters_at_once:
             break
         after_id = found[-1].id
     return letters[:limit]
@@ -420,13 +421,13 @@ def _ids(given: Sequence[int]) -> list[int]:
     return [number for number in given if number <= MAX_POSITION]  # the store has no others
 
 
-def _fitting(messages: Iterable[_M]) -> list[_M]:
+def _fitting(messages: Iterable[_M], limits: ServiceLimits) -> list[_M]:
     """Return the first messages that fit into one response: at least one."""
     fitting: list[_M] = []
     size = 0
     for message in messages:
         size += message.ByteSize()
-        if fitting and size > LIST_BYTES:
+        if fitting and size > limits.list_bytes:
             break
         fitting.append(message)
     return fitting

@@ -38,7 +38,7 @@ def sees_everything(principal: Principal) -> bool:
 
 class _Known(NamedTuple):
     looked_to: int
-    """All batches below it were searched, or are before more than `LOOK_BYTES` of other clients."""
+    """All batches below it were searched, or are before more than `look_bytes` of other clients."""
     first: int
     end: int
 
@@ -46,7 +46,9 @@ class _Known(NamedTuple):
 class VisibleBounds:
     """Finds and remembers the visible ends of each queue, for each set of namespaces."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, window: int = WINDOW, look_bytes: int = LOOK_BYTES) -> None:
+        self._window = window
+        self._look_bytes = look_bytes
         self._known: OrderedDict[tuple[object, ...], _Known] = OrderedDict()
         self._looking: dict[tuple[object, ...], asyncio.Lock] = {}
 
@@ -63,11 +65,11 @@ class VisibleBounds:
         key = (provider.name, queue, *(principal.grants.get(permission) for permission in _MAY_SEE))
         async with self._looking.setdefault(key, asyncio.Lock()):
             before = self._known.pop(key, _Known(first, 0, first))
-            found = await _end(provider.adapter, principal, queue, Bounds(max(first, before.looked_to), end))
+            found = await self._end(provider.adapter, principal, queue, Bounds(max(first, before.looked_to), end))
             known_end = before.end if found is None else found
             known_first = before.first
             if known_first < first or known_end > before.end:
-                known_first = await _first(
+                known_first = await self._first(
                     provider.adapter, principal, queue, Bounds(max(first, known_first), known_end)
                 )
             self._known[key] = _Known(end, known_first, known_end)
@@ -95,48 +97,46 @@ class VisibleBounds:
         if sees_everything(principal):
             return at
         first, end = await self.bounds(principal, provider, queue)
-        return await _first(provider.adapter, principal, queue, Bounds(max(first, at), end))
+        return await self._first(provider.adapter, principal, queue, Bounds(max(first, at), end))
 
+    async def _first(self, adapter: QueueAdapter, principal: Principal, queue: int, span: Bounds) -> int:
+        """Return the first visible offset in a range, or the end of the range.
 
-async def _first(adapter: QueueAdapter, principal: Principal, queue: int, span: Bounds) -> int:
-    """Return the first visible offset in a range, or the end of the range.
-
-    After `LOOK_BYTES` of other clients, stop and return the offset reached.
-    """
-    at, looked = span.first, 0
-    if at >= span.next:
-        return span.next
-    receiver = await adapter.open_receiver(queue, at)
-    try:
-        while at < span.next and looked < LOOK_BYTES:
-            batches, at, _ = await receiver.receive(PIECE_EVENTS, PIECE_BYTES)
-            for batch in batches:
-                if batch.offset < span.next and _is_visible(principal, batch):
-                    return batch.offset
-                looked += batch.nbytes
-    except HeadraceError:  # damaged: a reader gets the error when it comes there
-        return min(at, span.next)
-    finally:
-        await receiver.aclose()
-    return min(at, span.next)
-
-
-async def _end(adapter: QueueAdapter, principal: Principal, queue: int, span: Bounds) -> int | None:
-    """Return the offset after the last visible batch in a range; None without one."""
-    high, looked = span.next, 0
-    while high > span.first:
-        low = max(span.first, (high - 1) // WINDOW * WINDOW)
+        After `look_bytes` of other clients, stop and return the offset reached.
+        """
+        at, looked = span.first, 0
+        if at >= span.next:
+            return span.next
+        receiver = await adapter.open_receiver(queue, at)
         try:
-            last, nbytes = await _last(adapter, principal, queue, Bounds(low, high))
-        except HeadraceError:  # damaged, or removed meanwhile: no caller can read it
-            return high
-        if last is not None:
-            return last + 1
-        looked += nbytes
-        if looked >= LOOK_BYTES and low > span.first:
-            return low
-        high = low
-    return None
+            while at < span.next and looked < self._look_bytes:
+                batches, at, _ = await receiver.receive(PIECE_EVENTS, PIECE_BYTES)
+                for batch in batches:
+                    if batch.offset < span.next and _is_visible(principal, batch):
+                        return batch.offset
+                    looked += batch.nbytes
+        except HeadraceError:  # damaged: a reader gets the error when it comes there
+            return min(at, span.next)
+        finally:
+            await receiver.aclose()
+        return min(at, span.next)
+
+    async def _end(self, adapter: QueueAdapter, principal: Principal, queue: int, span: Bounds) -> int | None:
+        """Return the offset after the last visible batch in a range; None without one."""
+        high, looked = span.next, 0
+        while high > span.first:
+            low = max(span.first, (high - 1) // self._window * self._window)
+            try:
+                last, nbytes = await _last(adapter, principal, queue, Bounds(low, high))
+            except HeadraceError:  # damaged, or removed meanwhile: no caller can read it
+                return high
+            if last is not None:
+                return last + 1
+            looked += nbytes
+            if looked >= self._look_bytes and low > span.first:
+                return low
+            high = low
+        return None
 
 
 async def _last(adapter: QueueAdapter, principal: Principal, queue: int, span: Bounds) -> tuple[int | None, int]:

@@ -167,7 +167,7 @@ def _payload(rng: random.Random, size: int) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["rewindable", "retention", "memory"])
-@pytest.mark.parametrize("seed", seeds(8, quick=3))
+@pytest.mark.parametrize("seed", seeds(8, quick=2))
 def test_everybody_gets_everything_in_order_and_once(seed: int, kind: str) -> None:
     world = simulate(seed, kind=kind)
     assert not world.problems, "\n".join(world.history)

@@ -131,9 +131,8 @@ def test_the_boundary_between_namespace_and_key_counts():
     assert same < 20  # 200 / 64 by chance
 
 
-def test_remembering_is_bounded_and_changes_no_answer(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mapper, "REMEMBERED", 10)
-    small, other = StreamQueueMapper(8), StreamQueueMapper(8)
+def test_remembering_is_bounded_and_changes_no_answer():
+    small, other = StreamQueueMapper(8, max_remembered=10), StreamQueueMapper(8)
     streams = [StreamId("orders", str(number)) for number in range(35)]
     assert list(map(small.queue_of, streams)) == list(map(other.queue_of, streams[::-1]))[::-1]
     assert small.remembered <= 10

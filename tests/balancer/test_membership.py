@@ -98,7 +98,7 @@ def stand_still(seconds: float) -> None:
     """As a process that is stopped: time passes in the middle of a turn of the loop."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualTimeLoop)
-    loop._now += seconds  # pyright: ignore[reportPrivateUsage]
+    loop.stand_still(seconds)
 
 
 @virtual_time

@@ -9,7 +9,8 @@ from benchmarks.suite import sections
 
 
 @pytest.mark.parametrize(
-    ("consumers", "remote_publisher"), [pytest.param(1, False, marks=pytest.mark.slow), (3, False), (1, True)]
+    ("consumers", "remote_publisher"),
+    [pytest.param(1, False, marks=pytest.mark.slow), pytest.param(3, False, marks=pytest.mark.slow), (1, True)],
 )
 def test_everything_that_is_published_is_consumed_over_grpc(consumers: int, remote_publisher: bool):
     result = grpc_sections.end_to_end(
@@ -47,6 +48,7 @@ def test_the_server_that_serialises_for_every_consumer_serves_them_all():
     assert set(result.cpu_s) == {"consumers", "server"}
 
 
+@pytest.mark.slow
 def test_fairness_is_measured_alone_and_beside_a_crowd():
     setting = fairness.Setting(seconds=0.6, consumers=3, backlog=200_000)
     crowds: fairness.Crowds = {"fair": [], "first-come": []}

@@ -6,7 +6,13 @@ from benchmarks.harness import NotAvailable
 from benchmarks.peers import PEERS
 
 # RabbitMQ is left to `make bench`: it takes long to install and to start.
-NAMES = ["redis", "redis-asyncio", "redis-always", "nats", "kafka"]
+NAMES = [
+    "redis",
+    pytest.param("redis-asyncio", marks=pytest.mark.slow),
+    pytest.param("redis-always", marks=pytest.mark.slow),
+    "nats",
+    "kafka",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)

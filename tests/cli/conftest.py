@@ -8,9 +8,10 @@ import pytest
 
 from tests.cli.commandline import ENVIRONMENT, Headrace, Ran, Start
 from tests.cli.forking import Process, forking
+from tests.client.silos import silo, silos
 from tests.servers import postgres_server, postgres_url, redis_server
 
-__all__ = ("postgres_server", "postgres_url", "redis_server")
+__all__ = ("postgres_server", "postgres_url", "redis_server", "silo", "silos")
 
 
 @pytest.fixture

@@ -248,6 +248,23 @@ async def test_a_wrong_end_moves_no_subscription_before_it_is_repaired(
     assert got == [*PAYLOADS, b"new"]
 
 
+@pytest.mark.parametrize(
+    "command",
+    [("queues",), ("streams",), ("subscribe", "orders/*", "--from", "earliest", "--no-follow", "--format", "raw")],
+)
+def test_a_queue_that_ends_before_its_last_record_is_shown_as_damaged(
+    data: Path, headrace: Headrace, command: tuple[str, ...]
+):
+    rewrite_tail(data, 0, 3)
+    shown = headrace(*command, "--data", data)
+    assert shown.code == 1
+    assert "queue 0, offset 3: the stored record is damaged (the queue ends here, but records are stored" in shown.err
+    assert shown.out
+    assert headrace("repair", "queue", "--data", data, "0").code == 0
+    again = headrace(*command, "--data", data)
+    assert (again.code, again.err) == (0, "")
+
+
 @pytest.mark.parametrize(("end", "gone"), [(0, ()), (2, (0, 1, 2))])
 async def test_a_queue_with_all_records_behind_its_end_is_repaired(tmp_path: Path, end: int, gone: Sequence[int]):
     await make(tmp_path)

@@ -7,8 +7,11 @@ import re
 import signal
 import subprocess
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
+
+import pytest
 
 from headrace import EventBatch, Start, StreamId
 from headrace.silo.provider import Provider
@@ -88,3 +91,28 @@ async def stored(data: Path) -> dict[StreamId, list[bytes]]:
         await subscription.caught_up()
         await subscription.delete()
     return dict(found)
+
+
+Silos = Callable[..., SiloProcess]
+
+
+@pytest.fixture
+def silos(tmp_path: Path) -> Iterator[Silos]:
+    """Start silos, with flags of `headrace silo`; killed at the end of the test."""
+    started: list[SiloProcess] = []
+
+    def start(*flags: str, folder: str = ".") -> SiloProcess:
+        silo = SiloProcess(tmp_path / folder, *flags)
+        started.append(silo)
+        silo.start()
+        return silo
+
+    yield start
+    for silo in started:
+        silo.kill()
+
+
+@pytest.fixture
+def silo(silos: Silos) -> SiloProcess:
+    """A silo that needs no token."""
+    return silos()

@@ -31,8 +31,7 @@ from headrace.client.connection import SiloAddress, Tls, parse_addresses, status
 from headrace.client.transport import StreamCall, Transport, reconnect_backoff, remote_error
 from tests.certificates import Authority
 from tests.cli.commandline import ENVIRONMENT, Headrace, Start, ended
-from tests.client.conftest import Silos
-from tests.client.silos import READY, SiloProcess
+from tests.client.silos import READY, SiloProcess, Silos
 from tests.virtual_time import virtual_time
 
 S = StreamId("n", "k")

@@ -23,8 +23,7 @@ from headrace import (
 )
 from headrace.client.client import Client
 from headrace.silo.provider import Provider
-from tests.client.conftest import Silos
-from tests.client.silos import SiloProcess
+from tests.client.silos import SiloProcess, Silos
 
 S = StreamId("n", "k")
 ONCE = RetryPolicy(max_attempts=1)

@@ -22,7 +22,7 @@ from headrace.client.packets import ANNOUNCED, HEAD, PacketConnection, PacketHea
 from headrace.server.guard import Call, Kind, Method
 from tests.certificates import Authority
 from tests.client.silos import NATIVE, SiloProcess
-from tests.server.native_calls import calling, native_port
+from tests.server.native_calls import HearingTransport, calling, native_port
 from tests.silo.services.calling import offering
 
 S = StreamId("n", "k")
@@ -53,14 +53,10 @@ async def is_native(transport: Any) -> bool:
 
 
 @contextmanager
-def announcing(monkeypatch: pytest.MonkeyPatch, text: str | None) -> Generator[None]:
-    """Let silos announce another port or process."""
-
-    async def health_metadata(self: object, index: int, timeout_s: float) -> dict[str, str | bytes]:
-        return {} if text is None else {ANNOUNCED: text}
-
-    with monkeypatch.context() as patched:
-        patched.setattr(GrpcTransport, "health_metadata", health_metadata)
+def announcing(transport: object, text: str) -> Generator[None]:
+    """Let the client hear of another port or process than the silo's."""
+    assert isinstance(transport, HearingTransport)
+    with transport.told(text):
         yield
 
 
@@ -124,36 +120,31 @@ async def test_a_silo_without_a_native_port_is_called_over_grpc():
         assert await call.receive() is not None
 
 
-async def test_a_port_that_cannot_be_reached_is_no_error(
-    free_port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+async def test_a_port_that_cannot_be_reached_is_no_error(free_port: int, caplog: pytest.LogCaptureFixture):
     async with offering(*METHODS) as server, calling(server.address) as transport:
-        with announcing(monkeypatch, f"{free_port} {bytes(16).hex()}"):
+        with announcing(transport, f"{free_port} {bytes(16).hex()}"):
             assert not await is_native(transport)
     assert [record for record in caplog.records if record.levelno > logging.DEBUG] == []
 
 
-async def test_a_port_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.client.native.CONNECT_S", 0.2)
-    async with offering(*METHODS) as server, calling(server.address) as transport:
+async def test_a_port_that_does_not_answer_is_given_up():
+    async with offering(*METHODS) as server, calling(server.address, times={"connect_s": 0.2}) as transport:
         with socket.create_server(("127.0.0.1", 0)) as mute:
-            with announcing(monkeypatch, f"{mute.getsockname()[1]} {bytes(16).hex()}"):
+            with announcing(transport, f"{mute.getsockname()[1]} {bytes(16).hex()}"):
                 assert not await is_native(transport)
 
 
-async def test_another_process_at_the_port_gets_no_token(monkeypatch: pytest.MonkeyPatch):
+async def test_another_process_at_the_port_gets_no_token():
     async with offering(*METHODS) as server, calling(server.address, token="secret") as transport:
         port = await native_port(server.address)
         for announced in (f"{port} {bytes(16).hex()}", f"{port} no hex", "no port"):
             async with calling(server.address, token="secret") as other:
-                with announcing(monkeypatch, announced):
+                with announcing(other, announced):
                     assert not await is_native(other)
         assert await is_native(transport)
 
 
-async def test_a_client_that_does_not_trust_the_certificate_of_the_port_uses_grpc(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_client_that_does_not_trust_the_certificate_of_the_port_uses_grpc(tmp_path: Path):
     mine, other = Authority(tmp_path), Authority(tmp_path, "other")
     files, strange = mine.issue("127.0.0.1"), other.issue("127.0.0.1", common_name="strange")
     options: dict[str, Any] = {"certificate": str(files.certificate), "key": str(files.key)}
@@ -162,22 +153,23 @@ async def test_a_client_that_does_not_trust_the_certificate_of_the_port_uses_grp
     async with offering(*METHODS, **options) as server, offering(*METHODS, **swapped) as stranger:
         port = await native_port(stranger.address, tls=Tls(ca=other.certificate))
         async with calling(server.address, tls=tls) as transport:
-            with announcing(monkeypatch, f"{port} {bytes(16).hex()}"):
+            with announcing(transport, f"{port} {bytes(16).hex()}"):
                 assert not await is_native(transport)
         async with calling(server.address, tls=tls) as transport:
             assert await is_native(transport)
 
 
-async def test_a_client_on_grpc_looks_for_the_port_again(free_port: int, monkeypatch: pytest.MonkeyPatch):
-    async with offering(*METHODS) as server, calling(server.address) as transport:
-        with announcing(monkeypatch, f"{free_port} {bytes(16).hex()}"):
+async def test_a_client_on_grpc_looks_for_the_port_again(free_port: int):
+    loop, later_s = asyncio.get_running_loop(), 0.0
+    times = {"clock": lambda: loop.time() + later_s}
+    async with offering(*METHODS) as server, calling(server.address, times=times) as transport:
+        with announcing(transport, f"{free_port} {bytes(16).hex()}"):
             assert not await is_native(transport)
         call = transport.stream("TestService/Peers")
         await call.send(b"")
         await call.receive()
         assert not await is_native(transport)
-        now = asyncio.get_running_loop().time
-        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now() + 61)
+        later_s = 61.0
         while not await is_native(transport):
             pass
         await call.send(b"")  # calls that are open stay where they are
@@ -234,12 +226,11 @@ async def test_an_abandoned_call_gives_its_connection_up():
         assert await transport.unary("TestService/Peer", b"", timeout_s=10) != first
 
 
-async def test_a_silent_silo_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.client.native.KEEPALIVE_MS", 100)
+async def test_a_silent_silo_is_noticed():
     async with offering(*METHODS) as server, forwarded(await native_port(server.address)) as (port, hush):
         process = await process_of(server.address)
-        async with calling(server.address) as transport:
-            with announcing(monkeypatch, f"{port} {process}"):
+        async with calling(server.address, times={"keepalive_s": 0.1}) as transport:
+            with announcing(transport, f"{port} {process}"):
                 assert await is_native(transport)
             call = transport.stream("TestService/Peers")
             await call.send(b"")

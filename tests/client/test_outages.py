@@ -15,10 +15,9 @@ import pytest
 import pytest_asyncio
 
 from headrace import Client, Closed, Consumer, Event, ReceivedBatch, RetryPolicy, SessionState, Unavailable
-from tests.client.conftest import Silos
 from tests.client.consumers import PATIENCE_S, Seen, numbers, publish, take, until
 from tests.client.cutting import CuttingProxy
-from tests.client.silos import SiloProcess
+from tests.client.silos import SiloProcess, Silos
 
 ORDERS = "orders/*"
 KEYS = "abcdefgh"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -24,13 +25,14 @@ from headrace import (
     StreamId,
     Unavailable,
 )
-from headrace.client import publishing
 from headrace.client.client import UNKNOWN_PLACE, Client
-from headrace.client.window import PublishWindow
+from headrace.client.connection import GrpcTransport
+from headrace.client.native import NativeTransport
+from headrace.client.publishing import PublishPipeline, new_producer
+from headrace.client.window import PublishWindow, WindowedRequest
 from headrace.streams.publishing import ProducerSequence, Receipt
 from tests.cli.commandline import Headrace
-from tests.client.conftest import Silos
-from tests.client.silos import SiloProcess, stored
+from tests.client.silos import SiloProcess, Silos, stored
 
 S = StreamId("n", "k")
 
@@ -41,8 +43,24 @@ async def failure(publish: Awaitable[object]) -> HeadraceError:
     return caught.value
 
 
-def window_of(client: Client) -> PublishWindow:
-    return client._publishing._window  # pyright: ignore[reportPrivateUsage]
+@asynccontextmanager
+async def pipeline(silo: SiloProcess, **options: Any) -> AsyncGenerator[PublishPipeline]:
+    """The publishing half of a client of its own, with these options of `PublishPipeline`."""
+    transport = NativeTransport(GrpcTransport(silo.address))
+    await transport.open(10.0)
+    made = PublishPipeline(transport, "default", timeout_s=60.0, **options)
+    try:
+        yield made
+    finally:
+        await made.aclose()
+        await transport.aclose()
+
+
+async def publish(publishing: PublishPipeline, payload: bytes) -> SequenceToken | None:
+    """As `Client.publish`."""
+    deadline = await publishing.wait_for_space() if publishing.full else None
+    (receipt,) = await publishing.publish([EventBatch.of(S, [payload])], deadline)
+    return receipt.token
 
 
 def numbered(*numbers: int) -> list[bytes]:
@@ -305,19 +323,19 @@ async def test_the_next_address_is_tried(silos: Silos):
 # ---- callers ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_silo_that_does_not_keep_up_holds_back_the_publishers(silo: SiloProcess, monkeypatch: Any):
-    monkeypatch.setattr(publishing, "MAX_BYTES", 4 << 20)
-    async with Client(silo.address) as client:
-        await client.publish(S, b"warm")
+async def test_a_silo_that_does_not_keep_up_holds_back_the_publishers(silo: SiloProcess):
+    window = PublishWindow(new_producer)
+    async with pipeline(silo, window=window, max_bytes=4 << 20) as publishing:
+        await publish(publishing, b"warm")
         silo.signal(signal.SIGSTOP)
-        tasks = [asyncio.create_task(client.publish(S, bytes(100_000))) for _ in range(400)]
+        tasks = [asyncio.create_task(publish(publishing, bytes(100_000))) for _ in range(400)]
         for _ in range(20):
             await asyncio.sleep(0)
-        held = window_of(client).size
+        held = window.size
         assert 4 << 20 <= held <= 5 << 20
         for _ in range(50):
             await asyncio.sleep(0)
-        assert window_of(client).size == held
+        assert window.size == held
         silo.signal(signal.SIGCONT)
         await asyncio.gather(*tasks)
     silo.stop()
@@ -341,11 +359,10 @@ async def test_a_caller_that_is_cancelled_harms_nobody(silo: SiloProcess):
     assert {*range(301)} - cancelled <= set(found)
 
 
-async def test_publish_that_waits_for_space_may_be_cancelled_and_the_others_go_on(silo: SiloProcess, monkeypatch: Any):
-    monkeypatch.setattr(publishing, "MAX_BYTES", 1000)
-    async with Client(silo.address) as client:
+async def test_publish_that_waits_for_space_may_be_cancelled_and_the_others_go_on(silo: SiloProcess):
+    async with pipeline(silo, max_bytes=1000) as publishing:
         silo.signal(signal.SIGSTOP)
-        tasks = [asyncio.create_task(client.publish(S, bytes(500))) for _ in range(100)]
+        tasks = [asyncio.create_task(publish(publishing, bytes(500))) for _ in range(100)]
         for _ in range(20):
             await asyncio.sleep(0)
         for task in tasks[::2]:
@@ -377,24 +394,28 @@ async def test_closing_publishes_what_is_under_way_and_then_nothing_more(silo: S
     assert await stored(silo.data) == {S: numbered(*range(100))}
 
 
+class CountingWindow(PublishWindow):
+    """Notes the number of pieces of each request."""
+
+    def __init__(self) -> None:
+        super().__init__(new_producer)
+        self.requests: list[int] = []
+
+    def take(self) -> WindowedRequest | None:
+        if (request := super().take()) is not None:
+            self.requests.append(len(request.pieces))
+        return request
+
+
 async def test_lingering_puts_more_into_a_request(silo: SiloProcess):
-    async with Client(silo.address, linger_s=0.02) as client:
-        window = window_of(client)
-        requests: list[int] = []
-        take = window.take
-
-        def counting() -> Any:
-            if (request := take()) is not None:
-                requests.append(len(request.pieces))
-            return request
-
-        window.take = counting
-        tasks: list[asyncio.Task[SequenceToken]] = []
+    window = CountingWindow()
+    async with pipeline(silo, window=window, linger_s=0.02) as publishing:
+        tasks: list[asyncio.Task[SequenceToken | None]] = []
         for _ in range(5):
-            tasks.append(asyncio.create_task(client.publish(S, b"x")))
+            tasks.append(asyncio.create_task(publish(publishing, b"x")))
             await asyncio.sleep(0)
         await asyncio.gather(*tasks)
-    assert requests == [5]
+    assert window.requests == [5]
 
 
 def test_an_unknown_place_is_before_all_others():

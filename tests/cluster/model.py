@@ -93,10 +93,11 @@ class Model:
     def seeks(self, subscription: str, positions: Mapping[int, Checkpoint]) -> None:
         """The position was moved: everything from it on comes again, and nothing before it."""
         self.generations[subscription] += 1
-        self.first[subscription] = Counter[StreamId]()
+        before = Counter[StreamId]()
         for (queue, offset), (stream, first, events) in self.events.items():
             if offset < positions[queue].next_offset:
-                self.first[subscription][stream] = max(self.first[subscription][stream], first + events)
+                before[stream] = max(before[stream], first + events)
+        self.first[subscription] = before
         for key in [key for key in self.progress if key[0] == subscription]:
             del self.progress[key]
         for queue, position in positions.items():

@@ -18,6 +18,7 @@ import pytest
 from benchmarks.servers import find_program
 from benchmarks.silo_server import SiloServer
 from headrace import StreamId, SyncClient
+from tests.client.silos import SiloProcess
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "node"
 TIMEOUT_S = 60.0
@@ -128,16 +129,18 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def silo() -> Iterator[SiloServer]:
-    with SiloServer() as server:
-        yield server
+def silo(tmp_path: Path) -> Iterator[SiloProcess]:
+    silo = SiloProcess(tmp_path)
+    silo.start()
+    yield silo
+    silo.kill()
 
 
 Start = Callable[..., Program]
 
 
 @pytest.fixture
-def start(installed: Path, silo: SiloServer, tmp_path: Path) -> Iterator[Start]:
+def start(installed: Path, silo: SiloProcess, tmp_path: Path) -> Iterator[Start]:
     programs: list[Program] = []
 
     def begin(program: str, *arguments: str, stdin: int | None = None, address: str = "") -> Program:
@@ -223,7 +226,7 @@ def test_a_killed_consumer_loses_nothing(start: Start):
     assert len(seen) - 20_000 <= 1_000, "more came again than could have been in its hands"
 
 
-def test_producer_and_consumer_go_on_when_the_silo_is_killed_and_started_again(start: Start, silo: SiloServer):
+def test_producer_and_consumer_go_on_when_the_silo_is_killed_and_started_again(start: Start, silo: SiloProcess):
     consumer = start("consumer", "printer", "orders/*")
     producer = start("producer", "orders/1", stdin=subprocess.PIPE)
     for number in range(KILLS):
@@ -241,7 +244,7 @@ def test_producer_and_consumer_go_on_when_the_silo_is_killed_and_started_again(s
     assert of_stream(stored, "orders/1") == numbered(1_000 * KILLS), "something was stored twice"
 
 
-def test_stored_batch_is_not_stored_again_when_the_answer_got_lost(start: Start, silo: SiloServer):
+def test_stored_batch_is_not_stored_again_when_the_answer_got_lost(start: Start, silo: SiloProcess):
     consumer = start("consumer", "printer", "orders/*")
     with contextlib.closing(Wire(silo.address)) as wire:
         producer = start("producer", "orders/1", stdin=subprocess.PIPE, address=wire.address)

@@ -87,11 +87,10 @@ def expected(rows: Sequence[Row], now: int) -> dict[StreamId, list[Event]]:
 @given(st.lists(ROW, min_size=1, max_size=60), st.integers(0, 5))
 @example([{"namespace": "", "key": "", "payload": b"", "headers": None, "id": None, "timestamp": None}], 0)
 def test_batches_have_the_rows_of_their_streams_in_order(rows: list[Row], cut: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("time.time_ns", lambda: 77_000)
-        # A slice, as Spark may give one: its columns begin inside their buffers.
-        whole = table([rows[0]] * cut + rows)
-        assert by_stream(batches(RowGrouping().of(whole.slice(cut)))) == expected(rows, 77)
+    grouping = RowGrouping(clock_ns=lambda: 77_000)
+    # A slice, as Spark may give one: its columns begin inside their buffers.
+    whole = table([rows[0]] * cut + rows)
+    assert by_stream(batches(grouping.of(whole.slice(cut)))) == expected(rows, 77)
 
 
 @given(st.lists(ROW, min_size=1, max_size=20))

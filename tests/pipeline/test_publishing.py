@@ -26,8 +26,7 @@ from headrace.pipeline.publishing import (
 from headrace.pipeline.staging import BatchManifest, Chunk, PublishChunkLimits, StagedFile, StagedReport, StagingFolder
 from headrace.streams.errors import HeadraceError, NotFound, NotSupported, StorageError, Unavailable
 from headrace.streams.publishing import ProducerSequence
-from tests.client.conftest import silo, silos
-from tests.client.silos import SiloProcess, stored
+from tests.client.silos import SiloProcess, silo, silos, stored
 
 __all__ = ("silo", "silos")
 
@@ -96,11 +95,6 @@ class SteppingDestination:
         self._steps.step()
 
 
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publishing, "CUTTING", SMALL)
-
-
 @pytest.fixture
 def place(tmp_path: Path) -> ProviderPlace:
     return ProviderPlace(str(tmp_path / "d"), None)
@@ -144,7 +138,7 @@ def look(place: ProviderPlace) -> dict[StreamId, list[bytes]]:
 
 
 def commit(place: ProviderPlace, folder: StagingFolder, app: str, batch: int, files: Sequence[StagedReport]) -> None:
-    publishing.commit(place, folder, app, batch, files)
+    publishing.commit(place, folder, app, batch, files, limits=SMALL)
 
 
 # ---- one batch -------------------------------------------------------------------------------------------------------
@@ -205,7 +199,7 @@ async def commit_stepping(
     folder = folder_of(tmp_path, app, SteppingFolder)
     assert isinstance(folder, SteppingFolder)
     folder.steps = steps
-    await BatchPublisher(SteppingDestination(destination, steps), folder, app).commit(3, files)
+    await BatchPublisher(SteppingDestination(destination, steps), folder, app, SMALL).commit(3, files)
 
 
 async def killed_everywhere(place: ProviderPlace, tmp_path: Path) -> dict[str, str]:
@@ -220,7 +214,7 @@ async def killed_everywhere(place: ProviderPlace, tmp_path: Path) -> dict[str, s
                 await commit_stepping(destination, tmp_path, app, steps, stage(folder, app, "a"))
             except KilledError:
                 claimed = folder.manifest(3) is not None or folder.done() == 3
-                await BatchPublisher(destination, folder, app).commit(3, stage(folder, app, "b"))
+                await BatchPublisher(destination, folder, app, SMALL).commit(3, stage(folder, app, "b"))
                 wanted[app] = "a" if claimed else "b"
                 assert folder.done() == 3
                 assert list(folder.path.glob("*.manifest")) == []
@@ -292,7 +286,7 @@ def test_going_on_stores_only_what_is_missing(place: ProviderPlace, tmp_path: Pa
         counting = Counting(provider)
         counting.numbers = []
         try:
-            await BatchPublisher(counting, folder, "app").commit(0, stage(folder, "n", "a"))
+            await BatchPublisher(counting, folder, "app", SMALL).commit(0, stage(folder, "n", "a"))
         except KilledError:
             return counting.numbers
         return [*counting.numbers, -1]
@@ -325,7 +319,7 @@ def test_failure_that_may_pass_is_retried(place: ProviderPlace, tmp_path: Path) 
         async with Provider.open(place.data) as provider:
             failing = Failing(provider)
             failing.failures = iter([Unavailable("stored, but the answer is lost"), StorageError("not stored")])
-            await BatchPublisher(failing, folder, "app").commit(0, stage(folder, "n", "a"))
+            await BatchPublisher(failing, folder, "app", SMALL).commit(0, stage(folder, "n", "a"))
 
     folder = folder_of(tmp_path, "app")
     asyncio.run(main())
@@ -347,7 +341,7 @@ def test_a_silo_that_is_away_for_a_moment_is_waited_for(silo: SiloProcess, tmp_p
         async with open_destination(ProviderPlace(None, silo.address)) as destination:
             assert isinstance(destination, SiloDestination)
             destination.__class__ = Away
-            await BatchPublisher(destination, folder, "app").commit(0, stage(folder, "n", "a"))
+            await BatchPublisher(destination, folder, "app", SMALL).commit(0, stage(folder, "n", "a"))
 
     folder = folder_of(tmp_path, "app")
     asyncio.run(main())
@@ -365,7 +359,7 @@ def begin(place: ProviderPlace, folder: StagingFolder, batch: int, files: Sequen
         async with open_destination(place) as destination:
             dying = SteppingDestination(destination, Steps(2 + 2 * chunks, kill))
             with pytest.raises(KilledError):
-                await BatchPublisher(dying, folder, "app").commit(batch, files)
+                await BatchPublisher(dying, folder, "app", SMALL).commit(batch, files)
 
     asyncio.run(main())
 
@@ -412,7 +406,7 @@ def test_a_batch_that_was_left_until_its_producer_was_forgotten_is_not_gone_on_w
 
     async def main() -> None:
         async with Provider.open(place.data) as provider:
-            await BatchPublisher(Forgetful(provider), folder, "app").commit(5, stage(folder, "n", "b"))
+            await BatchPublisher(Forgetful(provider), folder, "app", SMALL).commit(5, stage(folder, "n", "b"))
 
     folder = folder_of(tmp_path, "app")
     begin(place, folder, 5, stage(folder, "n", "a"), 1)
@@ -453,11 +447,10 @@ def test_queues_that_forget_are_refused(tmp_path: Path) -> None:
         asyncio.run(main())
 
 
-def test_a_server_that_is_not_there_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publishing, "CONNECT_S", 0.2)
-    folder = folder_of(tmp_path, "app")
+def test_a_server_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    folder, place = folder_of(tmp_path, "app"), ProviderPlace(None, "127.0.0.1:1")
     with pytest.raises(Unavailable, match=r"no silo answers at 127\.0\.0\.1:1") as refused:
-        commit(ProviderPlace(None, "127.0.0.1:1"), folder, "app", 0, stage(folder, "n", "a"))
+        publishing.commit(place, folder, "app", 0, stage(folder, "n", "a"), connect_s=0.2)
     assert "\n" not in str(refused.value)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 from headrace.client.connection import GrpcTransport
@@ -14,11 +14,41 @@ from headrace.client.packets import ANNOUNCED, HEAD, OPENING, PacketKind
 Transports = NativeTransport | GrpcTransport
 
 
+class Hearing(GrpcTransport):
+    """A client that hears another announcement than the silo's if `announced` is set; "": none."""
+
+    announced: str | None = None
+
+    async def health_metadata(self, index: int, timeout_s: float) -> Mapping[str, str | bytes]:
+        if self.announced is None:
+            return await super().health_metadata(index, timeout_s)
+        return {ANNOUNCED: self.announced} if self.announced else {}
+
+
+class HearingTransport(NativeTransport):
+    """A native client whose announcements a test changes."""
+
+    def __init__(self, hearing: Hearing, **times: Any) -> None:
+        super().__init__(hearing, **times)
+        self._hearing = hearing
+
+    @contextmanager
+    def told(self, announced: str) -> Generator[None]:
+        """Hear this port and process instead of the silo's."""
+        self._hearing.announced = announced
+        try:
+            yield
+        finally:
+            self._hearing.announced = None
+
+
 @asynccontextmanager
-async def calling(address: str, *, native: bool = True, **options: Any) -> AsyncGenerator[Transports]:
-    """A client of the server, over the native protocol or over gRPC."""
-    grpc = GrpcTransport(address, **options)
-    transport = NativeTransport(grpc) if native else grpc
+async def calling(
+    address: str, *, native: bool = True, times: Mapping[str, Any] | None = None, **options: Any
+) -> AsyncGenerator[Transports]:
+    """A client of the server, over the native protocol or over gRPC. `times` are those of `NativeTransport`."""
+    grpc = Hearing(address, **options)
+    transport = HearingTransport(grpc, **(times or {})) if native else grpc
     await transport.prepare()
     try:
         yield transport

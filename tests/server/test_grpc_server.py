@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from headrace.proto.v1 import publisher_pb2
 from headrace.server.access import NoTokens
 from headrace.server.config import GrpcConfig
+from headrace.server.connection_times import ConnectionTimes
 from headrace.server.grpc_server import serving
 from headrace.server.guard import Call, Kind, Method
 from headrace.server.limits import ClientLimits
@@ -206,17 +207,15 @@ async def test_connection_that_sends_garbage_is_closed_and_the_others_are_served
             await caller.ask("test.Service/Who", EMPTY, empty_pb2.Empty)
 
 
-async def test_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.server.grpc_server.HANDSHAKE_S", 0.2)
-    async with offering(WHO) as caller:
+async def test_silent_connection_is_closed():
+    async with offering(WHO, times=ConnectionTimes(handshake_s=0.2)) as caller:
         await hung_up_on(caller.address, b"")
         await hung_up_on(caller.address, b"PRI * HTTP/2.0\r\n")
         await caller.ask("test.Service/Who", EMPTY, empty_pb2.Empty)
 
 
-async def test_an_idle_connection_is_closed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.server.grpc_server.IDLE_S", 0.2)
-    async with offering(WHO) as caller:
+async def test_an_idle_connection_is_closed():
+    async with offering(WHO, times=ConnectionTimes(idle_s=0.2)) as caller:
         await caller.ask("test.Service/Who", EMPTY, empty_pb2.Empty)
         while caller.channel.get_state() is grpc.ChannelConnectivity.READY:
             await caller.channel.wait_for_state_change(grpc.ChannelConnectivity.READY)

@@ -13,6 +13,7 @@ from headrace.client.connection import Tls
 from headrace.client.native import NativeTransport
 from headrace.client.packets import U32, WINDOW, PacketKind
 from headrace.server.access import Authenticator, Principal
+from headrace.server.connection_times import ConnectionTimes
 from headrace.server.guard import Call, Kind, Method
 from headrace.server.limits import ClientLimits
 from headrace.streams.errors import (
@@ -469,15 +470,13 @@ async def test_a_flood_of_cancelled_calls_holds_nobody_up():
             assert answer[0] in (PacketKind.ANSWER, PacketKind.ERROR)
 
 
-async def test_a_client_without_a_greeting_is_disconnected(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.server.native_server.HANDSHAKE_S", 0.2)
-    async with offering(DOUBLE) as server:
+async def test_a_client_without_a_greeting_is_disconnected():
+    async with offering(DOUBLE, times=ConnectionTimes(handshake_s=0.2)) as server:
         async with RawClient.connected(await native_port(server.address)) as client:
             await client.ended()
 
 
-async def test_a_silent_client_is_disconnected_and_its_calls_are_cancelled(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.server.native_server.KEEPALIVE_S", 0.1)
+async def test_a_silent_client_is_disconnected_and_its_calls_are_cancelled():
     cancelled = asyncio.Event()
 
     async def endless(call: Call) -> None:
@@ -486,7 +485,8 @@ async def test_a_silent_client_is_disconnected_and_its_calls_are_cancelled(monke
         finally:
             cancelled.set()
 
-    async with offering(method("Endless", Kind.STREAM, endless), DOUBLE) as server, calling(server.address) as honest:
+    methods, times = (method("Endless", Kind.STREAM, endless), DOUBLE), ConnectionTimes(native_keepalive_s=0.1)
+    async with offering(*methods, times=times) as server, calling(server.address) as honest:
         await honest.unary("TestService/Double", b"x", timeout_s=10)
         port = await native_port(server.address)
         async with RawClient.connected(port, GREETING, beginning(1, f"{NAME}/Endless")) as client:

@@ -149,6 +149,7 @@ def test_a_dead_letter_of_another_event_at_the_same_position_does_not_count(spar
     assert [(finding.first, finding.reason) for finding in found.findings] == [((1, 0), "letter 1")]
 
 
+@pytest.mark.slow
 def test_events_that_consumers_wrote_are_compared_one_by_one(spark: SparkSession, scene: Scene, tmp_path: Path):
     found = audit(spark, [NAME], delivered=lines(tmp_path / "all.jsonl", scene.delivered), data=scene.data)
     assert only(found).counts == counts(delivered=EVENTS - 1, dead=1, pending=LATER)

@@ -134,7 +134,8 @@ def test_with_a_name_a_replay_is_done_once_for_ever(spark: SparkSession, data: P
     assert sum(map(len, streams(spark, other).values())) == 80
 
 
-@pytest.mark.parametrize(("rate", "speed"), [(500, None), (None, 0.5)])  # both take 1.6 s, minus the time of one chunk
+# Both take 1.6 s, minus the time of one chunk.
+@pytest.mark.parametrize(("rate", "speed"), [pytest.param(500, None, marks=pytest.mark.slow), (None, 0.5)])
 def test_at_a_chosen_speed_all_comes_in_order_once_and_not_sooner(
     spark: SparkSession, data: Path, other: Path, rate: float | None, speed: float | None
 ):

@@ -14,8 +14,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from headrace import Event, Provider, Start, StreamId
 from headrace.pipeline import publisher
 from headrace.streams.events import EventBatch
-from tests.client.conftest import silo, silos
-from tests.client.silos import SiloProcess, stored
+from tests.client.silos import SiloProcess, silo, silos, stored
 
 __all__ = ("silo", "silos")
 

@@ -1,5 +1,4 @@
 """Bugs that a store must not have, planted on purpose: the suites have to find each of them."""
-# pyright: reportPrivateUsage=false
 
 import os
 import sqlite3

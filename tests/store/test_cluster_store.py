@@ -8,7 +8,6 @@ import pytest_asyncio
 from sqlalchemy import Connection, Engine, event
 
 from headrace import DeadLetter, Fenced, GapRecord, Selector, SequenceToken, StreamId, SubscriptionDefinition
-from headrace.store import store_clock
 from headrace.store.cluster_store import ClusterStore
 from headrace.store.control_store import ControlStore
 from headrace.streams.cluster import ClusterView, Lease, SiloRecord, SiloState
@@ -400,9 +399,7 @@ async def test_the_clock_of_the_store_goes_on(control: ControlStore):
     assert views[2].silos[0].heartbeat_at_us == times[1]
 
 
-async def test_leases_of_an_earlier_start_of_the_machine_are_over(
-    control: ControlStore, monkeypatch: pytest.MonkeyPatch
-):
+async def test_leases_of_an_earlier_start_of_the_machine_are_over(control: ControlStore):
     a, b = await joined(control.cluster(), "a", "b")
     await control.cluster().acquire(a, queues(1), 1e9)
     await control.cluster().suspect(a, b, ALL)
@@ -410,14 +407,13 @@ async def test_leases_of_an_earlier_start_of_the_machine_are_over(
     def another(_connection: Connection) -> str:
         return "another"
 
-    monkeypatch.setattr(store_clock, "boot_id", another)
-    for cluster in (control.cluster(), control.cluster()):
+    for cluster in (control.cluster(boot_id=another), control.cluster(boot_id=another)):
         view = await cluster.view()
         assert states(view) == {"a": SiloState.DEAD, "b": SiloState.DEAD}
         assert [(lease.owner, lease.epoch) for lease in view.leases] == [("", 1)]
-    (c,) = await joined(control.cluster(), "c")
+    (c,) = await joined(control.cluster(boot_id=another), "c")
     assert c.incarnation == b.incarnation + 1
-    assert [lease.epoch for lease in await control.cluster().acquire(c, queues(1), LEASE_S)] == [2]
+    assert [lease.epoch for lease in await control.cluster(boot_id=another).acquire(c, queues(1), LEASE_S)] == [2]
 
 
 async def test_the_wall_clock_decides_nothing(control: ControlStore, monkeypatch: pytest.MonkeyPatch):

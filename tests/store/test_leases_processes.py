@@ -11,8 +11,10 @@ import pytest
 from headrace import Selector, SubscriptionDefinition
 from headrace.store.control_store import ControlStore
 from headrace.streams.subscriptions import Checkpoint
+from tests.random_examples import examples
 
 QUEUES = 6
+ROUNDS = examples(30, quick=15)
 DEFINITION = SubscriptionDefinition(name="stats", selector=Selector("n/*"))
 
 # Every other time a process takes the leases that were not renewed since it looked.
@@ -23,13 +25,13 @@ from headrace.streams.subscriptions import Checkpoint
 from headrace.store.control_store import ControlStore
 LEASE_S = 0.03
 
-async def main(where, name):
+async def main(where, name, rounds):
     control = await ControlStore.open(where)
     store = control.cluster()
     wanted = [("p", queue) for queue in range(6)]
     epoch = (await control.attach("p", "stats", exclusive=False)).epoch
     me, held = await store.join(name, "x", ["p"]), {}
-    for _ in range(30):
+    for _ in range(int(rounds)):
         try:
             over = (await store.beat(me, LEASE_S)).leases if random.random() < 0.5 else ()
             granted = await store.acquire(me, random.sample(wanted, 4), LEASE_S, over=over)
@@ -68,11 +70,12 @@ def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def lines(where: str, name: str) -> list[list[str]]:
     """Return the output of a process, which must succeed."""
-    command = [sys.executable, "-c", FIGHTS, where, name]
+    command = [sys.executable, "-c", FIGHTS, where, name, str(ROUNDS)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=100, check=True)
     return [line.split() for line in done.stdout.splitlines()]
 
 
+@pytest.mark.hypothesis  # so that `make slow` runs all rounds
 async def test_processes_that_fight_for_queues_never_share_an_epoch_nor_what_they_write(where: str):
     store = await ControlStore.open(where)
     await store.create_subscription("p", DEFINITION, {queue: Checkpoint(0) for queue in range(QUEUES)})
@@ -95,5 +98,5 @@ async def test_processes_that_fight_for_queues_never_share_an_epoch_nor_what_the
         assert [epoch for _, epoch in in_order] == sorted(epoch for _, epoch in in_order)
     kept = await store.checkpoints("p", "stats")
     assert {queue: kept[queue].next_offset for queue in kept} == {queue: len(saved[queue]) for queue in range(QUEUES)}
-    assert sum(map(len, grants.values())) > 40
+    assert sum(map(len, grants.values())) > ROUNDS * 4 // 3
     await store.aclose()

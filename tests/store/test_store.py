@@ -621,9 +621,8 @@ async def test_a_cancelled_call_happens_wholly_or_not_at_all(tmp_path: Path):
     await store.aclose()
 
 
-async def test_a_locked_store_is_a_retryable_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.store.database.BUSY_TIMEOUT_S", 0.05)
-    store = await ControlStore.open(tmp_path / "control.db")
+async def test_a_locked_store_is_a_retryable_error(tmp_path: Path):
+    store = await ControlStore.open(tmp_path / "control.db", timeout_s=0.05)
     other = sqlite3.connect(tmp_path / "control.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(StorageError, match=r"control\.db: locked by another process for 0\.05 s") as caught:

@@ -30,6 +30,7 @@ from headrace.store.control_store import ControlStore, ProviderRecord, TokenReco
 from headrace.store.database import Database
 from headrace.store.schema import MIGRATIONS, migrate
 from headrace.streams.subscriptions import Behind, Checkpoint
+from tests.random_examples import examples
 
 DEFINITION = SubscriptionDefinition(name="stats", selector=Selector("flights/*"))
 
@@ -140,8 +141,9 @@ async def test_processes_that_make_one_store_at_once_get_different_epochs(lastin
         assert epochs[at : at + 20] == sorted(epochs[at : at + 20])
 
 
+@pytest.mark.hypothesis  # so that `make slow` makes all stores
 async def test_opening_a_new_store_waits_for_others_that_do_the_same(tmp_path: Path):
-    for number in range(40):
+    for number in range(examples(40, quick=10)):
         stores = await asyncio.gather(*(ControlStore.open(tmp_path / f"{number}.db") for _ in range(4)))
         for store in stores:
             await store.aclose()

@@ -37,6 +37,8 @@ from tests.servers import new_schema
 T = TypeVar("T")
 
 STEPS = settings(max_examples=examples(10), stateful_step_count=25, deadline=None)
+STEPS_ON_A_SERVER = settings(STEPS, max_examples=examples(10, quick=2))
+"""Fewer, because each example makes two schemas. The test on a file draws the usual number."""
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -212,4 +214,4 @@ def test_two_stores_on_a_server_agree_with_the_model(postgres_server: PostgresSe
         def __init__(self) -> None:
             super().__init__(new_schema(postgres_server))
 
-    run_state_machine_as_test(OnAServer, settings=STEPS)
+    run_state_machine_as_test(OnAServer, settings=STEPS_ON_A_SERVER)

@@ -101,9 +101,8 @@ async def test_a_worker_that_fails_is_replaced(caplog: pytest.LogCaptureFixture)
 
 
 async def test_stopping_says_which_handlers_ignore_their_cancellation(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("headrace.streams.handler_workers.CANCEL_S", 0.05)
     jobs, released = Jobs(10), asyncio.Event()
 
     async def stubborn() -> None:
@@ -116,7 +115,7 @@ async def test_stopping_says_which_handlers_ignore_their_cancellation(
     jobs.add(stubborn)
     await turns()
     jobs.stopping = True
-    await jobs.workers.stop(0.01)
+    await jobs.workers.stop(0.01, cancel_s=0.05)
     released.set()
     assert [record.levelname for record in caplog.records] == ["WARNING", "ERROR"]
     await turns()

@@ -5,12 +5,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from subprocess import PIPE, Popen
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from headrace.adapters import AdapterContext, open_adapter
-from headrace.adapters.log import LogAdapter
+from headrace.adapters import AdapterContext
+from headrace.adapters.log import LogAdapter, open_adapter
+from headrace.adapters.log.limits import LOG_LIMITS, LogLimits
 
 OpenLog = Callable[..., Awaitable[LogAdapter]]
 
@@ -20,9 +21,11 @@ async def open_log(tmp_path: Path) -> AsyncIterator[OpenLog]:
     """Opens handles of one log with the given number of queues and options; all are closed at the end."""
     async with AsyncExitStack() as stack:
 
-        async def open_one(queues: int = 2, directory: Path = tmp_path, **options: Any) -> LogAdapter:
+        async def open_one(
+            queues: int = 2, directory: Path = tmp_path, limits: LogLimits = LOG_LIMITS, **options: Any
+        ) -> LogAdapter:
             context = AdapterContext(provider="tests", queues=queues, directory=directory)
-            adapter = cast(LogAdapter, await open_adapter("log", context, options))
+            adapter = await open_adapter(context, options, limits)
             stack.push_async_callback(adapter.aclose)
             return adapter
 

@@ -9,8 +9,8 @@ import pytest
 from headrace import Closed, EventBatch, InvalidArgument, PayloadTooLarge, SequenceToken, StreamId
 from headrace.adapters import Bounds, QueueReceiver, Receipt, Received
 from headrace.adapters.log import MAX_BATCH_BYTES, LogAdapter
-from headrace.adapters.log import receiver as receiver_module
 from headrace.adapters.log.blocks import ReadBudget
+from headrace.adapters.log.limits import LOG_LIMITS, LogLimits
 from headrace.adapters.log.receiver import QueueReader
 
 OpenLog = Callable[..., Awaitable[LogAdapter]]
@@ -112,9 +112,8 @@ async def test_receive_waits_for_the_next_commit(open_log: OpenLog):
     assert await waiting == "a"
 
 
-async def test_a_cancelled_receive_loses_nothing(open_log: OpenLog, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(receiver_module, "FRESH_BYTES", 0)  # a thread reads
-    adapter = await open_log()
+async def test_a_cancelled_receive_loses_nothing(open_log: OpenLog):
+    adapter = await open_log(limits=LogLimits(fresh_bytes=0))  # a thread reads
     await publish(adapter, "abc")
     receiver = await adapter.open_receiver(0, 0)
     turns, cancelled = 0, True
@@ -144,7 +143,7 @@ async def test_a_large_block_is_read_in_a_thread_also_behind_small_ones(
 
     monkeypatch.setattr(QueueReader, "read", read)
     adapter = await open_log()
-    large = "x" * receiver_module.FRESH_BYTES  # in a block, metadata comes on top
+    large = "x" * LOG_LIMITS.fresh_bytes  # in a block, metadata comes on top
     await publish(adapter, small)
     await adapter.enqueue([(0, batch(large))])
     receiver = await adapter.open_receiver(0, 0)

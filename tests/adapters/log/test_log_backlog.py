@@ -3,12 +3,10 @@
 import time
 from collections.abc import Awaitable, Callable
 
-import pytest
-
 from headrace import EventBatch, StreamId
 from headrace.adapters import Backlog
 from headrace.adapters.log import LogAdapter
-from headrace.adapters.log import backlog as backlog_module
+from headrace.adapters.log.limits import LogLimits
 
 OpenLog = Callable[..., Awaitable[LogAdapter]]
 
@@ -46,9 +44,8 @@ async def test_it_says_since_when_the_oldest_is_there(open_log: OpenLog):
     assert before <= first <= between <= second
 
 
-async def test_backlog_behind_the_counted_blocks_is_estimated(open_log: OpenLog, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(backlog_module, "COUNTED_BLOCKS", 2)
-    adapter = await open_log()
+async def test_backlog_behind_the_counted_blocks_is_estimated(open_log: OpenLog):
+    adapter = await open_log(limits=LogLimits(counted_blocks=2))
     for size in (2, 4, 6, 8):
         await commit(adapter, size)
     assert await counts(adapter, 2) == (2, 14, False)

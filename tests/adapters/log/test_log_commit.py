@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from headrace import EventBatch, SequenceConflict, StorageError, StorageFull, StreamId
 from headrace.adapters import Bounds, ProducerSequence
-from headrace.adapters.log import LogAdapter, LogOptions, committer
+from headrace.adapters.log import LogAdapter, LogOptions
 from headrace.adapters.log.acknowledgements import PendingAcknowledgements
 from headrace.adapters.log.blocks import BlockEncoder
 from headrace.adapters.log.committer import groups
 from headrace.adapters.log.environment import LogEnvironment, acquire, release
 from headrace.adapters.log.group import CommitGroup, CommitRequest
+from headrace.adapters.log.limits import LogLimits
 from headrace.adapters.log.timesearch import offset_at
 
 OpenLog = Callable[..., Awaitable[LogAdapter]]
@@ -120,10 +121,9 @@ async def test_relaxed_commits_are_synced_in_the_background(
         chores.release()
         return pending(acknowledgements)
 
-    monkeypatch.setattr(committer, "_CHORES_EVERY_S", 0.001)
     monkeypatch.setattr(LogEnvironment, "sync", seen_sync)
     monkeypatch.setattr(PendingAcknowledgements, "pending", seen_chores)
-    adapter = await open_log(durability=durability)
+    adapter = await open_log(durability=durability, limits=LogLimits(chores_s=0.001))
     await adapter.enqueue([(0, batch(b"x"))])
     for _ in range(100):
         await asyncio.to_thread(chores.acquire)

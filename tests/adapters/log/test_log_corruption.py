@@ -103,6 +103,35 @@ async def test_blocks_that_are_all_behind_the_end_are_named_and_other_queues_are
     assert await adapter.bounds(1) == Bounds(0, 3)
 
 
+@pytest.mark.parametrize("end", [1, 3, 8])
+async def test_a_queue_that_ends_before_its_last_block_is_damaged_and_others_are_read(
+    open_log: OpenLog, tmp_path: Path, end: int
+):
+    """A flipped bit in the row of a queue may lower its end."""
+    adapter = await open_log()
+    for number in range(9):
+        await adapter.enqueue([(queue, EventBatch.of(STREAM, [b"%d" % number])) for queue in (0, 1)])
+    await adapter.aclose()
+    with lmdb.open(str(tmp_path / "log"), max_dbs=10, map_size=1 << 30) as environment:
+        state = environment.open_db(b"state")
+        with environment.begin(write=True, db=state) as txn:
+            txn.put(bytes(4), TailRow(next=end).pack())
+    adapter = await open_log()
+    behind = "the queue ends here, but records are stored behind that"
+    with pytest.raises(CorruptRecord, match=behind):
+        await adapter.resume_at(0, 0)
+    receiver = await adapter.open_receiver(0, 0)
+    assert [batch.offset for batch in (await receiver.receive(100, 100_000)).batches] == list(range(end))
+    with pytest.raises(CorruptRecord, match=behind) as caught:
+        await receiver.receive(100, 100_000)
+    assert caught.value.offset == end
+    assert await adapter.bounds(1) == Bounds(0, 9)
+    await adapter.skip_damage(0)
+    assert await adapter.bounds(0) == Bounds(0, 9)
+    receiver = await adapter.open_receiver(0, 0)
+    assert len((await receiver.receive(100, 100_000)).batches) == 9
+
+
 @pytest.mark.parametrize(
     ("database", "key", "value", "message"),
     [

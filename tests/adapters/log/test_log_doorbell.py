@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from subprocess import Popen
 
@@ -12,19 +13,24 @@ import pytest
 
 from headrace import EventBatch, StreamId
 from headrace.adapters import Received
-from headrace.adapters.log import LogAdapter, LogOptions, doorbell
+from headrace.adapters.log import LogAdapter, LogOptions
 from headrace.adapters.log.blocks import ReadBudget, StreamTable
 from headrace.adapters.log.doorbell import Doorbell, Ringer
 from headrace.adapters.log.environment import acquire, release
+from headrace.adapters.log.limits import LogLimits
 from headrace.adapters.log.receiver import LogReceiver, QueueReader
 
 OpenLog = Callable[..., Awaitable[LogAdapter]]
 BATCH = EventBatch.of(StreamId("tests", "doorbell"), [b"x"])
 
 
-@pytest.fixture(autouse=True)
-def nobody_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doorbell, "SAFETY_POLL_S", 3600)
+NO_POLL = LogLimits(safety_poll_s=3600.0)
+
+
+@pytest.fixture
+def open_log(open_log: OpenLog) -> OpenLog:
+    """Opens handles that do not poll."""
+    return partial(open_log, limits=NO_POLL)
 
 
 def in_thread(work: Callable[..., object], *arguments: object) -> None:
@@ -40,7 +46,7 @@ def names(directory: Path) -> list[str]:
 
 @pytest.fixture
 async def bell(tmp_path: Path) -> AsyncIterator[Doorbell]:
-    found = Doorbell(tmp_path)
+    found = Doorbell(tmp_path, NO_POLL)
     yield found
     await found.aclose()
 
@@ -174,27 +180,26 @@ async def test_a_handle_removes_its_fifo(open_log: OpenLog, tmp_path: Path):
     assert names(tmp_path / "wake") == []
 
 
-async def test_a_lost_ring_is_made_good_by_the_safety_poll(
-    bell: Doorbell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(doorbell, "SAFETY_POLL_S", 0.001)
+async def test_a_lost_ring_is_made_good_by_the_safety_poll(tmp_path: Path):
+    bell = Doorbell(tmp_path, LogLimits(safety_poll_s=0.001))
     grown = await bell.listen(0)
     for _ in range(3):
         grown.clear()
         await grown.wait()
+    await bell.aclose()
 
 
 WAITING = """
 import asyncio, sys
 from contextlib import suppress
 from pathlib import Path
-from headrace.adapters import AdapterContext, open_adapter
-from headrace.adapters.log import doorbell
-
-doorbell.SAFETY_POLL_S = 3600
+from headrace.adapters import AdapterContext
+from headrace.adapters.log import open_adapter
+from headrace.adapters.log.limits import LogLimits
 
 async def main():
-    adapter = await open_adapter("log", AdapterContext(provider="tests", queues=2, directory=Path(sys.argv[1])), {})
+    context = AdapterContext(provider="tests", queues=2, directory=Path(sys.argv[1]))
+    adapter = await open_adapter(context, {}, LogLimits(safety_poll_s=3600.0))
     receiver = await adapter.open_receiver(1, 0)
     print("ready", flush=True)
     position = 0

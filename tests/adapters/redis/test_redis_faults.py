@@ -31,9 +31,10 @@ from headrace.adapters.redis import (
     server,
 )
 from headrace.adapters.redis.keys import BAND, HIGHEST, ShardKeys, due_of, priority_of
+from headrace.adapters.redis.limits import REDIS_LIMITS, RedisLimits
 from headrace.adapters.redis.scripts import RETURNS_PER_STEP
 from headrace.adapters.redis.shard import RedisShard
-from headrace.streams.errors import InvalidArgument, QueueFull, StorageFull
+from headrace.streams.errors import HeadraceError, InvalidArgument, QueueFull, StorageFull
 from tests.adapters.redis.looking import Clock, check_agreement, scripts_of_tests
 
 ANY = 1 << 30
@@ -49,8 +50,11 @@ def texts(batches: Sequence[EventBatch]) -> list[str]:
 
 
 @asynccontextmanager
-async def adapter(url: str, prefix: str = "faults", **options: Any) -> AsyncGenerator[RedisAdapter]:
-    opened = await open_adapter(AdapterContext(provider="p", queues=1), {"url": url, "prefix": prefix, **options})
+async def adapter(
+    url: str, prefix: str = "faults", *, limits: RedisLimits = REDIS_LIMITS, **options: Any
+) -> AsyncGenerator[RedisAdapter]:
+    table = {"url": url, "prefix": prefix, **options}
+    opened = await open_adapter(AdapterContext(provider="p", queues=1), table, limits)
     try:
         yield opened
     finally:
@@ -186,12 +190,11 @@ async def test_more_than_one_step_of_lost_answers_comes_back(redis_server: Redis
         assert sorted(texts(await take(reader, events))) == sorted(str(number) for number in range(events))
 
 
-async def test_a_server_that_was_frozen_stores_a_publish_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_was_frozen_stores_a_publish_once() -> None:
     """It later carries out calls that no client waits for any more, and calls that were sent again, in any order."""
-    monkeypatch.setattr(server, "COMMAND_S", 0.2)
-    monkeypatch.setattr(server, "BLOCK_S", 0.5)
+    limits = RedisLimits(command_s=0.2, block_s=0.5)
     with RedisServer() as redis:
-        async with adapter(f"redis://{redis.address}") as opened:
+        async with adapter(f"redis://{redis.address}", limits=limits) as opened:
             await opened.enqueue([(0, batch("before"))])
             reader = await opened.open_receiver(0)
             await take(reader, 1)
@@ -342,10 +345,13 @@ def written(directory: Path) -> Path:
 
 
 async def test_a_reader_that_was_superseded_neither_gets_nor_finishes_anything(
-    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    redis_server: RedisServer,
 ) -> None:
     url = f"redis://{redis_server.address}"
-    async with adapter(url, "superseded") as one, adapter(url, "superseded") as other:
+    async with (
+        adapter(url, "superseded", limits=RedisLimits(superseded_s=2.0)) as one,
+        adapter(url, "superseded") as other,
+    ):
         await one.enqueue([(0, batch("a")), (0, batch("b"))])
         old = await one.open_receiver(0)
         received = await take(old, 2)
@@ -355,9 +361,13 @@ async def test_a_reader_that_was_superseded_neither_gets_nor_finishes_anything(
         with pytest.raises(StorageError, match="is read by another process"):
             await old.receive(ANY, ANY)
         assert texts(await take(new, 3)) == ["a", "b", "c"]
-        monkeypatch.setattr(receiver, "SUPERSEDED_S", 0)
-        with pytest.raises(Closed, match="another reader"):
-            await old.receive(ANY, ANY)
+        error: HeadraceError | None = None
+        while not isinstance(error, Closed):
+            with pytest.raises(HeadraceError) as caught:
+                await old.receive(ANY, ANY)
+            error = caught.value
+            await asyncio.sleep(0.05)
+        assert "another reader" in str(error)
 
 
 async def test_a_reader_goes_on_after_everything_was_lost(redis_server: RedisServer) -> None:

@@ -14,8 +14,9 @@ from redis import Redis
 from benchmarks.servers import RedisServer
 from headrace import EventBatch, StorageError, StreamId
 from headrace.adapters import AdapterContext
-from headrace.adapters.redis import PushedEvent, RedisAdapter, RedisOptions, ShardOptions, open_adapter, producers
+from headrace.adapters.redis import PushedEvent, RedisAdapter, RedisOptions, ShardOptions, open_adapter
 from headrace.adapters.redis.keys import ranked
+from headrace.adapters.redis.limits import REDIS_LIMITS, RedisLimits
 from headrace.adapters.redis.producers import RedisProducers
 from headrace.adapters.redis.server import ServerAway
 from headrace.streams.publishing import ProducerSequence, Receipt
@@ -26,9 +27,11 @@ def batch(payload: str) -> EventBatch:
 
 
 @asynccontextmanager
-async def adapter(options: RedisOptions, queues: int = 1) -> AsyncGenerator[RedisAdapter]:
+async def adapter(
+    options: RedisOptions, queues: int = 1, limits: RedisLimits = REDIS_LIMITS
+) -> AsyncGenerator[RedisAdapter]:
     table = msgspec.to_builtins(options)
-    opened = await open_adapter(AdapterContext(provider="p", queues=queues), table)
+    opened = await open_adapter(AdapterContext(provider="p", queues=queues), table, limits)
     try:
         yield opened
     finally:
@@ -134,11 +137,10 @@ async def test_a_repeat_renews_the_ledger(options: RedisOptions, direct: Redis) 
 
 
 async def test_the_calls_of_a_producer_stay_in_line_while_others_are_forgotten(
-    options: RedisOptions, monkeypatch: pytest.MonkeyPatch
+    options: RedisOptions,
 ) -> None:
     """Also while one call is done and the next has not begun."""
-    monkeypatch.setattr(producers, "MAX_CACHED", 0)
-    async with adapter(options) as opened:
+    async with adapter(options, limits=RedisLimits(cached_producers=0)) as opened:
 
         async def two_at_a_time() -> None:
             calls: list[asyncio.Task[Sequence[Receipt]]] = []

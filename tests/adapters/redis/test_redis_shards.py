@@ -26,7 +26,9 @@ from headrace.adapters.conformance import (
     ConformsToPriority,
     ConformsToQueueAdapter,
 )
-from headrace.adapters.redis import PushedEvent, RedisAdapter, RedisOptions, RedisQueue, ShardOptions, server
+from headrace.adapters.redis import PushedEvent, RedisAdapter, RedisOptions, RedisQueue, ShardOptions
+from headrace.adapters.redis import open_adapter as open_redis
+from headrace.adapters.redis.limits import REDIS_LIMITS, RedisLimits
 from headrace.streams.publishing import ProducerSequence
 
 ANY = 1 << 30
@@ -44,9 +46,11 @@ def shards(servers: Sequence[RedisServer]) -> list[dict[str, str]]:
 
 
 @asynccontextmanager
-async def adapter(servers: Sequence[RedisServer], **options: Any) -> AsyncGenerator[QueueAdapter]:
+async def adapter(
+    servers: Sequence[RedisServer], *, limits: RedisLimits = REDIS_LIMITS, **options: Any
+) -> AsyncGenerator[QueueAdapter]:
     table = {"shards": shards(servers), **options}
-    opened = await open_adapter("redis", AdapterContext(provider="p", queues=1), table)
+    opened = await open_redis(AdapterContext(provider="p", queues=1), table, limits)
     try:
         yield opened
     finally:
@@ -54,11 +58,13 @@ async def adapter(servers: Sequence[RedisServer], **options: Any) -> AsyncGenera
 
 
 @asynccontextmanager
-async def queues(servers: Sequence[RedisServer], *zones: str) -> AsyncGenerator[list[RedisQueue]]:
+async def queues(
+    servers: Sequence[RedisServer], *zones: str, limits: RedisLimits = REDIS_LIMITS
+) -> AsyncGenerator[list[RedisQueue]]:
     given = tuple(ShardOptions(name=s["name"], url=s["url"], zone=s["zone"]) for s in shards(servers))
     async with AsyncExitStack() as stack:
         yield [
-            await stack.enter_async_context(RedisQueue.open("q", RedisOptions(shards=given, zone=zone)))
+            await stack.enter_async_context(RedisQueue.open("q", RedisOptions(shards=given, zone=zone), limits=limits))
             for zone in zones
         ]
 
@@ -278,11 +284,10 @@ async def test_agents_take_over_all_shards(two: list[RedisServer], tmp_path: Pat
 
 
 async def test_a_frozen_server_holds_up_neither_who_publishes_nor_who_reads(
-    two: list[RedisServer], monkeypatch: pytest.MonkeyPatch
+    two: list[RedisServer],
 ) -> None:
     """Only the first command that it leaves without an answer is waited for."""
-    monkeypatch.setattr(server, "COMMAND_S", 2.0)
-    async with adapter(two, zone="a") as opened:
+    async with adapter(two, zone="a", limits=RedisLimits(command_s=2.0)) as opened:
         receiver = await opened.open_receiver(0)
         frozen = cast("RedisAdapter", opened).shards(0)[0]
         os.kill(two[0].pid, signal.SIGSTOP)
@@ -302,11 +307,8 @@ async def test_a_frozen_server_holds_up_neither_who_publishes_nor_who_reads(
         await until(goes_there_again)
 
 
-async def test_a_frozen_server_stops_neither_push_nor_pop(
-    two: list[RedisServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "COMMAND_S", 2.0)
-    async with queues(two, "a") as (queue,):
+async def test_a_frozen_server_stops_neither_push_nor_pop(two: list[RedisServer]) -> None:
+    async with queues(two, "a", limits=RedisLimits(command_s=2.0)) as (queue,):
         os.kill(two[0].pid, signal.SIGSTOP)
         async with asyncio.timeout(90):
             for number in range(100):

@@ -17,10 +17,12 @@ from google.protobuf.message import Message
 from headrace.proto.v1 import cluster_pb2, events_pb2, publisher_pb2, subscriptions_pb2
 from headrace.server.access import Authenticator, NoTokens, Permission, new_token
 from headrace.server.config import GrpcConfig
+from headrace.server.connection_times import CONNECTION_TIMES, ConnectionTimes
 from headrace.server.grpc_server import serving
 from headrace.server.guard import Method
 from headrace.silo.config import ProviderConfig, SiloConfig
 from headrace.silo.host import Silo
+from headrace.silo.service_limits import SERVICE_LIMITS, ServiceLimits
 from headrace.store.control_store import ControlStore
 from headrace.store.datadir import open_data_directory
 from tests.client.silos import NATIVE
@@ -145,7 +147,12 @@ async def connecting(
 
 @asynccontextmanager
 async def opened(
-    data: Path | None, *, provider: Mapping[str, Any] | None = None, drain_s: float = 10.0, **grpc_options: Any
+    data: Path | None,
+    *,
+    provider: Mapping[str, Any] | None = None,
+    drain_s: float = 10.0,
+    service_limits: ServiceLimits = SERVICE_LIMITS,
+    **grpc_options: Any,
 ) -> AsyncGenerator[Silo]:
     """A silo that serves gRPC on a free port."""
     chosen: dict[str, Any] = {"queues": 2, **(provider or {})}
@@ -156,7 +163,7 @@ async def opened(
         providers={"default": ProviderConfig(**chosen)},
     )
     if not SILOS:
-        async with Silo.opened(config) as silo:
+        async with Silo.opened(config, service_limits) as silo:
             yield silo
         return
     drain_s = min(drain_s, 1.0)  # a queue that moves waits for events that a test leaves unacknowledged
@@ -180,11 +187,16 @@ class Offered(Caller):
 
 @asynccontextmanager
 async def offering(
-    *methods: Method, authenticator: Authenticator | None = None, drain_s: float = 10.0, **options: Any
+    *methods: Method,
+    authenticator: Authenticator | None = None,
+    drain_s: float = 10.0,
+    times: ConnectionTimes = CONNECTION_TIMES,
+    **options: Any,
 ) -> AsyncGenerator[Offered]:
     """A server with these methods alone, and a client of it."""
     async with AsyncExitStack() as server:
-        served = serving(_config(options), authenticator or NoTokens(), lambda _: methods, drain_s=drain_s)
+        chosen = authenticator or NoTokens()
+        served = serving(_config(options), chosen, lambda _: methods, drain_s=drain_s, times=times)
         address = await server.enter_async_context(served)
         async with connecting(address) as caller:
             offered = Offered(caller.channel, address)

@@ -9,7 +9,9 @@ from google.protobuf.descriptor_pool import Default
 
 from headrace.server import grpc_server as server
 from headrace.server import guard
+from headrace.server.connection_times import CONNECTION_TIMES
 from headrace.server.limits import ClientLimits
+from headrace.silo.service_limits import SERVICE_LIMITS
 from headrace.silo.services import publisher
 from headrace.streams import errors
 from headrace.streams.events import MAX_BATCH_EVENTS, MAX_EVENT_BYTES
@@ -74,16 +76,17 @@ def made(kind: type[errors.HeadraceError]) -> errors.HeadraceError:
 
 
 def test_the_numbers_are_those_of_the_code():
+    times = CONNECTION_TIMES
     for number, text in (
         (MAX_EVENT_BYTES, "| payload of an event | 1 MiB |"),
         (MAX_BATCH_EVENTS, f"| events in a batch | {MAX_BATCH_EVENTS:,} |"),
         (MAX_BATCH_BYTES, "| a batch, encoded | 3 MiB |"),
         (MAX_REQUEST_BATCHES, f"| batches in a request | {MAX_REQUEST_BATCHES:,} |"),
-        (publisher.STREAM_REQUESTS, f"{publisher.STREAM_REQUESTS:,} requests and 8 MiB"),
-        (server.KEEPALIVE_S, f"silent for {server.KEEPALIVE_S:.0f} s"),
+        (SERVICE_LIMITS.stream_requests, f"{SERVICE_LIMITS.stream_requests:,} requests and 8 MiB"),
+        (times.keepalive_s, f"silent for {times.keepalive_s:.0f} s"),
         (server.MIN_PING_S, f"every {server.MIN_PING_S:.0f} s"),
-        (server.IDLE_S, f"after {server.IDLE_S / 60:.0f} minutes"),
-        (server.HANDSHAKE_S, f"within {server.HANDSHAKE_S:.0f} s is closed"),
+        (times.idle_s, f"after {times.idle_s / 60:.0f} minutes"),
+        (times.handshake_s, f"within {times.handshake_s:.0f} s is closed"),
     ):
         assert text in TEXT, number
     assert (MAX_EVENT_BYTES, MAX_BATCH_BYTES, publisher.STREAM_BYTES) == (1 << 20, 3 << 20, 8 << 20)

@@ -23,7 +23,7 @@ from headrace.proto.v1.publisher_pb2 import (
 )
 from headrace.server.limits import ClientLimits
 from headrace.silo.host import Silo
-from headrace.silo.services import publisher
+from headrace.silo.service_limits import ServiceLimits
 from tests.silo.services.calling import (
     PUBLISH,
     PUBLISH_STREAM,
@@ -305,9 +305,11 @@ async def test_request_repeated_after_a_lost_connection_is_stored_once_and_in_or
 
 
 async def test_a_stream_is_read_no_further_than_what_may_be_under_way(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(publisher, "STREAM_REQUESTS", 5)
-    provider = MEMORY | {"options": {"capacity": 1}}
-    async with opened(None, provider=provider) as silo, connecting(silo.grpc_address or "") as caller:
+    provider, limits = MEMORY | {"options": {"capacity": 1}}, ServiceLimits(stream_requests=5)
+    async with (
+        opened(None, provider=provider, service_limits=limits) as silo,
+        connecting(silo.grpc_address or "") as caller,
+    ):
         adapter = silo.providers["default"].adapter
         begun = noted(adapter, monkeypatch)
         stream = caller.stream(PUBLISH_STREAM)

@@ -11,11 +11,11 @@ import pytest
 
 from headrace import EventBatch, StreamId
 from headrace.adapters import QueueAdapter
-from headrace.agents import SendBudget
 from headrace.proto.v1 import reader_pb2 as pb
 from headrace.server.config import GrpcConfig
 from headrace.silo.config import ProviderConfig, SiloConfig
 from headrace.silo.host import Silo
+from headrace.silo.service_limits import ServiceLimits
 from headrace.silo.services import reader
 from headrace.streams.frames import split
 from tests.silo.clusters import clustered
@@ -177,9 +177,8 @@ async def test_a_response_has_about_a_mebibyte_or_one_batch(tmp_path: Path):
         assert [each.head.next_offset for each in found.responses][-4:] == [1501, 1503, 1505, 1506]
 
 
-async def test_filtered_reader_is_told_its_position_from_time_to_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(reader, "SILENT_BYTES", 1 << 20)
-    async with one_queue(tmp_path) as (silo, caller):
+async def test_filtered_reader_is_told_its_position_from_time_to_time(tmp_path: Path):
+    async with one_queue(tmp_path, service_limits=ServiceLimits(silent_bytes=1 << 20)) as (silo, caller):
         await store(silo, *(sized("other", 100_000) for _ in range(50)))
         found = await read(caller, 50, "n/mine")
         assert found.batches == []
@@ -202,17 +201,13 @@ async def test_the_reader_is_waited_for(tmp_path: Path):
         assert len(first.batches) + len(found.batches) == 80
 
 
-async def test_calls_that_are_not_read_leave_space_to_other_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(reader, "UNSENT_BYTES", 8 << 20)
-    budgets: list[SendBudget] = []
-
-    def budget(limit: int) -> SendBudget:
-        budgets.append(SendBudget(limit))
-        return budgets[-1]
-
-    monkeypatch.setattr(reader, "SendBudget", budget)
+async def test_calls_that_are_not_read_leave_space_to_other_clients(tmp_path: Path):
+    limits = ServiceLimits(unsent_bytes=8 << 20)
     tokens = await make_tokens(tmp_path, deaf=Allowed(["*"], ["*"]), reads=Allowed(["*"], ["*"]))
-    async with opened(tmp_path, provider=ONE_QUEUE, auth="tokens") as silo, AsyncExitStack() as stack:
+    async with (
+        opened(tmp_path, provider=ONE_QUEUE, auth="tokens", service_limits=limits) as silo,
+        AsyncExitStack() as stack,
+    ):
         await store(silo, *(sized("s", 1_000_000) for _ in range(9)))
         address = silo.grpc_address or ""
         caller, *deaf = [
@@ -222,10 +217,10 @@ async def test_calls_that_are_not_read_leave_space_to_other_clients(tmp_path: Pa
         streams = [reading(each, 9) for each in deaf]
 
         async def others_wait() -> bool:
-            return len(budgets[0].waiting) >= 16
+            return len(silo.read_budget.waiting) >= 16
 
         await eventually(others_wait)
-        assert 2 << 20 < budgets[0].held <= 4 << 20
+        assert 2 << 20 < silo.read_budget.held <= 4 << 20
         assert (await read(caller, 9)).reached == 9
         *others, waiting, last = streams
         for stream in others:
@@ -234,7 +229,7 @@ async def test_calls_that_are_not_read_leave_space_to_other_clients(tmp_path: Pa
             assert (await rest(stream)).reached == 9
 
         async def all_freed() -> bool:
-            return not budgets[0].held and not budgets[0].clients
+            return not silo.read_budget.held and not silo.read_budget.clients
 
         await eventually(all_freed)
 
@@ -372,10 +367,10 @@ async def forbidden(caller: Caller, selector: str) -> None:
     assert found.messages == []
 
 
-async def test_counting_for_who_sees_little_ends_after_so_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(reader, "END_WITHIN_BYTES", 3 << 20)
+async def test_counting_for_who_sees_little_ends_after_so_much(tmp_path: Path):
     tokens = await make_tokens(tmp_path, mine=Allowed(["*"], ["mine"]))
-    async with opened(tmp_path, provider=ONE_QUEUE, auth="tokens") as silo:
+    limits = ServiceLimits(end_within_bytes=3 << 20)
+    async with opened(tmp_path, provider=ONE_QUEUE, auth="tokens", service_limits=limits) as silo:
         await store(silo, *(sized("other", 500_000) for _ in range(20)))
         async with connecting(silo.grpc_address or "", tokens["mine"]) as caller:
             assert await end_within(caller, 0, 20, max_events=1) == 0

@@ -15,7 +15,7 @@ from headrace.proto.v1 import consumer_pb2
 from headrace.proto.v1 import subscriptions_pb2 as pb
 from headrace.silo.host import Silo
 from headrace.silo.provider import Provider
-from headrace.silo.services import subscriptions
+from headrace.silo.service_limits import ServiceLimits
 from headrace.streams.subscriptions import of_consumer
 from headrace.streams.wire import definition_of
 from tests.silo.services.calling import (
@@ -107,9 +107,9 @@ async def test_a_bad_definition_is_refused_with_the_field(tmp_path: Path, reques
         assert await provider_of(silo).store.subscriptions("default") == []
 
 
-async def test_a_list_goes_on_behind_what_fitted_into_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(subscriptions, "LIST_BYTES", 150)
-    async with opened(tmp_path) as silo, connecting(silo.grpc_address or "") as caller:
+async def test_a_list_goes_on_behind_what_fitted_into_a_message(tmp_path: Path):
+    limits = ServiceLimits(list_bytes=150)
+    async with opened(tmp_path, service_limits=limits) as silo, connecting(silo.grpc_address or "") as caller:
         names = [f"s{number}" for number in range(7)]
         for name in names:
             await caller.create(name, "shop/*")
@@ -191,15 +191,11 @@ async def test_waiting_ends_when_another_silo_has_caught_up(tmp_path: Path):
         await waiting
 
 
-async def test_waiting_ends_at_the_deadline_and_when_the_silo_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    begun = asyncio.Event()
-    caught_up = subscriptions.caught_up
+async def test_waiting_ends_at_the_deadline_and_when_the_silo_stops(tmp_path: Path):
+    async def until_open(calls: int) -> None:
+        while b"\nheadrace_grpc_calls %d.0\n" % calls not in (await silo.metrics()).body:
+            pass
 
-    async def noting(*arguments: Any) -> None:
-        begun.set()
-        await caught_up(*arguments)
-
-    monkeypatch.setattr(subscriptions, "caught_up", noting)
     method, request = f"{SUBSCRIPTIONS}/AwaitCaughtUp", pb.AwaitCaughtUpRequest(name="printer")
     async with AsyncExitStack() as clients, AsyncExitStack() as silos:
         silo = await silos.enter_async_context(opened(tmp_path))
@@ -208,9 +204,9 @@ async def test_waiting_ends_at_the_deadline_and_when_the_silo_stops(tmp_path: Pa
         await caller.publish(batch("shop/1", b"a"))
         with pytest.raises(Refused, match="DEADLINE_EXCEEDED"):
             await caller.ask(method, request, pb.AwaitCaughtUpResponse, timeout=0.1)
-        begun.clear()
+        await until_open(0)
         waiting = asyncio.create_task(caller.ask(method, request, pb.AwaitCaughtUpResponse))
-        await begun.wait()
+        await until_open(1)
         await silos.aclose()
         with pytest.raises(Refused, match=r"UNAVAILABLE \(unavailable\): the silo stops"):
             await waiting
@@ -352,10 +348,9 @@ async def test_a_list_of_large_dead_letters_is_cut_to_fit_a_message(tmp_path: Pa
         assert listed == list(ids)
 
 
-async def test_a_list_over_several_names_leaves_none_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(subscriptions, "LIST_BYTES", 300)
-    monkeypatch.setattr(subscriptions, "LETTERS_AT_ONCE", 3)
-    async with opened(tmp_path) as silo, connecting(silo.grpc_address or "") as caller:
+async def test_a_list_over_several_names_leaves_none_out(tmp_path: Path):
+    limits = ServiceLimits(list_bytes=300, letters_at_once=3)
+    async with opened(tmp_path, service_limits=limits) as silo, connecting(silo.grpc_address or "") as caller:
         await caller.create("printer", "shop/*", mode=pb.MODE_BROADCAST)
         for consumer in ("c1", "c2"):
             definition = await provider_of(silo).store.subscription("default", "printer")
@@ -432,9 +427,9 @@ async def test_a_tenant_gets_no_dead_letters_of_a_deleted_subscription_with_the_
         assert (await ask(admin, "DeleteDeadLetters", some)).count == 2
 
 
-async def test_gaps_are_listed_from_where_one_left_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(subscriptions, "LIST_BYTES", 100)
-    async with opened(tmp_path) as silo, connecting(silo.grpc_address or "") as caller:
+async def test_gaps_are_listed_from_where_one_left_off(tmp_path: Path):
+    limits = ServiceLimits(list_bytes=100)
+    async with opened(tmp_path, service_limits=limits) as silo, connecting(silo.grpc_address or "") as caller:
         await caller.create("printer", "shop/*")
         await provider_of(silo).store.add_gaps(
             [

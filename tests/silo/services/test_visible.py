@@ -14,7 +14,6 @@ from headrace.proto.v1 import reader_pb2 as pb
 from headrace.proto.v1 import subscriptions_pb2 as sub
 from headrace.server.access import Permission, Principal
 from headrace.silo.provider import Provider
-from headrace.silo.services import visible
 from headrace.silo.services.visible import VisibleBounds
 from headrace.streams.field_limits import MAX_OFFSET
 from tests.silo.services.calling import SUBSCRIPTIONS, Allowed, Caller, Refused, batch, connecting, make_tokens, opened
@@ -117,13 +116,10 @@ async def test_a_subscription_that_has_all_of_its_own_shows_no_lag(tmp_path: Pat
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_bounds_are_those_of_the_batches_that_may_be_seen(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(visible, "WINDOW", 4)
+async def test_bounds_are_those_of_the_batches_that_may_be_seen(tmp_path: Path, seed: int):
     rng = random.Random(seed)
     async with Provider.open(tmp_path, queues=1) as provider:
-        known, mine, end = VisibleBounds(), list[int](), 0
+        known, mine, end = VisibleBounds(window=4), list[int](), 0
         for _ in range(30):
             namespace = rng.choice(("shop", "bank", "bank", "mail"))
             for _ in range(rng.randrange(6)):
@@ -131,24 +127,20 @@ async def test_bounds_are_those_of_the_batches_that_may_be_seen(
                 mine += [end] if namespace == "shop" else []
                 end += 1
             expected = Bounds(mine[0], mine[-1] + 1) if mine else Bounds(0, 0)
-            fresh = VisibleBounds()
+            fresh = VisibleBounds(window=4)
             for each in (known, known, fresh):
                 assert await each.bounds(TENANT, provider, 0) == expected
 
 
-async def test_after_enough_of_others_the_end_is_told_later_but_never_earlier(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(visible, "WINDOW", 4)
-    monkeypatch.setattr(visible, "LOOK_BYTES", 1000)
+async def test_after_enough_of_others_the_end_is_told_later_but_never_earlier(tmp_path: Path):
     async with Provider.open(tmp_path, queues=1) as provider:
         await provider.publish(StreamId("shop", "a"), b"x")
         told = [0]
-        known = VisibleBounds()
+        known = VisibleBounds(window=4, look_bytes=1000)
         for _ in range(40):
             await provider.publish(StreamId("bank", "a"), bytes(100))
             assert (await known.bounds(TENANT, provider, 0)).next == 1
-            told.append((await VisibleBounds().bounds(TENANT, provider, 0)).next)
+            told.append((await VisibleBounds(window=4, look_bytes=1000).bounds(TENANT, provider, 0)).next)
         assert told == sorted(told)
         assert 1 < told[-1] < 40
         await provider.publish(StreamId("shop", "a"), b"x")

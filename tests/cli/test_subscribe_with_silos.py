@@ -11,8 +11,7 @@ from headrace import Event, StreamId, SyncClient
 from tests.cli.commandline import Headrace, Ran, Start, ended
 from tests.cli.conftest import start
 from tests.cli.forking import Process
-from tests.client.conftest import Silos
-from tests.client.silos import SiloProcess
+from tests.client.silos import SiloProcess, Silos
 
 __all__ = ("start",)
 

@@ -25,8 +25,8 @@ from headrace.adapters.conformance import (
     ConformsToQueueAdapter,
     ConformsToReadOnly,
     ConformsToRewindable,
-    harness,
 )
+from headrace.adapters.conformance.harness import deadline_s
 from headrace.adapters.forwarding import ForwardingAdapter
 from headrace.adapters.receiving import Accept
 
@@ -407,13 +407,9 @@ class Suite(ConformsToQueueAdapter, ConformsToRewindable, ConformsToDurable, Con
                 await adapter.aclose()
 
 
-@pytest.fixture(autouse=True)
-def short_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "DEADLINE_S", 0.2)
-
-
 @pytest.mark.parametrize(("fault", "test"), [pytest.param(*each, id=f"{each[0].__name__}-{each[1]}") for each in FINDS])
 async def test_the_fault_is_found(fault: type[Adapter], test: str, tmp_path: Path):
+    deadline_s.set(0.2)
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         await Suite(fault, test).run(tmp_path)
     await end_tasks_of_the_suite()
@@ -428,8 +424,7 @@ async def end_tasks_of_the_suite() -> None:
 
 
 @pytest.mark.parametrize("test", sorted({test for _, test in FINDS} - {"test_undeclared_capability_is_refused"}))
-async def test_without_a_fault_the_test_passes(test: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(harness, "DEADLINE_S", 30.0)
+async def test_without_a_fault_the_test_passes(test: str, tmp_path: Path):
     await Suite(Adapter, test).run(tmp_path)
 
 

@@ -20,8 +20,7 @@ from tests.cli.commandline import ENVIRONMENT, Headrace, Ran, ended
 from tests.cli.commandline import Start as StartProcess
 from tests.cli.conftest import start
 from tests.cli.forking import CONNECT_S
-from tests.client.conftest import Silos
-from tests.client.silos import SiloProcess, stored
+from tests.client.silos import SiloProcess, Silos, stored
 from tests.silo.talking import silos as cluster_of
 
 __all__ = ("start",)

@@ -1,6 +1,8 @@
 """The generator beyond the conformance suite: its data, its faults, reconfiguration."""
 
 import asyncio
+import gc
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
@@ -289,6 +291,10 @@ async def test_endless_data_leaves_the_loop_to_others(opened: Opening):
 
 async def test_closed_receivers_are_not_kept(opened: Opening):
     adapter = opened()
+    closed: list[weakref.ref[QueueReceiver]] = []
     for _ in range(3):
-        await (await adapter.open_receiver(0)).aclose()
-    assert not adapter._queues[0].receivers  # pyright: ignore[reportPrivateUsage]
+        await (receiver := await adapter.open_receiver(0)).aclose()
+        closed.append(weakref.ref(receiver))
+        del receiver
+    gc.collect()
+    assert [ref() for ref in closed] == [None] * 3
