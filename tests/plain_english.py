@@ -24,11 +24,6 @@ LIMIT = 1.5
 """Hits per 1,000 words that a folder may have: some uses are right, as in an indirect question."""
 
 EXCEPTED = (
-    "agents/delivery/edge.py",
-    "agents/delivery/group.py",
-    "agents/delivery/group_delivery.py",
-    "agents/delivery/member.py",
-    "agents/delivery/parcel.py",
     "silo/services/consumer.py",
 )
 """Files and folders that are not measured: the remote consumption path, which will be written again as a whole."""
