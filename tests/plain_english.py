@@ -23,9 +23,7 @@ REPOSITORY = Path(__file__).parent.parent
 LIMIT = 1.5
 """Hits per 1,000 words that a folder may have: some uses are right, as in an indirect question."""
 
-EXCEPTED = (
-    "silo/services/consumer.py",
-)
+EXCEPTED = ("silo/services/consumer.py",)
 """Files and folders that are not measured: the remote consumption path, which will be written again as a whole."""
 
 NOT_OURS = {"__pycache__", "build", "demo-data", "dist", "node_modules"}
