@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from google.protobuf import json_format
@@ -77,7 +77,7 @@ class Conversation:
                 found.append((field, None))
                 continue
             places = iter([(place, _as_json(each)) for place, each in enumerate(getattr(heard, field))])
-            for each in value:  # in the order in which they are written
+            for each in cast(list[Any], value):  # in the order in which they are written
                 place = next((place for place, other in places if _is_part(each, other)), None)
                 if place is None:
                     return False
@@ -99,9 +99,11 @@ def _as_json(message: Any) -> Any:
 def _is_part(written: Any, heard: Any) -> bool:
     """Whether `heard` has all that is written, perhaps with more fields."""
     if isinstance(written, dict):
-        return all(key in heard and _is_part(value, heard[key]) for key, value in written.items())
+        fields = cast(dict[str, Any], written)
+        return all(key in heard and _is_part(value, heard[key]) for key, value in fields.items())
     if isinstance(written, list):
-        return len(written) == len(heard) and all(map(_is_part, written, heard))
+        elements_ = cast(list[Any], written)
+        return len(elements_) == len(heard) and all(map(_is_part, elements_, heard))
     return written == heard
 
 
