@@ -133,6 +133,15 @@ class StreamCursor(Cursor):
         """Whether an event was done out of order. Without an `offset`, the event is in the current batch."""
         return self.done is not None and index in self.done.get(self._offset if offset is None else offset, ())
 
+    def mark_done(self, offset: int, first: int, end: int) -> int:
+        """Events `first` to `end`, exclusive, of a batch are done out of order. Return how many of them were not."""
+        if self.done is None:
+            self.done = {}
+        indexes = self.done.setdefault(offset, set())
+        before = len(indexes)
+        indexes.update(range(first, end))
+        return len(indexes) - before
+
     def skip_done(self) -> bool:
         """Move past events that are done already, and forget their marks. Return False if nothing of the batch is
         left."""

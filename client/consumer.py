@@ -88,7 +88,11 @@ class Consumer(SubscriptionHandle):
         """With `keeps_positions`: the position in each queue, after all saved acknowledgements."""
         self.reconnections = 0
         """How often all connections were lost."""
-        self.holdings = Holdings(plan.max_events, plan.max_bytes, self._grant)
+        self.holdings = Holdings(
+            plan.max_events,
+            plan.max_bytes,
+            lambda events, size: self._router.grant(events, size),  # noqa: PLW0108 (routers are replaced)
+        )
         """Internal: the batches that it holds."""
         self._plan = plan
         self._connection = management.connection
@@ -182,7 +186,7 @@ class Consumer(SubscriptionHandle):
         check_seconds("timeout_s", timeout_s)
         self.holdings.close(f"consumer {self.id or self.name!r} is closed: what it had not acknowledged went back")
         self._closing = True
-        self._close_sessions()
+        self._changed()
         try:
             _, late = await asyncio.wait({self._task}, timeout=timeout_s)
             if late:
@@ -246,19 +250,11 @@ class Consumer(SubscriptionHandle):
             on_reconnecting=self._reconnecting,
         )
 
-    def _grant(self, events: int, size: int) -> None:
-        self._router.grant(events, size)
-
     def _reconnecting(self, error: HeadraceError) -> None:
         if not self._closing:
             log.warning("%r lost its silo and reconnects: %s", self, error)
             self.reconnections += 1
             self._set_state(SessionState.RECONNECTING)
-
-    def _close_sessions(self) -> None:
-        """Close the sessions as soon as that saves all acknowledgements."""
-        if self._closing and self.holdings.can_close:
-            self._router.close()
 
     def _opening(self) -> pb.Open:
         plan = self._plan
@@ -298,8 +294,10 @@ class Consumer(SubscriptionHandle):
         self._changed()
 
     def _changed(self) -> None:
+        """Notify `saved`. If the consumer closes, end the sessions as soon as that saves all acknowledgements."""
         self._state_changed.set()
-        self._close_sessions()
+        if self._closing and self.holdings.can_close:
+            self._router.close()
 
     def _note_gap(self, gap: GapRecord) -> None:
         log.warning("%r does not get %s to %s of queue %d: %s", self, gap.low, gap.high, gap.queue, gap.reason)

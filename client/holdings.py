@@ -169,7 +169,7 @@ class Holdings:
         if caught_up:
             for queue in self._queues.values():
                 if queue.link is link:
-                    queue.caught_up()
+                    queue.deferred.clear()
         else:
             self.account.starve()
         self.account.need(needed_bytes)

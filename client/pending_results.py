@@ -32,6 +32,43 @@ class Rejected(NamedTuple):
     redriven: bool
 
 
+class DeferredRejections:
+    """Rejections of events that the present session has not delivered. As a bool: whether there are any.
+
+    A rejection waits until its events are delivered again. If later events of the stream are delivered, its own are
+    done elsewhere.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[StreamId, list[Rejected]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._streams)
+
+    def add(self, rejected: Rejected) -> None:
+        """Keep a rejection. Dead letters are delivered again as they are, without it."""
+        if not rejected.redriven:
+            deferred = self._streams.setdefault(rejected.stream, [])
+            deferred.append(rejected)
+            deferred.sort(key=lambda each: (each.offset, each.first))
+
+    def take(self, received: ReceivedBatch) -> Rejected | None:
+        """Return the first rejection of events that are delivered now, limited to these events."""
+        deferred = self._streams.get(received.stream, [])
+        last, found = (received.offset, received.indexes[-1]), None
+        for rejected in [each for each in deferred if (each.offset, each.first) <= last]:
+            deferred.remove(rejected)
+            hits = [index for index in received.indexes if rejected.first <= index < rejected.end]
+            if rejected.offset == received.offset and hits and found is None:
+                found = rejected._replace(first=hits[0], end=hits[-1] + 1)
+        if not deferred:
+            self._streams.pop(received.stream, None)
+        return found
+
+    def clear(self) -> None:
+        self._streams.clear()
+
+
 class PendingResults:
     """Acknowledgements, rejections and releases of one queue."""
 

@@ -22,7 +22,7 @@ from ..streams.errors import Closed, InvalidArgument
 from ..streams.events import EventBatch
 from ..streams.identity import StreamId
 from .held_account import HeldAccount
-from .pending_results import PendingResults, Rejected
+from .pending_results import DeferredRejections, PendingResults, Rejected
 from .received import MARKED, QUEUED, TAKEN, ReceivedBatch, ReceivedPart
 
 MAX_REASON = 1000
@@ -54,8 +54,8 @@ class QueueHoldings:
         """Batches with unfinished events, by stream and in order of position."""
         self.pending = False
         """Whether the link was told that there is a report."""
-        self._results = PendingResults(account)
-        self._deferred: dict[StreamId, list[Rejected]] = {}
+        self.results = PendingResults(account)
+        self.deferred = DeferredRejections()
         self._given_back: dict[StreamId, tuple[int, int]] = {}
         """Streams of which a parcel was rejected as it arrived, and from which position on."""
 
@@ -79,7 +79,7 @@ class QueueHoldings:
             for batch in list(line):
                 begins = batch.state == QUEUED and (batch.redriven or batch.arrival != parcel)
                 if begins:
-                    self._results.release(batch.stream, *_position(batch))
+                    self.results.release(batch.stream, *_position(batch))
                     parcel = parcel if batch.redriven else batch.arrival
                 if begins or (batch.arrival == parcel and not batch.redriven):
                     self._end(batch)
@@ -95,8 +95,8 @@ class QueueHoldings:
                 if batch.current:
                     self.account.remove(batch.left, batch.size)
                 batch.current, batch.plain = 0, False
-        for rejected in self._results.end_session():
-            self._defer(rejected)
+        for rejected in self.results.end_session():
+            self.deferred.add(rejected)
 
     def drop_waiting(self) -> None:
         """Drop the batches that the user has not taken."""
@@ -108,45 +108,36 @@ class QueueHoldings:
         """After a seek, everything that was delivered before is void, and may be delivered again on purpose."""
         for batch in [batch for line in self.lines.values() for batch in line]:
             self._end(batch)
-        self._results.forget()
-        self._deferred.clear()
+        self.results.forget()
+        self.deferred.clear()
 
     # ---- reports ------------------------------------------------------------------------------
-
-    @property
-    def results(self) -> PendingResults:
-        """Results that are not reported or not confirmed."""
-        return self._results
 
     def saved(self, epoch: int, number: int, unconfirmed: int) -> None:
         """Acknowledgements of reports up to this number are saved, and those named up to the other number."""
         if epoch == self.epoch:
-            self._results.confirm(number, unconfirmed)
+            self.results.confirm(number, unconfirmed)
             self._send()
 
     def report(self, number: int, limit: int) -> tuple[pb.QueueReport, int] | None:
         """Return the next report, of at most about this weight, and its weight. It counts as sent. None if there is
         none."""
         report = pb.QueueReport(queue=self.number, epoch=self.epoch, generation=self.generation or 0)
-        weight = self._results.fill(report, number, limit, self.lines)
-        self.pending = self._results.has_report
+        weight = self.results.fill(report, number, limit, self.lines)
+        self.pending = self.results.has_report
         return (report, weight) if weight else None
-
-    def caught_up(self) -> None:
-        """Nothing is left to be delivered: deferred rejections have no events."""
-        self._deferred.clear()
 
     # ---- delivery ---------------------------------------------------------------------------------------------------
 
     @property
     def recognises(self) -> bool:
         """Whether a batch may contain events that are acknowledged or rejected already."""
-        return bool(self._results.unconfirmed or self._deferred)
+        return bool(self.results.unconfirmed or self.deferred)
 
     def recognise(self, received: ReceivedBatch, batch: EventBatch) -> ReceivedBatch | None:
         """Return the part of a batch that is to be handed out: events that are neither acknowledged nor rejected nor
         held already. None if there are none."""
-        known = self._results.take_unconfirmed(received.offset, received.indexes)
+        known = self.results.take_unconfirmed(received.offset, received.indexes)
         held = self._held_again(received)
         rejected = self._rejected_again(received)
         again: list[int] = []
@@ -158,7 +149,7 @@ class QueueHoldings:
                 wanted.append(place)
         self.account.note_recognised(received.count - len(wanted))
         if again:
-            self._results.acknowledge_indexes(received, again)
+            self.results.acknowledge_indexes(received, again)
             self._send()
         if not wanted:
             return None
@@ -186,21 +177,15 @@ class QueueHoldings:
 
     def _rejected_again(self, received: ReceivedBatch) -> int | None:
         """Report a deferred rejection whose events are delivered now. Return the first rejected index."""
-        deferred = self._deferred.get(received.stream)
-        if deferred is None or received.redriven or received.stream in self._given_back:
+        if received.redriven or received.stream in self._given_back:
             return None
-        indexes = received.indexes
-        last = received.offset, indexes[-1]
-        for rejected in [each for each in deferred if (each.offset, each.first) <= last]:
-            deferred.remove(rejected)  # it is reported now, or its events are done elsewhere
-            hits = [index for index in indexes if rejected.first <= index < rejected.end]
-            if rejected.offset == received.offset and hits and received.stream not in self._given_back:
-                self._given_back[received.stream] = received.offset, hits[0]
-                self._results.reject(rejected._replace(first=hits[0], end=hits[-1] + 1))
-                self._send()
-        if not deferred:
-            del self._deferred[received.stream]
-        return self._given_back.get(received.stream, (0, None))[1]
+        rejected = self.deferred.take(received)
+        if rejected is None:
+            return None
+        self._given_back[received.stream] = rejected.offset, rejected.first
+        self.results.reject(rejected)
+        self._send()
+        return rejected.first
 
     def end_response(self, arrival: int) -> None:
         """All batches of a response are received: of parcels that were rejected meanwhile, drop the later batches."""
@@ -226,7 +211,7 @@ class QueueHoldings:
         if batch.state != TAKEN or account.closed:
             self._refuse_late()
         elif batch.plain:  # as nearly all are
-            self._results.acknowledge((batch.stream, batch.offset, 0, batch.count))
+            self.results.acknowledge((batch.stream, batch.offset, 0, batch.count))
             if not self.pending:
                 self._send()
             account.acknowledge(batch.left, batch.size)
@@ -277,22 +262,15 @@ class QueueHoldings:
             batch.stream, batch.offset, indexes[first], end, reason[:MAX_REASON], delay_ms, unavailable, batch.redriven
         )
         if first < batch.current:
-            self._results.reject(rejected)
+            self.results.reject(rejected)
             self._send()
         else:
-            self._defer(rejected)
+            self.deferred.add(rejected)
         self._give_back_after(batch)
         self.account.note_rejected(len(places))
         self._mark(batch, places)
         if not batch.left:
             self._end(batch)
-
-    def _defer(self, rejected: Rejected) -> None:
-        """Report the rejection when its events are delivered again. A dead letter is delivered again as it is."""
-        if not rejected.redriven:
-            deferred = self._deferred.setdefault(rejected.stream, [])
-            deferred.append(rejected)
-            deferred.sort(key=_rejected_position)
 
     def _give_back_after(self, batch: ReceivedBatch) -> None:
         """Later events of the parcel are not the consumer's any more."""
@@ -313,9 +291,9 @@ class QueueHoldings:
         """Note that the events at these places are acknowledged. The present session may not have delivered all."""
         indexes, current = batch.indexes, batch.current
         if delivered := [indexes[place] for place in places if place < current]:
-            self._results.acknowledge_indexes(batch, delivered)
+            self.results.acknowledge_indexes(batch, delivered)
         if carried := [indexes[place] for place in places if place >= current]:
-            self._results.carry(batch, carried)
+            self.results.carry(batch, carried)
         self._send()
 
     def _mark(self, batch: ReceivedBatch, places: Sequence[int]) -> None:
@@ -345,7 +323,7 @@ class QueueHoldings:
             del line[next(at for at, each in enumerate(line) if each is batch)]
 
     def _send(self) -> None:
-        if not self.pending and self.link is not None and self._results.has_report:
+        if not self.pending and self.link is not None and self.results.has_report:
             self.pending = True
             self.link.wake()
 
@@ -354,10 +332,6 @@ class QueueHoldings:
 
 def _position(batch: ReceivedBatch) -> tuple[int, int]:
     return batch.offset, batch.indexes[0]
-
-
-def _rejected_position(rejected: Rejected) -> tuple[int, int]:
-    return rejected.offset, rejected.first
 
 
 def _open_places(batch: ReceivedBatch, first: int, last: int) -> Sequence[int]:

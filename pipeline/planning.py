@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from .access import QueueState
+from .access import RetainedRange
 
 _FEWEST, _MOST = 100_000, 500_000
 """Bounds of a partition's events. A Spark task costs tens of milliseconds, so fewer events share a task. More events
@@ -31,7 +31,7 @@ def ranges(starts: Sequence[int], ends: Sequence[int]) -> list[QueueRange]:
     return [QueueRange(queue, start, end) for queue, (start, end) in enumerate(both) if start < end]
 
 
-def estimated_events(wanted: QueueRange, state: QueueState) -> int:
+def estimated_events(wanted: QueueRange, state: RetainedRange) -> int:
     """Estimate the events of a range by the average batch of its queue."""
     batches = state.next - state.first
     each = state.events / batches if state.events is not None and batches else _UNKNOWN_EVENTS

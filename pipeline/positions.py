@@ -10,7 +10,7 @@ from ..balancer import StreamQueueMapper
 from ..streams.errors import InvalidArgument
 from ..streams.identity import StreamId
 from ..streams.subscriptions import Selector
-from .access import QueueAccess, QueueState
+from .access import QueueAccess, RetainedRange
 from .options import (
     EARLIEST,
     LATEST,
@@ -108,7 +108,7 @@ def resolve(option: str, position: Position, selector: Selector, access: QueueAc
             return [state.first if position == EARLIEST else state.next for state in states]
 
 
-def _named(option: str, offsets: Mapping[int, int], states: Sequence[QueueState]) -> list[int]:
+def _named(option: str, offsets: Mapping[int, int], states: Sequence[RetainedRange]) -> list[int]:
     names = f"options {option!r} and '{option}ingOffsets'"
     for queue, offset in offsets.items():
         if queue not in range(len(states)):
@@ -119,7 +119,7 @@ def _named(option: str, offsets: Mapping[int, int], states: Sequence[QueueState]
     return [_offset(offsets.get(queue, default), state) for queue, state in enumerate(states)]
 
 
-def _offset(offset: int, state: QueueState) -> int:
+def _offset(offset: int, state: RetainedRange) -> int:
     if offset == OFFSET_EARLIEST:
         return state.first
     return state.next if offset == OFFSET_LATEST else offset

@@ -17,7 +17,7 @@ from ..proto.v1 import reader_pb2 as pb
 from ..streams.errors import Closed, HeadraceError, InvalidArgument, OffsetsGone, Unavailable
 from ..streams.identity import read_varint
 from ..streams.subscriptions import Selector
-from .access import BatchChunk, QueueAccess, QueueState
+from .access import BatchChunk, QueueAccess, RetainedRange
 
 OUTAGE_S = 60.0
 """How long a call, and reading, retries while no silo answers, in seconds."""
@@ -51,7 +51,7 @@ class RemoteAccess(QueueAccess):
             self.close()
             raise
 
-    def states(self) -> Sequence[QueueState]:
+    def states(self) -> Sequence[RetainedRange]:
         return [_state(each) for each in self._get_queues(pb.GetQueuesRequest(provider=self._provider))]
 
     def offsets_at(self, time_us: int) -> Sequence[int]:
@@ -176,8 +176,8 @@ class _Outage:
         return self._backoff.next_s()
 
 
-def _state(queue: pb.QueueRange) -> QueueState:
-    return QueueState(
+def _state(queue: pb.QueueRange) -> RetainedRange:
+    return RetainedRange(
         queue.first_offset,
         queue.next_offset,
         queue.events if queue.HasField("events") else None,

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+import grpc
+
 from ..balancer.membership import Membership
 from ..client.transport import StreamCall
 from ..server.access import PEER, SiloSecrets, new_silo_secret, silo_hash
@@ -47,6 +49,7 @@ class Clustering:
         cluster: ClusterConfig,
         providers: Mapping[str, ProviderCore],
         control: ControlStore,
+        credentials: grpc.ChannelCredentials | None,
     ) -> None:
         self.secret = new_silo_secret()
         """The secret of this run of the silo. Other silos read its hash from the store."""
@@ -58,7 +61,7 @@ class Clustering:
         self._providers = providers
         self._secrets = SecretsOfView(control.cluster(), silo_hash(self.secret))
         self._store = control.cluster(secret_hash=silo_hash(self.secret))
-        self._peers = PeerConnections(self.secret, tls_of(config))
+        self._peers = PeerConnections(self.secret, tls_of(config), credentials)
         self._membership: Membership | None = None
         self._silos: Mapping[str, SiloRecord] = {}
         self._owners: Mapping[tuple[str, int], str] = {}
@@ -68,14 +71,16 @@ class Clustering:
     @classmethod
     @asynccontextmanager
     async def opened(cls, config: SiloConfig, providers: Mapping[str, ProviderCore]) -> AsyncGenerator[Clustering]:
-        """Open the cluster's store for the length of an `async with`. Raise StorageError."""
+        """Open the cluster's store for the length of an `async with`. Raise StorageError, InvalidArgument."""
         assert config.cluster is not None
+        tls = tls_of(config)
+        credentials = None if tls is None else await asyncio.to_thread(tls.credentials)
         where = config.cluster.store or _directory(config).control_db
         # A connection of its own: saving much progress must not delay the renewal of leases.
         control = await ControlStore.open(where, timeout_s=LEASED_TIMEOUT_S)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(control.aclose)
-            clustering = cls(config, config.cluster, providers, control)
+            clustering = cls(config, config.cluster, providers, control, credentials)
             stack.push_async_callback(clustering._peers.aclose)
             yield clustering
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from ..agents import SendAccount, SendBudget
+from ..agents import SendAccount, SendBudget, taken_over
 from ..client.conversation import METHOD
 from ..client.routing import ATTACH_S, DRAINING, SERVED, Link, LinkUser, QueueStatus, Router, SessionCalls
 from ..client.transport import StreamCall
@@ -88,6 +88,8 @@ class ClusterGateways:
         self._silos = silos
         self._budget = budget
         self._calls = _SiloCalls(silos)
+        self._sessions: dict[PullKey, GatewaySession] = {}
+        """The last session of each consumer."""
         self._pulling: dict[PullKey, PullingGateway] = {}
 
     @property
@@ -101,17 +103,25 @@ class ClusterGateways:
         """Converse with a consumer until its call ends. `request` is the first one."""
         positions = await target.consumers.prepare(target.definition, target.consumer, target.positions)
         account = self._budget.account(call.peer)
+        opening = gateway_open(target, positions, concurrent=request.open.concurrent)
+        session = GatewaySession(call, opening, self._calls, account)
+        key = _key(target)
+        former, self._sessions[key] = self._sessions.get(key), session
         try:
-            opening = gateway_open(target, positions, concurrent=request.open.concurrent)
-            session = GatewaySession(call, opening, self._calls, account)
+            # Otherwise each could take over the consumer at another silo, and both would end.
+            if former is not None:
+                await former.supersede()
             await session.run(request, target)
         finally:
+            session.is_over.set()
+            if self._sessions.get(key) is session:
+                del self._sessions[key]
             account.close()
 
     async def pull(self, call: Call, request: pb.PullRequest, target: ConsumerTarget) -> bytes:
         """Answer a `Pull`, also one that leaves."""
         refused = await self._report(target, request.reports)
-        key = PullKey(target.provider.name, target.definition.name, target.consumer)
+        key = _key(target)
         pulling = self._pulling.get(key)
         if pulling is None or pulling.is_over:
             target.consumers.check(target.definition, target.consumer, target.timeout_s, keeps_positions=False)
@@ -157,6 +167,10 @@ class ClusterGateways:
                 raise
             log.info("silo %s did not take acknowledgements of consumer %r: %s", owner, target.consumer, error)
         return refuse_all(reports)
+
+
+def _key(target: ConsumerTarget) -> PullKey:
+    return PullKey(target.provider.name, target.definition.name, target.consumer)
 
 
 def gateway_open(
@@ -207,13 +221,18 @@ class GatewaySession(LinkUser):
         self._closing = False
         self._stopping = False
         self._silent_beats = 0
-        self._silent: asyncio.Future[None] = self._loop.create_future()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        """Set with the error that ends the call: the consumer is silent, or has another session."""
+        self.is_over = asyncio.Event()
+        """Set when the call has ended."""
         self._heartbeat_s = opening.session_timeout_ms / 1000 / HEARTBEATS
-        self._next_heartbeat = self._loop.call_later(self._heartbeat_s, self._beat)
 
     async def run(self, first: pb.SubscribeRequest, target: ConsumerTarget) -> None:
         """Converse until either side ends the call. If the consumer has closed in order, all silos have saved its
         acknowledgements. If the call is lost, they wait for the consumer until its session timeout is over."""
+        if self._ended.done():
+            self._ended.result()
+        self._next_heartbeat = self._loop.call_later(self._heartbeat_s, self._beat)
         if target.gaps:
             self._add(pb.SubscribeResponse(gaps=map(wire.gap_message, target.gaps)))
         routing = self._loop.create_task(self._route(), name="headrace gateway routes")
@@ -226,22 +245,29 @@ class GatewaySession(LinkUser):
             )
         ]
         try:
-            await asyncio.wait({*tasks, self._silent}, return_when=asyncio.FIRST_COMPLETED)
-            if self._silent.done():
+            await asyncio.wait({*tasks, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+            if self._silent_beats > HEARTBEATS:
                 self._router.close()  # its events go to others at once
                 await asyncio.wait([routing], timeout=CLOSE_S)
-            for each in (*tasks, self._silent):
+            for each in (*tasks, self._ended):
                 if each.done():
                     each.result()
             if self._stopping and not self._closing:
                 raise Unavailable(STOPS)
         finally:
             self._next_heartbeat.cancel()
-            if not self._silent.cancel() and not self._silent.cancelled():
-                self._silent.exception()  # mark it as retrieved
+            if not self._ended.cancel() and not self._ended.cancelled():
+                self._ended.exception()  # mark it as retrieved
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def supersede(self) -> None:
+        """Another session takes over the consumer. Return when this one is over."""
+        if not self._ended.done():
+            self._ended.set_exception(taken_over(self._opening.consumer))
+            self._ended.exception()  # mark it as retrieved: its call may be cancelled already
+        await self.is_over.wait()
 
     async def _route(self) -> None:
         await self._router.run()
@@ -397,10 +423,10 @@ class GatewaySession(LinkUser):
     def _beat(self) -> None:
         """Send the progress if nothing else was sent. Give up a silent consumer."""
         self._silent_beats += 1
-        if self._silent_beats > HEARTBEATS and not self._silent.done():
+        if self._silent_beats > HEARTBEATS and not self._ended.done():
             timeout_s = self._opening.session_timeout_ms / 1000
             text = f"consumer {self._opening.consumer!r} was silent for {timeout_s:g} s"
-            self._silent.set_exception(Unavailable(text))
+            self._ended.set_exception(Unavailable(text))
             return
         if not self._has_written and self._is_opened:
             self._add(pb.SubscribeResponse(progress=self._router.progress()))

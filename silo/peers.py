@@ -37,11 +37,11 @@ class _PeerTransport(GrpcTransport):
 class PeerConnections:
     """One connection to each silo, made at the first call. `aclose` ends them."""
 
-    def __init__(self, secret: str, tls: Tls | None) -> None:
-        """Raise InvalidArgument if a file of `tls` cannot be used."""
+    def __init__(self, secret: str, tls: Tls | None, credentials: grpc.ChannelCredentials | None = None) -> None:
+        """`credentials` are those of `tls`."""
         self._secret = secret
         self._tls = tls
-        self._credentials = None if tls is None else tls.credentials()
+        self._credentials = credentials
         self._connections: dict[str, tuple[SiloRecord, GrpcTransport]] = {}
         self._checks = BackgroundTasks()
         self._closing = BackgroundTasks()

@@ -23,16 +23,6 @@ REPOSITORY = Path(__file__).parent.parent
 LIMIT = 1.5
 """Hits per 1,000 words that a folder may have: some uses are right, as in an indirect question."""
 
-EXCEPTED = (
-    "agents/delivery/edge.py",
-    "agents/delivery/group.py",
-    "agents/delivery/group_delivery.py",
-    "agents/delivery/member.py",
-    "agents/delivery/parcel.py",
-    "silo/services/consumer.py",
-)
-"""Files and folders that are not measured: the remote consumption path, which will be written again as a whole."""
-
 NOT_OURS = {"__pycache__", "build", "demo-data", "dist", "node_modules"}
 """Folders that are made and not written."""
 
@@ -123,7 +113,7 @@ def measure(path: str, text: str) -> tuple[int, list[Hit]]:
 def is_measured(path: str) -> bool:
     """Whether the file has prose of ours."""
     generated = re.search(r"_pb2(_grpc)?\.pyi?$", path)
-    return Path(path).suffix in _READERS and not generated and not path.startswith(EXCEPTED)
+    return Path(path).suffix in _READERS and not generated
 
 
 def folder_of(path: str) -> str:

@@ -186,12 +186,7 @@ class GroupDelivery(Delivery):
             if last > cursor.index:
                 self._advance(parcel, last)
         else:
-            if cursor.done is None:
-                cursor.done = {}
-            indexes = cursor.done.setdefault(piece.batch.offset, set())
-            before = len(indexes)
-            indexes.update(range(first, last))
-            self._count(parcel, len(indexes) - before)
+            self._count(parcel, cursor.mark_done(piece.batch.offset, first, last))
         self.progress.touch()
         if self.gate.breaker.watching:
             self.gate.succeeded(cursor.stream)

@@ -55,10 +55,10 @@ class Store:
     def __getattr__(self, name: str) -> Any:
         method = getattr(self.target, name)
 
-        async def call(*args: Any) -> Any:
+        async def call(*args: Any, **options: Any) -> Any:
             if name in self.failing:
                 raise StorageError(f"{name}: the store is away")
-            answer = await method(*args)
+            answer = await method(*args, **options)
             if name == "beat" and self.answers is not None:
                 await self.answers.wait()
             return answer

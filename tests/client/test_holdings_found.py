@@ -1,4 +1,4 @@
-"""Errors that the model of a consumer's holdings found, step by step. Thousands of runs may not find them again."""
+"""Errors that the model of a consumer's holdings found, and others that it finds rarely, step by step."""
 
 from __future__ import annotations
 
@@ -112,8 +112,83 @@ FOUND: dict[str, list[Step]] = {
     ],
 }
 
+ONE: list[Step] = [("publish", {"stream": A, "sizes": [0]})]
+REPORTED: list[Step] = [("send", Q0), ("apply_a_request", Q0)]
+LOST: list[Step] = [("lose", {**Q0, "how": "connection"}), ("connect", Q0), ("receive", Q0)]
 
-@pytest.mark.parametrize("steps", FOUND.values(), ids=FOUND)
+WRITTEN: dict[str, list[Step]] = {
+    "an acknowledgement is named again if that session is lost, too": [
+        *ONE,
+        *TALK,
+        ("take", {}),
+        ("acknowledge_a_batch", {"which": 0}),
+        *REPORTED,
+        *LOST,
+        *REPORTED,
+        *LOST,
+    ],
+    "an earlier owner is heard of late": [
+        *ONE,
+        ("connect", Q0),
+        *HANDED,
+        ("move", {**Q0, "owner": 1, "saves": False}),
+        ("connect", {"number": 1}),
+        *HANDED,
+        *[("receive", {"number": 1})] * 3,
+        ("take", {}),
+        ("acknowledge_a_batch", {"which": 0}),
+        ("send", {"number": 1}),
+        ("apply_a_request", {"number": 1}),
+        ("save", Q0),
+        ("receive", {"number": 1}),
+        ("lose", {"number": 1, "how": "connection"}),
+        *[("receive", Q0)] * 2,
+        ("take", {}),
+    ],
+    "an earlier event of the stream is held": [
+        *ONE * 3,
+        *TALK,
+        *[("take", {})] * 3,
+        *[("acknowledge_a_batch", {"which": 1})] * 2,
+        *REPORTED,
+    ],
+    "a batch comes again without its first events and is rejected": [
+        ("publish", {"stream": A, "sizes": [0] * 3}),
+        *TALK,
+        ("take", {}),
+        *EXPIRED,
+        *OTHERS_DO,
+        *TALK,
+        ("reject_a_batch", {"which": 0}),
+        *TALK,
+    ],
+    "the first batch of a parcel is rejected as it comes again": [
+        *ONE * 2,
+        *TALK,
+        *[("take", {})] * 2,
+        *EXPIRED,
+        ("reject_a_batch", {"which": 0}),
+        *TALK,
+        ("take", {}),
+        *REPORTED,
+        ("take", {}),
+    ],
+    "a batch that the user has comes again": [*ONE, *TALK, ("take", {}), *LOST, *TALK],
+    "only the first report is saved": [
+        *ONE * 2,
+        *TALK,
+        *[("take", {})] * 2,
+        ("acknowledge_a_batch", {"which": 0}),
+        *REPORTED,
+        ("save", Q0),
+        ("acknowledge_a_batch", {"which": 0}),
+        *REPORTED,
+        ("receive", Q0),
+    ],
+}
+
+
+@pytest.mark.parametrize("steps", (FOUND | WRITTEN).values(), ids=FOUND | WRITTEN)
 def test_nothing_is_left_behind(steps: list[Step]) -> None:
     machine = ConsumerAndSilos()
     for name, arguments in steps:
@@ -129,3 +204,26 @@ def test_a_planned_move_delivers_nothing_twice() -> None:
     machine.teardown()
     statistics = machine.holdings.statistics()
     assert (statistics.acknowledged_events, statistics.recognised_events, statistics.refused) == (3, 0, 0)
+
+
+def test_a_rejection_waits_until_its_events_come_again() -> None:
+    machine = ConsumerAndSilos()
+    for name, arguments in [
+        *ONE * 2,
+        *TALK,
+        *[("take", {})] * 2,
+        *LOST,
+        ("receive", Q0),
+        ("send_again", {}),
+        ("reject_a_batch", {"which": 0}),
+    ]:
+        getattr(machine, name)(**arguments)
+    link = machine.links[0]
+    assert machine.holdings.request(link) is None
+    machine.receive(0)
+    assert machine.holdings.take() is None
+    request = machine.holdings.request(link)
+    assert request is not None
+    assert [(each.offset, each.index) for report in request.reports for each in report.rejections] == [(0, 0)]
+    link.inbox.append(request)
+    machine.teardown()

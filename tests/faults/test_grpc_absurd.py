@@ -271,8 +271,8 @@ IGNORED_RESULTS: list[dict[str, Any]] = [
 def report(session: Session, fields: dict[str, Any]) -> pb.QueueReport:
     """A report on queue 0, under its epoch and generation if `fields` has no other ones."""
     status = session.statuses[0]
-    known: dict[str, Any] = {"epoch": status.epoch, "generation": status.generation}
-    return pb.QueueReport(**(known | fields))
+    usual: dict[str, Any] = {"epoch": status.epoch, "generation": status.generation}
+    return pb.QueueReport(**(usual | fields))
 
 
 @pytest.mark.parametrize("fields", WRONG_RESULTS, ids=range(len(WRONG_RESULTS)))

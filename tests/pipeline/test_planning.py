@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.pipeline.access import QueueState
+from headrace.pipeline.access import RetainedRange
 from headrace.pipeline.planning import QueueRange, estimated_events, plan, ranges
 
 WANTED = st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 5000), st.integers(1, 10**7)), max_size=20).map(
@@ -45,6 +45,6 @@ def test_ranges_are_of_queues_that_have_something():
 
 
 def test_events_of_a_range_are_estimated_by_its_queue():
-    assert estimated_events(QueueRange(0, 10, 20), QueueState(0, 100, events=500)) == 50
-    assert estimated_events(QueueRange(0, 10, 20), QueueState(0, 100)) == 10
-    assert estimated_events(QueueRange(0, 10, 20), QueueState(20, 20, events=0)) == 10
+    assert estimated_events(QueueRange(0, 10, 20), RetainedRange(0, 100, events=500)) == 50
+    assert estimated_events(QueueRange(0, 10, 20), RetainedRange(0, 100)) == 10
+    assert estimated_events(QueueRange(0, 10, 20), RetainedRange(20, 20, events=0)) == 10

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headrace import Selector, StreamId
 from headrace.balancer import StreamQueueMapper
-from headrace.pipeline.access import BatchChunk, QueueAccess, QueueState
+from headrace.pipeline.access import BatchChunk, QueueAccess, RetainedRange
 from headrace.pipeline.options import OffsetPositions, TimePosition, TokenPosition
 from headrace.pipeline.positions import from_spark, lag, resolve, shares, spark_offset
 from headrace.streams.errors import InvalidArgument
@@ -19,11 +19,11 @@ ALL = Selector("*/*")
 class Queues(QueueAccess):
     """Queues of which only the states are known."""
 
-    def __init__(self, *states: QueueState) -> None:
+    def __init__(self, *states: RetainedRange) -> None:
         self.queues = len(states)
         self._states = states
 
-    def states(self) -> Sequence[QueueState]:
+    def states(self) -> Sequence[RetainedRange]:
         return self._states
 
     def offsets_at(self, time_us: int) -> Sequence[int]:
@@ -41,7 +41,7 @@ class Queues(QueueAccess):
     def close(self) -> None: ...
 
 
-TWO = Queues(QueueState(5, 10), QueueState(0, 20))
+TWO = Queues(RetainedRange(5, 10), RetainedRange(0, 20))
 
 
 def test_positions_of_each_kind():
@@ -76,7 +76,7 @@ def test_lag_counts_the_batches_of_all_sources_that_are_not_read_yet():
 
 
 def test_progress_is_always_the_same_text():
-    access = Queues(*[QueueState(0, 20)] * 12)
+    access = Queues(*[RetainedRange(0, 20)] * 12)
     offset = spark_offset(range(12), access, ALL)
     assert list(offset) == [*(str(queue) for queue in range(12)), "streams"]
     access.identity = 7
@@ -87,7 +87,7 @@ def test_progress_is_always_the_same_text():
 
 def test_progress_of_another_number_of_queues_is_refused():
     with pytest.raises(InvalidArgument, match="queues 0, 1, and the provider has 3"):
-        from_spark({"0": 1, "1": 1}, Queues(*[QueueState(0, 20)] * 3), ALL)
+        from_spark({"0": 1, "1": 1}, Queues(*[RetainedRange(0, 20)] * 3), ALL)
 
 
 def test_progress_of_other_streams_is_refused():
@@ -96,7 +96,7 @@ def test_progress_of_other_streams_is_refused():
 
 
 def test_progress_of_another_log_is_told():
-    one, other = Queues(QueueState(0, 20)), Queues(QueueState(0, 20))
+    one, other = Queues(RetainedRange(0, 20)), Queues(RetainedRange(0, 20))
     one.identity, other.identity = 1, 2
     assert from_spark(spark_offset([5], one, ALL), other, ALL) == ([5], False)
     assert from_spark({"0": 5}, one, ALL).same

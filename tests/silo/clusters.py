@@ -74,6 +74,7 @@ async def clustered(config: SiloConfig, count: int) -> AsyncGenerator[Silos]:
 def _numbered(config: SiloConfig, number: int) -> SiloConfig:
     times = ClusterConfig(
         name=f"silo-{number}",
+        ca=None if config.cluster is None else config.cluster.ca,
         period_s=0.1,
         lease_s=5,
         dead_after_s=2,

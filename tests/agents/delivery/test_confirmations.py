@@ -258,15 +258,20 @@ async def test_a_report_that_came_after_the_checkpoint_was_read_waits_for_the_ne
         assert consumer.confirmed == {0: Confirmed(1, 1, 1)}
 
 
+@pytest.mark.parametrize("late", [False, True])
 @virtual_time
-async def test_a_confirmation_is_for_the_connection_that_reported() -> None:
+async def test_a_confirmation_is_for_the_connection_that_reported(late: bool) -> None:
     async with Circle() as circle:
         consumer = await delivered(circle, ["0"])
         consumer.report(9)
         marks = circle.delivery.marks()
-        consumer.connect()
+        consumer.disconnect()
+        if late:
+            consumer.connect()
         for mark in marks:
             mark.confirm()
+        if not late:
+            consumer.connect()
         circle.save()
         await circle.rest()
         assert not consumer.confirmed

@@ -58,7 +58,11 @@ class Stream:
         self._call = call
 
     async def write(self, message: Message | bytes) -> None:
-        await self._call.write(encoded(message))
+        """Raises Refused if the call has failed already."""
+        try:
+            await self._call.write(encoded(message))
+        except grpc.aio.AioRpcError as error:
+            raise Refused(error) from None
 
     async def read(self, kind: type[_M]) -> _M | None:
         """The next message, None at the end. Raises Refused."""

@@ -77,7 +77,7 @@ class Conversation:
                 found.append((field, None))
                 continue
             places = iter([(place, _as_json(each)) for place, each in enumerate(getattr(heard, field))])
-            for each in cast("list[Any]", value):  # in the order in which they are written
+            for each in cast(list[Any], value):  # in the order in which they are written
                 place = next((place for place, other in places if _is_part(each, other)), None)
                 if place is None:
                     return False
@@ -99,11 +99,11 @@ def _as_json(message: Any) -> Any:
 def _is_part(written: Any, heard: Any) -> bool:
     """Whether `heard` has all that is written, perhaps with more fields."""
     if isinstance(written, dict):
-        fields = cast("dict[str, Any]", written)
+        fields = cast(dict[str, Any], written)
         return all(key in heard and _is_part(value, heard[key]) for key, value in fields.items())
     if isinstance(written, list):
-        elements = cast("list[Any]", written)
-        return len(elements) == len(heard) and all(map(_is_part, elements, heard))
+        elements_ = cast(list[Any], written)
+        return len(elements_) == len(heard) and all(map(_is_part, elements_, heard))
     return written == heard
 
 
