@@ -192,15 +192,14 @@ class Holdings:
     def request(self, link: ReportLink) -> pb.SubscribeRequest | None:
         """Return the next reports for a session, which then count as sent; None if there are none."""
         self.grant()
-        request, weight = None, REQUEST_WEIGHT
-        for queue in self._queues.values():
-            if queue.pending and queue.link is link and weight * 2 > REQUEST_WEIGHT:
-                found = queue.report(next(self._numbers), weight)
-                if found is not None:
-                    request = request or pb.SubscribeRequest()
-                    request.reports.append(found[0])
-                    weight -= found[1]
-        return request
+        pending = [queue for queue in self._queues.values() if queue.pending and queue.link is link]
+        if not pending:
+            return None
+        request, weight = pb.SubscribeRequest(), REQUEST_WEIGHT
+        for queue in pending:
+            if weight * 2 > REQUEST_WEIGHT:
+                weight -= queue.report(request, next(self._numbers), weight)
+        return request if weight < REQUEST_WEIGHT else None
 
     # ---- to the user -----------------------------------------------------------------------------------------------
 

@@ -119,13 +119,15 @@ class QueueHoldings:
             self.results.confirm(number, unconfirmed)
             self._send()
 
-    def report(self, number: int, limit: int) -> tuple[pb.QueueReport, int] | None:
-        """Return the next report, of at most about this weight, and its weight. It counts as sent. None if there is
-        none."""
-        report = pb.QueueReport(queue=self.number, epoch=self.epoch, generation=self.generation or 0)
+    def report(self, request: pb.SubscribeRequest, number: int, limit: int) -> int:
+        """Add the next report to a request. It then counts as sent. Return its weight, which is about `limit` at most;
+        0 if there is nothing to report."""
+        report = request.reports.add(queue=self.number, epoch=self.epoch, generation=self.generation or 0)
         weight = self.results.fill(report, number, limit, self.lines)
         self.pending = self.results.has_report
-        return (report, weight) if weight else None
+        if not weight:
+            request.reports.pop()
+        return weight
 
     # ---- delivery ---------------------------------------------------------------------------------------------------
 
