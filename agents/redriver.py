@@ -12,7 +12,7 @@ from ..streams.errors import Closed, HeadraceError
 from ..streams.events import Event
 from ..streams.failure_log import described
 from ..streams.subscriptions import DeadLetter
-from .delivery.group_redrives import Rejected
+from .delivery.group_redrives import RedriveRejected
 from .failure_recorder import now_us
 from .host_state import HostState
 from .progress_store import ProgressStore
@@ -65,7 +65,7 @@ class Redriver:
             return  # it is delivered when its queue is served again
         reason = None
         if error is not None:
-            reason = str(error) if isinstance(error, Rejected) else described(error)
+            reason = str(error) if isinstance(error, RedriveRejected) else described(error)
             message = f"subscription {letter.subscription!r} failed on dead letter {letter.id} again: {reason}"
             delivery.failures.write(log, asyncio.get_running_loop().time(), message, error, first=True)
         try:

@@ -16,8 +16,6 @@ MAX_FILE, MAX_CLASS, MAX_METHODS = 600, 300, 25
 LARGE_CLASSES = {
     ("agents/delivery/delivery.py", "Delivery"),
     ("agents/delivery/group_delivery.py", "GroupDelivery"),
-    ("client/consumer.py", "Consumer"),
-    ("client/queue_holdings.py", "QueueHoldings"),
     ("client/routing.py", "Router"),
 }
 """Classes of the path of remote consumers that are still larger."""

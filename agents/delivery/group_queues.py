@@ -9,7 +9,7 @@ from ...streams.identity import StreamId
 from ...streams.subscriptions import Checkpoint
 from .confirmations import Question
 from .group_delivery import GroupDelivery
-from .group_redrives import Rejected
+from .group_redrives import RedriveRejected
 from .member import Events, Member
 from .retries import Failure
 
@@ -59,7 +59,7 @@ class GroupQueues:
     ) -> bool:
         """Events failed, or, with `unavailable`, a dependency of the consumer. These events and the later ones of the
         parcel are delivered again. Return False if the member does not hold the events."""
-        if member.redriven and _redriven(member, events, Rejected(reason)):
+        if member.redriven and _redriven(member, events, RedriveRejected(reason)):
             return True
         parcel = member.in_flight.get((events.queue, events.offset))
         if parcel is None:

@@ -76,7 +76,7 @@ class GroupRedrives:
                 outcome.set_result(Closed(f"subscription {self._name!r} stopped"))
 
 
-class Rejected(HeadraceError):
+class RedriveRejected(HeadraceError):
     """A consumer rejected an event that was delivered to it out of order."""
 
     code = "rejected"
