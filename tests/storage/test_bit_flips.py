@@ -15,6 +15,5 @@ CHOSEN = ("--flips", str(FLIPS)) if FLIPS else ("--flips", "1", "--seed", "3", "
 def test_a_flipped_bit_is_harmless_or_reported() -> None:
     """In processes of their own: each directory is opened in a fork, and this process has threads."""
     command = (sys.executable, "-m", "tests.storage.bit_flips", *CHOSEN)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
+    # Its output is not collected here: what it has printed is shown also if the time limit ends it.
+    assert subprocess.run(command, check=False).returncode == 0

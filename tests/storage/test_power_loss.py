@@ -17,13 +17,12 @@ SAMPLE = ("--images", "12", "--calls", "15", "--recordings", "2")
 ALL = ("--images", str(IMAGES), "--calls", "300")
 
 
-@pytest.mark.timeout(120 + 3 * IMAGES)
+@pytest.mark.timeout(120 + 6 * IMAGES)
 def test_a_power_cut_loses_nothing_that_was_promised() -> None:
     """In processes of their own: each image is opened in a fork, and this process has threads."""
     command = (sys.executable, "-m", "tests.storage.power_loss", *(ALL if IMAGES else SAMPLE))
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
+    # Its output is not collected here: what it has printed is shown also if the time limit ends it.
+    assert subprocess.run(command, check=False).returncode == 0
 
 
 _PROGRAM = """
