@@ -147,7 +147,8 @@ class Consumer(SubscriptionHandle):
     async def saved(self) -> None:
         """Return when all earlier acknowledgements are saved, however long an outage takes. Raise the error with which
         the consumer ended, or Closed."""
-        while not self.holdings.is_saved:
+        mark = self.holdings.mark()
+        while not self.holdings.is_saved_until(mark):
             if self._ended.is_set():
                 raise self.error or Closed(f"{self!r}: its last acknowledgements may not be saved")
             self._state_changed.clear()

@@ -11,7 +11,7 @@ So, of each stream, events are handed out in order, and none while the user hold
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from ..proto.v1 import consumer_pb2 as pb
 from ..streams.frames import Delivered
 from ..streams.identity import StreamId
 from .held_account import MAX_BYTES, MAX_EVENTS, HeldAccount, SessionStatistics
+from .pending_results import SavedMark
 from .queue_holdings import QueueHoldings, ReportLink
 from .received import QUEUED, TAKEN, ReceivedBatch, ReceivedPart
 
@@ -242,6 +243,14 @@ class Holdings:
     def is_saved(self) -> bool:
         """Whether everything acknowledged is confirmed as saved."""
         return all(queue.results.is_saved for queue in self._queues.values())
+
+    def mark(self) -> Mapping[int, SavedMark]:
+        """Return how much is acknowledged by now, by queue, for `is_saved_until`."""
+        return {number: queue.results.mark() for number, queue in self._queues.items()}
+
+    def is_saved_until(self, mark: Mapping[int, SavedMark]) -> bool:
+        """Whether everything acknowledged before a mark is confirmed as saved."""
+        return all(self._queues[number].results.is_saved_until(each) for number, each in mark.items())
 
     @property
     def can_close(self) -> bool:

@@ -69,6 +69,23 @@ class DeferredRejections:
         self._streams.clear()
 
 
+class SavedMark(NamedTuple):
+    """How much was acknowledged at one moment: numbers since the beginning."""
+
+    acks: int
+    redriven_acks: int
+    ended_sessions: int
+    has_unconfirmed: bool
+
+
+class _Unsaved(NamedTuple):
+    """Acknowledgements of one report."""
+
+    number: int
+    acks: list[Acknowledged]
+    redriven_acks: list[Acknowledged]
+
+
 class PendingResults:
     """Acknowledgements, rejections and releases of one queue."""
 
@@ -82,8 +99,11 @@ class PendingResults:
         self._rejections: list[Rejected] = []
         self._released: list[tuple[StreamId, int, int]] = []
         """Stream, offset and index."""
-        self._unsaved = deque[tuple[int, list[Acknowledged]]]()
-        """Numbers of reports, and their acknowledgements."""
+        self._unsaved = deque[_Unsaved]()
+        self._settled_acks = 0
+        """Number of acknowledgements that are saved, or were named as unconfirmed, since the beginning."""
+        self._settled_redriven_acks = 0
+        self._ended_sessions = 0
 
     # ---- results -----------------------------------------------------------------------------------------------------
 
@@ -126,12 +146,14 @@ class PendingResults:
         """Name all acknowledgements as unconfirmed in the next session. Return the rejections that were not sent."""
         before = len(self.unconfirmed)
         self.unconfirmed.end_session()
-        for _, acks in self._unsaved:
-            self._account.note_unsaved(-len(acks))
-            self.unconfirmed.add(acks)
-        self._unsaved.clear()
+        self._ended_sessions += 1
+        while self._unsaved:
+            unsaved = self._settle_first()
+            self.unconfirmed.add(unsaved.acks)
+            self.unconfirmed.add(unsaved.redriven_acks)
         self.unconfirmed.add(self._acks)
         self.unconfirmed.add(self._redriven_acks)
+        self._settle(self._acks, self._redriven_acks)
         self._account.note_unconfirmed(len(self.unconfirmed) - before)
         rejections = self._rejections
         self._acks, self._redriven_acks, self._rejections, self._released = [], [], [], []
@@ -139,26 +161,54 @@ class PendingResults:
 
     def forget(self) -> None:
         """Drop all results: after a seek they are void."""
-        self._account.note_unsaved(-sum(len(acks) for _, acks in self._unsaved))
+        while self._unsaved:
+            self._settle_first()
+        self._settle(self._acks, self._redriven_acks)
         self._account.note_unconfirmed(-len(self.unconfirmed))
-        self._unsaved.clear()
         self.unconfirmed = UnconfirmedAcknowledgements()
         self._acks, self._redriven_acks, self._rejections, self._released = [], [], [], []
 
     def confirm(self, number: int, unconfirmed: int) -> None:
         """Acknowledgements of reports up to this number are saved, and those named up to the other number."""
-        unsaved = self._unsaved
-        while unsaved and unsaved[0][0] <= number:
-            self._account.note_unsaved(-len(unsaved.popleft()[1]))
+        while self._unsaved and self._unsaved[0].number <= number:
+            self._settle_first()
         if self.unconfirmed:
             before = len(self.unconfirmed)
             self.unconfirmed.confirm(unconfirmed)
             self._account.note_unconfirmed(len(self.unconfirmed) - before)
 
+    def _settle_first(self) -> _Unsaved:
+        """The first report does not wait for its confirmation any more."""
+        unsaved = self._unsaved.popleft()
+        self._account.note_unsaved(-len(unsaved.acks) - len(unsaved.redriven_acks))
+        self._settle(unsaved.acks, unsaved.redriven_acks)
+        return unsaved
+
+    def _settle(self, acks: Sequence[Acknowledged], redriven_acks: Sequence[Acknowledged]) -> None:
+        self._settled_acks += len(acks)
+        self._settled_redriven_acks += len(redriven_acks)
+
     @property
     def is_saved(self) -> bool:
         """Whether everything acknowledged is confirmed as saved."""
         return not (self._acks or self._redriven_acks or self._unsaved or self.unconfirmed)
+
+    def mark(self) -> SavedMark:
+        """Return how much is acknowledged by now, for `is_saved_until`."""
+        acks = self._settled_acks + len(self._acks) + sum(len(each.acks) for each in self._unsaved)
+        redriven = len(self._redriven_acks) + sum(len(each.redriven_acks) for each in self._unsaved)
+        redriven += self._settled_redriven_acks
+        return SavedMark(acks, redriven, self._ended_sessions, bool(self.unconfirmed))
+
+    def is_saved_until(self, mark: SavedMark) -> bool:
+        """Whether everything acknowledged before a mark is confirmed as saved.
+
+        The acknowledgements that were unconfirmed at the mark, or have become so since, are not counted one by one: all
+        have to be confirmed.
+        """
+        settled = self._settled_acks >= mark.acks and self._settled_redriven_acks >= mark.redriven_acks
+        uncertain = mark.has_unconfirmed or self._ended_sessions != mark.ended_sessions
+        return settled and not (uncertain and self.unconfirmed)
 
     @property
     def unsent(self) -> int:
@@ -188,7 +238,7 @@ class PendingResults:
             released, self._released = _cut(self._released, left)
         if acks or redriven:
             report.number = number
-            self._unsaved.append((number, acks + redriven if redriven else acks))
+            self._unsaved.append(_Unsaved(number, acks, redriven))
             self._account.note_unsaved(len(acks) + len(redriven))
         unmerged = {stream for stream, *_ in (*rejections, *released, *self._rejections, *self._released)}
         _add_acknowledgements(report, _merged(acks, lines, unmerged))

@@ -36,6 +36,10 @@ FOUND_BY = {
     "lease by the clock of the store": "clocks",
     "taken unseen": "pauses",
     "death by the clock of the store": "clocks",
+    "moves that do not wait": "planned",
+    "release after a failed save": "moves",
+    "reports of an older generation count": "seeks",
+    "saved before the store has it": "planned",
 }
 
 
