@@ -104,6 +104,8 @@ class PendingResults:
         """Number of acknowledgements that are saved, or were named as unconfirmed, since the beginning."""
         self._settled_redriven_acks = 0
         self._ended_sessions = 0
+        self._again = SavedMark(0, 0, 0, has_unconfirmed=False)
+        """After the last event that was acknowledged again."""
 
     # ---- results -----------------------------------------------------------------------------------------------------
 
@@ -119,6 +121,11 @@ class PendingResults:
             self._acks[-1:] = [joined, *acks[1:]]
         else:
             self._acks += acks
+
+    def acknowledge_again(self, batch: ReceivedBatch, indexes: Sequence[int]) -> None:
+        """Add events that were delivered again although they were acknowledged."""
+        self.acknowledge_indexes(batch, indexes)
+        self._again = self.mark()
 
     def carry(self, batch: ReceivedBatch, indexes: Sequence[int]) -> None:
         """Add acknowledgements of events that the present session has not delivered."""
@@ -204,11 +211,15 @@ class PendingResults:
         """Whether everything acknowledged before a mark is confirmed as saved.
 
         The acknowledgements that were unconfirmed at the mark, or have become so since, are not counted one by one: all
-        have to be confirmed.
+        have to be confirmed, also those of events that were delivered again and acknowledged again.
         """
-        settled = self._settled_acks >= mark.acks and self._settled_redriven_acks >= mark.redriven_acks
+        if not self._has_settled(mark):
+            return False
         uncertain = mark.has_unconfirmed or self._ended_sessions != mark.ended_sessions
-        return settled and not (uncertain and self.unconfirmed)
+        return not uncertain or (not self.unconfirmed and self._has_settled(self._again))
+
+    def _has_settled(self, mark: SavedMark) -> bool:
+        return self._settled_acks >= mark.acks and self._settled_redriven_acks >= mark.redriven_acks
 
     @property
     def unsent(self) -> int:

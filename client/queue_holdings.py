@@ -151,7 +151,7 @@ class QueueHoldings:
                 wanted.append(place)
         self.account.note_recognised(received.count - len(wanted))
         if again:
-            self.results.acknowledge_indexes(received, again)
+            self.results.acknowledge_again(received, again)
             self._send()
         if not wanted:
             return None

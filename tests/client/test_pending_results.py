@@ -2,12 +2,21 @@
 
 from typing import Any
 
-from headrace import StreamId
+from headrace import EventBatch, StreamId
 from headrace.client.held_account import HeldAccount
 from headrace.client.pending_results import PendingResults
+from headrace.client.received import ReceivedBatch
 from headrace.proto.v1 import consumer_pb2 as pb
+from headrace.streams.frames import Delivered
 
 STREAM = StreamId("orders", "42")
+
+
+def batch(offset: int) -> ReceivedBatch:
+    holder: Any = None
+    return ReceivedBatch(
+        holder, Delivered(EventBatch(STREAM, EventBatch.of(STREAM, [b"x"]).encoded, 1, offset), 0, 1, None), 1
+    )
 
 
 class Results(PendingResults):
@@ -58,6 +67,22 @@ def test_acknowledgements_of_a_lost_session_have_to_be_confirmed_by_the_next() -
     results.confirm(0, asked)
     assert results.is_saved_until(mark)
     assert not results.is_saved
+
+
+def test_events_that_are_acknowledged_again_have_to_be_saved() -> None:
+    results = Results()
+    results.done(0)
+    results.report()
+    mark = results.mark()
+    results.end_session()
+    assert results.take_unconfirmed(0, [0]) == {0}
+    results.acknowledge_again(batch(0), [0])
+    assert not results.is_saved_until(mark)
+    again = results.report()
+    results.done(1)
+    assert not results.is_saved_until(mark)
+    results.confirm(again, 0)
+    assert results.is_saved_until(mark)
 
 
 def test_after_a_seek_nothing_is_left_to_be_saved() -> None:

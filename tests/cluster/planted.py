@@ -24,9 +24,6 @@ from headrace.streams.cluster import ClusterView, Lease, SiloRecord
 from headrace.streams.subscriptions import Checkpoint
 from tests.cluster.memory_store import MemoryClusterStore
 
-OLDER_EPOCHS = 5
-"""Epochs of leases are not consecutive: so many before the present one are accepted."""
-
 
 def no_fencing(stack: ExitStack) -> None:
     """A silo whose lease is over goes on, and the store accepts its writes."""
@@ -246,17 +243,6 @@ def release_after_a_failed_save(stack: ExitStack) -> None:
     stack.enter_context(patch.object(Checkpointer, "save_stopped", save_or_not))
 
 
-def reports_of_an_older_epoch_count(stack: ExitStack) -> None:
-    """The epoch before the present one is accepted in reports."""
-    is_current = Group.is_current
-
-    def is_nearly_current(group: Group, queue: int, epoch: int, generation: int) -> bool:
-        later = range(epoch, epoch + 1 + OLDER_EPOCHS)
-        return any(is_current(group, queue, each, generation) for each in later)
-
-    stack.enter_context(patch.object(Group, "is_current", is_nearly_current))
-
-
 def reports_of_an_older_generation_count(stack: ExitStack) -> None:
     """The generation before the present one is accepted in reports."""
     is_current = Group.is_current
@@ -294,7 +280,6 @@ BUGS: Mapping[str, Callable[[ExitStack], None]] = {
     "death by the clock of the store": death_by_the_clock_of_the_store,
     "moves that do not wait": moves_that_do_not_wait,
     "release after a failed save": release_after_a_failed_save,
-    "reports of an older epoch count": reports_of_an_older_epoch_count,
     "reports of an older generation count": reports_of_an_older_generation_count,
     "saved before the store has it": saved_before_the_store_has_it,
 }

@@ -692,6 +692,8 @@ class Life:
         working = [other for other in self.world.silos.values() if other.up and not other.drained]
         if not silo.up or silo.changing or (not silo.drained and len(working) < 2):
             return
+        if silo.drained and self.world.kind == "moves" and self.world.weather.outage:
+            return  # joining again gives up the leases of before, with progress that is not stored
         what = "undrain" if silo.drained else "drain"
         self.world.note(f"{what} {silo.name}")
         silo.change(silo.undrain if silo.drained else silo.drain)
@@ -828,7 +830,7 @@ class Life:
 
 _HAPPENINGS: dict[str, Sequence[str]] = {
     "planned": ("start", "leave", "wall clock"),
-    "moves": ("start", "leave", "leave", "drain", "short outage", "short outage"),
+    "moves": ("start", "drain", "drain", "drain", "short outage", "short outage"),
     "seeks": ("start", "leave", "kill", "seek", "seek", "seek", "break"),
     "drains": ("start", "drain", "drain", "drain", "outage", "outage"),
     "clocks": ("start", "leave", "kill", "pause", "cut off", "store clock", "store clock", "store clock"),

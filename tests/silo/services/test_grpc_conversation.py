@@ -4,6 +4,7 @@ says."""
 import asyncio
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -209,8 +210,8 @@ async def test_the_batches_of_the_conversation_take_as_many_bytes_as_it_says() -
 
 def test_code_is_generated_by_the_commands_that_are_shown(tmp_path: Path) -> None:
     (commands,) = re.findall(r"## Generate code\n.*?```sh\n(.*?)```", TEXT, re.DOTALL)
-    protoc = f"{sys.executable} -m grpc_tools.protoc"
-    commands = commands.replace("REPOSITORY", str(REPOSITORY)).replace("protoc -I", f"{protoc} -I")
+    protoc = f"{shlex.quote(sys.executable)} -m grpc_tools.protoc"
+    commands = commands.replace("REPOSITORY", shlex.quote(str(REPOSITORY))).replace("protoc -I", f"{protoc} -I")
     subprocess.run(["sh", "-e", "-c", commands], cwd=tmp_path, check=True, capture_output=True)
     assert (tmp_path / "headrace/proto/v1/consumer_pb2.py").exists()
 
