@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import NamedTuple, Protocol
 
@@ -59,9 +59,6 @@ class LinkUser(Protocol):
         """The link has ended. It has no queues any more."""
 
 
-PlacementListener = Callable[[pb.Placement], None]
-
-
 class Link:
     """One session, made by a router."""
 
@@ -79,6 +76,8 @@ class Link:
         """Queues that are SERVED or DRAINING."""
         self.progress: pb.Progress | None = None
         """As the silo reported last."""
+        self.placement: pb.Placement | None = None
+        """As the silo sent it last."""
         self.delivered_since = 0
         """Events that were delivered since then."""
         self.is_reclaiming = False
@@ -193,7 +192,7 @@ class Link:
 class LinkSet:
     """The sessions of a router, their queues and their credit."""
 
-    def __init__(self, user: LinkUser, on_opened: Callable[[Link], None], on_placement: PlacementListener) -> None:
+    def __init__(self, user: LinkUser, on_opened: Callable[[Link], None], on_placement: Callable[[], None]) -> None:
         self.user = user
         self.ledger = CreditLedger()
         self.present: list[Link] = []
@@ -229,6 +228,18 @@ class LinkSet:
     @property
     def open(self) -> Sequence[Link]:
         return [link for link in self.present if link.is_open]
+
+    def addresses(self) -> Mapping[str, str]:
+        """The addresses of the silos that own queues, by name.
+
+        Silos learn of changes at different times: of each queue, the placement with the highest epoch is right."""
+        latest: dict[int, pb.Placement.Owner] = {}
+        for link in self.open:
+            for owner in link.placement.owners if link.placement is not None else ():
+                known = latest.get(owner.queue)
+                if known is None or (owner.epoch, owner.silo != "") > (known.epoch, known.silo != ""):
+                    latest[owner.queue] = owner
+        return {owner.silo: owner.address for owner in latest.values() if owner.silo}
 
     def serving(self, queue: int) -> Link | None:
         return self._serving.get(queue)
@@ -266,7 +277,8 @@ class LinkSet:
     def heard(self, link: Link, response: pb.SubscribeResponse) -> None:
         if response.HasField("placement"):
             self.queues = response.placement.queues
-            self._on_placement(response.placement)
+            link.placement = response.placement
+            self._on_placement()
         self.lend()
         self.state_changed.set()
 

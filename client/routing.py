@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -119,10 +119,9 @@ class _Owners(dict[str, _Owner]):
     is_known = False
     """Whether a silo has sent the placement."""
 
-    def place(self, placement: pb.Placement, called: Collection[str], now: float) -> None:
-        """A silo has sent the owners. `called` are the silos with open sessions."""
+    def place(self, addresses: Mapping[str, str], called: Collection[str], now: float) -> None:
+        """Silos have sent the owners, with their addresses. `called` are the silos with open sessions."""
         self.is_known = True
-        addresses = {owner.silo: owner.address for owner in placement.owners}
         for silo in self.keys() - addresses.keys():
             del self[silo]
         for silo, address in addresses.items():
@@ -355,11 +354,11 @@ class Router:
             else:
                 task.cancel()
 
-    def _place(self, placement: pb.Placement) -> None:
+    def _place(self) -> None:
         """A silo has sent the owners."""
         if self.uses_gateway or self._close_by is not None:
             return
-        self._owners.place(placement, {link.silo for link in self._links.open}, self._loop.time())
+        self._owners.place(self._links.addresses(), {link.silo for link in self._links.open}, self._loop.time())
         self._turn.set()
 
     # ---- one session -------------------------------------------------------------------------------------------------

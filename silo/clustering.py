@@ -192,7 +192,7 @@ class Clustering:
         self._warn_of_settings(self._silos.values())
         # A silo that left in order still finishes its open calls.
         self._peers.keep({silo.name for silo in view.silos if silo.state is not SiloState.DEAD})
-        self.placements.update(self._owners, self._silos)
+        self.placements.update(view)
 
     def owner(self, provider: str, queue: int) -> str:
         """Return the name of a queue's owner, "" if it has none."""

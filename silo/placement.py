@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from ..proto.v1 import consumer_pb2 as pb
-from ..streams.cluster import SiloRecord
+from ..streams.cluster import LIVING, ClusterView, SiloRecord
 
 PlacementCallback = Callable[[pb.Placement], None]
 
@@ -19,13 +19,21 @@ class _Watch(NamedTuple):
     on_placement: PlacementCallback
 
 
+class LeaseOwner(NamedTuple):
+    """The lease of a queue."""
+
+    epoch: int
+    silo: str
+    """Name of the owner; "" if the lease is over."""
+
+
 class ClusterPlacements:
     """The owners of all queues, as this silo knows them."""
 
     def __init__(self) -> None:
         self.silo = ""
         """The name of this silo; "" before it joins its cluster."""
-        self._owners: Mapping[tuple[str, int], str] = {}
+        self._owners: Mapping[tuple[str, int], LeaseOwner] = {}
         self._silos: Mapping[str, SiloRecord] = {}
         self._watches: dict[int, tuple[_Watch, pb.Placement]] = {}
         """By number, with the placement that was pushed last."""
@@ -35,9 +43,15 @@ class ClusterPlacements:
         """This silo joins its cluster under a name."""
         self.silo = silo
 
-    def update(self, owners: Mapping[tuple[str, int], str], silos: Mapping[str, SiloRecord]) -> None:
-        """Take the owners (by provider and queue) and the living silos (by name). Push what changed."""
-        self._owners, self._silos = owners, silos
+    def update(self, view: ClusterView) -> None:
+        """Take a new view of the cluster. Push what changed."""
+        valid = {(lease.provider, lease.queue): lease.owner for lease in view.valid}
+        self._silos = {silo.name: silo for silo in view.silos if silo.state in LIVING}
+        self._owners = {
+            queue: LeaseOwner(lease.epoch, valid.get(queue, ""))
+            for lease in view.leases
+            if (queue := (lease.provider, lease.queue))
+        }
         for number, (watch, before) in list(self._watches.items()):
             placement = self.placement(watch.provider, watch.queues)
             if placement != before and number in self._watches:
@@ -45,12 +59,14 @@ class ClusterPlacements:
                 watch.on_placement(placement)
 
     def placement(self, provider: str, queues: Collection[int]) -> pb.Placement:
-        """Return the owners of these queues. Queues without a living owner are left out."""
+        """Return the owners of these queues."""
         placement = pb.Placement(queues=len(queues))
         for queue in queues:
-            silo = self._silos.get(self._owners.get((provider, queue), ""))
-            if silo is not None:
-                placement.owners.add(queue=queue, silo=silo.name, address=silo.public_address or silo.address)
+            if (known := self._owners.get((provider, queue))) is None:
+                continue
+            owner = placement.owners.add(queue=queue, epoch=known.epoch)
+            if (silo := self._silos.get(known.silo)) is not None:
+                owner.silo, owner.address = silo.name, silo.public_address or silo.address
         return placement
 
     def watch(self, provider: str, queues: Collection[int], on_placement: PlacementCallback) -> Callable[[], None]:

@@ -4,7 +4,7 @@
 // any moment: events that it had not acknowledged come again, to it or to another consumer.
 "use strict";
 
-const { connect, metadata, ended, eventsOf, reportOf, retryable, backoff } = require("./headrace");
+const { connect, metadata, ended, eventsOf, reportOf, newest, retryable, backoff } = require("./headrace");
 
 // The most that each session holds: on the way to us, waiting, and being handled.
 const CREDIT = { events: 1000, bytes: 4 << 20 };
@@ -99,13 +99,14 @@ class Consumer {
 
   // Open the sessions that are missing, and close those with silos that own nothing.
   follow(owners) {
-    this.owners = owners;
+    this.owners = owners.length ? newest(this.owners, owners) : [];
     if (this.stopping) return;
-    for (const { silo, address } of owners) {
+    const named = this.owners.filter(({ silo }) => silo);
+    for (const { silo, address } of named) {
       if (!this.addresses.includes(address)) this.addresses.push(address);
       if (!this.sessions.some((session) => session.silo === silo)) this.begin(silo, address);
     }
-    const idle = (session) => owners.length && !owners.some(({ silo }) => silo === session.silo);
+    const idle = (session) => named.length && !named.some(({ silo }) => silo === session.silo);
     for (const session of this.sessions.filter(idle)) session.close();
     if (!this.sessions.length) this.begin("", this.addresses[this.failures % this.addresses.length]);
   }

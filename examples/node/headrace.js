@@ -94,6 +94,15 @@ function* eventsOf(batch) {
   }
 }
 
+// The latest owner of each queue. Silos learn of changes at different times: the owner with the highest epoch is right.
+function newest(before, now) {
+  const latest = new Map();
+  for (const owner of [...before, ...now]) {
+    if (!(Number(owner.epoch) < Number(latest.get(owner.queue)?.epoch))) latest.set(owner.queue, owner);
+  }
+  return [...latest.values()];
+}
+
 // The report on a batch of which the first events are done: the others are released.
 function reportOf({ queue, epoch, generation }, { offset }, events, done) {
   const index = events[0].index;
@@ -117,4 +126,4 @@ function backoff(failures) {
   return new Promise((resume) => setTimeout(resume, (0.5 + Math.random() / 2) * limit_ms));
 }
 
-module.exports = { connect, metadata, ended, batchOf, eventsOf, reportOf, retryable, backoff };
+module.exports = { connect, metadata, ended, batchOf, eventsOf, reportOf, newest, retryable, backoff };

@@ -702,29 +702,35 @@ class Placement(_message.Message):
 
     @_typing.final
     class Owner(_message.Message):
-        """An owned queue."""
+        """The owner of one queue."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
         QUEUE_FIELD_NUMBER: _builtins.int
         SILO_FIELD_NUMBER: _builtins.int
         ADDRESS_FIELD_NUMBER: _builtins.int
+        EPOCH_FIELD_NUMBER: _builtins.int
         queue: _builtins.int
         """The queue, from 0."""
         silo: _builtins.str
-        """Name of the silo."""
+        """Name of the silo; empty if the queue has no owner at present."""
         address: _builtins.str
         """Where clients reach the silo: host and port of gRPC."""
+        epoch: _builtins.int
+        """Which lease of the queue. Silos learn of changes at different times: of two placements, the one with the higher
+        epoch is right about this queue.
+        """
         def __init__(
             self,
             *,
             queue: _builtins.int = ...,
             silo: _builtins.str = ...,
             address: _builtins.str = ...,
+            epoch: _builtins.int = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "queue", b"queue", "silo", b"silo"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "queue", b"queue", "silo", b"silo"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -734,7 +740,7 @@ class Placement(_message.Message):
     """Number of queues that the subscription reads."""
     @_builtins.property
     def owners(self) -> _containers.RepeatedCompositeFieldContainer[Global___Placement.Owner]:
-        """Of the queues that the subscription reads, those that have an owner. All of them, not only what changed."""
+        """All queues that the subscription reads and that ever had an owner, not only those that changed."""
 
     def __init__(
         self,

@@ -167,8 +167,8 @@ class FakeSilos(SessionCalls):
     def placement(self) -> pb.Placement:
         placement = pb.Placement(queues=len(self.queues()))
         for silo in self.silos.values():
-            for queue in silo.queues:
-                placement.owners.add(queue=queue, silo=silo.name, address=silo.address)
+            for queue, epoch in silo.queues.items():
+                placement.owners.add(queue=queue, silo=silo.name, address=silo.address, epoch=epoch)
         return placement
 
     def push(self, *names: str) -> None:

@@ -149,6 +149,23 @@ async def test_an_older_owner_does_not_replace_a_newer_one():
 
 
 @virtual_time
+async def test_the_placement_with_the_highest_epoch_is_right():
+    """A silo that learns of a change last must not hide the new owner."""
+    silos = FakeSilos(a={0: 1}, b={1: 1}, c={})
+    async with routed(silos) as made:
+        await made.serving("a", "b")
+        before = silos.placement()
+        silos.move(1, "b", "c")
+        silos.push("a")
+        await made.serving("a", "c")
+        silos["a"].session.say(pb.SubscribeResponse(placement=before))
+        silos["c"].session.say(pb.SubscribeResponse(placement=silos.placement()))
+        silos["a"].session.say(pb.SubscribeResponse(placement=before))
+        await asyncio.sleep(10)
+        assert "c" in [link.silo for link in made.router.links]
+
+
+@virtual_time
 async def test_a_lost_session_is_opened_again_and_its_queues_end_meanwhile():
     silos = FakeSilos(a={0: 1}, b={1: 1})
     async with routed(silos) as made:

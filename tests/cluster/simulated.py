@@ -54,7 +54,7 @@ from headrace.silo.services.visible import VisibleBounds
 from headrace.silo.subscription_host import SubscriptionHost
 from headrace.store.control_store import ControlStore
 from headrace.streams.backoff import Backoff
-from headrace.streams.cluster import LIVING, ClusterView, SiloRecord
+from headrace.streams.cluster import SiloRecord
 from headrace.streams.frames import split
 from headrace.streams.handlers import Handler
 from headrace.streams.progress import RefusedProgress
@@ -254,7 +254,7 @@ class Silo:
             owners={PROVIDER: self.manager.queue_host},
             peers=self,
             options=world.options,
-            on_view=self._take_view,
+            on_view=self.placements.update,
             rng=world.rng,
         )
         self.membership.superseded.add_done_callback(self._superseded)
@@ -286,10 +286,6 @@ class Silo:
             await asyncio.wait(handling, timeout=CLOSE_S)
         for connection in list(self.connections):
             connection.break_off()
-
-    def _take_view(self, view: ClusterView) -> None:
-        silos = {silo.name: silo for silo in view.silos if silo.state in LIVING}
-        self.placements.update({(lease.provider, lease.queue): lease.owner for lease in view.valid}, silos)
 
     async def _serve(self) -> None:
         """All subscriptions, those that come, too."""
