@@ -70,6 +70,8 @@ class Link:
         """The silo that is called; "" if any may answer."""
         self.is_open = False
         self.is_closing = False
+        self.idle_since: float | None = None
+        """Loop time since which the silo has no queues."""
         self.superseded = False
         """A newer session with the same silo replaces it."""
         self.queues: dict[int, QueueStatus] = {}

@@ -47,6 +47,9 @@ LOST_S = 15.0
 """The same for an owner that was reached before: if it was killed, its queues soon have another owner."""
 GATEWAY_S, MAX_GATEWAY_S = 30.0, 3600.0
 """Seconds after which a consumer with a gateway tries direct sessions again. It doubles each time."""
+IDLE_S = 5.0
+"""A session with a silo without queues is closed after so many seconds. The silo may have got one, and the placement is
+late."""
 IMPATIENT_S = 0.25
 """If a session waits for credit longer than this, all other sessions give their unused credit back, in seconds."""
 CLOSE_S = 5.0
@@ -332,7 +335,11 @@ class Router:
         for link in self._links.open:
             others = any(other.silo in self._owners and other is not link for other in self._links.open)
             if others and link.silo not in self._owners and not link.queues:
-                link.close()
+                link.idle_since = now if link.idle_since is None else link.idle_since
+                if now - link.idle_since >= IDLE_S:
+                    link.close()
+            else:
+                link.idle_since = None
 
     def _change_sessions(self, *, gateway: bool) -> None:
         """End all sessions in order, and begin with a gateway, or without one."""

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from headrace import Busy, Fenced, HeadraceError, NotFound, Unavailable
-from headrace.client.routing import DRAINING, ENDED, SERVED, Router
+from headrace.client.routing import DRAINING, ENDED, IDLE_S, SERVED, Router
 from headrace.proto.v1 import consumer_pb2 as pb
 from tests.client.fake_silos import FakeSilos, FakeUser
 from tests.virtual_time import virtual_time
@@ -146,6 +146,21 @@ async def test_an_older_owner_does_not_replace_a_newer_one():
         await asyncio.sleep(1)
         assert made.queues() == {0: "a", 1: "b"}
         assert (0, SERVED, 4) not in made.user.statuses
+
+
+@virtual_time
+async def test_a_silo_without_queues_keeps_its_session_for_a_while():
+    """It may have got a queue of which the placement does not tell yet."""
+    silos = FakeSilos(a={0: 1}, b={1: 1})
+    async with routed(silos) as made:
+        await made.serving("a", "b")
+        epoch = silos.move(1, "b", "a")
+        silos["b"].session.tell(1, ENDED)
+        silos["a"].session.tell(1, epoch=epoch)
+        silos.push("a", "b")
+        await asyncio.sleep(IDLE_S / 2)
+        assert {link.silo for link in made.router.links} == {"a", "b"}
+        await made.serving("a")
 
 
 @virtual_time
