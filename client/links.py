@@ -141,7 +141,7 @@ class Link:
             self._hear(response)
         if delivered and self._void:
             delivered, frames = self._without_void(delivered, frames)
-        if delivered:
+        if delivered and not self.is_closing:  # otherwise the silo gives the events to other consumers
             self._links.user.take(self, delivered, frames)
 
     def _hear(self, response: pb.SubscribeResponse) -> None:
