@@ -84,8 +84,14 @@ class Model:
         self.events[queue, offset] = stream, self.published[stream], events
         self.published[stream] += events
 
-    def serves(self, queue: int, epoch: int, who: str) -> None:
-        """A silo hands out events of a queue."""
+    def sends(self, subscription: str, queue: int, offset: int, indexes: Iterable[int], epoch: int, who: str) -> None:
+        """A silo sends events to a consumer or a handler. They may arrive late."""
+        stream = self.events[queue, offset][0]
+        for index in indexes:
+            if self.is_stored(subscription, stream, queue, offset, index):
+                self._problem(
+                    f"{subscription}: {who} sends {stream} at {queue}/{offset}/{index}, which is stored as done"
+                )
         if epoch < self.epochs.get(queue, 0):
             self._problem(f"{who} serves queue {queue} under epoch {epoch}, after epoch {self.epochs[queue]}")
         self.epochs[queue] = max(epoch, self.epochs.get(queue, 0))
@@ -118,8 +124,6 @@ class Model:
             missing = progress.missing(number, who)
             if missing is not None:
                 self._problem(f"{where}: number {number}, but {missing} is neither done nor in the same hands")
-            if self.is_stored(subscription, stream, queue, offset, index):
-                self._problem(f"{where}: number {number}, which is stored as done")
             if (did := progress.last_done.get(number)) is not None:
                 self._again(f"{where}: number {number}", did)
             progress.hands[number] = who

@@ -55,7 +55,7 @@ from headrace.silo.subscription_host import SubscriptionHost
 from headrace.store.control_store import ControlStore
 from headrace.streams.backoff import Backoff
 from headrace.streams.cluster import SiloRecord
-from headrace.streams.frames import split
+from headrace.streams.frames import Delivered, split
 from headrace.streams.handlers import Handler
 from headrace.streams.progress import RefusedProgress
 from headrace.streams.subscriptions import Checkpoint, Mode
@@ -197,7 +197,7 @@ class SimulatedHost(SubscriptionHost):
 
 
 class WatchedEdge(Edge):
-    """Tells the model which queues a silo serves, and under which lease."""
+    """Tells the model which events a silo sends."""
 
     def __init__(self, silo: "Silo") -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class WatchedEdge(Edge):
     def put(self, member: Member, frame: bytes) -> None:
         if not self._silo.machine.gone:
             for delivered in split(frame)[0]:
-                self._silo.world.model.serves(delivered.queue, self._silo.epoch(delivered.queue), self._silo.name)
+                self._silo.sends(member, delivered)
         super().put(member, frame)
 
 
@@ -359,7 +359,7 @@ class Silo:
             assert token is not None
             queue = world.queue_of(event.stream)
             if not self.machine.gone:
-                world.model.serves(queue, self.epoch(queue), self.name)
+                world.model.sends(subscription, queue, token.offset, (token.index,), self.epoch(queue), self.name)
                 world.model.hands_out(subscription, queue, token.offset, (token.index,), self)
             await asyncio.sleep(rng.choice((0, 0, 0.01, 0.3)) * rng.random())
             if rng.random() < 0.02:
@@ -368,6 +368,19 @@ class Silo:
                 world.model.finishes(subscription, queue, token.offset, (token.index,), self)
 
         return handle
+
+    def sends(self, member: Member, delivered: Delivered) -> None:
+        """To a member of a group."""
+        name, one = next(
+            (name, one) for name, one in self.manager.served.items()
+            if isinstance(one.service, Group) and one.service.members.get(member.id) is member
+        )  # fmt: skip
+        queue, offset = delivered.queue, delivered.batch.offset
+        delivery = one.deliveries.get(queue)
+        if delivery is None or delivery.generation < self.world.model.generations[name]:
+            return  # this silo has not heard of the seek
+        indexes = range(delivered.batch.count) if delivered.indexes is None else delivered.indexes
+        self.world.model.sends(name, queue, offset, indexes, self.epoch(queue), self.name)
 
     # ---- calls of consumers and of other silos ---------------------------------------------------------------------
 
