@@ -107,7 +107,7 @@ class Consumer(SubscriptionHandle):
             self.holdings, self._opening, self._accepted, on_batches=self._take, on_response=self._hear,
             on_change=self._changed,
         )  # fmt: skip
-        self._router = self._new_router()
+        self._begin_sessions()
         self._task = asyncio.create_task(self._run(), name=f"headrace consumer {plan.name}")
 
     def __repr__(self) -> str:
@@ -232,7 +232,6 @@ class Consumer(SubscriptionHandle):
 
     async def _keep_sessions(self) -> None:
         while True:
-            self.holdings.begin()
             try:
                 await self._router.run()
             except HeadraceError as error:
@@ -240,16 +239,18 @@ class Consumer(SubscriptionHandle):
                     raise
             if self.holdings.is_saved:
                 return
-            self._router = self._new_router()  # a session was lost while closing: attach again
+            self._begin_sessions()  # a session was lost while closing: attach again
 
-    def _new_router(self) -> Router:
-        return Router(
+    def _begin_sessions(self) -> None:
+        """Make a new router, and grant it credit, before the user can ask for batches."""
+        self._router = Router(
             self._user,
             TransportCalls(self._connection),
             timeout_s=self._plan.timeout_s,
             on_open=lambda: self._set_state(SessionState.OPEN),
             on_reconnecting=self._reconnecting,
         )
+        self.holdings.begin()
 
     def _reconnecting(self, error: HeadraceError) -> None:
         if not self._closing:

@@ -177,16 +177,20 @@ class CreditLedger:
         """
         total, weights = self.total, sum(account.weight for account in self._accounts.values())
         loans: list[Loan] = []
+        short = False
         for session in list(self._starved):
             account = self._accounts[session]
             if account.reclaiming:
                 continue  # the credit that it seems to have is on its way back
             loan = self._for_starved(session, account, total, account.weight / weights)
             if loan is None:
-                return CreditDecision(_merged(loans), self._to_reclaim(patient=patient))
+                short = True  # another one may need only what is left
+                continue
             loans.append(loan)
             account.granted = True
             self._clear(session, account)
+        if short:
+            return CreditDecision(_merged(loans), self._to_reclaim(patient=patient))
         return CreditDecision(_merged([*loans, *self._spread(total, weights)]), ())
 
     def _for_starved(self, session: int, account: _Account, total: CreditAmount, share: float) -> Loan | None:

@@ -141,7 +141,11 @@ class Link:
             self._hear(response)
         if delivered and self._void:
             delivered, frames = self._without_void(delivered, frames)
-        if delivered and not self.is_closing:  # otherwise the silo gives the events to other consumers
+        if not delivered:
+            return
+        if self.is_closing:  # the silo gives these events to other consumers
+            self._links.ledger.grant(sum([each.batch.count for each in delivered]), len(frames))
+        else:
             self._links.user.take(self, delivered, frames)
 
     def _hear(self, response: pb.SubscribeResponse) -> None:

@@ -125,6 +125,19 @@ def test_the_credit_of_a_session_that_ends_is_free():
     assert lent(credit.decide()) == {1: (50, 500)}
 
 
+def test_a_session_that_lacks_bytes_gets_them_although_another_one_lacks_events():
+    credit = ledger(1, 2)
+    credit.grant(1, 50)
+    credit.decide()
+    credit.starve(2)
+    credit.decide()  # the only event goes to 2
+    credit.starve(1)
+    credit.decide()
+    credit.starve(2, 90)
+    credit.grant(0, 100)
+    assert lent(credit.decide())[2][1] > 0
+
+
 def test_credit_is_bounded():
     credit = ledger(1)
     for _ in range(3):
