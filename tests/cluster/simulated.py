@@ -811,7 +811,7 @@ class Life:
         unharmed = all(silo.killed_at is None for silo in world.ever)
         if unharmed and world.kind in ("planned", "moves") and world.model.again:
             world.problem(f"{world.model.again} events came twice, and all moves were planned")
-        if unharmed and world.kind in ("planned", "moves", "outages") and world.cuts:
+        if unharmed and world.kind in ("planned", "outages") and world.cuts:
             world.problem(f"{world.cuts} queues were lost for no reason")
         await self._look_at_dead_letters()
 
