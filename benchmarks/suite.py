@@ -278,7 +278,7 @@ def command(only: Sequence[str], peers: Sequence[str], *, no_peers: bool, rounds
         names = ", ".join(section.name for section in found)
         raise click.UsageError(f"there is no section {', '.join(sorted(unknown))}; there are: {names}")
     click.echo(f"{machine(PACKAGES)}\n")
-    click.echo(f"Command: `{shlex.join(['headrace', 'bench', *sys.argv[2:]])}`. Medians of {rounds} rounds.\n")
+    click.echo(f"Command: `{shlex.join(['python', '-m', 'benchmarks', *sys.argv[1:]])}`. Medians of {rounds} rounds.\n")
     for section in found:
         if not only or section.name in only:
             click.echo(f"{section.title}:", err=True)

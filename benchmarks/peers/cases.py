@@ -7,7 +7,9 @@ import importlib
 import os
 import struct
 import time
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager as Connection
+from contextlib import AsyncExitStack
 
 from ..results import Latency
 from ..worker import StartingGate
@@ -27,6 +29,13 @@ def publish(gate: StartingGate, *, client: str, address: str, events: int, size:
 
 def consume(gate: StartingGate, *, client: str, address: str, events: int, size: int, batch: int) -> None:
     asyncio.run(_consume(gate, _find(client).consumer(address, batch=batch), events, size))
+
+
+def consume_each(
+    gate: StartingGate, *, client: str, address: str, events: int, size: int, batch: int, consumers: int
+) -> None:
+    connections = [_find(client).consumer(address, batch=batch, number=number) for number in range(consumers)]
+    asyncio.run(_consume_each(gate, connections, events, size))
 
 
 def publish_paced(gate: StartingGate, *, client: str, address: str, events: int, size: int, rate: int) -> None:
@@ -54,13 +63,29 @@ async def _publish(gate: StartingGate, connection: Connection[Producer], events:
 async def _consume(gate: StartingGate, connection: Connection[PeerConsumer], events: int, size: int) -> None:
     async with connection as consumer:
         gate.wait()
-        count = volume = 0
-        while count < events:
-            payloads = await consumer.receive()
-            count += len(payloads)
-            volume += sum(map(len, payloads))
-        await consumer.finish()
+        await _take(consumer, events, size)
         gate.done()
+
+
+async def _consume_each(
+    gate: StartingGate, connections: Sequence[Connection[PeerConsumer]], events: int, size: int
+) -> None:
+    async with AsyncExitStack() as stack:
+        consumers = [await stack.enter_async_context(connection) for connection in connections]
+        gate.wait()
+        async with asyncio.TaskGroup() as group:
+            for consumer in consumers:
+                group.create_task(_take(consumer, events, size))
+        gate.done()
+
+
+async def _take(consumer: PeerConsumer, events: int, size: int) -> None:
+    count = volume = 0
+    while count < events:
+        payloads = await consumer.receive()
+        count += len(payloads)
+        volume += sum(map(len, payloads))
+    await consumer.finish()
     if (count, volume) != (events, events * size):
         raise RuntimeError(f"{count:,} events with {volume:,} bytes came, of {events:,} with {events * size:,}")
 

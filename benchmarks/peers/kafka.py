@@ -90,13 +90,15 @@ class _Client:
         yield _Producer(producer)
 
     @asynccontextmanager
-    async def consumer(self, address: str, *, batch: int, paced: bool = False) -> AsyncGenerator[PeerConsumer]:
+    async def consumer(
+        self, address: str, *, batch: int, paced: bool = False, number: int = 0
+    ) -> AsyncGenerator[PeerConsumer]:
         from confluent_kafka import OFFSET_BEGINNING, TopicPartition  # noqa: PLC0415
         from confluent_kafka import Consumer as KafkaConsumer  # noqa: PLC0415
 
         settings: dict[str, str | int | bool] = {
             "bootstrap.servers": address,
-            "group.id": GROUP,
+            "group.id": f"{GROUP}-{number}",
             "enable.auto.commit": False,
             "fetch.wait.max.ms": FETCH_WAIT_PACED_MS if paced else FETCH_WAIT_MS,
         }

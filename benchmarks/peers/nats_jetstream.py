@@ -58,7 +58,7 @@ class NatsServer(Server):
         )
 
     def ping(self) -> bool:
-        """Create the stream and its consumer, as a client does: the port is open before JetStream is."""
+        """Create the stream, as a client does: the port is open before JetStream is."""
         socket.create_connection((LOOPBACK, self.port), timeout=1).close()
         return asyncio.run(_create(self.address))
 
@@ -67,13 +67,9 @@ async def _create(address: str) -> bool:
     from nats.errors import NoRespondersError  # noqa: PLC0415 (only in the process that uses it)
     from nats.js import api, errors  # noqa: PLC0415
 
-    settings = api.ConsumerConfig(
-        durable_name=CONSUMER, ack_policy=api.AckPolicy.ALL, max_ack_pending=10 * UNACKNOWLEDGED
-    )
     async with _connected(address) as jetstream:
         try:
             await jetstream.add_stream(name=STREAM, subjects=[SUBJECT], storage=api.StorageType.FILE)
-            await jetstream.add_consumer(STREAM, settings)
         except (NoRespondersError, errors.ServiceUnavailableError):
             return False
     return True
@@ -98,10 +94,19 @@ class _Client:
             yield _Producer(jetstream)
 
     @asynccontextmanager
-    async def consumer(self, address: str, *, batch: int, paced: bool = False) -> AsyncGenerator[PeerConsumer]:
+    async def consumer(
+        self, address: str, *, batch: int, paced: bool = False, number: int = 0
+    ) -> AsyncGenerator[PeerConsumer]:
+        from nats.js import api  # noqa: PLC0415 (only in the process that uses it)
+
+        name = f"{CONSUMER}-{number}"
+        settings = api.ConsumerConfig(
+            durable_name=name, ack_policy=api.AckPolicy.ALL, max_ack_pending=10 * UNACKNOWLEDGED
+        )
         async with _connected(address) as jetstream:
+            await jetstream.add_consumer(STREAM, settings)
             wait_s = FETCH_PACED_S if paced else FETCH_S
-            yield _Consumer(await jetstream.pull_subscribe_bind(CONSUMER, STREAM), batch, wait_s)
+            yield _Consumer(await jetstream.pull_subscribe_bind(name, STREAM), batch, wait_s)
 
 
 class _Producer:

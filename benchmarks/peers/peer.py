@@ -1,9 +1,9 @@
 """How another system is measured: the same cases for each, over a small client of its own.
 
 `publish`: from the first send until everything is acknowledged. `end_to_end`: producer and consumer, two processes,
-from the first send until the consumer has acknowledged everything. `latency`: events at a steady rate, stamped just
-before they are sent, until the consumer has them. One queue or stream, payloads of opaque bytes, a fresh server for
-each run.
+from the first send until the consumer has acknowledged everything. `fan_out`: consumers in one process that each read a
+backlog, until each has acknowledged everything. `latency`: events at a steady rate, stamped just before they are sent,
+until the consumer has them. One queue or stream, payloads of opaque bytes, a fresh server for each run.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ class PeerConsumer(Protocol):
 class PeerClient(Protocol):
     """The producing and the consuming side of one system; both are ready to go when entered.
 
-    `batch` is how many events go together. `paced` is for latency: nothing waits for company.
+    `batch` is how many events go together. `paced` is for latency: nothing waits for company. Consumers with different
+    numbers each get everything.
     """
 
     def producer(self, address: str, *, batch: int, paced: bool = False) -> AbstractAsyncContextManager[Producer]: ...
 
     def consumer(
-        self, address: str, *, batch: int, paced: bool = False
+        self, address: str, *, batch: int, paced: bool = False, number: int = 0
     ) -> AbstractAsyncContextManager[PeerConsumer]: ...
 
 
@@ -75,6 +76,14 @@ class Peer(ABC):
         with self._server() as server:
             jobs = [self._job("consumer", "consume", server, args), self._job("producer", "publish", server, args)]
             outcome = together(jobs, server=server)
+        return outcome.to_result(events=events, size=size)
+
+    def fan_out(self, *, events: int, size: int, batch: int, consumers: int) -> Result:
+        args = {"events": events, "size": size, "batch": batch}
+        with self._server() as server:
+            together([self._job("producer", "publish", server, args)], server=server)
+            consume = self._job("consumers", "consume_each", server, {**args, "consumers": consumers})
+            outcome = together([consume], server=server)
         return outcome.to_result(events=events, size=size)
 
     def latency(self, *, rate: int = 2000, seconds: float = 5.0, size: int = 1024) -> Result:

@@ -106,13 +106,21 @@ class _Client:
             yield _Producer(producer, limit=UNCONFIRMED_PACED if paced else UNCONFIRMED_BATCHES * batch)
 
     @asynccontextmanager
-    async def consumer(self, address: str, *, batch: int, paced: bool = False) -> AsyncGenerator[PeerConsumer]:
+    async def consumer(
+        self, address: str, *, batch: int, paced: bool = False, number: int = 0
+    ) -> AsyncGenerator[PeerConsumer]:
         from rstream import Consumer as StreamConsumer  # noqa: PLC0415
+        from rstream import ConsumerOffsetSpecification, OffsetType  # noqa: PLC0415
 
         host, _, port = address.partition(":")
         async with StreamConsumer(host, int(port), username=USER, password=USER) as consumer:
-            mailbox = _Consumer(consumer, batch)
-            await consumer.subscribe(STREAM, cast("Any", mailbox.put), initial_credit=CREDIT_CHUNKS)
+            mailbox = _Consumer(consumer, f"{REFERENCE}-{number}", batch)
+            await consumer.subscribe(
+                STREAM,
+                cast("Any", mailbox.put),
+                offset_specification=ConsumerOffsetSpecification(OffsetType.FIRST, None),
+                initial_credit=CREDIT_CHUNKS,
+            )
             yield mailbox
 
 
@@ -149,8 +157,9 @@ class _Producer:
 class _Consumer:
     """Collects the callback's messages; stores the offset after each `batch` events."""
 
-    def __init__(self, consumer: StreamConsumer, batch: int) -> None:
+    def __init__(self, consumer: StreamConsumer, reference: str, batch: int) -> None:
         self._consumer = consumer
+        self._reference = reference
         self._batch = batch
         self._payloads: list[bytes] = []
         self._offset = 0
@@ -177,7 +186,7 @@ class _Consumer:
 
     async def _store(self) -> None:
         self._unstored = 0
-        await self._consumer.store_offset(STREAM, REFERENCE, self._offset)
+        await self._consumer.store_offset(STREAM, self._reference, self._offset)
 
 
 client = _Client()

@@ -40,10 +40,13 @@ class _Client:
             yield _Producer(redis)
 
     @asynccontextmanager
-    async def consumer(self, address: str, *, batch: int, paced: bool = False) -> AsyncGenerator[PeerConsumer]:
+    async def consumer(
+        self, address: str, *, batch: int, paced: bool = False, number: int = 0
+    ) -> AsyncGenerator[PeerConsumer]:
         async with self._connected(address) as redis:
-            await redis.create_group()
-            yield _Consumer(redis, batch)
+            group = f"{GROUP}-{number}"
+            await redis.create_group(group)
+            yield _Consumer(redis, group, batch)
 
     @asynccontextmanager
     async def _connected(self, address: str) -> AsyncGenerator[_Redis]:
@@ -71,8 +74,8 @@ class _Redis:
             pipeline.execute_command(*command)
         return pipeline.execute() if self._blocking else await pipeline.execute()
 
-    async def create_group(self) -> None:
-        await self.run([("XGROUP", "CREATE", STREAM, GROUP, "0", "MKSTREAM")])
+    async def create_group(self, group: str) -> None:
+        await self.run([("XGROUP", "CREATE", STREAM, group, "0", "MKSTREAM")])
 
     async def aclose(self) -> None:
         if self._blocking:
@@ -93,9 +96,10 @@ class _Producer:
 
 
 class _Consumer:
-    def __init__(self, redis: _Redis, batch: int) -> None:
+    def __init__(self, redis: _Redis, group: str, batch: int) -> None:
         self._redis = redis
-        self._read = ("XREADGROUP", "GROUP", GROUP, "one", "COUNT", batch, "BLOCK", BLOCK_MS, "STREAMS", STREAM, ">")
+        self._group = group
+        self._read = ("XREADGROUP", "GROUP", group, "one", "COUNT", batch, "BLOCK", BLOCK_MS, "STREAMS", STREAM, ">")
         self._unacknowledged: list[bytes] = []
 
     async def receive(self) -> Sequence[bytes]:
@@ -111,7 +115,7 @@ class _Consumer:
 
     def _acknowledgement(self) -> list[tuple[Any, ...]]:
         acknowledged, self._unacknowledged = self._unacknowledged, []
-        return [("XACK", STREAM, GROUP, *acknowledged)] if acknowledged else []
+        return [("XACK", STREAM, self._group, *acknowledged)] if acknowledged else []
 
 
 blocking = _Client(blocking=True)
