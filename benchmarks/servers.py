@@ -351,7 +351,7 @@ def find_program(name: str, *, debian_package: str, folders: Sequence[str] = ())
     advice = f"install it (Debian: apt-get install {debian_package}), or say where it is in {variable}"
     if os.environ.get(INSTALL) != "1":
         raise NotAvailable(f"{name} is not installed: {advice}")
-    with _installing():
+    with installing():
         if shutil.which(name, path=path) is None:
             _apt_install(debian_package, advice)
     found = shutil.which(name, path=path)
@@ -361,7 +361,7 @@ def find_program(name: str, *, debian_package: str, folders: Sequence[str] = ())
 
 
 @contextmanager
-def _installing() -> Generator[None]:
+def installing() -> Generator[None]:
     """One process of this account at a time: apt refuses a second one."""
     with Path(tempfile.gettempdir(), f"headrace-installing-{os.geteuid()}").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -48,6 +48,7 @@ settings.load_profile(PROFILE)
 
 LONGEST = (
     "tests/spark",
+    "tests/adapters/kafka",
     "tests/examples/test_node.py",
     "tests/silo/test_gateway.py",
     "tests/cli/test_cli_cluster.py",
@@ -68,8 +69,10 @@ LONGEST = (
     "tests/type_checking/test_type_checkers.py",
     "tests/storage/test_power_loss.py",
 )
-"""Files that take longest for their number of tests, and the folder with Spark. At the end, one process would run them
+"""Files that take longest for their number of tests, and folders of one process. At the end, one process would run them
 while the others have nothing to do."""
+FOLDERS_OF_ONE_PROCESS = ("tests/spark", "tests/adapters/kafka")
+"""Their tests share a JVM: Spark, and Kafka's broker."""
 
 
 class WorkQueue(OrderedDict[str, dict[str, bool]]):
@@ -81,14 +84,15 @@ class WorkQueue(OrderedDict[str, dict[str, bool]]):
 
 
 class FileScheduling(LoadFileScheduling):
-    """One process runs all tests of a file, and one process all tests of Spark: they share a JVM."""
+    """One process runs all tests of a file, and one process all tests of each of `FOLDERS_OF_ONE_PROCESS`."""
 
     def __init__(self, config: pytest.Config, log: Producer) -> None:
         super().__init__(config, log)
         self.workqueue = WorkQueue()
 
     def _split_scope(self, nodeid: str) -> str:
-        return "tests/spark" if nodeid.startswith("tests/spark/") else super()._split_scope(nodeid)
+        folders = (folder for folder in FOLDERS_OF_ONE_PROCESS if nodeid.startswith(f"{folder}/"))
+        return next(folders, None) or super()._split_scope(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from benchmarks.kafka_servers import KafkaServer
 from benchmarks.servers import PostgresServer, RedisServer, find_program
 
 _numbers = itertools.count()
@@ -67,4 +68,11 @@ def valkey_server() -> Iterator[ValkeyServer]:
 def redis_and_valkey(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
     """In place of `redis_server`, for tests that run on both."""
     with request.param() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def kafka_server() -> Iterator[KafkaServer]:
+    """One broker of Apache Kafka for the whole run: use topics of your own."""
+    with KafkaServer() as server:
         yield server
