@@ -116,7 +116,7 @@ class PullingAgent:
             await delivery.stop(drain_s)
         finally:
             await self.catch_ups.stop(name)
-            checkpoint = delivery.progress.checkpoint(limit=None)
+            checkpoint = delivery.progress.checkpoint()
             if self.main is not None:
                 self.main.leave(delivery)
             delivery.progress.end()

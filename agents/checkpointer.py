@@ -179,10 +179,9 @@ def _unsaved(served: ServedSubscription) -> dict[int, UnsavedProgress]:
 
 
 def _marks(served: ServedSubscription) -> dict[int, Sequence[Mark]]:
-    """Reports that the progress has which `_unsaved` has just read. If its checkpoint is not complete, there are
-    none."""
-    deliveries, stored = served.deliveries.items(), served.service.stored
-    return {queue: delivery.marks() for queue, delivery in deliveries if delivery.progress.exact or not stored}
+    """Reports that the progress has which `_unsaved` has just read. If its checkpoint is held back, there are none."""
+    deliveries = served.deliveries.items()
+    return {queue: delivery.marks() for queue, delivery in deliveries if not delivery.progress.held_back}
 
 
 def _confirm(marks: Mapping[int, Sequence[Mark]], refused: AbstractSet[int]) -> None:

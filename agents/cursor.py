@@ -166,16 +166,13 @@ class StreamCursor(Cursor):
         assert self.done is not None
         self.done = {offset: done for offset, done in self.done.items() if offset >= self._offset} or None
 
-    def done_ranges(self, most: int) -> tuple[tuple[int, int, int], ...]:
-        """Ranges of events after the position that are done, as (offset, first index, end index exclusive). Return the
-        first `most` ranges."""
+    def done_ranges(self) -> tuple[tuple[int, int, int], ...]:
+        """Ranges of events after the position that are done, as (offset, first index, end index exclusive)."""
         ranges: list[tuple[int, int, int]] = []
         if self.done is not None:
             for offset in sorted(self.done):
                 ranges += _ranges(offset, self.done[offset], self.token)
-                if len(ranges) > most:
-                    break
-        return tuple(ranges[:most])
+        return tuple(ranges)
 
 
 def _ranges(offset: int, done: set[int], after: SequenceToken) -> list[tuple[int, int, int]]:

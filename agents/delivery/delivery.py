@@ -93,7 +93,7 @@ class Delivery(ABC):
         """The epoch of the queue's lease. Without leases, the same as `epoch`."""
         self.generation = generation
         """The generation of the subscription."""
-        self.progress = DeliveryProgress(checkpoint, asyncio.get_running_loop().time())
+        self.progress = DeliveryProgress(checkpoint)
         self.waiters = ProgressWaiters(self.progress, self.name, queue)
         self.on_parked: Callable[[StreamCursor], None] = lambda _: None
         """Called when a parked cursor needs a feed: none will bring its next batch. Only the agent sets it."""

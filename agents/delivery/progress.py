@@ -6,8 +6,6 @@ in proportion to the cursors. So changes are counted: no checkpoint is made whil
 
 from __future__ import annotations
 
-import sys
-from heapq import nsmallest
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ...streams.errors import CorruptRecord
@@ -20,12 +18,12 @@ from ..cursor import PARKED, State, StreamCursor
 if TYPE_CHECKING:
     from .delivery import Delivery
 
-MAX_BEHIND = 4000
-"""Most streams behind that a periodic checkpoint lists. The checkpoint of a clean stop lists all."""
-MAX_RANGES = 10_000
-"""Most ranges of events done out of order that a periodic checkpoint lists."""
-FULL_S = 10.0
-"""If periodic checkpoints left something out for so long, the next one is complete, in seconds."""
+MAX_ENTRIES = 4000
+"""After a checkpoint with more streams behind and ranges of done events together, the next ones are held back."""
+ENTRIES_PER_S = 40_000
+"""While checkpoints are held back, so many streams and ranges are written in a second."""
+HELD_BACK_S = 10.0
+"""The longest time for which checkpoints are held back, in seconds."""
 
 
 class BatchSource(Protocol):
@@ -50,8 +48,6 @@ class UnsavedProgress(NamedTuple):
 
     progress: DeliveryProgress
     checkpoint: Checkpoint
-    complete: bool
-    made_at: float
     changes: int
     position: int
 
@@ -63,7 +59,7 @@ class UnsavedProgress(NamedTuple):
 class DeliveryProgress:
     """The position and the cursors. `touch` it after each change of a cursor's position."""
 
-    def __init__(self, checkpoint: Checkpoint, now: float) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         self.base = checkpoint.next_offset
         """The position without a feed. A feed that reads beyond it moves the position, but not `base`."""
         self.feed: BatchSource | None = None
@@ -73,9 +69,9 @@ class DeliveryProgress:
         }
         self.damage: CorruptRecord | None = None
         """The damaged record that stopped the last catch-up."""
-        self.exact = True
-        """Whether the last checkpoint of `unsaved` was complete. If it returned None: whether the saved one is."""
-        self._exact_at = now
+        self.held_back = False
+        """Whether the last call of `unsaved` returned None although the saved checkpoint does not hold any more."""
+        self._held_back_until = 0.0
         self._changes = 0
         self._saved: UnsavedProgress | None = None
 
@@ -199,64 +195,38 @@ class DeliveryProgress:
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
-    def checkpoint(self, *, limit: int | None = MAX_BEHIND) -> Checkpoint:
-        """The progress at this moment.
-
-        With more than `limit` streams behind, the position goes back until at most `limit` streams are behind it. Of
-        the events done out of order, the checkpoint lists at most `MAX_RANGES` ranges. Some completed events then come
-        again after a crash; none is lost. Without a limit the checkpoint is complete."""
-        return self._list(limit)[0]
+    def checkpoint(self) -> Checkpoint:
+        """The progress at this moment. It lists all streams behind, and all ranges of events done out of order: a
+        stored checkpoint may never lack an event that an earlier one has, because consumers know that it is saved."""
+        position = self.position
+        here = SequenceToken(position)
+        behind: dict[StreamId, Behind] = {}
+        for cursor in self.cursors.values():
+            token, paused = self.needed(cursor), cursor.trouble.paused if cursor.trouble else ""
+            done = cursor.done_ranges() if cursor.done is not None else ()
+            # Streams ahead of the position count, too: a catch-up may be further than a main feed that started again.
+            if token != here or paused or done:
+                behind[cursor.stream] = Behind(token, paused, done)
+        return Checkpoint(position, behind)
 
     def unsaved(self, now: float) -> UnsavedProgress | None:
         """Return a checkpoint that is to be saved, None if the one that was saved last still holds. Call its
         `note_saved` once it is stored.
 
-        The checkpoint has a limit. But if no saved checkpoint was complete for `FULL_S` seconds, this one is, however
-        large it becomes: consumers wait for the confirmation that their progress is saved."""
-        if self._is_saved(now):
+        After a large checkpoint the next one is held back for a while, so that the store keeps up."""
+        self.held_back = False
+        saved, position = self._saved, self.position
+        if saved is not None and saved.changes == self._changes and saved.position == position:
             return None
-        checkpoint, self.exact = self._list(None if now - self._exact_at >= FULL_S else MAX_BEHIND)
-        return UnsavedProgress(self, checkpoint, self.exact, now, self._changes, self.position)
+        self.held_back = now < self._held_back_until
+        if self.held_back:
+            return None
+        checkpoint = self.checkpoint()
+        entries = sum(1 + len(behind.done) for behind in checkpoint.behind.values())
+        if entries > MAX_ENTRIES:
+            self._held_back_until = now + min(entries / ENTRIES_PER_S, HELD_BACK_S)
+        return UnsavedProgress(self, checkpoint, self._changes, position)
 
     def note_saved(self, saved: UnsavedProgress) -> None:
         """This result of `unsaved` is stored."""
         self._saved = saved
-        if saved.complete:
-            self._exact_at = saved.made_at
-
-    def _is_saved(self, now: float) -> bool:
-        saved = self._saved
-        if saved is None or saved.changes != self._changes:
-            return False
-        holds = saved.position == self.position
-        if not saved.complete:
-            # A checkpoint below `saved.position` lists no streams that began after it was made: it still holds.
-            holds = (holds or saved.checkpoint.next_offset < saved.position) and now - self._exact_at < FULL_S
-        elif holds:
-            self._exact_at = now
-        self.exact = saved.complete
-        return holds
-
-    def _list(self, limit: int | None) -> tuple[Checkpoint, bool]:
-        """Return a checkpoint, and whether it is complete."""
-        position = self.position
-        here = SequenceToken(position)
-        room = sys.maxsize if limit is None else MAX_RANGES
-        exact = True
-        behind: dict[StreamId, Behind] = {}
-        for cursor in self.cursors.values():
-            token, paused = self.needed(cursor), cursor.trouble.paused if cursor.trouble else ""
-            done: tuple[tuple[int, int, int], ...] = ()
-            if cursor.done is not None:
-                done = cursor.done_ranges(room + 1)
-                exact = exact and len(done) <= room
-                done = done[:room]
-                room -= len(done)
-            # Streams ahead of the position count, too: a catch-up may be further than a main feed that started again.
-            if token != here or paused or done:
-                behind[cursor.stream] = Behind(token, paused, done)
-        if limit is not None and len(behind) > limit:
-            exact = False
-            position = min(position, nsmallest(limit + 1, (b.token.offset for b in behind.values()))[-1])
-            behind = {stream: b for stream, b in behind.items() if b.token.offset < position}
-        return Checkpoint(position, behind), exact

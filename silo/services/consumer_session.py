@@ -28,6 +28,8 @@ MAX_REFUSED = 1000
 """Refusals that wait to be sent; more are dropped."""
 MAX_GAPS = 100
 """Gaps that wait to be sent; the oldest are dropped."""
+POSITION_BYTES_PER_S = 2 << 20
+"""So many bytes of positions are sent in a second, to a client that keeps positions."""
 DRAIN_CHECK_S = 0.05
 """How often a session that drains checks whether all events in flight are acknowledged, in seconds."""
 STOPS = "the silo stops: connect again, to this one or to another"
@@ -81,6 +83,8 @@ class ConsumerSession:
         self._positions_due = False
         self._positions: dict[int, bytes] = {}
         """The positions that the client was told last, by queue."""
+        self._positions_at = 0.0
+        """Loop time from which on the client is told positions, and what is saved."""
         self._pending = pb.SubscribeResponse(opened=self._opened())
         """The next response, without its batches and statuses."""
         self._pending.gaps.extend(map(wire.gap_message, target.gaps))
@@ -226,18 +230,23 @@ class ConsumerSession:
         return response.SerializeToString()
 
     def _add_saved(self) -> None:
+        if self._keeps_positions and self._loop.time() < self._positions_at and not self._closing:
+            return  # what is saved waits: positions have to come with it
         saved = {
             queue: pb.Saved(queue=queue, epoch=each.epoch, number=each.number, unconfirmed=each.unconfirmed)
             for queue, each in self._member.take_confirmed().items()
         }
         if self._positions_due or (saved and self._keeps_positions):
             self._positions_due = False
+            size = 0
             for queue, checkpoint in self._group.positions().items():
                 token, status = position_token(checkpoint), self._group.status(self._member, queue)
                 if status is not None and self._positions.get(queue) != token:
                     self._positions[queue] = token
+                    size += len(token)
                     each = saved.setdefault(queue, pb.Saved(queue=queue, epoch=status[0]))
                     each.position.CopyFrom(pb.Position(queue=queue, token=token))
+            self._positions_at = self._loop.time() + size / POSITION_BYTES_PER_S
         self._pending.saved.extend(saved.values())
 
     def _progress(self) -> pb.Progress:

@@ -141,7 +141,7 @@ class Circle:
         """Store checkpoints of all queues as the checkpointer does, and confirm what they have."""
         for lane in self.lanes:
             unsaved = lane.delivery.unsaved()
-            marks = lane.delivery.marks() if lane.delivery.progress.exact or not self.group.stored else ()
+            marks = () if lane.delivery.progress.held_back else lane.delivery.marks()
             if not fails and lane.queue not in refused:
                 if unsaved is not None:
                     unsaved.note_saved()
@@ -151,7 +151,7 @@ class Circle:
     async def stop(self, drain_s: float = 0.0) -> Checkpoint:
         """Stop, and return the exact progress in the first queue."""
         await asyncio.gather(*(lane.delivery.stop(drain_s) for lane in self.lanes))
-        return self.lane.delivery.progress.checkpoint(limit=None)
+        return self.lane.delivery.progress.checkpoint()
 
     async def __aenter__(self) -> Self:
         return self

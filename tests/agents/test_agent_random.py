@@ -28,7 +28,7 @@ def simulate(seed: int, *, kind: str = "rewindable", steps: int = 60) -> World:
     latency = rng.choice((0.0, 0.0, 0.01, 0.1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("headrace.agents.checkpointer.CHECKPOINT_S", 1.0)  # so that crashes find more that is not saved
-        patch.setattr("headrace.agents.delivery.progress.MAX_BEHIND", (2, 4000)[seed % 2])
+        patch.setattr("headrace.agents.delivery.progress.MAX_ENTRIES", (2, 4000)[seed % 2])
         # Two clocks are real ones.
         patch.setattr("headrace.streams.handler_workers.TURN_S", rng.choice((-1.0, math.inf)))
         patch.setattr("headrace.agents.feed.monotonic", lambda: 0.0, raising=False)

@@ -314,7 +314,7 @@ async def test_a_subscription_that_is_held_stops_at_once_and_keeps_its_place(on_
         began = now()
         await line.delivery.stop(10.0)
         assert now() - began <= FAILING_TAKES_S
-        checkpoint = line.delivery.progress.checkpoint(limit=None)
+        checkpoint = line.delivery.progress.checkpoint()
         assert len(checkpoint.behind) == 50
         assert line.sink.dead == []
         assert line.sink.gaps == []

@@ -25,7 +25,6 @@ from headrace import (
 )
 from headrace.adapters import QueueAdapter
 from headrace.agents import CacheLimits, Delivery, HandlerService, PullingAgent, PullingManager
-from headrace.agents.delivery import progress
 from headrace.agents.failure_recorder import FailureRecorder
 from headrace.store.control_store import ControlStore
 from headrace.streams.handlers import Handler
@@ -83,8 +82,8 @@ def check_saved(manager: PullingManager, problem: Callable[[str], None]) -> None
     """A delivery that has nothing unsaved is where its stored checkpoint says."""
     for name, served in manager.served.items():
         for queue, delivery in served.deliveries.items():
-            if delivery.unsaved() is None:
-                now = delivery.progress.checkpoint(limit=None if delivery.progress.exact else progress.MAX_BEHIND)
+            if delivery.unsaved() is None and not delivery.progress.held_back:
+                now = delivery.progress.checkpoint()
                 if served.saved[queue] != now:
                     problem(f"{name} does not say that it is at {now}, not at {served.saved[queue]}")
 

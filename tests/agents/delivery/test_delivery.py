@@ -12,7 +12,6 @@ import pytest
 
 from headrace import Closed, Event, EventBatch, OnFailure, RetryPolicy, SequenceToken, StorageError
 from headrace.agents.cursor import State
-from headrace.agents.delivery.progress import MAX_BEHIND
 from headrace.streams.handler_workers import TURN_S
 from headrace.streams.subscriptions import Behind, Checkpoint
 from tests.agents.line import Line, Recorder, stream, until
@@ -563,27 +562,10 @@ async def test_a_delivery_goes_on_exactly_where_a_checkpoint_says() -> None:
     assert sorted(recorder.seen) == ["a1", "a2", "b2", "h1"]
 
 
-async def test_with_too_many_streams_behind_the_position_goes_back() -> None:
-    recorder = Recorder()
-    count = MAX_BEHIND + 100
-    for number in range(count):
-        recorder.hold(f"stuck{number}")
-    async with Line(recorder, concurrency=10, max_events=1_000_000) as line:
-        line.publish_all((f"k{number}", f"stuck{number}".encode()) for number in range(count))
-        line.publish_all((f"done{number}", b"x") for number in range(10))
-        exact, bounded = line.delivery.progress.checkpoint(limit=None), line.delivery.progress.checkpoint()
-    assert len(exact.behind) == count + 10
-    assert exact.next_offset == count + 10
-    assert bounded.next_offset == len(bounded.behind) == MAX_BEHIND
-    assert bounded.watermark == exact.watermark == 0
-    assert all(bounded.wants(key, token.token.offset) for key, token in exact.behind.items())
-
-
 async def test_the_position_never_goes_up_because_many_streams_are_ahead() -> None:
     ahead = {stream(f"k{number}"): Behind(SequenceToken(100 + number)) for number in range(10)}
     async with Line(Recorder(), checkpoint=Checkpoint(7, ahead)) as line:
-        assert line.delivery.progress.checkpoint(limit=None) == Checkpoint(7, ahead)
-        assert line.delivery.progress.checkpoint(limit=5) == Checkpoint(7)
+        assert line.delivery.progress.checkpoint() == Checkpoint(7, ahead)
 
 
 async def test_nothing_of_streams_that_are_not_selected_is_kept() -> None:
@@ -662,7 +644,7 @@ async def test_a_stop_lets_the_present_event_end_and_starts_no_other() -> None:
     await stopping
     assert recorder.seen == ["0", "1"]
     assert recorder.started == ["0", "1"]
-    assert line.delivery.progress.checkpoint(limit=None) == Checkpoint(
+    assert line.delivery.progress.checkpoint() == Checkpoint(
         2, {stream("a"): Behind(SequenceToken(0, 2)), stream("b"): Behind(SequenceToken(1, 0))}
     )
 
@@ -679,7 +661,7 @@ async def test_a_handler_that_does_not_end_in_time_is_cancelled_and_its_event_no
     await line.delivery.stop(2.5)
     assert loop.time() - began == 2.5
     assert recorder.running == 0
-    assert line.delivery.progress.checkpoint(limit=None) == Checkpoint(1, {stream("a"): Behind(SequenceToken(0, 1))})
+    assert line.delivery.progress.checkpoint() == Checkpoint(1, {stream("a"): Behind(SequenceToken(0, 1))})
 
 
 @virtual_time

@@ -36,7 +36,7 @@ def simulate(seed: int, *, kind: str = "rewindable", events: int = 10_000) -> Wo
     step = rng.choice((0.0, 0.0003, 1.0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("headrace.agents.checkpointer.CHECKPOINT_S", 1.0)  # so that crashes find more that is not saved
-        patch.setattr("headrace.agents.delivery.progress.MAX_BEHIND", (2, 4000)[seed % 2])
+        patch.setattr("headrace.agents.delivery.progress.MAX_ENTRIES", (2, 4000)[seed % 2])
         # These clocks are real ones.
         for module in ("edge", "group_delivery"):
             patch.setattr(f"headrace.agents.delivery.{module}.perf_counter", lambda: next(ticks) * step)

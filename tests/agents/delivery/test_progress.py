@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from headrace import CorruptRecord, EventBatch, SequenceToken
 from headrace.agents import Delivery, QueueCache
 from headrace.agents.cursor import StreamCursor
-from headrace.agents.delivery.progress import FULL_S, MAX_BEHIND, DeliveryProgress, UnsavedProgress
+from headrace.agents.delivery.progress import ENTRIES_PER_S, HELD_BACK_S, MAX_ENTRIES, DeliveryProgress, UnsavedProgress
 from headrace.streams.subscriptions import Behind, Checkpoint
 from tests.agents.circle import Circle
 from tests.agents.line import stream
@@ -30,7 +30,7 @@ def behind(count: int) -> Checkpoint:
 
 
 def opened(checkpoint: Checkpoint) -> tuple[DeliveryProgress, Source]:
-    progress, feed = DeliveryProgress(checkpoint, 0.0), Source(checkpoint.next_offset)
+    progress, feed = DeliveryProgress(checkpoint), Source(checkpoint.next_offset)
     progress.join(feed)
     return progress, feed
 
@@ -74,34 +74,34 @@ def test_a_position_that_moves_is_unsaved() -> None:
     assert save(progress).checkpoint == Checkpoint(4, {**behind(3).behind, stream("new"): Behind(SequenceToken(3))})
 
 
-def test_what_comes_behind_a_limited_checkpoint_does_not_change_it() -> None:
-    progress, feed = opened(behind(MAX_BEHIND + 10))
-    limited = save(progress).checkpoint
-    assert limited == Checkpoint(MAX_BEHIND, behind(MAX_BEHIND).behind)
+def test_after_a_large_checkpoint_the_next_one_is_held_back() -> None:
+    large = behind(MAX_ENTRIES + 10)
+    progress, feed = opened(large)
+    assert save(progress).checkpoint == large
     publish(progress, feed, "new")
-    assert progress.unsaved(1.0) is None
-    assert progress.checkpoint() == limited
-    progress.forget(progress.cursors[stream("0")])
-    assert save(progress).checkpoint.next_offset == MAX_BEHIND + 1
+    assert progress.unsaved(0.1) is None
+    assert progress.held_back
+    assert stream("new") in save(progress, 0.11).checkpoint.behind
+    assert progress.unsaved(0.2) is None
+    assert not progress.held_back, "the saved one holds"
 
 
-def test_a_limited_checkpoint_is_followed_by_a_complete_one() -> None:
-    progress, _ = opened(behind(MAX_BEHIND + 10))
+def test_a_checkpoint_is_held_back_for_a_bounded_time() -> None:
+    progress, feed = opened(behind(20 * MAX_ENTRIES))
+    progress.cursors[stream("0")].done = {0: set(range(0, 2 * ENTRIES_PER_S * int(HELD_BACK_S), 2))}
     save(progress)
-    assert progress.unsaved(FULL_S - 0.1) is None
-    assert not progress.exact
-    assert save(progress, FULL_S).checkpoint == behind(MAX_BEHIND + 10)
-    assert progress.exact
-    assert progress.unsaved(3 * FULL_S) is None, "the complete one holds"
+    publish(progress, feed, "new")
+    assert progress.unsaved(HELD_BACK_S - 0.1) is None
+    save(progress, HELD_BACK_S)
 
 
-def test_a_complete_checkpoint_that_is_not_stored_is_made_again() -> None:
-    progress, _ = opened(behind(MAX_BEHIND + 10))
-    save(progress)
-    for now in (FULL_S, FULL_S + 0.1):
-        unsaved = progress.unsaved(now)
-        assert unsaved is not None
-        assert unsaved.checkpoint == behind(MAX_BEHIND + 10)
+def test_no_checkpoint_lacks_an_event_that_an_earlier_one_has() -> None:
+    """Consumers know that it is saved."""
+    progress, feed = opened(behind(1))
+    progress.cursors[stream("0")].done = {0: set(range(1, 4 * MAX_ENTRIES, 2))}
+    (ranges,) = [each.done for each in save(progress).checkpoint.behind.values()]
+    publish(progress, feed, "new")
+    assert save(progress, HELD_BACK_S).checkpoint.behind[stream("0")].done == ranges
 
 
 @virtual_time
@@ -132,7 +132,7 @@ def test_events_are_done_exactly_if_a_checkpoint_says_so(
     position: int, at: Behind | None, offset: int, first: int, count: int
 ) -> None:
     key = stream("a")
-    progress = DeliveryProgress(Checkpoint(position, {} if at is None else {key: at}), 0.0)
+    progress = DeliveryProgress(Checkpoint(position, {} if at is None else {key: at}))
 
     def is_done(event: tuple[int, int]) -> bool:
         if at is None:
