@@ -51,10 +51,10 @@ class ConsumerLinks(LinkUser):
         self._on_batches()
 
     def hear(self, link: Link, response: pb.SubscribeResponse) -> None:
+        for refusal in response.refused:
+            self._holdings.refused(link, refusal)
         for saved in response.saved:
             self._holdings.saved(link, saved)
-        if response.refused:
-            self._holdings.refused(len(response.refused))
         if response.HasField("progress"):
             progress = response.progress
             self._holdings.progressed(link, progress.needed_bytes, caught_up=progress.caught_up)

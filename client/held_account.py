@@ -165,8 +165,8 @@ class HeldAccount:
     def note_recognised(self, events: int) -> None:
         self._recognised += events
 
-    def note_refused(self, count: int) -> None:
-        self._refused += count
+    def note_refused(self) -> None:
+        self._refused += 1
 
     def note_late(self) -> None:
         self._late += 1

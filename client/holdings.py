@@ -161,9 +161,12 @@ class Holdings:
             known.saved(saved.epoch, saved.number, saved.unconfirmed)
             self.grant()
 
-    def refused(self, results: int) -> None:
-        """So many acknowledgements and rejections are without effect."""
-        self.account.note_refused(results)
+    def refused(self, link: ReportLink, refusal: pb.Refusal) -> None:
+        """An acknowledgement or rejection is without effect."""
+        self.account.note_refused()
+        known = self._queues.get(refusal.queue)
+        if known is not None and known.link is link:
+            known.refused(refusal.epoch, refusal.number, refusal.offset)
 
     def progressed(self, link: ReportLink, needed_bytes: int, *, caught_up: bool) -> None:
         """A silo reports the progress of a session: the bytes that its next event needs, and whether it has more."""

@@ -156,9 +156,10 @@ class Link:
         if response.HasField("returned"):
             self.is_reclaiming = False
             links.ledger.give_back(self.number, response.returned.events, response.returned.bytes)
-        if response.saved and response.queues:  # confirmations are about the queues before their status changes
-            links.user.hear(self, pb.SubscribeResponse(saved=response.saved))
+        if response.queues and (response.saved or response.refused):  # they are about earlier statuses
+            links.user.hear(self, pb.SubscribeResponse(saved=response.saved, refused=response.refused))
             response.ClearField("saved")
+            response.ClearField("refused")
         for status in response.queues:
             state = QueueStatus(status.queue, status.state, status.epoch, status.generation, status.assigned)
             links.change(self, state)

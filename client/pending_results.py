@@ -74,16 +74,31 @@ class SavedMark(NamedTuple):
 
     acks: int
     redriven_acks: int
-    ended_sessions: int
+    doubts: int
     has_unconfirmed: bool
 
 
-class _Unsaved(NamedTuple):
-    """Acknowledgements of one report."""
+class _Unsaved:
+    """Acknowledgements of one report. Those that the silo refused are removed, and still count."""
 
-    number: int
-    acks: list[Acknowledged]
-    redriven_acks: list[Acknowledged]
+    def __init__(self, number: int, acks: list[Acknowledged], redriven_acks: list[Acknowledged]) -> None:
+        self.number = number
+        self.acks = acks
+        self.redriven_acks = redriven_acks
+        self.ack_count = len(acks)
+        self.redriven_ack_count = len(redriven_acks)
+
+    def __len__(self) -> int:
+        return len(self.acks) + len(self.redriven_acks)
+
+    def remove(self, offset: int) -> list[Acknowledged]:
+        """Remove and return the acknowledgements of streams that have one of this batch. One entry of a report may have
+        been for several of a stream."""
+        streams = {ack[0] for ack in (*self.acks, *self.redriven_acks) if ack[1] == offset}
+        removed = [ack for ack in (*self.acks, *self.redriven_acks) if ack[0] in streams]
+        self.acks = [ack for ack in self.acks if ack[0] not in streams]
+        self.redriven_acks = [ack for ack in self.redriven_acks if ack[0] not in streams]
+        return removed
 
 
 class PendingResults:
@@ -103,7 +118,8 @@ class PendingResults:
         self._settled_acks = 0
         """Number of acknowledgements that are saved, or were named as unconfirmed, since the beginning."""
         self._settled_redriven_acks = 0
-        self._ended_sessions = 0
+        self._doubts = 0
+        """How often a session ended, or a silo refused acknowledgements."""
         self._again = SavedMark(0, 0, 0, has_unconfirmed=False)
         """After the last event that was acknowledged again."""
 
@@ -153,14 +169,14 @@ class PendingResults:
         """Name all acknowledgements as unconfirmed in the next session. Return the rejections that were not sent."""
         before = len(self.unconfirmed)
         self.unconfirmed.end_session()
-        self._ended_sessions += 1
+        self._doubts += 1
         while self._unsaved:
             unsaved = self._settle_first()
             self.unconfirmed.add(unsaved.acks)
             self.unconfirmed.add(unsaved.redriven_acks)
         self.unconfirmed.add(self._acks)
         self.unconfirmed.add(self._redriven_acks)
-        self._settle(self._acks, self._redriven_acks)
+        self._settle(len(self._acks), len(self._redriven_acks))
         self._account.note_unconfirmed(len(self.unconfirmed) - before)
         rejections = self._rejections
         self._acks, self._redriven_acks, self._rejections, self._released = [], [], [], []
@@ -170,7 +186,7 @@ class PendingResults:
         """Drop all results: after a seek they are void."""
         while self._unsaved:
             self._settle_first()
-        self._settle(self._acks, self._redriven_acks)
+        self._settle(len(self._acks), len(self._redriven_acks))
         self._account.note_unconfirmed(-len(self.unconfirmed))
         self.unconfirmed = UnconfirmedAcknowledgements()
         self._acks, self._redriven_acks, self._rejections, self._released = [], [], [], []
@@ -184,16 +200,25 @@ class PendingResults:
             self.unconfirmed.confirm(unconfirmed)
             self._account.note_unconfirmed(len(self.unconfirmed) - before)
 
+    def refuse(self, number: int, offset: int) -> None:
+        """The silo refused the acknowledgements of a batch in this report: they are not saved with it."""
+        for unsaved in self._unsaved:
+            if unsaved.number == number and (refused := unsaved.remove(offset)):
+                self._doubts += 1
+                self.unconfirmed.add(refused)
+                self._account.note_unsaved(-len(refused))
+                self._account.note_unconfirmed(len(refused))
+
     def _settle_first(self) -> _Unsaved:
         """The first report does not wait for its confirmation any more."""
         unsaved = self._unsaved.popleft()
-        self._account.note_unsaved(-len(unsaved.acks) - len(unsaved.redriven_acks))
-        self._settle(unsaved.acks, unsaved.redriven_acks)
+        self._account.note_unsaved(-len(unsaved))
+        self._settle(unsaved.ack_count, unsaved.redriven_ack_count)
         return unsaved
 
-    def _settle(self, acks: Sequence[Acknowledged], redriven_acks: Sequence[Acknowledged]) -> None:
-        self._settled_acks += len(acks)
-        self._settled_redriven_acks += len(redriven_acks)
+    def _settle(self, acks: int, redriven_acks: int) -> None:
+        self._settled_acks += acks
+        self._settled_redriven_acks += redriven_acks
 
     @property
     def is_saved(self) -> bool:
@@ -202,10 +227,10 @@ class PendingResults:
 
     def mark(self) -> SavedMark:
         """Return how much is acknowledged by now, for `is_saved_until`."""
-        acks = self._settled_acks + len(self._acks) + sum(len(each.acks) for each in self._unsaved)
-        redriven = len(self._redriven_acks) + sum(len(each.redriven_acks) for each in self._unsaved)
+        acks = self._settled_acks + len(self._acks) + sum(each.ack_count for each in self._unsaved)
+        redriven = len(self._redriven_acks) + sum(each.redriven_ack_count for each in self._unsaved)
         redriven += self._settled_redriven_acks
-        return SavedMark(acks, redriven, self._ended_sessions, bool(self.unconfirmed))
+        return SavedMark(acks, redriven, self._doubts, bool(self.unconfirmed))
 
     def is_saved_until(self, mark: SavedMark) -> bool:
         """Whether everything acknowledged before a mark is confirmed as saved.
@@ -215,7 +240,7 @@ class PendingResults:
         """
         if not self._has_settled(mark):
             return False
-        uncertain = mark.has_unconfirmed or self._ended_sessions != mark.ended_sessions
+        uncertain = mark.has_unconfirmed or self._doubts != mark.doubts
         return not uncertain or (not self.unconfirmed and self._has_settled(self._again))
 
     def _has_settled(self, mark: SavedMark) -> bool:

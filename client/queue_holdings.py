@@ -4,7 +4,8 @@ Sessions come and go: another silo may serve the queue, or the same one again. B
 user. They are recognised by their position when they are delivered again, and are not handed out twice.
 
 - **Acknowledgements** are kept until the silo confirms that they are saved. If the session ends before, they are named
-  as unconfirmed in the next one. If such an event is delivered again, it is acknowledged again and not handed out.
+  as unconfirmed in the next one; if the silo refuses them, in the same one. If such an event is delivered again, it is
+  acknowledged again and not handed out.
 - **A rejection** gives back the rejected events and all later events of their parcel. They are delivered again. If the
   present session has not delivered the rejected events, the rejection is deferred until it does: otherwise the silo
   could be delivering them already.
@@ -117,6 +118,13 @@ class QueueHoldings:
         """Acknowledgements of reports up to this number are saved, and those named up to the other number."""
         if epoch == self.epoch:
             self.results.confirm(number, unconfirmed)
+            self._send()
+
+    def refused(self, epoch: int, number: int, offset: int) -> None:
+        """The report with this number acknowledged events of this batch, and the silo refused it: ask when they are
+        done."""
+        if epoch == self.epoch:
+            self.results.refuse(number, offset)
             self._send()
 
     def report(self, request: pb.SubscribeRequest, number: int, limit: int) -> int:

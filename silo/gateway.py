@@ -217,7 +217,7 @@ class GatewaySession(LinkUser):
         self._was_caught_up = False
         self._requests: dict[Link, deque[pb.SubscribeRequest]] = {}
         """Reports that wait for each silo."""
-        self._requests_taken = asyncio.Event()
+        self._go_on_reading = asyncio.Event()
         self._closing = False
         self._stopping = False
         self._silent_beats = 0
@@ -318,9 +318,9 @@ class GatewaySession(LinkUser):
             returned = pb.Credit(events=left.events, bytes=left.bytes)
             self._add(pb.SubscribeResponse(returned=returned, progress=self._router.progress()))
         self._closing = request.close
-        while any(len(waiting) > MAX_WAITING for waiting in self._requests.values()):
-            self._requests_taken.clear()
-            await self._requests_taken.wait()
+        while self._outbox_bytes > OUTBOX_BYTES or any(len(each) > MAX_WAITING for each in self._requests.values()):
+            self._go_on_reading.clear()
+            await self._go_on_reading.wait()
 
     # ---- sessions with owners ----------------------------------------------------------------------------------------
 
@@ -345,7 +345,7 @@ class GatewaySession(LinkUser):
         waiting = self._requests.get(link)
         if not waiting:
             return None
-        self._requests_taken.set()
+        self._go_on_reading.set()
         return waiting.popleft()
 
     def take(self, link: Link, delivered: Sequence[Delivered], frames: bytes) -> None:
@@ -367,14 +367,14 @@ class GatewaySession(LinkUser):
 
     def ended(self, link: Link) -> None:
         self._requests.pop(link, None)  # its queues have ended: the reports are void
-        self._requests_taken.set()
+        self._go_on_reading.set()
 
     # ---- responses ---------------------------------------------------------------------------------------------------
 
     def _add(self, response: pb.SubscribeResponse) -> None:
-        """Send everything but batches. Of one response, confirmations apply before statuses."""
+        """Send everything but batches. Of one response, refusals and confirmations apply before statuses."""
         last = self._outbox[-1] if self._outbox else None
-        if isinstance(last, pb.SubscribeResponse) and not (last.queues and response.saved):
+        if isinstance(last, pb.SubscribeResponse) and not (last.queues and (response.saved or response.refused)):
             last.MergeFrom(response)
             self._outbox_bytes += response.ByteSize()
             self._limit()
@@ -393,6 +393,7 @@ class GatewaySession(LinkUser):
         else:
             self._router.resume()
         self._output_ready.set()
+        self._go_on_reading.set()
 
     async def _write(self) -> None:
         await self._router.attached(ATTACH_S)

@@ -38,7 +38,7 @@ class GroupQueues:
 
     def acknowledge(self, member: Member, events: Events, *, up_to: bool = False) -> bool:
         """Events are done; with `up_to` also the earlier events of the stream that the member holds. Return False if
-        the member does not hold the events."""
+        the member does not hold all of the events, or not any more."""
         if member.redriven and _redriven(member, events, None):
             return True
         parcel = member.in_flight.get((events.queue, events.offset))
@@ -47,12 +47,13 @@ class GroupQueues:
         member.account.prove()
         at = parcel.find(events.offset)
         piece = parcel.pieces[at]
+        has_all = events.index + events.count <= piece.stop  # an earlier delivery may have had more
         if not up_to:
-            return parcel.delivery.done(parcel, at, events.index, events.end(piece.stop))
+            return parcel.delivery.done(parcel, at, events.index, events.end(piece.stop)) and has_all
         if not piece.start <= events.index < piece.stop:
             return False
         parcel.delivery.done_up_to(parcel, at, events.end(piece.stop))
-        return True
+        return has_all
 
     def reject(
         self, member: Member, events: Events, reason: str, delay_s: float | None = None, *, unavailable: bool = False

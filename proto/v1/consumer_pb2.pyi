@@ -202,7 +202,8 @@ class QueueReport(_message.Message):
 
     @_builtins.property
     def unconfirmed(self) -> _containers.RepeatedCompositeFieldContainer[Global___Unconfirmed]:
-        """Events that were acknowledged in an earlier session, which ended before they were saved. If the consumer still holds
+        """Events that were acknowledged in an earlier session, which ended before they were saved, or whose acknowledgements were
+        refused. If the consumer still holds
         them, they are done; if not, they are delivered again, to any consumer, or were done already. They are never refused.
         """
 
@@ -317,7 +318,7 @@ Global___Rejection: _TypeAlias = Rejection  # noqa: Y015
 
 @_typing.final
 class Unconfirmed(_message.Message):
-    """Events of one batch that were acknowledged in an earlier session."""
+    """Events of one batch that were acknowledged before."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -381,8 +382,8 @@ Global___Released: _TypeAlias = Released  # noqa: Y015
 
 @_typing.final
 class SubscribeResponse(_message.Message):
-    """Everything is optional; an empty response is a heartbeat. Of one response, `opened` applies first, then `saved`, then
-    `queues`, then the rest, and the batches last.
+    """Everything is optional; an empty response is a heartbeat. Of one response, `opened` applies first, then `refused`, then
+    `saved`, then `queues`, then the rest, and the batches last.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -415,7 +416,9 @@ class SubscribeResponse(_message.Message):
 
     @_builtins.property
     def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___Refusal]:
-        """Acknowledgements and rejections that were without effect: the consumer does not hold those events."""
+        """Acknowledgements and rejections that were without effect: the consumer does not hold those events. None is left out,
+        and each comes before its report is confirmed by `saved`, or with it.
+        """
 
     @_builtins.property
     def progress(self) -> Global___Progress:
@@ -590,7 +593,9 @@ class Saved(_message.Message):
     epoch: _builtins.int
     """As in the queue's status. A confirmation of another epoch is void."""
     number: _builtins.int
-    """All events acknowledged in reports up to this number are saved. Those that were refused do not count."""
+    """All events acknowledged in reports up to this number are saved, except those that were refused. To learn when these
+    are done, name them as unconfirmed.
+    """
     unconfirmed: _builtins.int
     """All events named as unconfirmed in reports up to this number are done and saved."""
     @_builtins.property
@@ -616,29 +621,39 @@ Global___Saved: _TypeAlias = Saved  # noqa: Y015
 
 @_typing.final
 class Refusal(_message.Message):
-    """An acknowledgement or rejection that was without effect."""
+    """An acknowledgement or rejection that was without effect. If an acknowledgement with `up_to` is refused, it has no effect
+    on earlier events, either.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     QUEUE_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     queue: _builtins.int
     """As in the report."""
     offset: _builtins.int
     """As in the acknowledgement or rejection."""
     index: _builtins.int
     """As in the acknowledgement or rejection."""
+    epoch: _builtins.int
+    """As in the report."""
+    number: _builtins.int
+    """As in the report."""
     def __init__(
         self,
         *,
         queue: _builtins.int = ...,
         offset: _builtins.int = ...,
         index: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "offset", b"offset", "queue", b"queue"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "index", b"index", "number", b"number", "offset", b"offset", "queue", b"queue"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

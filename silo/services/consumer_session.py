@@ -25,7 +25,7 @@ from .consumer_target import ConsumerTarget
 HEARTBEATS = 3
 """Heartbeats in a session timeout."""
 MAX_REFUSED = 1000
-"""Refusals that wait to be sent; more are dropped."""
+"""If more refusals wait to be sent, nothing more is read from the consumer."""
 MAX_GAPS = 100
 """Gaps that wait to be sent; the oldest are dropped."""
 POSITION_BYTES_PER_S = 2 << 20
@@ -76,6 +76,7 @@ class ConsumerSession:
         self._next_heartbeat = self._loop.call_later(self._heartbeat_s, self._beat)
         self._output_ready = asyncio.Event()
         self._all_written = asyncio.Event()
+        self._pending_taken = asyncio.Event()
         self._has_written = False
         """Something was written since the last heartbeat."""
         self._closing = False
@@ -169,8 +170,9 @@ class ConsumerSession:
         await self._save_and_write()
 
     async def _apply(self, request: pb.SubscribeRequest) -> None:
-        if request.reports:
-            self._add_refused(await reports.apply(self._place, request.reports))
+        if request.reports and (refused := await reports.apply(self._place, request.reports)):
+            self._pending.refused.extend(refused)
+            self._output_ready.set()
         if not self._is_attached:
             return
         if request.HasField("credit"):
@@ -178,11 +180,9 @@ class ConsumerSession:
         if request.reclaim:
             self._return_credit()
         self._closing = request.close
-
-    def _add_refused(self, refused: list[pb.Refusal]) -> None:
-        if refused:
-            self._pending.refused.extend(refused[: MAX_REFUSED - len(self._pending.refused)])
-            self._output_ready.set()
+        while len(self._pending.refused) > MAX_REFUSED:
+            self._pending_taken.clear()
+            await self._pending_taken.wait()
 
     def _return_credit(self) -> None:
         events, size = self._group.reclaim(self._member)
@@ -224,6 +224,7 @@ class ConsumerSession:
         """Take the next response, encoded, without its batches and statuses. Empty if there is nothing to send."""
         self._add_saved()
         response, self._pending = self._pending, pb.SubscribeResponse()
+        self._pending_taken.set()
         if self._progress_due:
             self._progress_due = False
             response.progress.CopyFrom(self._progress())

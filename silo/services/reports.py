@@ -93,7 +93,9 @@ def _refuse(_: AttachedConsumer, report: pb.QueueReport, entries: _Entries) -> l
 
 
 def _refusal(report: pb.QueueReport, each: pb.Acknowledgement | pb.Rejection) -> pb.Refusal:
-    return pb.Refusal(queue=report.queue, offset=each.offset, index=each.index)
+    return pb.Refusal(
+        queue=report.queue, offset=each.offset, index=each.index, epoch=report.epoch, number=report.number
+    )
 
 
 def _acknowledge(

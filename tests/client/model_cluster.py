@@ -139,7 +139,7 @@ class ModelQueue:
         self.redriven.clear()
 
     def expire(self) -> None:
-        """The consumer was away for too long."""
+        """The consumer was away, or held the events, for too long."""
         for stream in [stream for stream, parcel in self.parcels.items() if parcel.mine]:
             del self.parcels[stream]
         self.resending = False
@@ -236,7 +236,12 @@ class ModelQueue:
                 self._release((released.offset, released.index))
             self.applied = max(self.applied, report.number)
         if refused:
-            self.owner.say(refused=[pb.Refusal(queue=self.number, offset=r.offset, index=r.index) for r in refused])
+            self.owner.say(refused=[self._refusal(report, each) for each in refused])
+
+    def _refusal(self, report: pb.QueueReport, each: pb.Acknowledgement | pb.Rejection) -> pb.Refusal:
+        return pb.Refusal(
+            queue=self.number, offset=each.offset, index=each.index, epoch=report.epoch, number=report.number
+        )
 
     def _acknowledge(self, ack: pb.Acknowledgement) -> bool:
         count = self.batches[ack.offset].count
@@ -258,13 +263,14 @@ class ModelQueue:
         stream, parcel = self._held(positions[0][0])
         if parcel is None:
             return False
+        has_all = parcel.held[-1] >= positions[-1]
         if up_to:
             positions = positions + [p for p in parcel.held if p < positions[0]]
         found = [p for p in parcel.held if p in positions]
         self.done.update(found)
         self.acknowledged.update(found)
         self._look_at(stream, parcel)
-        return bool(found)
+        return bool(found) and has_all
 
     def _note_unconfirmed(self, report: pb.QueueReport) -> None:
         for each in report.unconfirmed:

@@ -117,6 +117,28 @@ REPORTED: list[Step] = [("send", Q0), ("apply_a_request", Q0)]
 LOST: list[Step] = [("lose", {**Q0, "how": "connection"}), ("connect", Q0), ("receive", Q0)]
 
 WRITTEN: dict[str, list[Step]] = {
+    "a silo takes events back, and then they are acknowledged": [
+        *ONE,
+        *TALK,
+        ("take", {}),
+        ("take_back", Q0),
+        ("acknowledge_a_batch", {"which": 0}),
+        *REPORTED,
+        ("save", Q0),
+        ("receive", Q0),
+        ("receive", Q0),
+    ],
+    "events are acknowledged that the silo took back, of which it delivered a part again": [
+        ("publish", {"stream": A, "sizes": [0, 0, 0]}),
+        *TALK,
+        ("take", {}),
+        ("take_back", Q0),
+        ("acknowledge_a_batch", {"which": 0}),
+        *HANDED,
+        *REPORTED,
+        ("save", Q0),
+        *[("receive", Q0)] * 3,
+    ],
     "an acknowledgement is named again if that session is lost, too": [
         *ONE,
         *TALK,

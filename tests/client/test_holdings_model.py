@@ -48,6 +48,7 @@ class ConsumerAndSilos(RuleBasedStateMachine):
         self.hands: list[Hand] = []
         self.acked: set[Place] = set()
         self.ever_acked: set[Place] = set()
+        self.taken_back: set[Place] = set()
         self.served: dict[int, ModelLink] = {}
         """The session that serves each queue, as far as the consumer knows."""
         self.generations = [0, 0]
@@ -131,6 +132,14 @@ class ConsumerAndSilos(RuleBasedStateMachine):
         if theirs := sorted(stream for stream, parcel in queue.parcels.items() if not parcel.mine):
             queue.others_end(theirs[which % len(theirs)], done=done)
 
+    @rule(number=st.integers(0, 1))
+    def take_back(self, number: int) -> None:
+        """The silo gives the consumer's events to others, and its session goes on."""
+        parcels = self.queues[number].parcels.values()
+        self.taken_back |= {(number, *position) for parcel in parcels if parcel.mine for position in parcel.held}
+        self.queues[number].expire()
+        self.lost = True
+
     @rule()
     def seek(self) -> None:
         for queue in self.queues:
@@ -171,11 +180,12 @@ class ConsumerAndSilos(RuleBasedStateMachine):
 
     def _receive(self, link: ModelLink) -> None:
         response, frames = link.outbox.popleft()
+        for refusal in response.refused:
+            self.holdings.refused(link, refusal)
         for saved in response.saved:
             self.holdings.saved(link, saved)
         for status in response.queues:
             self._change(link, status)
-        self.holdings.refused(len(response.refused))
         if response.HasField("progress"):
             self.holdings.progressed(link, response.progress.needed_bytes, caught_up=response.progress.caught_up)
         if delivered := split(frames)[0]:
@@ -260,7 +270,8 @@ class ConsumerAndSilos(RuleBasedStateMachine):
         queue = self.queues[batch.queue]
         for position in hand.open:
             place = (queue.number, *position)
-            assert place not in self.acked, "handed out although it was acknowledged"
+            # The acknowledgement of events that were taken back is on its way, and will be refused.
+            assert place not in self.acked - self.taken_back, "handed out although it was acknowledged"
             assert place not in held, "handed out twice"
             if not hand.redriven and self.generations[queue.number] == queue.generation:  # else a seek is unheard of
                 self._comes_in_order(queue, batch, position, held | {(queue.number, *each) for each in hand.open})

@@ -85,6 +85,37 @@ def test_events_that_are_acknowledged_again_have_to_be_saved() -> None:
     assert results.is_saved_until(mark)
 
 
+def test_refused_acknowledgements_are_not_saved_with_their_report() -> None:
+    results = Results()
+    results.done(0)
+    report = results.report()
+    before = results.mark()
+    results.done(1)
+    results.refuse(report, 0)
+    asked = results.report()
+    results.confirm(report, 0)
+    assert not results.is_saved_until(before)
+    results.confirm(asked, 0)
+    assert not results.is_saved_until(before)
+    results.confirm(asked, asked)
+    assert results.is_saved_until(before)
+    assert results.is_saved
+
+
+def test_a_refusal_does_not_confirm_acknowledgements_before_it() -> None:
+    results = Results()
+    results.done(0)
+    first = results.report()
+    mark = results.mark()
+    results.done(1)
+    second = results.report()
+    results.refuse(second, 1)
+    assert results.take_unconfirmed(1, [0]) == {0}
+    assert not results.is_saved_until(mark)
+    results.confirm(first, 0)
+    assert results.is_saved_until(mark)
+
+
 def test_after_a_seek_nothing_is_left_to_be_saved() -> None:
     results = Results()
     results.done(0)

@@ -273,6 +273,19 @@ async def test_events_that_are_not_held_cannot_be_acknowledged(caller: Caller) -
         await session.until(lambda: len(session.refused) == 6)
 
 
+async def test_an_acknowledgement_of_more_than_the_consumer_holds_is_refused_and_counts(caller: Caller) -> None:
+    """An earlier delivery may have had more events of the batch."""
+    session = await begin(caller, definition=defined("s"), consumer="c")
+    await caller.publish(batch("n/k", *[b"%d" % n for n in range(5)]))
+    await session.grant(events=3)
+    event = (await session.take(3))[0]
+    await session.report(event, acknowledgements=[acknowledgement(event, count=5)])
+    await session.until(lambda: bool(session.refused))
+    await session.close()
+    async with consuming(caller, "s", consumer="d") as rest:
+        assert [each.payload for each in await rest.take(2)] == [b"3", b"4"]
+
+
 async def test_events_are_acknowledged_in_any_order_and_never_come_again(silo: Silo, caller: Caller) -> None:
     session = await begin(caller, definition=defined("s"), consumer="c")
     await session.grant()
@@ -338,8 +351,10 @@ async def test_the_entries_of_a_request_are_limited(caller: Caller) -> None:
     await session.until(lambda: QUEUE in session.statuses)
     event = Got("n/k", b"", QUEUE, 0, 0, epoch=session.statuses[QUEUE].epoch)
     many = [pb.Acknowledgement()] * 100_000
-    await session.until_saved(await session.report(event, acknowledgements=many), [QUEUE])
-    assert len(session.refused) == 1000
+    number = await session.report(event, acknowledgements=many)
+    await session.until_saved(number, [QUEUE])
+    assert len(session.refused) == 100_000, "one that is left out would count as saved"
+    assert {(each.epoch, each.number) for each in session.refused} == {(event.epoch, number)}
     too_many = [pb.QueueReport(acknowledgements=many), pb.QueueReport(released=[pb.Released()])]
     await session.say(reports=too_many)
     assert await refusal(session) == ("INVALID_ARGUMENT", "invalid_argument")
