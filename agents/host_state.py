@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
@@ -30,6 +31,7 @@ class HostState:
         *,
         leases: dict[int, int] | None,
         detach_after_s: float,
+        rng: random.Random | None = None,
     ) -> None:
         self.provider = provider
         self.queues = queues
@@ -52,6 +54,7 @@ class HostState:
         self._adapter = adapter
         self._limits = limits
         self._detach_after_s = detach_after_s
+        self._rng = rng
         self._catch_up_budget = CatchUpBudget(queues * limits.catch_up_bytes // 2)
         self._agents = [self.new_agent(queue) for queue in range(queues)]
         self.agents: Sequence[PullingAgent] = self._agents
@@ -63,6 +66,7 @@ class HostState:
             self._limits,
             detach_after_s=self._detach_after_s,
             on_gap=self._record_gap,
+            rng=self._rng,
             budget=self._catch_up_budget,
         )
 

@@ -14,6 +14,7 @@ It only puts the parts together. `host_state.py` has the state that they share. 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Coroutine
 from typing import Any
 
@@ -44,14 +45,15 @@ class PullingManager:
         *,
         detach_after_s: float,
         leased: bool = False,
+        rng: random.Random | None = None,
     ) -> None:
         """`leased`: the silo is one of several, and reads a queue while it has a lease: from `gain` to `lose` or
-        `cut`."""
+        `cut`. `rng` spreads the starts of the agents; None: a new one for each."""
         self.provider = provider
         leases: dict[int, int] | None = {} if leased else None
         self.recorder = FailureRecorder(provider, store, leases)
         state = self.state = HostState(
-            provider, queues, adapter, self.recorder, limits, leases=leases, detach_after_s=detach_after_s
+            provider, queues, adapter, self.recorder, limits, leases=leases, detach_after_s=detach_after_s, rng=rng
         )
         self.leases = leases
         """Epochs of the leases by queue. None: this process has all queues."""

@@ -6,8 +6,6 @@ The silos are memberships in one process, each with a connection of its own to o
 agents have nothing to do. Statements are counted where SQLAlchemy hands them to the driver, without BEGIN and COMMIT.
 CPU seconds are those of the process: the store's threads, SQLite's work in them, and the silos' decisions.
 """
-# ruff: noqa: SLF001 (it counts private calls)
-# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-from sqlalchemy import event
+from sqlalchemy import Engine, event
 
 from headrace.balancer.cluster_options import ClusterOptions
 from headrace.balancer.held_leases import LeaseTerm
@@ -46,11 +44,10 @@ class Counts:
         self.transactions = 0
         self.beats = 0
 
-    def listen(self, store: ControlStore) -> None:
-        engine = store._database._engine
-        assert engine is not None
+    def listen(self) -> None:
+        """Count the statements of all databases of this process from now on."""
 
-        @event.listens_for(engine, "before_cursor_execute")
+        @event.listens_for(Engine, "before_cursor_execute")
         def count(*args: Any) -> None:  # pyright: ignore[reportUnusedFunction]
             statement: str = args[2]
             if statement.startswith("BEGIN"):
@@ -76,12 +73,19 @@ class Queues:
         self.served.discard(queue)
 
 
-class CountingStore(ClusterStore):
-    counts: Counts
+class CountingStore:
+    """A cluster store that counts the heartbeats."""
+
+    def __init__(self, store: ClusterStore, counts: Counts) -> None:
+        self._store = store
+        self._counts = counts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
 
     async def beat(self, me: SiloRecord, lease_s: float) -> ClusterView:
-        self.counts.beats += 1
-        return await super().beat(me, lease_s)
+        self._counts.beats += 1
+        return await self._store.beat(me, lease_s)
 
 
 class BenchmarkSilo:
@@ -89,8 +93,7 @@ class BenchmarkSilo:
         self.name = name
         self.queues = Queues(cluster.queues)
         self._store = store
-        leases = CountingStore(store._database)
-        leases.counts = cluster.counts
+        leases: Any = CountingStore(store.cluster(), cluster.counts)
         self.membership = Membership(
             leases, name, address=name, owners={PROVIDER: self.queues}, peers=self, options=cluster.options
         )
@@ -99,8 +102,8 @@ class BenchmarkSilo:
         return True
 
     async def die(self) -> None:
-        """Without a word."""
-        await self.membership._end()
+        """End the heartbeats without giving anything back."""
+        self.membership.superseded.cancel()
         await self._store.aclose()
 
 
@@ -111,10 +114,10 @@ class Cluster:
         self.counts = Counts()
         self.silos: list[BenchmarkSilo] = []
         self._path = path
+        self.counts.listen()
 
     async def start(self) -> None:
         store = await ControlStore.open(self._path)
-        self.counts.listen(store)
         silo = BenchmarkSilo(f"silo-{len(self.silos):02}", store, self)
         self.silos.append(silo)
         await silo.membership.join()

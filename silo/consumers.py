@@ -47,8 +47,11 @@ class AttachedConsumer(NamedTuple):
 class Consumers:
     """Consumers of one provider, by the subscription that holds their position."""
 
-    def __init__(self, provider: ProviderCore, edge: Edge, timeout_s: float) -> None:
+    def __init__(
+        self, provider: ProviderCore, edge: Edge, timeout_s: float, max_positions: int = MAX_POSITIONS
+    ) -> None:
         self._provider = provider
+        self._max_positions = max_positions
         self._edge = edge
         self._timeout_s = timeout_s
         self._groups: dict[str, Group] = {}
@@ -58,11 +61,16 @@ class Consumers:
     @classmethod
     @asynccontextmanager
     async def opened(
-        cls, provider: ProviderCore, timeout_s: float, edge: Edge | None = None
+        cls,
+        provider: ProviderCore,
+        timeout_s: float,
+        edge: Edge | None = None,
+        max_positions: int = MAX_POSITIONS,
     ) -> AsyncGenerator[Consumers]:
         """Open the groups for the length of an `async with`. A consumer that is silent for `timeout_s` seconds is given
-        up, unless it asks for another time."""
-        consumers = cls(provider, edge or Edge(), timeout_s)
+        up, unless it asks for another time. `max_positions` is the most consumers of one subscription with mode
+        broadcast."""
+        consumers = cls(provider, edge or Edge(), timeout_s, max_positions)
         async with BackgroundTasks() as background:
             background.start(consumers._tick(), f"headrace consumers {provider.name}")
             yield consumers
@@ -102,7 +110,7 @@ class Consumers:
         `client` are as in `Group.join`.
 
         Raises Busy if handlers or another process serve the subscription, or it has too many consumers; LimitExceeded
-        if mode broadcast has `MAX_POSITIONS` consumers already; InvalidArgument, NotSupported.
+        if mode broadcast has `max_positions` consumers already; InvalidArgument, NotSupported.
         """
         self.check(definition, consumer, timeout_s, keeps_positions=positions is not None)
         own = of_consumer(definition, consumer) if definition.mode is Mode.BROADCAST else definition
@@ -166,10 +174,10 @@ class Consumers:
         stored = [each.name for each in await self._provider.store.subscriptions(self._provider.name)]
         prefix = f"{definition.name}{CONSUMER_SEPARATOR}"
         names = {name for name in (*stored, *self._groups) if name.startswith(prefix)}
-        if own.name not in names and len(names) >= MAX_POSITIONS:
+        if own.name not in names and len(names) >= self._max_positions:
             raise LimitExceeded(
-                f"subscription {definition.name!r} has positions of {MAX_POSITIONS:,} consumers already, which is the "
-                "limit with mode broadcast: let a consumer come back under the id that it had"
+                f"subscription {definition.name!r} has positions of {self._max_positions:,} consumers already, which "
+                "is the limit with mode broadcast: let a consumer come back under the id that it had"
             )
 
     async def _end(self, name: str, group: Group) -> None:

@@ -1,7 +1,7 @@
-"""Files and classes stay small, no files import one another in a circle, and background work has its supervisor."""
+"""Rules for files: their size, their imports, their tasks, and the names that tests use."""
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -45,6 +45,38 @@ OWN_TASKS = {
     "streams/handler_workers.py": "a pool of tasks, which ends them in steps",
 }
 """Files and folders that start tasks without `BackgroundTasks`, and the reason."""
+
+
+PRIVATE_USE = {
+    "adapters/log/transactions.py": "py-lmdb has no public name for the class",
+    "pipeline/session.py": "PySpark has no public way to its JVM",
+    "tests/agents": "worlds that look into deliveries",
+}
+"""Files and folders that switch off the check of private names, and the reason."""
+
+PATCHING = {
+    "tests/adapters/generator/test_generator_adapter.py": "the clock of its event loop",
+    "tests/adapters/log/test_log_adapter.py": "sees in which thread a block is read",
+    "tests/adapters/log/test_log_commit.py": "sees whether the system's sync was called",
+    "tests/adapters/log/test_log_offers.py": "a ring of another process that comes too late",
+    "tests/adapters/redis/test_redis_producers.py": "a process that dies between two writes",
+    "tests/adapters/redis/test_redis_provider.py": "no checkpoint comes between two steps",
+    "tests/agents": "clocks and intervals of agents",
+    "tests/balancer/test_balancers.py": "a plug-in on Python's path",
+    "tests/benchmarks/test_peers.py": "a package that is not installed",
+    "tests/cli/test_repair.py": "a rename that the system refuses",
+    "tests/cluster/planted.py": "plants bugs",
+    "tests/cluster/simulated.py": "clocks of the machine, in virtual time",
+    "tests/silo/services/test_cluster.py": "counts calls of an adapter in a whole silo",
+    "tests/silo/services/test_publisher.py": "counts calls of an adapter in a whole silo",
+    "tests/silo/test_consumers.py": "a group and a provider that fail once",
+    "tests/silo/test_gateway.py": "clients in the silo's process that call it as remote ones do",
+    "tests/spark/conftest.py": "PySpark starts its JVM by a fork",
+    "tests/spark/test_replay.py": "progress is noted after each chunk",
+    "tests/storage/planted.py": "plants bugs",
+    "tests/store/test_cluster_store.py": "the wall clock",
+}
+"""Files and folders of tests that replace attributes, and the reason. Other tests pass arguments."""
 
 
 class Source(NamedTuple):
@@ -94,9 +126,32 @@ def test_background_work_runs_under_its_supervisor() -> None:
         for node in source.nodes
         if isinstance(node, ast.Attribute) and node.attr in ("create_task", "ensure_future")
     }
-    excepted = {path: [own for own in OWN_TASKS if path == own or path.startswith(f"{own}/")] for path in starting}
-    assert {path for path, found in excepted.items() if not found} == set(), "use BackgroundTasks"
-    assert OWN_TASKS.keys() - {own for found in excepted.values() for own in found} == set(), "take it off the list"
+    check_exceptions(starting, OWN_TASKS)
+
+
+def files_with(words: Sequence[str], *folders: str) -> set[str]:
+    """Return the Python files in these folders, except this one, in which one of the words occurs."""
+    found = (file for folder in folders for file in (REPOSITORY / folder).rglob("*.py") if file != Path(__file__))
+    return {
+        file.relative_to(REPOSITORY).as_posix()
+        for file in found
+        if any(word in file.read_text(encoding="utf-8") for word in words)
+    }
+
+
+def check_exceptions(found: set[str], listed: Mapping[str, str]) -> None:
+    """Check that each file is listed, alone or by its folder, and that each entry of the list is needed."""
+    needed = {path: {each for each in listed if path == each or path.startswith(f"{each}/")} for path in found}
+    assert {path for path, entries in needed.items() if not entries} == set()
+    assert listed.keys() - {entry for entries in needed.values() for entry in entries} == set(), "take it off the list"
+
+
+def test_private_names_are_used_only_where_no_public_one_serves() -> None:
+    check_exceptions(files_with(["reportPrivateUsage"], *FOLDERS, "tests", "benchmarks", "examples"), PRIVATE_USE)
+
+
+def test_tests_replace_attributes_only_where_no_argument_serves() -> None:
+    check_exceptions(files_with([".setattr(", "patch.object("], "tests"), PATCHING)
 
 
 def module_of(path: str) -> str:

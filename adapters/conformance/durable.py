@@ -30,7 +30,7 @@ class ConformsToDurable(AdapterConformance):
             received = await _read(adapter, 0, 50)
         assert [batch.payloads() for batch in received] == [[str(number).encode()] for number in range(50)]
 
-    async def test_only_what_was_not_acknowledged_comes_again_after_a_restart(self, tmp_path: Path) -> None:
+    async def test_only_unacknowledged_batches_come_again_after_a_restart(self, tmp_path: Path) -> None:
         async with self.filled(tmp_path) as adapter:
             receiver = await adapter.open_receiver(0)
             received = await take(receiver, BATCHES)

@@ -51,7 +51,7 @@ class ConformsToQueueAdapter(ReadingTests):
             check_receipt(adapter, receipt, batch)
             assert not receipt.duplicate
 
-    async def test_receipts_come_in_the_order_of_the_call_whatever_the_queue(self, tmp_path: Path) -> None:
+    async def test_receipts_come_in_the_order_of_the_call_for_any_queues(self, tmp_path: Path) -> None:
         batches = [(number % 3, batch_of(str(number), "x")) for number in range(9)]
         async with self.adapter(tmp_path, queues=3) as adapter:
             receipts = await soon(adapter.enqueue(batches))
@@ -192,7 +192,7 @@ class ConformsToQueueAdapter(ReadingTests):
                 await soon(adapter.enqueue([(0, batch_of("s", "x")), (queue, batch_of("s", "y"))]))
             await self.expect_nothing(adapter, await adapter.open_receiver(0))
 
-    async def test_closing_finishes_what_was_enqueued(self, tmp_path: Path) -> None:
+    async def test_closing_finishes_earlier_calls(self, tmp_path: Path) -> None:
         async with self.adapter(tmp_path) as adapter:
             calls = [asyncio.ensure_future(adapter.enqueue([(0, batch_of("s", str(n)))])) for n in range(50)]
             await soon(adapter.aclose())
@@ -206,7 +206,7 @@ class ConformsToQueueAdapter(ReadingTests):
                 await soon(adapter.enqueue([(0, batch_of("s", "x"))]))
 
     @pytest.mark.parametrize("seed", range(12))
-    async def test_random_steps_give_what_a_list_gives(self, tmp_path: Path, seed: int) -> None:
+    async def test_random_steps_match_a_list(self, tmp_path: Path, seed: int) -> None:
         async with self.adapter(tmp_path, queues=3) as adapter:
             await RandomSteps(adapter, queues=3, seed=seed).run(steps=80)
 

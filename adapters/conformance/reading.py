@@ -215,7 +215,7 @@ class ReadingTests(AdapterConformance):
             await take(await adapter.open_receiver(0), BATCHES)
             assert (await adapter.statistics(0)).bounds == await adapter.bounds(0)
 
-    async def test_retention_keeps_what_is_not_finished(self, tmp_path: Path) -> None:
+    async def test_retention_keeps_unfinished_batches(self, tmp_path: Path) -> None:
         async with self.filled(tmp_path) as adapter:
             everything = await _read_once(adapter)
             await adapter.apply_retention({0: everything[0].offset})

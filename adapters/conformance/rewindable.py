@@ -49,7 +49,7 @@ class RewindingTests(AdapterConformance):
             await one.aclose()
             await self.expect_nothing(adapter, two)
 
-    async def test_starting_at_an_offset_moves_nobody_else(self, tmp_path: Path) -> None:
+    async def test_starting_at_an_offset_moves_no_other_receiver(self, tmp_path: Path) -> None:
         async with self.filled(tmp_path) as adapter:
             everything = await take(await adapter.open_receiver(0), BATCHES)
             await take(await adapter.open_receiver(0, everything[7].offset), BATCHES - 7)
@@ -126,7 +126,7 @@ class ConformsToRewindable(RewindingTests):
             end = (await adapter.bounds(0)).next
         assert found == [tokens[1], tokens[1], end]
 
-    async def test_a_receiver_at_the_end_gets_what_is_enqueued_from_then_on(self, tmp_path: Path) -> None:
+    async def test_a_receiver_at_the_end_gets_later_batches(self, tmp_path: Path) -> None:
         async with self.filled(tmp_path) as adapter:
             receiver = await adapter.open_receiver(0, (await adapter.bounds(0)).next)
             waiting = receiving(receiver)

@@ -60,7 +60,7 @@ class ConformsToPriority(AdapterConformance):
 
     tests_group = "priority"
 
-    async def test_of_what_is_there_the_highest_priority_is_received_first(self, tmp_path: Path) -> None:
+    async def test_the_highest_priority_is_received_first(self, tmp_path: Path) -> None:
         priorities = [0, 50, 1, 99, 50]
         async with self.adapter(tmp_path) as adapter:
             for number, priority in enumerate(priorities):

@@ -166,7 +166,7 @@ def test_the_first_owners_go_before_the_later_ones():
 # -- misuse ----------------------------------------------------------------------------------------------------------
 
 
-def test_without_members_nobody_has_a_queue():
+def test_without_members_no_queue_is_assigned():
     assert average_allocation(4, []) == {}
     assert sticky_allocation(4, [], {0: "gone"}) == {}
 

@@ -100,7 +100,7 @@ def test_only_silos_that_are_there_get_queues_and_only_queues_there_are(balancer
 @each(COVERING)
 @few
 @given(placement=placements())
-def test_every_queue_has_somebody(balancer: Balancer, placement: Placement):
+def test_every_queue_has_an_owner(balancer: Balancer, placement: Placement):
     assert set(balancer(placement)) == set(placement.queues)
 
 
@@ -179,7 +179,7 @@ def test_lent_queue_returns(balancer: Balancer, placement: Placement):
 
 
 @each(EVERY)
-def test_without_silos_nobody_has_a_queue(balancer: Balancer):
+def test_without_silos_no_queue_has_an_owner(balancer: Balancer):
     assert balancer(Placement([], range(8), mapping={0: "gone"}, fixed=["gone"], away=["gone"])) == {}
     assert balancer(Placement([], range(8))) == {}
 
@@ -210,7 +210,7 @@ def test_lease_count_moves_as_few_as_can_be(placement: Placement):
 
 
 @given(st.integers(0, 64), st.integers(1, 8))
-def test_lease_count_moves_a_share_when_a_silo_joins_and_what_it_has_when_one_leaves(queues: int, silos: int):
+def test_lease_count_moves_one_share_when_a_silo_joins_or_leaves(queues: int, silos: int):
     few, many = NAMES[:silos], NAMES[: silos + 1]
     before = lease_count(Placement(few, range(queues)))
     after = lease_count(Placement(many, range(queues), before))
@@ -284,7 +284,7 @@ def test_the_bound_holds_while_silos_are_away(silos: Sequence[str], queues: int)
 
 @few
 @given(ring_members, st.integers(0, 64))
-def test_a_ring_moves_the_queues_of_who_comes_or_goes_and_what_overflows(silos: Sequence[str], queues: int):
+def test_a_ring_moves_the_queues_of_the_changed_silo_and_the_overflow(silos: Sequence[str], queues: int):
     few, leaver = silos[1:], silos[0]
     many_plain, few_plain = unbounded(range(queues), silos), unbounded(range(queues), few)
     many, fewer = ring(Placement(silos, range(queues))), ring(Placement(few, range(queues)))
@@ -361,7 +361,7 @@ def test_best_fit_over_a_fixed_list_leaves_the_queues_of_the_missing_alone():
     assert by_silo(best_fit_fixed(placement)) == {"A": [0, 1], "C": [4, 5], "D": [6, 7]}
 
 
-def test_a_newcomer_on_the_list_has_what_is_kept_for_it_and_no_more():
+def test_a_new_silo_on_the_list_gets_only_its_reserved_queues():
     """Orleans: 8 queues, a list of 4, 2 are there: 4 each. The other 2 join: 2 each at once, and so it stays."""
     listed = [*"ABCD"]
     two = best_fit_live(Placement(["A", "B"], range(8), fixed=listed))
@@ -384,7 +384,7 @@ def test_average_gives_runs_in_the_order_of_names():
     assert by_silo(average(Placement(["c", "a", "b"], range(8)))) == {"a": [0, 1, 2], "b": [3, 4, 5], "c": [6, 7]}
 
 
-def test_static_gives_what_it_was_told_and_only_to_silos_that_are_there():
+def test_static_assigns_the_configured_queues_to_living_silos():
     placement = Placement(["a"], range(4), mapping={0: "a", 1: "b", 2: "c", 9: "a"}, away=["b"], newcomers=["c"])
     assert static(placement) == {0: "a", 2: "c"}
 

@@ -64,7 +64,7 @@ def test_the_algorithm_keeps_its_name():
 
 
 @pytest.mark.parametrize("seed", ["0", "4711"])
-def test_another_process_agrees_whatever_its_hash_seed(seed: str):
+def test_processes_with_other_hash_seeds_map_alike(seed: str):
     names = [("telemetry", f"device-{number}") for number in range(500)]
     script = (
         "import json, sys\n"

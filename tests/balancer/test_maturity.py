@@ -51,7 +51,7 @@ def test_counted_silo_still_counts_when_the_first_one_is_mature():
     assert stand(silo("a", 31), silo("b", 1)).members == ["a"]
 
 
-def test_newcomers_count_when_nobody_else_is_there():
+def test_new_silos_count_if_there_are_no_others():
     gone = silo("a", 900, 12, SiloState.DEAD)
     assert stand(gone, silo("c", 2), silo("b", 3)) == EligibleSilos(["b", "c"], ["a"], [])
 
@@ -80,7 +80,7 @@ def test_only_silos_that_can_serve_the_provider_count():
     assert stand(silo("a", 900), *others) == EligibleSilos(["a"], [], [])
 
 
-def test_without_maturity_everybody_counts_at_once_and_nobody_is_awaited():
+def test_without_maturity_all_silos_count_at_once():
     assert stand(silo("a", 900), silo("b", 0), maturity_s=0).members == ["a", "b"]
     assert stand(silo("a", 900), silo("b", 900, 1, SiloState.LEFT), maturity_s=0) == EligibleSilos(["a"], [], [])
 
@@ -200,7 +200,7 @@ def test_a_silo_that_joins_takes_its_share_once_it_is_mature():
     assert cluster.moves.total() == 3
 
 
-def test_a_silo_that_does_not_return_leaves_what_was_lent_where_it_is():
+def test_the_lent_queues_of_a_silo_that_does_not_return_stay():
     cluster = Cluster(lease_count, 12, ())
     for name in "abcd":
         cluster.start(name)

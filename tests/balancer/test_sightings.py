@@ -34,7 +34,7 @@ def test_how_the_clock_of_the_store_is_set_changes_nothing():
     assert over(sightings, 108, now_us=0)
 
 
-def test_a_queue_that_nobody_has_is_not_over():
+def test_a_lease_without_an_owner_is_never_over():
     sightings = Sightings()
     assert not over(sightings, 100, LEASE._replace(owner=""))
     assert not over(sightings, 200, LEASE._replace(owner=""))

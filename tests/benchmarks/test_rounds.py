@@ -70,7 +70,7 @@ def test_percentiles_need_enough_samples():
         Latency.of([1.0] * 99)
 
 
-def test_the_machine_line_says_what_is_installed():
+def test_the_machine_line_names_the_installed_versions():
     line = machine(["pytest", "no-such-package"])
     assert f"pytest {pytest.__version__}" in line
     assert "no-such-package (not installed)" in line

@@ -41,7 +41,7 @@ def test_a_started_server_answers(redis_server: RedisServer):
     assert command(redis_server, "PING") == b"+PONG\r\n"
 
 
-def test_a_server_keeps_what_it_stored_over_a_restart(tmp_path: Path):
+def test_a_server_keeps_its_data_over_a_restart(tmp_path: Path):
     with RedisServer(tmp_path, appendfsync="always") as server:
         assert command(server, "SET key value") == b"+OK\r\n"
         server.kill()

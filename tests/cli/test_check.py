@@ -187,7 +187,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_fault_is_named_with_what_to_do(data: Path, headrace: Headrace, fault: str):
+def test_each_fault_is_reported_with_its_remedy(data: Path, headrace: Headrace, fault: str):
     spoil, expected = FAULTS[fault]
     spoil(data)
     before = contents(data)

@@ -168,7 +168,7 @@ def test_looking_at_an_unknown_provider_names_those_there_are(command: list[str]
     ).refused(1)
 
 
-def test_publishing_says_what_it_creates(headrace: Headrace):
+def test_publish_reports_a_provider_that_it_creates(headrace: Headrace):
     publish = ["publish", "--data", "d", "--stream", "a/b"]
     published = "headrace: published 1 event from 1 line in "
     assert [line.partition(" in ")[0] for line in headrace(*publish, stdin=b"1\n").err.splitlines()] == [

@@ -59,7 +59,7 @@ def _flat(out: str) -> str:
     return re.sub(r"[\d.,]+ s ago", "s ago", out)
 
 
-def test_queues_say_who_serves_them_and_how_far_behind_they_are(pair: list[SiloOfCluster], headrace: Headrace):
+def test_queues_show_their_owner_and_lag(pair: list[SiloOfCluster], headrace: Headrace):
     at = ["--server", pair[1].address]
     assert headrace("subscriptions", "create", *at, "all", "shop/*", "--from", "earliest").code == 0
     assert headrace("publish", *at, "--stream", "shop/1", "--format", "raw", stdin=b"1\n2\n3\n").code == 0
@@ -97,7 +97,7 @@ def test_a_drained_silo_gives_its_queues_away_until_it_is_undrained(pair: list[S
     evenly(pair[0])
 
 
-def test_when_the_last_silo_is_drained_it_says_that_nobody_serves(pair: list[SiloOfCluster], headrace: Headrace):
+def test_draining_the_last_silo_reports_queues_without_an_owner(pair: list[SiloOfCluster], headrace: Headrace):
     evenly(pair[0])
     says = "headrace: no silo is left to serve the queues of provider 'default': undrain one, or start another\n"
     for first, last in (("a", "b"), ("b", "a")):
@@ -245,7 +245,7 @@ def test_a_probe_is_answered_while_the_store_does_not_answer(tmp_path: Path, pos
         connection.rollback()
 
 
-def test_settings_that_differ_and_queues_that_nobody_serves_are_shown(tmp_path: Path, headrace: Headrace):
+def test_different_settings_and_queues_without_an_owner_are_shown(tmp_path: Path, headrace: Headrace):
     kept = ", ".join(f'{queue} = "{silo}"' for queue, silo in enumerate("aaaabbbc"))
     mapping = f'balancer = "static"\nmapping = {{{kept}}}\n'
     with silos(tmp_path, "a", times=TIMES + mapping) as (a,), silos(tmp_path, "b") as (b,):

@@ -142,7 +142,7 @@ def test_an_error_in_the_first_line_says_that_nothing_is_published(headrace: Hea
     assert refused.endswith("; nothing is published")
 
 
-def test_a_file_that_is_cut_within_what_was_published_starts_anew(tmp_path: Path, headrace: Headrace):
+def test_a_file_that_is_cut_within_its_published_part_starts_anew(tmp_path: Path, headrace: Headrace):
     write(tmp_path / "a.jsonl", order(1), order(2), b"oops\n")
     headrace("publish", *BY_KEY, "a.jsonl")
     write(tmp_path / "a.jsonl", order(1))

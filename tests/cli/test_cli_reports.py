@@ -43,7 +43,7 @@ def stream_of(payload: bytes) -> StreamId:
     return StreamId("shop", payload.decode("latin-1"))
 
 
-async def test_streams_are_listed_by_name_with_what_is_stored(provider: Provider, headrace: Headrace):
+async def test_streams_are_listed_by_name_with_their_stored_events(provider: Provider, headrace: Headrace):
     await provider.stream("shop", "b").publish([b"1", b"22"])
     await provider.stream("shop", "b").publish(b"333")
     await provider.stream("shop", "a/é").publish(b"1")
@@ -63,7 +63,7 @@ async def test_an_empty_provider_has_no_streams(provider: Provider, headrace: He
     assert headrace("streams", *DATA, "--json").json == []
 
 
-async def test_queues_show_what_they_hold_and_who_lags(provider: Provider, headrace: Headrace):
+async def test_queues_show_their_sizes_and_the_lagging_subscriptions(provider: Provider, headrace: Headrace):
     stream = StreamId("shop", "a")
     queue = provider.queue_of(stream)
     headrace("subscriptions", "create", *DATA, "behind", "shop/*")
@@ -222,7 +222,7 @@ async def test_dead_letters_of_a_deleted_subscription_are_listed_until_they_are_
     assert "no subscription 'orders'" in headrace("deadletters", "list", *of_orders).refused(1)
 
 
-async def test_a_table_has_one_line_a_row_where_nobody_looks(provider: Provider, headrace: Headrace):
+async def test_a_piped_table_has_one_line_for_each_row(provider: Provider, headrace: Headrace):
     stream = b"a" * 300
     await give_up_on(provider, stream)
 
@@ -257,7 +257,7 @@ async def test_no_number_or_heading_is_broken_on_a_terminal(provider: Provider, 
     assert re.search(r" \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00$", letters[5])
 
 
-async def test_the_columns_of_piped_tables_do_not_depend_on_what_is_there(provider: Provider, headrace: Headrace):
+async def test_the_columns_of_piped_tables_do_not_depend_on_the_rows(provider: Provider, headrace: Headrace):
     commands = [("queues",), ("subscriptions", "list"), ("deadletters", "list"), ("streams",)]
 
     def headings() -> list[list[str]]:
@@ -304,7 +304,9 @@ async def test_which_dead_letters_has_to_be_said(provider: Provider, headrace: H
             assert refused == "name the dead letters: give their ids, or --all"
 
 
-async def test_a_redrive_is_delivered_by_whoever_serves_the_subscription(provider: Provider, headrace: Headrace):
+async def test_a_redrive_is_delivered_by_the_process_that_serves_the_subscription(
+    provider: Provider, headrace: Headrace
+):
     await give_up_on(provider, b"a", b"b")
     redriven: asyncio.Queue[bytes] = asyncio.Queue()
 

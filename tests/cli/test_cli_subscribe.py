@@ -70,7 +70,7 @@ async def test_text_is_one_line_per_event(provider: Provider, headrace: Headrace
     assert headrace(*STORED).out == "shop/log 0 one\nshop/log 0.1 two\\nlines\\r\nshop/log 0.2 \\xff\n"
 
 
-async def test_filters_let_through_what_all_of_them_accept(provider: Provider, headrace: Headrace):
+async def test_several_filters_pass_only_events_that_all_accept(provider: Provider, headrace: Headrace):
     def event(kind: str, **fields: Any) -> Event:
         return Event(json.dumps(fields).encode(), headers={"kind": kind})
 
@@ -97,7 +97,7 @@ async def test_filters_let_through_what_all_of_them_accept(provider: Provider, h
     assert passing("field:who=") == []
 
 
-def test_only_what_the_selector_says_is_printed(headrace: Headrace):
+def test_only_selected_events_are_printed(headrace: Headrace):
     publish(headrace, 1, stream="shop/a")
     publish(headrace, 2, stream="shop/b")
     publish(headrace, 3, stream="yard/a")

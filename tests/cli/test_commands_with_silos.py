@@ -104,7 +104,7 @@ def test_a_token_is_needed_and_taken_from_the_variable(headrace: Headrace, silos
     assert events_of(silo) == [b"0", b"1"]
 
 
-def test_tls_trusts_whom_it_is_told_to(headrace: Headrace, silos: Silos, tmp_path: Path):
+def test_tls_trusts_the_given_certificate(headrace: Headrace, silos: Silos, tmp_path: Path):
     authority = Authority(tmp_path)
     own, client = authority.issue("localhost", "127.0.0.1"), authority.issue("client.example")
     trusted = str(authority.certificate)

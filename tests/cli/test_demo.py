@@ -264,7 +264,7 @@ def killed(directory: Path, start: Start, target: int) -> Kill:
 
 
 @pytest.mark.slow
-def test_killed_twenty_times_it_loses_nothing_and_repeats_only_what_was_not_checkpointed(
+def test_after_twenty_kills_nothing_is_lost_and_only_unsaved_events_are_repeated(
     tmp_path: Path, headrace: Headrace, start: Start
 ):
     (tmp_path / "flights.csv").unlink()
@@ -427,7 +427,7 @@ def test_delays_come_straight_from_the_file(tmp_path: Path):
         ([0, 5, 1], DeliveryTally(3, 2, 0, 3)),
     ],
 )
-def test_a_tally_counts_what_was_delivered(rows: list[int], found: DeliveryTally):
+def test_a_tally_counts_delivered_events(rows: list[int], found: DeliveryTally):
     assert tally(rows, ["a", "b", "a", "b"]) == found
 
 

@@ -61,7 +61,7 @@ def test_output_is_the_same_as_from_a_data_directory(headrace: Headrace, silo: S
     assert len(on_silo[0].out.splitlines()) == 2
 
 
-def test_filters_let_through_what_all_of_them_accept(silo: SiloProcess, subscribe: Headrace):
+def test_several_filters_pass_only_events_that_all_accept(silo: SiloProcess, subscribe: Headrace):
     with SyncClient(silo.address) as client:
         client.publish(S, [Event(b'{"n":%d}' % (number % 3), headers={"h": str(number % 2)}) for number in range(12)])
     both = ("--filter", "field:n=1", "--filter", "header:h=0")

@@ -109,7 +109,7 @@ def test_a_directory_that_is_not_there_has_no_tokens(tokens: Headrace, tmp_path:
     assert not (tmp_path / "d").exists()
 
 
-def test_somebody_else_s_directory_is_left_alone(tokens: Headrace, tmp_path: Path):
+def test_a_directory_that_is_no_data_directory_is_left_alone(tokens: Headrace, tmp_path: Path):
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "letter.txt").write_text("dear")
     assert "not made by headrace" in tokens("create", "orders", "--publish", "*").refused(1)

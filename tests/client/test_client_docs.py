@@ -39,7 +39,7 @@ def test_a_producer_of_its_own_goes_on(silo: SiloProcess):
     assert [run(program, silo) for _ in range(2)] == ["0\n", "1\n"]
 
 
-def test_the_example_with_threads_prints_what_it_consumes(silo: SiloProcess):
+def test_the_example_with_threads_prints_the_consumed_events(silo: SiloProcess):
     assert run(EXAMPLES[2], silo) == "orders/42 [b'paid']\n"
 
 

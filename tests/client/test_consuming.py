@@ -217,7 +217,7 @@ async def test_closing_the_client_closes_its_consumers(silo: Silo):
 # ---- rejecting -------------------------------------------------------------------------------------------------------
 
 
-async def test_rejected_events_come_again_and_what_follows_them_does_not_overtake(client: Client):
+async def test_rejected_events_come_again_before_later_events(client: Client):
     await publish(client, ["a"], 6, each=2)
     async with client.subscribe("s", ORDERS, start="earliest", retry=QUICK) as consumer:
         first, second, third = await take(consumer, 6)
@@ -367,7 +367,7 @@ async def test_a_mode_may_be_text(client: Client):
         client.subscribe("t", "n/*", mode="boud")
 
 
-async def test_a_batch_says_what_it_is(client: Client):
+async def test_a_batch_has_its_stream_queue_and_attempt(client: Client):
     async with client.subscribe("s", "n/*") as consumer:
         await client.stream("n", "k").publish([b"1", b"2"])
         batch = await anext(consumer)
@@ -399,7 +399,7 @@ async def test_mode_shared_gives_each_event_to_one_consumer(client: Client):
             assert mine == sorted(mine)
 
 
-async def test_mode_bound_tells_which_queues_are_whose(client: Client):
+async def test_mode_bound_reports_the_queues_of_each_consumer(client: Client):
     await publish(client, "abcdefgh", 1)
     options: dict[str, Any] = {"mode": Mode.BOUND, "start": "earliest"}
     async with client.subscribe("s", ORDERS, None, consumer="one", **options) as one:
@@ -457,7 +457,7 @@ async def test_a_consumer_may_keep_its_position_itself(client: Client):
 # ---- the subscription ------------------------------------------------------------------------------------------------
 
 
-async def test_a_seek_brings_back_what_was_acknowledged(client: Client):
+async def test_after_a_seek_acknowledged_events_come_again(client: Client):
     await publish(client, ["a"], 3)
     async with client.subscribe("s", ORDERS, start="earliest") as consumer:
         for batch in await take(consumer, 3):
@@ -511,7 +511,7 @@ async def test_the_state_tells_when_all_is_done(client: Client):
     assert states == [SessionState.OPEN, SessionState.CAUGHT_UP, SessionState.OPEN, SessionState.CLOSED]
 
 
-async def test_a_listener_that_raises_disturbs_nobody(client: Client, caplog: pytest.LogCaptureFixture):
+async def test_a_listener_that_raises_does_not_disturb_others(client: Client, caplog: pytest.LogCaptureFixture):
     def fail(state: SessionState) -> None:
         raise LookupError(state)
 

@@ -51,7 +51,7 @@ def test_the_smallest_credit_gets_to_the_session_that_has_an_event():
     assert lent(credit.decide())[3][0] == 1
 
 
-def test_who_is_starved_gets_what_idle_silos_have():
+def test_a_starved_session_gets_the_credit_of_idle_sessions():
     credit = ledger(1, 2)
     credit.grant(100, 1000)
     credit.decide()
@@ -145,7 +145,7 @@ def test_credit_is_bounded():
     assert credit.total == (MAX_CREDIT, MAX_CREDIT)
 
 
-def test_who_is_starved_while_it_gives_back_is_fed_afterwards():
+def test_a_session_that_starves_while_it_gives_credit_back_gets_credit_afterwards():
     """The credit that the session seems to have is on its way back."""
     credit = ledger(1, 2)
     credit.grant(2, 1000)

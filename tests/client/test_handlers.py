@@ -131,7 +131,7 @@ async def test_an_observer_is_told_once_of_each_event_given_up(client: Client):
     await subscription.close()
 
 
-async def test_a_failed_event_is_retried_before_what_follows_it(client: Client):
+async def test_a_failed_event_is_retried_before_later_events(client: Client):
     seen: list[int] = []
     failures = {3: 2, 5: 1}
 

@@ -121,7 +121,7 @@ class Fickle:
             self.held.subtract(events)
 
 
-async def test_exactly_what_is_not_acknowledged_comes_again_and_in_order(silo: SiloProcess, proxy: CuttingProxy):
+async def test_exactly_the_unacknowledged_events_come_again_in_order(silo: SiloProcess, proxy: CuttingProxy):
     rng, count, each = random.Random(), 400, 10
     retry = RetryPolicy(max_attempts=1_000_000, initial_delay_s=0.0)
     async with Client(silo.address) as publisher, Client(proxy.address) as client:
@@ -245,7 +245,7 @@ async def test_a_silo_that_stops_in_order_lets_its_consumers_finish(silo: SiloPr
     check_once(seen, 11)
 
 
-async def test_a_killed_consumer_loses_nothing_and_doubles_only_what_was_not_saved(silo: SiloProcess, tmp_path: Path):
+async def test_a_killed_consumer_loses_nothing_and_repeats_only_unsaved_events(silo: SiloProcess, tmp_path: Path):
     rng, count = random.Random(), 400
     async with Client(silo.address) as client:
         async with client.subscribe("s", ORDERS, start="earliest"):

@@ -141,7 +141,7 @@ async def test_invalid_events_are_refused_before_they_are_sent(
     assert await stored(silo.data) == {S: numbered(0)}
 
 
-async def test_an_unknown_provider_is_told_to_all_who_publish_to_it(silo: SiloProcess):
+async def test_every_publish_to_an_unknown_provider_fails(silo: SiloProcess):
     async with Client(silo.address, provider="other") as client:
         errors = await asyncio.gather(*(failure(client.publish(S, b"0")) for _ in range(20)))
         assert {type(error) for error in errors} == {NotFound}
@@ -342,7 +342,7 @@ async def test_a_silo_that_does_not_keep_up_holds_back_the_publishers(silo: Silo
     assert len((await stored(silo.data))[S]) == 401
 
 
-async def test_a_caller_that_is_cancelled_harms_nobody(silo: SiloProcess):
+async def test_a_cancelled_caller_does_not_affect_other_callers(silo: SiloProcess):
     async with Client(silo.address) as client:
         tasks = [asyncio.create_task(client.publish(S, b"%d" % number)) for number in range(300)]
         await asyncio.sleep(0)
@@ -382,7 +382,7 @@ async def test_flush_waits_for_all_that_was_published_before(silo: SiloProcess):
         await client.flush()
 
 
-async def test_closing_publishes_what_is_under_way_and_then_nothing_more(silo: SiloProcess):
+async def test_closing_finishes_pending_publishes_and_refuses_later_ones(silo: SiloProcess):
     client = Client(silo.address)
     async with client:
         tasks = [asyncio.create_task(client.publish(S, b"%d" % number)) for number in range(100)]

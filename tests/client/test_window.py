@@ -155,7 +155,7 @@ def test_a_batch_above_the_limit_of_a_request_travels_alone():
     assert [len(sent.batches) for sent in line.requests] == [1, 1, 1]
 
 
-def test_a_refusal_concerns_only_the_one_who_is_refused():
+def test_a_refusal_fails_only_the_refused_publish():
     line = Line()
     before, bad, after, later = line.publish("a"), line.publish("x"), line.publish("b"), line.publish("c")
     line.settle()
@@ -223,7 +223,7 @@ def test_a_failure_that_may_pass_is_waited_for():
 
 
 @pytest.mark.parametrize("stored", [0, 1, 2, 3])
-def test_after_giving_up_the_next_finds_what_it_follows_on(stored: int):
+def test_after_giving_up_the_next_publish_is_stored_and_late_ones_are_not(stored: int):
     line = Line()
     first = [line.publish("a" * 26) for _ in range(3)]
     while line.send():
@@ -253,7 +253,7 @@ def test_a_silo_that_has_forgotten_everything_is_begun_with_anew():
     assert line.silo.log == [b"001b"]
 
 
-def test_a_silo_that_is_at_odds_with_the_numbers_is_told_to_whom_it_concerns():
+def test_a_sequence_conflict_fails_the_publishes_that_it_concerns():
     line = Line()
     line.publish("a")
     line.settle()

@@ -66,7 +66,7 @@ class MemoryStore:
     """As `ControlStore`."""
 
     def __init__(self) -> None:
-        self._subscriptions: dict[tuple[str, str], Subscription] = {}
+        self.by_name: dict[tuple[str, str], Subscription] = {}
         self._epoch = 0
         self._letters: dict[int, DeadLetter] = {}
         self._ids: dict[Letter, int] = {}
@@ -85,9 +85,9 @@ class MemoryStore:
     async def create_subscription(
         self, provider: str, definition: SubscriptionDefinition, start: Mapping[int, Checkpoint]
     ) -> bool:
-        found = self._subscriptions.get((provider, definition.name))
+        found = self.by_name.get((provider, definition.name))
         if found is None:
-            made = self._subscriptions[provider, definition.name] = Subscription(definition)
+            made = self.by_name[provider, definition.name] = Subscription(definition)
             made.epoch = self._next_epoch()
             made.write(made.epoch, start)
             return True
@@ -101,7 +101,7 @@ class MemoryStore:
 
     async def delete_subscription(self, provider: str, name: str) -> None:
         self._get(provider, name)
-        del self._subscriptions[provider, name]
+        del self.by_name[provider, name]
         self._gaps = {
             key: gap for key, gap in self._gaps.items() if (gap.provider, gap.subscription) != (provider, name)
         }
@@ -112,10 +112,10 @@ class MemoryStore:
         return self._get(provider, name).definition
 
     async def subscriptions(self, provider: str) -> Sequence[SubscriptionDefinition]:
-        return [found.definition for (of, _), found in sorted(self._subscriptions.items()) if of == provider]
+        return [found.definition for (of, _), found in sorted(self.by_name.items()) if of == provider]
 
     def _get(self, provider: str, name: str) -> Subscription:
-        found = self._subscriptions.get((provider, name))
+        found = self.by_name.get((provider, name))
         if found is None:
             raise NotFound(f"provider {provider!r} has no subscription {name!r}")
         return found
@@ -143,7 +143,7 @@ class MemoryStore:
         refused = self._refused(provider, {queue for _, _, each in progress for queue in each}, leases)
         stale = list[str]()
         for name, epoch, positions in progress:
-            found = self._subscriptions.get((provider, name))
+            found = self.by_name.get((provider, name))
             if found is None or found.epoch != epoch:
                 stale.append(name)
             else:
@@ -164,21 +164,19 @@ class MemoryStore:
         return self._get(provider, name).checkpoints
 
     async def checkpoints_of_queue(self, provider: str, queue: int) -> dict[str, Checkpoint]:
-        every = (
-            (name, found.written.get(queue)) for (of, name), found in self._subscriptions.items() if of == provider
-        )
+        every = ((name, found.written.get(queue)) for (of, name), found in self.by_name.items() if of == provider)
         return {name: plain({0: row[1]})[0] for name, row in every if row is not None}
 
     async def watermarks(self, provider: str, *, apart_from: Sequence[str] = ()) -> dict[int, int]:
         lowest: dict[int, int] = {}
-        for (of, name), found in self._subscriptions.items():
+        for (of, name), found in self.by_name.items():
             if of == provider and name not in apart_from:
                 for queue, (_, at) in found.written.items():
                     lowest[queue] = min(at.watermark, lowest.get(queue, at.watermark))
         return lowest
 
     async def control_requests(self, provider: str, names: Sequence[str]) -> ControlRequests:
-        found = {name: self._subscriptions.get((provider, name)) for name in names}
+        found = {name: self.by_name.get((provider, name)) for name in names}
         epochs = {name: one.epoch for name, one in found.items() if one is not None}
         return ControlRequests(epochs, frozenset(queue for of, queue in self._stopped if of == provider))
 
@@ -214,7 +212,7 @@ class MemoryStore:
         if len(of) > 1:
             raise InvalidArgument(f"an epoch belongs to one subscription, these records to {len(of)}: {sorted(of)}")
         ((provider, name),) = of
-        found = self._subscriptions.get((provider, name))
+        found = self.by_name.get((provider, name))
         if found is None:
             raise Fenced(f"subscription {name!r} of {provider!r} has been deleted")
         if found.epoch != epoch:
@@ -318,8 +316,8 @@ class MemoryClusterStore:
 
     def __init__(self, members: Members, clock: Clock) -> None:
         self._members = members
-        self._leases, self._silos, self._votes = members.leases, members.silos, members.votes
-        self._now = clock
+        self.leases, self._silos, self._votes = members.leases, members.silos, members.votes
+        self.now = clock
 
     async def join(
         self,
@@ -332,7 +330,7 @@ class MemoryClusterStore:
         public_address: str = "",
     ) -> SiloRecord:
         self._members.incarnation += 1
-        now = self._now(None)
+        now = self.now(None)
         me = SiloRecord(
             name, self._members.incarnation, address, tuple(serves), SiloState.ACTIVE, now, now, (),
             settings=dict(settings), process=process, public_address=public_address,
@@ -363,25 +361,25 @@ class MemoryClusterStore:
 
     def _held_by(self, silo: SiloRecord) -> list[Lease]:
         mine = silo.name, silo.incarnation
-        return [lease for lease in self._leases.values() if (lease.owner, lease.incarnation) == mine]
+        return [lease for lease in self.leases.values() if (lease.owner, lease.incarnation) == mine]
 
-    def _keep(self, lease: Lease) -> None:
-        self._leases[lease.provider, lease.queue] = lease
+    def keep(self, lease: Lease) -> None:
+        self.leases[lease.provider, lease.queue] = lease
 
     async def beat(self, me: SiloRecord, lease_s: float) -> ClusterView:
-        now = self._now(None)
+        now = self.now(None)
         living = self._require(me)
         self._silos[me.name] = living._replace(heartbeat_at_us=now, heartbeats=living.heartbeats + 1)
         for lease in self._held_by(me):
-            self._keep(lease._replace(renewals=lease.renewals + 1, length_us=_us(lease_s)))
-        return self._view(now)
+            self.keep(lease._replace(renewals=lease.renewals + 1, length_us=_us(lease_s)))
+        return self.look(now)
 
     async def view(self) -> ClusterView:
-        return self._view(self._now(None))
+        return self.look(self.now(None))
 
-    def _view(self, now: int) -> ClusterView:
+    def look(self, now: int) -> ClusterView:
         silos = [silo._replace(suspected_by=self._voters(silo)) for _, silo in sorted(self._silos.items())]
-        return ClusterView(now, silos, [lease for _, lease in sorted(self._leases.items())])
+        return ClusterView(now, silos, [lease for _, lease in sorted(self.leases.items())])
 
     def _voters(self, silo: SiloRecord) -> tuple[str, ...]:
         votes = self._votes.get(silo.name)
@@ -402,14 +400,14 @@ class MemoryClusterStore:
         if self._require(me).state is not SiloState.ACTIVE:
             return []
         homes, ended = homes or {}, {(one.provider, one.queue): (one.epoch, one.renewals) for one in over}
-        granted = [self._grant(me, queue, ended.get(queue), homes.get(queue, "")) for queue in sorted(set(wanted))]
+        granted = [self.grant(me, queue, ended.get(queue), homes.get(queue, "")) for queue in sorted(set(wanted))]
         leases = [lease._replace(length_us=_us(lease_s)) for lease in granted if lease is not None]
         for lease in leases:
-            self._keep(lease)
+            self.keep(lease)
         return leases
 
-    def _grant(self, me: SiloRecord, queue: tuple[str, int], ended: tuple[int, int] | None, home: str) -> Lease | None:
-        lease = self._leases.get(queue) or Lease(*queue, "", 0, 0, 0)
+    def grant(self, me: SiloRecord, queue: tuple[str, int], ended: tuple[int, int] | None, home: str) -> Lease | None:
+        lease = self.leases.get(queue) or Lease(*queue, "", 0, 0, 0)
         mine = (lease.owner, lease.incarnation) == (me.name, me.incarnation)
         if lease.owner and (lease.epoch, lease.renewals) != ended and not mine:
             return None
@@ -419,13 +417,13 @@ class MemoryClusterStore:
     async def settle(self, me: SiloRecord, homes: Mapping[tuple[str, int], str]) -> None:
         for lease in self._held_by(me):
             if (home := homes.get((lease.provider, lease.queue))) is not None:
-                self._keep(lease._replace(home=home))
+                self.keep(lease._replace(home=home))
 
     async def release(self, me: SiloRecord, held: Sequence[Lease]) -> None:
         released = {(lease.provider, lease.queue, lease.epoch) for lease in held}
         for lease in self._held_by(me):
             if (lease.provider, lease.queue, lease.epoch) in released:
-                self._keep(_nobodys(lease))
+                self.keep(_nobodys(lease))
 
     async def leaving(self, me: SiloRecord) -> None:
         self._silos[me.name] = self._require(me)._replace(state=SiloState.LEAVING)
@@ -441,7 +439,7 @@ class MemoryClusterStore:
             self._silos[silo.name] = living._replace(state=state)
             self._votes.pop(silo.name, None)
         for lease in self._held_by(silo):
-            self._keep(_nobodys(lease))
+            self.keep(_nobodys(lease))
 
     async def suspect(self, me: SiloRecord, suspect: SiloRecord, peers: Collection[str]) -> bool:
         self._require(me)
@@ -471,12 +469,12 @@ class MemoryClusterStore:
         known = self._silos.get(silo.name)
         if known is not None and known.incarnation == silo.incarnation and known.state not in LIVING:
             del self._silos[silo.name]
-            for lease in list(self._leases.values()):
+            for lease in list(self.leases.values()):
                 if lease.home == silo.name:
-                    self._keep(lease._replace(home=""))
+                    self.keep(lease._replace(home=""))
 
     async def forget(self, before_s: float) -> int:
-        now = self._now(None)
+        now = self.now(None)
         ended = [
             name
             for name, silo in self._silos.items()

@@ -1,9 +1,8 @@
 """Bugs that a cluster must not have, planted on purpose: the simulation has to find each of them."""
-# pyright: reportPrivateUsage=false
 
 import asyncio
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
@@ -16,9 +15,8 @@ from headrace.agents.delivery.confirmations import Mark, QueueReports
 from headrace.agents.delivery.group_delivery import GroupDelivery
 from headrace.agents.delivery.progress import DeliveryProgress
 from headrace.agents.queue_host import QueueHost
-from headrace.balancer.held_leases import HeldLease, HeldLeases
+from headrace.balancer.held_leases import HeldLeases
 from headrace.balancer.membership import Membership
-from headrace.balancer.queue_moves import QueueMoves
 from headrace.balancer.sightings import Sightings
 from headrace.streams.cluster import ClusterView, Lease, SiloRecord
 from headrace.streams.subscriptions import Checkpoint
@@ -60,15 +58,13 @@ class _Unfenced:
 def release_before_drain(stack: ExitStack) -> None:
     """The next owner may begin while the former one still delivers."""
 
-    async def give_back(moves: QueueMoves, held: HeldLease, drain_s: float) -> None:
-        lease = held.lease
-        held.started = False
-        await moves._release(lease)
-        await moves._owners[lease.provider].lose(lease.queue, drain_s)
-        if moves._held.holds(held):
-            moves._held.forget(held)
+    lose = QueueHost.lose
+    losing = set[asyncio.Task[None]]()
 
-    stack.enter_context(patch.object(QueueMoves, "_give_back", give_back))
+    async def lose_later(host: QueueHost, queue: int, drain_s: float) -> None:
+        losing.add(asyncio.create_task(lose(host, queue, drain_s)))
+
+    stack.enter_context(patch.object(QueueHost, "lose", lose_later))
 
 
 def checkpoint_of_the_maximum(stack: ExitStack) -> None:
@@ -85,7 +81,7 @@ def lease_from_the_answer(stack: ExitStack) -> None:
     renew = HeldLeases.renew
 
     def renew_late(leases: HeldLeases, mine: Mapping[tuple[str, int], Lease], began: float) -> None:
-        renew(leases, mine, leases._loop.time())
+        renew(leases, mine, asyncio.get_running_loop().time())
 
     stack.enter_context(patch.object(HeldLeases, "renew", renew_late))
 
@@ -121,10 +117,17 @@ class _WallClock:
 def start_from_what_was_known(stack: ExitStack) -> None:
     """A queue that comes is served from where its checkpoints were when this process last saw them."""
 
-    async def gain(host: QueueHost, queue: int, epoch: int, term: Any) -> None:
-        host._state.gain(queue, epoch, term)
+    begin = PullingManager.__init__
 
-    stack.enter_context(patch.object(QueueHost, "gain", gain))
+    def begin_with_old_positions(manager: PullingManager, *args: Any, **options: Any) -> None:
+        begin(manager, *args, **options)
+
+        async def gain(queue: int, epoch: int, term: Any) -> None:
+            manager.state.gain(queue, epoch, term)
+
+        stack.enter_context(patch.object(manager.queue_host, "gain", gain))
+
+    stack.enter_context(patch.object(PullingManager, "__init__", begin_with_old_positions))
 
 
 def done_when_handed_out(stack: ExitStack) -> None:
@@ -140,36 +143,49 @@ def done_when_handed_out(stack: ExitStack) -> None:
 
 def leaving_is_told_once(stack: ExitStack) -> None:
     """A drain whose calls fail is not repeated, and leases that the store still has are not released."""
-    leaving = Membership._tell_leaving
+    begin = Membership.__init__
 
-    async def tell_leaving_once(membership: Membership) -> None:
-        try:
-            await leaving(membership)
-        finally:
-            membership._left_as = membership.me.incarnation
+    def begin_telling_once(membership: Membership, store: Any, *args: Any, **options: Any) -> None:
+        telling_once: Any = _TellsOnce(store)
+        begin(membership, telling_once, *args, **options)
 
-    stack.enter_context(patch.object(Membership, "_tell_leaving", tell_leaving_once))
-    stack.enter_context(patch.object(Membership, "_finish_leaving", _finish_nothing))
+    stack.enter_context(patch.object(Membership, "__init__", begin_telling_once))
 
 
-async def _finish_nothing(_: Membership, view: ClusterView) -> None: ...
+class _TellsOnce:
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._released = set[tuple[str, int, int]]()
+
+    async def leaving(self, me: SiloRecord) -> None:
+        with suppress(StorageError):
+            await self._store.leaving(me)
+
+    async def release(self, me: SiloRecord, held: Sequence[Lease]) -> None:
+        first = [lease for lease in held if (lease.provider, lease.queue, lease.epoch) not in self._released]
+        self._released.update((lease.provider, lease.queue, lease.epoch) for lease in first)
+        if first:
+            await self._store.release(me, first)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
 
 
 def lease_by_the_clock_of_the_store(stack: ExitStack) -> None:
     """A lease is over when the store's clock says so, as it was before silos timed the leases of others."""
     keep, look, grant, see = (
-        MemoryClusterStore._keep,
-        MemoryClusterStore._view,
-        MemoryClusterStore._grant,
+        MemoryClusterStore.keep,
+        MemoryClusterStore.look,
+        MemoryClusterStore.grant,
         Sightings.see,
     )
     kept_us: dict[tuple[str, int], int] = {}
 
     def is_over(store: MemoryClusterStore, lease: Lease) -> bool:
-        return kept_us[lease.provider, lease.queue] + lease.length_us <= store._now(None)
+        return kept_us[lease.provider, lease.queue] + lease.length_us <= store.now(None)
 
     def keep_timed(store: MemoryClusterStore, lease: Lease) -> None:
-        kept_us[lease.provider, lease.queue] = store._now(None)
+        kept_us[lease.provider, lease.queue] = store.now(None)
         keep(store, lease)
 
     def look_timed(store: MemoryClusterStore, now: int) -> ClusterView:
@@ -178,28 +194,28 @@ def lease_by_the_clock_of_the_store(stack: ExitStack) -> None:
         return view._replace(over=over)
 
     def grant_timed(store: MemoryClusterStore, me: SiloRecord, queue: Any, _: Any, home: str) -> Any:
-        lease = store._leases.get(queue)
+        lease = store.leases.get(queue)
         ended = (lease.epoch, lease.renewals) if lease is not None and is_over(store, lease) else None
         return grant(store, me, queue, ended, home)
 
     def see_timed(sightings: Sightings, view: ClusterView, now: float) -> ClusterView:
         return see(sightings, view, now)._replace(over=view.over)
 
-    stack.enter_context(patch.object(MemoryClusterStore, "_keep", keep_timed))
-    stack.enter_context(patch.object(MemoryClusterStore, "_view", look_timed))
-    stack.enter_context(patch.object(MemoryClusterStore, "_grant", grant_timed))
+    stack.enter_context(patch.object(MemoryClusterStore, "keep", keep_timed))
+    stack.enter_context(patch.object(MemoryClusterStore, "look", look_timed))
+    stack.enter_context(patch.object(MemoryClusterStore, "grant", grant_timed))
     stack.enter_context(patch.object(Sightings, "see", see_timed))
 
 
 def taken_unseen(stack: ExitStack) -> None:
     """A lease is taken although its owner renewed it after this silo looked."""
-    grant = MemoryClusterStore._grant
+    grant = MemoryClusterStore.grant
 
     def grant_always(store: MemoryClusterStore, me: SiloRecord, queue: Any, ended: Any, home: str) -> Any:
-        lease = store._leases.get(queue)
+        lease = store.leases.get(queue)
         return grant(store, me, queue, (lease.epoch, lease.renewals) if ended and lease else ended, home)
 
-    stack.enter_context(patch.object(MemoryClusterStore, "_grant", grant_always))
+    stack.enter_context(patch.object(MemoryClusterStore, "grant", grant_always))
 
 
 def death_by_the_clock_of_the_store(stack: ExitStack) -> None:
@@ -266,6 +282,17 @@ def saved_before_the_store_has_it(stack: ExitStack) -> None:
     stack.enter_context(patch.object(QueueReports, "mark", mark_and_confirm))
 
 
+def progress_is_saved_rarely(stack: ExitStack) -> None:
+    """More events come again after a crash than a checkpoint a second allows."""
+    save = Checkpointer.save
+
+    async def save_rarely(checkpointer: Checkpointer) -> None:
+        await asyncio.sleep(3)
+        await save(checkpointer)
+
+    stack.enter_context(patch.object(Checkpointer, "save", save_rarely))
+
+
 BUGS: Mapping[str, Callable[[ExitStack], None]] = {
     "no fencing": no_fencing,
     "release before drain": release_before_drain,
@@ -282,6 +309,7 @@ BUGS: Mapping[str, Callable[[ExitStack], None]] = {
     "release after a failed save": release_after_a_failed_save,
     "reports of an older generation count": reports_of_an_older_generation_count,
     "saved before the store has it": saved_before_the_store_has_it,
+    "progress is saved rarely": progress_is_saved_rarely,
 }
 
 

@@ -11,7 +11,6 @@ done, and what a consumer was told to be saved is stored.
 In the end all events are done, and every queue has one owner. If there were only planned moves, each event came exactly
 once. If the store only failed for less than a lease, no queue was lost.
 """
-# pyright: reportPrivateUsage=false
 
 import asyncio
 import gc
@@ -38,7 +37,7 @@ from headrace import (
     SubscriptionDefinition,
     Unavailable,
 )
-from headrace.agents import CacheLimits, Delivery, Edge, Group, HandlerService, Member, PullingAgent, PullingManager
+from headrace.agents import CacheLimits, Delivery, Edge, Group, HandlerService, Member, PullingManager
 from headrace.balancer import Balancer, average, lease_count, ring
 from headrace.balancer.cluster_options import ClusterOptions
 from headrace.balancer.membership import Membership
@@ -119,21 +118,11 @@ class SeededManager(PullingManager):
     """Tells the world which events deliveries give up on, and which queues are cut off."""
 
     def __init__(self, silo: "Silo", *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+        super().__init__(*args, **options, rng=silo.world.rng)
         self.silo = silo
-        self._new_agent, self._cut, self._dead_letter = (
-            self.state.new_agent, self.queue_host.cut, self.recorder.dead_letter,
-        )  # fmt: skip
-        self.state.new_agent = self._seeded_agent
+        self._cut, self._dead_letter = self.queue_host.cut, self.recorder.dead_letter
         self.queue_host.cut = self.checkpointer.on_queue_refused = self._watched_cut
         self.recorder.dead_letter = self._watched_dead_letter  # pyright: ignore[reportAttributeAccessIssue]
-        for agent in self.agents:
-            agent._rng = silo.world.rng
-
-    def _seeded_agent(self, queue: int) -> PullingAgent:
-        agent = self._new_agent(queue)
-        agent._rng = self.silo.world.rng
-        return agent
 
     def _watched_cut(self, queue: int) -> None:
         if not self.silo.machine.gone:
@@ -687,7 +676,7 @@ class Life:
         elif what == "seek":
             self._seek(world.silos[name])
         else:
-            self._under_way.append(asyncio.create_task(self._passes(what, world.silos[name]), name=f"{what} {name}"))
+            self._under_way.append(asyncio.create_task(self.pass_by(what, world.silos[name]), name=f"{what} {name}"))
 
     def _start(self) -> None:
         down = [name for name in self._down if name not in self.world.silos]
@@ -736,7 +725,7 @@ class Life:
         else:
             consumer.lose_connections()
 
-    async def _passes(self, what: str, silo: Silo) -> None:
+    async def pass_by(self, what: str, silo: Silo) -> None:
         world = self.world
         seconds = self._duration(what)
         world.note(f"{what} {silo.name} for {seconds:.2f} s")

@@ -1,7 +1,5 @@
 """The store that the simulation uses against the real one: whatever is asked of both, they answer the same."""
 
-# pyright: reportPrivateUsage=false
-
 import asyncio
 from typing import Any
 
@@ -185,7 +183,7 @@ class Progress(BothStores):
         self.both("seek", "p", name, positions, "test")
 
     def epoch(self, name: str, stale: bool) -> int:
-        subscription = self.simulated._subscriptions.get(("p", name))
+        subscription = self.simulated.by_name.get(("p", name))
         return (0 if subscription is None else subscription.epoch) + stale
 
     @rule(names=st.lists(NAMES, unique=True), stale=RARELY, late=RARELY, at=POSITIONS, revision=REVISIONS)

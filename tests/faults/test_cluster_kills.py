@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(200 + SECONDS)
 
 @over("postgres")
 @pytest.mark.parametrize("names", ["abc", pytest.param("abcd", marks=pytest.mark.slow)])
-async def test_queues_are_shared_by_whoever_is_there(
+async def test_queues_are_shared_by_the_living_silos(
     tmp_path: Path, store: str | None, rng: random.Random, names: str
 ) -> None:
     async with playing(tmp_path, store, names) as cluster:

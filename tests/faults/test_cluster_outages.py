@@ -21,7 +21,7 @@ LONG = Times(lease_s=10.0, dead_after_s=5.0)
 
 
 @over("sqlite")
-async def test_a_silo_that_stood_still_beyond_its_lease_comes_back_to_what_is_left(
+async def test_a_silo_that_stood_still_beyond_its_lease_joins_again(
     tmp_path: Path, store: str | None, rng: random.Random
 ) -> None:
     async with playing(tmp_path, store, "abc") as cluster:
@@ -85,7 +85,7 @@ async def test_a_store_that_is_away_for_longer_stops_agents_until_it_is_back(
 
 
 @over("postgres")
-async def test_silos_that_cannot_reach_one_another_go_on_with_what_they_have(
+async def test_silos_that_cannot_reach_each_other_keep_their_queues(
     tmp_path: Path, store: str | None, rng: random.Random
 ) -> None:
     async with AsyncExitStack() as stack:

@@ -13,7 +13,7 @@ from headrace.streams.errors import DataDirectoryError
 PATIENCE_S = 20
 
 
-async def test_publishing_goes_on_where_nobody_can_be_woken_up(tmp_path: Path) -> None:
+async def test_publishing_continues_if_no_reader_can_be_woken(tmp_path: Path) -> None:
     async with Provider.open(tmp_path / "data", queues=1) as provider, asyncio.timeout(PATIENCE_S):
         await asyncio.to_thread(shutil.rmtree, tmp_path / "data/providers/default/wake")
         stream = provider.stream("orders", "42")

@@ -93,7 +93,7 @@ async def test_a_consumer_that_was_frozen_finds_its_events_with_others(scene: Sc
     check_history([[e for e in consumer.entries() if e.what != REFUSED] for consumer in scene.consumers])
 
 
-async def test_a_silo_that_was_frozen_takes_nobody_for_silent(scene: Scene) -> None:
+async def test_a_silo_that_was_frozen_gives_up_no_consumer(scene: Scene) -> None:
     holding = scene.consumer("holding", "--hold", "--timeout-ms", "500")
     await scene.publish(2)
     await scene.until(lambda: len(holding.entries(GOT)) == 60)

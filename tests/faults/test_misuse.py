@@ -156,7 +156,7 @@ async def test_two_at_once_do_not_both_serve_a_subscription() -> None:
         assert [type(outcome) for outcome in outcomes].count(Busy) == 1
 
 
-async def test_asking_what_is_not_served_says_so(tmp_path: Path) -> None:
+async def test_waiting_for_a_closed_subscription_raises_not_found(tmp_path: Path) -> None:
     async with Provider.open(tmp_path / "data", queues=1) as provider:
         subscription = await provider.subscribe("printer", STREAM, ignore)
         await subscription.close()
@@ -165,7 +165,7 @@ async def test_asking_what_is_not_served_says_so(tmp_path: Path) -> None:
         assert not await subscription.resume(STREAM)  # it is stored: nothing is paused
 
 
-async def test_a_seek_that_cannot_be_stored_stops_nobody(tmp_path: Path) -> None:
+async def test_a_seek_that_cannot_be_stored_stops_no_delivery(tmp_path: Path) -> None:
     delivered = asyncio.Event()
 
     async def handle(_: Event) -> None:

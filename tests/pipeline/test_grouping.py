@@ -109,7 +109,7 @@ def test_wide_columns_are_read_too() -> None:
     assert [batch.count for batch in batches(RowGrouping().of(wide))] == [2, 1]
 
 
-def test_much_of_one_stream_is_cut_to_what_a_batch_holds() -> None:
+def test_many_rows_of_one_stream_are_cut_into_batches() -> None:
     rows = [{"key": "k", "payload": b"x" * 300_000, "timestamp": 1}] * 10
     found = batches(RowGrouping("n").of(table(rows, ("key", "payload"))))
     assert [batch.count for batch in found] == [3, 3, 3, 1]

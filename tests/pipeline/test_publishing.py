@@ -159,7 +159,7 @@ def test_a_batch_that_comes_again_is_not_published_again(place: ProviderPlace, t
     assert [path.name for path in folder.path.iterdir()] == ["5.done"]
 
 
-def test_the_log_knows_what_was_published_where_the_folder_has_forgotten(place: ProviderPlace, tmp_path: Path) -> None:
+def test_the_log_knows_the_published_chunks_if_the_folder_has_forgotten(place: ProviderPlace, tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "app")
     commit(place, folder, "app", 5, stage(folder, "n", "a"))
     (folder.path / "5.done").unlink()
@@ -272,7 +272,7 @@ def test_another_driver_at_any_step_stores_nothing_twice(place: ProviderPlace, t
         assert of_namespace(found, app) in (content(app, "a"), content(app, "b")), app
 
 
-def test_going_on_stores_only_what_is_missing(place: ProviderPlace, tmp_path: Path) -> None:
+def test_a_repeated_publish_stores_only_missing_chunks(place: ProviderPlace, tmp_path: Path) -> None:
     class Counting(EmbeddedDestination):
         numbers: list[int]
 

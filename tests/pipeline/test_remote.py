@@ -96,7 +96,7 @@ def everything(access: QueueAccess, queue: int = 0, selector: Selector = ALL) ->
 # The same as in the data directory
 
 
-def test_it_is_what_the_data_directory_has(tmp_path: Path, silos: Callable[[], SiloProcess]):
+def test_a_silo_returns_the_rows_of_its_data_directory(tmp_path: Path, silos: Callable[[], SiloProcess]):
     sizes = [0, 1, 90, 100, 110, 127, 128, 16_000, 16_384, 300_000, MIB]
     with_more = Event(b"x" * 40, headers={"a": "b"}, id="id")
     batches = [of(f"key{number % 7}" * (number % 50), *[os.urandom(size)] * 3) for number, size in enumerate(sizes * 4)]
@@ -117,7 +117,7 @@ def test_it_is_what_the_data_directory_has(tmp_path: Path, silos: Callable[[], S
         assert taken(access.read(0, 1, 1, ALL)) == []
 
 
-def test_only_what_is_selected_comes(tmp_path: Path, silos: Callable[[], SiloProcess]):
+def test_only_selected_events_are_read(tmp_path: Path, silos: Callable[[], SiloProcess]):
     fill(tmp_path, *(of(f"{number % 10}", b"%d" % number) for number in range(200)))
     with remote(silos().address) as access:
         assert [offset for offset, *_ in everything(access, 0, Selector("n/3"))] == list(range(3, 200, 10))
@@ -223,7 +223,7 @@ def _meets_gone(address: str) -> None:
             assert (caught.value.queue, caught.value.start, caught.value.first) == (0, 0, state.first)
 
 
-async def test_damage_is_met_after_what_is_before_it(tmp_path: Path):
+async def test_events_before_a_damaged_record_are_read(tmp_path: Path):
     async with opened(tmp_path, provider=ONE_QUEUE) as silo:
         for number in range(3):
             await adapter_of(silo).enqueue([(0, of("k", b"%d" % number))])
@@ -245,7 +245,7 @@ def _read_to_the_error(address: str, end: int) -> tuple[Sequence[int], HeadraceE
     raise AssertionError("it was read to the end")
 
 
-async def test_a_token_opens_what_it_allows_and_no_more(tmp_path: Path):
+async def test_a_token_opens_only_the_streams_that_it_allows(tmp_path: Path):
     tokens = await make_tokens(tmp_path, all=Allowed(["*"], ["*"]), shop=Allowed(subscribe=["shop", "new"]))
     async with opened(tmp_path, provider=ONE_QUEUE, auth="tokens") as silo:
         address = silo.grpc_address or ""

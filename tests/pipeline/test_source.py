@@ -78,7 +78,7 @@ def test_a_log_ends_where_it_ends(data: Path):
         list(access.read(0, 3, 6, Selector("*/*")))
 
 
-def test_a_provider_that_was_made_anew_is_what_is_read(data: Path):
+def test_a_provider_that_was_created_again_is_read(data: Path):
     assert batch(data) == [b"0", b"1", b"2", b"3", b"4"]
     made_anew(data)
     assert batch(data) == [b"new 0", b"new 1"]
@@ -94,7 +94,7 @@ def test_a_checkpoint_beyond_the_end_fails_the_query(data: Path):
 
 
 @pytest.mark.parametrize("limit", ["1", "10"])
-def test_a_query_that_is_to_go_on_reads_what_was_made_anew_once(data: Path, limit: str):
+def test_a_query_that_continues_reads_a_provider_created_again_once(data: Path, limit: str):
     made_anew(data)
     reader, found, at = streaming(data, failOnDataLoss="false", maxEventsPerTrigger=limit), list[bytes](), {"0": 5}
     while at != (end := reader.latestOffset(at, ReadMaxRows(int(limit)))):

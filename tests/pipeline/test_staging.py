@@ -139,7 +139,7 @@ def test_file_that_a_manifest_names_is_not_discarded(folder: StagingFolder) -> N
     assert files(folder) == sorted([mine.name, "4.manifest"])
 
 
-def test_a_sweep_takes_what_is_old_and_nobodys(folder: StagingFolder) -> None:
+def test_a_sweep_deletes_old_files_without_an_owner(folder: StagingFolder) -> None:
     old, named, young = (staged(folder, b"a").name for _ in range(3))
     folder.claim(BatchManifest(4, [named], CUTTING))
     for name in (old, named, "4.manifest"):

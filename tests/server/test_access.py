@@ -154,7 +154,7 @@ patterns = st.lists(pattern_texts, max_size=3)
 
 
 @given(patterns)
-def test_a_pattern_covers_what_the_selector_of_its_text_selects(several: list[str]):
+def test_a_pattern_covers_the_streams_that_its_selector_selects(several: list[str]):
     grant = NamespaceGrant.of(several)
     selected = [Selector(f"{pattern}/*").matcher() for pattern in several]
     for namespace in NAMESPACES:
@@ -198,7 +198,7 @@ def refusal(check: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def test_a_refusal_says_who_may_not_do_what_and_what_to_do():
+def test_a_refusal_names_the_principal_the_permission_and_the_remedy():
     principal = granted("orders")
     assert refusal(lambda: principal.require(PUBLISH, "a/b")) == (
         "client 'orders-service' may not publish to namespace 'a/b': use a token made with --publish 'a%2Fb'"
@@ -225,7 +225,7 @@ def test_granted_call_is_not_refused():
     principal.require_subscription([PUBLISH, SUBSCRIBE], "stats", "orders/*")
 
 
-def test_whether_a_subscription_exists_is_told_only_to_who_may_know():
+def test_only_principals_with_a_permission_learn_that_a_subscription_exists():
     limited, wide = granted("orders*"), granted("*")
     ask = [SUBSCRIBE, MANAGE]
     missing = refusal(lambda: limited.require_subscription(ask, "stats", None))
@@ -324,7 +324,7 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_a_token_tells_who_calls(store: ControlStore):
+async def test_a_token_identifies_its_principal(store: ControlStore):
     authorization = await made(store, "a", "orders*")
     other = await made(store, "b")
     async with TokenBook.opened(store) as book:
@@ -430,7 +430,7 @@ async def test_a_new_token_of_the_same_name_does_not_revive_the_old_one(store: C
         assert book.still_valid(book.authenticate(new))
 
 
-async def test_a_principal_of_nobody_s_token_is_not_valid(store: ControlStore):
+async def test_a_principal_without_a_token_is_not_valid(store: ControlStore):
     async with TokenBook.opened(store) as book:
         assert not book.still_valid(EVERYTHING)
         assert not book.still_valid(Principal("a", {}))

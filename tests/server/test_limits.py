@@ -212,7 +212,7 @@ def test_a_call_releases_what_it_held_when_it_ends(clock: Clock):
 # Limits that make no sense
 
 
-def test_a_largest_message_fits_into_what_may_be_published():
+def test_a_limit_of_publish_bytes_below_a_message_is_refused():
     with pytest.raises(InvalidArgument, match=re.escape("publish_bytes is 9, below message_bytes (10)")):
         ClientLimits(publish_bytes=9, message_bytes=10)
 

@@ -480,7 +480,7 @@ async def test_a_provider_pulls_as_a_client_does(provider: Provider) -> None:
     await provider.caught_up("s")
 
 
-async def test_flush_waits_for_what_was_published_before(provider: Provider) -> None:
+async def test_flush_waits_for_earlier_publishes(provider: Provider) -> None:
     stopped: Any = Stopped(provider.adapter)
     provider.adapter = stopped
     publishing = asyncio.create_task(provider.publish(S, b"x", delay=timedelta(0)))

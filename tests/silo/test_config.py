@@ -249,7 +249,7 @@ def balanced(text: str, providers: str = "") -> str:
         ("balancer = 'rign'", "", "cluster.balancer: there is no balancer 'rign'; installed are: average, best-fit-"),
     ],
 )  # fmt: skip
-def test_a_balancer_by_which_queues_would_have_nobody_is_refused(
+def test_a_balancer_that_would_leave_queues_without_an_owner_is_refused(
     tmp_path: Path, text: str, providers: str, message: str
 ):
     assert refusal(tmp_path, balanced(text, providers)).startswith(message)
@@ -266,7 +266,7 @@ def test_a_balancer_by_which_queues_would_have_nobody_is_refused(
         ("balancer = 'static'\nmapping = { 9 = 'a' }", ""),
     ],
 )
-def test_a_balancer_with_what_it_goes_by_is_accepted(tmp_path: Path, text: str, providers: str):
+def test_a_balancer_with_its_options_is_accepted(tmp_path: Path, text: str, providers: str):
     assert load(tmp_path, balanced(text, providers)).cluster is not None
 
 
@@ -479,7 +479,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }  # fmt: skip
 
 
-def test_credentials_are_what_is_in_the_files(tls: dict[str, str]):
+def test_credentials_are_read_from_the_files(tls: dict[str, str]):
     assert read_credentials(GrpcConfig()) is None
     found = read_credentials(GrpcConfig(certificate=tls["certificate"], key=tls["key"]))
     assert found == (Path(tls["certificate"]).read_bytes(), Path(tls["key"]).read_bytes(), None)

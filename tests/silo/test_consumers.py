@@ -1,13 +1,14 @@
 """The part of a silo that looks after the groups of consumers."""
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace import Busy, LimitExceeded, Mode, Provider, Selector
-from headrace.silo import consumers
 from headrace.silo.consumers import AttachedConsumer, Consumers
 from headrace.streams.subscriptions import SubscriptionDefinition
 
@@ -31,17 +32,23 @@ async def test_a_group_that_cannot_be_looked_after_keeps_no_other_from_it(
         caplog.clear()
 
 
-async def test_ids_with_mode_broadcast_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(consumers, "MAX_POSITIONS", 3)
+@asynccontextmanager
+async def limited(tmp_path: Path) -> AsyncGenerator[tuple[Provider, Consumers]]:
+    async with Provider.open(tmp_path / "data", queues=1) as provider:
+        async with Consumers.opened(provider, 10.0, max_positions=3) as served:
+            yield provider, served
+
+
+async def test_ids_with_mode_broadcast_are_limited(tmp_path: Path) -> None:
     definition = SubscriptionDefinition(name="s", selector=Selector("n/*"), mode=Mode.BROADCAST)
     says = r"'s' has positions of 3 consumers already.*under the id that it had"
-    async with Provider.open(tmp_path / "data", queues=1) as provider, Consumers.opened(provider, 10.0) as served:
+    async with limited(tmp_path) as (provider, served):
         await provider.create_subscription(definition)
         for number in range(3):
             await served.join(definition, f"c{number}", 10.0, None if number else {})
         with pytest.raises(LimitExceeded, match=says):
             await served.join(definition, "c3", 10.0)
-    async with Provider.open(tmp_path / "data", queues=1) as provider, Consumers.opened(provider, 10.0) as served:
+    async with limited(tmp_path) as (_, served):
         await served.join(definition, "c1", 10.0)
         await served.join(definition, "c3", 10.0)  # nothing is kept of the one that keeps its position itself
         with pytest.raises(LimitExceeded, match=says):

@@ -314,7 +314,7 @@ async def test_storing_call_may_end_before_or_after_any_step_and_is_repeated(sta
     assert await stored(stage.adapter, 2) == wanted
 
 
-async def test_one_who_was_thought_dead_and_goes_on_publishes_nothing_twice(stage: Stage):
+async def test_a_process_that_releases_after_its_claim_ended_stores_nothing_twice(stage: Stage):
     await add(stage.store, "p", [(0, later("a"))])
     stage.clock.now_s += 1
     (claimed,) = await stage.store.claim("p", "slow", HOLD_S)
@@ -363,7 +363,7 @@ async def test_a_call_that_leaves_a_hole_stores_nothing(stage: Stage):
     assert await stage.store.backlogs("p") == {}
 
 
-async def test_a_receipt_has_a_token_below_the_one_on_delivery_and_what_is_stored_has_its_own(stage: Stage):
+async def test_the_token_of_a_delayed_event_s_receipt_is_below_its_token_on_delivery(stage: Stage):
     delaying, _ = stage.process(-1)
     receipts = await delaying.enqueue([(0, now("a")), (0, later("b")), (0, now("c"))])
     tokens = [receipt.token for receipt in receipts]
@@ -452,7 +452,7 @@ async def test_a_queue_that_cannot_store_holds_up_no_other(stage: Stage):
     assert await stored(stage.adapter, queues=2) == ["a", "b", "c", "x"]
 
 
-async def test_releases_go_on_above_what_the_queue_knows_when_the_store_is_put_back(tmp_path: Path):
+async def test_releases_continue_above_the_queue_s_sequence_after_the_store_is_restored(tmp_path: Path):
     """Otherwise the queue would mistake other events for those that it has under the same number."""
     clock, copy = Clock(), tmp_path / "copy.db"
     context = AdapterContext(provider="p", queues=1, directory=tmp_path)

@@ -247,7 +247,7 @@ async def test_an_event_larger_than_all_credit_comes(silos: Silos):
             await taker.has(STREAMS + 1)
 
 
-async def test_a_small_batch_behind_what_is_in_hands_elsewhere_comes(silos: Silos):
+async def test_a_small_batch_arrives_although_another_silo_could_use_all_credit(silos: Silos):
     """Credit goes to the silo where something waits, though another could use all of it."""
     here = [stream for stream in streams() if silos[0].providers["default"].queue_of(stream) in queues(silos[0])]
     there = [stream for stream in streams() if stream not in here]
@@ -309,7 +309,7 @@ async def test_broadcast_gives_everybody_everything_and_keeps_positions(silos: S
 
 
 @both_ways
-async def test_who_keeps_its_positions_goes_on_from_them_though_queues_move(tmp_path: Path):
+async def test_a_consumer_that_keeps_its_positions_continues_from_them_after_queues_moved(tmp_path: Path):
     async with cluster(tmp_path, 3) as silos, client_of(silos[0]) as client:
         async with client.subscribe("s", "n/*", mode=Mode.BROADCAST, keeps_positions=True) as consumer:
             async with taking(consumer) as (taker,):
@@ -345,7 +345,7 @@ async def test_a_subscription_that_is_deleted_at_one_silo_ends_at_all(silos: Sil
 
 
 @both_ways
-async def test_who_takes_over_a_consumer_at_another_silo_ends_it(silos: Silos):
+async def test_a_session_at_another_silo_takes_over_the_consumer_and_ends_the_first_session(silos: Silos):
     async with client_of(silos[0]) as client, client_of(silos[1]) as other:
         async with client.subscribe("s", "n/*", consumer="c") as consumer:
             async with other.subscribe("s", "n/*", consumer="c") as second, taking(second) as (taker,):
@@ -380,7 +380,7 @@ async def test_a_paused_stream_is_resumed_through_any_silo(silos: Silos):
         await subscription.caught_up()
 
 
-async def test_dead_letters_are_redriven_by_whoever_has_their_queue(silos: Silos):
+async def test_dead_letters_are_redriven_by_the_owner_of_their_queue(silos: Silos):
     failing, got = True, list[StreamId]()
 
     async def handle(event: Event) -> None:
@@ -412,7 +412,7 @@ async def test_caught_up_waits_for_all_silos(silos: Silos):
             assert taker.count == STREAMS
 
 
-async def test_a_pull_returns_what_any_silo_has(silos: Silos):
+async def test_a_pull_returns_events_of_any_silo(silos: Silos):
     async with connecting(silos[0].grpc_address or "") as caller, connecting(silos[1].grpc_address or "") as other:
         await caller.create("s", "n/*")
         for stream in streams(8):
@@ -433,7 +433,7 @@ async def test_a_pull_returns_what_any_silo_has(silos: Silos):
         await eventually(everything_is_done)
 
 
-async def test_what_was_pulled_and_not_acknowledged_comes_again(silos: Silos):
+async def test_pulled_events_that_are_not_acknowledged_come_again(silos: Silos):
     async with connecting(silos[0].grpc_address or "") as caller:
         await caller.create("s", "n/*")
         for stream in streams(4):
@@ -479,7 +479,7 @@ async def test_credit_is_taken_back_from_all_silos(silos: Silos):
         await session.take(1)
 
 
-async def test_pulls_of_what_a_handler_serves_are_refused(silos: Silos):
+async def test_pulls_of_a_subscription_that_a_handler_serves_are_refused(silos: Silos):
     async def handle(_: Event) -> None: ...
 
     await silos[1].providers["default"].subscribe("s", "n/*", handle)
@@ -541,7 +541,7 @@ async def test_a_consumer_that_does_not_read_disturbs_no_other(silos: Silos):
         await end(staying)
 
 
-async def test_queues_whose_consumers_hold_on_drain_together(tmp_path: Path):
+async def test_queues_whose_consumers_keep_their_events_drain_together(tmp_path: Path):
     """A stop takes as long as one of them may, not as long as all."""
     async with cluster(tmp_path, 1) as silos, client_of(silos[0]) as client:
         started, go_on = Counter[StreamId](), asyncio.Event()

@@ -196,7 +196,7 @@ async def test_a_refusal_of_a_silo_ends_the_call():
 
 
 @virtual_time
-async def test_a_gateway_that_stops_delivers_what_is_on_its_way_before_the_queues_drain():
+async def test_a_gateway_that_stops_delivers_events_in_flight_before_the_queues_drain():
     async with gateway(a={0: 1}, b={1: 1}) as gate:
         await gate.has("a", "b")
         gate.silos["b"].session.deliver(1, 3)

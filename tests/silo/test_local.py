@@ -1,15 +1,19 @@
 """Taking batches from a provider in this process looks and behaves as it does through a client."""
 
-# pyright: reportPrivateUsage=false
-
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from headrace import Busy, Event, EventBatch, InvalidArgument, Mode, NotSupported, Provider, Start, StreamId
+from headrace.client.consuming_client import ConsumingClient
 from headrace.server.guard import Call, Kind, Method
-from headrace.silo.local import InProcessTransport
+from headrace.silo.consumers import Consumers
+from headrace.silo.local import InProcessStreamCall, InProcessTransport
 from headrace.silo.options import ProviderOptions
+from headrace.silo.services.consumer import ConsumerService
+from headrace.silo.services.subscriptions import SubscriptionService
+from headrace.silo.services.visible import VisibleBounds
 from headrace.streams.errors import Unavailable
 
 STREAM = StreamId("orders", "42")
@@ -96,17 +100,36 @@ async def test_a_provider_that_closes_ends_its_consumers(tmp_path: Path):
     assert [batch async for batch in consumer] == []
 
 
+class BreakableTransport(InProcessTransport):
+    """Breaks its connections when it is told to."""
+
+    def __init__(self, methods: Sequence[Method]) -> None:
+        super().__init__(methods)
+        self._calls: list[InProcessStreamCall] = []
+
+    def stream(self, method: str) -> InProcessStreamCall:
+        self._calls.append(super().stream(method))
+        return self._calls[-1]
+
+    def break_connections(self) -> None:
+        for call in self._calls:
+            call.cancel()
+
+
 async def test_events_after_a_seek_come_again_though_acknowledged_over_a_lost_connection(tmp_path: Path):
-    async with Provider.open(tmp_path / "data") as provider:
-        async with provider.subscribe("billing", "orders/*") as consumer:
+    async with Provider.open(tmp_path / "data") as provider, Consumers.opened(provider, 10.0) as consumers:
+        providers, groups, visible = {provider.name: provider}, {provider.name: consumers}, VisibleBounds()
+        services = ConsumerService(providers, groups, visible), SubscriptionService(providers, groups, visible)
+        transport = BreakableTransport([method for service in services for method in service.methods()])
+        client = ConsumingClient(transport, provider.name, 30.0)
+        async with client.subscribe("billing", "orders/*") as consumer:
             await provider.publish(STREAM, b"a")
             batch = await anext(consumer)
             await batch.ack()
-            (link,) = consumer._router.links
-            assert link._conversation is not None
-            link._conversation._call.cancel()  # as if the connection broke, before anything was saved
+            transport.break_connections()  # before anything is saved
             await provider.seek("billing", Start.earliest())
             assert (await anext(consumer)).payloads() == [b"a"]
+        await transport.aclose()
 
 
 async def test_a_long_call_within_the_process_is_repeated_after_an_outage():

@@ -76,7 +76,7 @@ async def test_subscribing_twice_says_that_it_is_this_process(tmp_path: Path) ->
             await provider.subscribe("all", "orders/*", ignore)
 
 
-async def test_closing_goes_on_when_who_waits_for_it_is_cancelled(tmp_path: Path) -> None:
+async def test_closing_continues_if_its_caller_is_cancelled(tmp_path: Path) -> None:
     provider_at = Provider.open(tmp_path, queues=1)
     provider = await provider_at.__aenter__()
     release = asyncio.Event()

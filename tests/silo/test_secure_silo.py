@@ -140,7 +140,7 @@ def trusting(authority: Authority, *names: str) -> grpc.ChannelCredentials:
 # Tokens
 
 
-def test_a_token_allows_what_it_was_made_for_and_nothing_else(headrace: Headrace, serve: Serve, connect: Connect):
+def test_a_token_allows_only_its_permissions(headrace: Headrace, serve: Serve, connect: Connect):
     orders = token(headrace, "orders", "--publish", "orders*")
     reader = token(headrace, "reader", "--subscribe", "orders*")
     port = serve("--listen", "127.0.0.1:0", "--auth", "tokens")
@@ -209,7 +209,7 @@ def test_a_token_counts_and_a_revoked_one_ends_while_the_silo_runs(headrace: Hea
 # TLS
 
 
-def test_tls_serves_who_trusts_the_silo(tmp_path: Path, headrace: Headrace, serve: Serve, connect: Connect):
+def test_tls_serves_clients_that_trust_the_silo(tmp_path: Path, headrace: Headrace, serve: Serve, connect: Connect):
     authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
     own = authority.issue("localhost")
     port = serve("--listen", "127.0.0.1:0", "--certificate", own.certificate, "--key", own.key)

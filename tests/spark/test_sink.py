@@ -131,7 +131,7 @@ def test_an_empty_frame_is_nothing(spark: SparkSession, tmp_path: Path):
     assert look(tmp_path / "d") == {}
 
 
-def test_a_query_publishes_each_batch_once_whatever_comes_again(spark: SparkSession, tmp_path: Path):
+def test_a_query_publishes_each_batch_once_even_if_batches_are_repeated(spark: SparkSession, tmp_path: Path):
     data, checkpoint, source = tmp_path / "d", tmp_path / "c", Input(spark, tmp_path)
     for start in (0, 100, 200):
         source.add(range(start, start + 100))

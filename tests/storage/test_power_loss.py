@@ -66,7 +66,7 @@ def image(disk: Disk, target: Path, kept: Kept, seed: int = 0) -> dict[str, byte
     return {str(file.relative_to(target)): file.read_bytes() for file in target.rglob("*") if file.is_file()}
 
 
-def test_a_recording_repeats_what_a_process_wrote(steps: list[Step], tmp_path: Path) -> None:
+def test_a_recording_repeats_the_writes_of_a_process(steps: list[Step], tmp_path: Path) -> None:
     written = {"link": (tmp_path / "root/link").read_bytes()}
     disk = at_the_end(steps)
     assert disk.files() == written

@@ -109,7 +109,7 @@ async def test_a_superseded_incarnation_is_refused_and_its_leases_run_out(store:
     assert [lease.epoch for lease in await store.acquire(new, queues(2), LEASE_S, over=held)] == [2, 2]
 
 
-async def test_an_older_incarnation_may_still_release_what_it_has(store: ClusterStore):
+async def test_an_older_incarnation_may_still_release_its_leases(store: ClusterStore):
     (old,) = await joined(store, "a")
     held = await store.acquire(old, queues(2), LEASE_S)
     (new,) = await joined(store, "a")
@@ -203,7 +203,7 @@ async def test_a_silo_that_joins_again_starts_without_votes(store: ClusterStore)
     assert (await store.view()).silos[2] == again
 
 
-async def test_nobody_votes_against_itself_or_after_its_end(store: ClusterStore):
+async def test_a_silo_votes_neither_against_itself_nor_after_its_end(store: ClusterStore):
     a, b = await joined(store, "a", "b")
     assert not await store.suspect(a, a, ALL)
     await store.leave(a)
@@ -289,7 +289,7 @@ async def test_a_release_that_comes_late_changes_nothing(store: ClusterStore):
     assert (await store.view()).leases == [Lease("flights", 0, "", 0, 2, 2, "", 15_000_000)]
 
 
-async def test_a_beat_is_a_few_statements_whatever_there_is(store: ClusterStore, clock: Clock):
+async def test_a_heartbeat_is_a_few_statements_for_any_number_of_queues(store: ClusterStore, clock: Clock):
     silos = await joined(store, *(f"s{number}" for number in range(16)))
     for number, silo in enumerate(silos):
         await store.acquire(silo, queues(64)[number * 4 : number * 4 + 4], LEASE_S)

@@ -105,7 +105,7 @@ for number in sys.stdin:
         each.communicate()
 
 
-def test_opening_again_accepts_what_the_first_opening_made(tmp_path: Path):
+def test_opening_again_accepts_the_directory_of_the_first_opening(tmp_path: Path):
     first = open_data_directory(tmp_path)
     assert open_data_directory(str(tmp_path)) == first
 

@@ -76,7 +76,7 @@ def lines(where: str, name: str) -> list[list[str]]:
 
 
 @pytest.mark.hypothesis  # so that `make slow` runs all rounds
-async def test_processes_that_fight_for_queues_never_share_an_epoch_nor_what_they_write(where: str):
+async def test_processes_that_compete_for_queues_share_neither_epochs_nor_writes(where: str):
     store = await ControlStore.open(where)
     await store.create_subscription("p", DEFINITION, {queue: Checkpoint(0) for queue in range(QUEUES)})
     printed = await asyncio.gather(*(asyncio.to_thread(lines, where, name) for name in "abc"))

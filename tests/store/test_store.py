@@ -132,7 +132,7 @@ async def test_creating_it_again_changes_nothing(store: ControlStore):
     assert await store.checkpoints("p", "stats") == {0: Checkpoint(17)}
 
 
-async def test_another_definition_is_a_conflict_that_names_what_differs(store: ControlStore):
+async def test_another_definition_is_a_conflict_that_names_the_differences(store: ControlStore):
     await created(store)
     other = SubscriptionDefinition(
         name="stats", selector=Selector("flights/N1*"), start=Start.earliest(), retry=RetryPolicy(max_attempts=3)
@@ -253,7 +253,7 @@ async def test_thousands_of_streams_may_be_behind(store: ControlStore):
     assert await store.watermarks("p") == {0: 0}
 
 
-async def test_a_stale_epoch_writes_nothing_and_spoils_nobody(two: tuple[ControlStore, ControlStore]):
+async def test_a_write_under_a_stale_epoch_is_refused_and_others_are_stored(two: tuple[ControlStore, ControlStore]):
     here, there = two
     for name in ("a", "b", "c"):
         await created(here, name, q0=Checkpoint(1))
@@ -305,7 +305,7 @@ async def test_a_save_that_is_carried_out_late_is_ignored(store: ControlStore):
     assert await store.checkpoints("p", "stats") == {0: Checkpoint(8)}
 
 
-async def test_seeking_moves_back_and_fences_who_is_attached(two: tuple[ControlStore, ControlStore]):
+async def test_a_seek_moves_back_and_fences_the_attached_process(two: tuple[ControlStore, ControlStore]):
     here, there = two
     await created(here, q0=Checkpoint(100), q1=Checkpoint(100))
     old = (await here.attach("p", "stats")).epoch
@@ -583,7 +583,7 @@ async def test_entries_are_kept_changed_and_deleted(two: tuple[ControlStore, Con
     assert await here.value("file") is None
 
 
-async def test_closing_finishes_what_was_begun_and_refuses_the_rest(lasting: str):
+async def test_closing_finishes_pending_calls_and_refuses_later_ones(lasting: str):
     store = await ControlStore.open(lasting)
     begun = [asyncio.ensure_future(store.set_value(str(number), "x")) for number in range(5)]
     await asyncio.sleep(0)

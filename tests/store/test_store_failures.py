@@ -149,7 +149,7 @@ async def test_opening_a_new_store_waits_for_others_that_do_the_same(tmp_path: P
             await store.aclose()
 
 
-async def test_a_quota_that_is_reached_keeps_what_was_there_and_can_be_raised(tmp_path: Path):
+async def test_reaching_a_quota_keeps_stored_rows_and_the_quota_can_be_raised(tmp_path: Path):
     error, *facts = await output(FILLS_ITS_QUOTA, tmp_path / "control.db")
     assert error.startswith(f"True {tmp_path / 'control.db'}: ")
     assert "nothing was changed" in error

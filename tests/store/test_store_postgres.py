@@ -223,7 +223,7 @@ async def test_a_driver_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch
         await ControlStore.open("postgresql://db/x")
 
 
-async def test_a_database_that_somebody_else_uses_is_refused(postgres_url: str):
+async def test_a_database_with_tables_of_another_program_is_refused(postgres_url: str):
     with psycopg.connect(postgres_url) as other:
         other.execute("CREATE TABLE silos (height INTEGER)")
     with pytest.raises(DataDirectoryError, match="another program's database: it has the table 'silos'"):

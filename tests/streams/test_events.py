@@ -79,7 +79,7 @@ def test_events_come_out_of_a_batch_as_they_went_in(stream: StreamId, items: lis
 
 
 @given(STREAMS, ITEMS)
-def test_generated_code_reads_what_we_write(stream: StreamId, items: list[bytes | Event]):
+def test_generated_code_reads_our_encoding(stream: StreamId, items: list[bytes | Event]):
     read = Message.FromString(EventBatch.of(stream, items, NOW).encoded)
     wanted = message(items, stream)
     if len(read.timestamps_us) == 1:
@@ -99,7 +99,7 @@ def fields(of: Message) -> list[bytes]:
 
 
 @given(STREAMS, ITEMS, st.randoms(use_true_random=False))
-def test_we_read_what_generated_code_writes_in_any_order(
+def test_our_decoder_reads_the_encoding_of_generated_code_in_any_order(
     stream: StreamId, items: list[bytes | Event], rng: random.Random
 ):
     parts = fields(message(items, stream))

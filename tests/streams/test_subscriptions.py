@@ -64,7 +64,7 @@ def fits(pattern: str, text: str) -> bool:
     st.text(st.sampled_from("ab[!/"), max_size=4),
     st.text(st.sampled_from("ab[!/"), max_size=6),
 )
-def test_wildcards_mean_what_they_say(in_namespace: str, in_key: str, namespace: str, key: str):
+def test_wildcards_select_streams_by_pattern(in_namespace: str, in_key: str, namespace: str, key: str):
     selected = Selector(f"{in_namespace}/{in_key}").matcher()(StreamId(namespace, key))
     assert selected == (fits(in_namespace, namespace) and fits(in_key, key))
 
@@ -227,7 +227,7 @@ def test_a_retry_policy_that_cannot_be_is_refused(options: dict[str, float], why
         msgspec.structs.replace(RetryPolicy(), **options)
 
 
-def test_a_checkpoint_wants_what_is_above_it_and_what_is_behind():
+def test_a_checkpoint_needs_later_events_and_those_of_streams_behind():
     slow = StreamId("n", "slow")
     checkpoint = Checkpoint(100, {slow: Behind(SequenceToken(40, 2))})
     assert checkpoint.watermark == 40

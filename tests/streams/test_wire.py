@@ -118,7 +118,7 @@ def test_field_left_out_has_its_default():
     assert definition_of(message) == SubscriptionDefinition(name="printer", selector=Selector("shop/*"))
 
 
-def test_of_a_retry_policy_only_what_is_given_differs_from_the_default():
+def test_fields_that_a_retry_policy_does_not_give_have_their_defaults():
     message = pb.SubscriptionDefinition(name="printer", selector="shop/*", retry=pb.RetryPolicy(max_elapsed_s=0))
     assert definition_of(message).retry == RetryPolicy(max_elapsed_s=0)
 

@@ -33,7 +33,7 @@ def test_with_a_rate_batches_become_due_one_after_the_other():
     assert [timeline.next(now_s) for now_s in (100.0, 100.4, 100.5, 101.2)] == [0, 0, 1, 2]
 
 
-def test_the_last_batch_has_what_is_left():
+def test_the_last_batch_has_the_remaining_events():
     timeline = QueueTimeline(0, plan(events=25), now_s=0.0)
     assert timeline.end == 3
     assert counts(timeline, 3) == [10, 10, 5]
@@ -56,7 +56,7 @@ def test_another_plan_starts_with_the_next_batch():
     assert [timeline.batch(offset) for offset in range(2)] == before
 
 
-def test_another_plan_does_not_take_back_what_was_due():
+def test_another_plan_keeps_events_that_were_due():
     timeline = QueueTimeline(0, plan(rate=20.0), now_s=0.0)
     assert timeline.next(1.5) == 3
     timeline.change(plan(rate=10.0), now_s=1.5)

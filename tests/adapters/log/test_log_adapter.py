@@ -163,7 +163,7 @@ async def test_published_events_are_stored_after_a_restart(open_log: OpenLog):
     assert receipt.token == SequenceToken(2)
 
 
-async def test_a_receiver_without_a_start_begins_after_what_was_acknowledged(open_log: OpenLog):
+async def test_a_receiver_without_a_start_begins_after_the_acknowledged_batches(open_log: OpenLog):
     adapter = await open_log()
     await publish(adapter, "abcd")
     receiver = await adapter.open_receiver(0)
@@ -177,7 +177,7 @@ async def test_a_receiver_without_a_start_begins_after_what_was_acknowledged(ope
     assert await letters(await adapter.open_receiver(0, 0)) == "abcd"
 
 
-async def test_acknowledging_beyond_the_end_does_not_skip_what_comes(open_log: OpenLog):
+async def test_acknowledging_beyond_the_end_does_not_skip_later_batches(open_log: OpenLog):
     adapter = await open_log()
     await publish(adapter, "a")
     await (await adapter.open_receiver(0)).acknowledge(10)
@@ -187,7 +187,7 @@ async def test_acknowledging_beyond_the_end_does_not_skip_what_comes(open_log: O
     assert await letters(await adapter.open_receiver(0)) == "b"
 
 
-async def test_handles_of_one_process_share_what_was_acknowledged(open_log: OpenLog):
+async def test_handles_of_one_process_share_acknowledgements(open_log: OpenLog):
     one, two = await open_log(), await open_log()
     await publish(one, "abcd")
     await (await one.open_receiver(0)).acknowledge(2)
@@ -206,7 +206,7 @@ async def test_handles_of_one_process_share_a_log(open_log: OpenLog):
     assert read == "x" * 40 + "y"
 
 
-async def test_closing_stores_what_was_called_before(open_log: OpenLog):
+async def test_closing_stores_the_batches_of_earlier_calls(open_log: OpenLog):
     adapter = await open_log()
     answers = [asyncio.ensure_future(adapter.enqueue([(0, batch("x"))])) for _ in range(100)]
     await adapter.aclose()
@@ -247,7 +247,7 @@ async def test_a_closed_receiver_says_so_and_the_others_go_on(open_log: OpenLog)
     assert await letters(other) == "a"
 
 
-async def test_statistics_count_what_is_retained(open_log: OpenLog):
+async def test_statistics_count_retained_batches(open_log: OpenLog):
     adapter = await open_log()
     assert (await adapter.statistics(0))[:2] == (Bounds(0, 0), 0)
     await adapter.enqueue([(0, batch("a", "b")), (0, batch("c"))])

@@ -52,7 +52,7 @@ async def test_backlog_behind_the_counted_blocks_is_estimated(open_log: OpenLog)
     assert await counts(adapter, 0) == (4, 2 + 4 + 2 * 5, True)
 
 
-async def test_an_offset_below_what_is_retained_counts_what_is_there(open_log: OpenLog):
+async def test_a_backlog_from_below_the_first_offset_counts_the_retained_batches(open_log: OpenLog):
     adapter = await open_log(retain_age_s=1e-06)
     await commit(adapter, 1)
     await commit(adapter, 2)

@@ -132,7 +132,7 @@ async def test_relaxed_commits_are_synced_in_the_background(
     assert synced.is_set() == expected
 
 
-def test_reopening_waits_for_those_who_read(tmp_path: Path):
+def test_reopening_waits_for_readers(tmp_path: Path):
     environment = acquire(tmp_path / "log", LogOptions(), "tests", 1)
     reopening = threading.Thread(target=environment.reopen)
     with environment.reading() as snapshot:

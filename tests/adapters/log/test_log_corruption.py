@@ -35,9 +35,7 @@ async def make(open_log: OpenLog) -> None:
 
 
 @pytest.mark.parametrize("position", [0, 5, 10, 17, 30, -1])
-async def test_a_damaged_block_is_named_after_what_is_before_it_was_read(
-    open_log: OpenLog, tmp_path: Path, position: int
-):
+async def test_a_damaged_block_is_reported_after_the_blocks_before_it(open_log: OpenLog, tmp_path: Path, position: int):
     await make(open_log)
     damage(tmp_path / "log", 3, position)
     adapter = await open_log()
@@ -69,7 +67,7 @@ async def test_a_missing_block_is_named_like_a_damaged_one(open_log: OpenLog, tm
     assert [batch.offset for batch in (await resumed.receive(100, 100_000)).batches] == [6, 7, 8]
 
 
-async def test_a_block_behind_the_end_is_no_end_of_what_is_damaged(open_log: OpenLog, tmp_path: Path) -> None:
+async def test_a_block_beyond_the_tail_does_not_end_the_damaged_range(open_log: OpenLog, tmp_path: Path) -> None:
     await make(open_log)
     damage(tmp_path / "log", 6, 30)
     with lmdb.open(str(tmp_path / "log"), max_dbs=10, map_size=1 << 30) as environment:

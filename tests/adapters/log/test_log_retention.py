@@ -88,7 +88,7 @@ async def test_more_than_one_transaction_deletes(open_log: OpenLog):
     assert await adapter.bounds(0) == Bounds(200, 200)
 
 
-async def test_a_receiver_below_what_is_retained_gets_a_gap_and_goes_on(open_log: OpenLog):
+async def test_a_receiver_below_the_first_offset_gets_a_gap_and_continues(open_log: OpenLog):
     adapter = await open_log(**KEEP_NOTHING)
     early = await adapter.open_receiver(0, 0)
     await publish(adapter, 10)
@@ -148,7 +148,7 @@ async def test_a_gap_record_begins_at_the_watermark_within_its_block(open_log: O
     time_us=st.integers(0, 10),
     end=st.integers(1, 10),
 )
-def test_unfinished_batches_stay_whatever_the_other_limits_say(
+def test_unfinished_batches_stay_despite_other_limits(
     before_us: int | None, nbytes: int | None, keep_from: int | None, held: int, time_us: int, end: int
 ):
     allowed = RetentionLimits(before_us, nbytes, keep_from).allow(TailRow(nbytes=held), time_us, end)

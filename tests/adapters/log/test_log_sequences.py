@@ -62,7 +62,7 @@ async def test_a_retry_of_very_many_batches_is_a_duplicate(open_log: OpenLog):
     assert await adapter.bounds(0) == Bounds(0, 2000)
 
 
-async def test_a_hole_is_refused_with_what_is_missing(open_log: OpenLog):
+async def test_a_hole_is_refused_with_the_missing_number(open_log: OpenLog):
     adapter = await open_log()
     await adapter.enqueue(batches(), sequence=number(1, 0))
     with pytest.raises(SequenceConflict, match="call 3 follows call 2, but the last one stored is 1"):

@@ -265,7 +265,7 @@ async def test_acknowledging_ahead_of_reading_skips(opened: Opening):
     assert await letters(receiver) == "e"
 
 
-async def test_acknowledging_what_does_not_exist_is_refused(opened: Opening):
+async def test_acknowledging_unknown_offsets_is_refused(opened: Opening):
     adapter = opened()
     receiver = await adapter.open_receiver(0)
     with pytest.raises(InvalidArgument, match="the next batch will have offset 0"):
@@ -278,7 +278,7 @@ async def test_adapters_of_one_name_do_not_share_data(opened: Opening):
     assert (await one.bounds(0), await two.bounds(0)) == (Bounds(0, 1), Bounds(0, 0))
 
 
-async def test_statistics_count_what_is_held(opened: Opening):
+async def test_statistics_count_held_batches(opened: Opening):
     adapter = opened()
     receiver = await adapter.open_receiver(0)
     parts = [batch("a", "b"), batch("c")]

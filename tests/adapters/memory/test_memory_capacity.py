@@ -40,7 +40,7 @@ def test_exactly_the_capacity_gets_in(log: list[str]):
     assert entered == [True] * 257 + [False] * (32 * 32 - 257)
 
 
-def test_first_come_first_served_whatever_the_weight(log: list[str]):
+def test_requests_of_any_weight_are_served_in_order(log: list[str]):
     gate = full_gate(3)
     gate.enter(Steps(log, "batch", 3))
     gate.enter(Steps(log, "single", 1))
@@ -52,7 +52,7 @@ def test_first_come_first_served_whatever_the_weight(log: list[str]):
     assert log == ["batch3", "single1"]
 
 
-def test_nobody_enters_at_once_while_someone_waits(log: list[str]):
+def test_a_request_waits_while_an_earlier_one_waits(log: list[str]):
     gate = full_gate(3)
     gate.enter(Steps(log, "batch", 3))
     gate.release(2)
@@ -71,7 +71,7 @@ def test_withdrawing_the_first_serves_the_next(log: list[str]):
     assert gate.waiting == 0
 
 
-def test_withdrawing_who_does_not_wait_changes_nothing(log: list[str]):
+def test_withdrawing_a_request_that_does_not_wait_changes_nothing(log: list[str]):
     gate = CapacityGate[Steps](3)
     inside = Steps(log, "a", 1)
     gate.enter(inside)
@@ -92,7 +92,7 @@ def test_an_entrant_of_several_steps_stays_first_until_its_last(log: list[str]):
     assert log == ["large2", "large2", "large1", "small1"]
 
 
-def test_dismissing_empties_the_line_and_serves_nobody(log: list[str]):
+def test_dismissing_ends_all_waiting_requests_unserved(log: list[str]):
     gate = full_gate(3)
     waiting = [Steps(log, "large", 3), Steps(log, "small", 1)]
     for entrant in waiting:

@@ -90,7 +90,7 @@ def test_offsets_are_unbounded_and_count_every_item():
     assert (partition.first, partition.next) == (9, 9)
 
 
-def test_a_reader_goes_on_behind_what_it_took():
+def test_a_reader_continues_after_the_batches_that_it_took():
     partition = partition_of(*range(5), segment_size=2)
     reader = PartitionReader(partition)
     assert [values(reader, 2), values(reader, 2), values(reader, 2)] == [[0, 1], [2, 3], [4]]
@@ -257,7 +257,7 @@ def test_a_reader_at_the_end_of_a_segment_finds_its_way_when_that_segment_was_re
     assert values(reader) == [2, 3, 4, 5]
 
 
-def test_committing_what_does_not_exist_is_refused():
+def test_committing_unknown_offsets_is_refused():
     partition = partition_of(0, segment_size=2)
     with pytest.raises(InvalidArgument, match="offset 2"):
         partition.commit(2)

@@ -89,7 +89,7 @@ def test_a_score_holds_priority_and_time_exactly(priority: int, due_ms: int) -> 
     assert score_of(priority, due_ms) < 1 << 53
 
 
-def test_a_higher_priority_sorts_first_whatever_the_time() -> None:
+def test_a_higher_priority_sorts_first_at_any_time() -> None:
     assert score_of(99, (1 << 46) - 1) < score_of(98, 0)
 
 
@@ -501,14 +501,14 @@ async def test_a_server_that_would_evict_queues_is_refused(policy: str) -> None:
                 pass
 
 
-def test_without_its_client_the_adapter_says_what_to_install() -> None:
+def test_without_its_client_the_adapter_names_the_extra_to_install() -> None:
     code = "import sys; sys.modules['redis'] = None; from headrace.adapters.registry import _find; _find('redis')"
     ran = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert "needs the package 'redis'" in ran.stderr
     assert "pip install 'headrace[redis]'" in ran.stderr
 
 
-def test_a_delivered_event_is_what_was_published() -> None:
+def test_a_delivered_event_equals_the_published_one() -> None:
     event = Event(b"x", id="i", headers={"a": "b"})
     body = receiver.body_of(EventBatch.of(STREAM, [event]))
     (delivered,) = receiver.batch_of(5, body)

@@ -41,7 +41,7 @@ def run(command: list[str], directory: Path) -> str:
     return done.stdout
 
 
-def test_the_program_with_a_provider_gets_what_is_due(guide: str, tmp_path: Path) -> None:
+def test_the_program_with_a_provider_gets_due_events(guide: str, tmp_path: Path) -> None:
     printed = run([sys.executable, "-c", block(guide, "python")], tmp_path)
     assert printed == "orders/42 b'now'\norders/42 b'soon'\n"
 

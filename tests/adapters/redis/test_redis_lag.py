@@ -81,7 +81,7 @@ async def test_a_client_is_not_caught_up_before_all_that_is_due_is_done(tmp_path
                 await waiting
 
 
-async def test_subscribe_ends_with_what_is_due(tmp_path: Path, url: str, headrace: Headrace) -> None:
+async def test_subscribe_ends_with_the_due_events(tmp_path: Path, url: str, headrace: Headrace) -> None:
     async with served(tmp_path, url) as address, Client(address) as client:
         await client.create_subscription(SubscriptionDefinition(name="s", selector=Selector("orders/*")))
         await client.publish(STREAM, [b"now", Event(b"later", delay=HOUR)])
@@ -100,7 +100,7 @@ async def opened(data: Path, url: str) -> AsyncGenerator[Provider]:
         yield provider
 
 
-async def test_lag_is_what_is_due(tmp_path: Path, url: str) -> None:
+async def test_lag_counts_due_events(tmp_path: Path, url: str) -> None:
     async with opened(tmp_path, url) as provider:
         stream = provider.stream(STREAM)
         await stream.publish([b"1", b"2", b"3"])
@@ -146,7 +146,7 @@ async def test_events_of_many_batches_are_estimated(tmp_path: Path, url: str) ->
     assert (backlog.later, backlog.later_events) == (150, 450)
 
 
-async def test_a_silo_shows_lag_without_what_is_not_due(tmp_path: Path, url: str, headrace: Headrace) -> None:
+async def test_a_silo_shows_lag_without_events_that_are_not_due(tmp_path: Path, url: str, headrace: Headrace) -> None:
     async with served(tmp_path, url) as address, Client(address) as client:
         await client.create_subscription(SubscriptionDefinition(name="s", selector=Selector("orders/*")))
         await client.publish(STREAM, [b"1", b"2", Event(b"later", delay=HOUR)])
@@ -164,7 +164,7 @@ async def test_a_silo_shows_lag_without_what_is_not_due(tmp_path: Path, url: str
         assert "delayed  due in s" in shown.out
 
 
-async def test_a_data_directory_shows_what_is_due_and_what_is_not(tmp_path: Path, url: str, headrace: Headrace) -> None:
+async def test_a_data_directory_shows_due_and_delayed_events(tmp_path: Path, url: str, headrace: Headrace) -> None:
     async with Provider.open(tmp_path / "d", adapter="redis", queues=2, options={"url": url}) as provider:
         subscription = await provider.subscribe("s", "orders/*", _nothing)
         await provider.stream(STREAM).publish([b"done"])

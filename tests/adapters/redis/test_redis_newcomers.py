@@ -115,7 +115,7 @@ def test_a_signature_does_not_print_the_scripts() -> None:
 # ---- without the extra, and on the command line ----------------------------------------------------------------------
 
 
-def test_without_the_package_it_is_said_what_to_install() -> None:
+def test_without_the_package_the_error_names_the_extra_to_install() -> None:
     program = "import sys; sys.modules['redis'] = None; import headrace.adapters.redis"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr.splitlines()[-1].endswith("which is not installed: pip install 'headrace[redis]'")

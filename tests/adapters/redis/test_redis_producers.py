@@ -100,7 +100,7 @@ async def test_a_call_of_which_no_ledger_knows_is_remembered_as_long_as_the_prod
         assert [await stored(another, queue) for queue in (0, 1)] == [1, 1]
 
 
-async def test_a_repeat_renews_what_is_remembered(options: RedisOptions, direct: Redis) -> None:
+async def test_a_repeated_call_renews_the_memory_of_it(options: RedisOptions, direct: Redis) -> None:
     async with adapter(options) as opened:
         shard, memory = opened.shards(0)[0], opened.shards(0)[0].keys.sent("p")
         first = await shard.push([PushedEvent(b"x")], pusher="p", number=1, remembered_s=WEEK_S)
@@ -245,7 +245,7 @@ async def test_a_new_producer_does_not_wait_for_all_servers(three: list[RedisSer
         assert free
 
 
-def test_a_server_that_is_added_or_taken_out_moves_only_what_belongs_to_it() -> None:
+def test_adding_or_removing_a_server_moves_only_its_producers() -> None:
     whats = [f"p{number}" for number in range(300)]
     for what in whats:
         assert ranked("cab", what) == ranked("abc", what)

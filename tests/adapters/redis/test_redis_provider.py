@@ -407,7 +407,7 @@ class Snapshots(RedisServer):
         return (*super().command(), "--appendonly", "no")
 
 
-async def test_subscriptions_go_on_with_a_server_that_forgot_what_came_after_its_snapshot(tmp_path: Path) -> None:
+async def test_subscriptions_continue_with_a_server_that_lost_the_writes_after_its_snapshot(tmp_path: Path) -> None:
     got: list[Event] = []
 
     async def handle(event: Event) -> None:
@@ -436,7 +436,7 @@ async def test_subscriptions_go_on_with_a_server_that_forgot_what_came_after_its
 
 
 @pytest.mark.parametrize("appendfsync", ["always", "everysec"])
-async def test_a_server_killed_under_load_keeps_what_it_acknowledged(tmp_path: Path, appendfsync: str) -> None:
+async def test_a_server_killed_under_load_keeps_acknowledged_writes(tmp_path: Path, appendfsync: str) -> None:
     """kill -9 at any point leaves no event in two places, or in none. With `everysec`, an event that is acknowledged
     while the server syncs its file may not be in it yet."""
     got: Counter[bytes] = Counter()

@@ -50,7 +50,7 @@ async def test_an_urgent_event_goes_before_many_that_are_not(timed: RedisQueue, 
     assert await bodies(timed, 2) == ["high", "low"]
 
 
-async def test_an_urgent_event_that_is_not_due_holds_up_nobody(timed: RedisQueue, clock: Clock) -> None:
+async def test_an_urgent_event_that_is_not_due_holds_up_no_other_event(timed: RedisQueue, clock: Clock) -> None:
     await timed.push(b"urgent", priority=99, delay_s=1e6)
     await timed.push(b"now")
     taken = await one(timed)
@@ -187,7 +187,9 @@ async def test_the_acknowledgement_of_a_claim_that_is_over_is_refused(
     assert await timed.acknowledge(other) == 1
 
 
-async def test_a_late_acknowledgement_holds_while_nobody_else_has_the_event(timed: RedisQueue, clock: Clock) -> None:
+async def test_a_late_acknowledgement_counts_if_no_other_consumer_has_the_event(
+    timed: RedisQueue, clock: Clock
+) -> None:
     await timed.push(b"x")
     taken = await one(timed, timeout_s=1)
     clock.advance(10)
@@ -201,7 +203,7 @@ async def test_some_claims_of_a_call_may_be_over(timed: RedisQueue, clock: Clock
     assert await timed.shards[0].acknowledge([(each.id, each.claim.token) for each in (a, b, c)]) == [True, False, True]
 
 
-async def test_pop_brings_what_is_there_and_does_not_wait_for_the_rest(queue: RedisQueue) -> None:
+async def test_pop_returns_present_events_and_does_not_wait_for_more(queue: RedisQueue) -> None:
     await queue.push_many([PushedEvent(b"a"), PushedEvent(b"b"), PushedEvent(b"c")])
     async with asyncio.timeout(10):
         assert len(await queue.pop(10, wait_s=3600)) == 3
@@ -298,7 +300,7 @@ async def test_removed_event_leaves_nothing_in_any_state(timed: RedisQueue, cloc
     assert not any(check_agreement(direct, timed.shards[0].keys).values())
 
 
-async def test_sizes_tell_what_is_where(timed: RedisQueue, clock: Clock) -> None:
+async def test_sizes_count_queued_delayed_and_unacknowledged_events(timed: RedisQueue, clock: Clock) -> None:
     await timed.push_many([PushedEvent(b"x", priority=n % 4, delay_s=10.0 * (n % 2)) for n in range(10)])
     await timed.pop(2)
     size = await timed.size()
@@ -308,7 +310,7 @@ async def test_sizes_tell_what_is_where(timed: RedisQueue, clock: Clock) -> None
     assert (size.waiting, size.claimed) == (0, 0)
 
 
-async def test_of_many_who_ensure_an_event_one_stores_it(queue: RedisQueue, options: RedisOptions) -> None:
+async def test_of_many_concurrent_ensure_calls_one_stores_the_event(queue: RedisQueue, options: RedisOptions) -> None:
     async with RedisQueue.open("q", options) as other:
         stored = await asyncio.gather(*(each.ensure(b"x", id="x") for each in [queue, other] * 10))
     assert sorted(stored) == [False] * 19 + [True]
@@ -365,7 +367,7 @@ async def test_an_event_that_is_due_earlier_than_the_one_waited_for_wakes(queue:
         assert [taken.body for taken in await popping] == [b"sooner"]
 
 
-async def test_several_who_wait_get_one_event_each(queue: RedisQueue) -> None:
+async def test_several_waiting_consumers_get_one_event_each(queue: RedisQueue) -> None:
     popping = [asyncio.create_task(queue.pop(1, wait_s=60)) for _ in range(5)]
     await asyncio.sleep(0)
     await queue.push_many([PushedEvent(b"%d" % number) for number in range(5)])

@@ -128,7 +128,7 @@ async def test_the_shard_of_a_zone_without_consumers_is_taken_over(two: list[Red
         assert sorted(got) == [b"%d" % number for number in range(10)]
 
 
-async def test_pop_brings_what_a_shard_has_and_waits_only_where_all_are_empty(two: list[RedisServer]) -> None:
+async def test_pop_returns_events_of_any_shard_and_waits_only_if_all_are_empty(two: list[RedisServer]) -> None:
     async with queues(two, "a") as (queue,):
         for number in range(6):
             await queue.push(b"%d" % number)
@@ -183,7 +183,7 @@ async def test_a_queue_is_read_from_all_its_shards_under_offsets_that_grow(two: 
         assert await take(await opened.open_receiver(0), 20) == first[20:], "the next reader gets the same offsets"
 
 
-async def test_a_subscription_made_now_sees_what_is_published_later(two: list[RedisServer]) -> None:
+async def test_a_new_subscription_gets_later_events(two: list[RedisServer]) -> None:
     """No shard gives out a position below the end that it was told, whatever the clocks of the servers say."""
     async with adapter(two) as opened:
         receiver = await opened.open_receiver(0)
@@ -283,7 +283,7 @@ async def test_agents_take_over_all_shards(two: list[RedisServer], tmp_path: Pat
     assert got == {b"%d" % number: 1 for number in range(50)}
 
 
-async def test_a_frozen_server_holds_up_neither_who_publishes_nor_who_reads(
+async def test_a_frozen_server_holds_up_neither_producers_nor_readers(
     two: list[RedisServer],
 ) -> None:
     """Only the first command that it leaves without an answer is waited for."""
@@ -355,7 +355,7 @@ async def test_provider_that_starts_while_a_server_is_away_misses_nothing_and_se
         assert await provider.store.gaps(provider.name) == []
 
 
-async def test_a_queue_goes_on_above_a_checkpoint_whose_server_is_away(two: list[RedisServer]) -> None:
+async def test_a_queue_continues_above_a_checkpoint_whose_server_is_unavailable(two: list[RedisServer]) -> None:
     """Its clock may have been ahead."""
     async with adapter(two) as opened:
         end = (await opened.bounds(0)).next

@@ -196,7 +196,7 @@ def machine(redis_server: RedisServer) -> type[QueueMachine]:
 
 
 @pytest.mark.hypothesis
-def test_random_steps_do_what_the_model_does(machine: type[QueueMachine]) -> None:
+def test_random_steps_match_the_model(machine: type[QueueMachine]) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(

@@ -66,7 +66,7 @@ async def test_a_prefix_that_is_no_name_is_refused(prefix: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["default.0", "a.b.17"])
-async def test_a_queue_whose_keys_a_provider_may_have_is_refused(name: str) -> None:
+async def test_a_queue_name_that_a_provider_may_use_is_refused(name: str) -> None:
     with pytest.raises(InvalidArgument, match="would be one of a provider"):
         async with RedisQueue.open(name, RedisOptions(url="redis://127.0.0.1:1")):
             pass

@@ -48,7 +48,7 @@ async def fill(data: Path) -> None:
         await provider.ensure_subscription(of_consumer(parent, "c1"))
 
 
-def test_a_silo_tells_what_the_control_store_has(tmp_path: Path):
+def test_a_silo_returns_the_snapshots_of_the_control_store(tmp_path: Path):
     silo = SiloProcess(tmp_path)
     asyncio.run(fill(tmp_path / "d"))
     stored = asyncio.run(read_snapshots(ProviderPlace.of({"data": str(tmp_path / "d")}), []))

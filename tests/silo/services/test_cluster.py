@@ -183,7 +183,7 @@ async def test_a_queue_tells_how_far_the_slowest_subscription_is_behind(tmp_path
         assert (queue.lag_batches, queue.lag_events) == (2, 4)
 
 
-async def test_a_queue_tells_what_is_delayed_for_it(tmp_path: Path):
+async def test_a_queue_reports_its_delayed_events(tmp_path: Path):
     chosen = {"queues": 1, "delays": "store"}
     async with opened(tmp_path, provider=chosen) as silo, connecting(silo.grpc_address or "") as caller:
         await caller.publish(batch("shop/1", b"a", b"b", delay_us=3_600_000_000))
@@ -241,7 +241,7 @@ def note_counting(silo: Silo, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted
 
 
-async def test_lag_is_counted_only_for_who_is_shown_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_lag_is_counted_only_for_callers_that_may_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tokens = await make_tokens(tmp_path, admin=Allowed(manage=["*"]), producer=Allowed(publish=["*"]))
     async with opened(tmp_path, auth="tokens") as silo, connecting(silo.grpc_address or "") as channel:
         admin, producer = (Caller(channel.channel, tokens[name]) for name in ("admin", "producer"))
@@ -275,7 +275,7 @@ async def test_silos_that_look_for_one_another_count_no_lag(tmp_path: Path, monk
         assert counted == queues(asked)
 
 
-async def test_only_who_may_manage_everything_stops_and_starts_or_sees_how_much_there_is(tmp_path: Path):
+async def test_stopping_queues_and_seeing_their_sizes_needs_permission_to_manage_everything(tmp_path: Path):
     tokens = await make_tokens(
         tmp_path, admin=Allowed(manage=["*"]), manager=Allowed(manage=["shop"]), producer=Allowed(publish=["*"])
     )

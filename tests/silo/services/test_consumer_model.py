@@ -308,7 +308,7 @@ async def caught_up_with(caller: Caller) -> None:
 
 
 @pytest.mark.parametrize(("mode", "count"), [("MODE_SHARED", 10_000), ("MODE_BOUND", 3_000)])
-async def test_exactly_what_was_not_acknowledged_comes_again(tmp_path: Path, mode: str, count: int) -> None:
+async def test_exactly_the_unacknowledged_events_come_again(tmp_path: Path, mode: str, count: int) -> None:
     print(f"MODEL_SEED={SEED}")
     rng = random.Random(SEED)
     model = Model()

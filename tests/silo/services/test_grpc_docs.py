@@ -33,7 +33,7 @@ async def call(caller: Caller, service: str, method: str, json: str) -> Any:
     return await caller.ask(f"{service}/{method}", request, response)
 
 
-async def test_the_calls_that_are_shown_do_what_is_said(tmp_path: Path):
+async def test_the_documented_calls_have_the_documented_results(tmp_path: Path):
     assert len(CALLS) == TEXT.count("\nask ") == 8
     token = await make_tokens(tmp_path, everything=Allowing(["*"], ["*"], ["*"]))
     answers: dict[str, Any] = {}

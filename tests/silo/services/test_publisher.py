@@ -304,7 +304,7 @@ async def test_request_repeated_after_a_lost_connection_is_stored_once_and_in_or
         assert await payloads(silo) == [b"%d" % number for number in range(1, total + 1)]
 
 
-async def test_a_stream_is_read_no_further_than_what_may_be_under_way(monkeypatch: pytest.MonkeyPatch):
+async def test_a_publish_stream_is_read_only_up_to_the_limit_of_pending_requests(monkeypatch: pytest.MonkeyPatch):
     provider, limits = MEMORY | {"options": {"capacity": 1}}, ServiceLimits(stream_requests=5)
     async with (
         opened(None, provider=provider, service_limits=limits) as silo,
@@ -355,7 +355,7 @@ async def test_request_that_waits_for_capacity_is_withdrawn_when_its_producer_is
         await receiver.aclose()
 
 
-async def test_a_stopping_silo_answers_what_it_has_begun(monkeypatch: pytest.MonkeyPatch):
+async def test_a_stopping_silo_answers_the_requests_that_it_has_begun(monkeypatch: pytest.MonkeyPatch):
     provider = MEMORY | {"options": {"capacity": 1}}
     async with AsyncExitStack() as clients, AsyncExitStack() as silos:
         silo = await silos.enter_async_context(opened(None, provider=provider))

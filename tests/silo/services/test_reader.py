@@ -104,7 +104,7 @@ def sized(key: str, nbytes: int) -> EventBatch:
 # What is there
 
 
-async def test_queues_tell_what_they_retain_and_where_a_time_is(tmp_path: Path):
+async def test_queues_report_their_bounds_and_the_offset_of_a_time(tmp_path: Path):
     async with opened(tmp_path) as silo, connecting(silo.grpc_address or "") as caller:
         empty = pb.QueueRange(first_offset=0, next_offset=0, events=0, bytes=0)
         assert await queues(caller) == [empty, empty]
@@ -331,7 +331,7 @@ async def test_an_adapter_that_makes_its_data_can_be_read(tmp_path: Path):
 # Rights
 
 
-async def test_only_what_may_be_subscribed_to_is_read_and_counted(tmp_path: Path):
+async def test_only_streams_that_the_caller_may_subscribe_to_are_read_and_counted(tmp_path: Path):
     tokens = await make_tokens(
         tmp_path, all=Allowed(["*"], ["*"]), shop=Allowed(subscribe=["shop"]), writer=Allowed(["*"])
     )
@@ -367,7 +367,7 @@ async def forbidden(caller: Caller, selector: str) -> None:
     assert found.messages == []
 
 
-async def test_counting_for_who_sees_little_ends_after_so_much(tmp_path: Path):
+async def test_counting_for_a_caller_that_may_read_few_streams_ends_at_a_limit(tmp_path: Path):
     tokens = await make_tokens(tmp_path, mine=Allowed(["*"], ["mine"]))
     limits = ServiceLimits(end_within_bytes=3 << 20)
     async with opened(tmp_path, provider=ONE_QUEUE, auth="tokens", service_limits=limits) as silo:

@@ -107,7 +107,7 @@ async def test_a_bad_definition_is_refused_with_the_field(tmp_path: Path, reques
         assert await provider_of(silo).store.subscriptions("default") == []
 
 
-async def test_a_list_goes_on_behind_what_fitted_into_a_message(tmp_path: Path):
+async def test_a_list_continues_after_the_first_message(tmp_path: Path):
     limits = ServiceLimits(list_bytes=150)
     async with opened(tmp_path, service_limits=limits) as silo, connecting(silo.grpc_address or "") as caller:
         names = [f"s{number}" for number in range(7)]
@@ -496,7 +496,7 @@ async def test_missing_and_forbidden_subscriptions_are_refused_in_the_same_words
             assert (await refused(admin, method, named(method, "no-such-one"))).status == "NOT_FOUND", method
 
 
-async def test_a_name_that_is_taken_by_what_one_may_not_see_tells_nothing_of_it(tmp_path: Path):
+async def test_a_conflict_with_a_hidden_subscription_reveals_nothing_about_it(tmp_path: Path):
     tokens = await make_tokens(
         tmp_path, everything=Allowed(subscribe=["*"]), mine=Allowed(subscribe=["mine"], manage=["mine"])
     )
@@ -512,7 +512,7 @@ async def test_a_name_that_is_taken_by_what_one_may_not_see_tells_nothing_of_it(
         assert await limited.create("own", "mine/*")
 
 
-async def test_each_caller_lists_what_it_may_know_of(tmp_path: Path):
+async def test_each_caller_lists_the_subscriptions_that_it_may_see(tmp_path: Path):
     tokens = await make_tokens(
         tmp_path,
         admin=Allowed(subscribe=["*"]),

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 from headrace import Fenced, Provider, StreamId
+from headrace.agents import Group
 from headrace.proto.v1 import consumer_pb2 as pb
 from headrace.silo.consumers import Consumers
 from headrace.silo.local import InProcessCall
@@ -52,7 +53,9 @@ async def test_events_in_flight_go_to_the_session_that_took_over(tmp_path: Path)
 
         await eventually(handed_out)
         second = Session(service)
-        member = next(iter(consumers._groups["s"].members.values()))  # pyright: ignore[reportPrivateUsage]
+        group = provider.manager.served["s"].service
+        assert isinstance(group, Group)
+        (member,) = group.members.values()
         while member.connections < 2:  # noqa: ASYNC110 (the very moment matters)
             await asyncio.sleep(0)
         while first.take():
