@@ -6,7 +6,7 @@ from .delivery.delivery import Delivery, DeliveryStatistics
 from .delivery.edge import Edge
 from .delivery.group import Group, taken_over
 from .delivery.handling import HandlerDelivery
-from .delivery.member import Events, Member, MemberStatistics
+from .delivery.member import EventRange, Member, MemberStatistics
 from .delivery.parcel import Parcel
 from .delivery.unsent import SendAccount, SendBudget
 from .manager import PullingManager
@@ -24,7 +24,7 @@ __all__ = (
     "DeliveryStatistics",
     "Edge",
     "Empty",
-    "Events",
+    "EventRange",
     "Group",
     "HandlerDelivery",
     "HandlerService",

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ..streams.background import run_periodically
 from ..streams.progress import RefusedProgress
 from ..streams.subscriptions import Checkpoint
-from .delivery.confirmations import Mark
+from .delivery.confirmations import ReportMark
 from .delivery.progress import UnsavedProgress
 from .host_state import HostState
 from .progress_store import ProgressStore
@@ -34,7 +34,7 @@ class _LastProgress(NamedTuple):
     """The progress in a queue that is not read any more."""
 
     checkpoint: Checkpoint
-    marks: Sequence[Mark]
+    marks: Sequence[ReportMark]
     """Reports that are confirmed when it is stored."""
 
 
@@ -178,13 +178,13 @@ def _unsaved(served: ServedSubscription) -> dict[int, UnsavedProgress]:
     return {queue: unsaved for queue, unsaved in found.items() if unsaved is not None}
 
 
-def _marks(served: ServedSubscription) -> dict[int, Sequence[Mark]]:
+def _marks(served: ServedSubscription) -> dict[int, Sequence[ReportMark]]:
     """Reports that the progress has which `_unsaved` has just read. If its checkpoint is held back, there are none."""
     deliveries = served.deliveries.items()
     return {queue: delivery.marks() for queue, delivery in deliveries if not delivery.progress.held_back}
 
 
-def _confirm(marks: Mapping[int, Sequence[Mark]], refused: AbstractSet[int]) -> None:
+def _confirm(marks: Mapping[int, Sequence[ReportMark]], refused: AbstractSet[int]) -> None:
     """Progress is stored, but not that of refused queues: confirm the reports that it has."""
     for queue in marks.keys() - refused:
         for mark in marks[queue]:

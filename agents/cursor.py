@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..streams.events import EventBatch
 from ..streams.identity import SequenceToken, StreamId
-from ..streams.subscriptions import Behind
+from ..streams.subscriptions import StreamBehind
 from .cache import Cursor
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .delivery.retries import Failure
 
 
-class State(enum.Enum):
+class CursorState(enum.Enum):
     READY = "ready"
     """Waits for a worker, or for a consumer with credit."""
     RUNNING = "running"
@@ -30,11 +30,11 @@ class State(enum.Enum):
     """Stopped by a failure until a user resumes it."""
 
 
-# `State.READY` is looked up through the metaclass of the enumeration. The hot path reads these names instead.
-READY, RUNNING, PARKED = State.READY, State.RUNNING, State.PARKED
+# `CursorState.READY` is looked up through the metaclass of the enumeration. The hot path reads these names instead.
+READY, RUNNING, PARKED = CursorState.READY, CursorState.RUNNING, CursorState.PARKED
 
 
-class Trouble:
+class CursorFailures:
     """The failures of a cursor. Most cursors never have any."""
 
     __slots__ = (
@@ -93,7 +93,7 @@ class StreamCursor(Cursor):
         """The feed through whose cache it moves. Parked: the feed that will bring its next batch, None if there is
         none."""
         self.state = READY
-        self.trouble: Trouble | None = None
+        self.trouble: CursorFailures | None = None
         self.parcel: Parcel | None = None
         """The events of the stream that a consumer holds."""
         self.done: dict[int, set[int]] | None = None
@@ -101,7 +101,7 @@ class StreamCursor(Cursor):
         order. Mostly None."""
 
     @classmethod
-    def parked(cls, stream: StreamId, behind: Behind) -> StreamCursor:
+    def parked(cls, stream: StreamId, behind: StreamBehind) -> StreamCursor:
         cursor = cls.__new__(cls)
         cursor.batch = cursor.bucket = cursor.feed = cursor.trouble = cursor.parcel = None
         cursor.done = {}
@@ -111,14 +111,14 @@ class StreamCursor(Cursor):
         cursor.stream = stream
         cursor.state = PARKED
         if behind.paused:
-            cursor.state = State.PAUSED
+            cursor.state = CursorState.PAUSED
             cursor.troubled().paused = behind.paused
         cursor.skip_to(behind.token)
         return cursor
 
-    def troubled(self) -> Trouble:
+    def troubled(self) -> CursorFailures:
         if self.trouble is None:
-            self.trouble = Trouble()
+            self.trouble = CursorFailures()
         return self.trouble
 
     def recovered(self) -> None:

@@ -20,7 +20,7 @@ from ..streams.errors import Closed, CorruptRecord, StorageError
 from ..streams.events import EventBatch
 from .cache import QueueCache
 from .catch_up_budget import CatchUpShare
-from .cursor import State, StreamCursor
+from .cursor import CursorState, StreamCursor
 from .delivery.delivery import Delivery
 
 log = logging.getLogger("headrace.agents")
@@ -280,7 +280,7 @@ class Feed:
         progress.join(self)
         self.deliveries.append(delivery)
         # Offer first, then adopt: otherwise a stream that is ahead of this cache would look like a new one.
-        parked = [c for c in progress.cursors.values() if c.state is State.PARKED and c.feed is None]
+        parked = [c for c in progress.cursors.values() if c.state is CursorState.PARKED and c.feed is None]
         with self._nothing_goes():
             delivery.offer(self, self.cache.batches_from(progress.base), progress.base)
             for cursor in parked:
@@ -297,7 +297,7 @@ def settle(delivery: Delivery, feed: Feed) -> None:
     """Once a feed has passed a delivery's base, forget the parked streams that have nothing left to deliver."""
     progress = delivery.progress
     if progress.feed is feed and feed.cache.next_offset >= progress.base:
-        for cursor in [c for c in progress.cursors.values() if c.state is State.PARKED and c.feed is feed]:
+        for cursor in [c for c in progress.cursors.values() if c.state is CursorState.PARKED and c.feed is feed]:
             if feed.has_passed(delivery, cursor):
                 delivery.forget(cursor)
 
@@ -437,12 +437,18 @@ class CatchUp(Feed):
         """End: this feed has caught up. Streams that still use its cache move to the main feed when they are done with
         it."""
         self.finish()
-        parked = [c for c in self.delivery.progress.cursors.values() if c.state is State.PARKED and c.feed is self]
+        parked = [
+            c for c in self.delivery.progress.cursors.values() if c.state is CursorState.PARKED and c.feed is self
+        ]
         for cursor in parked:
             self.delivery.progress.leave_cursor(cursor)
         if self.whole:
             self.delivery.progress.leave_feed()
             main.join(self.delivery)
         for cursor in parked:
-            if cursor.state is State.PARKED and cursor.feed is None and cursor.stream in self.delivery.progress.cursors:
+            if (
+                cursor.state is CursorState.PARKED
+                and cursor.feed is None
+                and cursor.stream in self.delivery.progress.cursors
+            ):
                 self.delivery.on_parked(cursor)

@@ -9,11 +9,12 @@ from collections.abc import Set as AbstractSet
 
 from ..adapters.receiving import Gap
 from ..adapters.seam import QueueAdapter
+from ..balancer.held_leases import LeaseTerm
 from ..streams.background import BackgroundTasks
 from .agent import PullingAgent
 from .cache import CacheLimits
 from .catch_up_budget import CatchUpBudget
-from .delivery.delivery import Delivery, Term
+from .delivery.delivery import Delivery
 from .failure_recorder import FailureRecorder
 from .served import ServedSubscription
 
@@ -43,7 +44,7 @@ class HostState:
         self._stopped: set[int] = set()
         self.stopped: AbstractSet[int] = self._stopped
         """Queues whose agents were stopped, until they are started again."""
-        self._terms: dict[int, Term] = {}
+        self._terms: dict[int, LeaseTerm] = {}
         """Terms of the leases by queue."""
         self.changing = asyncio.Lock()
         """Held while agents stop and start. A call that stops a subscription meanwhile waits for their progress."""
@@ -108,7 +109,7 @@ class HostState:
 
     # ---- queues ----------------------------------------------------------------------------------------------------
 
-    def gain(self, queue: int, epoch: int, term: Term) -> None:
+    def gain(self, queue: int, epoch: int, term: LeaseTerm) -> None:
         """The lease of a queue began: read it from the stored checkpoints on."""
         assert self._leases is not None
         self._leases[queue], self._terms[queue] = epoch, term

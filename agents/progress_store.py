@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from ..streams.progress import Attachment, ControlRequests, RefusedProgress
+from ..streams.progress import ControlRequests, RefusedProgress, SubscriptionAttachment
 from ..streams.subscriptions import Checkpoint, DeadLetter, GapRecord
 
 
@@ -13,7 +13,7 @@ class ProgressStore(Protocol):
     """Progress, dead letters and gaps of subscriptions. Every method is one transaction: durable when it returns,
     without effect when it raises a HeadraceError."""
 
-    async def attach(self, provider: str, name: str, *, exclusive: bool = True) -> Attachment:
+    async def attach(self, provider: str, name: str, *, exclusive: bool = True) -> SubscriptionAttachment:
         """Take over a subscription under a new epoch. If it is not `exclusive`, share the epoch in effect.
 
         Raises NotFound."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+from ..balancer.held_leases import LeaseTerm
 from ..streams.background import BackgroundTasks
 from ..streams.subscriptions import Checkpoint
 from .checkpointer import Checkpointer
-from .delivery.delivery import Term
 from .host_state import HostState
 from .progress_store import ProgressStore
 
@@ -57,7 +57,7 @@ class QueueHost:
 
     # ---- leases begin and end ----------------------------------------------------------------------------------------
 
-    async def gain(self, queue: int, epoch: int, term: Term) -> None:
+    async def gain(self, queue: int, epoch: int, term: LeaseTerm) -> None:
         """The lease of a queue began: serve it from its stored checkpoints on, as long as the term lasts."""
         state = self._state
         assert state.leases is not None

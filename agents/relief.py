@@ -8,7 +8,7 @@ from itertools import islice
 
 from ..streams.subscriptions import SlowConsumer
 from .catch_up_runner import CatchUpRunner
-from .cursor import State, StreamCursor
+from .cursor import CursorState, StreamCursor
 from .delivery.delivery import Delivery
 from .feed import CatchUp, Feed
 
@@ -79,10 +79,10 @@ class CacheRelief:
         keep outside of the cache are not too large."""
         cursors = feed.delivery.progress.cursors.values()
         contended = self._catch_ups.is_contended
-        wanted = contended or (feed.finished and any(c.state is State.PARKED and c.feed is None for c in cursors))
+        wanted = contended or (feed.finished and any(c.state is CursorState.PARKED and c.feed is None for c in cursors))
         if not wanted:
             return False
-        sizes = [feed.delivery.held(c) for c in cursors if c.feed is feed and c.state is State.RUNNING]
+        sizes = [feed.delivery.held(c) for c in cursors if c.feed is feed and c.state is CursorState.RUNNING]
         if contended and not any(sizes):
             return True
         if asyncio.get_running_loop().time() - feed.began_at < CATCH_UP_TURN_S:
@@ -109,5 +109,5 @@ def _alone(feed: Feed, delivery: Delivery) -> bool:
     if delivery.definition.selector.explicit or feed.whole:
         return delivery.definition.selector.explicit
     cursors = delivery.progress.cursors.values()
-    due = (c for c in cursors if c.feed is feed or (c.state is State.PARKED and c.feed is None))
+    due = (c for c in cursors if c.feed is feed or (c.state is CursorState.PARKED and c.feed is None))
     return len(list(islice(due, 2))) < 2

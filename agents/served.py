@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ..balancer.held_leases import LeaseTerm
 from ..streams.errors import HeadraceError
 from ..streams.failure_log import FailureLog
 from ..streams.handler_workers import notify_completed, notify_error
 from ..streams.handlers import Handler
 from ..streams.options import EventFilter
-from ..streams.progress import Attachment
+from ..streams.progress import SubscriptionAttachment
 from ..streams.subscriptions import Checkpoint, GapRecord, SubscriptionDefinition
 from .delivery.breaker import Gate
-from .delivery.delivery import Delivery, FailureSink, Term
+from .delivery.delivery import Delivery, FailureSink
 from .delivery.handling import HandlerDelivery
 
 log = logging.getLogger("headrace.agents")
@@ -39,7 +40,7 @@ class DeliveryService(Protocol):
         epoch: int,
         queue_epoch: int,
         generation: int,
-        term: Term | None,
+        term: LeaseTerm | None,
         rewindable: bool,
         gate: Gate,
     ) -> Delivery:
@@ -95,7 +96,9 @@ class HandlerService:
 class ServedSubscription:
     """A subscription that this process serves."""
 
-    def __init__(self, definition: SubscriptionDefinition, service: DeliveryService, attachment: Attachment) -> None:
+    def __init__(
+        self, definition: SubscriptionDefinition, service: DeliveryService, attachment: SubscriptionAttachment
+    ) -> None:
         self.definition = definition
         self.service = service
         self.epoch = attachment.epoch

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from ..streams.errors import Busy, Fenced, HeadraceError, InvalidArgument, NotFound, Unavailable
-from ..streams.progress import Attachment
+from ..streams.progress import SubscriptionAttachment
 from ..streams.subscriptions import Checkpoint, SubscriptionDefinition
 from .checkpointer import Checkpointer
 from .host_state import HostState
@@ -43,18 +43,20 @@ class SubscriptionRunner:
             if service.stored:
                 attachment = await self._attachment(definition.name)
             else:
-                attachment = Attachment(0, start or {})
+                attachment = SubscriptionAttachment(0, start or {})
             self._check_unserved(definition.name)
             self._deliver(definition, service, attachment)
 
-    async def _attachment(self, name: str) -> Attachment:
+    async def _attachment(self, name: str) -> SubscriptionAttachment:
         return await self._store.attach(self._state.provider, name, exclusive=self._state.leases is None)
 
     def _check_unserved(self, name: str) -> None:
         if name in self._state.served:
             raise Busy(f"subscription {name!r} is already served by this process")
 
-    def _deliver(self, definition: SubscriptionDefinition, service: DeliveryService, attachment: Attachment) -> None:
+    def _deliver(
+        self, definition: SubscriptionDefinition, service: DeliveryService, attachment: SubscriptionAttachment
+    ) -> None:
         self._state.serve(ServedSubscription(definition, service, attachment))
 
     async def move(self, name: str, positions: Mapping[int, Checkpoint], reason: str, drain_s: float) -> None:
@@ -63,14 +65,16 @@ class SubscriptionRunner:
         served = self.serving(name)
         self._state.remove(name)
         here = await self._detach(served, drain_s)
-        attachment = Attachment(served.epoch, {**served.saved, **here}, served.generation)
+        attachment = SubscriptionAttachment(served.epoch, {**served.saved, **here}, served.generation)
         try:
             if served.service.stored:
                 async with self._checkpointer.lock:
                     await self._store.seek(self._state.provider, name, positions, reason)
                     attachment = await self._attachment(name)
             else:
-                attachment = Attachment(served.epoch, {**attachment.checkpoints, **positions}, served.generation + 1)
+                attachment = SubscriptionAttachment(
+                    served.epoch, {**attachment.checkpoints, **positions}, served.generation + 1
+                )
         finally:
             self._deliver(served.definition, served.service, attachment)
 

@@ -184,7 +184,7 @@ class GrpcConsumer:
     async def grant(self, events: int, size: int) -> None:
         await self._call.write(pb.SubscribeRequest(credit=pb.Credit(events=events, bytes=size)).SerializeToString())
 
-    async def receive(self) -> list[frames.Delivered]:
+    async def receive(self) -> list[frames.DeliveredBatch]:
         """Return the batches of the next response. They are acknowledged."""
         message = await self._call.read()
         delivered, rest = frames.split(message)
@@ -199,7 +199,7 @@ class GrpcConsumer:
             self.messages += 1
         return delivered
 
-    def _reports(self, delivered: Sequence[frames.Delivered]) -> Sequence[pb.QueueReport]:
+    def _reports(self, delivered: Sequence[frames.DeliveredBatch]) -> Sequence[pb.QueueReport]:
         reports: dict[int, pb.QueueReport] = {}
         for one in delivered:
             if (report := reports.get(one.queue)) is None:

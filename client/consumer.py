@@ -25,9 +25,9 @@ from ..streams.subscriptions import GapRecord, Mode, Start
 from .consumer_links import ConsumerLinks
 from .held_account import SessionStatistics
 from .holdings import Holdings
-from .management import Management
+from .management import ManagementClient
 from .options import SessionState
-from .plan import Plan
+from .plan import ConsumerPlan
 from .received import ReceivedBatch
 from .routing import ATTACH_S, Router, TransportCalls
 
@@ -45,7 +45,7 @@ CLOSE_S = 10.0
 class SubscriptionHandle:
     """A subscription that is consumed here."""
 
-    def __init__(self, management: Management, name: str) -> None:
+    def __init__(self, management: ManagementClient, name: str) -> None:
         self.name = name
         self._management = management
 
@@ -73,7 +73,9 @@ class Consumer(SubscriptionHandle):
     raises the error. Several tasks may iterate at once.
     """
 
-    def __init__(self, management: Management, plan: Plan, on_batches: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, management: ManagementClient, plan: ConsumerPlan, on_batches: Callable[[], None] | None = None
+    ) -> None:
         super().__init__(management, plan.name)
         self.id = plan.consumer
         """The consumer's id. If none was given, the silo makes one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..proto.v1 import consumer_pb2 as pb
-from ..streams.frames import Delivered
+from ..streams.frames import DeliveredBatch
 from .holdings import Holdings
 from .links import ENDED, Link, LinkUser, QueueStatus
 
@@ -46,7 +46,7 @@ class ConsumerLinks(LinkUser):
     def request(self, link: Link) -> pb.SubscribeRequest | None:
         return self._holdings.request(link)
 
-    def take(self, link: Link, delivered: Sequence[Delivered], frames: bytes) -> None:
+    def take(self, link: Link, delivered: Sequence[DeliveredBatch], frames: bytes) -> None:
         self._holdings.receive(link, delivered, len(frames))
         self._on_batches()
 

@@ -27,9 +27,9 @@ from ..streams.identity import StreamId
 from ..streams.openings import ConsumerOpening, HandlerOpening
 from ..streams.subscriptions import Selector, check_consumer
 from .consumer import Consumer
-from .management import Management, parsed
+from .management import ManagementClient, parsed
 from .options import ConsumerOptions, RemoteHandlerOptions
-from .plan import Plan, plan_of
+from .plan import ConsumerPlan, plan_of
 from .pulled import Pulled
 from .received import ReceivedBatch
 from .remote_subscription import RemoteSubscription
@@ -47,7 +47,7 @@ MAX_PULL_S = 24 * 3600
 """The longest wait of a pull, in seconds."""
 
 
-class ConsumingClient(Management):
+class ConsumingClient(ManagementClient):
     """The calls of a client that consume events."""
 
     def __init__(self, connection: Transport, provider: str, timeout_s: float) -> None:
@@ -132,14 +132,14 @@ class ConsumingClient(Management):
         concurrency = check_integer("concurrency", options.get("concurrency", CONCURRENCY), 1)
         return HandlerOpening(cast("Any", self._open_subscription(plan, handled, concurrency)), "client", name)
 
-    async def open_consumer(self, plan: Plan) -> Consumer:
+    async def open_consumer(self, plan: ConsumerPlan) -> Consumer:
         """Attach a consumer. It is closed with the client, at the latest. Raises as `subscribe` does."""
         self.connection.check_open()
         consumer = Consumer(self, plan)
         self._attached.add(consumer)
         return await _opened(consumer, consumer)
 
-    async def _open_subscription(self, plan: Plan, handler: Handler, concurrency: int) -> RemoteSubscription:
+    async def _open_subscription(self, plan: ConsumerPlan, handler: Handler, concurrency: int) -> RemoteSubscription:
         self.connection.check_open()
         subscription = RemoteSubscription(self, replace(plan, concurrent=concurrency > 1), handler, concurrency)
         self._attached.add(subscription)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from ..proto.v1 import consumer_pb2 as pb
 from ..streams.errors import HeadraceError
-from ..streams.frames import BATCH_TAG, BATCHES, Delivered, element_frame, elements, split
+from ..streams.frames import BATCH_TAG, BATCHES, DeliveredBatch, element_frame, elements, split
 from .management import parsed
 from .transport import StreamCall
 
@@ -38,7 +38,9 @@ class ConversationUser(Protocol):
         """Return the next request; None if there is nothing to send."""
         ...
 
-    def receive(self, response: pb.SubscribeResponse | None, delivered: Sequence[Delivered], frames: bytes) -> None:
+    def receive(
+        self, response: pb.SubscribeResponse | None, delivered: Sequence[DeliveredBatch], frames: bytes
+    ) -> None:
         """Take one response: everything but batches (None if there is nothing else), the batches, and these encoded."""
 
 

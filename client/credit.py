@@ -25,7 +25,7 @@ class CreditAmount(NamedTuple):
     bytes: int = 0
 
 
-class Loan(NamedTuple):
+class CreditGrant(NamedTuple):
     """Credit to be given to a session."""
 
     session: int
@@ -36,7 +36,7 @@ class Loan(NamedTuple):
 class CreditDecision(NamedTuple):
     """What a ledger decides."""
 
-    loans: Sequence[Loan]
+    loans: Sequence[CreditGrant]
     reclaim: Sequence[int]
     """Sessions that are to give back their unused credit."""
 
@@ -176,7 +176,7 @@ class CreditLedger:
         the consumer grants it again. Otherwise all do.
         """
         total, weights = self.total, sum(account.weight for account in self._accounts.values())
-        loans: list[Loan] = []
+        loans: list[CreditGrant] = []
         short = False
         for session in list(self._starved):
             account = self._accounts[session]
@@ -193,7 +193,7 @@ class CreditLedger:
             return CreditDecision(_merged(loans), self._to_reclaim(patient=patient))
         return CreditDecision(_merged([*loans, *self._spread(total, weights)]), ())
 
-    def _for_starved(self, session: int, account: _Account, total: CreditAmount, share: float) -> Loan | None:
+    def _for_starved(self, session: int, account: _Account, total: CreditAmount, share: float) -> CreditGrant | None:
         """As much of its share as is free; None if that is too little for one event."""
         events = max(account.wanted_events, int(total.events * share)) - account.events
         size = max(account.wanted_bytes, int(total.bytes * share)) - account.bytes
@@ -202,13 +202,13 @@ class CreditLedger:
             return None
         return self._lend(session, account, events, size)
 
-    def _lend(self, session: int, account: _Account, events: int, size: int) -> Loan:
+    def _lend(self, session: int, account: _Account, events: int, size: int) -> CreditGrant:
         account.events += events
         account.bytes += size
         account.lent = CreditAmount(account.events, account.bytes)
         self._free_events -= events
         self._free_bytes -= size
-        return Loan(session, events, size)
+        return CreditGrant(session, events, size)
 
     def _to_reclaim(self, *, patient: bool) -> Sequence[int]:
         """The sessions whose credit another session needs more."""
@@ -223,7 +223,7 @@ class CreditLedger:
                 asked.append(session)
         return asked
 
-    def _spread(self, total: CreditAmount, weights: float) -> Iterable[Loan]:
+    def _spread(self, total: CreditAmount, weights: float) -> Iterable[CreditGrant]:
         """Free credit goes to the sessions that have less than their share."""
         for session, account in self._accounts.items():
             share = account.weight / weights
@@ -233,10 +233,10 @@ class CreditLedger:
                 yield self._lend(session, account, max(events, 0), max(size, 0))
 
 
-def _merged(loans: Iterable[Loan]) -> Sequence[Loan]:
+def _merged(loans: Iterable[CreditGrant]) -> Sequence[CreditGrant]:
     """One loan for each session."""
-    merged: dict[int, Loan] = {}
+    merged: dict[int, CreditGrant] = {}
     for loan in loans:
-        before = merged.get(loan.session, Loan(loan.session, 0, 0))
-        merged[loan.session] = Loan(loan.session, before.events + loan.events, before.bytes + loan.bytes)
+        before = merged.get(loan.session, CreditGrant(loan.session, 0, 0))
+        merged[loan.session] = CreditGrant(loan.session, before.events + loan.events, before.bytes + loan.bytes)
     return [loan for loan in merged.values() if loan.events or loan.bytes]

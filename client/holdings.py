@@ -16,7 +16,7 @@ from itertools import count
 from typing import Protocol
 
 from ..proto.v1 import consumer_pb2 as pb
-from ..streams.frames import Delivered
+from ..streams.frames import DeliveredBatch
 from ..streams.identity import StreamId
 from .held_account import MAX_BYTES, MAX_EVENTS, HeldAccount, SessionStatistics
 from .pending_results import SavedMark
@@ -103,7 +103,7 @@ class Holdings:
 
     # ---- from silos ------------------------------------------------------------------------------------------------
 
-    def receive(self, link: ReportLink, delivered: Iterable[Delivered], size: int) -> None:
+    def receive(self, link: ReportLink, delivered: Iterable[DeliveredBatch], size: int) -> None:
         """Take the batches of one response, in order. Their size on the wire is `size` bytes."""
         self._arrivals = arrival = self._arrivals + 1
         received: list[ReceivedBatch] = []

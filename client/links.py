@@ -9,7 +9,7 @@ from itertools import count
 from typing import NamedTuple, Protocol
 
 from ..proto.v1 import consumer_pb2 as pb
-from ..streams.frames import BATCHES, Delivered, element_frame, elements
+from ..streams.frames import BATCHES, DeliveredBatch, element_frame, elements
 from .conversation import Conversation
 from .credit import CreditAmount, CreditLedger
 from .transport import StreamCall
@@ -49,7 +49,7 @@ class LinkUser(Protocol):
         """Return the next reports for this link; None if there are none. The router adds credit."""
         ...
 
-    def take(self, link: Link, delivered: Sequence[Delivered], frames: bytes) -> None:
+    def take(self, link: Link, delivered: Sequence[DeliveredBatch], frames: bytes) -> None:
         """Take batches. Their credit is accounted already: `len(frames)` bytes."""
 
     def hear(self, link: Link, response: pb.SubscribeResponse) -> None:
@@ -132,7 +132,9 @@ class Link:
             self._credit, self._reclaim = CreditAmount(), False
         return request
 
-    def receive(self, response: pb.SubscribeResponse | None, delivered: Sequence[Delivered], frames: bytes) -> None:
+    def receive(
+        self, response: pb.SubscribeResponse | None, delivered: Sequence[DeliveredBatch], frames: bytes
+    ) -> None:
         if delivered:
             events = sum([each.batch.count for each in delivered])
             self.delivered_since += events
@@ -183,8 +185,10 @@ class Link:
         self._void.discard(queue)
         return known
 
-    def _without_void(self, delivered: Sequence[Delivered], frames: bytes) -> tuple[Sequence[Delivered], bytes]:
-        kept: list[Delivered] = []
+    def _without_void(
+        self, delivered: Sequence[DeliveredBatch], frames: bytes
+    ) -> tuple[Sequence[DeliveredBatch], bytes]:
+        kept: list[DeliveredBatch] = []
         encoded: list[bytes] = []
         for each, element in zip(delivered, elements(frames, BATCHES)[0], strict=True):
             if each.queue not in self._void:

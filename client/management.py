@@ -12,7 +12,7 @@ from ..streams import wire
 from ..streams.arguments import check_ids, check_instance, check_integer, check_text
 from ..streams.errors import HeadraceError, NotFound
 from ..streams.identity import StreamId
-from ..streams.states import ConsumerState, Held, QueueProgress, SubscriptionState
+from ..streams.states import ConsumerState, QueueProgress, SubscriptionHold, SubscriptionState
 from ..streams.subscriptions import DeadLetter, GapRecord, Start, SubscriptionDefinition, check_definition
 from .transport import Transport
 
@@ -21,7 +21,7 @@ MAX_ID = (1 << 63) - 1
 _M = TypeVar("_M", bound=Message)
 
 
-class Management:
+class ManagementClient:
     """Calls that manage subscriptions. Each call is retried during an outage, for at most `timeout_s` seconds."""
 
     def __init__(self, connection: Transport, provider: str, timeout_s: float) -> None:
@@ -74,7 +74,9 @@ class Management:
             ],
             found.dead_letters,
             found.gaps,
-            Held(found.held.reason, found.held.since_us, found.held.resuming) if found.HasField("held") else None,
+            SubscriptionHold(found.held.reason, found.held.since_us, found.held.resuming)
+            if found.HasField("held")
+            else None,
         )
 
     async def subscriptions(self) -> list[SubscriptionDefinition]:

@@ -30,7 +30,7 @@ from .options import ConsumerOptions, SessionState
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ConsumerPlan:
     """What a consumer is to do."""
 
     name: str
@@ -65,7 +65,7 @@ class Plan:
             raise InvalidArgument("positions are for a consumer that keeps them: give keeps_positions=True, too")
 
 
-def plan_of(call: str, name: str, selector: Selector | None, options: Mapping[str, Any]) -> Plan:
+def plan_of(call: str, name: str, selector: Selector | None, options: Mapping[str, Any]) -> ConsumerPlan:
     """The plan of a consumer from the options of `call`. Raises InvalidArgument."""
     check_options(call, options, ConsumerOptions.__annotations__, HANDLER_OPTIONS)
     check_text("name", name)
@@ -75,7 +75,7 @@ def plan_of(call: str, name: str, selector: Selector | None, options: Mapping[st
         definition = define(name, selector, {**options, "mode": mode})
     else:
         check_no_definition_options(name, options)
-    return Plan(
+    return ConsumerPlan(
         name=name,
         definition=definition,
         consumer=options.get("consumer", ""),

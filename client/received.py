@@ -10,7 +10,7 @@ from typing import Protocol, cast
 from ..streams.arguments import refused
 from ..streams.errors import InvalidArgument
 from ..streams.events import Event, EventBatch, SomeEvents
-from ..streams.frames import Delivered
+from ..streams.frames import DeliveredBatch
 from ..streams.identity import SequenceToken
 
 FRAME_BYTES = 32
@@ -89,7 +89,7 @@ class ReceivedBatch(EventBatch):
         "state",
     )
 
-    def __init__(self, holder: BatchHolder, delivered: Delivered, arrival: int) -> None:
+    def __init__(self, holder: BatchHolder, delivered: DeliveredBatch, arrival: int) -> None:
         batch, self.queue, self.attempt, _, _ = delivered
         self.stream = batch.stream
         self.encoded = batch.encoded
@@ -216,7 +216,7 @@ class ReceivedPart(ReceivedBatch):
 
     __slots__ = ("_indexes", "_part", "_redriven")
 
-    def __init__(self, holder: BatchHolder, delivered: Delivered, arrival: int) -> None:
+    def __init__(self, holder: BatchHolder, delivered: DeliveredBatch, arrival: int) -> None:
         super().__init__(holder, delivered, arrival)
         self._part: EventBatch | None = delivered.batch
         self._indexes = delivered.indexes or range(delivered.batch.count)
@@ -230,7 +230,7 @@ class ReceivedPart(ReceivedBatch):
         events = batch.events()
         part = SomeEvents(batch, [events[place] for place in places])
         indexes = [received.indexes[place] for place in places]
-        delivered = Delivered(part, received.queue, received.attempt, indexes, received.redriven)
+        delivered = DeliveredBatch(part, received.queue, received.attempt, indexes, received.redriven)
         return cls(received.holder, delivered, received.arrival)
 
     @property

@@ -13,14 +13,14 @@ from ..streams.handlers import Handler
 from ..streams.subscriptions import SubscriptionDefinition
 from .consumer import CLOSE_S, Consumer, SubscriptionHandle
 from .handling import RemoteHandling
-from .management import Management
-from .plan import Plan
+from .management import ManagementClient
+from .plan import ConsumerPlan
 
 
 class RemoteSubscription(SubscriptionHandle):
     """A subscription that a handler in this process consumes. Made by `await client.subscribe(..., handler)`."""
 
-    def __init__(self, management: Management, plan: Plan, handler: Handler, concurrency: int) -> None:
+    def __init__(self, management: ManagementClient, plan: ConsumerPlan, handler: Handler, concurrency: int) -> None:
         super().__init__(management, plan.name)
         self.consumer = Consumer(management, plan, self._wake)
         """Its state, gaps and statistics. Do not iterate it."""

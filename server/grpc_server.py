@@ -19,8 +19,8 @@ from ..streams.errors import Busy, InvalidArgument
 from .access import Authenticator
 from .config import GrpcConfig, TlsCredentials, read_credentials
 from .connection_times import CONNECTION_TIMES, ConnectionTimes
-from .guard import Guard, Method
-from .limits import ClientLimits, Limits
+from .guard import Guard, ServiceMethod
+from .limits import ClientLimiter, ClientLimits
 from .native_server import native_serving
 from .probes import HEALTH, HealthReporter, reflection_methods
 
@@ -42,7 +42,7 @@ FLUSH_S = 1.0
 async def serving(
     config: GrpcConfig,
     authenticator: Authenticator,
-    services: Callable[[Guard], Sequence[Method]],
+    services: Callable[[Guard], Sequence[ServiceMethod]],
     *,
     drain_s: float,
     times: ConnectionTimes = CONNECTION_TIMES,
@@ -69,11 +69,13 @@ async def serving(
             await _stop(server, guard, drain_s)
 
 
-def _limits(limits: ClientLimits) -> Limits:
-    return Limits(limits, asyncio.get_running_loop().time)
+def _limits(limits: ClientLimits) -> ClientLimiter:
+    return ClientLimiter(limits, asyncio.get_running_loop().time)
 
 
-def _server(guard: Guard, methods: Sequence[Method], limits: ClientLimits, times: ConnectionTimes) -> grpc.aio.Server:
+def _server(
+    guard: Guard, methods: Sequence[ServiceMethod], limits: ClientLimits, times: ConnectionTimes
+) -> grpc.aio.Server:
     use_grpc()
     server = grpc.aio.server(options=_options(limits, times))
     own = sorted({method.service for method in methods})

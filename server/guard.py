@@ -1,20 +1,21 @@
 """The guard of a silo's servers: it authenticates each caller, applies limits, and turns errors into statuses.
 
-A service is a list of methods. Each has a handler that takes a `Call` and encoded messages, and returns encoded ones:
+A service is a list of methods. Each has a handler, which takes a `ServiceCall` and encoded messages. It returns encoded
+messages:
 
-    async def get(call: Call, request: bytes) -> bytes:                 # Kind.UNARY
+    async def get(call: ServiceCall, request: bytes) -> bytes:          # MethodKind.UNARY
         wanted = parsed(pb.GetSubscriptionRequest, request)
         call.principal.require_selector(Permission.MANAGE, ...)
         return pb.GetSubscriptionResponse(...).SerializeToString()
 
-    async def watch(call: Call, request: bytes) -> None:                # Kind.RESPONSES: one request, many responses
+    async def watch(call: ServiceCall, request: bytes) -> None:         # MethodKind.RESPONSES
         await call.write(...)
 
-    async def subscribe(call: Call) -> None:                            # Kind.STREAM: both ways
+    async def subscribe(call: ServiceCall) -> None:                     # MethodKind.STREAM: both ways
         while (message := await call.read()) is not None:
             await call.write(...)
 
-    METHODS = [Method("headrace.v1.SubscriptionService/GetSubscription", Kind.UNARY, get), ...]
+    METHODS = [ServiceMethod("headrace.v1.SubscriptionService/GetSubscription", MethodKind.UNARY, get), ...]
 
 An exception ends the call. A HeadraceError becomes its gRPC status, with the text as details and trailing metadata
 `headrace-code`, and `headrace-retry-after-ms` if a later retry can succeed. Any other exception is a bug: the caller
@@ -37,7 +38,7 @@ from google.protobuf.message import DecodeError, Message
 from ..streams.errors import HeadraceError, InvalidArgument, PayloadTooLarge, Unauthenticated, Unavailable
 from ..streams.field_limits import MAX_OFFSET
 from .access import EVERYTHING, PEER, Authenticator, Principal, account_of_certificate
-from .limits import UNLIMITED, CallUsage, Limits, Usage, client_of
+from .limits import UNLIMITED, CallUsage, ClientLimiter, TotalUsage, client_of
 
 log = logging.getLogger("headrace.silo")
 
@@ -64,7 +65,7 @@ _M = TypeVar("_M", bound=Message)
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
-class Kind(enum.Enum):
+class MethodKind(enum.Enum):
     """The sides of a call that are streams."""
 
     UNARY = "unary"
@@ -75,12 +76,12 @@ class Kind(enum.Enum):
     """Both: `async def handler(call) -> None`"""
 
 
-class Method(NamedTuple):
+class ServiceMethod(NamedTuple):
     """One method of a service."""
 
     name: str
     """Service and method, as in "headrace.v1.PublisherService/Publish"."""
-    kind: Kind
+    kind: MethodKind
     handler: Callable[..., Awaitable[Any]]
     while_closing: bool = False
     """May be called while the silo stops: it finishes earlier calls."""
@@ -92,7 +93,7 @@ class Method(NamedTuple):
         return self.name.partition("/")[0]
 
 
-class Call(Protocol):
+class ServiceCall(Protocol):
     """A call, for its handler.
 
     Attributes:
@@ -136,7 +137,7 @@ class Call(Protocol):
         """Release counted bytes that are now stored or refused."""
 
 
-class GuardedCall(Call):
+class GuardedCall(ServiceCall):
     """A call over a network. The guard admits it before its handler gets it."""
 
     def __init__(self, peer: str, authorization: str | bytes | None) -> None:
@@ -224,7 +225,7 @@ class GrpcCall(GuardedCall):
 class Guard:
     """Admits or refuses calls, and reports their errors."""
 
-    def __init__(self, authenticator: Authenticator, limits: Limits, *, certificates: bool = False) -> None:
+    def __init__(self, authenticator: Authenticator, limits: ClientLimiter, *, certificates: bool = False) -> None:
         """With `certificates`, a caller that needs no token has the name in its certificate."""
         self.authenticator = authenticator
         self._closing: dict[str, asyncio.Event] = {}
@@ -232,19 +233,21 @@ class Guard:
         """Set when a service is closed or reopened; each change has a new event."""
         self._announced: tuple[tuple[str, str], ...] = ()
         self._limits = limits
-        self._unlimited = Limits(UNLIMITED, asyncio.get_running_loop().time)
+        self._unlimited = ClientLimiter(UNLIMITED, asyncio.get_running_loop().time)
         """For other silos: they limit their own clients."""
         self._certificates = certificates
         self._open = 0
         self._none_open = asyncio.Event()
         self._none_open.set()
 
-    def offer(self, methods: Iterable[Method]) -> None:
+    def offer(self, methods: Iterable[ServiceMethod]) -> None:
         """Open the services of these methods. Call this before `handlers` and `run`."""
         for method in methods:
             self._closing.setdefault(method.service, asyncio.Event())
 
-    def handlers(self, methods: Iterable[Method]) -> Mapping[str, Mapping[str, grpc.RpcMethodHandler[bytes, bytes]]]:
+    def handlers(
+        self, methods: Iterable[ServiceMethod]
+    ) -> Mapping[str, Mapping[str, grpc.RpcMethodHandler[bytes, bytes]]]:
         """Return gRPC's handlers by service and method."""
         handlers: dict[str, dict[str, grpc.RpcMethodHandler[bytes, bytes]]] = {}
         for method in methods:
@@ -278,7 +281,7 @@ class Guard:
         """Return when no call is open. Probes do not count."""
         await self._none_open.wait()
 
-    def usage(self) -> Usage:
+    def usage(self) -> TotalUsage:
         """The present usage of all clients together."""
         return self._limits.usage()
 
@@ -291,26 +294,26 @@ class Guard:
         if len(message) > limit:
             raise PayloadTooLarge("the message", len(message), limit)
 
-    def _handler(self, method: Method) -> grpc.RpcMethodHandler[bytes, bytes]:
-        if method.kind is Kind.UNARY:
+    def _handler(self, method: ServiceMethod) -> grpc.RpcMethodHandler[bytes, bytes]:
+        if method.kind is MethodKind.UNARY:
             return grpc.unary_unary_rpc_method_handler(self._answering(method))
-        if method.kind is Kind.RESPONSES:
+        if method.kind is MethodKind.RESPONSES:
             return grpc.unary_stream_rpc_method_handler(self._answering(method))
         return grpc.stream_stream_rpc_method_handler(self._conversing(method))
 
-    def _answering(self, method: Method) -> Any:
+    def _answering(self, method: ServiceMethod) -> Any:
         async def answer(request: bytes, context: Context) -> Any:
             return await self._serve(method, context, request)
 
         return answer
 
-    def _conversing(self, method: Method) -> Any:
+    def _conversing(self, method: ServiceMethod) -> Any:
         async def converse(_: object, context: Context) -> None:
             await self._serve(method, context)
 
         return converse
 
-    async def _serve(self, method: Method, context: Context, *requests: bytes) -> Any:
+    async def _serve(self, method: ServiceMethod, context: Context, *requests: bytes) -> Any:
         if method.probe and self._announced:
             context.set_trailing_metadata(self._announced)
         try:
@@ -319,7 +322,7 @@ class Guard:
             failure = logged_failure(method, error)
             await context.abort(failure.status, failure.details, tuple(failure.trailers))
 
-    async def run(self, method: Method, call: GuardedCall, *requests: bytes) -> Any:
+    async def run(self, method: ServiceMethod, call: GuardedCall, *requests: bytes) -> Any:
         """Admit a call, and run its handler. Raise the handler's errors; HeadraceError if the call is refused."""
         if not method.probe:
             await self.authenticator.prepare(call.authorization)
@@ -327,13 +330,13 @@ class Guard:
         try:
             for request in requests:
                 self.check_size(request)
-            if method.kind is not Kind.UNARY:
+            if method.kind is not MethodKind.UNARY:
                 await call.admitted()
             return await method.handler(call, *requests)
         finally:
             self._leave(method, call)
 
-    def _admit(self, method: Method, call: GuardedCall) -> None:
+    def _admit(self, method: ServiceMethod, call: GuardedCall) -> None:
         closing = self._closing[method.service]
         if closing.is_set() and not (method.while_closing or method.probe):
             raise Unavailable("the silo stops, or is drained: try again later, or call another silo")
@@ -344,7 +347,7 @@ class Guard:
             self._open += 1
             self._none_open.clear()
 
-    def _leave(self, method: Method, call: GuardedCall) -> None:
+    def _leave(self, method: ServiceMethod, call: GuardedCall) -> None:
         call.end()
         if not method.probe:
             self._open -= 1
@@ -409,7 +412,7 @@ def details_of(error: HeadraceError) -> str:
     return text if len(text) <= MAX_DETAILS else f"{text[:MAX_DETAILS]}..."
 
 
-def logged_failure(method: Method, error: Exception) -> CallFailure:
+def logged_failure(method: ServiceMethod, error: Exception) -> CallFailure:
     """Return the failure of a call. Log an error that is a bug."""
     if isinstance(error, HeadraceError):
         if type(error) is HeadraceError:

@@ -79,7 +79,7 @@ def address_of(peer: str) -> str:
     return str(mapped or address)
 
 
-class Usage(NamedTuple):
+class TotalUsage(NamedTuple):
     """The usage of all clients together, at one moment."""
 
     clients: int
@@ -91,7 +91,7 @@ class Usage(NamedTuple):
     """Refusals since the start, by limit."""
 
 
-class Limits:
+class ClientLimiter:
     """Counts the usage of every client. `clock` returns monotonic seconds."""
 
     def __init__(self, limits: ClientLimits, clock: Callable[[], float]) -> None:
@@ -115,9 +115,9 @@ class Limits:
             self._tidy(state)
         return CallUsage(state, peer, self._tidy)
 
-    def usage(self) -> Usage:
+    def usage(self) -> TotalUsage:
         clients = self._clients.values()
-        return Usage(
+        return TotalUsage(
             clients=len(clients),
             connections=sum(len(client.peers) for client in clients),
             calls=sum(client.calls for client in clients),
@@ -138,7 +138,7 @@ class Limits:
 
 
 class CallUsage:
-    """The usage of one call, made by `Limits.begin`. As a context manager it ends itself."""
+    """The usage of one call, made by `ClientLimiter.begin`. As a context manager it ends itself."""
 
     __slots__ = ("_client", "_held", "_on_end", "_open", "_peer")
 

@@ -36,7 +36,7 @@ from ..streams.background import end
 from ..streams.errors import Busy, HeadraceError, LimitExceeded, PayloadTooLarge, Unavailable
 from .config import GrpcConfig
 from .connection_times import ConnectionTimes
-from .guard import CODE, CallFailure, Guard, GuardedCall, Kind, Method, failure_of, logged_failure
+from .guard import CODE, CallFailure, Guard, GuardedCall, MethodKind, ServiceMethod, failure_of, logged_failure
 from .limits import ClientLimits, address_of
 
 log = logging.getLogger("headrace.silo")
@@ -63,7 +63,7 @@ class NativeCall(GuardedCall):
         self,
         connection: NativeServerConnection,
         number: int,
-        method: Method,
+        method: ServiceMethod,
         request: bytes,
         deadline: float | None,
     ) -> None:
@@ -76,7 +76,7 @@ class NativeCall(GuardedCall):
         self._connection = connection
         self._method = method
         self._stopped = False
-        requests = (request,) if method.kind is not Kind.STREAM else ()
+        requests = (request,) if method.kind is not MethodKind.STREAM else ()
         if requests:
             self.messages.end_reading(in_order)
         self.task = connection.loop.create_task(self._run(requests), name=f"headrace {method.name}")
@@ -111,7 +111,7 @@ class NativeCall(GuardedCall):
         except Exception as error:  # noqa: BLE001 (the caller gets a status, and the log the bugs)
             connection.refuse(self.number, logged_failure(self._method, error))
             return
-        if self._method.kind is Kind.UNARY:
+        if self._method.kind is MethodKind.UNARY:
             connection.put(PacketKind.ANSWER, self.number, answer)
         else:
             connection.put(PacketKind.END, self.number)
@@ -266,9 +266,11 @@ def _raising(error: HeadraceError) -> StreamEnd:
 class NativeServer:
     """The connections of a silo's native port."""
 
-    def __init__(self, guard: Guard, methods: Sequence[Method], limits: ClientLimits, times: ConnectionTimes) -> None:
+    def __init__(
+        self, guard: Guard, methods: Sequence[ServiceMethod], limits: ClientLimits, times: ConnectionTimes
+    ) -> None:
         self.guard = guard
-        self.methods: Mapping[str, Method] = {method.name: method for method in methods}
+        self.methods: Mapping[str, ServiceMethod] = {method.name: method for method in methods}
         self.limits = limits
         self.times = times
         self.process = secrets.token_bytes(16)
@@ -320,7 +322,7 @@ class NativeServer:
 
 @asynccontextmanager
 async def native_serving(
-    config: GrpcConfig, guard: Guard, methods: Sequence[Method], times: ConnectionTimes
+    config: GrpcConfig, guard: Guard, methods: Sequence[ServiceMethod], times: ConnectionTimes
 ) -> AsyncGenerator[None]:
     """Serve the native protocol for the length of an `async with`, and let gRPC's health check announce its port.
 

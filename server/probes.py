@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.reflection import aio
 
 from ..streams.errors import NotFound
-from .guard import Call, Guard, Kind, Method, parsed
+from .guard import Guard, MethodKind, ServiceCall, ServiceMethod, parsed
 
 HEALTH = "grpc.health.v1.Health"
 REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
@@ -23,20 +23,20 @@ class HealthReporter:
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
 
-    def methods(self) -> list[Method]:
+    def methods(self) -> list[ServiceMethod]:
         return [
-            Method(f"{HEALTH}/Check", Kind.UNARY, self._check, probe=True),
-            Method(f"{HEALTH}/Watch", Kind.RESPONSES, self._watch, probe=True),
+            ServiceMethod(f"{HEALTH}/Check", MethodKind.UNARY, self._check, probe=True),
+            ServiceMethod(f"{HEALTH}/Watch", MethodKind.RESPONSES, self._watch, probe=True),
         ]
 
-    async def _check(self, call: Call, request: bytes) -> bytes:
+    async def _check(self, call: ServiceCall, request: bytes) -> bytes:
         service = parsed(health_pb2.HealthCheckRequest, request).service
         serving = self._serving(service)
         if serving is None:
             raise NotFound(f"there is no service {service!r} at this silo")
         return _status(serving)
 
-    async def _watch(self, call: Call, request: bytes) -> None:
+    async def _watch(self, call: ServiceCall, request: bytes) -> None:
         service = parsed(health_pb2.HealthCheckRequest, request).service
         last = b""
         while True:
@@ -60,17 +60,19 @@ def _status(serving: bool | None) -> bytes:
     return kind(status=status).SerializeToString()
 
 
-def reflection_methods(services: Sequence[str]) -> list[Method]:
+def reflection_methods(services: Sequence[str]) -> list[ServiceMethod]:
     """Return the methods of reflection, which describe these services and reflection itself."""
     servicer: Any = aio.ReflectionServicer([*services, *REFLECTION])
 
-    async def reflect(call: Call) -> None:
+    async def reflect(call: ServiceCall) -> None:
         async for response in servicer.ServerReflectionInfo(_requests(call), None):
             await call.write(response.SerializeToString())
 
-    return [Method(f"{name}/ServerReflectionInfo", Kind.STREAM, reflect, probe=True) for name in REFLECTION]
+    return [
+        ServiceMethod(f"{name}/ServerReflectionInfo", MethodKind.STREAM, reflect, probe=True) for name in REFLECTION
+    ]
 
 
-async def _requests(call: Call) -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
+async def _requests(call: ServiceCall) -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
     while (message := await call.read()) is not None:
         yield parsed(reflection_pb2.ServerReflectionRequest, message)

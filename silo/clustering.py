@@ -17,7 +17,7 @@ import grpc
 from ..balancer.membership import Membership
 from ..client.transport import StreamCall
 from ..server.access import PEER, SiloSecrets, new_silo_secret, silo_hash
-from ..server.guard import Method
+from ..server.guard import ServiceMethod
 from ..store.control_store import ControlStore
 from ..store.datadir import DataDirectory, place_of
 from ..streams.cluster import LIVING, ClusterView, SiloRecord, SiloState
@@ -218,7 +218,7 @@ class Clustering:
             raise Unavailable(f"silo {silo!r} is not a living member: see `headrace cluster`")
         return record
 
-    def serve(self, methods: Sequence[Method]) -> None:
+    def serve(self, methods: Sequence[ServiceMethod]) -> None:
         """Take the services of this silo for its own calls, with the permissions of other silos."""
         self._services = InProcessTransport(methods, PEER)
 

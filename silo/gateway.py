@@ -20,11 +20,11 @@ from ..client.conversation import METHOD
 from ..client.routing import ATTACH_S, DRAINING, SERVED, Link, LinkUser, QueueStatus, Router, SessionCalls
 from ..client.transport import StreamCall
 from ..proto.v1 import consumer_pb2 as pb
-from ..server.guard import Call, parsed
+from ..server.guard import ServiceCall, parsed
 from ..store.rows import position_token
 from ..streams import wire
 from ..streams.errors import HeadraceError, InvalidArgument, Unavailable
-from ..streams.frames import Delivered
+from ..streams.frames import DeliveredBatch
 from ..streams.subscriptions import Checkpoint
 from .gateway_pulls import PullingGateway, PullKey
 from .placement import ClusterPlacements
@@ -99,7 +99,7 @@ class ClusterGateways:
     async def aclose(self) -> None:
         await asyncio.gather(*(pulling.aclose() for pulling in list(self._pulling.values())))
 
-    async def serve(self, call: Call, request: pb.SubscribeRequest, target: ConsumerTarget) -> None:
+    async def serve(self, call: ServiceCall, request: pb.SubscribeRequest, target: ConsumerTarget) -> None:
         """Converse with a consumer until its call ends. `request` is the first one."""
         positions = await target.consumers.prepare(target.definition, target.consumer, target.positions)
         account = self._budget.account(call.peer)
@@ -118,7 +118,7 @@ class ClusterGateways:
                 del self._sessions[key]
             account.close()
 
-    async def pull(self, call: Call, request: pb.PullRequest, target: ConsumerTarget) -> bytes:
+    async def pull(self, call: ServiceCall, request: pb.PullRequest, target: ConsumerTarget) -> bytes:
         """Answer a `Pull`, also one that leaves."""
         refused = await self._report(target, request.reports)
         key = _key(target)
@@ -136,7 +136,7 @@ class ClusterGateways:
         if self._pulling.get(key) is pulling:
             del self._pulling[key]
 
-    async def acknowledge(self, call: Call, request: pb.AcknowledgeRequest, target: ConsumerTarget) -> bytes:
+    async def acknowledge(self, call: ServiceCall, request: pb.AcknowledgeRequest, target: ConsumerTarget) -> bytes:
         """Answer an `Acknowledge`."""
         return pb.AcknowledgeResponse(refused=await self._report(target, request.reports)).SerializeToString()
 
@@ -198,7 +198,7 @@ def gateway_open(
 class GatewaySession(LinkUser):
     """One `Subscribe` call of a consumer. `opening` is how the sessions with owners begin."""
 
-    def __init__(self, call: Call, opening: pb.Open, calls: SessionCalls, account: SendAccount) -> None:
+    def __init__(self, call: ServiceCall, opening: pb.Open, calls: SessionCalls, account: SendAccount) -> None:
         self._call = call
         self._opening = opening
         self._positions = {position.queue: position.token for position in opening.positions}
@@ -348,7 +348,7 @@ class GatewaySession(LinkUser):
         self._go_on_reading.set()
         return waiting.popleft()
 
-    def take(self, link: Link, delivered: Sequence[Delivered], frames: bytes) -> None:
+    def take(self, link: Link, delivered: Sequence[DeliveredBatch], frames: bytes) -> None:
         self._was_caught_up = False
         self._account.add(len(frames))
         self._put(frames, len(frames))

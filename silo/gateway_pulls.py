@@ -15,10 +15,10 @@ from typing import NamedTuple
 from ..client.routing import ATTACH_S, ENDED, Link, LinkUser, QueueStatus, Router, SessionCalls
 from ..proto.v1 import consumer_pb2 as pb
 from ..proto.v1 import subscriptions_pb2
-from ..server.guard import Call
+from ..server.guard import ServiceCall
 from ..streams.background import end
 from ..streams.errors import HeadraceError, Unavailable
-from ..streams.frames import BATCHES, Delivered, element_frame, elements, split
+from ..streams.frames import BATCHES, DeliveredBatch, element_frame, elements, split
 from .services.consumer_session import MAX_GAPS
 from .services.consumer_target import ConsumerTarget
 from .services.pulling import CHECK_S, PULL_BYTES, PULL_EVENTS, pull_wait_s, waits_already
@@ -59,7 +59,7 @@ class PullingGateway(LinkUser):
         self._gaps: deque[subscriptions_pb2.Gap] = deque(maxlen=MAX_GAPS)
         self._task = self._loop.create_task(self._run(), name="headrace gateway pulls")
 
-    async def pull(self, call: Call, request: pb.PullRequest) -> bytes:
+    async def pull(self, call: ServiceCall, request: pb.PullRequest) -> bytes:
         """Return the encoded answer, without refusals. Raise LimitExceeded if another call waits."""
         if self._is_waiting:
             raise waits_already(self._consumer)
@@ -82,7 +82,7 @@ class PullingGateway(LinkUser):
     async def aclose(self) -> None:
         await end(self._task)
 
-    async def _wait(self, call: Call, request: pb.PullRequest) -> None:
+    async def _wait(self, call: ServiceCall, request: pb.PullRequest) -> None:
         ends = self._loop.time() + pull_wait_s(request.wait_ms / 1000, call.remaining_s())
         await self._router.attached(ATTACH_S)
         self._check()
@@ -167,7 +167,7 @@ class PullingGateway(LinkUser):
         released = self._released.pop(link, None)
         return pb.SubscribeRequest(reports=released) if released else None
 
-    def take(self, link: Link, delivered: Sequence[Delivered], frames: bytes) -> None:
+    def take(self, link: Link, delivered: Sequence[DeliveredBatch], frames: bytes) -> None:
         found = map(element_frame, elements(frames, BATCHES)[0])
         self._batches += zip([each.queue for each in delivered], found, strict=True)
         self._arrived.set()

@@ -19,7 +19,7 @@ from ..agents import SendBudget
 from ..server.access import Authenticator, ClusterMembers, NoTokens, TokenBook
 from ..server.http import HttpAnswer, serving
 from ..streams.errors import HeadraceError, InvalidArgument
-from ..streams.handlers import Declaration, declared
+from ..streams.handlers import SubscriptionDeclaration, declared
 from ..streams.wording import counted
 from .config import SiloConfig, check
 from .metrics import ObservedProvider, render
@@ -29,7 +29,7 @@ from .service_limits import SERVICE_LIMITS, ServiceLimits
 from .views import lag_of
 
 if TYPE_CHECKING:  # they load gRPC
-    from ..server.guard import Guard, Method
+    from ..server.guard import Guard, ServiceMethod
     from .clustering import Clustering
 
 log = logging.getLogger("headrace.silo")
@@ -107,7 +107,7 @@ class Silo:
                     "in the configuration file"
                 )
 
-    def _declared(self) -> Sequence[Declaration]:
+    def _declared(self) -> Sequence[SubscriptionDeclaration]:
         for module in self.config.modules:
             import_module(module)
         for one in declared():
@@ -118,7 +118,7 @@ class Silo:
                 )
         return declared()
 
-    async def _start(self, subscriptions: Sequence[Declaration]) -> None:
+    async def _start(self, subscriptions: Sequence[SubscriptionDeclaration]) -> None:
         for name, options in self.config.providers.items():
             cluster = self.config.cluster
             try:
@@ -135,7 +135,7 @@ class Silo:
         for one in subscriptions:
             await self.providers[one.provider].attach(one)
 
-    def _log_ready(self, subscriptions: Sequence[Declaration]) -> None:
+    def _log_ready(self, subscriptions: Sequence[SubscriptionDeclaration]) -> None:
         if not subscriptions and self.grpc_address is None:
             log.warning("silo has no subscription to serve: name modules that declare some (--module, modules = [])")
         log.info(
@@ -179,7 +179,7 @@ class Silo:
             authenticator = ClusterMembers(self.clustering, authenticator)
         methods = await stack.enter_async_context(assembly.opened(self))
 
-        def served(guard: Guard) -> Sequence[Method]:
+        def served(guard: Guard) -> Sequence[ServiceMethod]:
             self._guard = guard
             return methods(guard)
 

@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from ..client.consuming_client import ConsumingClient
 from ..client.transport import StreamCall, Transport, remote_error, require_loop
 from ..server.access import EVERYTHING, Principal
-from ..server.guard import Call, Kind, Method
+from ..server.guard import MethodKind, ServiceCall, ServiceMethod
 from ..streams.errors import Closed, HeadraceError, Unavailable
 from .consumers import Consumers
 from .provider_core import ProviderCore
@@ -61,9 +61,9 @@ async def _connected(
 class InProcessTransport(Transport):
     """Calls to services in this process."""
 
-    def __init__(self, methods: Sequence[Method], principal: Principal = EVERYTHING) -> None:
+    def __init__(self, methods: Sequence[ServiceMethod], principal: Principal = EVERYTHING) -> None:
         self._principal = principal
-        self._methods: Mapping[str, Method] = {method.name.partition(".v1.")[2]: method for method in methods}
+        self._methods: Mapping[str, ServiceMethod] = {method.name.partition(".v1.")[2]: method for method in methods}
         self._closing = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
@@ -98,11 +98,11 @@ class InProcessTransport(Transport):
     def stream(self, method: str) -> InProcessStreamCall:
         self.check_open()
         found = self._methods[method]
-        assert found.kind is Kind.STREAM
+        assert found.kind is MethodKind.STREAM
         return InProcessStreamCall(found.handler, InProcessCall(self._closing, None, self._principal))
 
 
-class InProcessCall(Call):
+class InProcessCall(ServiceCall):
     """The service's side of a call within this process, without limits."""
 
     def __init__(self, closing: asyncio.Event, deadline: float | None, principal: Principal = EVERYTHING) -> None:
@@ -154,7 +154,7 @@ class InProcessCall(Call):
 class InProcessStreamCall(StreamCall):
     """The caller's side of a bidirectional call."""
 
-    def __init__(self, handler: Callable[[Call], Awaitable[None]], call: InProcessCall) -> None:
+    def __init__(self, handler: Callable[[ServiceCall], Awaitable[None]], call: InProcessCall) -> None:
         self._local = call
         self._task = asyncio.ensure_future(handler(call))
         self._task.add_done_callback(self._ended)

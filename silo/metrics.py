@@ -8,7 +8,7 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ..server.limits import Usage
+from ..server.limits import TotalUsage
 from .views import ProviderStatistics, QueueView, SubscriptionView
 
 _View = ProviderStatistics | QueueView | SubscriptionView
@@ -89,7 +89,7 @@ _USAGE: Sequence[tuple[str, str]] = (
 )
 
 
-def render(observed: Sequence[ObservedProvider], usage: Usage | None = None) -> bytes:
+def render(observed: Sequence[ObservedProvider], usage: TotalUsage | None = None) -> bytes:
     """Return the text of /metrics. `usage` is that of gRPC, if it is served."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(MetricsCollector(observed, usage))
@@ -100,7 +100,7 @@ def render(observed: Sequence[ObservedProvider], usage: Usage | None = None) -> 
 class MetricsCollector:
     """Makes metric families of observed providers."""
 
-    def __init__(self, observed: Sequence[ObservedProvider], usage: Usage | None) -> None:
+    def __init__(self, observed: Sequence[ObservedProvider], usage: TotalUsage | None) -> None:
         self._observed = observed
         self._usage = usage
 
@@ -152,7 +152,7 @@ class MetricsCollector:
         return family
 
 
-def _used(usage: Usage) -> Iterable[Metric]:
+def _used(usage: TotalUsage) -> Iterable[Metric]:
     for field, help_ in _USAGE:
         yield GaugeMetricFamily(f"headrace_grpc_{field}", help_, value=getattr(usage, field))
     refused = CounterMetricFamily("headrace_grpc_refused", "Refusals because of a limit.", labels=["limit"])

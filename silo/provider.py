@@ -25,10 +25,10 @@ from ..streams.handlers import (
     AnyHandler,
     BatchHandler,
     BatchObserver,
-    Declaration,
     EventHandler,
     Handler,
     Observer,
+    SubscriptionDeclaration,
     check_no_definition_options,
     check_no_handler_options,
 )
@@ -45,7 +45,7 @@ from .provider_core import ProviderCore
 if TYPE_CHECKING:
     from ..client.consumer import Consumer
     from ..client.consuming_client import ConsumingClient
-    from ..client.plan import Plan
+    from ..client.plan import ConsumerPlan
     from ..client.pulled import Pulled
     from .consumers import Consumers
     from .services.consumer import Gateways
@@ -184,23 +184,25 @@ class Provider(ProviderCore):
         check_options("provider.subscribe", options, LOCAL_HANDLER_OPTIONS)
         if selector is None:
             check_no_definition_options(name, options)
-        declared = Declaration.of(self.name, name, ANY_STREAM if selector is None else selector, handler, options)
+        declared = SubscriptionDeclaration.of(
+            self.name, name, ANY_STREAM if selector is None else selector, handler, options
+        )
         Handler.of(handler, batch=declared.batch)
         attaching = self._attach_existing(declared) if selector is None else self.attach(declared)
         return HandlerOpening(cast("Any", attaching), "provider", name)
 
-    async def _attach_existing(self, declared: Declaration) -> LocalSubscription:
+    async def _attach_existing(self, declared: SubscriptionDeclaration) -> LocalSubscription:
         stored = await self.store.subscription(self.name, declared.definition.name)
         definition = replace(stored, filter=declared.definition.filter)
         return await self.attach(declared._replace(definition=definition))
 
-    def _plan(self, name: str, selector: str | StreamId | None, options: Mapping[str, Any]) -> Plan:
+    def _plan(self, name: str, selector: str | StreamId | None, options: Mapping[str, Any]) -> ConsumerPlan:
         from ..client.plan import plan_of  # noqa: PLC0415 (it loads gRPC's client)
 
         check_no_handler_options(name, options)
         return plan_of("provider.subscribe", name, None if selector is None else Selector.of(selector), options)
 
-    async def _consumer(self, plan: Plan) -> Consumer:
+    async def _consumer(self, plan: ConsumerPlan) -> Consumer:
         return await (await self.local_consumer()).open_consumer(plan)
 
     async def local_consumer(self) -> ConsumingClient:
@@ -222,7 +224,7 @@ class Provider(ProviderCore):
         finally:
             self._consumers = self._gateways = None
 
-    async def attach(self, declared: Declaration) -> LocalSubscription:
+    async def attach(self, declared: SubscriptionDeclaration) -> LocalSubscription:
         """`subscribe` with everything in one value, as the `@subscription` decorator makes it."""
         handler = Handler.of(declared.handler, batch=declared.batch)
         if declared.definition.mode is not Mode.SHARED:
@@ -306,7 +308,7 @@ class Provider(ProviderCore):
 class LocalSubscription:
     """A subscription that this process serves."""
 
-    def __init__(self, provider: Provider, declared: Declaration) -> None:
+    def __init__(self, provider: Provider, declared: SubscriptionDeclaration) -> None:
         self.name = declared.definition.name
         self.definition = declared.definition
         self._provider = provider

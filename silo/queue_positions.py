@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ..streams.errors import InvalidArgument, NotSupported
 from ..streams.identity import SequenceToken, StreamId
-from ..streams.subscriptions import Behind, Checkpoint, Selector, Start, StartKind
+from ..streams.subscriptions import Checkpoint, Selector, Start, StartKind, StreamBehind
 from .opening import ProviderParts
 
 UNREAD_S = 0.05
@@ -63,7 +63,7 @@ class QueuePositions:
             raise past_the_end(token, queue)
         if not token.index:
             return Checkpoint(token.offset)
-        return Checkpoint(token.offset + 1, {stream: Behind(token)})
+        return Checkpoint(token.offset + 1, {stream: StreamBehind(token)})
 
     async def ends(self, queue: int, positions: Iterable[int]) -> Mapping[int, int]:
         """The end of a queue, by position: end minus position is the number of batches that are due in between.

@@ -13,10 +13,10 @@ from ..streams.errors import Busy, NotSupported
 from ..streams.identity import StreamId
 from ..streams.subscriptions import (
     CONSUMER_SEPARATOR,
-    Behind,
     Checkpoint,
     SlowConsumer,
     Start,
+    StreamBehind,
     SubscriptionDefinition,
     check_definition,
     is_parent,
@@ -142,7 +142,7 @@ class SubscriptionHost(QueuePositions):
             stored = await self.store.checkpoints(self.name, name)
             paused = {queue: at for queue, at in stored.items() if stream in at.behind and at.behind[stream].paused}
             positions = {
-                queue: at._replace(behind={**at.behind, stream: Behind(at.behind[stream].token)})
+                queue: at._replace(behind={**at.behind, stream: StreamBehind(at.behind[stream].token)})
                 for queue, at in paused.items()
             }
             if positions:

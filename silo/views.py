@@ -18,7 +18,7 @@ from ..agents import (
     ServedSubscription,
 )
 from ..streams.errors import CorruptRecord
-from ..streams.states import Held
+from ..streams.states import SubscriptionHold
 from ..streams.subscriptions import Checkpoint
 
 
@@ -182,7 +182,7 @@ def _subscription(
     )
 
 
-def _held(held: Held) -> tuple[str, str]:
+def _held(held: SubscriptionHold) -> tuple[str, str]:
     since = datetime.fromtimestamp(held.since_us / 1e6, UTC).isoformat(timespec="seconds")
     return "resuming" if held.resuming else "held", f"since {since}: {held.reason}"
 

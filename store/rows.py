@@ -11,7 +11,15 @@ from sqlalchemy import Row
 
 from ..streams.errors import DataDirectoryError, InvalidArgument
 from ..streams.identity import SequenceToken, StreamId
-from ..streams.subscriptions import Behind, Checkpoint, DeadLetter, GapRecord, Selector, Start, SubscriptionDefinition
+from ..streams.subscriptions import (
+    Checkpoint,
+    DeadLetter,
+    GapRecord,
+    Selector,
+    Start,
+    StreamBehind,
+    SubscriptionDefinition,
+)
 from .checksums import check_row, with_checksum
 from .schema import MAX_POSITION
 
@@ -68,9 +76,10 @@ def checkpoint_of(row: Row[Any]) -> Checkpoint:
     return Checkpoint(row.next_offset, behind)
 
 
-def _behind_of(rows: Sequence[_BehindRow]) -> dict[StreamId, Behind]:
+def _behind_of(rows: Sequence[_BehindRow]) -> dict[StreamId, StreamBehind]:
     return {
-        StreamId(at.namespace, at.key): Behind(SequenceToken(at.offset, at.index), at.paused, at.done) for at in rows
+        StreamId(at.namespace, at.key): StreamBehind(SequenceToken(at.offset, at.index), at.paused, at.done)
+        for at in rows
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import Connection, and_, delete, or_, select, update
 
 from ..streams.errors import DataDirectoryError, DefinitionConflict
-from ..streams.progress import Attachment, ControlRequests, RefusedProgress
+from ..streams.progress import ControlRequests, RefusedProgress, SubscriptionAttachment
 from ..streams.subscriptions import Checkpoint, SubscriptionDefinition
 from .checksums import check_row, with_checksum
 from .rows import checkpoint_of, checkpoint_row, definition_of, definition_text, differences, plain
@@ -62,7 +62,7 @@ class SubscriptionStore(StoreBase):
         """
         await self._database.write(_delete_subscription, provider, name)
 
-    async def attach(self, provider: str, name: str, *, exclusive: bool = True) -> Attachment:
+    async def attach(self, provider: str, name: str, *, exclusive: bool = True) -> SubscriptionAttachment:
         """Take over a subscription, under a new epoch that is higher than all before. Raises NotFound.
 
         If not `exclusive`, share the current epoch with the other attached processes: then the leases of queues
@@ -184,17 +184,17 @@ def _delete_subscription(connection: Connection, provider: str, name: str) -> No
     connection.execute(update(dead_letters).where(requested).values(redrive=False))
 
 
-def _attach(connection: Connection, provider: str, name: str) -> Attachment:
+def _attach(connection: Connection, provider: str, name: str) -> SubscriptionAttachment:
     _new_epoch(connection, provider, name)
     return _share_epoch(connection, provider, name)
 
 
-def _share_epoch(connection: Connection, provider: str, name: str) -> Attachment:
+def _share_epoch(connection: Connection, provider: str, name: str) -> SubscriptionAttachment:
     query = select(subscriptions.c.epoch, subscriptions.c.generation).where(is_subscription(provider, name))
     row = connection.execute(query).one_or_none()
     if row is None:
         raise subscription_not_found(provider, name)
-    return Attachment(row.epoch, _checkpoints(connection, provider, name), row.generation)
+    return SubscriptionAttachment(row.epoch, _checkpoints(connection, provider, name), row.generation)
 
 
 def _new_epoch(connection: Connection, provider: str, name: str) -> int:

@@ -40,7 +40,7 @@ class QueueState(enum.IntEnum):
     ENDED = 3
 
 
-class Delivered(NamedTuple):
+class DeliveredBatch(NamedTuple):
     """A batch as a consumer gets it. `batch` has its offset. If only a part of a published batch was sent, the events
     keep their tokens in the published batch."""
 
@@ -91,7 +91,7 @@ def head_bytes(frame: bytes) -> int:
     return read_varint(frame, 1)[1]
 
 
-class Parts:
+class BatchParts:
     """A batch that is sent in parts. It is parsed once for all parts.
 
     Raises InvalidArgument if the batch is damaged.
@@ -123,10 +123,10 @@ class Parts:
 
 def part(batch: EventBatch, indexes: Sequence[int]) -> bytes:
     """Encode only some events of a batch. Raises InvalidArgument if the batch is damaged."""
-    return Parts(batch).encode(indexes)
+    return BatchParts(batch).encode(indexes)
 
 
-def split(message: bytes) -> tuple[list[Delivered], bytes]:
+def split(message: bytes) -> tuple[list[DeliveredBatch], bytes]:
     """Return the batches of a response, and its other fields for the protobuf library.
 
     Raises InvalidArgument if the bytes are not such a message.
@@ -171,7 +171,7 @@ def _split_off(message: bytes, tag: int, most: int) -> tuple[list[bytes], bytes]
     return found, b"".join(rest)
 
 
-def _delivered(element: bytes) -> Delivered:
+def _delivered(element: bytes) -> DeliveredBatch:
     try:
         at, length = element[1] + 2, len(element)
         names = at + 2 + element[at + 1]
@@ -196,13 +196,13 @@ def _delivered(element: bytes) -> Delivered:
                 if at == tail:
                     stream = _streams.get(element[:names]) or _remember(element[:names])
                     batch = EventBatch(stream, element[:end], 1, offset)
-                    return _new(Delivered, (batch, element[-1], 1, None, False))
+                    return _new(DeliveredBatch, (batch, element[-1], 1, None, False))
         return _delivered_any(element)
     except IndexError:
         raise InvalidArgument("damaged message: a batch is cut short") from None
 
 
-def _delivered_any(element: bytes) -> Delivered:
+def _delivered_any(element: bytes) -> DeliveredBatch:
     names = _names_end(element)
     prefix = element[:names]
     count, end = _columns_end(element, names)
@@ -213,7 +213,7 @@ def _delivered_any(element: bytes) -> Delivered:
         if len(indexes) != count:
             raise InvalidArgument(f"damaged message: {len(indexes)} indexes for {count} events")
         batch = SomeEvents.of_part(batch, indexes)
-    return Delivered(batch, queue, attempt, indexes, redriven)
+    return DeliveredBatch(batch, queue, attempt, indexes, redriven)
 
 
 def _names_end(element: bytes) -> int:
@@ -279,7 +279,7 @@ def _more_appended(element: bytes, at: int, offset: int) -> _Appended:
 
 
 # Skips the class's own __new__, which is Python code and costs twice as much.
-_new = cast(Callable[..., Delivered], tuple.__new__)  # pyright: ignore[reportUnknownMemberType]
+_new = cast(Callable[..., DeliveredBatch], tuple.__new__)  # pyright: ignore[reportUnknownMemberType]
 _streams: dict[bytes, StreamId] = {}
 
 

@@ -94,7 +94,7 @@ def filter_name(predicate: EventFilter) -> str:
     return f"{module}:{getattr(predicate, '__qualname__', type(predicate).__qualname__)}"
 
 
-class Declaration(NamedTuple):
+class SubscriptionDeclaration(NamedTuple):
     """A subscription with its handler, as `subscribe` or `@subscription` has checked it."""
 
     provider: str
@@ -105,7 +105,9 @@ class Declaration(NamedTuple):
     concurrency: int
 
     @classmethod
-    def of(cls, provider: str, name: str, selector: object, handler: Any, options: Mapping[str, Any]) -> Declaration:
+    def of(
+        cls, provider: str, name: str, selector: object, handler: Any, options: Mapping[str, Any]
+    ) -> SubscriptionDeclaration:
         """Check the arguments of `subscribe`. The names of the options are checked already. Raises InvalidArgument."""
         predicate, batch = options.get("filter"), options.get("batch", False)
         definition = define(name, selector, options, None if predicate is None else filter_name(predicate))
@@ -148,7 +150,7 @@ def define(
     )
 
 
-_declared: dict[tuple[str, str], Declaration] = {}
+_declared: dict[tuple[str, str], SubscriptionDeclaration] = {}
 
 _E = TypeVar("_E", bound=EventHandler | Observer | BatchObserver)
 _B = TypeVar("_B", bound=BatchHandler | BatchObserver)
@@ -186,7 +188,7 @@ def subscription(
             f"subscription: {shown(name)} has no selector: write @subscription('name', 'orders/*') above the handler"
         )
     check_options("subscription", options, ("provider", *LOCAL_HANDLER_OPTIONS))
-    made = Declaration.of(check_text("provider", provider), name, selector, None, options)
+    made = SubscriptionDeclaration.of(check_text("provider", provider), name, selector, None, options)
 
     def declare(handler: Any) -> Any:
         Handler.of(handler, batch=made.batch)
@@ -198,7 +200,7 @@ def subscription(
     return declare
 
 
-def declared(provider: str | None = None) -> list[Declaration]:
+def declared(provider: str | None = None) -> list[SubscriptionDeclaration]:
     """Return the subscriptions declared so far, for one provider or for all."""
     return [d for d in _declared.values() if provider in (None, d.provider)]
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .subscriptions import Checkpoint
 
 
-class Attachment(NamedTuple):
+class SubscriptionAttachment(NamedTuple):
     """The right to save a subscription's progress, and its checkpoint per queue. It ends when another process
     attaches."""
 

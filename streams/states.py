@@ -49,7 +49,7 @@ class ConsumerState(NamedTuple):
     """The reason why the silo sends it nothing although it has credit; empty if it is not blocked."""
 
 
-class Held(NamedTuple):
+class SubscriptionHold(NamedTuple):
     """State of a subscription that its circuit breaker holds: deliveries of many streams failed, and no event is given
     up on."""
 
@@ -72,6 +72,6 @@ class SubscriptionState(NamedTuple):
     """Number of its dead letters."""
     gaps: int
     """Number of its gap records."""
-    held: Held | None = None
+    held: SubscriptionHold | None = None
     """Set while the asked silo holds the subscription. None in a stored state, because only a process that serves the
     subscription knows."""

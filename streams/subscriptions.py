@@ -359,7 +359,7 @@ def of_consumer(definition: SubscriptionDefinition, consumer: str) -> Subscripti
     return msgspec.structs.replace(definition, name=f"{definition.name}{CONSUMER_SEPARATOR}{consumer}")
 
 
-class Behind(NamedTuple):
+class StreamBehind(NamedTuple):
     """A stream that is behind its subscription's checkpoint: its next event, and, if it is paused, the reason."""
 
     token: SequenceToken
@@ -377,7 +377,7 @@ class Checkpoint(NamedTuple):
     """
 
     next_offset: int
-    behind: Mapping[StreamId, Behind] = {}
+    behind: Mapping[StreamId, StreamBehind] = {}
 
     @property
     def watermark(self) -> int:

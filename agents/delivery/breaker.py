@@ -33,7 +33,7 @@ from itertools import islice
 from typing import Protocol
 
 from ...streams.identity import StreamId
-from ...streams.states import Held
+from ...streams.states import SubscriptionHold
 
 log = logging.getLogger("headrace.agents")
 
@@ -277,12 +277,12 @@ class Gate:
         self._timer: asyncio.TimerHandle | None = None
 
     @property
-    def held(self) -> Held | None:
+    def held(self) -> SubscriptionHold | None:
         """Why and since when the subscription is held; None if it is not."""
         breaker = self.breaker
         if not breaker.limiting:
             return None
-        return Held(breaker.reason, self._since_us, breaker.state is RESUMING)
+        return SubscriptionHold(breaker.reason, self._since_us, breaker.state is RESUMING)
 
     # ---- calls of deliveries ---------------------------------------------------------------------------------------
 

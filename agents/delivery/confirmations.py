@@ -1,7 +1,7 @@
 """Confirmations: which acknowledgements of a queue are in the control store. Pure.
 
 A consumer numbers its reports. When the progress of a queue is read for a checkpoint, `mark` notes the numbers that the
-progress has. `Mark.confirm` is called after the store has the checkpoint.
+progress has. `ReportMark.confirm` is called after the store has the checkpoint.
 
 A consumer may ask whether events are done that it acknowledged in an earlier session. Such a question is open until the
 progress of the queue has the events, by whichever consumer they were acknowledged.
@@ -45,7 +45,7 @@ class Reporter(Protocol):
         ...
 
 
-class Question(NamedTuple):
+class DoneQuestion(NamedTuple):
     """Are these events done?"""
 
     number: int
@@ -57,7 +57,7 @@ class Question(NamedTuple):
     """Index after the last event."""
 
 
-class Mark(NamedTuple):
+class ReportMark(NamedTuple):
     """Reports of one member that the progress read for a checkpoint has."""
 
     reports: MemberReports
@@ -77,7 +77,7 @@ class MemberReports:
         self.connection = connection
         self._applied = 0
         """Number of the last report that is applied."""
-        self._questions: deque[Question] = deque()
+        self._questions: deque[DoneQuestion] = deque()
         """Open questions, in the order of reports."""
         self._confirmed = (0, 0)
         """Numbers of the last confirmation."""
@@ -85,7 +85,7 @@ class MemberReports:
     def note_applied(self, number: int) -> None:
         self._applied = max(self._applied, number)
 
-    def ask(self, questions: Iterable[Question]) -> None:
+    def ask(self, questions: Iterable[DoneQuestion]) -> None:
         """Keep questions until the answer is yes. Raise InvalidArgument if there are too many; keep none then."""
         questions = list(questions)
         if len(self._questions) + len(questions) > MAX_QUESTIONS:
@@ -109,7 +109,7 @@ class MemberReports:
         """Whether a question is open."""
         return bool(self._questions)
 
-    def confirm(self, mark: Mark) -> None:
+    def confirm(self, mark: ReportMark) -> None:
         confirmed = mark.confirmed
         if mark.member.connections == self.connection and self._confirmed < confirmed[1:]:
             self._confirmed = confirmed[1:]
@@ -139,12 +139,12 @@ class QueueReports:
         self._members.pop(member, None)
         self._pending.pop(member, None)
 
-    def mark(self, progress: DeliveryProgress) -> list[Mark]:
+    def mark(self, progress: DeliveryProgress) -> list[ReportMark]:
         """Return the reports that the progress has now, and that are not confirmed yet."""
-        marks: list[Mark] = []
+        marks: list[ReportMark] = []
         for member, reports in list(self._pending.items()):
             if (numbers := reports.numbers(progress)) is not None:
-                marks.append(Mark(reports, member, self._queue, Confirmed(self._epoch, *numbers)))
+                marks.append(ReportMark(reports, member, self._queue, Confirmed(self._epoch, *numbers)))
             elif not reports.asks:
                 del self._pending[member]
         return marks

@@ -19,13 +19,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
+from ...balancer.held_leases import LeaseTerm
 from ...streams.events import Event, EventBatch
 from ...streams.failure_log import FailureLog, failure_text
 from ...streams.subscriptions import Checkpoint, SubscriptionDefinition
 from ..cache import EMPTY
-from ..cursor import PARKED, READY, RUNNING, State, StreamCursor
+from ..cursor import PARKED, READY, RUNNING, CursorState, StreamCursor
 from .breaker import Gate
-from .confirmations import Mark
+from .confirmations import ReportMark
 from .progress import BatchSource, DeliveryProgress, UnsavedProgress
 from .retries import Failure, Retries
 from .waiters import ProgressWaiters
@@ -58,13 +59,6 @@ class FailureSink(Protocol):
     async def skipped(self, delivery: Delivery, events: Sequence[Event], reason: str) -> None: ...
 
 
-class Term(Protocol):
-    """How long a queue's lease lasts."""
-
-    until: float
-    """End of the lease, in loop time. It rises when the membership renews the lease."""
-
-
 class Delivery(ABC):
     """The actor (subscription, queue). All methods are called on the loop; nothing here blocks."""
 
@@ -78,7 +72,7 @@ class Delivery(ABC):
         epoch: int = 0,
         queue_epoch: int = 0,
         generation: int = 0,
-        term: Term | None = None,
+        term: LeaseTerm | None = None,
         rewindable: bool = True,
         gate: Gate | None = None,
         failures: FailureLog | None = None,
@@ -251,7 +245,7 @@ class Delivery(ABC):
     def leave(self, feed: BatchSource) -> None:
         """`feed` ends: park the cursors that are in its cache."""
         for cursor in list(self.progress.cursors.values()):
-            if cursor.feed is feed and cursor.state in (READY, RUNNING, State.WAITING):
+            if cursor.feed is feed and cursor.state in (READY, RUNNING, CursorState.WAITING):
                 self.detach(cursor)
             elif cursor.feed is feed:
                 cursor.feed = None
@@ -277,7 +271,7 @@ class Delivery(ABC):
         """The checkpoint that is to be saved, None if the one that was saved last still holds."""
         return self.progress.unsaved(self._loop.time())
 
-    def marks(self) -> Sequence[Mark]:
+    def marks(self) -> Sequence[ReportMark]:
         """Return the consumers' reports that the progress has, as it was read just now: they are confirmed when it is
         stored."""
         return ()
@@ -295,8 +289,8 @@ class Delivery(ABC):
             self.gaps,
             self._in_flight,
             len(self._ready),
-            states.count(State.WAITING),
+            states.count(CursorState.WAITING),
             states.count(PARKED),
-            states.count(State.PAUSED),
+            states.count(CursorState.PAUSED),
             self.progress.watermark,
         )

@@ -19,7 +19,7 @@ from time import perf_counter, thread_time
 from typing import Protocol
 
 from ...streams.events import EventBatch
-from ...streams.frames import Parts, frame, part
+from ...streams.frames import BatchParts, frame, part
 from .fairness import Actor, FairQueue
 from .member import Member
 from .unsent import SendBudget
@@ -99,7 +99,7 @@ class Edge:
         """Number of messages begun so far, also of those that wait for the message before."""
         self._frames: OrderedDict[tuple[int, int], bytes] = OrderedDict()
         self._frames_bytes = 0
-        self._parts: OrderedDict[tuple[int, int], Parts] = OrderedDict()
+        self._parts: OrderedDict[tuple[int, int], BatchParts] = OrderedDict()
         self._parts_events = 0
         self.messages = 0
 
@@ -222,7 +222,7 @@ class Edge:
         key = queue, batch.offset
         found = self._parts.get(key)
         if found is None:
-            found = self._parts[key] = Parts(batch)
+            found = self._parts[key] = BatchParts(batch)
             self._parts_events += found.count
             while self._parts_events > PARTS_EVENTS and len(self._parts) > 1:
                 self._parts_events -= self._parts.popitem(last=False)[1].count

@@ -20,9 +20,9 @@ from ...streams.failure_log import described
 from ...streams.frames import QueueState
 from ...streams.handler_workers import CANCEL_S
 from ...streams.subscriptions import Checkpoint, SubscriptionDefinition
-from ..cursor import READY, RUNNING, State, StreamCursor
+from ..cursor import READY, RUNNING, CursorState, StreamCursor
 from .breaker import Admission
-from .confirmations import Mark, QueueReports
+from .confirmations import QueueReports, ReportMark
 from .delivery import Delivery, FailureSink
 from .edge import DeliveryActor
 from .group_redrives import GroupRedrives
@@ -408,7 +408,7 @@ class GroupDelivery(Delivery):
         feed = self.progress.feed
         if self._stopping or feed is None or not feed.caught_up:
             return False
-        return all(cursor.state is State.PAUSED for cursor in self.progress.cursors.values())
+        return all(cursor.state is CursorState.PAUSED for cursor in self.progress.cursors.values())
 
     @property
     def fence(self) -> tuple[int, int]:
@@ -420,7 +420,7 @@ class GroupDelivery(Delivery):
         """DRAINING: it hands out nothing more, and waits for the events that members hold."""
         return QueueState.DRAINING if self._stopping else QueueState.SERVED
 
-    def marks(self) -> Sequence[Mark]:
+    def marks(self) -> Sequence[ReportMark]:
         return self.reports.mark(self.progress)
 
     def halt(self, *, lost: bool = False) -> None:

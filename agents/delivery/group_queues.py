@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from ...streams.errors import HeadraceError
 from ...streams.identity import StreamId
 from ...streams.subscriptions import Checkpoint
-from .confirmations import Question
+from .confirmations import DoneQuestion
 from .group_delivery import GroupDelivery
 from .group_redrives import RedriveRejected
-from .member import Events, Member
+from .member import EventRange, Member
 from .retries import Failure
 
 
@@ -36,7 +36,7 @@ class GroupQueues:
 
     # ---- reports ---------------------------------------------------------------------------------------------------
 
-    def acknowledge(self, member: Member, events: Events, *, up_to: bool = False) -> bool:
+    def acknowledge(self, member: Member, events: EventRange, *, up_to: bool = False) -> bool:
         """Events are done; with `up_to` also the earlier events of the stream that the member holds. Return False if
         the member does not hold all of the events, or not any more."""
         if member.redriven and _redriven(member, events, None):
@@ -56,7 +56,13 @@ class GroupQueues:
         return has_all
 
     def reject(
-        self, member: Member, events: Events, reason: str, delay_s: float | None = None, *, unavailable: bool = False
+        self,
+        member: Member,
+        events: EventRange,
+        reason: str,
+        delay_s: float | None = None,
+        *,
+        unavailable: bool = False,
     ) -> bool:
         """Events failed, or, with `unavailable`, a dependency of the consumer. These events and the later ones of the
         parcel are delivered again. Return False if the member does not hold the events."""
@@ -70,7 +76,7 @@ class GroupQueues:
         failure = Failure(events.end(parcel.pieces[at].stop), reason, delay_s=delay_s, unavailable=unavailable)
         return parcel.delivery.reject(parcel, at, events.index, failure)
 
-    def release(self, member: Member, events: Events) -> bool:
+    def release(self, member: Member, events: EventRange) -> bool:
         """The member gives these events back unprocessed, with the later ones of the parcel. It does not count as a
         failure. Return False if the member does not hold the events."""
         parcel = member.in_flight.get((events.queue, events.offset))
@@ -88,7 +94,7 @@ class GroupQueues:
         if delivery is None:
             return
         if number:
-            questions = [Question(number, stream, offset, first, first + n) for stream, offset, first, n in events]
+            questions = [DoneQuestion(number, stream, offset, first, first + n) for stream, offset, first, n in events]
             delivery.reports.of(member).ask(questions)
         for stream, offset, first, count in events:
             parcel = member.in_flight.get((queue, offset))
@@ -102,7 +108,7 @@ class GroupQueues:
             delivery.reports.of(member).note_applied(number)
 
 
-def _redriven(member: Member, events: Events, error: HeadraceError | None) -> bool:
+def _redriven(member: Member, events: EventRange, error: HeadraceError | None) -> bool:
     """The member finished a dead letter. Return False if it holds none at this position."""
     outcome = member.redriven.get(events[:3])
     if outcome is None or outcome.done():

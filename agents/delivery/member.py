@@ -24,7 +24,7 @@ MAX_IN_FLIGHT = 100_000
 def _ignore() -> None: ...
 
 
-class Events(NamedTuple):
+class EventRange(NamedTuple):
     """Events of a stored batch, as a consumer names them."""
 
     queue: int

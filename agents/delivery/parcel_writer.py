@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...streams.events import EventBatch
 from ...streams.frames import frame
-from ..cursor import Trouble
+from ..cursor import CursorFailures
 from .credit_line import CreditLine
 from .edge import Edge
 from .member import Member
@@ -158,6 +158,6 @@ def max_bytes_left(parcel: Parcel) -> int:
     return parcel.size + FRAME_BYTES + INDEX_BYTES * parcel.events
 
 
-def _attempt(trouble: Trouble, token: tuple[int, int]) -> int:
+def _attempt(trouble: CursorFailures, token: tuple[int, int]) -> int:
     """Return the number of an event's next delivery, as far as it is known."""
     return 1 + trouble.deliveries if token < trouble.again else 1

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from ...streams.errors import CorruptRecord
 from ...streams.events import EventBatch
 from ...streams.identity import SequenceToken, StreamId
-from ...streams.subscriptions import Behind, Checkpoint
+from ...streams.subscriptions import Checkpoint, StreamBehind
 from ..cache import QueueCache
-from ..cursor import PARKED, State, StreamCursor
+from ..cursor import PARKED, CursorState, StreamCursor
 
 if TYPE_CHECKING:
     from .delivery import Delivery
@@ -97,7 +97,7 @@ class DeliveryProgress:
         """Whether every event below `offset` is done. Paused streams do not count."""
         if self.position < offset:
             return False
-        live = (c for c in self.cursors.values() if c.state is not State.PAUSED)
+        live = (c for c in self.cursors.values() if c.state is not CursorState.PAUSED)
         return all(self.needed(c).offset >= offset for c in live)
 
     def is_done(self, stream: StreamId, offset: int, first: int, end: int) -> bool:
@@ -200,13 +200,13 @@ class DeliveryProgress:
         stored checkpoint may never lack an event that an earlier one has, because consumers know that it is saved."""
         position = self.position
         here = SequenceToken(position)
-        behind: dict[StreamId, Behind] = {}
+        behind: dict[StreamId, StreamBehind] = {}
         for cursor in self.cursors.values():
             token, paused = self.needed(cursor), cursor.trouble.paused if cursor.trouble else ""
             done = cursor.done_ranges() if cursor.done is not None else ()
             # Streams ahead of the position count, too: a catch-up may be further than a main feed that started again.
             if token != here or paused or done:
-                behind[cursor.stream] = Behind(token, paused, done)
+                behind[cursor.stream] = StreamBehind(token, paused, done)
         return Checkpoint(position, behind)
 
     def unsaved(self, now: float) -> UnsavedProgress | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ...streams.events import EventBatch
 from ...streams.identity import StreamId
 from ...streams.subscriptions import OnFailure
-from ..cursor import State, StreamCursor
+from ..cursor import CursorState, StreamCursor
 from .breaker import HELD
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Retries:
         self._delivery.go_on(cursor)
 
     def _wait(self, cursor: StreamCursor, delay: float) -> None:
-        cursor.state = State.WAITING
+        cursor.state = CursorState.WAITING
         if self._stopped:
             return
         if cursor.bucket is None and self._rewindable:
@@ -175,7 +175,7 @@ class Retries:
             cursor.token,
             reason,
         )
-        cursor.state = State.PAUSED
+        cursor.state = CursorState.PAUSED
         cursor.troubled().paused = reason
         cursor.park()
         self._progress.touch()
@@ -183,7 +183,7 @@ class Retries:
     def resume(self, stream: StreamId) -> bool:
         """Go on with a paused stream. Return False if it is not paused here."""
         cursor = self._progress.cursors.get(stream)
-        if cursor is None or cursor.state is not State.PAUSED:
+        if cursor is None or cursor.state is not CursorState.PAUSED:
             return False
         trouble = cursor.troubled()
         trouble.paused, trouble.attempts, trouble.phase = "", 0, None

@@ -16,7 +16,7 @@ from ...silo.provider import LocalSubscription, Provider
 from ...streams.background import end
 from ...streams.errors import Busy, CorruptRecord, NotFound, PermissionDenied
 from ...streams.events import Event, EventBatch
-from ...streams.handlers import Declaration
+from ...streams.handlers import SubscriptionDeclaration
 from ...streams.identity import StreamId
 from ...streams.outcomes import DONE
 from ...streams.subscriptions import EPHEMERAL, Selector, Start, SubscriptionDefinition
@@ -214,7 +214,9 @@ async def _subscribe(
         queue_of = provider.queue_of
         printer = BatchPrinter(render, queue_of) if limit is None else LimitedPrinter(render, queue_of, limit)
         definition = await wanted.at(provider)
-        subscription = await provider.attach(Declaration(provider.name, definition, printer, False, predicate, 1000))
+        subscription = await provider.attach(
+            SubscriptionDeclaration(provider.name, definition, printer, False, predicate, 1000)
+        )
         try:
             await _until_end(printer, subscription, follow=follow)
         finally:

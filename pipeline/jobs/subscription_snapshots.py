@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 from zlib import crc32
 
-from ...client.management import Management
+from ...client.management import ManagementClient
 from ...store.control_store import ControlStore
 from ...store.datadir import open_data_directory
 from ...streams.errors import NotFound
@@ -14,10 +14,10 @@ from ...streams.identity import SequenceToken, StreamId
 from ...streams.states import QueueProgress
 from ...streams.subscriptions import (
     CONSUMER_SEPARATOR,
-    Behind,
     Checkpoint,
     DeadLetter,
     GapRecord,
+    StreamBehind,
     SubscriptionDefinition,
     is_parent,
 )
@@ -77,7 +77,7 @@ async def read_snapshots(place: ProviderPlace, names: Sequence[str]) -> list[Sub
     with as_options():
         await connection.open(CONNECT_S)
         try:
-            return await _read(_SiloSubscriptions(Management(connection, place.provider, CALL_S)), names)
+            return await _read(_SiloSubscriptions(ManagementClient(connection, place.provider, CALL_S)), names)
         finally:
             await connection.aclose()
 
@@ -154,7 +154,7 @@ class _StoredSubscriptions:
 class _SiloSubscriptions:
     """The subscriptions of a silo."""
 
-    def __init__(self, silo: Management) -> None:
+    def __init__(self, silo: ManagementClient) -> None:
         self._silo = silo
         self.definitions = silo.subscriptions
 
@@ -177,5 +177,7 @@ def checkpoint_of(progress: QueueProgress) -> Checkpoint:
     if progress.streams_behind != len(progress.paused):
         return Checkpoint(progress.watermark)
     lowest = SequenceToken(progress.watermark)
-    behind: dict[StreamId, Behind] = {stream: Behind(lowest, why) for stream, why in progress.paused.items()}
+    behind: dict[StreamId, StreamBehind] = {
+        stream: StreamBehind(lowest, why) for stream, why in progress.paused.items()
+    }
     return Checkpoint(progress.next_offset, behind)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ...proto.v1 import cluster_pb2 as pb
 from ...server.access import PEER, Permission
-from ...server.guard import Call, Guard, Kind, Method, parsed
+from ...server.guard import Guard, MethodKind, ServiceCall, ServiceMethod, parsed
 from ...streams.errors import InvalidArgument, NotFound, PermissionDenied, Unavailable
 from ..provider_core import ProviderCore
 from .agent_changes import CALL_S, AgentChanges, RunningSilo
@@ -41,26 +41,26 @@ class ClusterService:
         async with AgentChanges.opened(silo) as changes:
             yield cls(silo, changes, await asyncio.to_thread(metadata.version, "headrace"))
 
-    def methods(self, guard: Guard) -> list[Method]:
+    def methods(self, guard: Guard) -> list[ServiceMethod]:
         self._changes.served_by(guard)
         return [
-            Method(f"{SERVICE}/DescribeCluster", Kind.UNARY, self.describe),
-            Method(f"{SERVICE}/WatchCluster", Kind.RESPONSES, self.watch),
-            Method(f"{SERVICE}/StopAgents", Kind.UNARY, self.stop_agents),
-            Method(f"{SERVICE}/StartAgents", Kind.UNARY, self.start_agents),
-            Method(f"{SERVICE}/DrainSilo", Kind.UNARY, self.drain),
-            Method(f"{SERVICE}/UndrainSilo", Kind.UNARY, self.undrain),
-            Method(f"{SERVICE}/ForgetSilo", Kind.UNARY, self.forget),
-            Method(f"{SERVICE}/ProbeSilo", Kind.UNARY, self.probe, probe=True),
+            ServiceMethod(f"{SERVICE}/DescribeCluster", MethodKind.UNARY, self.describe),
+            ServiceMethod(f"{SERVICE}/WatchCluster", MethodKind.RESPONSES, self.watch),
+            ServiceMethod(f"{SERVICE}/StopAgents", MethodKind.UNARY, self.stop_agents),
+            ServiceMethod(f"{SERVICE}/StartAgents", MethodKind.UNARY, self.start_agents),
+            ServiceMethod(f"{SERVICE}/DrainSilo", MethodKind.UNARY, self.drain),
+            ServiceMethod(f"{SERVICE}/UndrainSilo", MethodKind.UNARY, self.undrain),
+            ServiceMethod(f"{SERVICE}/ForgetSilo", MethodKind.UNARY, self.forget),
+            ServiceMethod(f"{SERVICE}/ProbeSilo", MethodKind.UNARY, self.probe, probe=True),
         ]
 
-    def _others(self, call: Call) -> Clustering | None:
+    def _others(self, call: ServiceCall) -> Clustering | None:
         """The cluster if the call concerns all silos; None for a call of another silo, which concerns this one only."""
         return None if call.principal is PEER else self._silo.clustering
 
     # ---- descriptions ----------------------------------------------------------------------------------------------
 
-    async def describe(self, call: Call, message: bytes) -> bytes:
+    async def describe(self, call: ServiceCall, message: bytes) -> bytes:
         request = parsed(pb.DescribeClusterRequest, message)
         _require_any_permission(call)
         alone = request.here or self._others(call) is None
@@ -68,7 +68,7 @@ class ClusterService:
         cluster = await self._descriptions.describe(counted, alone=alone)
         return pb.DescribeClusterResponse(cluster=_shown(call, cluster)).SerializeToString()
 
-    async def watch(self, call: Call, message: bytes) -> None:
+    async def watch(self, call: ServiceCall, message: bytes) -> None:
         parsed(pb.WatchClusterRequest, message)
         _require_any_permission(call)
         last: pb.Cluster | None = None
@@ -85,7 +85,7 @@ class ClusterService:
 
     # ---- changes ---------------------------------------------------------------------------------------------------
 
-    async def stop_agents(self, call: Call, message: bytes) -> bytes:
+    async def stop_agents(self, call: ServiceCall, message: bytes) -> bytes:
         request = parsed(pb.StopAgentsRequest, message)
         call.principal.require_everywhere(Permission.MANAGE)
         provider = provider_of(call, self._silo.providers, request.provider, TO_MANAGE)
@@ -97,7 +97,7 @@ class ClusterService:
             await self._changes.stop(provider, queues, drain_s)
         return pb.StopAgentsResponse().SerializeToString()
 
-    async def start_agents(self, call: Call, message: bytes) -> bytes:
+    async def start_agents(self, call: ServiceCall, message: bytes) -> bytes:
         request = parsed(pb.StartAgentsRequest, message)
         call.principal.require_everywhere(Permission.MANAGE)
         provider = provider_of(call, self._silo.providers, request.provider, TO_MANAGE)
@@ -109,7 +109,7 @@ class ClusterService:
             await self._changes.start(provider, queues)
         return pb.StartAgentsResponse().SerializeToString()
 
-    async def drain(self, call: Call, message: bytes) -> bytes:
+    async def drain(self, call: ServiceCall, message: bytes) -> bytes:
         request = parsed(pb.DrainSiloRequest, message)
         call.principal.require_everywhere(Permission.MANAGE)
         drain_s = self._drain_s(request.drain_ms)
@@ -119,7 +119,7 @@ class ClusterService:
             await self._changes.drain(drain_s)
         return pb.DrainSiloResponse().SerializeToString()
 
-    async def undrain(self, call: Call, message: bytes) -> bytes:
+    async def undrain(self, call: ServiceCall, message: bytes) -> bytes:
         request = parsed(pb.UndrainSiloRequest, message)
         call.principal.require_everywhere(Permission.MANAGE)
         if (other := self._cluster_of(request.silo)) is not None:
@@ -128,7 +128,7 @@ class ClusterService:
             await self._changes.undrain()
         return pb.UndrainSiloResponse().SerializeToString()
 
-    async def forget(self, call: Call, message: bytes) -> bytes:
+    async def forget(self, call: ServiceCall, message: bytes) -> bytes:
         request = parsed(pb.ForgetSiloRequest, message)
         call.principal.require_everywhere(Permission.MANAGE)
         clustering = self._silo.clustering
@@ -137,7 +137,7 @@ class ClusterService:
         await clustering.forget(request.silo)
         return pb.ForgetSiloResponse().SerializeToString()
 
-    async def probe(self, _: Call, message: bytes) -> bytes:
+    async def probe(self, _: ServiceCall, message: bytes) -> bytes:
         """Answer without the store: a silo that cannot reach the store still serves."""
         request, clustering = parsed(pb.ProbeSiloRequest, message), self._silo.clustering
         own_name = self._descriptions.silo_name
@@ -158,17 +158,17 @@ class ClusterService:
         return drain_ms / 1000 if drain_ms else self._silo.config.drain_s
 
 
-def _require_any_permission(call: Call) -> None:
+def _require_any_permission(call: ServiceCall) -> None:
     if not call.principal.allows_anything():
         raise PermissionDenied(f"{call.principal} has no permission at all: to see the cluster it needs one")
 
 
-def _may_see_all(call: Call) -> bool:
+def _may_see_all(call: ServiceCall) -> bool:
     """Whether the caller may see amounts: only a caller that may manage everything does."""
     return call.principal.allows_everywhere(Permission.MANAGE)
 
 
-def _shown(call: Call, cluster: pb.Cluster) -> pb.Cluster:
+def _shown(call: ServiceCall, cluster: pb.Cluster) -> pb.Cluster:
     return cluster if _may_see_all(call) else bare(cluster)
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from ...agents import Member
 from ...proto.v1 import consumer_pb2 as pb
 from ...server.access import PEER
-from ...server.guard import Call, Kind, Method, parsed
+from ...server.guard import MethodKind, ServiceCall, ServiceMethod, parsed
 from ...streams.errors import InvalidArgument
 from ..consumers import AttachedConsumer, Consumers
 from . import reports
@@ -28,15 +28,15 @@ class Gateways(Protocol):
     @property
     def placements(self) -> Placements: ...
 
-    async def serve(self, call: Call, request: pb.SubscribeRequest, target: ConsumerTarget) -> None:
+    async def serve(self, call: ServiceCall, request: pb.SubscribeRequest, target: ConsumerTarget) -> None:
         """Converse with a consumer. `request` is the first one."""
         ...
 
-    async def pull(self, call: Call, request: pb.PullRequest, target: ConsumerTarget) -> bytes:
+    async def pull(self, call: ServiceCall, request: pb.PullRequest, target: ConsumerTarget) -> bytes:
         """Return the encoded answer to any `Pull`, also to one that leaves."""
         ...
 
-    async def acknowledge(self, call: Call, request: pb.AcknowledgeRequest, target: ConsumerTarget) -> bytes:
+    async def acknowledge(self, call: ServiceCall, request: pb.AcknowledgeRequest, target: ConsumerTarget) -> bytes:
         """Return the encoded answer."""
         ...
 
@@ -63,18 +63,18 @@ class ConsumerService:
         if self._gateways is not None:
             await self._gateways.aclose()
 
-    def methods(self) -> Sequence[Method]:
+    def methods(self) -> Sequence[ServiceMethod]:
         return (
-            Method(f"{SERVICE}/Subscribe", Kind.STREAM, self.subscribe),
-            Method(f"{SERVICE}/Pull", Kind.UNARY, self.pull),
-            Method(f"{SERVICE}/Acknowledge", Kind.UNARY, self.acknowledge, while_closing=True),
+            ServiceMethod(f"{SERVICE}/Subscribe", MethodKind.STREAM, self.subscribe),
+            ServiceMethod(f"{SERVICE}/Pull", MethodKind.UNARY, self.pull),
+            ServiceMethod(f"{SERVICE}/Acknowledge", MethodKind.UNARY, self.acknowledge, while_closing=True),
         )
 
-    def _gateway_for(self, call: Call, *, direct: bool = False) -> Gateways | None:
+    def _gateway_for(self, call: ServiceCall, *, direct: bool = False) -> Gateways | None:
         """None: the consumer is served with the queues of this silo only."""
         return None if direct or call.principal is PEER else self._gateways
 
-    async def subscribe(self, call: Call) -> None:
+    async def subscribe(self, call: ServiceCall) -> None:
         message = await call.read()
         request = parsed(pb.SubscribeRequest, message or b"")
         if not request.HasField("open"):
@@ -100,7 +100,7 @@ class ConsumerService:
 
     # ---- Pull and Acknowledge --------------------------------------------------------------------------------------
 
-    async def pull(self, call: Call, encoded: bytes) -> bytes:
+    async def pull(self, call: ServiceCall, encoded: bytes) -> bytes:
         request = parsed(pb.PullRequest, encoded)
         reports.check_count(request.reports)
         target = await self._targets.of_pull(call, request)
@@ -116,7 +116,7 @@ class ConsumerService:
             pulling = await self._join(call, target)
         return await pulling.pull(call, request, timeout_s)
 
-    async def _join(self, call: Call, target: ConsumerTarget) -> PullingConsumer:
+    async def _join(self, call: ServiceCall, target: ConsumerTarget) -> PullingConsumer:
         """Make the caller a member. Another call that joins meanwhile is refused: otherwise it would take over."""
         key = target.consumers, target.definition.name, target.consumer
         if key in self._joining:
@@ -143,7 +143,7 @@ class ConsumerService:
         await target.consumers.save()
         return pb.PullResponse(refused=refused).SerializeToString()
 
-    async def acknowledge(self, call: Call, encoded: bytes) -> bytes:
+    async def acknowledge(self, call: ServiceCall, encoded: bytes) -> bytes:
         request = parsed(pb.AcknowledgeRequest, encoded)
         reports.check_count(request.reports)
         target = await self._targets.of_acknowledge(call, request)
@@ -160,7 +160,7 @@ async def _apply(place: AttachedConsumer, queue_reports: Sequence[pb.QueueReport
     return await reports.apply(place, queue_reports)
 
 
-def _client(call: Call) -> str | None:
+def _client(call: ServiceCall) -> str | None:
     """The connection for which bytes count that wait to be sent. A consumer of another silo counts by itself, because
     all consumers of that silo share its connection."""
     return None if call.principal is PEER else call.peer

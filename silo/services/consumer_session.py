@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from ...proto.v1 import consumer_pb2 as pb
-from ...server.guard import Call, parsed
+from ...server.guard import ServiceCall, parsed
 from ...store.rows import position_token
 from ...streams import wire
 from ...streams.errors import HeadraceError, InvalidArgument, Unavailable
@@ -56,7 +56,7 @@ class ConsumerSession:
 
     def __init__(
         self,
-        call: Call,
+        call: ServiceCall,
         request: pb.Open,
         target: ConsumerTarget,
         place: AttachedConsumer,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ...proto.v1 import consumer_pb2 as pb
-from ...server.guard import Call, check_fields
+from ...server.guard import ServiceCall, check_fields
 from ...store.rows import checkpoint_of_token
 from ...streams import wire
 from ...streams.errors import InvalidArgument
@@ -46,7 +46,7 @@ class ConsumerTargets:
         self._consumers = consumers
         self._visible = visible
 
-    async def of_open(self, call: Call, request: pb.Open) -> ConsumerTarget:
+    async def of_open(self, call: ServiceCall, request: pb.Open) -> ConsumerTarget:
         """Return the target of a session. Create the subscription if the request has its definition."""
         check_fields(request)
         if request.pulls and not request.direct:
@@ -62,22 +62,22 @@ class ConsumerTargets:
             await create_subscription(call, provider, definition, self._visible)
         return ConsumerTarget(provider, consumers, definition, consumer, timeout_s, positions, gaps)
 
-    async def of_pull(self, call: Call, request: pb.PullRequest) -> ConsumerTarget:
+    async def of_pull(self, call: ServiceCall, request: pb.PullRequest) -> ConsumerTarget:
         check_consumer(request.consumer)
         return await self._existing(call, request, request.session_timeout_ms / 1000)
 
-    async def of_acknowledge(self, call: Call, request: pb.AcknowledgeRequest) -> ConsumerTarget:
+    async def of_acknowledge(self, call: ServiceCall, request: pb.AcknowledgeRequest) -> ConsumerTarget:
         return await self._existing(call, request, 0.0)
 
     async def _existing(
-        self, call: Call, request: pb.PullRequest | pb.AcknowledgeRequest, timeout_s: float
+        self, call: ServiceCall, request: pb.PullRequest | pb.AcknowledgeRequest, timeout_s: float
     ) -> ConsumerTarget:
         provider = provider_of(call, self._providers, request.provider, TO_CONSUME)
         definition = await subscription_of(call, provider, request.subscription, TO_CONSUME)
         return ConsumerTarget(provider, self._consumers[provider.name], definition, request.consumer, timeout_s)
 
 
-async def _definition(call: Call, provider: ProviderCore, request: pb.Open) -> SubscriptionDefinition:
+async def _definition(call: ServiceCall, provider: ProviderCore, request: pb.Open) -> SubscriptionDefinition:
     """Return the request's definition, or the stored one of the subscription that it names."""
     if not request.HasField("definition"):
         return await subscription_of(call, provider, request.subscription, TO_CONSUME)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ...server.access import Permission
-from ...server.guard import Call
+from ...server.guard import ServiceCall
 from ...streams.errors import DefinitionConflict, NotFound
 from ...streams.subscriptions import SubscriptionDefinition
 from ..provider_core import ProviderCore
@@ -20,7 +20,7 @@ TO_MANAGE = (Permission.MANAGE,)
 TO_KNOW = (Permission.SUBSCRIBE, Permission.MANAGE)
 
 
-def provider_of(call: Call, providers: Providers, name: str, permissions: Sequence[Permission]) -> ProviderCore:
+def provider_of(call: ServiceCall, providers: Providers, name: str, permissions: Sequence[Permission]) -> ProviderCore:
     """Return the provider that a request names; "" is "default". The caller needs one of `permissions`.
 
     Raises PermissionDenied without a permission, whether the provider exists or not; NotFound.
@@ -33,7 +33,7 @@ def provider_of(call: Call, providers: Providers, name: str, permissions: Sequen
 
 
 async def subscription_of(
-    call: Call, provider: ProviderCore, name: str, permissions: tuple[Permission, ...]
+    call: ServiceCall, provider: ProviderCore, name: str, permissions: tuple[Permission, ...]
 ) -> SubscriptionDefinition:
     """Return a subscription. The caller needs one of `permissions` on all streams that it selects.
 
@@ -50,7 +50,7 @@ async def subscription_of(
 
 
 async def create_subscription(
-    call: Call, provider: ProviderCore, definition: SubscriptionDefinition, visible: VisibleBounds
+    call: ServiceCall, provider: ProviderCore, definition: SubscriptionDefinition, visible: VisibleBounds
 ) -> bool:
     """Create a subscription. Return False if an equal one exists.
 

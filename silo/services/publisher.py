@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from ...proto.v1 import publisher_pb2 as pb
 from ...server.access import Permission
-from ...server.guard import Call, Kind, Method, details_of, parsed
+from ...server.guard import MethodKind, ServiceCall, ServiceMethod, details_of, parsed
 from ...streams import frames
 from ...streams.background import end
 from ...streams.errors import HeadraceError, InvalidArgument, LimitExceeded, Unavailable
@@ -42,12 +42,12 @@ _AT_ONCE = 256
 _R = TypeVar("_R", pb.PublishRequest, pb.PublishStreamRequest)
 
 
-def methods(providers: Providers, limits: ServiceLimits) -> list[Method]:
+def methods(providers: Providers, limits: ServiceLimits) -> list[ServiceMethod]:
     publisher = PublisherService(providers, limits)
     return [
-        Method(f"{SERVICE}/Publish", Kind.UNARY, publisher.publish),
-        Method(f"{SERVICE}/PublishStream", Kind.STREAM, publisher.publish_stream),
-        Method(f"{SERVICE}/GetProducer", Kind.UNARY, publisher.producer),
+        ServiceMethod(f"{SERVICE}/Publish", MethodKind.UNARY, publisher.publish),
+        ServiceMethod(f"{SERVICE}/PublishStream", MethodKind.STREAM, publisher.publish_stream),
+        ServiceMethod(f"{SERVICE}/GetProducer", MethodKind.UNARY, publisher.producer),
     ]
 
 
@@ -58,13 +58,13 @@ class PublisherService:
         self._providers = providers
         self._limits = limits
 
-    async def publish(self, call: Call, message: bytes) -> bytes:
+    async def publish(self, call: ServiceCall, message: bytes) -> bytes:
         call.hold(len(message))
         request, batches = await _decoded(pb.PublishRequest, message)
         storing = self._store(call, request.provider, request, batches)
         return pb.PublishResponse(receipts=storing.receipts(await storing.answer)).SerializeToString()
 
-    async def publish_stream(self, call: Call) -> None:
+    async def publish_stream(self, call: ServiceCall) -> None:
         pending = _PendingAnswers(call, self._limits.stream_requests)
         reading = asyncio.create_task(self._read(call, pending), name="headrace publish stream")
         stopping = asyncio.create_task(_cancel_when(call.closing, reading), name="headrace publish stream end")
@@ -79,13 +79,13 @@ class PublisherService:
             raise Unavailable("the silo stops: everything answered is stored; send the rest again when it is back")
         reading.result()
 
-    async def producer(self, call: Call, message: bytes) -> bytes:
+    async def producer(self, call: ServiceCall, message: bytes) -> bytes:
         request = parsed(pb.GetProducerRequest, message)
         provider = provider_of(call, self._providers, request.provider, TO_PUBLISH)
         number = await provider.adapter.last_sequence(_producer(call, request.producer, "producer"))
         return pb.GetProducerResponse(number=number).SerializeToString()
 
-    async def _read(self, call: Call, pending: _PendingAnswers) -> None:
+    async def _read(self, call: ServiceCall, pending: _PendingAnswers) -> None:
         provider: str | None = None
         try:
             while (message := await call.read()) is not None:
@@ -94,7 +94,9 @@ class PublisherService:
         finally:
             pending.end()
 
-    async def _begin(self, call: Call, pending: _PendingAnswers, provider: str | None, message: bytes) -> str | None:
+    async def _begin(
+        self, call: ServiceCall, pending: _PendingAnswers, provider: str | None, message: bytes
+    ) -> str | None:
         """Begin a request of a stream. Return the provider of the stream: the one of its first valid request."""
         held = len(message)
         try:
@@ -113,7 +115,7 @@ class PublisherService:
             pending.add(_Answer(held, error))
         return provider
 
-    def _store(self, call: Call, provider: str, request: _R, batches: Sequence[EventBatch]) -> _Storing:
+    def _store(self, call: ServiceCall, provider: str, request: _R, batches: Sequence[EventBatch]) -> _Storing:
         for namespace in {batch.stream.namespace for batch in batches}:
             call.principal.require(Permission.PUBLISH, namespace)
         found = provider_of(call, self._providers, provider, TO_PUBLISH)
@@ -175,7 +177,7 @@ class _Answer:
 class _PendingAnswers:
     """The answers that a stream still owes, in the order of the requests."""
 
-    def __init__(self, call: Call, max_requests: int) -> None:
+    def __init__(self, call: ServiceCall, max_requests: int) -> None:
         self._call = call
         self._max_requests = max_requests
         self._answers: deque[_Answer] = deque()
@@ -253,12 +255,12 @@ async def _decoded(kind: type[_R], message: bytes) -> tuple[_R, list[EventBatch]
     return request, batches
 
 
-def _sequence(call: Call, message: pb.ProducerSequence) -> ProducerSequence:
+def _sequence(call: ServiceCall, message: pb.ProducerSequence) -> ProducerSequence:
     producer = _producer(call, message.producer, "sequence.producer")
     return check_sequence(ProducerSequence(producer, message.number, message.previous))
 
 
-def _producer(call: Call, name: str, field: str) -> str:
+def _producer(call: ServiceCall, name: str, field: str) -> str:
     """Return the id of the caller's producer in the provider: the ids of two clients are never equal."""
     return call.principal.producer_of(check_producer(name, field))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from ...agents import Parcel
 from ...proto.v1 import consumer_pb2 as pb
-from ...server.guard import Call
+from ...server.guard import ServiceCall
 from ...streams import wire
 from ...streams.errors import HeadraceError, LimitExceeded, Unavailable
 from ...streams.frames import QueueState, is_status
@@ -74,7 +74,7 @@ class PullingConsumer:
         self._group.heard(self._member)
         return await reports.apply(self._place, queue_reports)
 
-    async def pull(self, call: Call, request: pb.PullRequest, timeout_s: float) -> bytes:
+    async def pull(self, call: ServiceCall, request: pb.PullRequest, timeout_s: float) -> bytes:
         """Apply the reports of a request, and return the encoded answer: the events that are there, at once or after a
         wait. Raises LimitExceeded if another call waits; the reason of its end."""
         self._member.timeout_s = timeout_s
@@ -91,7 +91,9 @@ class PullingConsumer:
         self._gaps.clear()
         return b"".join((*frames, answer.SerializeToString()))
 
-    async def _take_events(self, call: Call, request: pb.PullRequest, answer: pb.PullResponse) -> Sequence[bytes]:
+    async def _take_events(
+        self, call: ServiceCall, request: pb.PullRequest, answer: pb.PullResponse
+    ) -> Sequence[bytes]:
         """Return the frames of batches, and put the statuses of their queues into the answer."""
         member = self._member
         before = set[Parcel]() if member.resending else set(member.in_flight.values())
@@ -117,7 +119,7 @@ class PullingConsumer:
         self._group.heard(member)
         self._group.grant(member, request.max_events or PULL_EVENTS, request.max_bytes or PULL_BYTES)
 
-    async def _wait(self, call: Call, wait_s: float) -> None:
+    async def _wait(self, call: ServiceCall, wait_s: float) -> None:
         """Return when there is an event, or the time is over. Meanwhile the consumer counts as heard."""
         member = self._member
         ends = self._loop.time() + pull_wait_s(wait_s, call.remaining_s())

@@ -17,7 +17,7 @@ from ...adapters.range_ends import OffsetRange, RangeLimits, end_by_reading
 from ...agents import SendBudget
 from ...proto.v1 import reader_pb2 as pb
 from ...server.access import Permission, Principal
-from ...server.guard import Call, Kind, Method, parsed
+from ...server.guard import MethodKind, ServiceCall, ServiceMethod, parsed
 from ...streams.errors import HeadraceError, InvalidArgument, NotSupported, OffsetsGone, Unavailable
 from ...streams.events import EventBatch
 from ...streams.field_limits import check_times
@@ -48,14 +48,14 @@ class ReaderService:
         self._budget = budget
         self._limits = limits
 
-    def methods(self) -> Sequence[Method]:
+    def methods(self) -> Sequence[ServiceMethod]:
         return (
-            Method(f"{SERVICE}/GetQueues", Kind.UNARY, self.get_queues),
-            Method(f"{SERVICE}/EndWithin", Kind.UNARY, self.end_within),
-            Method(f"{SERVICE}/Read", Kind.RESPONSES, self.read),
+            ServiceMethod(f"{SERVICE}/GetQueues", MethodKind.UNARY, self.get_queues),
+            ServiceMethod(f"{SERVICE}/EndWithin", MethodKind.UNARY, self.end_within),
+            ServiceMethod(f"{SERVICE}/Read", MethodKind.RESPONSES, self.read),
         )
 
-    async def get_queues(self, call: Call, encoded: bytes) -> bytes:
+    async def get_queues(self, call: ServiceCall, encoded: bytes) -> bytes:
         request = parsed(pb.GetQueuesRequest, encoded)
         provider = self._provider(call, request.provider)
         time_us = request.time_us if request.HasField("time_us") else None
@@ -66,7 +66,7 @@ class ReaderService:
         )
         return pb.GetQueuesResponse(queues=queues).SerializeToString()
 
-    async def end_within(self, call: Call, encoded: bytes) -> bytes:
+    async def end_within(self, call: ServiceCall, encoded: bytes) -> bytes:
         request = parsed(pb.EndWithinRequest, encoded)
         provider = self._provider(call, request.provider)
         adapter = provider.adapter
@@ -88,7 +88,7 @@ class ReaderService:
             end = await end_by_reading(adapter, span, limits, counted=counted, read_bytes=most)
         return pb.EndWithinResponse(end_offset=end).SerializeToString()
 
-    async def read(self, call: Call, encoded: bytes) -> None:
+    async def read(self, call: ServiceCall, encoded: bytes) -> None:
         request = parsed(pb.ReadRequest, encoded)
         call.principal.require_selector(Permission.SUBSCRIBE, request.selector)
         provider = self._provider(call, request.provider)
@@ -115,7 +115,7 @@ class ReaderService:
             found.time_offset = await self._visible.offset_at(principal, provider, queue, time_us)
         return found
 
-    def _provider(self, call: Call, name: str) -> ProviderCore:
+    def _provider(self, call: ServiceCall, name: str) -> ProviderCore:
         provider = provider_of(call, self._providers, name, TO_CONSUME)
         if not provider.adapter.capabilities.rewindable:
             raise NotSupported(
@@ -145,7 +145,12 @@ class ReadCall:
     """One call of Read. It reserves bytes before it reads them, so calls that wait for space hold nothing."""
 
     def __init__(
-        self, call: Call, request: pb.ReadRequest, adapter: QueueAdapter, budget: SendBudget, max_silent_bytes: int
+        self,
+        call: ServiceCall,
+        request: pb.ReadRequest,
+        adapter: QueueAdapter,
+        budget: SendBudget,
+        max_silent_bytes: int,
     ) -> None:
         self._call = call
         self._max_silent_bytes = max_silent_bytes

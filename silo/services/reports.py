@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from ...agents import Events
+from ...agents import EventRange
 from ...proto.v1 import consumer_pb2 as pb
 from ...streams.errors import InvalidArgument
 from ...streams.identity import StreamId
@@ -105,7 +105,7 @@ def _acknowledge(
     return [
         _refusal(report, each)
         for each in entries
-        if not group.acknowledge(member, Events(queue, each.offset, each.index, each.count), up_to=each.up_to)
+        if not group.acknowledge(member, EventRange(queue, each.offset, each.index, each.count), up_to=each.up_to)
     ]
 
 
@@ -115,7 +115,7 @@ def _reject(place: AttachedConsumer, report: pb.QueueReport, entries: Sequence[p
     for each in entries:
         if each.delay_ms > MAX_DELAY_MS:
             raise InvalidArgument(f"delay_ms of a rejection is at most {MAX_DELAY_MS:,}, not {each.delay_ms:,}")
-        events = Events(report.queue, each.offset, each.index, each.count)
+        events = EventRange(report.queue, each.offset, each.index, each.count)
         delay_s = each.delay_ms / 1000 if each.HasField("delay_ms") else None
         reason = each.reason[:MAX_REASON] or "rejected by its consumer"
         if not group.reject(member, events, reason, delay_s, unavailable=each.unavailable):
@@ -126,7 +126,7 @@ def _reject(place: AttachedConsumer, report: pb.QueueReport, entries: Sequence[p
 def _release(place: AttachedConsumer, report: pb.QueueReport, entries: Sequence[pb.Released]) -> list[pb.Refusal]:
     group, member = place
     for each in entries:
-        group.release(member, Events(report.queue, each.offset, each.index))
+        group.release(member, EventRange(report.queue, each.offset, each.index))
     return []
 
 

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from ...proto.v1 import subscriptions_pb2 as pb
 from ...server.access import PEER, Permission
-from ...server.guard import Call, Kind, Method, parsed
+from ...server.guard import MethodKind, ServiceCall, ServiceMethod, parsed
 from ...store.schema import MAX_POSITION
 from ...streams import wire
 from ...streams.background import first_of
@@ -75,7 +75,7 @@ class SubscriptionService:
         self._consumers = consumers
         self._owners = owners
 
-    def methods(self) -> list[Method]:
+    def methods(self) -> list[ServiceMethod]:
         handlers = {
             "CreateSubscription": self.create,
             "GetSubscription": self.get,
@@ -89,11 +89,11 @@ class SubscriptionService:
             "DeleteDeadLetters": self.delete_dead_letters,
             "ListGaps": self.gaps,
         }
-        return [Method(f"{SERVICE}/{name}", Kind.UNARY, handler) for name, handler in handlers.items()]
+        return [ServiceMethod(f"{SERVICE}/{name}", MethodKind.UNARY, handler) for name, handler in handlers.items()]
 
     # ---- definitions -----------------------------------------------------------------------------------------------
 
-    async def create(self, call: Call, message: bytes) -> bytes:
+    async def create(self, call: ServiceCall, message: bytes) -> bytes:
         request = parsed(pb.CreateSubscriptionRequest, message)
         definition = wire.definition_of(request.definition)
         if definition.filter is not None:
@@ -102,7 +102,7 @@ class SubscriptionService:
         created = await create_subscription(call, provider, definition, self._visible)
         return pb.CreateSubscriptionResponse(created=created).SerializeToString()
 
-    async def get(self, call: Call, message: bytes) -> bytes:
+    async def get(self, call: ServiceCall, message: bytes) -> bytes:
         request = parsed(pb.GetSubscriptionRequest, message)
         provider = provider_of(call, self._providers, request.provider, TO_KNOW)
         definition = await subscription_of(call, provider, request.name, TO_KNOW)
@@ -116,7 +116,7 @@ class SubscriptionService:
         return pb.GetSubscriptionResponse(subscription=found).SerializeToString()
 
     async def _progress(
-        self, call: Call, provider: ProviderCore, definition: SubscriptionDefinition
+        self, call: ServiceCall, provider: ProviderCore, definition: SubscriptionDefinition
     ) -> Sequence[pb.QueueProgress]:
         progress = await _progress(provider, definition)
         if not sees_everything(call.principal):
@@ -127,7 +127,7 @@ class SubscriptionService:
                 each.end_offset = min(each.end_offset, end)
         return progress
 
-    async def list(self, call: Call, message: bytes) -> bytes:
+    async def list(self, call: ServiceCall, message: bytes) -> bytes:
         request = parsed(pb.ListSubscriptionsRequest, message)
         provider = provider_of(call, self._providers, request.provider, TO_KNOW)
         definitions = [
@@ -137,7 +137,7 @@ class SubscriptionService:
         ]
         return pb.ListSubscriptionsResponse(definitions=_fitting(definitions, self._limits)).SerializeToString()
 
-    async def delete(self, call: Call, message: bytes) -> bytes:
+    async def delete(self, call: ServiceCall, message: bytes) -> bytes:
         request = parsed(pb.DeleteSubscriptionRequest, message)
         provider = provider_of(call, self._providers, request.provider, TO_KNOW)
         permissions = TO_KNOW if request.name.startswith(EPHEMERAL) else TO_MANAGE
@@ -147,7 +147,7 @@ class SubscriptionService:
 
     # ---- positions -------------------------------------------------------------------------------------------------
 
-    async def seek(self, call: Call, message: bytes) -> bytes:
+    async def seek(self, call: ServiceCall, message: bytes) -> bytes:
         request = parsed(pb.SeekSubscriptionRequest, message)
         start = wire.start_of(request.to, "to")
         provider = provider_of(call, self._providers, request.provider, TO_MANAGE)
@@ -157,14 +157,14 @@ class SubscriptionService:
             await provider.seek(name, start, f"asked for by {call.principal}")
         return pb.SeekSubscriptionResponse().SerializeToString()
 
-    async def await_caught_up(self, call: Call, message: bytes) -> bytes:
+    async def await_caught_up(self, call: ServiceCall, message: bytes) -> bytes:
         request = parsed(pb.AwaitCaughtUpRequest, message)
         provider = provider_of(call, self._providers, request.provider, TO_KNOW)
         definition = await subscription_of(call, provider, request.name, TO_KNOW)
         await _unless_closing(call, _all_caught_up(provider, definition))
         return pb.AwaitCaughtUpResponse().SerializeToString()
 
-    async def resume(self, call: Call, message: bytes) -> bytes:
+    async def resume(self, call: ServiceCall, message: bytes) -> bytes:
         request = parsed(pb.ResumeStreamRequest, message)
         stream = StreamId(request.namespace, request.key)
         provider = provider_of(call, self._providers, request.provider, TO_MANAGE)
@@ -178,7 +178,7 @@ class SubscriptionService:
 
     # ---- dead letters and gaps -------------------------------------------------------------------------------------
 
-    async def dead_letters(self, call: Call, message: bytes) -> bytes:
+    async def dead_letters(self, call: ServiceCall, message: bytes) -> bytes:
         request = parsed(pb.ListDeadLettersRequest, message)
         provider = provider_of(call, self._providers, request.provider, TO_MANAGE)
         selectors = (
@@ -190,7 +190,7 @@ class SubscriptionService:
         letters = await _letters(provider, selectors, limit, min(request.after_id, MAX_POSITION), self._limits)
         return pb.ListDeadLettersResponse(dead_letters=_fitting(letters, self._limits)).SerializeToString()
 
-    async def redrive(self, call: Call, message: bytes) -> bytes:
+    async def redrive(self, call: ServiceCall, message: bytes) -> bytes:
         request = parsed(pb.RedriveDeadLettersRequest, message)
         provider = provider_of(call, self._providers, request.provider, TO_MANAGE)
         definition = await subscription_of(call, provider, request.subscription, TO_MANAGE)
@@ -201,7 +201,7 @@ class SubscriptionService:
         ]
         return pb.RedriveDeadLettersResponse(count=sum(counts)).SerializeToString()
 
-    async def delete_dead_letters(self, call: Call, message: bytes) -> bytes:
+    async def delete_dead_letters(self, call: ServiceCall, message: bytes) -> bytes:
         request = parsed(pb.DeleteDeadLettersRequest, message)
         if request.all == bool(request.ids):
             raise InvalidArgument("say which dead letters to delete: ids, or all, and not both")
@@ -214,7 +214,7 @@ class SubscriptionService:
         ]
         return pb.DeleteDeadLettersResponse(count=sum(counts)).SerializeToString()
 
-    async def gaps(self, call: Call, message: bytes) -> bytes:
+    async def gaps(self, call: ServiceCall, message: bytes) -> bytes:
         request = parsed(pb.ListGapsRequest, message)
         provider = provider_of(call, self._providers, request.provider, TO_MANAGE)
         definition = await subscription_of(call, provider, request.subscription, TO_MANAGE)
@@ -234,7 +234,7 @@ async def _position_names(provider: ProviderCore, definition: SubscriptionDefini
     return [each.name for each in stored if each.name.startswith(own)]
 
 
-def _visible(call: Call, definition: SubscriptionDefinition) -> bool:
+def _visible(call: ServiceCall, definition: SubscriptionDefinition) -> bool:
     """Whether the caller sees it in a list. Subscriptions of single consumers are never listed."""
     allows = call.principal.allows_selector
     return CONSUMER_SEPARATOR not in definition.name and any(
@@ -279,7 +279,7 @@ async def _held(provider: ProviderCore, definition: SubscriptionDefinition) -> p
     return None
 
 
-async def _left_behind(call: Call, provider: ProviderCore, definition: SubscriptionDefinition) -> dict[str, int]:
+async def _left_behind(call: ServiceCall, provider: ProviderCore, definition: SubscriptionDefinition) -> dict[str, int]:
     selector = _selector_of_letters(call, definition)
     counts = [
         await provider.store.count_left_behind(provider.name, name, selector)
@@ -344,7 +344,7 @@ def _done(at: Checkpoint, end: int) -> bool:
     return at.next_offset >= end and all(behind.paused or behind.token.offset >= end for behind in at.behind.values())
 
 
-async def _unless_closing(call: Call, work: Coroutine[Any, Any, _T]) -> _T:
+async def _unless_closing(call: ServiceCall, work: Coroutine[Any, Any, _T]) -> _T:
     """Return the result of a long wait. Raise Unavailable if the silo stops meanwhile."""
 
     async def refuse() -> NoReturn:
@@ -354,7 +354,7 @@ async def _unless_closing(call: Call, work: Coroutine[Any, Any, _T]) -> _T:
     return await first_of(work, refuse(), name="headrace call")
 
 
-async def _selectors_of_letters(call: Call, provider: ProviderCore, name: str) -> _Selectors:
+async def _selectors_of_letters(call: ServiceCall, provider: ProviderCore, name: str) -> _Selectors:
     """The dead letters that the caller may manage, under the name of a subscription. They stay when it is deleted; then
     only a caller that may manage all namespaces gets them. Raises as `subscription_of`."""
     try:
@@ -367,7 +367,7 @@ async def _selectors_of_letters(call: Call, provider: ProviderCore, name: str) -
     return dict.fromkeys(await _position_names(provider, definition), _selector_of_letters(call, definition))
 
 
-async def _selectors_of_all_letters(call: Call, provider: ProviderCore) -> _Selectors | None:
+async def _selectors_of_all_letters(call: ServiceCall, provider: ProviderCore) -> _Selectors | None:
     """The same for all subscriptions that the caller may manage; None for all, including deleted ones."""
     if call.principal.allows_everywhere(Permission.MANAGE):
         return None
@@ -376,7 +376,7 @@ async def _selectors_of_all_letters(call: Call, provider: ProviderCore) -> _Sele
     return {one.name: one.selector for one in stored if allows(Permission.MANAGE, one.selector.pattern)}
 
 
-def _selector_of_letters(call: Call, definition: SubscriptionDefinition) -> Selector | None:
+def _selector_of_letters(call: ServiceCall, definition: SubscriptionDefinition) -> Selector | None:
     """Matches the streams of the dead letters that the caller gets. Others have this subscription's name, but are of a
     deleted one. They may be of any namespace, so only a caller that may manage all namespaces gets them, too: None."""
     return None if call.principal.allows_everywhere(Permission.MANAGE) else definition.selector

@@ -6,13 +6,13 @@ from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple, Self
 
 from headrace import CorruptRecord, EventBatch, HeadraceError, OnFailure, RetryPolicy, Selector
-from headrace.agents import Delivery, Edge, Events, Group, Member, QueueCache
+from headrace.agents import Delivery, Edge, EventRange, Group, Member, QueueCache
 from headrace.agents.cursor import StreamCursor
 from headrace.agents.delivery.breaker import Gate
 from headrace.agents.delivery.confirmations import Confirmed
 from headrace.agents.delivery.group_delivery import GroupDelivery
 from headrace.proto.v1 import consumer_pb2 as pb
-from headrace.streams.frames import Delivered, QueueState, split
+from headrace.streams.frames import DeliveredBatch, QueueState, split
 from headrace.streams.subscriptions import Checkpoint, Mode, SubscriptionDefinition
 from tests.agents.line import NOW, Sink, stream
 
@@ -180,8 +180,8 @@ class Consumer:
         """How long a message takes."""
         self.concurrent = concurrent
         self.divides_credit = divides_credit
-        self.inbox: list[Delivered] = []
-        self.everything: list[Delivered] = []
+        self.inbox: list[DeliveredBatch] = []
+        self.everything: list[DeliveredBatch] = []
         self.messages = 0
         self.notices = 0
         self.statuses: list[Status] = []
@@ -276,21 +276,21 @@ class Consumer:
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
-    def ack(self, of: Delivered, index: int | None = None, count: int = 0, *, up_to: bool = False) -> bool:
+    def ack(self, of: DeliveredBatch, index: int | None = None, count: int = 0, *, up_to: bool = False) -> bool:
         """Acknowledge `count` events from `index` on: all of the batch where neither is said."""
-        events = Events(of.queue, of.batch.offset, indexes(of)[0] if index is None else index, count)
+        events = EventRange(of.queue, of.batch.offset, indexes(of)[0] if index is None else index, count)
         return self.group.acknowledge(self.member, events, up_to=up_to)
 
     def reject(
-        self, of: Delivered, index: int | None = None, count: int = 0, *, reason: str = "no", delay_s: float | None = 0,
-        unavailable: bool = False,
+        self, of: DeliveredBatch, index: int | None = None, count: int = 0, *, reason: str = "no",
+        delay_s: float | None = 0, unavailable: bool = False,
     ) -> bool:  # fmt: skip
-        events = Events(of.queue, of.batch.offset, indexes(of)[0] if index is None else index, count)
+        events = EventRange(of.queue, of.batch.offset, indexes(of)[0] if index is None else index, count)
         return self.group.reject(self.member, events, reason, delay_s, unavailable=unavailable)
 
-    def release(self, of: Delivered, index: int | None = None) -> bool:
+    def release(self, of: DeliveredBatch, index: int | None = None) -> bool:
         """Give back the events from `index` on."""
-        events = Events(of.queue, of.batch.offset, indexes(of)[0] if index is None else index)
+        events = EventRange(of.queue, of.batch.offset, indexes(of)[0] if index is None else index)
         return self.group.release(self.member, events)
 
     def report(self, number: int, queue: int = 0) -> None:
@@ -309,7 +309,7 @@ class Consumer:
             assert self.ack(each)
             self.grant(each.batch.count)
 
-    def take(self) -> list[Delivered]:
+    def take(self) -> list[DeliveredBatch]:
         """What came since this was last called."""
         inbox, self.inbox = self.inbox, []
         return inbox
@@ -340,16 +340,16 @@ def statuses(encoded: bytes) -> list[Status]:
     return [Status(q.queue, QueueState(q.state), q.epoch, q.generation, q.assigned) for q in response.queues]
 
 
-def parsed(message: bytes) -> list[Delivered]:
+def parsed(message: bytes) -> list[DeliveredBatch]:
     """The batches of a message that has nothing else."""
     delivered, rest = split(message)
     assert not rest
     return delivered
 
 
-def payloads(delivered: Sequence[Delivered]) -> list[str]:
+def payloads(delivered: Sequence[DeliveredBatch]) -> list[str]:
     return [payload.decode() for each in delivered for payload in each.batch.payloads()]
 
 
-def indexes(delivered: Delivered) -> Sequence[int]:
+def indexes(delivered: DeliveredBatch) -> Sequence[int]:
     return range(delivered.batch.count) if delivered.indexes is None else delivered.indexes

@@ -18,7 +18,7 @@ from headrace import (
 from headrace.agents import Delivery, HandlerDelivery, QueueCache
 from headrace.agents.cursor import StreamCursor
 from headrace.agents.delivery.breaker import Gate
-from headrace.agents.delivery.delivery import Term
+from headrace.balancer.held_leases import LeaseTerm
 from headrace.streams.handlers import AnyHandler, Handler
 from headrace.streams.options import EventFilter
 from headrace.streams.subscriptions import Checkpoint
@@ -73,7 +73,7 @@ class Line:
         concurrency: int = 100,
         rewindable: bool = True,
         max_events: int = 10_000,
-        term: Term | None = None,
+        term: LeaseTerm | None = None,
         circuit_breaker: bool = True,
         gate: Gate | None = None,
         sink: "Sink | None" = None,

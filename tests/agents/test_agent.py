@@ -13,8 +13,8 @@ from headrace.adapters.memory import MemoryAdapter
 from headrace.agents.agent import FIRST_TICK_S
 from headrace.agents.catch_up_budget import CatchUpBudget
 from headrace.agents.catch_up_runner import MAX_CATCH_UPS
-from headrace.agents.cursor import State
-from headrace.streams.subscriptions import Behind, Checkpoint
+from headrace.agents.cursor import CursorState
+from headrace.streams.subscriptions import Checkpoint, StreamBehind
 from tests.agents.bench import FINE, Bench
 from tests.agents.line import Recorder, stream
 from tests.agents.shelf import Shelf
@@ -176,7 +176,7 @@ async def test_a_start_past_the_last_event_of_a_batch_is_at_the_next_batch() -> 
     async with Bench() as bench:
         await bench.publish("a", b"0", b"1")
         await bench.publish("a", b"2")
-        bench.attach("one", recorder, Checkpoint(1, {stream("a"): Behind(SequenceToken(0, 2))}), selector="s/a")
+        bench.attach("one", recorder, Checkpoint(1, {stream("a"): StreamBehind(SequenceToken(0, 2))}), selector="s/a")
         await bench.caught_up()
     assert recorder.seen == ["2"]
 
@@ -359,7 +359,7 @@ async def test_a_withdrawn_subscription_goes_on_exactly_where_it_stopped() -> No
         await until(lambda: len(recorder.seen) == 36)
         checkpoint = await bench.agent.detach("one", 0.0)
         assert delivery.statistics().in_flight == 0
-        assert checkpoint == Checkpoint(50, {stream("b"): Behind(SequenceToken(10, 0))})
+        assert checkpoint == Checkpoint(50, {stream("b"): StreamBehind(SequenceToken(10, 0))})
         assert not any(bucket.pins for bucket in bench.main.buckets)
         assert checkpoint is not None
         gate.set()
@@ -554,7 +554,7 @@ async def test_going_back_loses_nothing_of_streams_that_wait_or_are_paused(on_fa
         await bench.publish_numbers(6, keys=("a", "b", "c"))
         await until(lambda: len(live.seen) == 4)
         if on_failure is OnFailure.PAUSE:
-            await until(lambda: bench.cursor(one, "c").state is State.PAUSED)
+            await until(lambda: bench.cursor(one, "c").state is CursorState.PAUSED)
         bench.attach("late", late)
         await bench.publish_numbers(200, keys=("a", "b", "c"), start=6)
         await until(lambda: len(late.seen) == 206)
@@ -567,7 +567,7 @@ async def test_going_back_loses_nothing_of_streams_that_wait_or_are_paused(on_fa
 @virtual_time
 async def test_a_stream_that_is_paused_since_before_the_start_goes_on_when_it_is_resumed() -> None:
     recorder = Recorder()
-    paused = Checkpoint(6, {stream("c"): Behind(SequenceToken(2, 0), "it failed")})
+    paused = Checkpoint(6, {stream("c"): StreamBehind(SequenceToken(2, 0), "it failed")})
     async with Bench(memory()) as bench:
         await bench.publish_numbers(6, keys=("a", "b", "c"))
         one = bench.attach("one", recorder, paused)
@@ -604,6 +604,6 @@ async def test_what_is_done_already_does_not_push_out_what_comes_with_it() -> No
     async with Bench(max_events=20) as bench:
         await bench.publish_numbers(1, keys=("a",))
         await bench.publish_numbers(20, keys=("b",), start=1)
-        bench.attach("sub", recorder, Checkpoint(0, {stream("a"): Behind(SequenceToken(0), "", ((0, 0, 1),))}))
+        bench.attach("sub", recorder, Checkpoint(0, {stream("a"): StreamBehind(SequenceToken(0), "", ((0, 0, 1),))}))
         await bench.caught_up()
     assert recorder.seen == numbers(20, 1)

@@ -10,7 +10,7 @@ from headrace.client.routing import SERVED, Link, QueueStatus, SessionCalls
 from headrace.client.transport import StreamCall
 from headrace.proto.v1 import consumer_pb2 as pb
 from headrace.proto.v1.subscriptions_pb2 import SubscriptionDefinition
-from headrace.streams.frames import Delivered, frame
+from headrace.streams.frames import DeliveredBatch, frame
 
 DEFINITION = SubscriptionDefinition(name="s", selector="s/*")
 
@@ -210,7 +210,7 @@ class FakeUser:
         waiting = self.reports.get(link.silo)
         return waiting.pop(0) if waiting else None
 
-    def take(self, link: Link, delivered: Sequence[Delivered], frames: bytes) -> None:
+    def take(self, link: Link, delivered: Sequence[DeliveredBatch], frames: bytes) -> None:
         self.offsets += [(each.queue, each.batch.offset) for each in delivered]
 
     def hear(self, link: Link, response: pb.SubscribeResponse) -> None:

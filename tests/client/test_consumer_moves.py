@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from headrace import Consumer, ReceivedBatch, Unavailable
-from headrace.client.management import Management
+from headrace.client.management import ManagementClient
 from headrace.client.plan import plan_of
 from headrace.client.routing import DRAINING, ENDED
 from headrace.proto.v1 import consumer_pb2 as pb
@@ -51,7 +51,7 @@ class Owner:
 
 @asynccontextmanager
 async def attached(silos: FakeSilos) -> AsyncGenerator[Consumer]:
-    consumer = Consumer(cast("Management", FakeManagement(silos)), plan_of("subscribe", "s", None, {}))
+    consumer = Consumer(cast("ManagementClient", FakeManagement(silos)), plan_of("subscribe", "s", None, {}))
     try:
         await until(lambda: consumer.holdings.assignment == frozenset(silos.queues()))
         yield consumer

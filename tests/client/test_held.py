@@ -13,7 +13,7 @@ import pytest
 from headrace import Client, Event, Provider, RetryPolicy, Unavailable
 from headrace.silo.host import observed
 from headrace.silo.metrics import render
-from headrace.streams.states import Held
+from headrace.streams.states import SubscriptionHold
 from tests.client.consumers import PATIENCE_S, publish, until
 from tests.silo.services.calling import opened
 
@@ -33,7 +33,7 @@ class Bank:
         self.paid += 1
 
 
-async def held_in(client: Client, name: str) -> Held:
+async def held_in(client: Client, name: str) -> SubscriptionHold:
     """Return once it is held."""
     async with asyncio.timeout(PATIENCE_S):
         while True:

@@ -19,7 +19,7 @@ from headrace import Client, StreamId, Unavailable
 from headrace.client.connection import GrpcTransport, Tls
 from headrace.client.native import NativeTransport
 from headrace.client.packets import ANNOUNCED, HEAD, PacketConnection, PacketHead, PacketKind
-from headrace.server.guard import Call, Kind, Method
+from headrace.server.guard import MethodKind, ServiceCall, ServiceMethod
 from tests.certificates import Authority
 from tests.client.silos import NATIVE, SiloProcess
 from tests.server.native_calls import HearingTransport, calling, native_port
@@ -29,19 +29,19 @@ S = StreamId("n", "k")
 EMPTY = empty_pb2.Empty()
 
 
-async def peer(call: Call, request: bytes) -> bytes:
+async def peer(call: ServiceCall, request: bytes) -> bytes:
     """The connection that the call came on."""
     return call.peer.encode()
 
 
-async def peers(call: Call) -> None:
+async def peers(call: ServiceCall) -> None:
     while await call.read() is not None:
         await call.write(call.peer.encode())
 
 
 METHODS = (
-    Method("headrace.v1.TestService/Peer", Kind.UNARY, peer),
-    Method("headrace.v1.TestService/Peers", Kind.STREAM, peers),
+    ServiceMethod("headrace.v1.TestService/Peer", MethodKind.UNARY, peer),
+    ServiceMethod("headrace.v1.TestService/Peers", MethodKind.STREAM, peers),
 )
 
 

@@ -7,7 +7,7 @@ from headrace.client.held_account import HeldAccount
 from headrace.client.pending_results import PendingResults
 from headrace.client.received import ReceivedBatch
 from headrace.proto.v1 import consumer_pb2 as pb
-from headrace.streams.frames import Delivered
+from headrace.streams.frames import DeliveredBatch
 
 STREAM = StreamId("orders", "42")
 
@@ -15,7 +15,7 @@ STREAM = StreamId("orders", "42")
 def batch(offset: int) -> ReceivedBatch:
     holder: Any = None
     return ReceivedBatch(
-        holder, Delivered(EventBatch(STREAM, EventBatch.of(STREAM, [b"x"]).encoded, 1, offset), 0, 1, None), 1
+        holder, DeliveredBatch(EventBatch(STREAM, EventBatch.of(STREAM, [b"x"]).encoded, 1, offset), 0, 1, None), 1
     )
 
 

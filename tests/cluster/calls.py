@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from headrace import HeadraceError, Unavailable
 from headrace.client.transport import StreamCall, remote_error
 from headrace.server.access import Principal
-from headrace.server.guard import Call
+from headrace.server.guard import ServiceCall
 from tests.cluster.machines import Machine
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 WAIT_S = 0.2
 """Seconds after which a message to or from a silo that is cut off is tried again."""
-Handler = Callable[[Call], Awaitable[None]]
+Handler = Callable[[ServiceCall], Awaitable[None]]
 
 
 class Direction:
@@ -114,7 +114,7 @@ class Connection:
 
         self.world.later(delay_s, arrives)
 
-    async def _handle(self, handler: Handler, call: Call) -> None:
+    async def _handle(self, handler: Handler, call: ServiceCall) -> None:
         error: HeadraceError | None = None
         try:
             await handler(call)
@@ -161,7 +161,7 @@ class Connection:
             self.handling.cancel()
 
 
-class SiloCall(Call):
+class SiloCall(ServiceCall):
     """The silo's side."""
 
     def __init__(self, connection: Connection, principal: Principal, closing: asyncio.Event) -> None:

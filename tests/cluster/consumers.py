@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from headrace import HeadraceError, SubscriptionDefinition
 from headrace.client.consumer import Consumer
-from headrace.client.management import Management
+from headrace.client.management import ManagementClient
 from headrace.client.plan import plan_of
 from headrace.client.queue_holdings import QueueHoldings
 from headrace.client.received import TAKEN, ReceivedBatch
@@ -104,7 +104,7 @@ class ConsumerProcess:
                 None,
                 {"consumer": self.name, "session_timeout_s": TIMEOUT_S, "max_events": self._max_events},
             )
-            consumer = Consumer(Management(self._transport, PROVIDER, 30.0), plan)
+            consumer = Consumer(ManagementClient(self._transport, PROVIDER, 30.0), plan)
             try:
                 async for batch in consumer:
                     await self._take(consumer, batch)

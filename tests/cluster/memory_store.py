@@ -21,7 +21,7 @@ from headrace import (
 from headrace.store.cluster_store import ENOUGH_VOTES
 from headrace.store.rows import differences, plain, printable
 from headrace.streams.cluster import LIVING, ClusterView, Lease, SiloRecord, SiloState, Superseded
-from headrace.streams.progress import Attachment, ControlRequests, RefusedProgress
+from headrace.streams.progress import ControlRequests, RefusedProgress, SubscriptionAttachment
 from headrace.streams.subscriptions import Checkpoint
 
 Clock = Callable[[Any], int]
@@ -120,11 +120,11 @@ class MemoryStore:
             raise NotFound(f"provider {provider!r} has no subscription {name!r}")
         return found
 
-    async def attach(self, provider: str, name: str, *, exclusive: bool = True) -> Attachment:
+    async def attach(self, provider: str, name: str, *, exclusive: bool = True) -> SubscriptionAttachment:
         found = self._get(provider, name)
         if exclusive:
             found.epoch = self._next_epoch()
-        return Attachment(found.epoch, found.checkpoints, found.generation)
+        return SubscriptionAttachment(found.epoch, found.checkpoints, found.generation)
 
     def _next_epoch(self) -> int:
         self._epoch += 1

@@ -10,8 +10,8 @@ from unittest.mock import patch
 from headrace import SequenceToken, StorageError
 from headrace.agents import Delivery, Group, PullingManager
 from headrace.agents.checkpointer import Checkpointer
-from headrace.agents.cursor import State, StreamCursor
-from headrace.agents.delivery.confirmations import Mark, QueueReports
+from headrace.agents.cursor import CursorState, StreamCursor
+from headrace.agents.delivery.confirmations import QueueReports, ReportMark
 from headrace.agents.delivery.group_delivery import GroupDelivery
 from headrace.agents.delivery.progress import DeliveryProgress
 from headrace.agents.queue_host import QueueHost
@@ -136,7 +136,7 @@ def done_when_handed_out(stack: ExitStack) -> None:
 
     def needed_behind_it(progress: DeliveryProgress, cursor: StreamCursor) -> SequenceToken:
         token = needed(progress, cursor)
-        return SequenceToken(token.offset + 1) if cursor.state is State.RUNNING else token
+        return SequenceToken(token.offset + 1) if cursor.state is CursorState.RUNNING else token
 
     stack.enter_context(patch.object(DeliveryProgress, "needed", needed_behind_it))
 
@@ -273,7 +273,7 @@ def saved_before_the_store_has_it(stack: ExitStack) -> None:
     """Reports are confirmed when the progress is read, before it is stored."""
     mark = QueueReports.mark
 
-    def mark_and_confirm(reports: QueueReports, progress: DeliveryProgress) -> list[Mark]:
+    def mark_and_confirm(reports: QueueReports, progress: DeliveryProgress) -> list[ReportMark]:
         marks = mark(reports, progress)
         for each in marks:
             each.confirm()

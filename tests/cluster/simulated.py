@@ -54,7 +54,7 @@ from headrace.silo.subscription_host import SubscriptionHost
 from headrace.store.control_store import ControlStore
 from headrace.streams.backoff import Backoff
 from headrace.streams.cluster import SiloRecord
-from headrace.streams.frames import Delivered, split
+from headrace.streams.frames import DeliveredBatch, split
 from headrace.streams.handlers import Handler
 from headrace.streams.progress import RefusedProgress
 from headrace.streams.subscriptions import Checkpoint, Mode
@@ -358,7 +358,7 @@ class Silo:
 
         return handle
 
-    def sends(self, member: Member, delivered: Delivered) -> None:
+    def sends(self, member: Member, delivered: DeliveredBatch) -> None:
         """To a member of a group."""
         name, one = next(
             (name, one) for name, one in self.manager.served.items()

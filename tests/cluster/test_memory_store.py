@@ -11,7 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, 
 from headrace import DeadLetter, GapRecord, HeadraceError, Selector, SequenceToken, StreamId, SubscriptionDefinition
 from headrace.store.control_store import ControlStore
 from headrace.streams.cluster import Lease, SiloRecord
-from headrace.streams.subscriptions import Behind, Checkpoint
+from headrace.streams.subscriptions import Checkpoint, StreamBehind
 from tests.cluster.memory_store import MemoryStore
 from tests.random_examples import examples
 
@@ -25,7 +25,7 @@ OFFSETS = st.integers(0, 2)
 TOKENS = st.builds(SequenceToken, OFFSETS, st.integers(0, 1))
 BEHIND = st.dictionaries(
     st.sampled_from([StreamId("n", "x"), StreamId("n", "y")]),
-    st.builds(Behind, TOKENS, st.sampled_from(["", "b\0om"]), st.sampled_from([(), ((9, 0, 2),)])),
+    st.builds(StreamBehind, TOKENS, st.sampled_from(["", "b\0om"]), st.sampled_from([(), ((9, 0, 2),)])),
     max_size=2,
 )
 POSITIONS = st.dictionaries(QUEUE, st.builds(Checkpoint, OFFSETS, BEHIND), max_size=2)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace import EventBatch, SequenceToken, Start
-from headrace.agents.delivery.delivery import Term
 from headrace.agents.host_state import HostState
 from headrace.balancer import StreamQueueMapper
+from headrace.balancer.held_leases import LeaseTerm
 from headrace.store.control_store import ControlStore
 from headrace.streams.handlers import subscription
 from headrace.streams.progress import RefusedProgress
@@ -25,7 +25,7 @@ _mappers: dict[int, StreamQueueMapper] = {}
 _gain, _save = HostState.gain, ControlStore.save_checkpoints
 
 
-def gain(self: HostState, queue: int, epoch: int, term: Term) -> None:
+def gain(self: HostState, queue: int, epoch: int, term: LeaseTerm) -> None:
     if self not in _hosts:
         _hosts.append(self)
         _mappers[self.queues] = StreamQueueMapper(self.queues)

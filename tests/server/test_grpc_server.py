@@ -15,7 +15,7 @@ from headrace.server.access import NoTokens
 from headrace.server.config import GrpcConfig
 from headrace.server.connection_times import ConnectionTimes
 from headrace.server.grpc_server import serving
-from headrace.server.guard import Call, Kind, Method
+from headrace.server.guard import MethodKind, ServiceCall, ServiceMethod
 from headrace.server.limits import ClientLimits
 from headrace.streams.errors import Busy, InvalidArgument
 from tests.certificates import Authority
@@ -26,11 +26,11 @@ HEALTH = "grpc.health.v1.Health"
 STATUS = health_pb2.HealthCheckResponse
 
 
-async def who(call: Call, request: bytes) -> bytes:
+async def who(call: ServiceCall, request: bytes) -> bytes:
     return empty_pb2.Empty().SerializeToString()
 
 
-WHO = Method("test.Service/Who", Kind.UNARY, who)
+WHO = ServiceMethod("test.Service/Who", MethodKind.UNARY, who)
 
 
 async def outcome(caller: Caller, method: str) -> str:
@@ -105,7 +105,7 @@ async def test_with_tls_only_those_that_speak_it_are_served(authority: Authority
 async def test_with_client_certificates_the_caller_goes_by_its_name(authority: Authority, tmp_path: Path):
     names: list[str] = []
 
-    async def note(call: Call, request: bytes) -> bytes:
+    async def note(call: ServiceCall, request: bytes) -> bytes:
         names.append(call.principal.name)
         return b""
 
@@ -116,7 +116,7 @@ async def test_with_client_certificates_the_caller_goes_by_its_name(authority: A
         authority.certificate.read_bytes(), own.key.read_bytes(), own.certificate.read_bytes()
     )
     async with offering(
-        Method("test.Service/Note", Kind.UNARY, note),
+        ServiceMethod("test.Service/Note", MethodKind.UNARY, note),
         certificate=str(files.certificate),
         key=str(files.key),
         client_ca=str(authority.certificate),
@@ -236,15 +236,15 @@ async def test_message_that_is_huge_when_unpacked_is_refused():
 async def test_calls_that_are_open_end_in_order_and_new_ones_are_refused():
     entered, finish = asyncio.Event(), asyncio.Event()
 
-    async def slow(call: Call, request: bytes) -> bytes:
+    async def slow(call: ServiceCall, request: bytes) -> bytes:
         entered.set()
         await call.closing.wait()
         await finish.wait()
         return b""
 
     methods = (
-        Method("test.Service/Slow", Kind.UNARY, slow),
-        Method("test.Service/End", Kind.UNARY, who, while_closing=True),
+        ServiceMethod("test.Service/Slow", MethodKind.UNARY, slow),
+        ServiceMethod("test.Service/End", MethodKind.UNARY, who, while_closing=True),
         WHO,
     )
     async with offering(*methods) as caller:
@@ -264,12 +264,12 @@ async def test_calls_that_are_open_end_in_order_and_new_ones_are_refused():
 async def test_a_call_that_does_not_end_is_cut_off(caplog: pytest.LogCaptureFixture):
     entered = asyncio.Event()
 
-    async def endless(call: Call, request: bytes) -> bytes:
+    async def endless(call: ServiceCall, request: bytes) -> bytes:
         entered.set()
         await asyncio.Event().wait()
         return b""
 
-    async with offering(Method("test.Service/Endless", Kind.UNARY, endless), drain_s=0.05) as caller:
+    async with offering(ServiceMethod("test.Service/Endless", MethodKind.UNARY, endless), drain_s=0.05) as caller:
         open_call = asyncio.create_task(caller.ask("test.Service/Endless", EMPTY, empty_pb2.Empty))
         await entered.wait()
         caller.stop.set()

@@ -8,7 +8,7 @@ from google.protobuf import empty_pb2, struct_pb2, wrappers_pb2
 
 from headrace.proto.v1 import events_pb2
 from headrace.server.access import Permission, Principal, new_token, principal_of
-from headrace.server.guard import Call, Kind, Method, parsed
+from headrace.server.guard import MethodKind, ServiceCall, ServiceMethod, parsed
 from headrace.server.limits import ClientLimits
 from headrace.streams.errors import (
     HeadraceError,
@@ -27,11 +27,11 @@ from tests.silo.services.calling import Caller, Refused, offering
 EMPTY = empty_pb2.Empty()
 
 
-def raising(error: Exception) -> Method:
-    async def handler(call: Call, request: bytes) -> bytes:
+def raising(error: Exception) -> ServiceMethod:
+    async def handler(call: ServiceCall, request: bytes) -> bytes:
         raise error
 
-    return Method("test.Service/Call", Kind.UNARY, handler)
+    return ServiceMethod("test.Service/Call", MethodKind.UNARY, handler)
 
 
 async def told(caller: Caller) -> Refused:
@@ -87,10 +87,10 @@ async def test_text_that_is_no_utf_8_is_sent_as_escapes():
 
 
 async def test_bytes_that_are_no_message_are_the_callers_fault():
-    async def handler(call: Call, request: bytes) -> bytes:
+    async def handler(call: ServiceCall, request: bytes) -> bytes:
         return parsed(events_pb2.EventBatch, request).SerializeToString()
 
-    async with offering(Method("test.Service/Call", Kind.UNARY, handler)) as caller:
+    async with offering(ServiceMethod("test.Service/Call", MethodKind.UNARY, handler)) as caller:
         with pytest.raises(Refused) as caught:
             await caller.ask("test.Service/Call", b"\xff\xff\xff", empty_pb2.Empty)
     assert (caught.value.status, caught.value.code) == ("INVALID_ARGUMENT", "invalid_argument")
@@ -107,12 +107,12 @@ async def test_a_method_that_is_not_there_is_unimplemented():
 # Streams
 
 
-async def echo(call: Call) -> None:
+async def echo(call: ServiceCall) -> None:
     while (message := await call.read()) is not None:
         await call.write(message)
 
 
-ECHO = Method("test.Service/Echo", Kind.STREAM, echo)
+ECHO = ServiceMethod("test.Service/Echo", MethodKind.STREAM, echo)
 
 
 async def test_a_stream_goes_both_ways_and_ends_with_its_handler():
@@ -126,11 +126,11 @@ async def test_a_stream_goes_both_ways_and_ends_with_its_handler():
 
 
 async def test_messages_of_a_stream_arrive_before_its_error():
-    async def handler(call: Call, request: bytes) -> None:
+    async def handler(call: ServiceCall, request: bytes) -> None:
         await call.write(b"")
         raise NotFound("no more")
 
-    async with offering(Method("test.Service/Some", Kind.RESPONSES, handler)) as caller:
+    async with offering(ServiceMethod("test.Service/Some", MethodKind.RESPONSES, handler)) as caller:
         stream = caller.responses("test.Service/Some", EMPTY)
         assert await stream.read(empty_pb2.Empty) == EMPTY
         with pytest.raises(Refused, match=r"NOT_FOUND \(not_found\): no more"):
@@ -138,14 +138,14 @@ async def test_messages_of_a_stream_arrive_before_its_error():
 
 
 async def test_an_error_arrives_although_a_first_message_is_under_way():
-    async def handler(call: Call) -> None:
+    async def handler(call: ServiceCall) -> None:
         writing = asyncio.create_task(call.write(struct_pb2.Value(string_value="x" * 4_000_000).SerializeToString()))
         await asyncio.sleep(0)
         writing.cancel()
         await asyncio.wait([writing])
         raise NotFound("no more")
 
-    async with offering(Method("test.Service/Some", Kind.STREAM, handler)) as caller:
+    async with offering(ServiceMethod("test.Service/Some", MethodKind.STREAM, handler)) as caller:
         stream = caller.stream("test.Service/Some")
         assert await stream.read(struct_pb2.Value) is not None
         with pytest.raises(Refused, match="no more"):
@@ -155,7 +155,7 @@ async def test_an_error_arrives_although_a_first_message_is_under_way():
 async def test_a_handler_is_cancelled_when_its_caller_hangs_up():
     ended = asyncio.Event()
 
-    async def handler(call: Call) -> None:
+    async def handler(call: ServiceCall) -> None:
         try:
             await call.write(b"")
             await asyncio.Event().wait()
@@ -163,7 +163,7 @@ async def test_a_handler_is_cancelled_when_its_caller_hangs_up():
             ended.set()
             raise
 
-    async with offering(Method("test.Service/Wait", Kind.STREAM, handler)) as caller:
+    async with offering(ServiceMethod("test.Service/Wait", MethodKind.STREAM, handler)) as caller:
         stream = caller.stream("test.Service/Wait")
         await stream.read(empty_pb2.Empty)
         stream.cancel()
@@ -173,7 +173,7 @@ async def test_a_handler_is_cancelled_when_its_caller_hangs_up():
 async def test_a_caller_that_hangs_up_during_a_write_is_no_failure(caplog: pytest.LogCaptureFixture):
     begun, ended = asyncio.Semaphore(0), asyncio.Semaphore(0)
 
-    async def handler(call: Call, _: bytes) -> None:
+    async def handler(call: ServiceCall, _: bytes) -> None:
         begun.release()
         try:
             while True:
@@ -181,7 +181,7 @@ async def test_a_caller_that_hangs_up_during_a_write_is_no_failure(caplog: pytes
         finally:
             ended.release()
 
-    async with offering(Method("test.Service/Write", Kind.RESPONSES, handler)) as caller:
+    async with offering(ServiceMethod("test.Service/Write", MethodKind.RESPONSES, handler)) as caller:
         streams = [caller.responses("test.Service/Write", EMPTY) for _ in range(20)]
         for _ in streams:
             await begun.acquire()
@@ -198,10 +198,10 @@ async def test_a_caller_that_hangs_up_during_a_write_is_no_failure(caplog: pytes
 async def test_a_message_above_the_limit_is_refused_with_what_to_do():
     limits = ClientLimits(message_bytes=1000)
 
-    async def handler(call: Call, request: bytes) -> bytes:
+    async def handler(call: ServiceCall, request: bytes) -> bytes:
         return b""
 
-    methods = (Method("test.Service/Call", Kind.UNARY, handler), ECHO)
+    methods = (ServiceMethod("test.Service/Call", MethodKind.UNARY, handler), ECHO)
     async with offering(*methods, limits=limits) as caller:
         await caller.ask("test.Service/Call", b"x" * 1000, empty_pb2.Empty)
         with pytest.raises(Refused) as caught:
@@ -257,14 +257,14 @@ class OneToken:
 async def test_a_caller_without_a_token_gets_nowhere_except_for_probes():
     reached: list[str] = []
 
-    async def handler(call: Call, request: bytes) -> bytes:
+    async def handler(call: ServiceCall, request: bytes) -> bytes:
         reached.append(str(call.principal))
         return b""
 
     token = OneToken()
     methods = (
-        Method("test.Service/Call", Kind.UNARY, handler),
-        Method("test.Service/Probe", Kind.UNARY, handler, probe=True),
+        ServiceMethod("test.Service/Call", MethodKind.UNARY, handler),
+        ServiceMethod("test.Service/Probe", MethodKind.UNARY, handler, probe=True),
         ECHO,
     )
     async with offering(*methods, authenticator=token) as caller:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headrace import InvalidArgument, LimitExceeded
 from headrace.server.access import EVERYTHING, Permission, Principal
-from headrace.server.limits import MAX_IDLE, CallUsage, ClientLimits, Limits, address_of, client_of
+from headrace.server.limits import MAX_IDLE, CallUsage, ClientLimiter, ClientLimits, address_of, client_of
 from tests.random_examples import examples
 
 
@@ -29,11 +29,11 @@ def clock() -> Clock:
     return Clock()
 
 
-def limits(clock: Clock, **options: Any) -> Limits:
-    return Limits(ClientLimits(**options), clock)
+def limits(clock: Clock, **options: Any) -> ClientLimiter:
+    return ClientLimiter(ClientLimits(**options), clock)
 
 
-def refusal(limits: Limits, client: str = "a", peer: str = "p") -> str:
+def refusal(limits: ClientLimiter, client: str = "a", peer: str = "p") -> str:
     with pytest.raises(LimitExceeded) as caught:
         limits.begin(client, peer)
     assert caught.value.retryable
@@ -345,7 +345,7 @@ def test_forgetting_is_never_noticed(script: list[tuple[Any, ...]]):
         connections=2, calls=3, requests_per_s=2.0, burst=4, publish_bytes=10, message_bytes=10
     )  # powers of two, so that the model's sums are exact
     clock = Clock()
-    gate, model = Limits(rules, clock), Model(rules)
+    gate, model = ClientLimiter(rules, clock), Model(rules)
     calls: list[Begun] = []
     for kind, *arguments in script:
         if kind == "begin":

@@ -14,7 +14,7 @@ from headrace.client.native import NativeTransport
 from headrace.client.packets import U32, WINDOW, PacketKind
 from headrace.server.access import Authenticator, Principal
 from headrace.server.connection_times import ConnectionTimes
-from headrace.server.guard import Call, Kind, Method
+from headrace.server.guard import MethodKind, ServiceCall, ServiceMethod
 from headrace.server.limits import ClientLimits
 from headrace.streams.errors import (
     Closed,
@@ -35,21 +35,21 @@ NAME = "headrace.v1.TestService"
 BOTH = pytest.mark.parametrize("native", [True, False], ids=["native", "grpc"])
 
 
-def method(name: str, kind: Kind, handler: object) -> Method:
-    return Method(f"{NAME}/{name}", kind, handler)  # type: ignore[arg-type] (each test gives the handler of its kind)
+def method(name: str, kind: MethodKind, handler: object) -> ServiceMethod:
+    return ServiceMethod(f"{NAME}/{name}", kind, handler)  # type: ignore[arg-type] (each test gives the handler of its kind)
 
 
-async def double(call: Call, request: bytes) -> bytes:
+async def double(call: ServiceCall, request: bytes) -> bytes:
     return request + request
 
 
-async def echo(call: Call) -> None:
+async def echo(call: ServiceCall) -> None:
     while (message := await call.read()) is not None:
         await call.write(message)
 
 
-DOUBLE = method("Double", Kind.UNARY, double)
-ECHO = method("Echo", Kind.STREAM, echo)
+DOUBLE = method("Double", MethodKind.UNARY, double)
+ECHO = method("Echo", MethodKind.STREAM, echo)
 
 
 # ---- the same as over gRPC -------------------------------------------------------------------------------------------
@@ -79,10 +79,13 @@ async def test_a_stream_has_messages_both_ways_until_it_ends_in_order(native: bo
 @BOTH
 @pytest.mark.parametrize("error", [NotFound("no"), QueueFull("full"), Unavailable("away"), NotFound("ü" * 3000)])
 async def test_an_error_arrives_as_it_was_raised(native: bool, error: HeadraceError):
-    async def fail(call: Call, request: bytes) -> bytes:
+    async def fail(call: ServiceCall, request: bytes) -> bytes:
         raise error
 
-    async with offering(method("Fail", Kind.UNARY, fail)) as server, calling(server.address, native=native) as client:
+    async with (
+        offering(method("Fail", MethodKind.UNARY, fail)) as server,
+        calling(server.address, native=native) as client,
+    ):
         with pytest.raises(type(error)) as caught:
             await client.unary("TestService/Fail", b"", timeout_s=10)
         assert str(caught.value)[:1000] == str(error)[:1000]
@@ -90,10 +93,13 @@ async def test_an_error_arrives_as_it_was_raised(native: bool, error: HeadraceEr
 
 @BOTH
 async def test_a_bug_shows_no_more_than_that_there_is_one(native: bool, caplog: pytest.LogCaptureFixture):
-    async def fail(call: Call) -> None:
+    async def fail(call: ServiceCall) -> None:
         raise ValueError("the secret")
 
-    async with offering(method("Fail", Kind.STREAM, fail)) as server, calling(server.address, native=native) as client:
+    async with (
+        offering(method("Fail", MethodKind.STREAM, fail)) as server,
+        calling(server.address, native=native) as client,
+    ):
         call = client.stream("TestService/Fail")
         with pytest.raises(HeadraceError, match="which is a bug: its log says more"):
             await call.receive()
@@ -112,7 +118,7 @@ async def test_an_unknown_method_is_not_supported(native: bool):
 async def test_cancelling_the_caller_cancels_the_handler(native: bool):
     began, cancelled = asyncio.Event(), asyncio.Event()
 
-    async def endless(call: Call, request: bytes) -> bytes:
+    async def endless(call: ServiceCall, request: bytes) -> bytes:
         began.set()
         try:
             await asyncio.Event().wait()
@@ -121,7 +127,7 @@ async def test_cancelling_the_caller_cancels_the_handler(native: bool):
         return b""
 
     async with (
-        offering(method("Endless", Kind.UNARY, endless)) as server,
+        offering(method("Endless", MethodKind.UNARY, endless)) as server,
         calling(server.address, native=native) as transport,
     ):
         waiting = asyncio.create_task(transport.unary("TestService/Endless", b"", timeout_s=None))
@@ -136,7 +142,7 @@ async def test_cancelling_the_caller_cancels_the_handler(native: bool):
 async def test_a_handler_knows_the_deadline_and_is_cancelled_after_it(native: bool):
     cancelled, left = asyncio.Event(), list[float | None]()
 
-    async def endless(call: Call, request: bytes) -> bytes:
+    async def endless(call: ServiceCall, request: bytes) -> bytes:
         left.append(call.remaining_s())
         try:
             await asyncio.Event().wait()
@@ -145,7 +151,7 @@ async def test_a_handler_knows_the_deadline_and_is_cancelled_after_it(native: bo
         return b""
 
     async with (
-        offering(method("Endless", Kind.UNARY, endless), DOUBLE) as server,
+        offering(method("Endless", MethodKind.UNARY, endless), DOUBLE) as server,
         calling(server.address, native=native) as transport,
     ):
         await transport.unary("TestService/Double", b"", timeout_s=10)
@@ -160,14 +166,14 @@ async def test_a_handler_knows_the_deadline_and_is_cancelled_after_it(native: bo
 async def test_a_cancelled_stream_is_over_for_both_sides(native: bool):
     cancelled = asyncio.Event()
 
-    async def endless(call: Call) -> None:
+    async def endless(call: ServiceCall) -> None:
         try:
             await call.read()
         finally:
             cancelled.set()
 
     async with (
-        offering(method("Endless", Kind.STREAM, endless)) as server,
+        offering(method("Endless", MethodKind.STREAM, endless)) as server,
         calling(server.address, native=native) as transport,
     ):
         call = transport.stream("TestService/Endless")
@@ -203,11 +209,11 @@ class OneToken(Authenticator):
 
 @BOTH
 async def test_each_call_is_authenticated_by_its_token(native: bool):
-    async def name(call: Call, request: bytes) -> bytes:
+    async def name(call: ServiceCall, request: bytes) -> bytes:
         return call.principal.name.encode()
 
     book = OneToken()
-    async with offering(method("Name", Kind.UNARY, name), ECHO, authenticator=book) as server:
+    async with offering(method("Name", MethodKind.UNARY, name), ECHO, authenticator=book) as server:
         async with calling(server.address, native=native, token="good") as transport:
             assert await transport.unary("TestService/Name", b"", timeout_s=10) == b"shop"
             stream = transport.stream("TestService/Echo")
@@ -263,14 +269,14 @@ async def test_a_message_that_is_too_large_is_refused_and_the_connection_stays(n
 
 @BOTH
 async def test_the_name_in_the_certificate_is_the_caller(native: bool, tmp_path: Path):
-    async def name(call: Call, request: bytes) -> bytes:
+    async def name(call: ServiceCall, request: bytes) -> bytes:
         return call.principal.name.encode()
 
     authority = Authority(tmp_path)
     files, own = authority.issue("127.0.0.1"), authority.issue("shop.example", common_name="shop")
     certificates = {"certificate": files.certificate, "key": files.key, "client_ca": authority.certificate}
     options: dict[str, Any] = {option: str(file) for option, file in certificates.items()}
-    async with offering(method("Name", Kind.UNARY, name), **options) as server:
+    async with offering(method("Name", MethodKind.UNARY, name), **options) as server:
         for tls in (
             Tls(ca=authority.certificate, certificate=own.certificate, key=own.key),
             Tls(
@@ -296,14 +302,14 @@ async def test_the_name_in_the_certificate_is_the_caller(native: bool, tmp_path:
 async def test_a_call_that_is_not_read_holds_up_itself_alone(native: bool):
     written, size = 0, 1 << 16
 
-    async def pour(call: Call, request: bytes) -> None:
+    async def pour(call: ServiceCall, request: bytes) -> None:
         nonlocal written
         while True:
             await call.write(bytes(size))
             written += size
 
     async with (
-        offering(method("Pour", Kind.RESPONSES, pour), DOUBLE) as server,
+        offering(method("Pour", MethodKind.RESPONSES, pour), DOUBLE) as server,
         calling(server.address, native=native) as transport,
     ):
         assert await transport.unary("TestService/Double", b"x", timeout_s=10) == b"xx"
@@ -324,12 +330,12 @@ async def test_a_call_that_is_not_read_holds_up_itself_alone(native: bool):
 async def test_a_handler_that_does_not_read_stops_the_sender_of_its_call_alone():
     go, sent, size = asyncio.Event(), 0, 1 << 16
 
-    async def lazy(call: Call) -> None:
+    async def lazy(call: ServiceCall) -> None:
         await go.wait()
         await echo(call)
 
     async with (
-        offering(method("Lazy", Kind.STREAM, lazy), DOUBLE) as server,
+        offering(method("Lazy", MethodKind.STREAM, lazy), DOUBLE) as server,
         calling(server.address) as transport,
     ):
         call = transport.stream("TestService/Lazy")
@@ -356,17 +362,19 @@ async def test_a_handler_that_does_not_read_stops_the_sender_of_its_call_alone()
 
 
 async def test_bytes_that_no_call_reads_are_limited_for_a_connection():
-    async def lazy(call: Call) -> None:
+    async def lazy(call: ServiceCall) -> None:
         await asyncio.Event().wait()
 
-    async def late(call: Call) -> None:
+    async def late(call: ServiceCall) -> None:
         await go.wait()
         await echo(call)
 
     go = asyncio.Event()
     limits = ClientLimits(publish_bytes=3 * WINDOW, message_bytes=WINDOW)
     async with (
-        offering(method("Lazy", Kind.STREAM, lazy), method("Late", Kind.STREAM, late), DOUBLE, limits=limits) as server,
+        offering(
+            method("Lazy", MethodKind.STREAM, lazy), method("Late", MethodKind.STREAM, late), DOUBLE, limits=limits
+        ) as server,
         calling(server.address) as transport,
     ):
         for _ in range(2):
@@ -431,10 +439,13 @@ BROKEN = {
 async def test_a_client_that_breaks_the_protocol_is_disconnected_and_others_are_served(
     data: bytes, caplog: pytest.LogCaptureFixture
 ):
-    async def lazy(call: Call) -> None:
+    async def lazy(call: ServiceCall) -> None:
         await asyncio.Event().wait()
 
-    async with offering(DOUBLE, ECHO, method("Lazy", Kind.STREAM, lazy)) as server, calling(server.address) as other:
+    async with (
+        offering(DOUBLE, ECHO, method("Lazy", MethodKind.STREAM, lazy)) as server,
+        calling(server.address) as other,
+    ):
         port = await native_port(server.address)
         for _ in range(3):
             async with RawClient.connected(port, data) as client:
@@ -479,13 +490,13 @@ async def test_a_client_without_a_greeting_is_disconnected():
 async def test_a_silent_client_is_disconnected_and_its_calls_are_cancelled():
     cancelled = asyncio.Event()
 
-    async def endless(call: Call) -> None:
+    async def endless(call: ServiceCall) -> None:
         try:
             await call.read()
         finally:
             cancelled.set()
 
-    methods, times = (method("Endless", Kind.STREAM, endless), DOUBLE), ConnectionTimes(native_keepalive_s=0.1)
+    methods, times = (method("Endless", MethodKind.STREAM, endless), DOUBLE), ConnectionTimes(native_keepalive_s=0.1)
     async with offering(*methods, times=times) as server, calling(server.address) as honest:
         await honest.unary("TestService/Double", b"x", timeout_s=10)
         port = await native_port(server.address)
@@ -514,12 +525,12 @@ async def test_connections_of_one_address_are_limited():
 async def test_open_calls_end_in_order_when_the_server_stops():
     entered = asyncio.Event()
 
-    async def slow(call: Call, request: bytes) -> bytes:
+    async def slow(call: ServiceCall, request: bytes) -> bytes:
         entered.set()
         await call.closing.wait()
         return b"done"
 
-    async with offering(method("Slow", Kind.UNARY, slow), DOUBLE) as server, calling(server.address) as transport:
+    async with offering(method("Slow", MethodKind.UNARY, slow), DOUBLE) as server, calling(server.address) as transport:
         answer = asyncio.create_task(transport.unary("TestService/Slow", b"", timeout_s=10))
         await entered.wait()
         server.stop.set()
@@ -532,7 +543,7 @@ async def test_open_calls_end_in_order_when_the_server_stops():
 async def test_calls_that_do_not_end_are_cancelled_when_the_server_stops():
     entered, cancelled = asyncio.Event(), asyncio.Event()
 
-    async def endless(call: Call, request: bytes) -> bytes:
+    async def endless(call: ServiceCall, request: bytes) -> bytes:
         entered.set()
         try:
             await asyncio.Event().wait()
@@ -541,7 +552,7 @@ async def test_calls_that_do_not_end_are_cancelled_when_the_server_stops():
         return b""
 
     async with (
-        offering(method("Endless", Kind.UNARY, endless), drain_s=0.05) as server,
+        offering(method("Endless", MethodKind.UNARY, endless), drain_s=0.05) as server,
         calling(server.address) as transport,
     ):
         answer = asyncio.create_task(transport.unary("TestService/Endless", b"", timeout_s=10))

@@ -17,7 +17,7 @@ from headrace.pipeline.remote import RemoteAccess
 from headrace.silo.provider import Provider
 from headrace.silo.repair import skip_damage
 from headrace.streams.identity import SequenceToken
-from headrace.streams.subscriptions import Behind, Checkpoint, Selector
+from headrace.streams.subscriptions import Checkpoint, Selector, StreamBehind
 from tests.cli.commandline import Headrace
 from tests.silo.services.test_reader import end_within, one_queue, read
 
@@ -165,7 +165,7 @@ async def test_a_subscription_with_a_stream_before_the_damage_gets_a_gap_record(
     await make(tmp_path)
     async with Provider.open(tmp_path) as provider:
         stream = provider.stream("orders", "1").id
-        behind = {0: Checkpoint(5, {stream: Behind(SequenceToken(1), "poison")})}
+        behind = {0: Checkpoint(5, {stream: StreamBehind(SequenceToken(1), "poison")})}
         await provider.store.seek("default", "past", behind, "test")
     await asyncio.to_thread(damage, tmp_path, 2)
     assert (await skip_damage(tmp_path, "default", 0)).noted == ["past", "waits"]

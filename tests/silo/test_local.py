@@ -7,7 +7,7 @@ import pytest
 
 from headrace import Busy, Event, EventBatch, InvalidArgument, Mode, NotSupported, Provider, Start, StreamId
 from headrace.client.consuming_client import ConsumingClient
-from headrace.server.guard import Call, Kind, Method
+from headrace.server.guard import MethodKind, ServiceCall, ServiceMethod
 from headrace.silo.consumers import Consumers
 from headrace.silo.local import InProcessStreamCall, InProcessTransport
 from headrace.silo.options import ProviderOptions
@@ -103,7 +103,7 @@ async def test_a_provider_that_closes_ends_its_consumers(tmp_path: Path):
 class BreakableTransport(InProcessTransport):
     """Breaks its connections when it is told to."""
 
-    def __init__(self, methods: Sequence[Method]) -> None:
+    def __init__(self, methods: Sequence[ServiceMethod]) -> None:
         super().__init__(methods)
         self._calls: list[InProcessStreamCall] = []
 
@@ -135,10 +135,10 @@ async def test_events_after_a_seek_come_again_though_acknowledged_over_a_lost_co
 async def test_a_long_call_within_the_process_is_repeated_after_an_outage():
     failures = [Unavailable("the store does not answer")]
 
-    async def wait(_: Call, request: bytes) -> bytes:
+    async def wait(_: ServiceCall, request: bytes) -> bytes:
         if failures:
             raise failures.pop()
         return request
 
-    transport = InProcessTransport([Method("headrace.v1.TestService/Wait", Kind.UNARY, wait)])
+    transport = InProcessTransport([ServiceMethod("headrace.v1.TestService/Wait", MethodKind.UNARY, wait)])
     assert await transport.long_call("TestService/Wait", b"request", outage_s=1.0) == b"request"

@@ -32,7 +32,7 @@ from headrace import (
 from headrace.pipeline.jobs.archive import archive
 from headrace.pipeline.jobs.audit import audit
 from headrace.pipeline.jobs.findings import CLASSES, UNKNOWN, AuditResult, SubscriptionAudit
-from headrace.streams.subscriptions import Behind, Checkpoint
+from headrace.streams.subscriptions import Checkpoint, StreamBehind
 from tests.cli.commandline import SCRIPT
 from tests.cli.flights_file import write_flights
 from tests.spark.test_source import publish
@@ -184,7 +184,7 @@ def test_events_that_a_subscription_skipped_have_a_gap_record(spark: SparkSessio
     async def plant(provider: Provider) -> None:
         await provider.create_subscription(definition)
         # Stream 0 is behind at offset 4, with 8 done out of order; all else is done below 15.
-        behind = {zero: Behind(SequenceToken(4), "", ((8, 0, 1),))}
+        behind = {zero: StreamBehind(SequenceToken(4), "", ((8, 0, 1),))}
         await provider.store.seek(provider.name, "s", {0: Checkpoint(15, behind)}, "planted")
         gaps = [
             GapRecord(provider.name, "s", 0, None, SequenceToken(0), SequenceToken(2), "range", 1),

@@ -19,7 +19,7 @@ from typing import Any
 from headrace import Event, Provider, RetryPolicy, Selector, Start, StreamId, SubscriptionDefinition
 from headrace.adapters import ProducerSequence
 from headrace.streams.errors import HeadraceError
-from headrace.streams.handlers import Declaration, EventHandler
+from headrace.streams.handlers import EventHandler, SubscriptionDeclaration
 from tests.storage.events import NAMESPACE, JournalWriter, Named, event_of, payload_of
 from tests.storage.planted import planted
 
@@ -113,7 +113,7 @@ class Publisher:
         return [(StreamId(NAMESPACE, event.stream), payload) for event, payload in made]
 
 
-def declared(handler: EventHandler) -> Declaration:
+def declared(handler: EventHandler) -> SubscriptionDeclaration:
     """The subscription with a handler. Poison in many streams must not hold it."""
     definition = SubscriptionDefinition(
         name=HANDLED,
@@ -122,7 +122,7 @@ def declared(handler: EventHandler) -> Declaration:
         retry=RetryPolicy(max_attempts=1),
         circuit_breaker=False,
     )
-    return Declaration("default", definition, handler, batch=False, filter=None, concurrency=100)
+    return SubscriptionDeclaration("default", definition, handler, batch=False, filter=None, concurrency=100)
 
 
 async def handle(provider: Provider, journal: JournalWriter) -> None:

@@ -25,7 +25,7 @@ from headrace import (
     SubscriptionDefinition,
 )
 from headrace.store.control_store import ControlStore, ProviderRecord, TokenRecord
-from headrace.streams.subscriptions import Behind, Checkpoint
+from headrace.streams.subscriptions import Checkpoint, StreamBehind
 
 TAIL = StreamId("flights", "N14228")
 
@@ -218,8 +218,8 @@ async def test_progress_is_kept_with_the_streams_that_are_behind(two: tuple[Cont
     await created(here, q0=Checkpoint(1))
     attachment = await here.attach("p", "stats")
     behind = {
-        TAIL: Behind(SequenceToken(7, 3), 'ValueError: "no" größe'),
-        StreamId("größe\0", "%/\n"): Behind(SequenceToken((1 << 63) - 1)),
+        TAIL: StreamBehind(SequenceToken(7, 3), 'ValueError: "no" größe'),
+        StreamId("größe\0", "%/\n"): StreamBehind(SequenceToken((1 << 63) - 1)),
     }
     now = {0: Checkpoint(10, behind), 3: Checkpoint(2)}
     assert not await here.save_checkpoints("p", [("stats", attachment.epoch, now)])
@@ -227,7 +227,7 @@ async def test_progress_is_kept_with_the_streams_that_are_behind(two: tuple[Cont
 
 
 async def test_a_queue_says_where_all_subscriptions_stand_in_it(store: ControlStore):
-    behind = Checkpoint(12, {TAIL: Behind(SequenceToken(4, 9))})
+    behind = Checkpoint(12, {TAIL: StreamBehind(SequenceToken(4, 9))})
     await created(store, "a", q0=Checkpoint(10), q1=Checkpoint(7))
     await created(store, "b", q0=behind)
     await store.create_subscription("other", definition("c"), {0: Checkpoint(0)})
@@ -239,7 +239,7 @@ async def test_a_queue_says_where_all_subscriptions_stand_in_it(store: ControlSt
 async def test_rough_text_is_kept_in_a_checkpoint(store: ControlStore):
     await created(store)
     epoch = (await store.attach("p", "stats")).epoch
-    rough = {0: Checkpoint(8, {TAIL: Behind(SequenceToken(3), "nul \0 and \ud800")})}
+    rough = {0: Checkpoint(8, {TAIL: StreamBehind(SequenceToken(3), "nul \0 and \ud800")})}
     await store.save_checkpoints("p", [("stats", epoch, rough)])
     assert (await store.checkpoints("p", "stats"))[0].behind[TAIL].paused == "nul \\x00 and \\ud800"
 
@@ -247,7 +247,7 @@ async def test_rough_text_is_kept_in_a_checkpoint(store: ControlStore):
 async def test_thousands_of_streams_may_be_behind(store: ControlStore):
     await created(store)
     epoch = (await store.attach("p", "stats")).epoch
-    behind = {StreamId("n", str(number)): Behind(SequenceToken(number)) for number in range(10_000)}
+    behind = {StreamId("n", str(number)): StreamBehind(SequenceToken(number)) for number in range(10_000)}
     await store.save_checkpoints("p", [("stats", epoch, {0: Checkpoint(1 << 40, behind)})])
     assert (await store.checkpoints("p", "stats"))[0].behind == behind
     assert await store.watermarks("p") == {0: 0}
@@ -283,7 +283,7 @@ async def test_epochs_of_a_deleted_subscription_never_come_back(store: ControlSt
 async def test_a_late_checkpoint_of_the_same_epoch_is_ignored(store: ControlStore):
     await created(store)
     epoch = (await store.attach("p", "stats")).epoch
-    newer = {0: Checkpoint(8), 1: Checkpoint(8, {TAIL: Behind(SequenceToken(3))})}
+    newer = {0: Checkpoint(8), 1: Checkpoint(8, {TAIL: StreamBehind(SequenceToken(3))})}
     await store.save_checkpoints("p", [("stats", epoch, newer)])
     late = {0: Checkpoint(7), 1: Checkpoint(8), 2: Checkpoint(0)}
     assert not await store.save_checkpoints("p", [("stats", epoch, late)])
@@ -298,9 +298,9 @@ async def test_a_save_that_is_carried_out_late_is_ignored(store: ControlStore):
     async def save(position: Checkpoint, revision: int) -> None:
         assert not await store.save_checkpoints("p", [("stats", epoch, {0: position})], revision=revision)
 
-    await save(Checkpoint(8, {TAIL: Behind(SequenceToken(3))}), 2)
-    await save(Checkpoint(8, {TAIL: Behind(SequenceToken(2))}), 1)
-    assert await store.checkpoints("p", "stats") == {0: Checkpoint(8, {TAIL: Behind(SequenceToken(3))})}
+    await save(Checkpoint(8, {TAIL: StreamBehind(SequenceToken(3))}), 2)
+    await save(Checkpoint(8, {TAIL: StreamBehind(SequenceToken(2))}), 1)
+    assert await store.checkpoints("p", "stats") == {0: Checkpoint(8, {TAIL: StreamBehind(SequenceToken(3))})}
     await save(Checkpoint(8), 3)
     assert await store.checkpoints("p", "stats") == {0: Checkpoint(8)}
 
@@ -331,7 +331,7 @@ async def test_a_seek_raises_the_generation_and_nothing_else_does(two: tuple[Con
 
 async def test_the_watermark_is_the_lowest_of_all_subscriptions(store: ControlStore):
     await created(store, "a", q0=Checkpoint(10), q1=Checkpoint(7))
-    await created(store, "b", q0=Checkpoint(12, {TAIL: Behind(SequenceToken(4, 9))}))
+    await created(store, "b", q0=Checkpoint(12, {TAIL: StreamBehind(SequenceToken(4, 9))}))
     await store.create_subscription("other", definition("c"), {0: Checkpoint(0)})
     assert await store.watermarks("p") == {0: 4, 1: 7}
     assert await store.watermarks("p", apart_from=["b"]) == {0: 10, 1: 7}
@@ -343,8 +343,8 @@ async def test_the_watermark_is_the_lowest_of_all_subscriptions(store: ControlSt
     [
         Checkpoint(1 << 63),
         Checkpoint(-1),
-        Checkpoint(5, {TAIL: Behind(SequenceToken(1 << 63))}),
-        Checkpoint(5, {TAIL: Behind(SequenceToken(0, -1))}),
+        Checkpoint(5, {TAIL: StreamBehind(SequenceToken(1 << 63))}),
+        Checkpoint(5, {TAIL: StreamBehind(SequenceToken(0, -1))}),
     ],
 )
 async def test_a_position_that_64_bits_do_not_hold_is_refused(store: ControlStore, checkpoint: Checkpoint):
@@ -358,7 +358,7 @@ async def test_a_position_that_64_bits_do_not_hold_is_refused(store: ControlStor
 async def test_save_stores_the_state_at_the_time_of_the_call(store: ControlStore):
     await created(store)
     epoch = (await store.attach("p", "stats")).epoch
-    behind = {TAIL: Behind(SequenceToken(3))}
+    behind = {TAIL: StreamBehind(SequenceToken(3))}
     saving = asyncio.ensure_future(store.save_checkpoints("p", [("stats", epoch, {0: Checkpoint(8, behind)})]))
     await asyncio.sleep(0)
     behind.clear()

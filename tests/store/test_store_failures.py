@@ -29,7 +29,7 @@ from headrace import (
 from headrace.store.control_store import ControlStore, ProviderRecord, TokenRecord
 from headrace.store.database import Database
 from headrace.store.schema import MIGRATIONS, migrate
-from headrace.streams.subscriptions import Behind, Checkpoint
+from headrace.streams.subscriptions import Checkpoint, StreamBehind
 from tests.random_examples import examples
 
 DEFINITION = SubscriptionDefinition(name="stats", selector=Selector("flights/*"))
@@ -407,7 +407,9 @@ async def test_a_store_of_the_first_version_is_brought_up_to_date_with_all_that_
         async with aclosing(ControlStore(database)) as store:
             assert await store.providers() == [ProviderRecord("default", "log", 8, "ring")]
             assert await store.subscriptions("default") == [DEFINITION]
-            assert await store.checkpoints("default", "stats") == {0: Checkpoint(7, {stream: Behind(token, "boom")})}
+            assert await store.checkpoints("default", "stats") == {
+                0: Checkpoint(7, {stream: StreamBehind(token, "boom")})
+            }
             letter = await store.dead_letter(1)
             assert (letter.payload, letter.headers) == (b"\x00\xff", {"carrier": "UA"})
             assert await store.add_dead_letters([letter], None) == [1]

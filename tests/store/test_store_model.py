@@ -30,7 +30,7 @@ from headrace import (
     SubscriptionDefinition,
 )
 from headrace.store.control_store import ControlStore
-from headrace.streams.subscriptions import Behind, Checkpoint
+from headrace.streams.subscriptions import Checkpoint, StreamBehind
 from tests.random_examples import examples
 from tests.servers import new_schema
 
@@ -47,7 +47,9 @@ WHO = st.integers(0, 1)
 OFFSETS = st.integers(0, 20)
 BEHIND = st.dictionaries(
     st.sampled_from([StreamId("n", "x"), StreamId("n/x", ""), StreamId("", "ä\0")]),
-    st.builds(Behind, st.builds(SequenceToken, OFFSETS, st.integers(0, 3)), st.sampled_from(["", "paused: boom"])),
+    st.builds(
+        StreamBehind, st.builds(SequenceToken, OFFSETS, st.integers(0, 3)), st.sampled_from(["", "paused: boom"])
+    ),
     max_size=2,
 )
 POSITIONS = st.dictionaries(st.integers(0, 2), st.builds(Checkpoint, OFFSETS, BEHIND), max_size=3)

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headrace import InvalidArgument, RetryPolicy, Selector, SequenceToken, Start, StreamId, SubscriptionDefinition
-from headrace.streams.subscriptions import Behind, Checkpoint, StartKind
+from headrace.streams.subscriptions import Checkpoint, StartKind, StreamBehind
 
 NAMES = st.text(st.sampled_from("ab*?[]!%/\n\\.^$ä"), max_size=6)
 
@@ -229,7 +229,7 @@ def test_a_retry_policy_that_cannot_be_is_refused(options: dict[str, float], why
 
 def test_a_checkpoint_needs_later_events_and_those_of_streams_behind():
     slow = StreamId("n", "slow")
-    checkpoint = Checkpoint(100, {slow: Behind(SequenceToken(40, 2))})
+    checkpoint = Checkpoint(100, {slow: StreamBehind(SequenceToken(40, 2))})
     assert checkpoint.watermark == 40
     assert [offset for offset in (39, 40, 99, 100) if checkpoint.wants(slow, offset)] == [40, 99, 100]
     assert [offset for offset in (39, 40, 99, 100) if checkpoint.wants(StreamId("n", "k"), offset)] == [100]

@@ -20,7 +20,7 @@ from headrace.agents import (
     CacheLimits,
     Delivery,
     Edge,
-    Events,
+    EventRange,
     Group,
     HandlerService,
     Member,
@@ -28,7 +28,7 @@ from headrace.agents import (
     PullingManager,
 )
 from headrace.store.control_store import ControlStore
-from headrace.streams.frames import Delivered
+from headrace.streams.frames import DeliveredBatch
 from headrace.streams.handlers import Handler
 from headrace.streams.subscriptions import Checkpoint, SubscriptionDefinition
 from tests.agents.circle import Consumer, indexes, parsed
@@ -350,7 +350,7 @@ class World:
         client.leave()
         client.known.forget(client)
 
-    def acknowledge(self, client: Client, of: Delivered, index: int, count: int, *, up_to: bool = False) -> None:
+    def acknowledge(self, client: Client, of: DeliveredBatch, index: int, count: int, *, up_to: bool = False) -> None:
         known, stream = client.known, of.batch.stream
         if of.redriven:
             client.ack(of)
@@ -358,7 +358,7 @@ class World:
         numbers, held = self._numbers(of, index, count), known.held[stream]
         if self.draining:
             self.look(known)
-        events = Events(of.queue, of.batch.offset, index, count)
+        events = EventRange(of.queue, of.batch.offset, index, count)
         mine = [n for n in numbers if held.get(n) is client]
         must = bool(mine) and (not up_to or mine[0] == numbers[0])
         if up_to:
@@ -372,9 +372,9 @@ class World:
                 del held[number]
                 known.done[stream].add(number)
 
-    def reject(self, client: Client, of: Delivered, index: int, count: int, delay_s: float | None) -> None:
+    def reject(self, client: Client, of: DeliveredBatch, index: int, count: int, delay_s: float | None) -> None:
         known, stream = client.known, of.batch.stream
-        events = Events(of.queue, of.batch.offset, index, count)
+        events = EventRange(of.queue, of.batch.offset, index, count)
         if of.redriven:
             client.group.reject(client.member, events, "no")
             return
@@ -398,7 +398,7 @@ class World:
                 if (self.queue_of(stream), self.tokens[stream][number].offset) not in client.member.in_flight:
                     del held[number]
 
-    def handed_out(self, member: Member, batches: Sequence[Delivered]) -> None:
+    def handed_out(self, member: Member, batches: Sequence[DeliveredBatch]) -> None:
         client = self.members[member]
         for batch in batches:
             if batch.redriven:
@@ -409,7 +409,7 @@ class World:
             else:
                 self._handed_out(client, batch)
 
-    def _handed_out(self, client: Client, batch: Delivered) -> None:
+    def _handed_out(self, client: Client, batch: DeliveredBatch) -> None:
         known, stream = client.known, batch.batch.stream
         done, held = known.done[stream], known.held[stream]
         looked_at = self._low(known, stream)
@@ -477,10 +477,10 @@ class World:
         known.low[stream] = low
         return low
 
-    def _number(self, of: Delivered, index: int) -> int:
+    def _number(self, of: DeliveredBatch, index: int) -> int:
         return bisect_left(self.tokens[of.batch.stream], SequenceToken(of.batch.offset, index))
 
-    def _numbers(self, of: Delivered, index: int, count: int) -> list[int]:
+    def _numbers(self, of: DeliveredBatch, index: int, count: int) -> list[int]:
         tokens, first = self.tokens[of.batch.stream], self._number(of, index)
         end = index + count if count else 1 << 32
         numbers: list[int] = []

@@ -8,7 +8,7 @@ from headrace import InvalidArgument, RetryPolicy, SequenceToken
 from headrace.agents.delivery import confirmations
 from headrace.agents.delivery.confirmations import Confirmed
 from headrace.streams.frames import QueueState
-from headrace.streams.subscriptions import Behind, Checkpoint, Mode
+from headrace.streams.subscriptions import Checkpoint, Mode, StreamBehind
 from tests.agents.circle import Circle, Consumer, Status
 from tests.agents.line import stream
 from tests.virtual_time import virtual_time
@@ -123,7 +123,7 @@ async def test_a_stop_drains_before_the_queue_ends() -> None:
         assert circle.group.is_current(0, 1, 0)
         assert consumer.release(second)
         assert consumer.ack(first)
-        assert await stopping == Checkpoint(2, {stream("a"): Behind(SequenceToken(1))})
+        assert await stopping == Checkpoint(2, {stream("a"): StreamBehind(SequenceToken(1))})
         circle.group.ended(0)
         await circle.rest()
         assert not consumer.served
@@ -286,7 +286,7 @@ async def test_unconfirmed_events_that_the_consumer_holds_are_done() -> None:
         consumer.grant(100, 10_000)
         await circle.rest()
         assert consumer.took()[-1:] == ["2"]
-        assert circle.checkpoint() == Checkpoint(1, {stream("a"): Behind(SequenceToken(0, 2))})
+        assert circle.checkpoint() == Checkpoint(1, {stream("a"): StreamBehind(SequenceToken(0, 2))})
         circle.save()
         await circle.rest()
         assert consumer.confirmed == {0: Confirmed(1, 1, 1)}
@@ -297,7 +297,7 @@ async def test_unconfirmed_events_of_another_stream_are_not_done() -> None:
     async with Circle() as circle:
         consumer = await delivered(circle, ["0"])
         consumer.unconfirmed(1, ("other", 0, 0, 1))
-        assert circle.checkpoint() == Checkpoint(1, {stream("a"): Behind(SequenceToken(0))})
+        assert circle.checkpoint() == Checkpoint(1, {stream("a"): StreamBehind(SequenceToken(0))})
 
 
 @virtual_time

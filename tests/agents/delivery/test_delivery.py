@@ -11,9 +11,9 @@ from time import monotonic
 import pytest
 
 from headrace import Closed, Event, EventBatch, OnFailure, RetryPolicy, SequenceToken, StorageError
-from headrace.agents.cursor import State
+from headrace.agents.cursor import CursorState
 from headrace.streams.handler_workers import TURN_S
-from headrace.streams.subscriptions import Behind, Checkpoint
+from headrace.streams.subscriptions import Checkpoint, StreamBehind
 from tests.agents.line import Line, Recorder, stream, until
 from tests.virtual_time import virtual_time
 
@@ -267,7 +267,7 @@ async def test_a_batch_handler_gets_the_rest_of_a_batch_after_a_restart() -> Non
     async def handler(batch: EventBatch) -> None:
         got.append(batch)
 
-    half = Checkpoint(1, {stream("a"): Behind(SequenceToken(0, 2))})
+    half = Checkpoint(1, {stream("a"): StreamBehind(SequenceToken(0, 2))})
     async with Line(handler, batch=True, checkpoint=half) as line:
         cursor = line.delivery.progress.cursors[stream("a")]
         cursor.feed = line
@@ -426,7 +426,7 @@ async def test_a_paused_stream_stands_still_until_it_is_resumed(rewindable: bool
         await line.done()  # without paused streams
         assert recorder.seen == ["0", "x"]
         paused = line.delivery.progress.checkpoint().behind[stream("a")]
-        assert paused == Behind(SequenceToken(0, 1), "ValueError: no 1")
+        assert paused == StreamBehind(SequenceToken(0, 1), "ValueError: no 1")
         assert not line.delivery.retries.resume(stream("b"))
         assert line.delivery.retries.resume(stream("a"))
         assert not line.delivery.retries.resume(stream("a"))
@@ -439,9 +439,9 @@ async def test_a_paused_stream_stands_still_until_it_is_resumed(rewindable: bool
 
 
 async def test_a_paused_stream_is_paused_after_a_restart() -> None:
-    paused = Checkpoint(5, {stream("a"): Behind(SequenceToken(2, 1), "it failed")})
+    paused = Checkpoint(5, {stream("a"): StreamBehind(SequenceToken(2, 1), "it failed")})
     async with Line(Recorder(), checkpoint=paused) as line:
-        assert line.delivery.progress.cursors[stream("a")].state is State.PAUSED
+        assert line.delivery.progress.cursors[stream("a")].state is CursorState.PAUSED
         assert line.delivery.progress.checkpoint() == paused
 
 
@@ -540,13 +540,15 @@ async def test_a_checkpoint_is_exact_however_streams_interleave() -> None:
         await until(lambda: recorder.running == 2 and "b1" in recorder.seen)
         checkpoint = line.delivery.progress.checkpoint()
         assert checkpoint == Checkpoint(
-            4, {stream("a"): Behind(SequenceToken(0, 1)), stream("c"): Behind(SequenceToken(2, 0))}
+            4, {stream("a"): StreamBehind(SequenceToken(0, 1)), stream("c"): StreamBehind(SequenceToken(2, 0))}
         )
         assert checkpoint.watermark == line.delivery.progress.watermark == 0
 
 
 async def test_a_delivery_goes_on_exactly_where_a_checkpoint_says() -> None:
-    checkpoint = Checkpoint(4, {stream("a"): Behind(SequenceToken(0, 1)), stream("ahead"): Behind(SequenceToken(5, 1))})
+    checkpoint = Checkpoint(
+        4, {stream("a"): StreamBehind(SequenceToken(0, 1)), stream("ahead"): StreamBehind(SequenceToken(5, 1))}
+    )
     recorder = Recorder()
     async with Line(recorder, checkpoint=checkpoint) as line:
         assert line.delivery.progress.checkpoint() == checkpoint
@@ -563,7 +565,7 @@ async def test_a_delivery_goes_on_exactly_where_a_checkpoint_says() -> None:
 
 
 async def test_the_position_never_goes_up_because_many_streams_are_ahead() -> None:
-    ahead = {stream(f"k{number}"): Behind(SequenceToken(100 + number)) for number in range(10)}
+    ahead = {stream(f"k{number}"): StreamBehind(SequenceToken(100 + number)) for number in range(10)}
     async with Line(Recorder(), checkpoint=Checkpoint(7, ahead)) as line:
         assert line.delivery.progress.checkpoint() == Checkpoint(7, ahead)
 
@@ -594,8 +596,8 @@ async def test_a_running_handler_keeps_its_batch_when_its_cursor_is_detached() -
         gate.set()
         await until(lambda: line.parked)
         assert recorder.seen == ["0", "1"]
-        assert (cursor.state, cursor.token, cursor.batch) == (State.PARKED, SequenceToken(1, 0), None)
-        assert line.delivery.progress.checkpoint().behind == {stream("a"): Behind(SequenceToken(1, 0))}
+        assert (cursor.state, cursor.token, cursor.batch) == (CursorState.PARKED, SequenceToken(1, 0), None)
+        assert line.delivery.progress.checkpoint().behind == {stream("a"): StreamBehind(SequenceToken(1, 0))}
 
 
 async def test_a_detached_cursor_in_line_is_parked_and_comes_only_once_when_it_is_back() -> None:
@@ -609,7 +611,7 @@ async def test_a_detached_cursor_in_line_is_parked_and_comes_only_once_when_it_i
         for _ in range(3):
             cursor = line.delivery.progress.cursors[stream("b")]
             line.delivery.detach(cursor)
-            assert cursor.state is State.PARKED
+            assert cursor.state is CursorState.PARKED
             line.delivery.follow(cursor, line, batch)
         gate.set()
         await line.done()
@@ -645,7 +647,7 @@ async def test_a_stop_lets_the_present_event_end_and_starts_no_other() -> None:
     assert recorder.seen == ["0", "1"]
     assert recorder.started == ["0", "1"]
     assert line.delivery.progress.checkpoint() == Checkpoint(
-        2, {stream("a"): Behind(SequenceToken(0, 2)), stream("b"): Behind(SequenceToken(1, 0))}
+        2, {stream("a"): StreamBehind(SequenceToken(0, 2)), stream("b"): StreamBehind(SequenceToken(1, 0))}
     )
 
 
@@ -661,7 +663,7 @@ async def test_a_handler_that_does_not_end_in_time_is_cancelled_and_its_event_no
     await line.delivery.stop(2.5)
     assert loop.time() - began == 2.5
     assert recorder.running == 0
-    assert line.delivery.progress.checkpoint() == Checkpoint(1, {stream("a"): Behind(SequenceToken(0, 1))})
+    assert line.delivery.progress.checkpoint() == Checkpoint(1, {stream("a"): StreamBehind(SequenceToken(0, 1))})
 
 
 @virtual_time

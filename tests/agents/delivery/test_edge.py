@@ -9,7 +9,7 @@ import pytest
 
 from headrace import EventBatch, RetryPolicy
 from headrace.agents import Edge, Member
-from headrace.agents.cursor import State
+from headrace.agents.cursor import CursorState
 from headrace.agents.delivery.edge import (
     FRAME_WORTH,
     FRAMES_BYTES,
@@ -261,7 +261,9 @@ async def _wakes_everybody(rng: random.Random) -> None:
     await asyncio.sleep(10.0)
     for circle in circles:
         available = [member for member in circle.group.members.values() if member.credit_events > 100]
-        left = [c for lane in circle.lanes for c in lane.delivery.progress.cursors.values() if c.state is State.READY]
+        left = [
+            c for lane in circle.lanes for c in lane.delivery.progress.cursors.values() if c.state is CursorState.READY
+        ]
         assert not (available and left)
     await asyncio.gather(*(circle.stop() for circle in circles))
 

@@ -10,15 +10,15 @@ from unittest.mock import patch
 import pytest
 
 from headrace import Closed, Event, EventBatch, Fenced, OnFailure, RetryPolicy, SequenceToken, StorageError, Unavailable
-from headrace.agents import Events
-from headrace.agents.cursor import State
+from headrace.agents import EventRange
+from headrace.agents.cursor import CursorState
 from headrace.agents.delivery.assignment import DRAIN_S
 from headrace.agents.delivery.confirmations import Confirmed
 from headrace.agents.delivery.member import OUTBOX_BYTES
 from headrace.agents.delivery.parcel_writer import PARCEL_BYTES, PARCEL_EVENTS
 from headrace.agents.delivery.progress import HELD_BACK_S
 from headrace.agents.delivery.retries import STORE_RETRY_S
-from headrace.streams.subscriptions import Behind, Checkpoint, Mode
+from headrace.streams.subscriptions import Checkpoint, Mode, StreamBehind
 from tests.agents.circle import Circle, Consumer, indexes, payloads
 from tests.agents.line import Line, Recorder, stream
 from tests.virtual_time import virtual_time
@@ -315,7 +315,7 @@ async def test_what_is_acknowledged_is_done() -> None:
         consumer = await _delivered(circle, numbers(3), ["3"])
         first, second = consumer.take()
         assert consumer.ack(first)
-        assert circle.checkpoint() == Checkpoint(2, {stream("a"): Behind(SequenceToken(1))})
+        assert circle.checkpoint() == Checkpoint(2, {stream("a"): StreamBehind(SequenceToken(1))})
         assert consumer.ack(second)
         assert circle.checkpoint() == Checkpoint(2)
         assert not circle.delivery.parcels
@@ -331,12 +331,12 @@ async def test_events_are_acknowledged_in_any_order() -> None:
         (batch,) = consumer.take()
         assert consumer.ack(batch, 4, 1)
         assert consumer.ack(batch, 2, 1)
-        assert circle.checkpoint().behind[stream("a")] == Behind(SequenceToken(0), "", ((0, 2, 3), (0, 4, 5)))
+        assert circle.checkpoint().behind[stream("a")] == StreamBehind(SequenceToken(0), "", ((0, 2, 3), (0, 4, 5)))
         assert consumer.ack(batch, 0, 2)
-        assert circle.checkpoint().behind[stream("a")] == Behind(SequenceToken(0, 3), "", ((0, 4, 5),))
+        assert circle.checkpoint().behind[stream("a")] == StreamBehind(SequenceToken(0, 3), "", ((0, 4, 5),))
         assert consumer.member.in_flight_events == 2
         assert consumer.ack(batch, 3, 1)
-        assert circle.checkpoint().behind[stream("a")] == Behind(SequenceToken(0, 5))
+        assert circle.checkpoint().behind[stream("a")] == StreamBehind(SequenceToken(0, 5))
         assert consumer.ack(batch, 5)
         assert circle.checkpoint() == Checkpoint(1)
         assert circle.delivery.statistics().delivered_events == 6
@@ -349,9 +349,9 @@ async def test_batches_of_a_parcel_are_acknowledged_in_any_order() -> None:
         batches = consumer.take()
         assert consumer.ack(batches[2])
         assert consumer.ack(batches[1])
-        assert circle.checkpoint().behind[stream("a")] == Behind(SequenceToken(0), "", ((1, 0, 1), (2, 0, 2)))
+        assert circle.checkpoint().behind[stream("a")] == StreamBehind(SequenceToken(0), "", ((1, 0, 1), (2, 0, 2)))
         assert consumer.ack(batches[0])
-        assert circle.checkpoint() == Checkpoint(4, {stream("a"): Behind(SequenceToken(3))})
+        assert circle.checkpoint() == Checkpoint(4, {stream("a"): StreamBehind(SequenceToken(3))})
         assert consumer.ack(batches[3])
         assert circle.checkpoint() == Checkpoint(4)
         assert circle.delivery.statistics().delivered_events == 6
@@ -390,8 +390,8 @@ async def test_up_to_acknowledges_what_is_before_it_in_its_stream() -> None:
         batches = consumer.take()
         assert consumer.ack(batches[2], 3 - 3, 1, up_to=True)
         behind = circle.checkpoint().behind
-        assert behind[stream("a")] == Behind(SequenceToken(3, 1))
-        assert behind[stream("b")] == Behind(SequenceToken(0))
+        assert behind[stream("a")] == StreamBehind(SequenceToken(3, 1))
+        assert behind[stream("b")] == StreamBehind(SequenceToken(0))
         assert consumer.ack(batches[3], up_to=True)
         assert list(circle.checkpoint().behind) == [stream("b")]
 
@@ -426,10 +426,10 @@ async def test_acknowledgements_of_a_part_are_by_index_in_the_whole_batch() -> N
         (part,) = consumer.take()
         assert list(indexes(part)) == [2, 3]
         assert consumer.ack(part, 3, 1)
-        assert circle.checkpoint().behind[stream("a")] == Behind(SequenceToken(0, 2), "", ((0, 3, 4),))
+        assert circle.checkpoint().behind[stream("a")] == StreamBehind(SequenceToken(0, 2), "", ((0, 3, 4),))
         assert not consumer.ack(part, 4, 1), "it does not hold that one"
         assert consumer.ack(part, 2, 100)
-        assert circle.checkpoint().behind[stream("a")] == Behind(SequenceToken(0, 4))
+        assert circle.checkpoint().behind[stream("a")] == StreamBehind(SequenceToken(0, 4))
 
 
 @virtual_time
@@ -439,14 +439,14 @@ async def test_what_a_consumer_does_not_hold_is_refused() -> None:
         consumer = await _delivered(circle, numbers(3))
         (batch,) = consumer.take()
         group, member = circle.group, consumer.member
-        assert not group.acknowledge(member, Events(0, 7))
-        assert not group.acknowledge(member, Events(1, 0))
-        assert not group.acknowledge(member, Events(0, 0, 3))
-        assert not group.acknowledge(member, Events(0, 0, 9), up_to=True)
-        assert not group.reject(member, Events(0, 0, 3), "no")
-        assert not group.acknowledge(other.member, Events(0, 0))
-        assert not group.reject(other.member, Events(0, 0), "no")
-        assert circle.checkpoint().behind[stream("a")] == Behind(SequenceToken(0))
+        assert not group.acknowledge(member, EventRange(0, 7))
+        assert not group.acknowledge(member, EventRange(1, 0))
+        assert not group.acknowledge(member, EventRange(0, 0, 3))
+        assert not group.acknowledge(member, EventRange(0, 0, 9), up_to=True)
+        assert not group.reject(member, EventRange(0, 0, 3), "no")
+        assert not group.acknowledge(other.member, EventRange(0, 0))
+        assert not group.reject(other.member, EventRange(0, 0), "no")
+        assert circle.checkpoint().behind[stream("a")] == StreamBehind(SequenceToken(0))
         assert consumer.ack(batch)
         assert not consumer.ack(batch)
         assert not consumer.reject(batch)
@@ -608,7 +608,7 @@ async def test_a_rejected_event_comes_again_when_its_consumer_wants_it() -> None
         consumer.reject(consumer.take()[0], delay_s=60.0)
         await circle.rest()
         assert consumer.took() == ["x"]
-        assert circle.lane.cursor("a").state is State.WAITING
+        assert circle.lane.cursor("a").state is CursorState.WAITING
         await circle.rest(59.0)
         assert not consumer.inbox
         await circle.rest(1.0)
@@ -701,7 +701,7 @@ async def test_a_stream_is_paused_until_it_is_resumed() -> None:
         circle.publish("b", "x")
         await circle.rest()
         assert consumer.took() == ["x"]
-        assert circle.checkpoint().behind[stream("a")] == Behind(SequenceToken(0), "no 3", ((0, 2, 3),))
+        assert circle.checkpoint().behind[stream("a")] == StreamBehind(SequenceToken(0), "no 3", ((0, 2, 3),))
         assert circle.delivery.retries.resume(stream("a"))
         circle.lane.unpark()
         await circle.rest()
@@ -745,7 +745,7 @@ async def test_a_batch_that_is_damaged_is_given_up_on_and_stops_nobody() -> None
         circle.publish("b", "x")
         await circle.rest()
         assert consumer.took() == ["x"]
-        assert circle.lane.cursor("a").state is State.PAUSED
+        assert circle.lane.cursor("a").state is CursorState.PAUSED
 
 
 # ---- members come and go -------------------------------------------------------------------------------------------
@@ -1155,9 +1155,9 @@ async def test_a_parcel_goes_on_when_its_cursor_left_the_cache() -> None:
         assert not any(bucket.pins for bucket in circle.lane.cache.buckets)
         assert consumer.ack(batches[2])
         assert consumer.ack(batches[0])
-        assert circle.checkpoint().behind[stream("a")] == Behind(SequenceToken(1), "", ((2, 0, 1),))
+        assert circle.checkpoint().behind[stream("a")] == StreamBehind(SequenceToken(1), "", ((2, 0, 1),))
         assert consumer.ack(batches[1])
-        assert circle.lane.cursor("a").state is State.PARKED
+        assert circle.lane.cursor("a").state is CursorState.PARKED
         circle.lane.unpark()
         await circle.rest()
         assert consumer.took() == ["4"]
@@ -1183,7 +1183,7 @@ async def test_what_left_the_cache_is_read_again_where_it_comes_again(way: str) 
             assert consumer.reject(batches[1])
             assert consumer.ack(batches[0])
         await circle.rest()
-        assert circle.lane.cursor("a").state is State.PARKED
+        assert circle.lane.cursor("a").state is CursorState.PARKED
         assert circle.lane.cursor("a").batch is None
         circle.lane.unpark()
         await circle.rest()
@@ -1368,7 +1368,7 @@ async def test_a_stop_waits_for_what_is_in_flight() -> None:
         await circle.rest(5.0)
         for each in consumer.take():
             assert consumer.ack(each)
-        assert await stopping == Checkpoint(3, {stream("a"): Behind(SequenceToken(2))})
+        assert await stopping == Checkpoint(3, {stream("a"): StreamBehind(SequenceToken(2))})
         await circle.rest()
         assert not consumer.inbox, "nothing is handed out any more"
 
@@ -1381,7 +1381,7 @@ async def test_a_stop_does_not_wait_for_ever() -> None:
         began = asyncio.get_running_loop().time()
         done = await circle.stop(5.0)
         assert asyncio.get_running_loop().time() - began == pytest.approx(5.0)
-        assert done == Checkpoint(1, {stream("a"): Behind(SequenceToken(0), "", ((0, 1, 3),))})
+        assert done == Checkpoint(1, {stream("a"): StreamBehind(SequenceToken(0), "", ((0, 1, 3),))})
         assert not consumer.ack(consumer.inbox[0])
 
 
@@ -1410,7 +1410,7 @@ async def test_a_stop_does_not_wait_for_who_is_not_there() -> None:
         one.disconnect()
         await circle.rest()
         assert stopping.done()
-        assert await stopping == Checkpoint(1, {stream("a"): Behind(SequenceToken(0))})
+        assert await stopping == Checkpoint(1, {stream("a"): StreamBehind(SequenceToken(0))})
 
 
 @virtual_time
@@ -1421,7 +1421,7 @@ async def test_what_is_rejected_during_a_stop_comes_again_another_time() -> None
         await circle.rest()
         assert consumer.reject(consumer.inbox[0], 1, 1)
         assert consumer.ack(consumer.inbox[0], 0, 1)
-        assert await stopping == Checkpoint(1, {stream("a"): Behind(SequenceToken(0, 1))})
+        assert await stopping == Checkpoint(1, {stream("a"): StreamBehind(SequenceToken(0, 1))})
         assert not circle.sink.dead
 
 
@@ -1435,7 +1435,7 @@ async def test_a_stop_waits_until_giving_up_is_recorded() -> None:
         await circle.rest()
         assert not stopping.done()
         circle.sink.gate.set()
-        assert await stopping == Checkpoint(1, {stream("a"): Behind(SequenceToken(0, 1))})
+        assert await stopping == Checkpoint(1, {stream("a"): StreamBehind(SequenceToken(0, 1))})
         assert [payload for payload, _, _ in circle.sink.dead] == [b"0"]
 
 
@@ -1454,7 +1454,7 @@ async def test_a_stop_that_is_cancelled_takes_everything_back() -> None:
 @virtual_time
 async def test_a_delivery_goes_on_exactly_where_a_checkpoint_says() -> None:
     done = ((0, 2, 3), (1, 0, 2), (2, 1, 2))
-    start = Checkpoint(4, {stream("a"): Behind(SequenceToken(0, 1), "", done)})
+    start = Checkpoint(4, {stream("a"): StreamBehind(SequenceToken(0, 1), "", done)})
     async with Circle(checkpoints={0: start}) as circle:
         consumer = circle.consumer("c")
         batches = circle.lane.publish_all([("a", ["0", "1", "2", "3"]), ("a", ["4", "5"]), ("a", ["6", "7", "8"])])
@@ -1496,7 +1496,7 @@ async def test_stopping_and_starting_repeats_exactly_what_was_not_acknowledged()
 @pytest.mark.parametrize("batch", [False, True])
 async def test_a_handler_does_not_get_what_was_done_out_of_order(batch: bool) -> None:
     done = ((0, 2, 3), (1, 0, 2), (2, 1, 2))
-    start = Checkpoint(3, {stream("a"): Behind(SequenceToken(0, 1), "", done)})
+    start = Checkpoint(3, {stream("a"): StreamBehind(SequenceToken(0, 1), "", done)})
     recorder = Recorder()
 
     async def on_batch(events: EventBatch) -> None:
@@ -1515,7 +1515,9 @@ async def test_a_handler_does_not_get_what_was_done_out_of_order(batch: bool) ->
 
 
 async def test_a_handler_passes_thousands_of_batches_that_were_done_out_of_order() -> None:
-    start = Checkpoint(5001, {stream("a"): Behind(SequenceToken(0), "", tuple((n, 0, 1) for n in range(1, 5000)))})
+    start = Checkpoint(
+        5001, {stream("a"): StreamBehind(SequenceToken(0), "", tuple((n, 0, 1) for n in range(1, 5000)))}
+    )
     recorder = Recorder()
     async with Line(recorder, checkpoint=start) as line:
         for cursor in line.delivery.progress.cursors.values():

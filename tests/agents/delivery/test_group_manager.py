@@ -17,7 +17,7 @@ from headrace.agents.delivery import member
 from headrace.silo.views import provider_statistics
 from headrace.store.control_store import ControlStore
 from headrace.streams.handlers import Handler
-from headrace.streams.subscriptions import Behind, Checkpoint, SubscriptionDefinition
+from headrace.streams.subscriptions import Checkpoint, StreamBehind, SubscriptionDefinition
 from tests.agents.circle import Consumer, payloads
 from tests.agents.line import NOW, Recorder, stream
 from tests.agents.shelf import Shelf
@@ -200,7 +200,7 @@ async def test_what_is_acknowledged_is_saved_and_told() -> None:
         await rest(1.5)
         assert consumer.confirmed[0].number == 5
         assert await built.stored("g") == {
-            0: Checkpoint(1, {stream("a"): Behind(SequenceToken(0, 1), "", ((0, 2, 3),))})
+            0: Checkpoint(1, {stream("a"): StreamBehind(SequenceToken(0, 1), "", ((0, 2, 3),))})
         }
 
 
@@ -323,7 +323,9 @@ async def test_agents_stop_and_start_while_parcels_are_in_flight() -> None:
         await built.publish("a", "4", queue=0)
         await rest(2)
         assert consumer.took() == ["w"]
-        assert (await built.stored("g"))[0] == Checkpoint(1, {stream("a"): Behind(SequenceToken(0), "", ((0, 1, 3),))})
+        assert (await built.stored("g"))[0] == Checkpoint(
+            1, {stream("a"): StreamBehind(SequenceToken(0), "", ((0, 1, 3),))}
+        )
         await built.manager.queue_host.start_agents([0])
         await rest()
         assert consumer.waiting == ["0", "3"]
@@ -389,7 +391,7 @@ async def test_who_ends_while_agents_stop_loses_no_acknowledgement(way: str) -> 
         await rest()
         assert consumer.ack(batch, 0, 2)
         await asyncio.gather(stopping, ending)
-        done = Checkpoint(0) if way == "move" else Checkpoint(1, {stream("a"): Behind(SequenceToken(0, 2))})
+        done = Checkpoint(0) if way == "move" else Checkpoint(1, {stream("a"): StreamBehind(SequenceToken(0, 2))})
         assert await built.stored("g") == {0: done}
 
 

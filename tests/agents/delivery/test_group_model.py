@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace import RetryPolicy, SequenceToken
-from headrace.agents import Events
-from headrace.agents.cursor import State
+from headrace.agents import EventRange
+from headrace.agents.cursor import CursorState
 from headrace.agents.delivery.confirmations import Confirmed
-from headrace.streams.frames import Delivered
+from headrace.streams.frames import DeliveredBatch
 from headrace.streams.subscriptions import Checkpoint, Mode
 from tests.agents.circle import PLENTY, Circle, Consumer, indexes, payloads
 from tests.agents.line import stream
@@ -161,7 +161,7 @@ class GroupMachine(RuleBasedStateMachine):
         client = self.clients[name]
         if not self._here(name):
             return  # it holds something, and is waited for
-        answer = client.group.acknowledge(client.member, Events(0, offset, index, count), up_to=up_to)
+        answer = client.group.acknowledge(client.member, EventRange(0, offset, index, count), up_to=up_to)
         if up_to and answer:  # also where the named ones were done already
             mine = [n for n, by in held.items() if by == name and n <= named[-1]]
         if not up_to or (named and held.get(named[0]) == name):
@@ -203,7 +203,7 @@ class GroupMachine(RuleBasedStateMachine):
         client, batch, held = self.clients[name], self.batches[key][offset], self.held[key]
         if not self._here(name):
             return
-        if client.group.release(client.member, Events(0, offset, index)):
+        if client.group.release(client.member, EventRange(0, offset, index)):
             for number in [n for n in held if n >= batch[index]]:
                 del held[number]
         else:
@@ -221,7 +221,7 @@ class GroupMachine(RuleBasedStateMachine):
         expected = index < len(batch) and held.get(batch[index]) == name
         if not self._here(name):
             return
-        assert client.group.reject(client.member, Events(0, offset, index, count), "no", 0) == expected
+        assert client.group.reject(client.member, EventRange(0, offset, index, count), "no", 0) == expected
         if expected:
             for number in [n for n in held if n >= batch[index]]:
                 del held[number]
@@ -316,7 +316,7 @@ class GroupMachine(RuleBasedStateMachine):
             for each in client.take():
                 self._came(name, each)
 
-    def _came(self, name: str, each: Delivered) -> None:
+    def _came(self, name: str, each: DeliveredBatch) -> None:
         key = each.batch.stream.key
         batch, held, done = self.batches[key][each.batch.offset], self.held[key], self.done[key]
         numbers = [batch[index] for index in indexes(each)]
@@ -384,7 +384,7 @@ class GroupMachine(RuleBasedStateMachine):
         for key in KEYS:
             following = next(self._undone(key), None)
             cursor = self.circle.delivery.progress.cursors.get(stream(key))
-            if following is not None and cursor is not None and cursor.state is not State.PARKED:
+            if following is not None and cursor is not None and cursor.state is not CursorState.PARKED:
                 assert following in self.held[key], f"nobody was given {key} {following}"
 
     @invariant()

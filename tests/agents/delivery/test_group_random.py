@@ -16,7 +16,7 @@ from headrace.adapters import AdapterContext
 from headrace.adapters.memory import MemoryAdapter
 from headrace.agents import CacheLimits
 from headrace.store.control_store import ControlStore
-from headrace.streams.frames import Delivered
+from headrace.streams.frames import DeliveredBatch
 from headrace.streams.subscriptions import Checkpoint, Mode, SubscriptionDefinition
 from tests.agents.circle import indexes
 from tests.agents.delivery.group_world import PROVIDER, Client, Known, World
@@ -80,7 +80,7 @@ class Life:
         self.rng = rng
         self.rewindable = world.adapter.capabilities.rewindable
         self._published = 0
-        self._kept: dict[Client, list[Delivered]] = {}
+        self._kept: dict[Client, list[DeliveredBatch]] = {}
         self._silent: set[Client] = set()
         self._change: asyncio.Task[None] | None = None
         self._names = count()
@@ -283,7 +283,7 @@ class Life:
                     client, each, rng.choice(indexes(each)), rng.choice((0, 1, 3)), rng.choice((None, 0, 0.5))
                 )
 
-    def _pick(self, client: Client, each: Delivered) -> None:
+    def _pick(self, client: Client, each: DeliveredBatch) -> None:
         """Acknowledge some events of a batch. The others are left for later."""
         rng = self.rng
         for _ in range(rng.randint(1, 5)):

@@ -7,7 +7,7 @@ from headrace import CorruptRecord, EventBatch, SequenceToken
 from headrace.agents import Delivery, QueueCache
 from headrace.agents.cursor import StreamCursor
 from headrace.agents.delivery.progress import ENTRIES_PER_S, HELD_BACK_S, MAX_ENTRIES, DeliveryProgress, UnsavedProgress
-from headrace.streams.subscriptions import Behind, Checkpoint
+from headrace.streams.subscriptions import Checkpoint, StreamBehind
 from tests.agents.circle import Circle
 from tests.agents.line import stream
 from tests.virtual_time import virtual_time
@@ -26,7 +26,7 @@ class Source:
 
 def behind(count: int) -> Checkpoint:
     """So many streams wait at the beginning of a queue that was read up to their number."""
-    return Checkpoint(count, {stream(str(number)): Behind(SequenceToken(number)) for number in range(count)})
+    return Checkpoint(count, {stream(str(number)): StreamBehind(SequenceToken(number)) for number in range(count)})
 
 
 def opened(checkpoint: Checkpoint) -> tuple[DeliveryProgress, Source]:
@@ -64,14 +64,16 @@ def test_what_changes_while_it_is_stored_is_unsaved() -> None:
     assert unsaved is not None
     progress.skip(progress.cursors[stream("1")], SequenceToken(2))
     unsaved.note_saved()
-    assert save(progress).checkpoint.behind[stream("1")] == Behind(SequenceToken(2))
+    assert save(progress).checkpoint.behind[stream("1")] == StreamBehind(SequenceToken(2))
 
 
 def test_a_position_that_moves_is_unsaved() -> None:
     progress, feed = opened(behind(3))
     save(progress)
     publish(progress, feed, "new")
-    assert save(progress).checkpoint == Checkpoint(4, {**behind(3).behind, stream("new"): Behind(SequenceToken(3))})
+    assert save(progress).checkpoint == Checkpoint(
+        4, {**behind(3).behind, stream("new"): StreamBehind(SequenceToken(3))}
+    )
 
 
 def test_after_a_large_checkpoint_the_next_one_is_held_back() -> None:
@@ -123,13 +125,13 @@ stored_ranges = st.lists(st.tuples(positions, st.integers(0, 3), st.integers(1, 
 
 @given(
     st.integers(0, 5),
-    st.none() | st.builds(Behind, tokens, st.just(""), stored_ranges),
+    st.none() | st.builds(StreamBehind, tokens, st.just(""), stored_ranges),
     positions,
     st.integers(0, 3),
     st.integers(1, 4),
 )
 def test_events_are_done_exactly_if_a_checkpoint_says_so(
-    position: int, at: Behind | None, offset: int, first: int, count: int
+    position: int, at: StreamBehind | None, offset: int, first: int, count: int
 ) -> None:
     key = stream("a")
     progress = DeliveryProgress(Checkpoint(position, {} if at is None else {key: at}))

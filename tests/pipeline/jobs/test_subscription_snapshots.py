@@ -22,7 +22,7 @@ from headrace.pipeline.jobs.comparing import lost_ranges, without
 from headrace.pipeline.jobs.subscription_snapshots import SubscriptionSnapshot, checkpoint_of, read_snapshots
 from headrace.pipeline.place import ProviderPlace
 from headrace.streams.states import QueueProgress
-from headrace.streams.subscriptions import Behind, Checkpoint, of_consumer
+from headrace.streams.subscriptions import Checkpoint, StreamBehind, of_consumer
 from tests.client.silos import SiloProcess
 
 PAUSED = StreamId("n", "paused")
@@ -81,7 +81,7 @@ def progress(behind: int, **paused: str) -> QueueProgress:
 def test_streams_behind_that_a_silo_does_not_list_count_as_not_done():
     assert checkpoint_of(progress(0)._replace(watermark=20)) == Checkpoint(20)
     assert checkpoint_of(progress(2, paused="why")) == Checkpoint(5)
-    assert checkpoint_of(progress(1, paused="why")) == Checkpoint(20, {PAUSED: Behind(SequenceToken(5), "why")})
+    assert checkpoint_of(progress(1, paused="why")) == Checkpoint(20, {PAUSED: StreamBehind(SequenceToken(5), "why")})
 
 
 def snapshot(next_offset: int, *gaps: tuple[int, int]) -> SubscriptionSnapshot:

@@ -19,7 +19,7 @@ from headrace.server.access import Authenticator, NoTokens, Permission, new_toke
 from headrace.server.config import GrpcConfig
 from headrace.server.connection_times import CONNECTION_TIMES, ConnectionTimes
 from headrace.server.grpc_server import serving
-from headrace.server.guard import Method
+from headrace.server.guard import ServiceMethod
 from headrace.silo.config import ProviderConfig, SiloConfig
 from headrace.silo.host import Silo
 from headrace.silo.service_limits import SERVICE_LIMITS, ServiceLimits
@@ -191,7 +191,7 @@ class Offered(Caller):
 
 @asynccontextmanager
 async def offering(
-    *methods: Method,
+    *methods: ServiceMethod,
     authenticator: Authenticator | None = None,
     drain_s: float = 10.0,
     times: ConnectionTimes = CONNECTION_TIMES,

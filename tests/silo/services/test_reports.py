@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from headrace.agents import Events
+from headrace.agents import EventRange
 from headrace.proto.v1 import consumer_pb2 as pb
 from headrace.silo.consumers import AttachedConsumer
 from headrace.silo.services import reports
@@ -26,7 +26,7 @@ class Group:
     def is_current(self, queue: int, epoch: int, generation: int) -> bool:
         return (queue, epoch, generation) == (0, self.epoch, 0)
 
-    def acknowledge(self, _: object, events: Events, *, up_to: bool) -> bool:
+    def acknowledge(self, _: object, events: EventRange, *, up_to: bool) -> bool:
         self.taken.append(events.offset)
         if len(self.taken) == reports.CHUNK:
             self.on_turn()
