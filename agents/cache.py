@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from ..adapters.receiving import Gap
 from ..streams.errors import InvalidArgument
 from ..streams.events import EventBatch
@@ -37,13 +39,13 @@ EMPTY = Empty.EMPTY
 
 
 class Bucket:
-    """A tenth of the cache: batches in offset order, and `pins`, the number of cursors in it."""
+    """A tenth of the cache: entries in offset order, and `pins`, the number of cursors in it."""
 
-    __slots__ = ("batches", "bytes", "cache", "events", "pins")
+    __slots__ = ("bytes", "cache", "entries", "events", "pins")
 
     def __init__(self, cache: QueueCache) -> None:
         self.cache = cache
-        self.batches: list[EventBatch] = []
+        self.entries: list[CacheEntry] = []
         self.events = 0
         self.bytes = 0
         self.pins = 0
@@ -52,6 +54,15 @@ class Bucket:
         self.pins -= 1
         if not self.pins:
             self.cache.on_unpinned()
+
+
+class CacheEntry(msgspec.Struct, eq=False):
+    """A batch in the cache. Only the cache and its cursors see entries: a batch does not know where it is cached."""
+
+    batch: EventBatch
+    bucket: Bucket
+    following: CacheEntry | None = None
+    """The next cached batch of the same stream."""
 
 
 class BucketStatistics(NamedTuple):
@@ -97,13 +108,13 @@ class QueueCache:
         self.on_unpinned: Callable[[], None] = _ignore
         """Called when a bucket loses its last pin."""
         self._newest_bytes = 0
-        self._first: dict[StreamId, EventBatch] = {}
-        self._last: dict[StreamId, EventBatch] = {}
+        self._first: dict[StreamId, CacheEntry] = {}
+        self._last: dict[StreamId, CacheEntry] = {}
 
     @property
     def first_offset(self) -> int:
         """The cache still has all received batches from this offset on."""
-        return self.buckets[0].batches[0].offset if self.buckets else self.next_offset
+        return self.buckets[0].entries[0].batch.offset if self.buckets else self.next_offset
 
     @property
     def space(self) -> tuple[int, int]:
@@ -117,29 +128,30 @@ class QueueCache:
         events, size = self._capacity
         return self.events >= events or (self.bytes > 0 and self.bytes + self._newest_bytes > size)
 
-    def add(self, batches: Sequence[EventBatch], next_offset: int | None = None) -> None:
-        """Append batches in offset order. `next_offset`: the offset up to which the queue has been read, if that is
-        further."""
+    def add(self, batches: Sequence[EventBatch], next_offset: int | None = None) -> list[CacheEntry]:
+        """Append batches in offset order, and return their entries. `next_offset`: the offset up to which the queue has
+        been read, if that is further."""
         last = self._last
+        entries: list[CacheEntry] = []
         bucket = self.buckets[-1] if self.buckets else None
         events, size = 0, 0
         for batch in batches:
             if bucket is None or self._full(bucket):
                 bucket = Bucket(self)
                 self.buckets.append(bucket)
-            bucket.batches.append(batch)
+            entry = CacheEntry(batch, bucket)
+            entries.append(entry)
+            bucket.entries.append(entry)
             bucket.events += batch.count
             charge = len(batch.encoded) + BATCH_OVERHEAD_BYTES
             bucket.bytes += charge
-            batch.bucket = bucket
-            batch.following = None
             stream = batch.stream
             before = last.get(stream)
             if before is None:
-                self._first[stream] = batch
+                self._first[stream] = entry
             else:
-                before.following = batch
-            last[stream] = batch
+                before.following = entry
+            last[stream] = entry
             events += batch.count
             size += charge
             self._newest_bytes = charge
@@ -149,6 +161,7 @@ class QueueCache:
             self.next_offset = batches[-1].offset + 1
         if next_offset is not None:
             self.next_offset = max(self.next_offset, next_offset)
+        return entries
 
     def purge(self) -> int:
         """Drop the oldest buckets without pins, but not the newest one while it fills. Return their number."""
@@ -159,12 +172,12 @@ class QueueCache:
             purged += 1
         return purged
 
-    def first_batch(self, stream: StreamId, offset: int) -> EventBatch | None:
-        """The stream's first cached batch at or after `offset`."""
-        batch = self._first.get(stream)
-        while batch is not None and batch.offset < offset:
-            batch = batch.following
-        return batch
+    def first_entry(self, stream: StreamId, offset: int) -> CacheEntry | None:
+        """The entry of the stream's first cached batch at or after `offset`."""
+        entry = self._first.get(stream)
+        while entry is not None and entry.batch.offset < offset:
+            entry = entry.following
+        return entry
 
     def cursor(self, stream: StreamId, start: SequenceToken) -> Cursor | Empty | Gap:
         """Return a cursor at the stream's first event at or after `start`.
@@ -173,18 +186,19 @@ class QueueCache:
         """
         if start.offset < self.first_offset:
             return Gap(start.offset, self.first_offset, "no longer in the cache")
-        batch = self.first_batch(stream, start.offset)
-        if batch is None:
+        entry = self.first_entry(stream, start.offset)
+        if entry is None:
             return EMPTY
-        return Cursor(batch, start.index if batch.offset == start.offset else 0)
+        return Cursor(entry, start.index if entry.batch.offset == start.offset else 0)
 
-    def batches_from(self, offset: int) -> Sequence[EventBatch]:
-        """All cached batches at or after `offset`, in order."""
-        return [batch for bucket in self.buckets for batch in bucket.batches if batch.offset >= offset]
+    def entries_from(self, offset: int) -> Sequence[CacheEntry]:
+        """The entries of all cached batches at or after `offset`, in order."""
+        return [entry for bucket in self.buckets for entry in bucket.entries if entry.batch.offset >= offset]
 
     def statistics(self) -> CacheStatistics:
         buckets = [
-            BucketStatistics(b.events, b.bytes, b.pins, b.batches[0].offset, b.batches[-1].offset) for b in self.buckets
+            BucketStatistics(b.events, b.bytes, b.pins, b.entries[0].batch.offset, b.entries[-1].batch.offset)
+            for b in self.buckets
         ]
         return CacheStatistics(buckets, self.events, self.bytes, self.max_events, self.max_bytes, self.pressure)
 
@@ -195,14 +209,13 @@ class QueueCache:
         first, last = self._first, self._last
         self.events -= bucket.events
         self.bytes -= bucket.bytes
-        for batch in bucket.batches:
-            stream, following = batch.stream, batch.following
+        for entry in bucket.entries:
+            stream, following = entry.batch.stream, entry.following
             if following is None:
                 del first[stream], last[stream]
             else:
                 first[stream] = following
-                batch.following = None  # a delivery that still holds this batch must not keep all later ones in memory
-        bucket.batches = []  # break the cycle of references between batches and bucket, so that they are freed at once
+        bucket.entries = []  # break the cycle of references between entries and bucket, so that they are freed at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,59 +254,61 @@ class Cursor:
     A cursor without a batch is parked: it left the cache and only remembers its `token`.
     """
 
-    __slots__ = ("_offset", "batch", "bucket", "index")
+    __slots__ = ("_offset", "batch", "entry", "index")
 
-    def __init__(self, batch: EventBatch, index: int = 0) -> None:
-        self._offset = batch.offset
-        self.attach(batch, index)
+    def __init__(self, entry: CacheEntry, index: int = 0) -> None:
+        self.attach(entry, index)
 
     @property
     def token(self) -> SequenceToken:
         """Token of the next event. All events of this stream before it are done."""
         return SequenceToken(self._offset, self.index)
 
-    def attach(self, batch: EventBatch, index: int = 0) -> None:
-        """Make `batch` the current one, and pin its bucket."""
-        self.batch: EventBatch | None = batch
-        self.bucket: Bucket | None = batch.bucket
-        self._offset = batch.offset
+    @property
+    def bucket(self) -> Bucket | None:
+        """The bucket that the cursor pins, None outside of the cache."""
+        return None if self.entry is None else self.entry.bucket
+
+    def attach(self, entry: CacheEntry, index: int = 0) -> None:
+        """Make the batch of `entry` the current one, and pin its bucket."""
+        self.batch: EventBatch | None = entry.batch
+        self.entry: CacheEntry | None = entry
+        self._offset = entry.batch.offset
         self.index = index
-        if self.bucket is not None:
-            self.bucket.pins += 1
+        entry.bucket.pins += 1
 
     def advance(self) -> EventBatch | Empty:
         """The batch is done: move to the stream's next one. If the cache has none, unpin and return EMPTY."""
-        batch, bucket = self.batch, self.bucket
-        assert batch is not None
+        entry = self.entry
         self.index = 0
-        following = batch.following if bucket is not None else None
+        following = entry.following if entry is not None else None
         if following is None:
-            self.batch = self.bucket = None
-            self._offset = batch.offset + 1
+            self.batch = self.entry = None
+            self._offset += 1
         else:
-            self.batch = following
-            self._offset = following.offset
-            if following.bucket is bucket:
-                return following
-            self.bucket = following.bucket
+            self.batch, self.entry = following.batch, following
+            self._offset = following.batch.offset
+            if entry is not None and following.bucket is entry.bucket:
+                return following.batch
             following.bucket.pins += 1
-        if bucket is not None:
+        if entry is not None:
+            bucket = entry.bucket
             bucket.pins -= 1
             if not bucket.pins:
                 bucket.cache.on_unpinned()
-        return EMPTY if following is None else following
+        return EMPTY if following is None else following.batch
 
     def stand_on(self, batch: EventBatch) -> None:
         """Make a later batch of the stream the current one, outside of all caches."""
-        assert self.bucket is None
+        assert self.entry is None
         self.batch = batch
         self._offset = batch.offset
         self.index = 0
 
     def release(self) -> None:
         """Unpin, but keep the batch: a running handler goes on with it while the cache moves on."""
-        if self.bucket is not None:
-            bucket, self.bucket = self.bucket, None
+        if self.entry is not None:
+            bucket, self.entry = self.entry.bucket, None
             bucket.unpin()
 
     def park(self) -> None:

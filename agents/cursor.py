@@ -6,10 +6,9 @@ import asyncio
 import enum
 from typing import TYPE_CHECKING
 
-from ..streams.events import EventBatch
 from ..streams.identity import SequenceToken, StreamId
 from ..streams.subscriptions import StreamBehind
-from .cache import Cursor
+from .cache import CacheEntry, Cursor
 
 if TYPE_CHECKING:
     from .delivery.parcel import Parcel
@@ -81,11 +80,10 @@ class StreamCursor(Cursor):
 
     __slots__ = ("done", "feed", "parcel", "state", "stream", "trouble")
 
-    def __init__(self, stream: StreamId, feed: BatchSource | None, batch: EventBatch) -> None:
-        bucket = batch.bucket
-        bucket.pins += 1
-        self.batch = batch
-        self.bucket = bucket
+    def __init__(self, stream: StreamId, feed: BatchSource | None, entry: CacheEntry) -> None:
+        entry.bucket.pins += 1
+        self.batch = batch = entry.batch
+        self.entry = entry
         self.index = 0
         self._offset = batch.offset
         self.stream = stream
@@ -103,7 +101,7 @@ class StreamCursor(Cursor):
     @classmethod
     def parked(cls, stream: StreamId, behind: StreamBehind) -> StreamCursor:
         cursor = cls.__new__(cls)
-        cursor.batch = cursor.bucket = cursor.feed = cursor.trouble = cursor.parcel = None
+        cursor.batch = cursor.entry = cursor.feed = cursor.trouble = cursor.parcel = None
         cursor.done = {}
         for offset, first, last in behind.done:
             cursor.done.setdefault(offset, set()).update(range(first, last))

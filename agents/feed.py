@@ -185,12 +185,12 @@ class Feed:
     def _add(self, batches: Sequence[EventBatch]) -> None:
         """Add batches to the cache, and offer them to the deliveries."""
         before = self.cache.next_offset
-        self.cache.add(batches)
+        entries = self.cache.add(batches)
         try:
             with self._nothing_goes():
                 for delivery in self.deliveries:
                     delivery.progress.read_on(self)
-                    delivery.offer(self, batches, self.base(delivery))
+                    delivery.offer(self, entries, self.base(delivery))
         except Exception:
             # Else deliveries that were not offered the batches would count them as done.
             self.cache.next_offset = before
@@ -251,11 +251,11 @@ class Feed:
     def adopt(self, delivery: Delivery, cursor: StreamCursor) -> None:
         """Serve a parked cursor whose next event is not before the start of this feed's cache."""
         offset, index = cursor.token
-        batch = self.cache.first_batch(cursor.stream, offset)
-        if batch is not None and batch.offset == offset and index >= batch.count:
-            batch = batch.following
-        if batch is not None:
-            delivery.follow(cursor, self, batch)
+        entry = self.cache.first_entry(cursor.stream, offset)
+        if entry is not None and entry.batch.offset == offset and index >= entry.batch.count:
+            entry = entry.following
+        if entry is not None:
+            delivery.follow(cursor, self, entry)
         elif self.has_passed(delivery, cursor):
             delivery.forget(cursor)
         else:
@@ -282,7 +282,7 @@ class Feed:
         # Offer first, then adopt: otherwise a stream that is ahead of this cache would look like a new one.
         parked = [c for c in progress.cursors.values() if c.state is CursorState.PARKED and c.feed is None]
         with self._nothing_goes():
-            delivery.offer(self, self.cache.batches_from(progress.base), progress.base)
+            delivery.offer(self, self.cache.entries_from(progress.base), progress.base)
             for cursor in parked:
                 if cursor.token.offset >= self.cache.first_offset:
                     self.adopt(delivery, cursor)

@@ -50,10 +50,11 @@ class CacheRelief:
             return
         oldest = feed.cache.buckets[0]
         cursors = [delivery.progress.cursors.values() for delivery in feed.deliveries]
-        starved = any(all(cursor.bucket is None for cursor in of_one) for of_one in cursors)
+        starved = any(all(cursor.entry is None for cursor in of_one) for of_one in cursors)
         held = self._held_apart()
         for delivery in [d for d in self._deliveries.values() if self.is_detachable(d)]:
-            there = (delivery.progress.cursors.get(stream) for stream in {batch.stream for batch in oldest.batches})
+            streams = {entry.batch.stream for entry in oldest.entries}
+            there = (delivery.progress.cursors.get(stream) for stream in streams)
             for cursor in [c for c in there if c is not None and c.bucket is oldest]:
                 size = delivery.held(cursor)
                 fits = not held or held + size <= self._max_bytes  # the first batch always fits, however large it is
@@ -92,7 +93,7 @@ class CacheRelief:
 
     def _held_apart(self) -> int:
         """Bytes of batches that handlers and consumers keep outside of all caches."""
-        apart = [(d, c) for d in self._deliveries.values() for c in d.progress.cursors.values() if c.bucket is None]
+        apart = [(d, c) for d in self._deliveries.values() for c in d.progress.cursors.values() if c.entry is None]
         return sum(max(d.held(c), c.batch.nbytes) for d, c in apart if c.batch is not None)
 
     def _stuck(self, cursor: StreamCursor) -> bool:

@@ -64,14 +64,10 @@ class EventBatch:
     it stores the batch.
     """
 
-    __slots__ = ("_columns", "bucket", "count", "encoded", "following", "offset", "stream")
+    __slots__ = ("_columns", "count", "encoded", "offset", "stream")
 
-    # `bucket` and `following` belong to the cache that holds the batch (agents/cache.py). They are here so that the
-    # whole path needs only one object per batch. These two, and the cached facts about the columns, are set at first
-    # use.
-    bucket: Any
-    following: EventBatch | None
     _columns: BatchColumns
+    """Set at first use."""
 
     def __init__(self, stream: StreamId, encoded: bytes, count: int, offset: int = 0) -> None:
         self.stream = stream

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from ...balancer.held_leases import LeaseTerm
-from ...streams.events import Event, EventBatch
+from ...streams.events import Event
 from ...streams.failure_log import FailureLog, failure_text
 from ...streams.subscriptions import Checkpoint, SubscriptionDefinition
-from ..cache import EMPTY
+from ..cache import EMPTY, CacheEntry
 from ..cursor import PARKED, READY, RUNNING, CursorState, StreamCursor
 from .breaker import Gate
 from .confirmations import ReportMark
@@ -158,17 +158,18 @@ class Delivery(ABC):
 
     # ---- batches come in -------------------------------------------------------------------------------------------
 
-    def offer(self, feed: BatchSource, batches: Iterable[EventBatch], base: float) -> None:
+    def offer(self, feed: BatchSource, entries: Iterable[CacheEntry], base: float) -> None:
         """Take new batches of `feed`'s cache. Below the offset `base`, only streams with a cursor need any."""
         cursors, ready, selects = self.progress.cursors, self._ready, self._selects
-        for batch in batches:
+        for entry in entries:
+            batch = entry.batch
             stream = batch.stream
             cursor = cursors.get(stream)
             if cursor is None:
                 if batch.offset >= base and selects(stream):
-                    cursors[stream] = cursor = StreamCursor(stream, feed, batch)
+                    cursors[stream] = cursor = StreamCursor(stream, feed, entry)
                     ready.append(cursor)
-            elif cursor.state is PARKED and cursor.feed is feed and self.progress.unpark(cursor, feed, batch):
+            elif cursor.state is PARKED and cursor.feed is feed and self.progress.unpark(cursor, feed, entry):
                 self._enlist(cursor)
         if ready:
             self.wake()
@@ -179,7 +180,7 @@ class Delivery(ABC):
         """The cursor's batch is done: move to the next one with undelivered events, or leave the cache."""
         self.progress.touch()
         while True:
-            apart = cursor.bucket is None
+            apart = cursor.entry is None
             if cursor.done is not None:
                 cursor.forget_batch()
             empty = cursor.advance() is EMPTY
@@ -231,9 +232,9 @@ class Delivery(ABC):
         if cursor.state is READY:
             self._park(cursor)
 
-    def follow(self, cursor: StreamCursor, feed: BatchSource, batch: EventBatch) -> None:
-        """Let a parked cursor go on in `feed`, at `batch`."""
-        if self.progress.unpark(cursor, feed, batch):
+    def follow(self, cursor: StreamCursor, feed: BatchSource, entry: CacheEntry) -> None:
+        """Let a parked cursor go on in the cache of `feed`, at `entry`."""
+        if self.progress.unpark(cursor, feed, entry):
             self._enlist(cursor)
         self.wake()
 

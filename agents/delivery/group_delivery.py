@@ -235,7 +235,7 @@ class GroupDelivery(Delivery):
         """Move the cursor to the next batch of the parcel."""
         if cursor.done is not None:
             cursor.forget_batch()
-        if cursor.bucket is None:
+        if cursor.entry is None:
             cursor.stand_on(batch)
         else:
             cursor.advance()
@@ -260,7 +260,7 @@ class GroupDelivery(Delivery):
 
     def _resume(self, cursor: StreamCursor) -> None:
         """Go on at the cursor's event. If its batch left the cache meanwhile, read it again rather than keep it."""
-        if cursor.bucket is None and self._rewindable:
+        if cursor.entry is None and self._rewindable:
             cursor.park()
         self.go_on(cursor)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ...streams.events import EventBatch
 from ...streams.frames import frame
+from ..cache import CacheEntry
 from ..cursor import CursorFailures
 from .credit_line import CreditLine
 from .edge import Edge
@@ -34,18 +35,18 @@ class ParcelWriter:
     def write(self, parcel: Parcel, most: int, *, one: bool) -> list[bytes]:
         """Put the ready events of the parcel's stream into it, up to `most` or only `one`. Return the frames; none if
         the member cannot take them now. Raises InvalidArgument if the batch is damaged."""
-        cursor, batch, frames = parcel.cursor, parcel.cursor.batch, list[bytes]()
+        cursor, batch, entry, frames = parcel.cursor, parcel.cursor.batch, parcel.cursor.entry, list[bytes]()
         assert batch is not None
         # Later batches follow only a whole batch: a part ends because the credit does.
         if (
             self._add_first(parcel, frames, batch, most, one=one)
             and not one
-            and cursor.bucket is not None
-            and batch.following is not None
+            and entry is not None
+            and entry.following is not None
             and cursor.done is None
             and parcel.pieces[0].stop == batch.count
         ):
-            self._add_following(parcel, frames, batch, most)
+            self._add_following(parcel, frames, entry, most)
         return frames
 
     def write_left(self, parcel: Parcel) -> bytes:
@@ -88,13 +89,14 @@ class ParcelWriter:
         """Whether the member holds a dead letter of this batch: acknowledgements could be mistaken for its own."""
         return any(key[:2] == (self._queue, batch.offset) for key in member.redriven)
 
-    def _add_following(self, parcel: Parcel, frames: list[bytes], first: EventBatch, most: int) -> None:
+    def _add_following(self, parcel: Parcel, frames: list[bytes], first: CacheEntry, most: int) -> None:
         """Add the next cached batches of the stream, as many as a parcel may have and the credit allows."""
-        member, batch = parcel.member, first
+        member, entry = parcel.member, first
         events = min(member.credit_events, PARCEL_EVENTS, most)
         size = min(member.credit_bytes, PARCEL_BYTES, member.account.space)
         while (
-            (batch := batch.following) is not None
+            (entry := entry.following) is not None
+            and (batch := entry.batch)
             and parcel.events + batch.count <= events
             and parcel.size + batch.nbytes + FRAME_BYTES <= size
             and not (member.redriven and self._confusing(member, batch))

@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ...streams.errors import CorruptRecord
-from ...streams.events import EventBatch
 from ...streams.identity import SequenceToken, StreamId
 from ...streams.subscriptions import Checkpoint, StreamBehind
-from ..cache import QueueCache
+from ..cache import CacheEntry, QueueCache
 from ..cursor import PARKED, CursorState, StreamCursor
 
 if TYPE_CHECKING:
@@ -154,12 +153,12 @@ class DeliveryProgress:
         del self.cursors[cursor.stream]
         self.touch()
 
-    def unpark(self, cursor: StreamCursor, feed: BatchSource, batch: EventBatch) -> bool:
-        """Put a parked cursor onto `batch` in `feed`. Return False if the batch is done already."""
-        offset, index = cursor.token
+    def unpark(self, cursor: StreamCursor, feed: BatchSource, entry: CacheEntry) -> bool:
+        """Put a parked cursor onto the batch of `entry` in `feed`. Return False if the batch is done already."""
+        batch, (offset, index) = entry.batch, cursor.token
         if batch.offset < offset or (batch.offset == offset and index >= batch.count):
             return False
-        cursor.attach(batch, index if batch.offset == offset else 0)
+        cursor.attach(entry, index if batch.offset == offset else 0)
         cursor.feed = feed
         if cursor.done is not None:
             cursor.forget_done()

@@ -108,7 +108,7 @@ class Retries:
                 delay_s = self._definition.retry.backoff(trouble.attempts + trouble.excused, self._rng)
             self._wait(cursor, max(delay_s, EXCUSED_S))
             return
-        if cursor.bucket is None and self._rewindable:
+        if cursor.entry is None and self._rewindable:
             cursor.park()
         self._delivery.go_on(cursor)
 
@@ -116,7 +116,7 @@ class Retries:
         cursor.state = CursorState.WAITING
         if self._stopped:
             return
-        if cursor.bucket is None and self._rewindable:
+        if cursor.entry is None and self._rewindable:
             cursor.park()  # it left its cache while it ran: read the batch again later, rather than keep it
         cursor.troubled().timer = self._loop.call_later(delay, self._retry, cursor)
 

@@ -94,7 +94,7 @@ class Bench:
         cursors = [c for d in self.agent.deliveries.values() for c in d.progress.cursors.values()]
         caches = {id(feed.cache): feed.cache for feed in self.feeds()}
         caches |= {id(c.bucket.cache): c.bucket.cache for c in cursors if c.bucket is not None}
-        batches = [b for cache in caches.values() for bucket in cache.buckets for b in bucket.batches]
+        batches = [entry.batch for cache in caches.values() for entry in cache.entries_from(0)]
         batches += [c.batch for c in cursors if c.batch is not None and c.bucket is None]
         return sum(b.count for b in batches), sum(b.nbytes for b in batches)
 

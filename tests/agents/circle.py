@@ -53,15 +53,15 @@ class Lane:
 
     def read_again(self) -> None:
         """Offer everything that is in the cache, as a feed does that a delivery joins."""
-        self.delivery.offer(self, self.cache.batches_from(self._start), self.delivery.progress.base)
+        self.delivery.offer(self, self.cache.entries_from(self._start), self.delivery.progress.base)
 
     def unpark(self) -> None:
         """Bring the next batch of every parked cursor, as a catch-up would."""
         parked, self.parked[:] = list(self.parked), []
         for cursor in parked:
-            batch = self.cache.first_batch(cursor.stream, cursor.token.offset)
-            if batch is not None:
-                self.delivery.follow(cursor, self, batch)
+            entry = self.cache.first_entry(cursor.stream, cursor.token.offset)
+            if entry is not None:
+                self.delivery.follow(cursor, self, entry)
             else:
                 cursor.feed = self  # brings the next one, when there is one
 
@@ -72,8 +72,7 @@ class Lane:
         made = [EventBatch.of(stream(key), [text.encode() for text in payloads]) for key, payloads in parts]
         for offset, batch in enumerate(made, self.cache.next_offset):
             batch.offset = offset
-        self.cache.add(made)
-        self.delivery.offer(self, made, self.delivery.progress.base)
+        self.delivery.offer(self, self.cache.add(made), self.delivery.progress.base)
         self.delivery.waiters.notify()
         return made
 

@@ -95,8 +95,7 @@ class Line:
     def publish(self, key: str, *payloads: bytes) -> EventBatch:
         made = EventBatch.of(stream(key), payloads)
         made.offset = self.cache.next_offset
-        self.cache.add([made])
-        self.delivery.offer(self, [made], self.delivery.progress.base)
+        self.delivery.offer(self, self.cache.add([made]), self.delivery.progress.base)
         self.delivery.waiters.notify()
         return made
 
@@ -105,8 +104,7 @@ class Line:
         made = [EventBatch.of(stream(key), [payload]) for key, payload in batches]
         for offset, batch in enumerate(made, self.cache.next_offset):
             batch.offset = offset
-        self.cache.add(made)
-        self.delivery.offer(self, made, self.delivery.progress.base)
+        self.delivery.offer(self, self.cache.add(made), self.delivery.progress.base)
 
     def drained(self, delivery: Delivery, cursor: StreamCursor) -> None:
         delivery.forget(cursor)

@@ -96,6 +96,7 @@ async def test_an_offer_with_more_events_than_fit_is_read() -> None:
         await bench.publish_numbers(41)
         await bench.caught_up()
         assert receiver.offered == []
+        await waiting_receiver(bench)
         await bench.publish_numbers(30, start=41)
         await bench.caught_up()
         assert receiver.offered == [30]
@@ -129,7 +130,7 @@ async def test_a_feed_takes_only_offers_that_follow_its_cache() -> None:
         assert not feed.accept(made[:2])
         assert not feed.accept(made[1:])
         assert feed.accept(made[2:])
-        assert [batch.offset for batch in bench.main.batches_from(0)] == [0, 1, 2]
+        assert [entry.batch.offset for entry in bench.main.entries_from(0)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from headrace import EventBatch, SequenceToken, StreamId
 from headrace.adapters.receiving import Gap
-from headrace.agents.cache import BATCH_OVERHEAD_BYTES, BUCKETS, EMPTY, Cursor, QueueCache
+from headrace.agents.cache import BATCH_OVERHEAD_BYTES, BUCKETS, EMPTY, CacheEntry, Cursor, QueueCache
 
 PLENTY = 1 << 40
 
@@ -48,8 +48,12 @@ def offsets(batches: Iterable[EventBatch]) -> list[int]:
     return [one.offset for one in batches]
 
 
+def batches_of(entries: Iterable[CacheEntry]) -> list[EventBatch]:
+    return [entry.batch for entry in entries]
+
+
 def bucket_offsets(cache: QueueCache) -> list[list[int]]:
-    return [offsets(bucket.batches) for bucket in cache.buckets]
+    return [offsets(batches_of(bucket.entries)) for bucket in cache.buckets]
 
 
 def pins(cache: QueueCache) -> list[int]:
@@ -84,7 +88,7 @@ def test_pressure_begins_with_the_event_that_fills_the_tenth_bucket(max_events: 
         assert not cache.pressure, f"pressure at {offset} events"
         cache.add([batch("a", offset)])
     assert cache.pressure
-    assert [len(bucket.batches) for bucket in cache.buckets] == [under_pressure_at // 10] * 10
+    assert [len(bucket.entries) for bucket in cache.buckets] == [under_pressure_at // 10] * 10
 
 
 def test_pressure_begins_with_the_byte_that_fills_the_tenth_bucket() -> None:
@@ -94,7 +98,7 @@ def test_pressure_begins_with_the_byte_that_fills_the_tenth_bucket() -> None:
         assert not cache.pressure, f"pressure at {offset} batches"
         cache.add([batch("a", offset, nbytes=100)])
     assert cache.pressure
-    assert [len(bucket.batches) for bucket in cache.buckets] == [2] * 10
+    assert [len(bucket.entries) for bucket in cache.buckets] == [2] * 10
 
 
 def test_large_batches_do_not_exceed_the_bytes() -> None:
@@ -402,7 +406,7 @@ def test_a_parked_cursor_goes_on_where_it_left() -> None:
     cursor.advance()
     cursor.park()
     assert cursor.batch is None
-    found = cache.first_batch(stream("a"), cursor.token.offset)
+    found = cache.first_entry(stream("a"), cursor.token.offset)
     assert found is not None
     cursor.attach(found)
     assert pins(cache) == [0, 0, 1, 0]
@@ -414,7 +418,7 @@ def test_a_cursor_attaches_within_a_batch() -> None:
     cache.add([batch("a", 0, count=5)])
     cursor = at(cache, "a", 0)
     cursor.park()
-    cursor.attach(cache.buckets[0].batches[0], 2)
+    cursor.attach(cache.entries_from(0)[0], 2)
     assert cursor.token == (0, 2)
 
 
@@ -432,25 +436,25 @@ def test_parking_twice_gives_back_one_pin() -> None:
 
 def test_the_first_batch_at_or_after_an_offset() -> None:
     cache = filled("abaab")
-    found = [cache.first_batch(stream("a"), offset) for offset in range(5)]
-    assert [one and one.offset for one in found] == [0, 2, 2, 3, None]
-    assert cache.first_batch(stream("c"), 0) is None
+    found = [cache.first_entry(stream("a"), offset) for offset in range(5)]
+    assert [entry and entry.batch.offset for entry in found] == [0, 2, 2, 3, None]
+    assert cache.first_entry(stream("c"), 0) is None
 
 
 def test_the_first_batch_after_a_purge_is_one_that_is_there() -> None:
     cache = filled("aabab")
     at(cache, "b", 2)
     cache.purge()
-    found = cache.first_batch(stream("a"), 0)
+    found = cache.first_entry(stream("a"), 0)
     assert found is not None
-    assert found.offset == 3
+    assert found.batch.offset == 3
 
 
 def test_a_stream_that_was_purged_begins_anew() -> None:
     cache = filled("aab")
     at(cache, "b", 2)
     cache.purge()
-    assert cache.first_batch(stream("a"), 0) is None
+    assert cache.first_entry(stream("a"), 0) is None
     cache.add([batch("a", 3), batch("a", 4)])
     assert rest(at(cache, "a", 2)) == [3, 4]
 
@@ -464,11 +468,11 @@ def test_a_stream_that_was_purged_leaves_nothing_behind() -> None:
 
 def test_all_batches_from_an_offset_on() -> None:
     cache = filled("abcab", per_bucket=2)
-    assert offsets(cache.batches_from(0)) == [0, 1, 2, 3, 4]
-    assert offsets(cache.batches_from(3)) == [3, 4]
-    assert offsets(cache.batches_from(5)) == []
+    assert offsets(batches_of(cache.entries_from(0))) == [0, 1, 2, 3, 4]
+    assert offsets(batches_of(cache.entries_from(3))) == [3, 4]
+    assert offsets(batches_of(cache.entries_from(5))) == []
     cache.purge()
-    assert offsets(cache.batches_from(0)) == [4]
+    assert offsets(batches_of(cache.entries_from(0))) == [4]
 
 
 def test_the_first_offset_is_the_oldest_batch_or_else_the_next_offset() -> None:
@@ -512,7 +516,7 @@ def test_events_and_bytes_are_exact_after_adding_and_purging() -> None:
     assert cache.bytes == sum(map(charge, batches))
     at(cache, "a", 10)
     cache.purge()
-    left = [one for bucket in cache.buckets for one in bucket.batches]
+    left = batches_of(cache.entries_from(0))
     assert 0 < len(left) < len(batches)
     assert cache.events == sum(one.count for one in left)
     assert cache.bytes == sum(map(charge, left))
@@ -537,22 +541,21 @@ def test_the_statistics_tell_of_pressure() -> None:
 
 def test_a_purged_batch_does_not_keep_the_later_ones_alive() -> None:
     cache = QueueCache(10, PLENTY)
-    cache.add([Weak(stream("a"), b"", 1, offset) for offset in range(5)])
-    held = cache.buckets[0].batches[0]
-    watched = [weakref.ref(one) for bucket in cache.buckets for one in bucket.batches[:1]][1:]
+    held, *others = batches_of(cache.add([Weak(stream("a"), b"", 1, offset) for offset in range(5)]))
+    watched = [weakref.ref(one) for one in others]
+    del others
     gc.disable()  # to be freed at once, not when a collection comes by
     try:
         assert cache.purge() == 5
         assert [ref() for ref in watched] == [None] * 4
     finally:
         gc.enable()
-    assert held.following is None
+    assert held.offset == 0
 
 
 def test_a_purged_batch_does_not_keep_the_others_of_its_bucket_alive() -> None:
     cache = QueueCache(30, PLENTY)
-    cache.add([Weak(stream(key), b"", 1, offset) for offset, key in enumerate("abc")])
-    held, *others = cache.buckets[0].batches
+    held, *others = batches_of(cache.add([Weak(stream(key), b"", 1, offset) for offset, key in enumerate("abc")]))
     watched = [weakref.ref(one) for one in others]
     del others
     gc.disable()
@@ -575,3 +578,21 @@ def test_there_is_pressure_also_when_one_receive_went_past_the_tenth_bucket() ->
     cache = QueueCache(100, PLENTY)
     cache.add([batch("a", offset) for offset in range(101)])
     assert cache.pressure
+
+
+def test_a_long_stream_is_freed_without_recursion() -> None:
+    cache = QueueCache(200_000, PLENTY)
+    watched = weakref.ref(cache.add([Weak(stream("a"), b"", 1, offset) for offset in range(100_000)])[-1].batch)
+    del cache
+    gc.collect()
+    assert watched() is None
+
+
+def test_a_batch_does_not_know_where_it_is_cached() -> None:
+    (one,) = made = [batch("a", 0)]
+    first, second = QueueCache(10, PLENTY), QueueCache(10, PLENTY)
+    mine, other = first.add(made), second.add(made)
+    second.purge()
+    second.add([batch("a", 1)])
+    assert [entry.batch is one for entry in (*mine, *other)] == [True, True]
+    assert rest(at(first, "a", 0)) == [0]

@@ -229,12 +229,12 @@ class Caches(RuleBasedStateMachine):
     def come_back(self, data: st.DataObject) -> None:
         reader = self.pick(data, self.parked())
         offset, index = reader.next
-        found = self.cache.first_batch(reader.stream, offset)
+        found = self.cache.first_entry(reader.stream, offset)
         upcoming = self.upcoming(reader.stream, offset, self.held)
-        assert (found and found.offset) == (upcoming[0].offset if upcoming else None)
+        assert (found and found.batch.offset) == (upcoming[0].offset if upcoming else None)
         if found is not None:
             reader.on, reader.pinned = upcoming[0], True
-            reader.next = SequenceToken(found.offset, index if found.offset == offset else 0)
+            reader.next = SequenceToken(found.batch.offset, index if found.batch.offset == offset else 0)
             reader.cursor.attach(found, reader.next.index)
 
     @precondition(lambda self: self.parked())
@@ -259,12 +259,12 @@ class Caches(RuleBasedStateMachine):
     def what_a_pinned_cursor_still_needs_is_there_in_order(self) -> None:
         for reader in (reader for reader in self.readers if reader.pinned):
             assert reader.on is not None
-            batch, linked = reader.cursor.batch, list[tuple[int, StreamId, int]]()
-            while batch is not None:
-                assert any(one is batch for one in batch.bucket.batches)
-                assert batch.bucket in self.cache.buckets
-                linked.append((batch.offset, batch.stream, batch.count))
-                batch = batch.following
+            entry, linked = reader.cursor.entry, list[tuple[int, StreamId, int]]()
+            while entry is not None:
+                assert any(one is entry for one in entry.bucket.entries)
+                assert entry.bucket in self.cache.buckets
+                linked.append((entry.batch.offset, entry.batch.stream, entry.batch.count))
+                entry = entry.following
             needed = self.upcoming(reader.stream, reader.on.offset, self.history)
             assert linked == [(item.offset, item.stream, item.count) for item in needed]
 
@@ -277,17 +277,17 @@ class Caches(RuleBasedStateMachine):
 
     @invariant()
     def the_cache_holds_what_the_model_holds(self) -> None:
-        assert [(b.offset, b.stream, b.count, len(b.encoded)) for b in self.cache.batches_from(0)] == [
-            (item.offset, item.stream, item.count, item.nbytes) for item in self.held
-        ]
+        assert [
+            (b.offset, b.stream, b.count, len(b.encoded)) for b in (e.batch for e in self.cache.entries_from(0))
+        ] == [(item.offset, item.stream, item.count, item.nbytes) for item in self.held]
         assert (self.cache.first_offset, self.cache.next_offset) == (self.first_offset(), self.next_offset)
 
     @invariant()
     def each_stream_begins_with_its_first_batch(self) -> None:
         for stream in STREAMS:
-            found = self.cache.first_batch(stream, 0)
+            found = self.cache.first_entry(stream, 0)
             held = self.upcoming(stream, 0, self.held)
-            assert (found and found.offset) == (held[0].offset if held else None)
+            assert (found and found.batch.offset) == (held[0].offset if held else None)
 
     @invariant()
     def sums_are_exact(self) -> None:

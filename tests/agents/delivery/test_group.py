@@ -170,8 +170,7 @@ async def test_headers_and_ids_count_against_the_credit() -> None:
         events = [Event(b"x", {"header": "y" * 500}, id=f"{number:0100}") for number in range(10)]
         batch = EventBatch.of(stream("a"), events)
         batch.offset = 0
-        circle.lane.cache.add([batch])
-        circle.delivery.offer(circle.lane, [batch], 0)
+        circle.delivery.offer(circle.lane, circle.lane.cache.add([batch]), 0)
         consumer = circle.consumer("c", size=2000)
         count = 0
         for _ in range(10):
@@ -739,9 +738,9 @@ async def test_no_other_stream_waits_while_giving_up_is_recorded() -> None:
 async def test_a_batch_that_is_damaged_is_given_up_on_and_stops_nobody() -> None:
     async with Circle(retry=RetryPolicy(max_attempts=1)) as circle:
         batch = EventBatch(stream("a"), stream("a").prefix + b"\x1a\x7f", 3, 0)
-        circle.lane.cache.add([batch])
+        entries = circle.lane.cache.add([batch])
         consumer = circle.consumer("c", events=2)
-        circle.delivery.offer(circle.lane, [batch], 0)
+        circle.delivery.offer(circle.lane, entries, 0)
         circle.publish("b", "x")
         await circle.rest()
         assert consumer.took() == ["x"]

@@ -46,8 +46,8 @@ def publish(progress: DeliveryProgress, feed: Source, key: str) -> None:
     """An event that nobody takes."""
     batch = EventBatch.of(stream(key), [b""])
     batch.offset = feed.cache.next_offset
-    feed.cache.add([batch])
-    progress.cursors[batch.stream] = StreamCursor(batch.stream, feed, batch)
+    (entry,) = feed.cache.add([batch])
+    progress.cursors[batch.stream] = StreamCursor(batch.stream, feed, entry)
     progress.read_on(feed)
 
 
