@@ -72,7 +72,7 @@ class ClusterStore:
         empty. An older member of the same name is superseded: it is refused from now
         on, and its leases expire."""
         me = SiloRecord(
-            name, 0, address, tuple(serves), SiloState.ACTIVE, 0, 0, (), self._secret_hash, 0, dict(settings), process,
+            name, 0, address, tuple(serves), SiloState.ACTIVE, 0, 0, self._secret_hash, 0, dict(settings), process,
             public_address,
         )  # fmt: skip
         return await self._write(_join, me)
@@ -246,23 +246,11 @@ def _view_now(connection: Connection, clock: Clock) -> ClusterView:
 
 def _view(connection: Connection, now: int) -> ClusterView:
     rows = connection.execute(select(leases).order_by(leases.c.provider, leases.c.queue)).all()
-    return ClusterView(now, _silos(connection), [Lease._make(row) for row in rows])
+    members = connection.execute(select(silos).order_by(silos.c.name))
+    return ClusterView(now, [_silo_of(row) for row in members], [Lease._make(row) for row in rows])
 
 
-def _silos(connection: Connection) -> list[SiloRecord]:
-    votes = and_(suspicions.c.silo == silos.c.name, suspicions.c.incarnation == silos.c.incarnation)
-    counted = and_(votes, suspicions.c.heartbeats == silos.c.heartbeats)
-    query = select(silos, suspicions.c.voter).select_from(silos.outerjoin(suspicions, counted))
-    rows: dict[str, Row[Any]] = {}
-    voters: defaultdict[str, list[str]] = defaultdict(list)
-    for row in connection.execute(query.order_by(silos.c.name, suspicions.c.voter)):
-        rows[row.name] = row
-        if row.voter is not None:
-            voters[row.name].append(row.voter)
-    return [_silo_of(row, voters[name]) for name, row in rows.items()]
-
-
-def _silo_of(row: Row[Any], voters: Sequence[str]) -> SiloRecord:
+def _silo_of(row: Row[Any]) -> SiloRecord:
     try:
         serves = msgspec.json.decode(row.serves, type=tuple[str, ...])
         state = SiloState(row.state)
@@ -271,10 +259,9 @@ def _silo_of(row: Row[Any], voters: Sequence[str]) -> SiloRecord:
         raise DataDirectoryError(
             f"silo {row.name!r} in the control store is damaged ({error}): restore it from a copy"
         ) from None
-    votes = tuple(voters)
     times = row.joined_at_us, row.heartbeat_at_us
     known = row.secret_hash, row.heartbeats, settings, row.process, row.public_address
-    return SiloRecord(row.name, row.incarnation, row.address, serves, state, *times, votes, *known)
+    return SiloRecord(row.name, row.incarnation, row.address, serves, state, *times, *known)
 
 
 def _require(connection: Connection, silo: SiloRecord) -> SiloState:

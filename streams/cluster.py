@@ -46,8 +46,6 @@ class SiloRecord(NamedTuple):
     state: SiloState
     joined_at_us: int
     heartbeat_at_us: int
-    suspected_by: Sequence[str]
-    """Names of the silos whose votes against it are valid now."""
     secret_hash: str = ""
     """SHA-256, in hexadecimal digits, of the secret with which it calls other silos. Only the silo itself has the
     secret."""

@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 SERVER_CLOCK = "local time = redis.call('TIME') local now_us = time[1] * 1000000 + time[2]"
 """The clock of every shard."""
-TESTS_CLOCK = "local now_us = tonumber(redis.call('HGET', KEYS[1], 'now_us') or '0')"
-"""A clock that tests set. The rest of the scripts is the same."""
 
 RETURNS_PER_STEP = 200
 """The maximum of expired claims that one pop returns to the queue."""

@@ -118,26 +118,18 @@ class FlightDelays(DemoJob):
 
 
 class OrderCheck(DemoJob):
-    """Checks for each aircraft that its departures come on its own stream, and in order."""
+    """Checks that the departures of each aircraft come on its own stream. The verdict checks their order."""
 
     name = "order"
 
     def __init__(self, directory: Path, flights: Flights) -> None:
         self.strays = 0
-        self.disorder = 0
-        self._newest: dict[str, int] = {}
         super().__init__(directory, flights)
 
     def work(self, aircraft: str, departure: Departure) -> None:
         self.strays += aircraft != (departure.tailnum or UNKNOWN)
-        self._follow(aircraft, departure.row)
 
-    def restore(self, row: int, *_: int | bytes) -> None:
-        self._follow(self.flights.keys[row - 1], row)
-
-    def _follow(self, aircraft: str, row: int) -> None:
-        self.disorder += row < self._newest.get(aircraft, 0)
-        self._newest[aircraft] = row
+    def restore(self, row: int, *_: int | bytes) -> None: ...
 
     def problems(self) -> Iterable[str]:
         if self.strays:

@@ -28,7 +28,7 @@ NOW_S, MATURITY_S, SILENT_S = 10_000, 30, 10
 def silo(name: str, joined_s: float, seen_s: float = 0, state: SiloState = SiloState.ACTIVE, serves: str = "main"):
     """Times are seconds before now."""
     joined_us, seen_us = (int((NOW_S - ago) * 1_000_000) for ago in (joined_s, seen_s))
-    return SiloRecord(name, 1, "", [serves], state, joined_us, seen_us, ())
+    return SiloRecord(name, 1, "", [serves], state, joined_us, seen_us)
 
 
 def stand(*silos: SiloRecord, known: Sequence[str] = (), maturity_s: float = MATURITY_S) -> EligibleSilos:
@@ -103,7 +103,7 @@ class Cluster:
     def start(self, name: str) -> None:
         self.incarnations += 1
         now_us = self.now_s * 1_000_000
-        self.silos[name] = SiloRecord(name, self.incarnations, "", ["main"], SiloState.ACTIVE, now_us, now_us, ())
+        self.silos[name] = SiloRecord(name, self.incarnations, "", ["main"], SiloState.ACTIVE, now_us, now_us)
         self.dead.discard(name)
 
     def change(self, name: str, state: SiloState) -> None:

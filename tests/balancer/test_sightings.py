@@ -5,7 +5,7 @@ from headrace.streams.cluster import ClusterView, Lease, SiloRecord, SiloState
 
 HOUR_US = 3600 * 1_000_000
 LEASE = Lease("p", 0, "a", 1, 1, 1, "a", 8_000_000)
-SILO = SiloRecord("a", 1, "", ("p",), SiloState.ACTIVE, HOUR_US, HOUR_US, ())
+SILO = SiloRecord("a", 1, "", ("p",), SiloState.ACTIVE, HOUR_US, HOUR_US)
 
 
 def over(sightings: Sightings, now: float, lease: Lease = LEASE, now_us: int = HOUR_US) -> bool:

@@ -332,7 +332,7 @@ class MemoryClusterStore:
         self._members.incarnation += 1
         now = self.now(None)
         me = SiloRecord(
-            name, self._members.incarnation, address, tuple(serves), SiloState.ACTIVE, now, now, (),
+            name, self._members.incarnation, address, tuple(serves), SiloState.ACTIVE, now, now,
             settings=dict(settings), process=process, public_address=public_address,
         )  # fmt: skip
         self._silos[name] = me
@@ -378,16 +378,8 @@ class MemoryClusterStore:
         return self.look(self.now(None))
 
     def look(self, now: int) -> ClusterView:
-        silos = [silo._replace(suspected_by=self._voters(silo)) for _, silo in sorted(self._silos.items())]
+        silos = [silo for _, silo in sorted(self._silos.items())]
         return ClusterView(now, silos, [lease for _, lease in sorted(self.leases.items())])
-
-    def _voters(self, silo: SiloRecord) -> tuple[str, ...]:
-        votes = self._votes.get(silo.name)
-        if not votes:
-            return ()
-        counted = ((voter, vote) for voter, vote in sorted(votes.items()))
-        at = silo.incarnation, silo.heartbeats
-        return tuple(voter for voter, (of, _, heartbeats) in counted if (of, heartbeats) == at)
 
     async def acquire(
         self,

@@ -70,7 +70,7 @@ def states(view: ClusterView) -> dict[str, SiloState]:
 async def test_a_silo_that_joins_is_seen_by_all(store: ClusterStore, clock: Clock):
     b = await store.join("b", "host:2", ["orders", "flights"])
     a = await store.join("a", "host:1", [])
-    assert (b.state, b.joined_at_us, b.heartbeat_at_us, b.suspected_by) == (SiloState.ACTIVE, clock.us, clock.us, ())
+    assert (b.state, b.joined_at_us, b.heartbeat_at_us) == (SiloState.ACTIVE, clock.us, clock.us)
     view = await store.view()
     assert view == ClusterView(clock.us, [a, b], [])
     assert view.silos[1].serves == ("orders", "flights")
@@ -162,7 +162,6 @@ async def test_one_slow_peer_does_not_end_a_silo_but_two_do(store: ClusterStore)
     a, b, c, d = await joined(store, *ALL)
     assert not await store.suspect(a, d, ALL)
     assert not await store.suspect(a, d, ALL)
-    assert (await store.view()).silos[3].suspected_by == ("a",)
     assert await store.suspect(b, d, ALL)
     assert states(await store.view())["d"] is SiloState.DEAD
     assert not await store.suspect(c, d, ALL)
@@ -174,10 +173,9 @@ async def test_a_heartbeat_ends_the_votes_against_a_silo(store: ClusterStore):
     a, b, c, _d = await joined(store, *ALL)
     assert not await store.suspect(a, c, ALL)
     seen = (await store.beat(c, LEASE_S)).silos[2]
-    assert (seen.heartbeats, seen.suspected_by) == (1, ())
+    assert seen.heartbeats == 1
     assert not await store.suspect(b, c, ALL)  # this silo has not seen the heartbeat
     assert not await store.suspect(b, seen, ALL)
-    assert (await store.view()).silos[2].suspected_by == ("b",)
     assert await store.suspect(a, seen, ALL)
 
 

@@ -9,13 +9,15 @@ from typing import Any, cast
 from redis import Redis
 
 from headrace.adapters.redis.keys import ShardKeys
-from headrace.adapters.redis.scripts import TESTS_CLOCK, RedisScripts
+from headrace.adapters.redis.scripts import RedisScripts
+
+CLOCK = "local now_us = tonumber(redis.call('HGET', KEYS[1], 'now_us') or '0')"
 
 
 @cache
 def scripts_of_tests() -> RedisScripts:
     """The scripts as they are, except that they read the time from a key of the shard."""
-    return RedisScripts.with_clock(TESTS_CLOCK)
+    return RedisScripts.with_clock(CLOCK)
 
 
 class Clock:
