@@ -97,9 +97,10 @@ class DirectoryCheck:
             yield None
             return
         try:
-            store = await ControlStore.open(where, existing=self._control is not None)
+            shown_as = "control.db" if self._control is None else None
+            store = await ControlStore.open(where, existing=self._control is not None, shown_as=shown_as)
         except StorageError as error:
-            self._found("damaged", "control store", _within(error, scratch), _BACKUP)
+            self._found("damaged", "control store", str(error), _BACKUP)
             yield None
             return
         try:
@@ -139,8 +140,7 @@ class DirectoryCheck:
             self._found("damaged", "control store", str(error), _BACKUP)
             return
         for row in damaged:
-            what, _, way = row.rpartition(": ")
-            self._found("damaged", "control store", what, way)
+            self._found("damaged", "control store", row.problem, row.hint)
 
     def _check_known(self, known: Mapping[str, ProviderRecord], own: Path) -> None:
         store = "control.db" if self._control is None else "the control store"
@@ -259,7 +259,3 @@ def _copy_used(control_db: Path, copy: Path) -> bool:
         except sqlite3.OperationalError:  # this user may not write the files beside it
             return False
     return True
-
-
-def _within(error: Exception, scratch: Path) -> str:
-    return str(error).replace(f"{scratch}/", "")

@@ -75,7 +75,7 @@ def check_row(table: str, row: Row[Any]) -> None:
     if row.checksum != _checksum(table, {name: getattr(row, name) for name in columns}):
         shown = ", ".join(f"{name} {getattr(row, name)!r}" for name in key)
         what = "the row is damaged (its checksum does not match)"
-        raise DataDirectoryError(f"table {table}, {shown}: {what}: {way(row)}")
+        raise DataDirectoryError(f"table {table}, {shown}: {what}", hint=way(row))
 
 
 def _checksum(table: str, row: Mapping[str, Any]) -> int:

@@ -70,17 +70,20 @@ class ControlStore(SubscriptionStore, DeadLetterStore):
     """
 
     @classmethod
-    async def open(cls, where: str | Path, *, timeout_s: float | None = None, existing: bool = False) -> ControlStore:
+    async def open(
+        cls, where: str | Path, *, timeout_s: float | None = None, existing: bool = False, shown_as: str | None = None
+    ) -> ControlStore:
         """Open a control store, or create it if there is none. `where` is the path of a file in an existing directory,
         a database URL, or "memory" for a private store that ends on `aclose`. With `existing` nothing is created or
-        migrated: it raises DataDirectoryError if there is no control store of this version.
+        migrated: it raises DataDirectoryError if there is no control store of this version. Errors name the store by
+        `shown_as`; None: by its path or URL.
 
         A call that waits for another process or for a server fails after `timeout_s`; the default is 30 seconds for a
         file, 5 for a server. Raises DataDirectoryError for a file that another program or a newer headrace made,
         InvalidArgument for a URL of a database that is not supported.
         """
         prepare = schema.require if existing else schema.migrate
-        return cls(await Database.open(where, prepare, timeout_s=timeout_s))
+        return cls(await Database.open(where, prepare, timeout_s=timeout_s, shown_as=shown_as))
 
     @property
     def private(self) -> bool:
@@ -115,9 +118,9 @@ class ControlStore(SubscriptionStore, DeadLetterStore):
         """Return all providers, in the order of names."""
         return await self._database.read(_providers)
 
-    async def damaged_rows(self) -> list[str]:
-        """Read all rows that have a checksum. Return a line, with key and remedy, for each row that does not match."""
-        found: list[str] = []
+    async def damaged_rows(self) -> list[DataDirectoryError]:
+        """Read all rows that have a checksum. Return an error, with key and hint, for each row that does not match."""
+        found: list[DataDirectoryError] = []
         for table in CHECKED_TABLES:
             found += await self._database.read(_damaged_rows, schema.metadata.tables[table])
         return found
@@ -190,13 +193,13 @@ def _providers(connection: Connection) -> list[ProviderRecord]:
     return [_provider_of(row) for row in rows]
 
 
-def _damaged_rows(connection: Connection, table: Table) -> list[str]:
-    found: list[str] = []
+def _damaged_rows(connection: Connection, table: Table) -> list[DataDirectoryError]:
+    found: list[DataDirectoryError] = []
     for row in connection.execution_options(yield_per=_ROWS_AT_ONCE).execute(select(table)):
         try:
             check_row(table.name, row)
         except DataDirectoryError as damage:
-            found.append(str(damage))
+            found.append(damage)
     return found
 
 

@@ -50,9 +50,10 @@ class Database:
     it had not begun, not at all.
     """
 
-    def __init__(self, url: URL, timeout_s: float | None = None) -> None:
+    def __init__(self, url: URL, timeout_s: float | None = None, shown_as: str | None = None) -> None:
+        """Errors name the database by `shown_as`; None: by its path or URL."""
         self._url = url
-        self._where = str(url.database or "in memory") if _is_sqlite(url) else _shown(url)
+        self._where = shown_as or (str(url.database or "in memory") if _is_sqlite(url) else _shown(url))
         self._timeout_s = timeout_s or (BUSY_TIMEOUT_S if _is_sqlite(url) else SERVER_TIMEOUT_S)
         self._engine: Engine | None = None
         self._deadline: TransactionDeadline | None = None
@@ -62,14 +63,19 @@ class Database:
 
     @classmethod
     async def open(
-        cls, where: str | Path, prepare: Callable[[Connection], None], *, timeout_s: float | None = None
+        cls,
+        where: str | Path,
+        prepare: Callable[[Connection], None],
+        *,
+        timeout_s: float | None = None,
+        shown_as: str | None = None,
     ) -> Database:
         """Connect, and run `prepare` as the first transaction. Raises DataDirectoryError, StorageError.
 
         A transaction that waits for others, or for a server, fails after `timeout_s`. The default is `BUSY_TIMEOUT_S`
         for SQLite, `SERVER_TIMEOUT_S` for a server.
         """
-        database = cls(_url(where), timeout_s)
+        database = cls(_url(where), timeout_s, shown_as)
         try:
             await database._in_thread(database._connect)
             await database._in_thread(database._prepare, prepare)

@@ -221,7 +221,7 @@ async def _look(data: Path, expected: _Expected) -> tuple[str, str]:
             await _deliver(provider, reading)
             for letter in await provider.store.dead_letters(provider.name, HANDLED, limit=100_000):
                 reading.take(letter.payload, letters, letter.stream.key)
-            reading.faults += await provider.store.damaged_rows()
+            reading.faults += map(str, await provider.store.damaged_rows())
             gaps = await provider.store.gaps(provider.name)  # a queue that lost its end moves subscriptions back
             reading.faults += [f"a gap in queue {gap.queue}: {gap.reason}" for gap in gaps]
             for name, positions in expected.checkpoints.items():

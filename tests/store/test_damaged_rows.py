@@ -87,7 +87,7 @@ async def test_a_damaged_dead_letter_is_reported_and_the_others_are_listed(
     assert named in line
     with pytest.raises(DataDirectoryError, match=named):
         await store.dead_letter(ids[1])
-    assert [one for one in await store.damaged_rows() if named in one]
+    assert [one for one in await store.damaged_rows() if named in one.problem]
     assert await store.delete_dead_letters("p", "stats", [ids[1]]) == 1
     assert await store.damaged_rows() == []
 
