@@ -17,9 +17,8 @@ from headrace import EventBatch, Start, StreamId
 from headrace.silo.provider import Provider
 from tests.cli.commandline import ENVIRONMENT
 from tests.cli.forking import Process, forking
+from tests.serving import SERVING
 
-NATIVE = os.environ.get("HEADRACE_TEST_NATIVE", "1") == "1"
-"""Whether silos serve the native protocol. HEADRACE_TEST_NATIVE=0 tests the clients over gRPC."""
 READY = re.compile(rb"silo is ready: .*; gRPC on (\S+)")
 
 
@@ -37,7 +36,7 @@ class SiloProcess:
     def start(self) -> str:
         """Start it, or start it again, and return its address when it serves."""
         arguments = ["silo", "--data", str(self.data), "--listen", self.address, *self._flags]
-        environment = ENVIRONMENT | {"HEADRACE_GRPC__NATIVE": str(NATIVE).lower()}
+        environment = ENVIRONMENT | {"HEADRACE_GRPC__NATIVE": str(SERVING.native).lower()}
         self._process = forking().start(arguments, cwd=self.folder, env=environment, stderr=subprocess.PIPE)
         assert self._process.stderr is not None
         lines: list[bytes] = []

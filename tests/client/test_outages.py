@@ -18,6 +18,10 @@ from headrace import Client, Closed, Consumer, Event, ReceivedBatch, RetryPolicy
 from tests.client.consumers import PATIENCE_S, Seen, numbers, publish, take, until
 from tests.client.cutting import CuttingProxy
 from tests.client.silos import SiloProcess, Silos
+from tests.serving import native_and_grpc, serving
+
+__all__ = ("serving",)
+pytest_generate_tests = native_and_grpc
 
 ORDERS = "orders/*"
 KEYS = "abcdefgh"

@@ -33,6 +33,10 @@ from headrace.client.window import PublishWindow, WindowedRequest
 from headrace.streams.publishing import ProducerSequence, Receipt
 from tests.cli.commandline import Headrace
 from tests.client.silos import SiloProcess, Silos, stored
+from tests.serving import native_and_grpc, serving
+
+__all__ = ("serving",)
+pytest_generate_tests = native_and_grpc
 
 S = StreamId("n", "k")
 

@@ -10,7 +10,6 @@ message. Other effects of pages without a checksum are counted only.
 import argparse
 import asyncio
 import logging
-import os
 import random
 import shutil
 import sqlite3
@@ -29,8 +28,9 @@ from headrace import Event, Provider
 from headrace.store.control_store import ControlStore
 from headrace.streams.errors import CorruptRecord, HeadraceError
 from headrace.streams.subscriptions import Checkpoint
+from tests.storage.checks import check_nothing
 from tests.storage.events import Journal, Named, event_of
-from tests.storage.isolated import Killed, in_processes, isolated, temporary
+from tests.storage.isolated import PROCESSES, Killed, in_processes, isolated, temporary, warm_up
 from tests.storage.pages import Spans, control_spans, log_spans, wal_spans
 from tests.storage.planted import WHILE_READING
 from tests.storage.workload import CONSUMED, HANDLED, SELECTOR, options_of
@@ -293,6 +293,7 @@ def main() -> int:
         scene = Scene(Path(folder)).make(seed, options.calls)
         flips = [flip for flip in scene.flips(options.flips, seed) if options.kind in flip.kind]
         checkpoints = isolated(lambda _: scene.checkpoints(), None)  # it has threads, and forks come later
+        warm_up(check_nothing)
         failed = False
         for bug in WHILE_READING if options.bugs else ("",):
             failed |= _run(scene, checkpoints, flips, bug, details=options.details) == (not options.bugs)
@@ -311,7 +312,7 @@ def _run(
     began = time.monotonic()
     table: dict[str, Counter[str]] = defaultdict(Counter)
     bad: list[Outcome] = []
-    for outcome in in_processes(partial(try_flips, scene, checkpoints, bug), flips, os.cpu_count() or 1):
+    for outcome in in_processes(partial(try_flips, scene, checkpoints, bug), flips, PROCESSES):
         table[outcome.flip.kind][outcome.what] += 1
         if outcome.what in OUTCOMES[3:] and not _is_limit(outcome):
             bad.append(outcome)

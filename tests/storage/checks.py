@@ -12,7 +12,8 @@ import headrace.silo.local  # noqa: F401 # pyright: ignore[reportUnusedImport] (
 from headrace import Event, EventBatch, Provider, StreamId
 from headrace.streams.errors import DataDirectoryError, HeadraceError, StorageError
 from tests.storage.events import NAMESPACE, Journal, Named, event_of, payload_of
-from tests.storage.workload import CONSUMED, HANDLED, PUBLISHERS, SELECTOR, STREAMS_EACH, declared
+from tests.storage.isolated import temporary
+from tests.storage.workload import CONSUMED, HANDLED, PUBLISHERS, SELECTOR, STREAMS_EACH, declared, options_of
 
 PATIENCE_S = 40.0
 LAST = 900_000_000
@@ -144,6 +145,13 @@ async def batches_of(provider: Provider, queue: int) -> AsyncIterator[EventBatch
             position = received.next_offset
             for batch in received.batches:
                 yield batch
+
+
+def check_nothing() -> None:
+    """Check a new directory, which has no faults."""
+    with temporary() as folder:
+        found = asyncio.run(check(folder / "data", Journal(), options_of("commit", 0)))
+    assert found == Found([], [])
 
 
 async def check(

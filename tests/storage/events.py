@@ -7,6 +7,7 @@ import hashlib
 import os
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 NAMESPACE = "orders"
@@ -25,6 +26,7 @@ def payload_of(event: Named, size: int) -> bytes:
     return (head + seed * (size // len(seed) + 1))[: max(size, len(head))]
 
 
+@lru_cache(maxsize=50_000)  # a check reads each event several times
 def event_of(payload: bytes) -> Named:
     """The event whose payload this is. Raises ValueError if it differs from the published one."""
     stream, number, size = payload.partition(b"|")[0].decode().split(" ")

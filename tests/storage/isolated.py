@@ -1,5 +1,6 @@
 """Run cases in processes of their own, several at a time: one that is killed by a signal is an outcome, too."""
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -15,6 +16,8 @@ from typing import Any, TypeVar
 
 CASE_S = 90
 """A case that takes longer is killed, in seconds."""
+PROCESSES = 3 * (os.cpu_count() or 1)
+"""How many run cases at once: a case waits for most of its time, for timers and for its own threads."""
 
 _Case = TypeVar("_Case")
 _Outcome = TypeVar("_Outcome")
@@ -30,6 +33,14 @@ def temporary() -> Generator[Path]:
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="headrace-image-", dir=memory) as folder:
         yield Path(folder)
+
+
+def warm_up(run: Callable[[], object]) -> None:
+    """Run once in this process the code that all cases run: each fork then has its modules and caches, and copies fewer
+    pages. Call it before `in_processes`; `run` has to end its threads."""
+    run()
+    gc.collect()
+    gc.freeze()
 
 
 def isolated(run: Callable[[_Case], _Outcome], case: _Case) -> _Outcome:

@@ -10,23 +10,22 @@ import argparse
 import asyncio
 import json
 import logging
-import os
 import random
 import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.storage.checks import Found, check
+from tests.storage.checks import Found, check, check_nothing
 from tests.storage.disk import PAGE, SECTOR, Disk, Kept
 from tests.storage.events import Journal, Named
-from tests.storage.isolated import Killed, in_processes, isolated, temporary
+from tests.storage.isolated import PROCESSES, Killed, in_processes, isolated, temporary, warm_up
 from tests.storage.planted import IN_THE_PROCESS, IN_THE_RECORDING
 from tests.storage.recording import Step, record, steps_of
 from tests.storage.workload import options_of
@@ -209,10 +208,10 @@ class Counts:
     reported: int = 0
     lost: int = 0
     wrong: int = 0
-    failed: list[Outcome] = field(default_factory=list[Outcome])
+    failed: list[tuple[Recording, Outcome]] = field(default_factory=list[tuple[Recording, Outcome]])
     faults: Counter[str] = field(default_factory=Counter[str])
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, recording: Recording, outcome: Outcome) -> None:
         found = outcome.found
         self.images += 1
         self.reported += bool(found.faults)
@@ -220,7 +219,18 @@ class Counts:
         self.wrong += found.wrong
         self.faults.update(fault.partition(": ")[0] for fault in found.faults)
         if found.problems:
-            self.failed.append(outcome)
+            self.failed.append((recording, outcome))
+
+    def include(self, other: "Counts") -> None:
+        """Add the findings of another recording."""
+        self.images += other.images
+        self.writes += other.writes
+        self.syncs += other.syncs
+        self.reported += other.reported
+        self.lost += other.lost
+        self.wrong += other.wrong
+        self.failed += other.failed
+        self.faults.update(other.faults)
 
     def __str__(self) -> str:
         return (
@@ -241,7 +251,7 @@ def chosen(count: int, steps: Sequence[Step], seed: int) -> list[Image]:
     ]
 
 
-def run(recording: Recording, count: int, seed: int, processes: int) -> Counts:
+def run(recording: Recording, count: int, seed: int) -> Counts:
     """Try so many images of a recording."""
     steps = recording.steps()
     counts = Counts()
@@ -250,8 +260,8 @@ def run(recording: Recording, count: int, seed: int, processes: int) -> Counts:
         disk.apply(step)
     counts.writes, counts.syncs = disk.writes, disk.syncs
     images = chosen(count, steps, seed)
-    for outcome in in_processes(partial(try_images, recording, steps), images, processes):
-        counts.add(outcome)
+    for outcome in in_processes(partial(try_images, recording, steps), images, PROCESSES):
+        counts.add(recording, outcome)
     return counts
 
 
@@ -259,11 +269,11 @@ def again(recording: Recording, image: Image) -> str:
     return f"python -m tests.storage.power_loss --recording {recording.path} --image {image}"
 
 
-def show(recording: Recording, counts: Counts, write: Callable[[str], object] = print) -> None:
-    write(f"durability {recording.durability}, retain_bytes {recording.retain_bytes}: {counts}")
-    for outcome in counts.failed[:20]:
-        write(f"  {outcome.image}: {outcome.found.problems[0]}")
-        write(f"    again: {again(recording, outcome.image)}")
+def show(durability: str, retain_bytes: int, counts: Counts) -> None:
+    print(f"durability {durability}, retain_bytes {retain_bytes}: {counts}", flush=True)
+    for recording, outcome in counts.failed[:20]:
+        print(f"  {outcome.image}: {outcome.found.problems[0]}")
+        print(f"    again: {again(recording, outcome.image)}", flush=True)
 
 
 RECORDINGS = (("commit", 0), ("relaxed", 0), ("commit", 60_000))
@@ -274,6 +284,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=600, help="how many, of each recording")
     parser.add_argument("--recordings", type=int, default=len(RECORDINGS), help="the first so many kinds of recordings")
+    parser.add_argument("--rounds", type=int, default=1, help="how many recordings of each kind share the images")
     parser.add_argument("--calls", type=int, default=100, help="calls of each publisher in each part")
     parser.add_argument("--seed", type=int, default=None, help="what is published, and which images are tried")
     parser.add_argument("--bugs", action="store_true", help="plant each bug: by how many images it is found")
@@ -282,18 +293,22 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="with --image: leave the image in this new directory")
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(1 << 30) if options.seed is None else options.seed
-    processes = os.cpu_count() or 1
+    warm_up(check_nothing)
     if options.image:
         return _one(recording_at(options.recording), options.image, options.keep)
     if options.recording:
         recording = recording_at(options.recording)
-        counts = run(recording, options.images, seed, processes)
-        show(recording, counts)
+        counts = run(recording, options.images, seed)
+        show(recording.durability, recording.retain_bytes, counts)
         return bool(counts.failed)
     print(f"seed {seed}", flush=True)
     if options.bugs:
-        return _plant(options.images, options.calls, seed, processes)
-    return _try_all(RECORDINGS[: options.recordings], options.images, options.calls, seed, processes)
+        return _plant(options.images, options.calls, seed)
+    shares = [
+        options.images * (one + 1) // options.rounds - options.images * one // options.rounds
+        for one in range(options.rounds)
+    ]
+    return _try_all(RECORDINGS[: options.recordings], shares, options.calls, seed)
 
 
 def _one(recording: Recording, name: str, keep: Path | None) -> int:
@@ -306,23 +321,30 @@ def _one(recording: Recording, name: str, keep: Path | None) -> int:
     return bool(outcome.found.problems)
 
 
-def _try_all(recordings: Sequence[tuple[str, int]], images: int, calls: int, seed: int, processes: int) -> int:
-    failed = 0
+def _try_all(recordings: Sequence[tuple[str, int]], shares: Sequence[int], calls: int, seed: int) -> int:
+    """Make a recording of each kind for each share of the images."""
+    everything = Counts()
     for durability, retain_bytes in recordings:
-        path = Path(tempfile.mkdtemp(prefix="headrace-power-loss-"))
-        recording = Recording(path=path, durability=durability, retain_bytes=retain_bytes).make(seed, calls)
         began = time.monotonic()
-        counts = run(recording, images, seed, processes)
-        show(recording, counts)
-        print(f"  in {time.monotonic() - began:.0f} s; faults reported: {dict(counts.faults)}", flush=True)
-        assert counts.reported < counts.images, "no image could be opened"
-        failed += len(counts.failed)
-        if not counts.failed:
-            shutil.rmtree(path)
-    return bool(failed)
+        of_kind = Counts()
+        for number, images in enumerate(shares):
+            path = Path(tempfile.mkdtemp(prefix="headrace-power-loss-"))
+            recording = Recording(path=path, durability=durability, retain_bytes=retain_bytes).make(
+                seed + number, calls
+            )
+            counts = run(recording, images, seed + number)
+            assert counts.reported < counts.images, "no image could be opened"
+            of_kind.include(counts)
+            if not counts.failed:
+                shutil.rmtree(path)
+        show(durability, retain_bytes, of_kind)
+        print(f"  in {time.monotonic() - began:.0f} s; faults reported: {dict(of_kind.faults)}", flush=True)
+        everything.include(of_kind)
+    print(f"all: {everything}", flush=True)
+    return bool(everything.failed)
 
 
-def _plant(images: int, calls: int, seed: int, processes: int) -> int:
+def _plant(images: int, calls: int, seed: int) -> int:
     """Markdown."""
     print("| planted bug | images tried | images with problems | acknowledged events lost | the first problem |")
     print("| --- | ---: | ---: | ---: | --- |")
@@ -330,8 +352,8 @@ def _plant(images: int, calls: int, seed: int, processes: int) -> int:
     for bug in (*IN_THE_PROCESS, *IN_THE_RECORDING):
         path = Path(tempfile.mkdtemp(prefix="headrace-power-loss-"))
         recording = Recording(path=path, bug=bug).make(seed, calls)
-        counts = run(recording, images, seed, processes)
-        first = counts.failed[0].found.problems[0] if counts.failed else "none"
+        counts = run(recording, images, seed)
+        first = counts.failed[0][1].found.problems[0] if counts.failed else "none"
         print(f"| {bug} | {counts.images} | {len(counts.failed)} | {counts.lost} | {first} |", flush=True)
         missed += not counts.failed
         shutil.rmtree(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -25,7 +24,7 @@ from headrace.silo.host import Silo
 from headrace.silo.service_limits import SERVICE_LIMITS, ServiceLimits
 from headrace.store.control_store import ControlStore
 from headrace.store.datadir import open_data_directory
-from tests.client.silos import NATIVE
+from tests.serving import SERVING
 from tests.silo.clusters import clustered
 
 # For the whole run: else what gRPC has collected last waits for its thread to end, in the middle of another test.
@@ -166,17 +165,13 @@ async def opened(
         grpc=_config(grpc_options),
         providers={"default": ProviderConfig(**chosen)},
     )
-    if not SILOS:
+    if SERVING.silos == 1:
         async with Silo.opened(config, service_limits) as silo:
             yield silo
         return
     drain_s = min(drain_s, 1.0)  # a queue that moves waits for events that a test leaves unacknowledged
-    async with clustered(msgspec.structs.replace(config, drain_s=drain_s), SILOS) as silos:
+    async with clustered(msgspec.structs.replace(config, drain_s=drain_s), SERVING.silos) as silos:
         yield silos[0]
-
-
-SILOS = int(os.environ.get("HEADRACE_TEST_SILOS", "0"))
-"""Number of silos that share the queues; tests call the first. 0: a single silo."""
 
 
 class Offered(Caller):
@@ -219,7 +214,7 @@ async def _end(server: AsyncExitStack, offered: Offered) -> None:
 
 
 def _config(options: Mapping[str, Any]) -> GrpcConfig:
-    chosen: dict[str, Any] = {"port": 0, "native": NATIVE, **options}
+    chosen: dict[str, Any] = {"port": 0, "native": SERVING.native, **options}
     return GrpcConfig(**chosen)
 
 

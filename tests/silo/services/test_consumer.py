@@ -16,6 +16,7 @@ from headrace.proto.v1 import consumer_pb2 as pb
 from headrace.silo.host import Silo
 from headrace.silo.services.pulling import pull_wait_s
 from headrace.streams.events import Event
+from tests.serving import by_one_and_two_silos, serving
 from tests.silo.services.calling import (
     CLUSTER,
     SUBSCRIPTIONS,
@@ -49,6 +50,9 @@ from tests.silo.services.sessions import (
     reports,
     unconfirmed,
 )
+
+__all__ = ("serving",)
+pytest_generate_tests = by_one_and_two_silos
 
 SHORT_MS = 500
 """The shortest time after which a silent consumer is gone."""
@@ -273,6 +277,7 @@ async def test_events_that_are_not_held_cannot_be_acknowledged(caller: Caller) -
         await session.until(lambda: len(session.refused) == 6)
 
 
+@pytest.mark.one_silo
 async def test_an_acknowledgement_of_more_than_the_consumer_holds_is_refused_and_counts(caller: Caller) -> None:
     """An earlier delivery may have had more events of the batch."""
     session = await begin(caller, definition=defined("s"), consumer="c")

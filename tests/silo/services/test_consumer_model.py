@@ -16,6 +16,7 @@ import pytest
 
 from headrace.proto.v1 import consumer_pb2 as pb
 from headrace.proto.v1 import events_pb2, subscriptions_pb2
+from tests.serving import by_one_and_two_silos, serving
 from tests.silo.services.calling import SUBSCRIPTIONS, Caller, Refused, batch, connecting, opened
 from tests.silo.services.sessions import (
     PATIENCE_S,
@@ -28,6 +29,9 @@ from tests.silo.services.sessions import (
     rejection,
     report,
 )
+
+__all__ = ("serving",)
+pytest_generate_tests = by_one_and_two_silos
 
 SEED = int(os.environ.get("MODEL_SEED", str(random.randrange(1 << 32))))
 STREAMS = 25
