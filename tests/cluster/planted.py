@@ -70,10 +70,10 @@ def release_before_drain(stack: ExitStack) -> None:
 def checkpoint_of_the_maximum(stack: ExitStack) -> None:
     """The checkpoint has the furthest position, and leaves out the streams that are behind."""
 
-    def listed(progress: DeliveryProgress, _: int | None) -> tuple[Checkpoint, bool]:
-        return Checkpoint(progress.position), True
+    def furthest(progress: DeliveryProgress) -> Checkpoint:
+        return Checkpoint(progress.position)
 
-    stack.enter_context(patch.object(DeliveryProgress, "_list", listed))
+    stack.enter_context(patch.object(DeliveryProgress, "checkpoint", furthest))
 
 
 def lease_from_the_answer(stack: ExitStack) -> None:
