@@ -26,9 +26,9 @@ LAST_S = 1.0
 OPEN_S = 15.0
 """Time that the silo has for its first response, in seconds."""
 BEATS = 2
-"""How often the client sends something in the interval in which it has to."""
+"""Requests that the client sends in each heartbeat interval of the silo, if there is nothing else to send."""
 SILENT_BEATS = 7
-"""The silo sends something in at most four beats. After so many silent ones its call is given up."""
+"""The silo sends something at least every four beats. After so many beats without a response the call is given up."""
 
 
 class ConversationUser(Protocol):

@@ -31,7 +31,7 @@ from .options import ConsumerOptions, SessionState
 
 @dataclass(frozen=True, kw_only=True)
 class ConsumerPlan:
-    """What a consumer is to do."""
+    """The checked arguments of `subscribe`."""
 
     name: str
     definition: SubscriptionDefinition | None

@@ -22,7 +22,7 @@ class ObservedProvider(NamedTuple):
     tails: Sequence[Mapping[int, int]]
     """The end of each queue, by the positions of its subscriptions. Empty if the adapter cannot read the queue."""
     delayed: Mapping[int, int]
-    """By queue, the events that are not due yet, stored delayed ones included. Without a queue that cannot count."""
+    """By queue, the number of events that are not due yet. A queue whose adapter cannot count them is missing."""
 
 
 class FieldMetric(NamedTuple):

@@ -290,8 +290,9 @@ class Provider(ProviderCore):
         return await (await self.local_consumer()).dead_letters(subscription, limit=limit, after_id=after_id)
 
     async def redrive(self, subscription: str, ids: Sequence[int] | None = None) -> int:
-        """Deliver dead letters (all, or those with `ids`) once more, out of line. Return how many this
-        requested. An event that fails again stays a dead letter, with its new reason. Raises NotFound."""
+        """Deliver dead letters (all, or those with `ids`) once more, outside of the order of their
+        streams. Return the number of requested redrives. An event that fails again stays a dead letter, with its new
+        reason. Raises NotFound."""
         return await (await self.local_consumer()).redrive(subscription, ids)
 
     async def delete_dead_letters(self, subscription: str, ids: Sequence[int] | None = None) -> int:
@@ -339,6 +340,7 @@ class LocalSubscription:
         return await self._provider.resume(self.name, stream)
 
     async def redrive(self, ids: Sequence[int] | None = None) -> int:
-        """Deliver dead letters (all, or those with `ids`) once more, out of line. Return how many this
-        requested. An event that fails again stays a dead letter, with its new reason."""
+        """Deliver dead letters (all, or those with `ids`) once more, outside of the order of their
+        streams. Return the number of requested redrives. An event that fails again stays a dead letter, with its new
+        reason."""
         return await self._provider.store.request_redrive(self._provider.name, self.name, check_ids("ids", ids))

@@ -11,11 +11,11 @@ YOUNG = 50_000
 """Allocations before the youngest generation is looked at. Events and batches die young and without cycles, so the
 default of 700 spends a quarter of the time (measured at 10,000 streams) on objects that are still in the cache."""
 SWITCH_S = 0.0005
-"""How long a thread may keep the interpreter while another waits for it. With the default of 5 ms, every read of the
-log, which is done in a thread, waits that long for a busy loop, and the events in it as well."""
+"""How long a thread may keep the interpreter while another thread waits for it, in seconds. The log is read in a
+thread. With the default of 5 ms, each read would wait that long for a busy event loop."""
 MMAP_BYTES = 768 << 10
-"""Freed blocks of this size and more go back to the system. The processor time over gRPC
-did not differ beyond the noise from that without a threshold; with 512 KiB it was higher in one of two series."""
+"""Freed blocks of this size and more go back to the system. Measured over gRPC, this threshold costs no processor time
+beyond the noise; a threshold of 512 KiB did in one of two series."""
 TRIM_BYTES = 4 << 20
 """The free end of the heap goes back to the system when it is larger."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -23,7 +23,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 def tune_interpreter() -> None:
-    """Call once everything long-lived is set up. For processes of headrace's own: a library must not do this."""
+    """Set the interpreter for a process of headrace's own, when all long-lived objects exist. Not for libraries."""
     sys.setswitchinterval(SWITCH_S)
     gc.collect()
     gc.freeze()

@@ -1,1 +1,1 @@
-"""The control store: one SQLAlchemy Core schema for SQLite and PostgreSQL. And the data directory that holds it."""
+"""The control store (one SQLAlchemy Core schema for SQLite and PostgreSQL), and the data directory."""

@@ -108,7 +108,8 @@ class ClusterStore:
         return await self._write(_acquire, me, homed, ended, _us(lease_s))
 
     async def settle(self, me: SiloRecord, homes: Mapping[tuple[str, int], str]) -> None:
-        """Store the homes of queues whose leases `me` has: the silos that should have them when all silos are there."""
+        """Store the homes of queues whose leases `me` has. The home of a queue is the silo that should have it when all
+        silos are present."""
         await self._write(_settle, me, dict(homes))
 
     async def release(self, me: SiloRecord, held: Sequence[Lease]) -> None:

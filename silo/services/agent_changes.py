@@ -68,7 +68,7 @@ class AgentChanges:
             await changes._changes.join()
 
     def served_by(self, guard: Guard) -> None:
-        """`guard` closes the door for consumers while the silo is drained."""
+        """Let `guard` refuse consumers while the silo is drained."""
         self._guard = guard
 
     @property

@@ -161,6 +161,6 @@ async def _apply(place: AttachedConsumer, queue_reports: Sequence[pb.QueueReport
 
 
 def _client(call: ServiceCall) -> str | None:
-    """The connection for which bytes count that wait to be sent. A consumer of another silo counts by itself, because
-    all consumers of that silo share its connection."""
+    """Return the connection to which unsent bytes are charged. None for a consumer of another silo: all consumers of
+    that silo share its connection, so each is charged by itself."""
     return None if call.principal is PEER else call.peer

@@ -1,4 +1,4 @@
-"""Which subscription a consumer wants to attach to, and from where: checked before anything is created."""
+"""Find the subscription and the positions that a consumer asks for, and check them before anything is created."""
 
 from __future__ import annotations
 

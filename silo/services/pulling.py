@@ -18,13 +18,14 @@ from . import reports
 from .consumer_session import MAX_GAPS
 
 PULL_EVENTS, PULL_BYTES = 1000, 1 << 20
-"""What a pull returns at most if its caller does not say."""
+"""Default limits of the events and bytes that a pull returns."""
 MIN_WAIT_S = 0.005
 """A pull waits at least so long, in seconds: cached events are handed out in turns."""
 CHECK_S = 0.25
 """How often a pull that waits checks whether the silo stops, or the token was revoked, in seconds."""
 ANSWER_SHARE, ANSWER_S = 0.25, 1.0
-"""Of its caller's deadline, a pull leaves a quarter for the way back of its answer, at most a second."""
+"""A pull ends before its caller's deadline, so that its answer arrives in time: by a quarter of the time, at most 1 s.
+"""
 
 
 def pull_wait_s(wait_s: float, remaining_s: float | None) -> float:

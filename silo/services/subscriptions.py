@@ -43,7 +43,7 @@ LOOK_S = 0.25
 _T = TypeVar("_T")
 _M = TypeVar("_M", bound=Message)
 _Selectors = Mapping[str, Selector | None]
-"""Dead letters: by the name under which they are stored, those of streams that the selector matches; None: all."""
+"""Which dead letters a caller gets: by the subscription's name, a selector of their streams. None: all of that name."""
 
 
 class QueueOwners(Protocol):
@@ -355,8 +355,8 @@ async def _unless_closing(call: ServiceCall, work: Coroutine[Any, Any, _T]) -> _
 
 
 async def _selectors_of_letters(call: ServiceCall, provider: ProviderCore, name: str) -> _Selectors:
-    """The dead letters that the caller may manage, under the name of a subscription. They stay when it is deleted; then
-    only a caller that may manage all namespaces gets them. Raises as `subscription_of`."""
+    """Return the dead letters of one subscription that the caller gets. If the subscription was deleted, its dead
+    letters stay, and only a caller that may manage all namespaces gets them. Raises as `subscription_of`."""
     try:
         definition = await subscription_of(call, provider, name, TO_MANAGE)
     except NotFound:  # raised only if the caller may know all names
@@ -368,7 +368,7 @@ async def _selectors_of_letters(call: ServiceCall, provider: ProviderCore, name:
 
 
 async def _selectors_of_all_letters(call: ServiceCall, provider: ProviderCore) -> _Selectors | None:
-    """The same for all subscriptions that the caller may manage; None for all, including deleted ones."""
+    """Return the dead letters of all subscriptions that the caller gets. None: all, also of deleted subscriptions."""
     if call.principal.allows_everywhere(Permission.MANAGE):
         return None
     allows = call.principal.allows_selector
@@ -377,15 +377,18 @@ async def _selectors_of_all_letters(call: ServiceCall, provider: ProviderCore) -
 
 
 def _selector_of_letters(call: ServiceCall, definition: SubscriptionDefinition) -> Selector | None:
-    """Matches the streams of the dead letters that the caller gets. Others have this subscription's name, but are of a
-    deleted one. They may be of any namespace, so only a caller that may manage all namespaces gets them, too: None."""
+    """Return the selector of the dead letters that the caller gets; None if it gets all of the subscription's name.
+
+    Dead letters that the subscription does not select are of a deleted subscription of the same name. They may be of
+    any namespace, so only a caller that may manage all namespaces gets them.
+    """
     return None if call.principal.allows_everywhere(Permission.MANAGE) else definition.selector
 
 
 async def _letters(
     provider: ProviderCore, selectors: _Selectors | None, limit: int, after_id: int, limits: ServiceLimits
 ) -> list[pb.DeadLetter]:
-    """The first of these dead letters, or of all, by id: at most `limit`, and at most one message."""
+    """Return the first of these dead letters, by id: at most `limit`, and at most one message."""
     name = next(iter(selectors)) if selectors and len(selectors) == 1 else None
     matchers = {name: selector and selector.matcher() for name, selector in (selectors or {}).items()}
     letters: list[pb.DeadLetter] = []
