@@ -22,7 +22,8 @@ class Gap(NamedTuple):
 class Received(NamedTuple):
     """The result of one `receive`: batches in the order of their offsets. If there is a `gap`, they come after it.
 
-    This receiver has returned every retained batch below `next_offset`, in this result or an earlier one.
+    This receiver has returned every retained batch below `next_offset`, in this result or an earlier one. A result
+    without a batch and a gap has a higher `next_offset` than the one before: the offsets in between have no batch.
     """
 
     batches: Sequence[EventBatch]
@@ -46,7 +47,8 @@ class QueueReceiver(ABC):
 
     @abstractmethod
     async def receive(self, max_events: int, max_bytes: int) -> Received:
-        """Return at least one batch or a gap. Wait only if the queue has no batch; do not wait for more of them.
+        """Return at least one batch, a gap, or a higher `next_offset`. Wait only if the queue has no batch; do not wait
+        for more of them.
 
         If batches were accepted while the call waited (see `offer_to`), it may return neither of them.
 

@@ -43,6 +43,8 @@ class Capabilities:
     receipt is only a lower bound."""
     read_only: bool = False
     """The adapter cannot enqueue."""
+    time_resolution_us: int = 1
+    """`offset_at` distinguishes times that differ by this many microseconds."""
 
 
 class QueueStatistics(NamedTuple):

@@ -10,12 +10,13 @@ import logging
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -205,6 +206,15 @@ class KafkaServer(Server):
 
     def environment(self) -> Mapping[str, str]:
         return {"KAFKA_HEAP_OPTS": ""}
+
+    @contextmanager
+    def frozen(self) -> Generator[None]:
+        """Stop the broker's process meanwhile, as a machine that stands still."""
+        os.kill(self.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.pid, signal.SIGCONT)
 
     def ping(self) -> bool:
         if self._users:

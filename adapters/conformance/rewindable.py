@@ -11,6 +11,7 @@ import pytest
 
 from ...streams.errors import InvalidArgument
 from ...streams.events import EventBatch
+from ..seam import QueueAdapter
 from .harness import ANY, BATCHES, AdapterConformance, batch_of, receiving, soon, take, turns
 
 _LONG_AGO_US = 0
@@ -103,11 +104,11 @@ class ConformsToRewindable(RewindingTests):
             moments: list[int] = []
             tokens: list[int] = []
             for number in range(4):
-                moments.append(await _a_moment_of_its_own())
+                moments.append(await _a_moment_of_its_own(adapter))
                 (receipt,) = await soon(adapter.enqueue([(0, batch_of("s", str(number)))]))
                 assert receipt.token is not None
                 tokens.append(receipt.token.offset)
-            moments.append(await _a_moment_of_its_own())
+            moments.append(await _a_moment_of_its_own(adapter))
             found = [await adapter.offset_at(0, moment) for moment in moments]
             end = (await adapter.bounds(0)).next
         assert found == [*tokens, end]
@@ -116,7 +117,7 @@ class ConformsToRewindable(RewindingTests):
         async with self.adapter(tmp_path) as adapter:
             tokens: list[int] = []
             for number in range(2):
-                await _a_moment_of_its_own()
+                await _a_moment_of_its_own(adapter)
                 (receipt,) = await soon(adapter.enqueue([(0, batch_of("s", str(number)))]))
                 assert receipt.token is not None
                 tokens.append(receipt.token.offset)
@@ -154,9 +155,11 @@ def _reached(batches: Sequence[EventBatch], max_events: int | None, max_bytes: i
     return batches[-1].offset + 1
 
 
-async def _a_moment_of_its_own() -> int:
+async def _a_moment_of_its_own(adapter: QueueAdapter) -> int:
     """Return a time in microseconds that separates earlier commits from later ones."""
-    moment = await _clock_after(time.time_ns() // 1000)
+    resolution = adapter.capabilities.time_resolution_us
+    now = await _clock_after(time.time_ns() // 1000)
+    moment = (now // resolution + 1) * resolution  # the first time that the adapter can tell from earlier ones
     await _clock_after(moment)
     return moment
 

@@ -1,0 +1,86 @@
+"""Offsets below which everything is finished: committed to Kafka under the provider's group, never backwards."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+
+from confluent_kafka import KafkaException, TopicPartition
+
+from ...streams.background import BackgroundTasks
+from ...streams.errors import StorageError
+from .client import KafkaClients
+from .limits import KafkaLimits
+from .topics import KafkaTopics
+
+log = logging.getLogger("headrace.adapters.kafka")
+
+
+class KafkaAcknowledgements:
+    """The acknowledged offset of each queue."""
+
+    def __init__(self, group: str, topic: str, clients: KafkaClients, topics: KafkaTopics, limits: KafkaLimits) -> None:
+        self._clients = clients
+        self._group = group
+        self._topic = topic
+        self._topics = topics
+        self._limits = limits
+        self._noted: dict[int, int] = {}
+        self._known: dict[int, int] = {}
+        """What is committed, as far as it was read."""
+        self._unsaved: set[int] = set()
+        self._background = BackgroundTasks()
+
+    def note(self, queue: int, offset: int) -> None:
+        """Note an offset. It is committed soon, and by `aclose`."""
+        if offset <= self._noted.get(queue, 0):
+            return
+        self._noted[queue] = offset
+        self._unsaved.add(queue)
+        if not self._background:
+            self._background.start(self._commit_later(), "headrace kafka acknowledgements")
+
+    async def of(self, queue: int) -> int:
+        """Return the acknowledged offset of a queue. Raises StorageError."""
+        await self._read([queue])
+        return max(self._known[queue], self._noted.get(queue, 0))
+
+    async def _read(self, queues: Iterable[int]) -> None:
+        places = [TopicPartition(self._topic, queue) for queue in queues]
+        found = await asyncio.to_thread(self._committed, places)
+        for place in found:
+            self._known[place.partition] = max(place.offset, 0)
+
+    def _committed(self, places: Sequence[TopicPartition]) -> Sequence[TopicPartition]:
+        """Return what the group has committed. An administrative client would crash the process while the coordinator
+        of the group loads (librdkafka 2.16)."""
+        consumer = self._clients.consumer(self._group)
+        try:
+            return consumer.committed(places, self._limits.request_s)
+        except KafkaException as error:
+            raise self._clients.failure(f"the commits of group {self._group!r} cannot be read", error) from None
+        finally:
+            consumer.close()
+
+    async def _commit_later(self) -> None:
+        while self._unsaved:
+            await asyncio.sleep(self._limits.commit_s)
+            await self._commit()
+
+    async def _commit(self) -> None:
+        queues, self._unsaved = self._unsaved, set()
+        if not queues:
+            return
+        try:
+            await self._read(queues)
+            higher = {queue: self._noted[queue] for queue in queues if self._noted[queue] > self._known[queue]}
+            if higher:
+                await self._topics.commit(self._group, self._topic, higher)
+        except StorageError as error:
+            log.warning("acknowledged offsets were not committed, and are tried again: %s", error)
+            self._unsaved |= queues
+
+    async def aclose(self) -> None:
+        await self._background.aclose()
+        await self._commit()

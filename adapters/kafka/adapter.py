@@ -1,0 +1,314 @@
+"""The adapter `kafka`: queues on Apache Kafka, for silos on any number of machines. See docs/kafka.md."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from confluent_kafka import TopicPartition
+
+from ...streams.background import BackgroundTasks
+from ...streams.errors import Closed, InvalidArgument
+from ...streams.events import EventBatch
+from ..receiving import Bounds
+from ..registry import read_options
+from ..seam import AdapterContext, Backlog, Capabilities, ProducerSequence, QueueAdapter, QueueStatistics, Receipt
+from .acknowledgements import KafkaAcknowledgements
+from .client import KafkaClients
+from .fetching import FetchedGroup, PartitionFetcher
+from .formats import PackedFormat, RecordFormat
+from .ledgers import KafkaLedgers, ledger_settings, ledger_topic
+from .limits import KAFKA_LIMITS, KafkaLimits
+from .options import KafkaOptions, with_location
+from .producers import KafkaProducers
+from .publisher import RecordPublisher
+from .reading import read_range
+from .receiver import KafkaReceiver, ReceiverQueue
+from .secrets import ClientSettings
+from .topics import KafkaTopics, TopicFacts, check_topic, no_topic, replica_settings, topic_settings
+from .watch import TopicWatch
+
+RECORD_OVERHEAD_BYTES = 4096
+"""Of the largest record, this is kept for its key and headers, in bytes."""
+_KNOWN_TIMES = 1000
+
+
+async def open_adapter(
+    context: AdapterContext, options: Mapping[str, Any], limits: KafkaLimits = KAFKA_LIMITS
+) -> KafkaAdapter:
+    """Open the queues of a provider on Kafka. Create the topic if it does not exist.
+
+    Raises InvalidArgument for wrong options, and for a topic whose settings could lose events, with the command that
+    mends it; NotFound if there is no topic and `create` is false; StorageError if the brokers do not answer.
+    """
+    located, topic_id = with_location(context.provider, options, context.location)
+    chosen = read_options("kafka", KafkaOptions, located)
+    settings = await asyncio.to_thread(ClientSettings, chosen.kafka)
+    clients = KafkaClients(chosen, settings)
+    topics = KafkaTopics(clients, await asyncio.to_thread(clients.admin), limits)
+    topic = chosen.topic or f"headrace.{context.provider}"
+    facts = await _open_topic(topic, context, chosen, topics, topic_id=topic_id)
+    adapter = KafkaAdapter(context, chosen, limits, topic=topic, facts=facts, clients=clients, topics=topics)
+    try:
+        await adapter.open()
+    except BaseException:
+        await adapter.aclose()
+        raise
+    return adapter
+
+
+async def _open_topic(
+    topic: str, context: AdapterContext, options: KafkaOptions, topics: KafkaTopics, *, topic_id: str
+) -> TopicFacts:
+    """Return the facts about the topic. `topic_id` is its id of the last time, "" if it was not used before."""
+    facts = await topics.describe(topic)
+    if facts is None:
+        if not options.create or context.location:
+            raise no_topic(topic, context.queues, options.bootstrap)
+        kept = options.retain_unfinished or options.retain_age_s is None
+        retention_ms = -1 if kept else int((options.retain_age_s or 0) * 1000)
+        settings = {**topic_settings(retention_ms), **replica_settings(options.replication)}
+        await topics.create(topic, context.queues, options.replication, settings)
+        facts = await topics.created(topic)
+    if topic_id and topic_id != facts.topic_id:
+        raise InvalidArgument(
+            f"provider {context.provider!r}: the topic {topic!r} was deleted and created again, so its events are "
+            "gone: create another provider, or one with another topic",
+            option="options",
+        )
+    check_topic(
+        topic,
+        facts,
+        await topics.settings(topic),
+        queues=context.queues,
+        bootstrap=options.bootstrap,
+        keep=options.retain_unfinished,
+    )
+    ledger = ledger_topic(topic)
+    if await topics.describe(ledger) is None:
+        await topics.create(ledger, 1, options.replication or facts.replicas, ledger_settings())
+        await topics.created(ledger)
+    return facts
+
+
+class KafkaAdapter(QueueAdapter):
+    """Queues in the partitions of one topic. Belongs to the event loop that opened it."""
+
+    capabilities = Capabilities(rewindable=True, durable=True, idempotent=True, time_resolution_us=1000)
+
+    def __init__(
+        self,
+        context: AdapterContext,
+        options: KafkaOptions,
+        limits: KafkaLimits,
+        *,
+        topic: str,
+        facts: TopicFacts,
+        clients: KafkaClients,
+        topics: KafkaTopics,
+    ) -> None:
+        self._provider = context.provider
+        self._queues = context.queues
+        self._options = options
+        self._topic = topic
+        self._clients = clients
+        self._topics = topics
+        self._limits = limits
+        self._loop = asyncio.get_running_loop()
+        self.identity = facts.topic_id
+        self.location = options.location(topic, facts.topic_id)
+        self._watch = TopicWatch(topic, facts, topics, limits, self._wake)
+        self._ledgers = KafkaLedgers(topic, context.queues, clients, topics, limits)
+        self._publisher = RecordPublisher(topic, clients, limits)
+        self._producers = KafkaProducers(self._ledgers, self._publisher.send)
+        self._acknowledgements = KafkaAcknowledgements(f"headrace.{context.provider}", topic, clients, topics, limits)
+        self._format: RecordFormat = PackedFormat(0)
+        self._background = BackgroundTasks()
+        self._storing = BackgroundTasks()
+        self._receivers: set[KafkaReceiver] = set()
+        self._times: OrderedDict[tuple[int, int], int | None] = OrderedDict()
+        self._events_read = self._batches_read = 0
+        self._closing: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Read the ledgers of producers. Raises StorageError."""
+        largest = int((await self._topics.settings(self._topic)).get("max.message.bytes", 1 << 20))
+        self._format = PackedFormat(largest - RECORD_OVERHEAD_BYTES)
+        await self._ledgers.open(await self._topics.bounds(self._topic, range(self._queues)), from_end=False)
+        self._background.start(self._watch.run(), f"headrace kafka topic {self._topic}")
+
+    # ---- publishing ------------------------------------------------------------------------------------------------
+
+    def enqueue(
+        self, batches: Sequence[tuple[int, EventBatch]], *, sequence: ProducerSequence | None = None
+    ) -> Awaitable[Sequence[Receipt]]:
+        """See QueueAdapter. A call with a `sequence` that fails may be stored in part; sent again, it is completed.
+
+        Raises StorageError after `publish_timeout_s`: then the events may be stored.
+        """
+        self._check_open()
+        if (fault := self._watch.fault) is not None and self._watch.replaced:
+            raise fault.copy()
+        records = [
+            record for queue, batch in batches for record in self._format.records(self._check_queue(queue), batch)
+        ]
+        if sequence is None:
+            return self._publisher.send(records)
+        task = self._storing.hold(self._producers.once(sequence, records), f"headrace publish of {sequence.producer}")
+        return asyncio.shield(task)  # a call that has begun is completed, even if the caller is cancelled
+
+    async def last_sequence(self, producer: str) -> int:
+        self._check_open()
+        return await self._producers.last(producer)
+
+    # ---- reading ---------------------------------------------------------------------------------------------------
+
+    async def open_receiver(self, queue: int, start: int | None = None) -> KafkaReceiver:
+        first, end = await self.bounds(queue)
+        position = min(max(await self._acknowledgements.of(queue), first), end) if start is None else start
+        if not 0 <= position <= end:
+            raise InvalidArgument(f"queue {queue} ends at offset {end}: it cannot be read from {position}")
+        await self._watch.check()
+        await self._ledgers.scan_to(queue, first, max(position, first))
+        self._check_open()
+        receiver = KafkaReceiver(self._queue_of_receiver(queue), position, first, self._receivers.discard)
+        self._receivers.add(receiver)
+        return receiver
+
+    def _queue_of_receiver(self, queue: int) -> ReceiverQueue:
+        def note(group: FetchedGroup) -> Sequence[bool]:
+            return self._note(queue, group)
+
+        def acknowledge(offset: int) -> None:
+            self._acknowledgements.note(queue, offset)
+
+        def fetch(position: int, deliver: Callable[[FetchedGroup], None]) -> PartitionFetcher:
+            limits = self._limits
+            return PartitionFetcher(
+                self._clients,
+                TopicPartition(self._topic, queue, position),
+                self._format,
+                deliver,
+                waiting_bytes=limits.waiting_bytes,
+                pause_s=limits.pause_s,
+            )
+
+        return ReceiverQueue(
+            queue,
+            fetch,
+            note,
+            lambda: self.bounds(queue),
+            self._watch.check,
+            lambda: self._watch.fault,
+            self._clients.failure,
+            acknowledge,
+        )
+
+    def _note(self, queue: int, group: FetchedGroup) -> Sequence[bool]:
+        found = [(record.offset, record.part, record.time_ms) for record in group.records]
+        deliver = self._ledgers.observe(queue, found)
+        self._ledgers.passed(queue, group.end, len(found), group.nbytes)
+        for record in group.records:
+            if isinstance(record.batch, EventBatch):
+                self._events_read += record.batch.count
+                self._batches_read += 1
+        return deliver
+
+    def _wake(self) -> None:
+        for receiver in self._receivers:
+            receiver.wake()
+
+    async def bounds(self, queue: int) -> Bounds:
+        self._check_open()
+        return (await self._topics.bounds(self._topic, [self._check_queue(queue)]))[queue]
+
+    async def statistics(self, queue: int) -> QueueStatistics:
+        return QueueStatistics(await self.bounds(queue))
+
+    async def offset_at(self, queue: int, time_us: int) -> int:
+        """See QueueAdapter. Kafka's times have milliseconds: a time within one means its end."""
+        bounds = await self.bounds(queue)
+        time_ms = min(-(-time_us // 1000), (1 << 62) // 1000)
+        found = await self._topics.offset_at(self._topic, queue, max(time_ms, 0))
+        return bounds.next if found is None else min(max(found, bounds.first), bounds.next)
+
+    async def backlog(self, queue: int, offset: int) -> Backlog:
+        """See QueueAdapter. Offsets may have holes, so the number of batches is an upper bound. Events are estimated
+        from what this process has read."""
+        first, end = await self.bounds(queue)
+        start = max(offset, first)
+        batches = max(end - start, 0)
+        if not batches:
+            return Backlog(0, 0)
+        since_us = await self._stored_us(queue, start, end)
+        if since_us is None:
+            return Backlog(0, 0)  # only markers are left
+        events = round(batches * self._events_read / self._batches_read) if self._batches_read else None
+        return Backlog(batches, events, estimated=events is not None, since_us=since_us)
+
+    async def _stored_us(self, queue: int, start: int, end: int) -> int | None:
+        """Return when the first record from an offset on was stored, None if there is none."""
+        if (queue, start) in self._times:
+            self._times.move_to_end((queue, start))
+            return self._times[queue, start]
+        groups = read_range(self._clients, self._topic, queue, start, end, timeout_s=self._limits.request_s)
+
+        def read() -> int | None:
+            try:
+                group = next(groups, None)
+                return None if group is None else group[0].timestamp()[1] * 1000
+            finally:
+                groups.close()
+
+        found = await self._ledgers.run(read)
+        if found is not None:
+            self._times[queue, start] = found
+            if len(self._times) > _KNOWN_TIMES:
+                self._times.popitem(last=False)
+        return found
+
+    async def apply_retention(self, watermarks: Mapping[int, int]) -> None:
+        """See QueueAdapter. With `retain_unfinished`, deletes finished records that are older than `retain_age_s`."""
+        self._check_open()
+        age_s = self._options.retain_age_s
+        if age_s is None or not self._options.retain_unfinished:
+            return
+        old_us = int((time.time() - age_s) * 1e6)
+        bounds = await self._topics.bounds(self._topic, range(self._queues))
+        below: dict[int, int] = {}
+        for queue, (first, end) in bounds.items():
+            offset = min(await self.offset_at(queue, old_us), watermarks.get(queue, end))
+            if offset > first:
+                below[queue] = offset
+        if below:
+            await self._topics.delete_below(self._topic, below)
+
+    async def snapshots_stored(self) -> None:
+        """Wait until the snapshots of the ledgers of producers that were begun are stored."""
+        await self._ledgers.saved()
+
+    # ---- closing ---------------------------------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        if self._closing is None:
+            self._closing = self._storing.hold(self._close(), "headrace kafka close")
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        await self._background.aclose()
+        await asyncio.gather(*(receiver.aclose() for receiver in list(self._receivers)))
+        await self._publisher.aclose()
+        await self._acknowledgements.aclose()
+        await self._ledgers.aclose()
+
+    def _check_open(self) -> None:
+        if self._closing is not None:
+            raise Closed(f"provider {self._provider!r}: the kafka adapter is closed")
+
+    def _check_queue(self, queue: int) -> int:
+        if not 0 <= queue < self._queues:
+            raise InvalidArgument(f"there is no queue {queue}: this provider has queues 0 to {self._queues - 1}")
+        return queue

@@ -1,0 +1,164 @@
+"""What the adapter uses of confluent-kafka, with types: clients, their settings, errors, and awaitable answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar, cast
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from ...streams.errors import HeadraceError, InvalidArgument, PayloadTooLarge, StorageError
+from .options import KafkaOptions
+from .secrets import ClientSettings, check_names
+
+log = logging.getLogger("headrace.adapters.kafka")
+_client_log = logging.getLogger("headrace.adapters.kafka.client")
+
+MAX_RECORD_BYTES = 8 << 20
+"""Largest record of a topic that the adapter creates, in bytes."""
+FETCH_BYTES = 2 << 20
+
+Settings = dict[str, str | int | float | bool]
+_T = TypeVar("_T")
+_UNAUTHORIZED = {
+    KafkaError.TOPIC_AUTHORIZATION_FAILED: "Describe, Read and Write on the topic",
+    KafkaError.GROUP_AUTHORIZATION_FAILED: "Read and Describe on the group",
+    KafkaError.CLUSTER_AUTHORIZATION_FAILED: "Create on the cluster, or on the topic",
+}
+
+
+class Record(Protocol):
+    """A message of a consumer."""
+
+    def error(self) -> KafkaError | None: ...
+    def offset(self) -> int: ...
+    def key(self) -> bytes | None: ...
+    def value(self) -> bytes | None: ...
+    def headers(self) -> Sequence[tuple[str, bytes | None]] | None: ...
+    def timestamp(self) -> tuple[int, int]: ...
+    def leader_epoch(self) -> int | None: ...
+
+
+class PartitionConsumer(Protocol):
+    """A consumer that reads assigned partitions. One thread uses it."""
+
+    def assign(self, partitions: Sequence[TopicPartition]) -> None: ...
+    def poll(self, timeout: float) -> Record | None: ...
+    def consume(self, num_messages: int, timeout: float) -> Sequence[Record]: ...
+    def committed(self, partitions: Sequence[TopicPartition], timeout: float) -> Sequence[TopicPartition]: ...
+    def close(self) -> None: ...
+
+
+class KafkaClients:
+    """Makes the clients of one provider."""
+
+    def __init__(self, options: KafkaOptions, settings: ClientSettings) -> None:
+        self.options = options
+        self._settings = settings
+        check_names(settings.values())
+
+    def producer(self) -> Any:
+        """Make a producer. Raises InvalidArgument for wrong settings."""
+        options = self.options
+        return self._made(
+            Producer,
+            {
+                "acks": "all",
+                "enable.idempotence": True,
+                "linger.ms": options.linger_ms,
+                "compression.type": options.compression,
+                "delivery.timeout.ms": int(options.publish_timeout_s * 1000),
+                "message.max.bytes": MAX_RECORD_BYTES * 2,
+                "queue.buffering.max.messages": 2_000_000,
+                "queue.buffering.max.kbytes": 1 << 20,
+                "batch.size": 1 << 20,
+            },
+        )
+
+    def consumer(self, group: str = "headrace") -> PartitionConsumer:
+        """Make a consumer of assigned partitions, which commits nothing. It is no member of the group."""
+        return cast(
+            PartitionConsumer,
+            self._made(
+                Consumer,
+                {
+                    "group.id": group,
+                    "enable.auto.commit": False,
+                    "enable.auto.offset.store": False,
+                    "enable.partition.eof": True,
+                    "auto.offset.reset": "error",
+                    "isolation.level": "read_committed",
+                    "check.crcs": True,
+                    "fetch.message.max.bytes": FETCH_BYTES,
+                    "fetch.queue.backoff.ms": 10,
+                    "queued.max.messages.kbytes": 8192,
+                    "receive.message.max.bytes": MAX_RECORD_BYTES * 4,
+                },
+            ),
+        )
+
+    def admin(self) -> AdminClient:
+        return cast(AdminClient, self._made(AdminClient, {}))
+
+    def _made(self, kind: Any, own: Settings) -> Any:
+        settings: Settings = {
+            "client.id": "headrace",
+            "allow.auto.create.topics": False,
+            "log.connection.close": False,
+            "log_level": 4,
+            **self._settings.values(),
+            "bootstrap.servers": self.options.bootstrap,
+            **own,
+        }
+        if kind is not Consumer:
+            del settings["allow.auto.create.topics"]
+        try:
+            return kind(settings, logger=_client_log)
+        except KafkaException as error:
+            raise InvalidArgument(
+                f"adapter 'kafka': {self._settings.without_secrets(error.args[0].str())}", option="options"
+            ) from None
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(
+                f"adapter 'kafka': {self._settings.without_secrets(str(error))}", option="options"
+            ) from None
+
+    def failure(self, doing: str, error: KafkaError | Exception) -> HeadraceError:
+        """Return the error of headrace for an error of the client. `doing` is the beginning of its text."""
+        cause = error.args[0] if isinstance(error, KafkaException) else error
+        if not isinstance(cause, KafkaError):
+            return StorageError(f"{doing}: {self._settings.without_secrets(str(error))}")
+        text = self._settings.without_secrets(cause.str())
+        code = cause.code()
+        if code in (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE):
+            return PayloadTooLarge(doing, 0, MAX_RECORD_BYTES)
+        if code in _UNAUTHORIZED:
+            text = f"{text}: give this user the ACL {_UNAUTHORIZED[code]}"
+        return StorageError(f"{doing}: {text}")
+
+
+async def answer_of(future: Future[_T], clients: KafkaClients, doing: str) -> _T:
+    """Wait for an answer of an administrative client. Raises StorageError. Cancelling does not cancel the request."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[None] = loop.create_future()
+
+    def settle() -> None:
+        if not answer.done():
+            answer.set_result(None)
+
+    def done(_: object) -> None:
+        try:
+            loop.call_soon_threadsafe(settle)
+        except RuntimeError:  # the loop is closed
+            pass
+
+    future.add_done_callback(done)
+    await answer
+    try:
+        return future.result()
+    except KafkaException as error:
+        raise clients.failure(doing, error) from None

@@ -1,0 +1,234 @@
+"""Keeps the ledgers of all queues: reads them from the log, and stores snapshots so that little has to be read again.
+
+Snapshots are in a compacted topic of their own, `TOPIC.producers`, which has one row for each queue. It also has a row
+for each producer whose last call had no batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import msgspec
+
+from ...streams.background import BackgroundTasks
+from ...streams.errors import StorageError
+from ...streams.publishing import ProducerSequence
+from ..receiving import Bounds
+from .client import KafkaClients, Record
+from .ledger import CallPart, LedgerSnapshot, ProducerState, QueueLedger, StoredCall, call_part, producer_state
+from .limits import KafkaLimits
+from .publisher import OutgoingRecord, RecordPublisher
+from .reading import read_range
+from .topics import KafkaTopics
+
+log = logging.getLogger("headrace.adapters.kafka")
+
+_T = TypeVar("_T")
+_QUEUE, _PRODUCER = b"queue/", b"producer/"
+
+
+def ledger_topic(topic: str) -> str:
+    return f"{topic}.producers"
+
+
+def ledger_settings() -> Mapping[str, str]:
+    """Return the settings of the topic that has the snapshots."""
+    return {
+        "cleanup.policy": "compact",
+        "max.message.bytes": str(16 << 20),
+        "segment.bytes": str(16 << 20),
+        "unclean.leader.election.enable": "false",
+    }
+
+
+class _Unsaved:
+    """What was observed of a queue since its last snapshot."""
+
+    def __init__(self) -> None:
+        self.records = 0
+        self.nbytes = 0
+
+
+class KafkaLedgers:
+    """The ledgers of a topic's queues. Belongs to one event loop."""
+
+    def __init__(
+        self, topic: str, queues: int, clients: KafkaClients, topics: KafkaTopics, limits: KafkaLimits
+    ) -> None:
+        self._topic = topic
+        self._clients = clients
+        self._topics = topics
+        self._limits = limits
+        self._queues = [QueueLedger() for _ in range(queues)]
+        self._unsaved = [_Unsaved() for _ in range(queues)]
+        self._locks = [asyncio.Lock() for _ in range(queues)]
+        self._empty: dict[str, StoredCall] = {}
+        """Last calls without batches, by producer."""
+        self._rows_read = 0
+        self._threads = ThreadPoolExecutor(4, thread_name_prefix="headrace-kafka-read")
+        self._publisher: RecordPublisher | None = None
+        self._background = BackgroundTasks()
+        self._next_scan: asyncio.Task[None] | None = None
+        self._scanning: asyncio.Task[None] | None = None
+
+    async def run(self, work: Callable[[], _T]) -> _T:
+        """Run blocking work in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def open(self, bounds: Mapping[int, Bounds], *, from_end: bool) -> None:
+        """Read the snapshots. A queue without one begins at its end if `from_end`, else at its beginning."""
+        await self._read_rows()
+        for queue, (first, end) in bounds.items():
+            ledger = self._queues[queue]
+            ledger.advance(end if from_end and not ledger.position else first)
+
+    async def _read_rows(self) -> None:
+        topic = ledger_topic(self._topic)
+        (first, end) = (await self._topics.bounds(topic, [0]))[0]
+        start = max(first, self._rows_read)
+        if start >= end:
+            return
+        timeout_s = self._limits.request_s
+        groups = read_range(self._clients, topic, 0, start, end, timeout_s=timeout_s)
+        while (group := await self.run(lambda: next(groups, None))) is not None:
+            for record in group:
+                self._read_row(record)
+        self._rows_read = end
+
+    def _read_row(self, record: Record) -> None:
+        key, value = record.key() or b"", record.value()
+        if value is None:
+            return
+        try:
+            if key.startswith(_QUEUE):
+                queue = int(key.removeprefix(_QUEUE))
+                if queue < len(self._queues):
+                    self._queues[queue].adopt(msgspec.msgpack.decode(value, type=LedgerSnapshot))
+            elif key.startswith(_PRODUCER):
+                call = msgspec.msgpack.decode(value, type=StoredCall)
+                call.time_ms = record.timestamp()[1]
+                self._empty[key.removeprefix(_PRODUCER).decode()] = call
+        except (msgspec.MsgspecError, ValueError) as error:
+            log.warning("topic %r has a row that cannot be read (%s): it is left out", ledger_topic(self._topic), error)
+
+    # ---- reading the log -------------------------------------------------------------------------------------------
+
+    async def scan(self) -> None:
+        """Read all queues up to their ends. Concurrent callers share one scan that begins after their calls."""
+        if self._next_scan is None:
+            self._next_scan = self._background.hold(self._scan_after(self._scanning), "headrace kafka ledgers")
+        await asyncio.shield(self._next_scan)
+
+    async def _scan_after(self, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.wait([before])
+        self._scanning, self._next_scan = self._next_scan, None
+        await self._read_rows()
+        bounds = await self._topics.bounds(self._topic, range(len(self._queues)))
+        await asyncio.gather(*(self._scan_queue(queue, *found) for queue, found in bounds.items()))
+
+    async def scan_to(self, queue: int, first: int, end: int) -> None:
+        """Read a queue up to offset `end`, if its ledger is not there yet. `first` is the first retained offset."""
+        if self._queues[queue].position < end:
+            await self._scan_queue(queue, first, end)
+
+    async def _scan_queue(self, queue: int, first: int, end: int) -> None:
+        async with self._locks[queue]:
+            ledger = self._queues[queue]
+            ledger.advance(min(first, end))
+            if ledger.position >= end:
+                return
+            groups = read_range(
+                self._clients, self._topic, queue, ledger.position, end, timeout_s=self._limits.request_s
+            )
+
+            def following() -> tuple[list[tuple[int, CallPart, int]], int, int, int] | None:
+                group = next(groups, None)
+                if group is None:
+                    return None
+                parts = [
+                    (record.offset(), part, record.timestamp()[1])
+                    for record in group
+                    if (part := call_part(record.headers())) is not None
+                ]
+                return parts, group[-1].offset() + 1, len(group), sum(len(each.value() or b"") for each in group)
+
+            while (found := await self.run(following)) is not None:
+                parts, at, records, nbytes = found
+                for offset, part, time_ms in parts:
+                    ledger.observe(offset, part, time_ms)
+                ledger.advance(at)
+                self._count(queue, records, nbytes)
+            ledger.advance(end)
+
+    def observe(self, queue: int, records: Iterable[tuple[int, CallPart | None, int]]) -> list[bool]:
+        """Note records that a receiver has read: offset, part of a call, and time. The ledger has reached the first of
+        them. Return whether each is to be delivered."""
+        ledger = self._queues[queue]
+        return [ledger.observe(offset, part, time_ms) for offset, part, time_ms in records]
+
+    def passed(self, queue: int, position: int, records: int, nbytes: int) -> None:
+        """A receiver has read the queue up to `position`."""
+        self._queues[queue].advance(position)
+        self._count(queue, records, nbytes)
+
+    # ---- producers -------------------------------------------------------------------------------------------------
+
+    async def state(self, producer: str) -> ProducerState:
+        """Return what is stored of a producer's last call, by the log as it is now. Raises StorageError."""
+        await self.scan()
+        calls = [call for ledger in self._queues if (call := ledger.stored(producer)) is not None]
+        if (empty := self._empty.get(producer)) is not None:
+            calls.append(empty)
+        return producer_state(calls)
+
+    async def store_empty(self, sequence: ProducerSequence) -> None:
+        """Store a call that has no batches."""
+        call = StoredCall(sequence.number, sequence.previous, 0, {}, int(time.time() * 1000))
+        value = msgspec.msgpack.encode(call)
+        await self._rows().send([OutgoingRecord(0, _PRODUCER + sequence.producer.encode(), value)])
+        self._empty[sequence.producer] = call
+
+    def _rows(self) -> RecordPublisher:
+        if self._publisher is None:
+            self._publisher = RecordPublisher(ledger_topic(self._topic), self._clients, self._limits)
+        return self._publisher
+
+    # ---- snapshots -------------------------------------------------------------------------------------------------
+
+    def _count(self, queue: int, records: int, nbytes: int) -> None:
+        unsaved = self._unsaved[queue]
+        unsaved.records += records
+        unsaved.nbytes += nbytes
+        if unsaved.records >= self._limits.snapshot_records or unsaved.nbytes >= self._limits.snapshot_bytes:
+            self._unsaved[queue] = _Unsaved()
+            self._background.start(self._save(queue), f"headrace kafka ledger {queue}")
+
+    async def _save(self, queue: int) -> None:
+        """Store the ledger of a queue. A failure only means that more is read later."""
+        oldest_ms = int((time.time() - self._limits.producers_kept_s) * 1000)
+        try:
+            first = (await self._topics.bounds(self._topic, [queue]))[queue].first
+            snapshot = self._queues[queue].snapshot(oldest_ms, first)
+            rows = [OutgoingRecord(0, _QUEUE + str(queue).encode(), msgspec.msgpack.encode(snapshot))]
+            for producer in [name for name, call in self._empty.items() if call.time_ms < oldest_ms]:
+                del self._empty[producer]
+                rows.append(OutgoingRecord(0, _PRODUCER + producer.encode(), None))
+            await self._rows().send(rows)
+        except StorageError as error:
+            log.info("the ledger of queue %d of topic %r was not stored: %s", queue, self._topic, error)
+
+    async def saved(self) -> None:
+        """Wait until the snapshots that were begun are stored."""
+        await self._background.join()
+
+    async def aclose(self) -> None:
+        await self._background.aclose()
+        if self._publisher is not None:
+            await self._publisher.aclose()
+        await asyncio.to_thread(self._threads.shutdown)

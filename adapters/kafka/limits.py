@@ -1,0 +1,32 @@
+"""Limits of the adapter that are not options."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class KafkaLimits(NamedTuple):
+    """Sizes and times. Tests choose smaller ones."""
+
+    request_s: float = 10.0
+    """How long a request of an administrative client may take."""
+    watch_s: float = 1.0
+    """Pause between two checks that the topic is there and is still the same one."""
+    pause_s: float = 0.3
+    """After a pause of this length in a partition, the topic is checked before the next records are delivered. A reader
+    of a topic that was deleted pauses longer, because the client waits after an error."""
+    waiting_bytes: int = 8 << 20
+    """A receiver stops fetching while this many bytes wait for `receive`."""
+    pending_bytes: int = 256 << 20
+    """Bytes of records that are not stored yet: above them, a publish raises QueueFull."""
+    pending_records: int = 500_000
+    snapshot_records: int = 5_000
+    """After this many records of a queue, the ledger of its producers is stored."""
+    snapshot_bytes: int = 32 << 20
+    commit_s: float = 1.0
+    """Pause between two commits of acknowledged offsets to Kafka."""
+    producers_kept_s: float = 7 * 24 * 3600.0
+    """A producer is forgotten this long after its last call."""
+
+
+KAFKA_LIMITS = KafkaLimits()

@@ -1,0 +1,106 @@
+"""Stores each call of an idempotent producer once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from ...streams.errors import SequenceConflict
+from ...streams.identity import SequenceToken
+from ...streams.producer_ledger import LastCall
+from ...streams.publishing import ProducerSequence, Receipt
+from .ledger import CALL, CallPart, ProducerState
+from .ledgers import KafkaLedgers
+from .publisher import OutgoingRecord
+
+KNOWN_PRODUCERS = 100_000
+"""Producers whose last call this process remembers. For others it reads the log once."""
+
+Send = Callable[[Sequence[OutgoingRecord]], Awaitable[Sequence[Receipt]]]
+
+
+class _CallOrder:
+    """Lets one call of a producer run at a time."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.users = 0
+
+
+class KafkaProducers:
+    """The idempotent producers of one provider, as this process knows them."""
+
+    def __init__(self, ledgers: KafkaLedgers, send: Send) -> None:
+        self._ledgers = ledgers
+        self._send = send
+        self._orders: dict[str, _CallOrder] = {}
+        self._known: dict[str, ProducerState] = {}
+
+    async def last(self, producer: str) -> int:
+        """Return the number of the last call that is stored as a whole, 0 if there is none."""
+        async with self._ordered(producer):
+            return (await self._read(producer)).last.number
+
+    async def once(self, sequence: ProducerSequence, records: Sequence[OutgoingRecord]) -> Sequence[Receipt]:
+        """Store the call, or the rest of it, unless it is stored. Raises SequenceConflict if earlier calls are
+        missing."""
+        async with self._ordered(sequence.producer):
+            state = self._known.get(sequence.producer)
+            if state is None or not state.last.accepts(sequence):  # another process may have stored later calls
+                state = await self._read(sequence.producer)
+            if not state.last.accepts(sequence):
+                return state.last.answer(sequence, len(records))
+            if sequence.number < state.begun:
+                raise SequenceConflict(
+                    f"producer {sequence.producer!r}: call {sequence.number} is older than call {state.begun}, a "
+                    "part of which is stored: publish that one again"
+                )
+            return await self._store(state, sequence, records)
+
+    async def _store(
+        self, state: ProducerState, sequence: ProducerSequence, records: Sequence[OutgoingRecord]
+    ) -> Sequence[Receipt]:
+        producer, number, previous = sequence
+        missing = state.missing(sequence, len(records))
+        self._known.pop(producer, None)  # after a failure, the log has to be read
+        if not records:
+            await self._ledgers.store_empty(sequence)
+        parts = [CallPart(producer, number, previous, index, len(records)) for index in missing]
+        stored = await self._send([_with_part(records[part.index], part) for part in parts])
+        tokens: dict[int, SequenceToken | None] = {
+            index: SequenceToken(offset) for index, offset in state.parts.items() if index not in missing
+        }
+        tokens |= {index: receipt.token for index, receipt in zip(missing, stored, strict=True)}
+        receipts = [Receipt(tokens[index], duplicate=index not in missing) for index in range(len(records))]
+        offsets = [None if receipt.token is None else receipt.token.offset for receipt in receipts]
+        self._remember(producer, ProducerState(LastCall(number, offsets)))
+        return receipts
+
+    async def _read(self, producer: str) -> ProducerState:
+        state = await self._ledgers.state(producer)
+        if not state.begun:
+            self._remember(producer, state)
+        return state
+
+    def _remember(self, producer: str, state: ProducerState) -> None:
+        self._known.pop(producer, None)
+        self._known[producer] = state
+        if len(self._known) > KNOWN_PRODUCERS:
+            del self._known[next(iter(self._known))]
+
+    @asynccontextmanager
+    async def _ordered(self, producer: str) -> AsyncGenerator[None]:
+        order = self._orders.setdefault(producer, _CallOrder())
+        order.users += 1
+        try:
+            async with order.lock:
+                yield
+        finally:
+            order.users -= 1
+            if not order.users:
+                del self._orders[producer]
+
+
+def _with_part(record: OutgoingRecord, part: CallPart) -> OutgoingRecord:
+    return record._replace(headers=[*(record.headers or ()), (CALL, part.encode())])

@@ -1,0 +1,206 @@
+"""Sends records to Kafka: `send` runs on the event loop, one thread polls, and answers come back in groups."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from confluent_kafka import KafkaError, KafkaException
+
+from ...streams.errors import Closed, HeadraceError, QueueFull, StorageError
+from ...streams.identity import SequenceToken
+from ...streams.publishing import Receipt
+from .client import KafkaClients
+from .limits import KafkaLimits
+
+log = logging.getLogger("headrace.adapters.kafka")
+POLL_S = 0.2
+
+Headers = list[tuple[str, bytes]] | None
+
+
+class OutgoingRecord(NamedTuple):
+    """A record to be stored in a partition."""
+
+    partition: int
+    key: bytes | None
+    value: bytes | None
+    headers: Headers = None
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.value or b"") + len(self.key or b"")
+
+
+class PendingRecords:
+    """The records of one call. Its answer has their receipts, or the first error."""
+
+    def __init__(self, records: int, nbytes: int, loop: asyncio.AbstractEventLoop) -> None:
+        self.answer: asyncio.Future[Sequence[Receipt]] = loop.create_future()
+        self.nbytes = nbytes
+        self.records = records
+        self._receipts = [Receipt(None)] * records
+        self._left = records
+        self._error: HeadraceError | None = None
+        if not records:
+            self.answer.set_result([])
+
+    def settle(self, index: int, outcome: int | HeadraceError) -> bool:
+        """Note the outcome of a record. Return whether it was the last one."""
+        if isinstance(outcome, HeadraceError):
+            self._error = self._error or outcome
+        else:
+            self._receipts[index] = Receipt(SequenceToken(outcome))
+        self._left -= 1
+        if self._left:
+            return False
+        if not self.answer.done():
+            if self._error is not None:
+                self.answer.set_exception(self._error)
+            else:
+                self.answer.set_result(self._receipts)
+        return True
+
+
+class RecordPublisher:
+    """Stores records in one topic, in the order of the calls. Belongs to the event loop that made it.
+
+    A record that is not stored within the publish timeout fails. It may be stored nevertheless.
+    """
+
+    def __init__(self, topic: str, clients: KafkaClients, limits: KafkaLimits) -> None:
+        """Raises InvalidArgument for wrong settings of the client."""
+        self._topic = topic
+        self._clients = clients
+        self._limits = limits
+        self._loop = asyncio.get_running_loop()
+        self._delivered: deque[tuple[PendingRecords, int, int | KafkaError]] = deque()
+        self._scheduled = False
+        self._pending: set[PendingRecords] = set()
+        self._pending_bytes = 0
+        self._pending_records = 0
+        self._closing = False
+        self._threads: list[threading.Thread] = []
+        self._producer: Any = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make a producer, and the thread that polls it."""
+        producer = self._producer = self._clients.producer()
+        thread = threading.Thread(target=self._poll, args=(producer,), name="headrace kafka publisher", daemon=True)
+        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
+        thread.start()
+
+    def send(self, records: Sequence[OutgoingRecord]) -> asyncio.Future[Sequence[Receipt]]:
+        """Store records. The result has their receipts.
+
+        Raises QueueFull at once, before anything is stored, if too much is pending. The result raises StorageError or
+        PayloadTooLarge: then each of the records may be stored or not.
+        """
+        if self._closing:
+            raise Closed("the kafka adapter is closed")
+        nbytes = sum(record.nbytes for record in records)
+        self._check_space(len(records), nbytes)
+        call = PendingRecords(len(records), nbytes, self._loop)
+        if not records:
+            return call.answer
+        self._pending.add(call)
+        self._pending_bytes += nbytes
+        self._pending_records += len(records)
+        for index, record in enumerate(records):
+            self._produce(record, call, index)
+        return call.answer
+
+    def _check_space(self, records: int, nbytes: int) -> None:
+        limits = self._limits
+        if not self._pending_records:
+            return
+        if self._pending_bytes + nbytes > limits.pending_bytes or (
+            self._pending_records + records > limits.pending_records
+        ):
+            raise QueueFull(
+                f"{self._pending_records:,} records with {self._pending_bytes:,} bytes wait for Kafka: publish again "
+                "when some of them are stored"
+            )
+
+    def _produce(self, record: OutgoingRecord, call: PendingRecords, index: int) -> None:
+        done = partial(self._on_delivery, call, index)
+        try:
+            try:
+                self._hand_over(record, done)
+            except KafkaException as error:
+                if error.args[0].code() != KafkaError._FATAL:  # noqa: SLF001 (its name)
+                    raise
+                log.error("the producer of topic %r failed, and is replaced: %s", self._topic, error.args[0].str())  # noqa: TRY400
+                self._begin()
+                self._hand_over(record, done)
+        except KafkaException as error:
+            self._noted(call, index, error.args[0])
+        except BufferError:  # more than the pending records that are allowed: cannot happen
+            self._noted(call, index, KafkaError(KafkaError._QUEUE_FULL))  # noqa: SLF001 (its name)
+
+    def _hand_over(self, record: OutgoingRecord, done: Callable[..., None]) -> None:
+        partition, key, value, headers = record
+        if headers:
+            self._producer.produce(
+                self._topic, value=value, key=key, partition=partition, on_delivery=done, headers=headers
+            )
+        else:
+            self._producer.produce(self._topic, value=value, key=key, partition=partition, on_delivery=done)
+
+    # ---- in the polling thread -------------------------------------------------------------------------------------
+
+    def _poll(self, producer: Any) -> None:
+        while not self._closing and producer is self._producer:
+            producer.poll(POLL_S)
+        producer.flush(self._clients.options.publish_timeout_s + 1)
+
+    def _on_delivery(self, call: PendingRecords, index: int, error: KafkaError | None, message: Any) -> None:
+        self._noted(call, index, message.offset() if error is None else error)
+
+    def _noted(self, call: PendingRecords, index: int, outcome: int | KafkaError) -> None:
+        self._delivered.append((call, index, outcome))
+        if not self._scheduled:
+            self._scheduled = True
+            try:
+                self._loop.call_soon_threadsafe(self._settle)
+            except RuntimeError:  # the loop is closed
+                pass
+
+    # ---- on the event loop -----------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        self._scheduled = False
+        delivered = self._delivered
+        while delivered:
+            call, index, outcome = delivered.popleft()
+            if isinstance(outcome, KafkaError):
+                outcome = self._failure(outcome)
+            if call.settle(index, outcome):
+                self._pending.discard(call)
+                self._pending_bytes -= call.nbytes
+                self._pending_records -= call.records
+
+    def _failure(self, error: KafkaError) -> HeadraceError:
+        failure = self._clients.failure(f"events were not confirmed by topic {self._topic!r}", error)
+        if isinstance(failure, StorageError):
+            return StorageError(f"{failure}: they may or may not be stored, publish them again")
+        return failure
+
+    async def aclose(self) -> None:
+        """Wait until every record is stored or has failed. Idempotent."""
+        self._closing = True
+        for thread in self._threads:
+            await self._loop.run_in_executor(None, thread.join)
+        while self._delivered:
+            self._settle()
+        for call in list(self._pending):
+            if not call.answer.done():
+                call.answer.set_exception(Closed("the kafka adapter was closed before these events were confirmed"))
+            call.answer.exception()
+        self._pending.clear()

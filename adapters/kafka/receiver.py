@@ -1,0 +1,188 @@
+"""Receives the batches of one queue from its partition."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from confluent_kafka import KafkaError
+
+from ...streams.errors import Closed, HeadraceError, StorageError
+from ...streams.events import EventBatch
+from ..limits import within_limits
+from ..receiving import Bounds, Gap, QueueReceiver, Received
+from .fetching import FetchedGroup, PartitionFetcher
+
+log = logging.getLogger("headrace.adapters.kafka")
+
+RETENTION = "removed by retention"
+_LOST = (
+    KafkaError._AUTO_OFFSET_RESET,  # noqa: SLF001 (its name)
+    KafkaError._LOG_TRUNCATION,  # noqa: SLF001 (its name)
+    KafkaError.OFFSET_OUT_OF_RANGE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The next part of the queue, up to `end`: a batch, a gap, or no batch."""
+
+    end: int
+    batch: EventBatch | None = None
+    gap: Gap | None = None
+
+
+class ReceiverQueue(NamedTuple):
+    """What a receiver needs of its adapter, for its queue."""
+
+    number: int
+    fetch: Callable[[int, Callable[[FetchedGroup], None]], PartitionFetcher]
+    """Starts a fetcher at an offset."""
+    note: Callable[[FetchedGroup], Sequence[bool]]
+    """Notes the records of a group in the ledger. Returns which of them to deliver."""
+    bounds: Callable[[], Awaitable[Bounds]]
+    check: Callable[[], Awaitable[None]]
+    """Raises StorageError if the topic is not the one that was opened."""
+    fault: Callable[[], HeadraceError | None]
+    """Returns the reason why the topic cannot be used at present."""
+    failure: Callable[[str, KafkaError], HeadraceError]
+    acknowledge: Callable[[int], None]
+
+
+class KafkaReceiver(QueueReceiver):
+    """Receives the batches of one queue, from a position on."""
+
+    def __init__(
+        self, queue: ReceiverQueue, position: int, first: int, on_close: Callable[[KafkaReceiver], None]
+    ) -> None:
+        """`first` is the first retained offset."""
+        self._queue = queue
+        self._position = position
+        self._on_close = on_close
+        self._steps: deque[_Step] = deque()
+        if position < first:
+            self._steps.append(_Step(first, gap=Gap(position, first, RETENTION)))
+        self._unchecked = False
+        """Whether the topic must be checked before more is delivered."""
+        self._error: KafkaError | None = None
+        self._changed = asyncio.Event()
+        self._closed = False
+        self._fetcher: PartitionFetcher | None = None
+
+    async def receive(self, max_events: int, max_bytes: int) -> Received:
+        while True:
+            if self._closed:
+                raise Closed(f"the receiver of queue {self._queue.number} is closed")
+            if (fault := self._queue.fault()) is not None:
+                raise fault.copy()
+            self._changed.clear()
+            if self._steps:
+                if self._unchecked:
+                    await self._queue.check()
+                    self._unchecked = False
+                    continue
+                return self._next(max_events, max_bytes)
+            if self._error is not None:
+                if (gap := await self._after(self._error)) is not None:
+                    return gap
+            elif self._fetcher is None:
+                self._fetcher = self._queue.fetch(self._position, self._arrived)
+            await self._changed.wait()
+
+    def _next(self, max_events: int, max_bytes: int) -> Received:
+        """Return the batches that follow, or else a gap or a higher position."""
+        steps = self._steps
+        if steps[0].batch is None:
+            step = steps.popleft()
+            self._position = step.end
+            return Received((), step.end, step.gap)
+        taken = list(within_limits(self._following(), max_events, max_bytes))
+        for _ in taken:
+            self._position = steps.popleft().end
+        self._pass_offsets_without_records()
+        if self._fetcher is not None:
+            self._fetcher.taken(sum(batch.nbytes for batch in taken))
+        return Received(taken, self._position)
+
+    def _pass_offsets_without_records(self) -> None:
+        if self._steps and self._steps[0].batch is None and self._steps[0].gap is None:
+            self._position = self._steps.popleft().end
+
+    def _following(self) -> Iterator[EventBatch]:
+        for step in self._steps:
+            if step.batch is None:
+                return
+            yield step.batch
+
+    def _arrived(self, group: FetchedGroup) -> None:
+        """A group of records was fetched."""
+        self._unchecked = self._unchecked or group.paused
+        deliver = self._queue.note(group)
+        waiting = 0
+        for record, wanted in zip(group.records, deliver, strict=True):
+            end = record.offset + 1
+            if not wanted:
+                log.info("queue %d: a late duplicate at offset %d is left out", self._queue.number, record.offset)
+            elif isinstance(record.batch, str):
+                log.error("queue %d, offset %d: %s; it is skipped", self._queue.number, record.offset, record.batch)
+                self._steps.append(_Step(end, gap=Gap(record.offset, end, record.batch)))
+            else:
+                self._steps.append(_Step(end, record.batch))
+                waiting += record.batch.nbytes
+        reached = self._steps[-1].end if self._steps else self._position
+        if group.end > reached:
+            self._steps.append(_Step(group.end))
+        if self._fetcher is not None:
+            self._fetcher.taken(group.nbytes - waiting)
+        self._error = group.error
+        self._changed.set()
+
+    async def _after(self, error: KafkaError) -> Received | None:
+        """Go on after the fetcher has ended with an error: return a gap, or fetch again. Raises StorageError."""
+        await self._end_fetcher()
+        failure = self._queue.failure(f"queue {self._queue.number} cannot be read from offset {self._position}", error)
+        if error.code() not in _LOST:
+            self._error = None
+            raise failure
+        await self._queue.check()
+        first, end = await self._queue.bounds()
+        if self._position > end or error.code() == KafkaError._LOG_TRUNCATION:  # noqa: SLF001 (its name)
+            raise StorageError(
+                f"queue {self._queue.number} has lost its end: offsets from {min(end, self._position)} to "
+                f"{self._position - 1} were truncated by the brokers: close the silo, and start it again or seek its "
+                "subscriptions there"
+            )
+        self._error = None
+        if self._position >= first:
+            self._fetcher = self._queue.fetch(self._position, self._arrived)
+            return None
+        gap = Gap(self._position, first, RETENTION)
+        self._position = first
+        return Received((), first, gap)
+
+    def wake(self) -> None:
+        """The state of the topic has changed."""
+        self._changed.set()
+
+    async def acknowledge(self, offset: int) -> None:
+        if self._closed:
+            raise Closed(f"the receiver of queue {self._queue.number} is closed")
+        self._queue.acknowledge(offset)
+
+    async def aclose(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._changed.set()
+            self._on_close(self)
+            self._steps.clear()
+        await self._end_fetcher()
+
+    async def _end_fetcher(self) -> None:
+        fetcher, self._fetcher = self._fetcher, None
+        if fetcher is not None:
+            fetcher.stop()
+            await fetcher.stopped()

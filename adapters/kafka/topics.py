@@ -1,0 +1,204 @@
+"""The topic of a provider: its creation, the settings that are refused, and the offsets of its partitions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, cast
+
+from confluent_kafka import ConsumerGroupTopicPartitions, IsolationLevel, KafkaError, KafkaException, TopicCollection
+from confluent_kafka import TopicPartition as Place
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin._config import ConfigResource
+from confluent_kafka.admin._listoffsets import OffsetSpec
+from confluent_kafka.cimpl import NewTopic
+
+from ...streams.errors import InvalidArgument, NotFound, StorageError
+from ..receiving import Bounds
+from .client import MAX_RECORD_BYTES, KafkaClients, answer_of
+from .limits import KafkaLimits
+
+MIN_RECORD_BYTES = 4 << 20
+"""A topic that stores smaller records only is refused: a batch of events may be as large as this."""
+
+
+class TopicFacts(NamedTuple):
+    """The facts about a topic that must not change while it is used."""
+
+    topic_id: str
+    partitions: int
+    replicas: int
+
+
+class KafkaTopics:
+    """Requests to the brokers about topics and groups. All raise StorageError if the brokers do not answer."""
+
+    def __init__(self, clients: KafkaClients, client: AdminClient, limits: KafkaLimits) -> None:
+        self._clients = clients
+        self._client = cast(Any, client)
+        self._limits = limits
+
+    async def describe(self, topic: str) -> TopicFacts | None:
+        """Return the facts about a topic, or None if there is none of this name."""
+        asked = self._client.describe_topics(TopicCollection([topic]), request_timeout=self._limits.request_s)
+        try:
+            found = await answer_of(asked[topic], self._clients, f"topic {topic!r} cannot be described")
+        except StorageError:
+            error = asked[topic].exception()
+            code = error.args[0].code() if isinstance(error, KafkaException) else None
+            if code in (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC):  # noqa: SLF001 (its name)
+                return None
+            raise
+        return TopicFacts(
+            str(found.topic_id), len(found.partitions), max(len(each.replicas) for each in found.partitions)
+        )
+
+    async def create(self, topic: str, partitions: int, replication: int | None, settings: Mapping[str, str]) -> None:
+        """Create a topic. It may exist already."""
+        new = NewTopic(topic, partitions, replication or -1, config=dict(settings))
+        (made,) = self._client.create_topics([new], request_timeout=self._limits.request_s).values()
+        try:
+            await answer_of(made, self._clients, f"topic {topic!r} cannot be created")
+        except StorageError:
+            error = made.exception()
+            if not (isinstance(error, KafkaException) and error.args[0].code() == KafkaError.TOPIC_ALREADY_EXISTS):
+                raise
+
+    async def created(self, topic: str) -> TopicFacts:
+        """Wait until a topic that was created is known, with a leader for each partition. Return its facts."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._limits.request_s
+        while True:
+            try:
+                facts = await self.describe(topic)
+                if facts is not None:
+                    await self.bounds(topic, range(facts.partitions))
+                    return facts
+            except StorageError:
+                if loop.time() > deadline:
+                    raise
+            if loop.time() > deadline:
+                raise StorageError(f"topic {topic!r} was created, but the brokers do not know it")
+            await asyncio.sleep(0.05)
+
+    async def settings(self, topic: str) -> Mapping[str, str]:
+        """Return the settings of a topic."""
+        resource = ConfigResource(ConfigResource.Type.TOPIC, topic)  # pyright: ignore[reportUnknownMemberType]
+        (asked,) = self._client.describe_configs([resource], request_timeout=self._limits.request_s).values()
+        found = await answer_of(asked, self._clients, f"the settings of topic {topic!r} cannot be read")
+        return {name: entry.value for name, entry in found.items()}
+
+    async def bounds(self, topic: str, partitions: Iterable[int]) -> Mapping[int, Bounds]:
+        """Return the retained offsets of partitions. The end is that of committed records."""
+        places = [Place(topic, partition) for partition in partitions]
+        first, following = await asyncio.gather(
+            self._offsets(dict.fromkeys(places, OffsetSpec.earliest())),
+            self._offsets(dict.fromkeys(places, OffsetSpec.latest())),
+        )
+        return {partition: Bounds(first[partition], following[partition]) for partition in first}
+
+    async def offset_at(self, topic: str, partition: int, time_ms: int) -> int | None:
+        """Return the offset of the first record with this time or a later one, None if there is none."""
+        found = await self._offsets({Place(topic, partition): OffsetSpec.for_timestamp(time_ms)})
+        return found[partition] if found[partition] >= 0 else None
+
+    async def _offsets(self, asked: Mapping[Place, OffsetSpec | None]) -> Mapping[int, int]:
+        answers = self._client.list_offsets(
+            asked, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=self._limits.request_s
+        )
+        found: dict[int, int] = {}
+        for place, answer in answers.items():
+            doing = f"the offsets of partition {place.partition} of topic {place.topic!r} cannot be read"
+            found[place.partition] = (await answer_of(answer, self._clients, doing)).offset
+        return found
+
+    async def delete_below(self, topic: str, offsets: Mapping[int, int]) -> None:
+        """Delete the records below an offset, by partition."""
+        places = [Place(topic, partition, offset) for partition, offset in offsets.items()]
+        for answer in self._client.delete_records(places, request_timeout=self._limits.request_s).values():
+            await answer_of(answer, self._clients, f"finished records of topic {topic!r} cannot be deleted")
+
+    async def commit(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
+        """Commit offsets for a group. No consumer of Kafka's own may be a member of it."""
+        places = [Place(topic, partition, offset) for partition, offset in offsets.items()]
+        asked = ConsumerGroupTopicPartitions(group, places)
+        (answer,) = self._client.alter_consumer_group_offsets([asked], request_timeout=self._limits.request_s).values()
+        found = await answer_of(answer, self._clients, f"group {group!r} cannot commit")
+        for place in found.topic_partitions:
+            if place.error is not None:
+                raise self._clients.failure(f"group {group!r} cannot commit", place.error)
+
+
+def topic_settings(retention_ms: int) -> Mapping[str, str]:
+    """Return the settings of a topic that is created. -1: Kafka deletes nothing by itself."""
+    return {
+        "cleanup.policy": "delete",
+        "retention.ms": str(retention_ms),
+        "retention.bytes": "-1",
+        "max.message.bytes": str(MAX_RECORD_BYTES),
+        "message.timestamp.type": "LogAppendTime",
+        "unclean.leader.election.enable": "false",
+    }
+
+
+def replica_settings(replicas: int | None) -> Mapping[str, str]:
+    """Return how many replicas have to store a record of a topic that is created."""
+    return {} if replicas is None else {"min.insync.replicas": str(max(1, replicas - 1))}
+
+
+def check_topic(
+    topic: str, facts: TopicFacts, settings: Mapping[str, str], *, queues: int, bootstrap: str, keep: bool
+) -> None:
+    """Raise InvalidArgument if the topic could lose events, or does not fit, with the command that mends it.
+
+    `keep`: headrace deletes, so Kafka must not.
+    """
+    alter = f"kafka-configs.sh --bootstrap-server {bootstrap} --alter --entity-type topics --entity-name {topic}"
+    problems: list[tuple[bool, str, str]] = [
+        (
+            facts.partitions != queues,
+            f"has {facts.partitions} partitions, and the provider has {queues} queues",
+            f"open the provider with queues = {facts.partitions}, or use another topic",
+        ),
+        (
+            "compact" in settings.get("cleanup.policy", ""),
+            "is compacted, which deletes events that were not delivered",
+            f"{alter} --add-config cleanup.policy=delete",
+        ),
+        (
+            facts.replicas >= 3 and int(settings.get("min.insync.replicas", "1")) < 2,
+            f"has {facts.replicas} replicas but min.insync.replicas = 1, so one broker could lose acknowledged events",
+            f"{alter} --add-config min.insync.replicas=2",
+        ),
+        (
+            settings.get("unclean.leader.election.enable") == "true",
+            "allows unclean leader elections, which lose acknowledged events",
+            f"{alter} --add-config unclean.leader.election.enable=false",
+        ),
+        (
+            int(settings.get("max.message.bytes", MIN_RECORD_BYTES)) < MIN_RECORD_BYTES,
+            f"stores no records above {settings.get('max.message.bytes')} bytes",
+            f"{alter} --add-config max.message.bytes={MAX_RECORD_BYTES}",
+        ),
+        (
+            keep and settings.get("retention.ms") != "-1",
+            f"deletes by age (retention.ms = {settings.get('retention.ms')}), also events that are not finished",
+            f"{alter} --add-config retention.ms=-1, or set retain_unfinished = false",
+        ),
+        (
+            keep and settings.get("retention.bytes") != "-1",
+            f"deletes by size (retention.bytes = {settings.get('retention.bytes')}), also events that are not finished",
+            f"{alter} --add-config retention.bytes=-1, or set retain_unfinished = false",
+        ),
+    ]
+    for wrong, problem, remedy in problems:
+        if wrong:
+            raise InvalidArgument(f"adapter 'kafka': the topic {topic!r} {problem}: {remedy}", option="options")
+
+
+def no_topic(topic: str, queues: int, bootstrap: str) -> NotFound:
+    return NotFound(
+        f"adapter 'kafka': there is no topic {topic!r} at {bootstrap}: create it with kafka-topics.sh "
+        f"--bootstrap-server {bootstrap} --create --topic {topic} --partitions {queues} --replication-factor 3, or set "
+        "create = true"
+    )

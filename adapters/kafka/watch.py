@@ -1,0 +1,69 @@
+"""Watches that a topic can be reached, and that it is still the one that was opened."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from ...streams.errors import HeadraceError, StorageError
+from .limits import KafkaLimits
+from .topics import KafkaTopics, TopicFacts
+
+log = logging.getLogger("headrace.adapters.kafka")
+
+
+class TopicWatch:
+    """Checks the topic from time to time. `fault` is the reason why it cannot be used at present, or None."""
+
+    def __init__(
+        self, topic: str, facts: TopicFacts, topics: KafkaTopics, limits: KafkaLimits, changed: Callable[[], None]
+    ) -> None:
+        """`changed` is called when the fault changes."""
+        self._topic = topic
+        self._facts = facts
+        self._topics = topics
+        self._limits = limits
+        self._changed = changed
+        self.fault: HeadraceError | None = None
+        self.replaced = False
+        """Whether the topic is not the one that was opened, so that nothing may be stored in it."""
+
+    async def check(self) -> None:
+        """Check now. Raises StorageError if the topic cannot be used."""
+        try:
+            facts = await self._topics.describe(self._topic)
+            fault = self._difference(facts)
+            self.replaced = fault is not None
+        except StorageError as error:
+            fault = error
+        if str(fault or "") != str(self.fault or ""):
+            log.log(logging.INFO if fault is None else logging.ERROR, "topic %r: %s", self._topic, fault or "recovered")
+            self.fault = fault
+            self._changed()
+        if fault is not None:
+            raise fault.copy()
+
+    async def run(self) -> None:
+        """Check periodically. Does not end."""
+        while True:
+            await asyncio.sleep(self._limits.watch_s)
+            try:
+                await self.check()
+            except StorageError:
+                pass
+
+    def _difference(self, facts: TopicFacts | None) -> StorageError | None:
+        if facts is None:
+            return StorageError(f"the topic {self._topic!r} was deleted: restore it, or create another provider")
+        if facts.topic_id != self._facts.topic_id:
+            return StorageError(
+                f"the topic {self._topic!r} was deleted and created again (its id was {self._facts.topic_id}, and is "
+                f"{facts.topic_id}): its events are gone; create another provider, or one with another topic"
+            )
+        if facts.partitions != self._facts.partitions:
+            return StorageError(
+                f"the topic {self._topic!r} has {facts.partitions} partitions now, and had {self._facts.partitions}: "
+                "events in the new ones are not read"
+            )
+        return None

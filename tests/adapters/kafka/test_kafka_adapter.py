@@ -1,0 +1,247 @@
+"""Queues on Kafka whose partitions lose their beginning, have holes, or are replaced, and clients that are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from confluent_kafka import TopicPartition
+
+from benchmarks.kafka_servers import KafkaServer
+from benchmarks.servers import free_port
+from headrace.adapters import Bounds, Gap
+from headrace.streams.errors import InvalidArgument, NotFound, PayloadTooLarge, QueueFull, StorageError
+from headrace.streams.events import Event, EventBatch
+from headrace.streams.identity import StreamId
+from tests.adapters.kafka.opening import ANY, QUICK, ForeignProgram, batch, new_topic, opened, received, texts
+
+
+@pytest.fixture
+def foreign(kafka_server: KafkaServer) -> ForeignProgram:
+    return ForeignProgram(kafka_server.address)
+
+
+@pytest.fixture
+def address(kafka_server: KafkaServer) -> str:
+    return kafka_server.address
+
+
+# ---- offsets ---------------------------------------------------------------------------------------------------------
+
+
+async def test_retention_that_passes_a_reader_is_one_gap_with_its_range(address: str, foreign: ForeignProgram) -> None:
+    topic = new_topic()
+    async with opened(address, topic, limits=QUICK._replace(waiting_bytes=0)) as adapter:
+        for number in range(10):
+            await adapter.enqueue([(0, batch(str(number) * 1000))])
+        receiver = await adapter.open_receiver(0, 0)
+        assert texts((await receiver.receive(1, 1)).batches) == ["0" * 1000]
+        await receiver.aclose()
+        for deleted in foreign.admin.delete_records([TopicPartition(topic, 0, 7)]).values():
+            await asyncio.to_thread(deleted.result, 30)
+        receiver = await adapter.open_receiver(0, 1)
+        assert await receiver.receive(ANY, ANY) == ((), 7, Gap(1, 7, "removed by retention"))
+        assert await received(receiver, 3) == [str(number) * 1000 for number in (7, 8, 9)]
+        assert await adapter.bounds(0) == Bounds(7, 10)
+
+
+async def test_retention_below_an_open_reader_is_one_gap(address: str, foreign: ForeignProgram) -> None:
+    """The reader has fetched nothing yet when the records are deleted."""
+    topic = new_topic()
+    async with opened(address, topic) as adapter:
+        for number in range(10):
+            await adapter.enqueue([(0, batch(str(number)))])
+        receiver = await adapter.open_receiver(0, 2)
+        for deleted in foreign.admin.delete_records([TopicPartition(topic, 0, 7)]).values():
+            await asyncio.to_thread(deleted.result, 30)
+        result = await receiver.receive(ANY, ANY)
+        assert (result.next_offset, result.gap) == (7, Gap(2, 7, "removed by retention"))
+        assert await received(receiver, 3) == ["7", "8", "9"]
+
+
+async def test_marker_of_a_transaction_at_the_end_is_passed_without_a_gap(
+    address: str, foreign: ForeignProgram
+) -> None:
+    topic = new_topic()
+    async with opened(address, topic) as adapter:
+        await adapter.enqueue([(0, batch("before"))])
+        encoded = [batch(text).encoded for text in ("one", "two")]
+        await asyncio.to_thread(foreign.write, topic, encoded, transaction=topic)
+        async with asyncio.timeout(30):
+            while await adapter.bounds(0) != Bounds(0, 4):  # noqa: ASYNC110 (the broker writes the marker later)
+                await asyncio.sleep(0.05)
+        receiver = await adapter.open_receiver(0, 0)
+        assert await received(receiver, 3) == ["before", "one", "two"]
+        at_marker = await adapter.open_receiver(0, 3)
+        assert await at_marker.receive(ANY, ANY) == ((), 4, None)
+        assert (await adapter.backlog(0, 3)).batches == 0
+        assert await adapter.end_within(0, 0, 4, 100, None) == 4
+        await adapter.enqueue([(0, batch("after"))])
+        assert await received(receiver, 1) == ["after"]
+        assert await received(at_marker, 1) == ["after"]
+
+
+async def test_record_that_is_no_batch_is_a_gap(address: str, foreign: ForeignProgram) -> None:
+    topic = new_topic()
+    async with opened(address, topic) as adapter:
+        await asyncio.to_thread(foreign.write, topic, [b"\xff no batch", None, batch("good").encoded])
+        receiver = await adapter.open_receiver(0)
+        for low in (0, 1):
+            gap = (await receiver.receive(ANY, ANY)).gap
+            assert gap is not None
+            assert (gap.low, gap.high) == (low, low + 1)
+        assert await received(receiver, 1) == ["good"]
+
+
+async def test_finished_batches_above_their_age_are_deleted_and_others_stay(address: str) -> None:
+    async with opened(address, new_topic(), retain_age_s=0.001) as adapter:
+        for number in range(5):
+            await adapter.enqueue([(0, batch(str(number)))])
+        await asyncio.sleep(0.05)
+        await adapter.apply_retention({0: 3})
+        assert await adapter.bounds(0) == Bounds(3, 5)
+    async with opened(address, new_topic()) as adapter:
+        await adapter.enqueue([(0, batch("x"))])
+        await adapter.apply_retention({0: 1})
+        assert await adapter.bounds(0) == Bounds(0, 1)
+
+
+async def test_time_of_a_record_is_that_of_storing_not_that_of_its_event(address: str, foreign: ForeignProgram) -> None:
+    """Else Kafka's retention by age would delete old events at once."""
+    topic = new_topic()
+    async with opened(address, topic, retain_unfinished=False, retain_age_s=86400) as adapter:
+        old = EventBatch.of(StreamId("flights", "1"), [Event(b"x" * 100_000, timestamp_us=1_356_998_400_000_000)])
+        for _ in range(30):  # more than a segment
+            await adapter.enqueue([(0, old)])
+        since_us = (await adapter.backlog(0, 0)).since_us
+        assert since_us is not None
+        assert abs(time.time() - since_us / 1e6) < 60
+        assert await adapter.bounds(0) == Bounds(0, 30)
+
+
+# ---- the topic -------------------------------------------------------------------------------------------------------
+
+
+async def test_topic_that_was_created_again_is_a_fault_and_delivers_nothing(
+    address: str, foreign: ForeignProgram
+) -> None:
+    topic = new_topic()
+    async with opened(address, topic, limits=QUICK._replace(watch_s=60.0)) as adapter:
+        await adapter.enqueue([(0, batch("old"))])
+        receiver = await adapter.open_receiver(0, 0)
+        assert await received(receiver, 1) == ["old"]
+        await asyncio.to_thread(foreign.delete_topic, topic)
+        await asyncio.to_thread(foreign.make_topic, topic)
+        await asyncio.to_thread(foreign.write, topic, [batch(str(number)).encoded for number in range(20)])
+        with pytest.raises(StorageError, match="deleted and created again"):
+            async with asyncio.timeout(20):
+                await receiver.receive(ANY, ANY)
+        with pytest.raises(StorageError, match="created again"):
+            await adapter.enqueue([(0, batch("new"))])
+        location = adapter.location
+    with pytest.raises(InvalidArgument, match="created again"):
+        async with opened(address, topic, location=location):
+            pass
+
+
+async def test_deleted_topic_is_a_fault(address: str, foreign: ForeignProgram) -> None:
+    topic = new_topic()
+    async with opened(address, topic) as adapter:
+        receiver = await adapter.open_receiver(0)
+        waiting = asyncio.create_task(receiver.receive(ANY, ANY))
+        await asyncio.to_thread(foreign.delete_topic, topic)
+        with pytest.raises(StorageError, match="was deleted"):
+            async with asyncio.timeout(20):
+                await waiting
+
+
+@pytest.mark.parametrize(
+    ("settings", "partitions", "message"),
+    [
+        ({"cleanup.policy": "compact"}, 1, "is compacted.*--add-config cleanup.policy=delete"),
+        ({"unclean.leader.election.enable": "true"}, 1, "--add-config unclean.leader.election.enable=false"),
+        ({"max.message.bytes": "1000000"}, 1, "--add-config max.message.bytes=8388608"),
+        ({}, 1, "retention.ms=-1, or set retain_unfinished = false"),
+        ({"retention.ms": "-1", "max.message.bytes": "8388608"}, 3, "3 partitions, and the provider has 1 queues"),
+    ],
+)
+async def test_topics_that_would_lose_events_are_refused_with_the_command_that_mends_them(
+    address: str, foreign: ForeignProgram, settings: dict[str, str], partitions: int, message: str
+) -> None:
+    topic = new_topic()
+    chosen = {"max.message.bytes": "8388608"} | settings
+    await asyncio.to_thread(foreign.make_topic, topic, partitions, chosen)
+    with pytest.raises(InvalidArgument, match=message):
+        async with opened(address, topic):
+            pass
+
+
+async def test_missing_topic_is_not_created_unless_it_may_be(address: str) -> None:
+    with pytest.raises(NotFound, match=r"kafka-topics\.sh --bootstrap-server"):
+        async with opened(address, new_topic(), create=False):
+            pass
+
+
+async def test_another_topic_than_the_stored_one_is_refused(address: str) -> None:
+    async with opened(address, new_topic()) as adapter:
+        location = adapter.location
+    with pytest.raises(InvalidArgument, match="open it with topic ="):
+        async with opened(address, new_topic(), location=location):
+            pass
+
+
+# ---- brokers that do not answer --------------------------------------------------------------------------------------
+
+
+async def test_opening_without_a_broker_is_a_storage_error() -> None:
+    with pytest.raises(StorageError):
+        async with opened(f"127.0.0.1:{free_port()}", new_topic()):
+            pass
+
+
+async def test_publish_waits_for_a_frozen_broker_then_fails_and_readers_report_it(kafka_server: KafkaServer) -> None:
+    async with opened(kafka_server.address, new_topic(), publish_timeout_s=1.5) as adapter:
+        await adapter.enqueue([(0, batch("before"))])
+        receiver = await adapter.open_receiver(0)
+        assert await received(receiver, 1) == ["before"]
+        with kafka_server.frozen():
+            call = asyncio.ensure_future(adapter.enqueue([(0, batch("lost or not"))]))
+            with pytest.raises(StorageError):
+                async with asyncio.timeout(20):
+                    await receiver.receive(ANY, ANY)
+            with pytest.raises(StorageError, match="may or may not be stored"):
+                await call
+        async with asyncio.timeout(30):
+            while True:
+                try:
+                    await adapter.enqueue([(0, batch("after"))])
+                    break
+                except StorageError:
+                    continue
+            found: list[str] = []
+            while "after" not in found:
+                try:
+                    found += texts((await receiver.receive(ANY, ANY)).batches)
+                except StorageError:
+                    await asyncio.sleep(0.1)
+        assert found.index("after") == len(found) - 1
+
+
+# ---- publishing ------------------------------------------------------------------------------------------------------
+
+
+async def test_publish_is_refused_while_too_much_is_pending(address: str) -> None:
+    async with opened(address, new_topic(), limits=QUICK._replace(pending_records=3)) as adapter:
+        first = adapter.enqueue([(0, batch(str(number))) for number in range(3)])
+        with pytest.raises(QueueFull):
+            await adapter.enqueue([(0, batch("more"))])
+        assert len(await first) == 3
+        await adapter.enqueue([(0, batch("more"))])
+
+
+async def test_batch_above_the_limit_of_the_topic_is_refused(address: str) -> None:
+    async with opened(address, new_topic()) as adapter:
+        large = EventBatch.of(StreamId("s", "s"), [b"x" * (1 << 20)] * 9)
+        with pytest.raises(PayloadTooLarge):
+            await adapter.enqueue([(0, large)])

@@ -1,0 +1,131 @@
+"""Calls of idempotent producers: the ledger alone, and over a broker."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from confluent_kafka import TopicPartition
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.kafka_servers import KafkaServer
+from headrace.adapters import ProducerSequence
+from headrace.adapters.kafka import KafkaAdapter
+from headrace.adapters.kafka.ledger import CALL, CallPart, QueueLedger, call_part, producer_state
+from headrace.streams.errors import StorageError
+from tests.adapters.kafka.opening import QUICK, ForeignProgram, batch, new_topic, opened, received
+
+
+@pytest.fixture
+def address(kafka_server: KafkaServer) -> str:
+    return kafka_server.address
+
+
+def part(number: int, index: int = 0, count: int = 1, producer: str = "p") -> CallPart:
+    return CallPart(producer, number, number - 1, index, count)
+
+
+def test_header_of_a_call_is_read_as_it_was_written() -> None:
+    written = CallPart("ü" * 64, 1 << 62, 7, 3, 10_000)
+    assert CallPart.decode(written.encode()) == written
+    assert call_part([("other", b"x"), (CALL, written.encode())]) == written
+
+
+@pytest.mark.parametrize("header", [b"", b"\x01", b"\x02" + part(1).encode()[1:], part(1).encode()[:-1] + b"\xff"])
+def test_header_of_another_version_belongs_to_no_call(header: bytes) -> None:
+    assert call_part([(CALL, header)]) is None
+
+
+def test_call_that_is_stored_in_part_is_not_the_last_one() -> None:
+    ledgers = [QueueLedger(), QueueLedger()]
+    ledgers[0].observe(0, part(1), 0)
+    ledgers[0].observe(1, part(2, 0, 3), 0)
+    ledgers[1].observe(0, part(2, 2, 3), 0)
+    state = producer_state([call for ledger in ledgers if (call := ledger.stored("p")) is not None])
+    assert (state.last.number, state.begun, state.parts) == (1, 2, {0: 1, 2: 0})
+    assert state.missing(ProducerSequence("p", 2, 1), 3) == [1]
+    ledgers[1].observe(1, part(2, 1, 3), 0)
+    state = producer_state([call for ledger in ledgers if (call := ledger.stored("p")) is not None])
+    assert (state.last.number, state.last.offsets, state.begun) == (2, [1, 1, 0], 0)
+
+
+@given(st.lists(st.tuples(st.sampled_from("pq"), st.integers(1, 4), st.integers(0, 1)), max_size=30), st.data())
+def test_every_reader_leaves_out_the_same_records_wherever_it_begins(
+    records: list[tuple[str, int, int]], data: st.DataObject
+) -> None:
+    """Also if it continues from a snapshot. Of each part of a call, the first record is delivered."""
+    whole, delivered = QueueLedger(), list[bool]()
+    snapshots = [whole.snapshot(0, 0)]
+    for offset, (producer, number, index) in enumerate(records):
+        delivered.append(whole.observe(offset, part(number, index, 2, producer), 1))
+        snapshots.append(QueueLedger.copy_of(whole).snapshot(0, 0))
+    found = [record for record, wanted in zip(records, delivered, strict=True) if wanted]
+    assert len(found) == len(set(found))
+    known = data.draw(st.integers(0, len(records)))
+    other = QueueLedger()
+    other.adopt(snapshots[known])
+    start = data.draw(st.integers(0, known))
+    parts = [part(number, index, 2, producer) for producer, number, index in records]
+    again = [other.observe(offset, parts[offset], 1) for offset in range(start, len(records))]
+    assert again == delivered[start:]
+
+
+async def publish(adapter: KafkaAdapter, number: int, *places: tuple[int, str]) -> list[bool]:
+    """Publish a call. Return whether each of its batches is a duplicate."""
+    batches = [(queue, batch(text)) for queue, text in places]
+    receipts = await adapter.enqueue(batches, sequence=ProducerSequence("p", number, number - 1))
+    return [receipt.duplicate for receipt in receipts]
+
+
+async def test_late_write_of_a_call_that_was_sent_again_is_not_delivered(address: str) -> None:
+    """As of a publisher that was given up, and whose record was still on its way."""
+    topic, foreign = new_topic(), ForeignProgram(address)
+    async with opened(address, topic) as adapter:
+        assert await publish(adapter, 1, (0, "first")) == [False]
+        late = {CALL: part(1).encode()}
+        await asyncio.to_thread(lambda: foreign.write(topic, [batch("first").encoded], headers=late))
+        assert await publish(adapter, 2, (0, "second")) == [False]
+        assert await received(await adapter.open_receiver(0, 0), 2) == ["first", "second"]
+    async with opened(address, topic) as adapter:
+        assert await received(await adapter.open_receiver(0, 1), 1) == ["second"]
+
+
+async def test_call_that_was_stored_in_part_is_completed(address: str) -> None:
+    topic, foreign = new_topic(), ForeignProgram(address)
+    async with opened(address, topic, queues=2) as adapter:
+        stored = {CALL: part(1, 0, 2).encode()}
+        await asyncio.to_thread(lambda: foreign.write(topic, [batch("zero").encoded], headers=stored))
+        assert await adapter.last_sequence("p") == 0
+        assert await publish(adapter, 1, (0, "zero"), (1, "one")) == [True, False]
+        assert await adapter.last_sequence("p") == 1
+        assert [(await adapter.bounds(queue)).next for queue in range(2)] == [1, 1]
+
+
+async def test_snapshot_knows_calls_whose_records_are_deleted(address: str) -> None:
+    topic, foreign = new_topic(), ForeignProgram(address)
+    limits = QUICK._replace(snapshot_records=3)
+    async with opened(address, topic, limits=limits) as adapter:
+        for number in range(1, 5):
+            await publish(adapter, number, (0, str(number)))
+        assert await received(await adapter.open_receiver(0, 0), 4) == ["1", "2", "3", "4"]
+        await adapter.snapshots_stored()
+    for deleted in foreign.admin.delete_records([TopicPartition(topic, 0, 4)]).values():
+        await asyncio.to_thread(deleted.result, 30)
+    async with opened(address, topic) as adapter:
+        assert await publish(adapter, 4, (0, "4")) == [True]
+        assert await publish(adapter, 5, (0, "5")) == [False]
+
+
+async def test_call_that_timed_out_is_stored_once_when_it_is_sent_again(kafka_server: KafkaServer) -> None:
+    topic = new_topic()
+    async with opened(kafka_server.address, topic, publish_timeout_s=1.0) as adapter:
+        assert await publish(adapter, 1, (0, "1")) == [False]
+        with kafka_server.frozen():
+            with pytest.raises(StorageError, match="may or may not be stored"):
+                await publish(adapter, 2, (0, "2"))
+        # another process sends the call again, while the first one may still write
+        async with opened(kafka_server.address, topic) as other:
+            await publish(other, 2, (0, "2"))
+            assert await publish(other, 3, (0, "3")) == [False]
+            assert await received(await other.open_receiver(0, 0), 3) == ["1", "2", "3"]

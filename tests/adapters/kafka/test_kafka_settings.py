@@ -1,0 +1,64 @@
+"""Settings of the client, and secrets, which appear nowhere."""
+
+from pathlib import Path
+
+import pytest
+
+from headrace.adapters.kafka.client import KafkaClients
+from headrace.adapters.kafka.options import KafkaOptions, with_location
+from headrace.adapters.kafka.secrets import ClientSettings, SecretPlace
+from headrace.adapters.registry import read_options
+from headrace.streams.errors import InvalidArgument
+
+SECRET = "hunter-2"
+
+
+@pytest.mark.parametrize("name", ["acks", "bootstrap.servers", "auto.offset.reset", "enable.auto.commit", "group.id"])
+def test_settings_that_belong_to_headrace_are_refused(name: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"kafka.{name} is set by headrace"):
+        ClientSettings({name: "x"})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("sasl.jaas.config", "setting of the Java client"),
+        ("no.such.name", 'No such configuration property: "no.such.name"'),
+    ],
+)
+def test_unknown_settings_are_refused(name: str, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        KafkaClients(KafkaOptions(bootstrap="localhost:1"), ClientSettings({name: SECRET})).admin()
+
+
+def test_secrets_come_from_files_and_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text(f"{SECRET}\n")
+    monkeypatch.setenv("SECRET", SECRET)
+    places = {
+        "sasl.password": SecretPlace(file=str(tmp_path / "secret")),
+        "ssl.key.password": SecretPlace(env="SECRET"),
+    }
+    assert ClientSettings(places).values() == dict.fromkeys(places, SECRET)
+
+
+@pytest.mark.parametrize("place", [SecretPlace(), SecretPlace(env="NOT_SET"), SecretPlace(file="/not/there")])
+def test_places_without_a_secret_are_refused(place: SecretPlace) -> None:
+    with pytest.raises(InvalidArgument, match=r"kafka\.sasl\.password"):
+        ClientSettings({"sasl.password": place})
+
+
+def test_secrets_appear_in_no_text_and_are_not_stored() -> None:
+    kafka = {"sasl.username": "me", "sasl.password": SECRET, "ssl.key.pem": SECRET}
+    options = read_options("kafka", KafkaOptions, {"bootstrap": "h:1", "kafka": kafka})
+    settings = ClientSettings(options.kafka)
+    assert SECRET not in repr(options) + repr(settings) + str(options.location("t", "id"))
+    assert settings.without_secrets(f"the password {SECRET} is wrong") == "the password *** is wrong"
+    assert options.location("t", "id")["kafka"] == {"sasl.username": "me"}
+
+
+def test_stored_place_of_a_secret_is_used_again() -> None:
+    given = {"bootstrap": "h:1", "kafka": {"sasl.password": {"env": "SECRET"}}}
+    stored = read_options("kafka", KafkaOptions, given).location("t", "id")
+    located, topic_id = with_location("default", {}, stored)
+    assert topic_id == "id"
+    assert read_options("kafka", KafkaOptions, located).kafka == {"sasl.password": SecretPlace(env="SECRET")}
