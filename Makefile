@@ -71,7 +71,7 @@ quick: ## after make dev: lint, types and tests of one folder, but the random on
 slow: $(STAMPS)/test ## the other tests: of killed and restarted processes, of Spark in several, and the random ones with all examples; PYTEST_ARGS chooses
 	HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-thorough} HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest -m "slow or hypothesis" $(PYTEST_ARGS)
 
-fuzz: $(STAMPS)/test ## attack a silo for FUZZ_SECONDS, 60 where it is not set
+fuzz: $(STAMPS)/test ## attack a silo for FUZZ_SECONDS, 60 by default
 	FUZZ_SECONDS=$${FUZZ_SECONDS:-60} $(BIN)/pytest -s tests/faults/test_grpc_fuzz.py
 
 chaos: $(STAMPS)/test ## kill, freeze and starve silos and consumers, 30 times each, queries of Spark 10 (CHAOS_ROUNDS), clusters for 120 s (CHAOS_SECONDS), consumers of CHAOS_EVENTS events in Redis; cut the power CHAOS_IMAGES times, flip CHAOS_FLIPS bits of each kind
@@ -81,7 +81,7 @@ chaos: $(STAMPS)/test ## kill, freeze and starve silos and consumers, 30 times e
 	  tests/adapters/redis/test_redis_processes.py
 	CHAOS_IMAGES=$${CHAOS_IMAGES:-1500} CHAOS_FLIPS=$${CHAOS_FLIPS:-100} HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest -s tests/storage
 
-sim: $(STAMPS)/test ## simulate SEEDS whole clusters, 1,000 where it is not set; SIM_ARGS=--bugs plants bugs
+sim: $(STAMPS)/test ## simulate SEEDS whole clusters, 1,000 by default; SIM_ARGS=--bugs plants bugs
 	$(BIN)/python -m tests.cluster.sim --seeds $${SEEDS:-1000} $(SIM_ARGS)
 
 demo: $(STAMPS)/demo ## 336,776 flights through an embedded silo; DEMO_ARGS are passed on

@@ -31,7 +31,7 @@ class HandlerOptions(DefinitionOptions, total=False):
     """Options of a handler, in a silo or in a client."""
 
     concurrency: int
-    """Number of handlers that run at a time: per queue in a silo, per subscription in a client. 100 by default."""
+    """Number of handlers that run at a time: per queue in a silo, per subscription in a client. 2,000 by default."""
 
 
 class LocalHandlerOptions(HandlerOptions, total=False):
