@@ -13,8 +13,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
-# uv comes from PyPI, and takes a quarter of the time. It ignores pip's configuration: INSTALL='$(PIP) install' heeds it.
-INSTALL ?= $(BIN)/uv --quiet pip install --python $(BIN)/python
+# uv takes a quarter of the time. It does not read pip's configuration, so where it fails, pip installs.
+comma := ,
+install = $(BIN)/uv --quiet pip install --python $(BIN)/python $(1) || $(PIP) install $(1)
 STAMPS := $(VENV)/stamps
 DIST   := $(VENV)/dist
 TREE   := $(VENV)/tree
@@ -96,7 +97,7 @@ format: $(STAMPS)/test ## apply ruff's fixes and format
 
 dev: $(STAMPS)/venv $(TREE) ## editable install, for quick work: then call $(BIN)/pytest yourself
 	rm -f $(STAMPS)/wheel $(STAMPS)/test $(STAMPS)/bench $(STAMPS)/demo
-	$(INSTALL) --no-build-isolation --editable '.[test,bench]'
+	$(call install,--no-build-isolation --editable '.[test$(comma)bench]')
 	$(BIN)/python -c 'import pathlib, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "headrace_tree.pth").write_text("$(abspath $(TREE))\n")'
 
 generate: $(STAMPS)/test $(TREE) ## generate the code for proto/v1/*.proto
@@ -128,7 +129,7 @@ $(STAMPS)/venv:
 	  echo "$(PYTHON) lacks venv: on Debian, 'apt-get install python3-venv' brings it" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install uv
-	$(INSTALL) build wheel 'setuptools>=77'
+	$(call install,build wheel 'setuptools>=77')
 	mkdir -p $(STAMPS) && touch $@
 
 # The wheel is built from the sdist, in a folder of its own: neither misses a file, nor has one that was deleted.
@@ -139,12 +140,12 @@ $(DIST)/built: $(SOURCES) | $(STAMPS)/venv
 
 $(STAMPS)/wheel: $(DIST)/built
 	rm -f $(VENV)/lib/python3*/site-packages/headrace_tree.pth
-	$(INSTALL) $(DIST)/*.whl
-	$(INSTALL) --force-reinstall --no-deps $(DIST)/*.whl
+	$(call install,$(DIST)/*.whl)
+	$(call install,--force-reinstall --no-deps $(DIST)/*.whl)
 	touch $@
 
 $(STAMPS)/test: $(STAMPS)/wheel
-	$(INSTALL) "$$(echo $(DIST)/*.whl)[test,bench]"
+	$(call install,"$$(echo $(DIST)/*.whl)[test$(comma)bench]")
 	touch $@
 
 # Once for a new environment: else each process of pytest compiles all tests, and the packages that they import.
@@ -153,7 +154,7 @@ $(STAMPS)/compiled: | $(STAMPS)/test
 	touch $@
 
 $(STAMPS)/bench: $(STAMPS)/wheel
-	$(INSTALL) "$$(echo $(DIST)/*.whl)[bench]"
+	$(call install,"$$(echo $(DIST)/*.whl)[bench]")
 	touch $@
 
 # Its data files alone are wanted: nothing here imports it, so it goes without what it depends on (pandas).
