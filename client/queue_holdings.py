@@ -165,7 +165,7 @@ class QueueHoldings:
             return None
         if len(wanted) < received.count:
             received = ReceivedPart.some(received, batch, wanted)
-        self._insert(received)
+        _insert(self.lines, received)
         return received
 
     def _held_again(self, received: ReceivedBatch) -> set[int]:
@@ -205,14 +205,6 @@ class QueueHoldings:
                 if batch.arrival == arrival and not batch.redriven and _position(batch) > rejected:
                     self._end(batch)
 
-    def _insert(self, received: ReceivedBatch) -> None:
-        line = self.lines.setdefault(received.stream, [])
-        position = _position(received)
-        at = len(line)
-        while at and _position(line[at - 1]) > position:
-            at -= 1
-        line.insert(at, received)
-
     # ---- results (`BatchHolder`) ------------------------------------------------------------------------------------
 
     def acknowledge(self, batch: ReceivedBatch) -> None:
@@ -225,7 +217,7 @@ class QueueHoldings:
             if not self.pending:
                 self._send()
             account.acknowledge(batch.left, batch.size)
-            self._unlink(batch)
+            _unlink(self.lines, batch)
         else:
             account.note_acknowledged(batch.left)
             self._note(batch, _open_places(batch, 0, batch.count))
@@ -320,17 +312,7 @@ class QueueHoldings:
         """Nothing of it is left to be done."""
         if batch.current:
             self.account.remove(batch.left, batch.size)
-        self._unlink(batch)
-
-    def _unlink(self, batch: ReceivedBatch) -> None:
-        batch.end()
-        line = self.lines[batch.stream]
-        if len(line) == 1:
-            del self.lines[batch.stream]
-        elif line[0] is batch:
-            del line[0]
-        else:
-            del line[next(at for at, each in enumerate(line) if each is batch)]
+        _unlink(self.lines, batch)
 
     def _send(self) -> None:
         if not self.pending and self.link is not None and self.results.has_report:
@@ -338,6 +320,26 @@ class QueueHoldings:
             self.link.wake()
 
     # ---- reports ----------------------------------------------------------------------------------------------------
+
+
+def _insert(lines: dict[StreamId, list[ReceivedBatch]], received: ReceivedBatch) -> None:
+    line = lines.setdefault(received.stream, [])
+    position = _position(received)
+    at = len(line)
+    while at and _position(line[at - 1]) > position:
+        at -= 1
+    line.insert(at, received)
+
+
+def _unlink(lines: dict[StreamId, list[ReceivedBatch]], batch: ReceivedBatch) -> None:
+    batch.end()
+    line = lines[batch.stream]
+    if len(line) == 1:
+        del lines[batch.stream]
+    elif line[0] is batch:
+        del line[0]
+    else:
+        del line[next(at for at, each in enumerate(line) if each is batch)]
 
 
 def _position(batch: ReceivedBatch) -> tuple[int, int]:
