@@ -310,11 +310,22 @@ class PostgresServer(Server):
             return package
         copy = self.directory / "programs" / package.name
         if not copy.exists():
-            shutil.copytree(package / "pginstall18", copy / "pginstall18", symlinks=True)
+            unused = shutil.ignore_patterns("include", "pkgconfig")
+            shutil.copytree(
+                package / "pginstall18", copy / "pginstall18", symlinks=True, ignore=unused, copy_function=_link
+            )
             libraries = f"{package.name}.libs"
             if (package.parent / libraries).exists():
-                shutil.copytree(package.parent / libraries, copy.parent / libraries)
+                shutil.copytree(package.parent / libraries, copy.parent / libraries, copy_function=_link)
         return copy
+
+
+def _link(source: str, target: str) -> None:
+    """Copy a file only if it is on another file system: a link takes much less time."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def _debian_postgres() -> Sequence[str]:
