@@ -112,11 +112,15 @@ async def _until(condition: Callable[[], bool]) -> None:
 # ---- how much --------------------------------------------------------------------------------------------------------
 
 
-def to_consumers(silos: int, *, events: int, clustered: bool = True, consumers: int = CONSUMERS) -> Result:
-    """Durable publish, in a process of its own, to consumers over gRPC."""
+def to_consumers(
+    silos: int, *, events: int, clustered: bool = True, consumers: int = CONSUMERS, direct: bool = True
+) -> Result:
+    """Durable publish, in a process of its own, to consumers of another process. Without `direct`, a silo is each
+    consumer's gateway."""
     with BenchmarkSilos(silos, cluster={} if clustered else None) as running:
         addresses = [running.addresses[number % silos] for number in range(consumers)]
-        consume = Job("consumers", f"{CLUSTER_CASES}:consume", {"addresses": addresses, "events": events})
+        args = {"addresses": addresses, "events": events, "direct": direct}
+        consume = Job("consumers", f"{CLUSTER_CASES}:consume", args)
         return together([consume, _publisher(running, events)], server=running).to_result(events=events, size=SIZE)
 
 
@@ -140,9 +144,13 @@ Cases = Mapping[str, Callable[[], Result]]
 def throughput(events: int) -> Mapping[str, Cases]:
     counts = {"1 silo": 1, "2 silos": 2, "4 silos": 4}
     return {
-        f"Durable publish to {CONSUMERS} consumers over gRPC, {SIZE} B, batches of {BATCH:,}, {QUEUES} queues": {
+        f"Durable publish to {CONSUMERS} consumers, {SIZE} B, batches of {BATCH:,}, {QUEUES} queues": {
             ALONE: partial(to_consumers, 1, events=events, clustered=False),
             **{name: partial(to_consumers, count, events=events) for name, count in counts.items()},
+            **{
+                f"{name}, each consumer through a gateway": partial(to_consumers, count, events=events, direct=False)
+                for name, count in counts.items()
+            },
         },
         f"Durable publish to handlers in the silos, {SIZE} B, batches of {BATCH:,}, {QUEUES} queues": {
             ALONE: partial(to_handlers, 1, events=events, clustered=False),

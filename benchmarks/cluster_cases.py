@@ -26,15 +26,16 @@ async def handle(_: EventBatch) -> None:
     """Nothing."""
 
 
-def consume(gate: StartingGate, *, addresses: Sequence[str], events: int) -> None:
-    """A consumer at each address; they share a subscription."""
-    asyncio.run(_consume(gate, addresses, events))
+def consume(gate: StartingGate, *, addresses: Sequence[str], events: int, direct: bool) -> None:
+    """A consumer at each address; they share a subscription. Without `direct`, the silo at the address is its
+    gateway."""
+    asyncio.run(_consume(gate, addresses, events, direct=direct))
 
 
-async def _consume(gate: StartingGate, addresses: Sequence[str], events: int) -> None:
+async def _consume(gate: StartingGate, addresses: Sequence[str], events: int, *, direct: bool) -> None:
     counter = Counter(events)
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
-        clients = [await stack.enter_async_context(Client(address)) for address in addresses]
+        clients = [await stack.enter_async_context(Client(address, direct=direct)) for address in addresses]
         members = [
             await stack.enter_async_context(client.subscribe("bench", SELECTOR, start=Start.earliest()))
             for client in clients

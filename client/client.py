@@ -63,13 +63,15 @@ class Client(ConsumingClient):
         token: str | None = None,
         tls: Tls | bool | None = None,
         insecure: bool = False,
+        direct: bool = True,
         connect_timeout_s: float = 10.0,
         timeout_s: float = 30.0,
         linger_s: float = 0.0,
     ) -> None:
         """`address` is host:port, or several with commas between: when one does not answer, the next is tried. `tls` is
         True, or a `Tls` with certificates. A token is sent over an unencrypted connection only within this machine, or
-        with `insecure=True`.
+        with `insecure=True`. Without `direct`, consumers open no sessions to other silos of a cluster: the silo at
+        `address` is their gateway.
 
         `connect_timeout_s` is for opening, `timeout_s` for every call afterwards, in seconds. `linger_s` is how long a
         request waits for more events, in seconds. With 0 it has the events published in one turn of the loop.
@@ -82,11 +84,13 @@ class Client(ConsumingClient):
             check_text("token", token)
         if tls is not None and not isinstance(cast("object", tls), bool | Tls):
             raise refused("tls", tls, "True, False, None or a Tls, such as Tls(ca='ca.pem')")
-        check_flag("insecure", insecure)
+        for name, flag in (("insecure", insecure), ("direct", direct)):
+            check_flag(name, flag)
         for name, value in (("connect_timeout_s", connect_timeout_s), ("timeout_s", timeout_s)):
             check_seconds(name, value, above_zero=True)
         check_seconds("linger_s", linger_s)
-        self._transport = NativeTransport(GrpcTransport(address, token=token, tls=tls, insecure=insecure))
+        grpc = GrpcTransport(address, token=token, tls=tls, insecure=insecure)
+        self._transport = NativeTransport(grpc, direct=direct)
         super().__init__(self._transport, provider, timeout_s)
         self._connect_timeout_s = connect_timeout_s
         self._publishing = PublishPipeline(self._transport, provider, timeout_s=timeout_s, linger_s=linger_s)

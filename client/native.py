@@ -282,12 +282,15 @@ class NativeTransport(Transport):
         self,
         grpc: GrpcTransport,
         *,
+        direct: bool = True,
         connect_s: float = CONNECT_S,
         keepalive_s: float = KEEPALIVE_MS / 1000,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """`keepalive_s` is the silence of a silo before it is pinged, and the time for its answer. `clock` returns
-        seconds; the default is the loop's time."""
+        """Without `direct`, only the addresses of `grpc` are called. `keepalive_s` is the silence of a silo before it
+        is pinged, and the time for its answer. `clock` returns seconds; the default is the loop's time."""
+        if not direct:
+            self.is_remote = False
         self._grpc = grpc
         self._connect_s = connect_s
         self._keepalive_s = keepalive_s

@@ -31,6 +31,7 @@ class ClientOptions(TypedDict, total=False):
     token: str | None
     tls: Tls | bool | None
     insecure: bool
+    direct: bool
     connect_timeout_s: float
     timeout_s: float
     linger_s: float

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from ..streams.backoff import Backoff
 from ..streams.errors import Closed, HeadraceError, InvalidArgument, NotSupported, Unavailable, error_of
@@ -59,7 +59,7 @@ class Transport(Protocol):
     Implementations inherit `call` and `long_call`.
     """
 
-    is_remote: ClassVar[bool] = False
+    is_remote: bool = False
     """Whether silos at other addresses can be called, by `at`."""
 
     @property
