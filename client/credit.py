@@ -2,9 +2,11 @@
 
 The credit that the consumer granted is free, or lent to one session. A session whose silo has events and no credit for
 them is starved. The sessions that used credit lately, or were starved, share most of the credit equally. The others
-keep a part, so that their next events need not wait. If a starved session does not get enough for one event, the others
-are asked to give back their unused credit. So the credit of all sessions is never more than the consumer granted, and
-even the smallest credit gets to the session that has events.
+keep a part, so that their next events need not wait. If a starved session does not get enough for its next batch, the
+others are asked to give back their unused credit. So the credit of all sessions is never more than the consumer
+granted, and even the smallest credit gets to the session that has events.
+
+Small loans cost messages, and cut batches in parts. So a session gets more when half of its share is used.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ class CreditAmount(NamedTuple):
 
     events: int = 0
     bytes: int = 0
+
+
+NOTHING = CreditAmount()
 
 
 class CreditGrant(NamedTuple):
@@ -49,11 +54,12 @@ class _Account:
         "events",
         "granted",
         "lent",
+        "needed",
         "reclaiming",
         "starved",
         "used",
-        "wanted_bytes",
-        "wanted_events",
+        "wait",
+        "wanted",
         "weight",
     )
 
@@ -68,10 +74,12 @@ class _Account:
         self.starved = False
         self.granted = False
         """It was starved, and has used nothing since it got credit."""
-        self.wanted_bytes = 1
-        """Bytes that its next event needs."""
-        self.wanted_events = 1
-        """More than one if several events come together."""
+        self.needed = CreditAmount(1, 1)
+        """The least with which it can send its next events. More than one event if several come together."""
+        self.wanted = CreditAmount()
+        """Its next batch comes whole with so much."""
+        self.wait = 0
+        """Number of its last wait for credit."""
         self.reclaiming = False
 
 
@@ -81,8 +89,12 @@ class CreditLedger:
     def __init__(self) -> None:
         self._free_events = 0
         self._free_bytes = 0
+        self._most = CreditAmount()
+        """The most that there was at any time."""
         self._accounts: dict[int, _Account] = {}
         self._starved: list[int] = []
+        self._waits = 0
+        """Number of the last wait for credit."""
 
     # ---- what happens ----------------------------------------------------------------------------------------------
 
@@ -91,6 +103,7 @@ class CreditLedger:
         total = self.total
         self._free_events += max(0, min(events, MAX_CREDIT - total.events))
         self._free_bytes += max(0, min(size, MAX_CREDIT - total.bytes))
+        self._most = CreditAmount(*map(max, self._most, self.total))
 
     def join(self, session: int) -> None:
         """Credit may be lent to this session. Idempotent."""
@@ -111,12 +124,14 @@ class CreditLedger:
         account.bytes -= size
         account.used, account.granted = True, False
 
-    def starve(self, session: int, wanted_bytes: int = 0, wanted_events: int = 0) -> None:
-        """The session has events and no credit for them. The next one needs so many bytes and events, if known."""
+    def starve(self, session: int, needed: CreditAmount = NOTHING, wanted: CreditAmount = NOTHING) -> None:
+        """The session has events and no credit for them. The next ones need so much, and come whole with what is
+        wanted, if known."""
         account = self._accounts[session]
-        account.wanted_bytes, account.wanted_events = max(wanted_bytes, 1), max(wanted_events, 1)
+        account.needed, account.wanted = CreditAmount(max(needed.events, 1), max(needed.bytes, 1)), wanted
         if not account.starved:
             account.starved = True
+            self._waits = account.wait = self._waits + 1
             self._starved.append(session)
             self._weigh(account)
 
@@ -133,6 +148,7 @@ class CreditLedger:
         """The consumer takes back the credit that is lent to no session."""
         free = CreditAmount(self._free_events, self._free_bytes)
         self._free_events = self._free_bytes = 0
+        self._most = self.total
         return free
 
     @property
@@ -145,16 +161,21 @@ class CreditLedger:
         )
 
     @property
-    def wanted_bytes(self) -> int:
+    def needed_bytes(self) -> int:
         """Bytes that a waiting event needs, if that is more than the whole credit; otherwise 0."""
         accounts = self._accounts.values()
-        wanted = max((account.wanted_bytes for account in accounts if account.starved), default=0)
-        return wanted if wanted > self.total.bytes else 0
+        needed = max((account.needed.bytes for account in accounts if account.starved), default=0)
+        return needed if needed > self.total.bytes else 0
 
     @property
     def is_starved(self) -> bool:
         """Whether a session waits for credit."""
         return bool(self._starved)
+
+    @property
+    def longest_wait(self) -> int:
+        """Number of the wait of the session that waits longest for credit; 0 if none waits."""
+        return self._accounts[self._starved[0]].wait if self._starved else 0
 
     def _weigh(self, starved: _Account) -> None:
         """A session is starved: those that used nothing since the last time get less."""
@@ -177,7 +198,7 @@ class CreditLedger:
         """
         total, weights = self.total, sum(account.weight for account in self._accounts.values())
         loans: list[CreditGrant] = []
-        short = False
+        short = urgent = False
         for session in list(self._starved):
             account = self._accounts[session]
             if account.reclaiming:
@@ -185,22 +206,30 @@ class CreditLedger:
             loan = self._for_starved(session, account, total, account.weight / weights)
             if loan is None:
                 short = True  # another one may need only what is left
+                urgent |= self._is_urgent(account, total)
                 continue
             loans.append(loan)
             account.granted = True
             self._clear(session, account)
         if short:
-            return CreditDecision(_merged(loans), self._to_reclaim(patient=patient))
+            return CreditDecision(_merged(loans), self._to_reclaim(patient=patient, urgent=urgent))
         return CreditDecision(_merged([*loans, *self._spread(total, weights)]), ())
 
     def _for_starved(self, session: int, account: _Account, total: CreditAmount, share: float) -> CreditGrant | None:
-        """As much of its share as is free; None if that is too little for one event."""
-        events = max(account.wanted_events, int(total.events * share)) - account.events
-        size = max(account.wanted_bytes, int(total.bytes * share)) - account.bytes
+        """As much of its share as is free; None if that is too little."""
+        wanted = self._wanted(account, total)
+        events = max(wanted.events, int(total.events * share)) - account.events
+        size = max(wanted.bytes, int(total.bytes * share)) - account.bytes
         events, size = max(0, min(events, self._free_events)), max(0, min(size, self._free_bytes))
-        if account.events + events < account.wanted_events or account.bytes + size < account.wanted_bytes:
+        if account.events + events < wanted.events or account.bytes + size < wanted.bytes:
             return None
         return self._lend(session, account, events, size)
+
+    def _wanted(self, account: _Account, total: CreditAmount) -> CreditAmount:
+        """The credit without which the session waits: for a whole batch if there is so much, or is about to be, because
+        a consumer grants its credit again by quarters."""
+        there = (max(now, most // 4) for now, most in zip(total, self._most, strict=True))
+        return CreditAmount(*map(max, account.needed, map(min, account.wanted, there)))
 
     def _lend(self, session: int, account: _Account, events: int, size: int) -> CreditGrant:
         account.events += events
@@ -210,26 +239,37 @@ class CreditLedger:
         self._free_bytes -= size
         return CreditGrant(session, events, size)
 
-    def _to_reclaim(self, *, patient: bool) -> Sequence[int]:
-        """The sessions whose credit another session needs more."""
+    def _is_urgent(self, account: _Account, total: CreditAmount) -> bool:
+        """Whether a session that gets no loan can send nothing, or the consumer has too little to grant before that."""
+        has = CreditAmount(account.events + self._free_events, account.bytes + self._free_bytes)
+        can_send = has.events >= account.needed.events and has.bytes >= account.needed.bytes
+        return not can_send or all(now * 4 > most * 3 for now, most in zip(total, self._most, strict=True))
+
+    def _to_reclaim(self, *, patient: bool, urgent: bool) -> Sequence[int]:
+        """The sessions whose credit another session needs more. Of those that are starved, the first keeps its own."""
         asked: list[int] = []
         for session, account in self._accounts.items():
-            if patient and account.granted:
-                continue  # it is about to use its credit
+            if account.reclaiming or session == self._starved[0] or (patient and account.granted):
+                continue  # those with a grant are about to use it
             busy = patient and account.weight > IDLE_WEIGHT
+            if busy and not urgent:
+                continue
             much = account.events * 2 > account.lent.events or account.bytes * 2 > account.lent.bytes
-            if (much if busy else account.events or account.bytes) and not (account.starved or account.reclaiming):
+            if much if busy and not account.starved else account.events or account.bytes:
                 account.reclaiming = True
                 asked.append(session)
         return asked
 
     def _spread(self, total: CreditAmount, weights: float) -> Iterable[CreditGrant]:
-        """Free credit goes to the sessions that have less than their share."""
+        """Free credit goes to the sessions that have less than half of their share."""
+        alone = len(self._accounts) == 1
         for session, account in self._accounts.items():
             share = account.weight / weights
-            events = min(int(total.events * share) - account.events, self._free_events)
-            size = min(int(total.bytes * share) - account.bytes, self._free_bytes)
-            if not account.reclaiming and (events > 0 or size > 0):
+            events, size = int(total.events * share), int(total.bytes * share)
+            if account.reclaiming or (not alone and account.events * 2 > events and account.bytes * 2 > size):
+                continue
+            events, size = min(events - account.events, self._free_events), min(size - account.bytes, self._free_bytes)
+            if events > 0 or size > 0:
                 yield self._lend(session, account, max(events, 0), max(size, 0))
 
 

@@ -168,7 +168,9 @@ class Link:
         if response.HasField("progress"):
             self.progress, self.delivered_since = response.progress, 0
             if response.progress.waiting or response.progress.needed_bytes:
-                links.ledger.starve(self.number, response.progress.needed_bytes, response.progress.needed_events)
+                needed = CreditAmount(response.progress.needed_events, response.progress.needed_bytes)
+                wanted = CreditAmount(response.progress.wanted_events, response.progress.wanted_bytes)
+                links.ledger.starve(self.number, needed, wanted)
         if response.HasField("closing") and self._conversation is not None:
             log.info("silo %s is going to end the call (%s)", self.silo or "", response.closing.reason)
             self._conversation.leave()
@@ -316,7 +318,7 @@ class LinkSet:
             in_flight_events=sum(each.in_flight_events for each in known) + since,
             in_flight_bytes=sum(each.in_flight_bytes for each in known),
             caught_up=complete and all(each.caught_up for each in known) and not since,
-            needed_bytes=self.ledger.wanted_bytes,
+            needed_bytes=self.ledger.needed_bytes,
             needed_events=max((each.needed_events for each in known), default=0),
             waiting=self.ledger.is_starved,
         )

@@ -184,6 +184,8 @@ class Router:
         self._enter_at = self._unopened_since = self._loop.time()
         self._close_by: float | None = None
         """The sessions are being closed, to open others; until this time they may end in order."""
+        self._waits, self._waits_since = 0, 0.0
+        """The longest wait for credit, and since when it is that one."""
         self._gateway_s = GATEWAY_S
         self._direct_at = 0.0
 
@@ -285,8 +287,7 @@ class Router:
 
     def _step(self, now: float) -> float:
         """Open and close sessions. Return after how many seconds to look again."""
-        if self._links.ledger.is_starved:
-            self._links.lend(patient=False)
+        self._be_impatient(now)
         if self._closing:
             return IMPATIENT_S
         if self._close_by is not None:
@@ -300,6 +301,13 @@ class Router:
         if self._links.open:
             self._follow(now)
         return IMPATIENT_S
+
+    def _be_impatient(self, now: float) -> None:
+        waits = self._links.ledger.longest_wait
+        if waits != self._waits:
+            self._waits, self._waits_since = waits, now
+        elif waits and now - self._waits_since >= IMPATIENT_S:
+            self._links.lend(patient=False)
 
     def _await_closed(self, now: float) -> float:
         assert self._close_by is not None

@@ -152,7 +152,7 @@ class CreditLine:
 
     def pass_over(self, member: Member) -> None:
         """The credit of a member is too small for the next events: it waits for more."""
-        if member.needed_bytes:
+        if member.needed_bytes or (member.wanted_events and member.divides_credit):
             member.on_notice()
         self._tell_waiting([member])
         self.remove(member)

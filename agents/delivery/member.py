@@ -79,6 +79,8 @@ class Member:
         """The number of events that its credit must allow, so that a parcel can be sent again; 0: it is enough."""
         self.needed_bytes = 0
         """The number of bytes that its credit must allow, so that the next events can be sent; 0: it is enough."""
+        self.wanted_events = self.wanted_bytes = 0
+        """Credit with which the next events would come together; 0: it is enough."""
         self.in_flight: dict[tuple[int, int], Parcel] = {}
         """Parcels by queue and offset of each of their batches."""
         self.in_flight_events = 0
@@ -115,6 +117,8 @@ class Member:
         """It is in the line of its group."""
         self.patient = True
         """A batch that does not fit into its credit waits for more: the events that it holds will be done."""
+        self.was_answered = False
+        """It was told how much credit a whole batch needs, and has granted some since: it has no more."""
         self.on_outbox: Callable[[], None] = _ignore
         """Called when there is something to send. Send it later, not within this call."""
         self.on_notice: Callable[[], None] = _ignore
@@ -139,11 +143,21 @@ class Member:
         has_credit = self.credit_events > 0 and self.credit_bytes > 0
         return self.connected and has_credit and self.outbox_bytes < OUTBOX_BYTES and not self.account.wanted
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether more credit may follow, so that a batch that does not fit into the credit need not be cut."""
+        return self.patient and (bool(self.in_flight) or (self.divides_credit and not self.was_answered))
+
+    def want(self, events: int, size: int) -> None:
+        """Events wait that would come together with so much credit."""
+        self.wanted_events, self.wanted_bytes = events, size
+
     def grant(self, events: int, size: int) -> None:
         """Add to its credit, up to `MAX_CREDIT`."""
         self.credit_events = min(self.credit_events + events, MAX_CREDIT)
         self.credit_bytes = min(self.credit_bytes + size, MAX_CREDIT)
-        self.needed_bytes = self.needed_events = 0
+        self.was_answered |= self.wanted_events > 0
+        self.needed_bytes = self.needed_events = self.wanted_bytes = self.wanted_events = 0
         if self.credit_events > 0 and self.credit_bytes > 0:
             self.waiting = False
 
@@ -151,7 +165,7 @@ class Member:
         """Take back the credit that is left. Return its events and bytes."""
         left = max(self.credit_events, 0), max(self.credit_bytes, 0)
         self.charge(*left)
-        self.waiting = False
+        self.waiting = self.was_answered = False
         return left
 
     def charge(self, events: int, size: int) -> None:
@@ -232,7 +246,8 @@ class Member:
         """The connection is lost. The member keeps its unacknowledged events until it is back, or given up."""
         self.connected = self.attached = self.waiting = False
         self.to_resend.clear()
-        self.credit_events = self.credit_bytes = self.needed_bytes = 0
+        self.credit_events = self.credit_bytes = self.needed_bytes = self.wanted_events = self.wanted_bytes = 0
+        self.was_answered = False
         self.outbox.clear()
         self.statuses.clear()
         self.confirmed.clear()

@@ -118,22 +118,25 @@ class ParcelWriter:
 
     def _add_part(self, parcel: Parcel, frames: list[bytes], batch: EventBatch, most: int, *, one: bool) -> bool:
         """Add the first `most` events of the cursor's batch that are not done, or as many as the credit allows. Return
-        False if it allows none, or if the member holds events and more credit will follow when they are done."""
+        False if it allows none, or if it does not allow all, and more credit may follow."""
         cursor, member = parcel.cursor, parcel.member
         most = 1 if one else most
         indexes, whole = first_left(cursor, batch, min(most, member.credit_events))
+        few = not whole and len(indexes) < most
+        if member.may_wait and (few or (batch.nbytes + FRAME_BYTES > member.credit_bytes and not one)):
+            member.want(min(batch.count - cursor.index, most), batch.nbytes + FRAME_BYTES)
+            return False
         wanted = len(indexes)
         indexes, encoded = self._fitting(batch, indexes, member)
         whole = whole and len(indexes) == wanted
-        cut_by_credit = not whole and len(indexes) < most
-        if not indexes or (cut_by_credit and member.in_flight and member.patient):
+        if not indexes:
             return False
         attempt = 1 if cursor.trouble is None else _attempt(cursor.trouble, cursor.token)
         frames.append(frame(encoded, self._queue, batch.offset, attempt=attempt, indexes=indexes))
         parcel.pieces.append(Piece(batch, cursor.index, batch.count if whole else indexes[-1] + 1))
         parcel.events += len(indexes)
         parcel.size += len(frames[-1])
-        member.patient = True
+        member.patient, member.was_answered = True, False
         return True
 
     def _fitting(self, batch: EventBatch, indexes: Sequence[int], member: Member) -> tuple[Sequence[int], bytes]:

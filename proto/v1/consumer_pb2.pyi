@@ -673,6 +673,8 @@ class Progress(_message.Message):
     NEEDED_BYTES_FIELD_NUMBER: _builtins.int
     NEEDED_EVENTS_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
+    WANTED_EVENTS_FIELD_NUMBER: _builtins.int
+    WANTED_BYTES_FIELD_NUMBER: _builtins.int
     credit_events: _builtins.int
     """Credit that is left."""
     credit_bytes: _builtins.int
@@ -689,6 +691,12 @@ class Progress(_message.Message):
     """As needed_bytes, for the events that the consumer held before it came back, and gets again together."""
     waiting: _builtins.bool
     """Events wait, and no consumer has credit for them."""
+    wanted_events: _builtins.int
+    """Events wait that would come together with credit for so many events. With less, only a part of them comes. 0 if there
+    are none.
+    """
+    wanted_bytes: _builtins.int
+    """As wanted_events, in bytes."""
     def __init__(
         self,
         *,
@@ -700,10 +708,12 @@ class Progress(_message.Message):
         needed_bytes: _builtins.int = ...,
         needed_events: _builtins.int = ...,
         waiting: _builtins.bool = ...,
+        wanted_events: _builtins.int = ...,
+        wanted_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caught_up", b"caught_up", "credit_bytes", b"credit_bytes", "credit_events", b"credit_events", "in_flight_bytes", b"in_flight_bytes", "in_flight_events", b"in_flight_events", "needed_bytes", b"needed_bytes", "needed_events", b"needed_events", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caught_up", b"caught_up", "credit_bytes", b"credit_bytes", "credit_events", b"credit_events", "in_flight_bytes", b"in_flight_bytes", "in_flight_events", b"in_flight_events", "needed_bytes", b"needed_bytes", "needed_events", b"needed_events", "waiting", b"waiting", "wanted_bytes", b"wanted_bytes", "wanted_events", b"wanted_events"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

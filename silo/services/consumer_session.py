@@ -261,6 +261,8 @@ class ConsumerSession:
             needed_bytes=member.needed_bytes,
             needed_events=member.needed_events,
             waiting=member.waiting,
+            wanted_events=member.wanted_events,
+            wanted_bytes=member.wanted_bytes,
         )
 
     def _notice(self) -> None:

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from headrace.client.credit import MAX_CREDIT, CreditDecision, CreditLedger
+from headrace.client.credit import MAX_CREDIT, CreditAmount, CreditDecision, CreditLedger
 from tests.random_examples import examples
 
 
@@ -89,7 +89,7 @@ def test_a_large_event_gets_the_bytes_of_all_sessions():
     credit = ledger(1, 2)
     credit.grant(100, 1000)
     credit.decide()
-    credit.starve(1, 900)
+    credit.starve(1, CreditAmount(bytes=900))
     assert credit.decide().reclaim == [2]
     credit.give_back(2, 50, 500)
     assert lent(credit.decide())[1][1] == 400
@@ -98,17 +98,17 @@ def test_a_large_event_gets_the_bytes_of_all_sessions():
 def test_an_event_above_all_credit_is_reported():
     credit = ledger(1)
     credit.grant(100, 1000)
-    credit.starve(1, 1001)
-    assert credit.wanted_bytes == 1001
+    credit.starve(1, CreditAmount(bytes=1001))
+    assert credit.needed_bytes == 1001
     credit.grant(0, 1)
-    assert credit.wanted_bytes == 0
+    assert credit.needed_bytes == 0
 
 
 def test_events_that_come_again_together_get_credit_for_all_of_them():
     credit = ledger(1, 2)
     credit.grant(10, 1000)
     credit.decide()
-    credit.starve(1, 100, 9)
+    credit.starve(1, CreditAmount(9, 100))
     assert credit.decide().reclaim == [2]
     credit.give_back(2, 5, 500)
     assert lent(credit.decide())[1][0] == 4
@@ -133,7 +133,7 @@ def test_a_session_that_lacks_bytes_gets_them_although_another_one_lacks_events(
     credit.decide()  # the only event goes to 2
     credit.starve(1)
     credit.decide()
-    credit.starve(2, 90)
+    credit.starve(2, CreditAmount(bytes=90))
     credit.grant(0, 100)
     assert lent(credit.decide())[2][1] > 0
 
