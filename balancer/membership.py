@@ -259,8 +259,16 @@ class Membership:
             await self._store.release(self.me, left)
 
     async def undrain(self) -> None:
-        """Acquire queues again. Raises StorageError if the store cannot be reached."""
+        """Acquire queues again, after all queues are given back: progress that is not saved yet would be lost with the
+        leases. Raises StorageError if the store cannot be reached, and Unavailable if a queue could not be given back.
+        """
         if self._leaving:
+            await self._moves.give_back_all(self._drain_s)
+            if self.held:
+                raise Unavailable(
+                    f"silo {self.name!r} could not give back {_listed(self.held)} yet, and goes on trying: undrain it "
+                    "again later"
+                )
             await self._join()
             self._leaving, self._drained, self._drain_s = False, False, self._options.drain_s
 

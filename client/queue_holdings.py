@@ -14,6 +14,7 @@ user. They are recognised by their position when they are delivered again, and a
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
@@ -165,7 +166,7 @@ class QueueHoldings:
             return None
         if len(wanted) < received.count:
             received = ReceivedPart.some(received, batch, wanted)
-        _insert(self.lines, received)
+        insort(self.lines.setdefault(received.stream, []), received, key=_position)
         return received
 
     def _held_again(self, received: ReceivedBatch) -> set[int]:
@@ -318,17 +319,6 @@ class QueueHoldings:
         if not self.pending and self.link is not None and self.results.has_report:
             self.pending = True
             self.link.wake()
-
-    # ---- reports ----------------------------------------------------------------------------------------------------
-
-
-def _insert(lines: dict[StreamId, list[ReceivedBatch]], received: ReceivedBatch) -> None:
-    line = lines.setdefault(received.stream, [])
-    position = _position(received)
-    at = len(line)
-    while at and _position(line[at - 1]) > position:
-        at -= 1
-    line.insert(at, received)
 
 
 def _unlink(lines: dict[StreamId, list[ReceivedBatch]], batch: ReceivedBatch) -> None:

@@ -139,15 +139,7 @@ class SubscriptionHost(QueuePositions):
         if (served := self.manager.served.get(name)) is not None:
             return any(delivery.retries.resume(stream) for delivery in served.deliveries.values())
         async with self._unserved(name):
-            stored = await self.store.checkpoints(self.name, name)
-            paused = {queue: at for queue, at in stored.items() if stream in at.behind and at.behind[stream].paused}
-            positions = {
-                queue: at._replace(behind={**at.behind, stream: StreamBehind(at.behind[stream].token)})
-                for queue, at in paused.items()
-            }
-            if positions:
-                await self.store.seek(self.name, name, positions, f"{stream} is resumed")
-            return bool(positions)
+            return await self.store.resume(self.name, name, stream)
 
     async def delete_subscription(self, name: str) -> None:
         """Delete a subscription and its progress; its dead letters stay.

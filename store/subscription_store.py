@@ -9,6 +9,7 @@ from typing import Any
 from sqlalchemy import Connection, and_, delete, or_, select, update
 
 from ..streams.errors import DataDirectoryError, DefinitionConflict
+from ..streams.identity import StreamId
 from ..streams.progress import ControlRequests, RefusedProgress, SubscriptionAttachment
 from ..streams.subscriptions import Checkpoint, SubscriptionDefinition
 from .checksums import check_row, with_checksum
@@ -114,6 +115,11 @@ class SubscriptionStore(StoreBase):
         _log.info("subscription %r of %r moved to %s (epoch %d): %s", name, provider, offsets, epoch, reason)
         return epoch
 
+    async def resume(self, provider: str, name: str, stream: StreamId) -> bool:
+        """Let a paused stream go on. Return False if it is not paused. A process that is attached is fenced, but the
+        generation stays. Raises NotFound, and DataDirectoryError if a checkpoint is damaged."""
+        return await self._database.write(_resume, provider, name, stream)
+
     async def watermarks(self, provider: str, *, apart_from: Sequence[str] = ()) -> dict[int, int]:
         """Return, by queue, the lowest offset that a subscription still needs. A queue that no subscription reads is
         missing.
@@ -142,7 +148,14 @@ class SubscriptionStore(StoreBase):
 def _create_subscription(
     connection: Connection, provider: str, definition: SubscriptionDefinition, start: Mapping[int, Checkpoint]
 ) -> bool:
-    row = {"provider": provider, "name": definition.name, "definition": definition_text(definition), "epoch": 0}
+    deleted = select(counters.c.value).where(counters.c.name == "generation")
+    row = {
+        "provider": provider,
+        "name": definition.name,
+        "definition": definition_text(definition),
+        "epoch": 0,
+        "generation": connection.execute(deleted).scalar() or 0,
+    }
     statement = insert_into(connection, subscriptions).values(row).on_conflict_do_nothing()
     while connection.execute(statement.returning(subscriptions.c.name)).first() is None:
         stored = stored_definition(connection, provider, definition.name)
@@ -176,12 +189,27 @@ def _subscriptions(connection: Connection, provider: str) -> list[SubscriptionDe
 
 
 def _delete_subscription(connection: Connection, provider: str, name: str) -> None:
-    if not connection.execute(delete(subscriptions).where(is_subscription(provider, name))).rowcount:
+    deleted = delete(subscriptions).where(is_subscription(provider, name)).returning(subscriptions.c.generation)
+    generation: int | None = connection.execute(deleted).scalar()
+    if generation is None:
         raise subscription_not_found(provider, name)
+    _raise_first_generation(connection, generation + 1)
     connection.execute(delete(checkpoints).where(of_subscription(checkpoints, provider, name)))
     connection.execute(delete(gaps).where(of_subscription(gaps, provider, name)))
     requested = and_(of_subscription(dead_letters, provider, name), dead_letters.c.redrive.is_(True))
     connection.execute(update(dead_letters).where(requested).values(redrive=False))
+
+
+def _raise_first_generation(connection: Connection, generation: int) -> None:
+    """New subscriptions begin with this generation at least: acknowledgements for a deleted one of the same name do not
+    count for them."""
+    statement = insert_into(connection, counters).values(name="generation", value=generation)
+    higher = statement.excluded["value"] > counters.c.value
+    connection.execute(
+        statement.on_conflict_do_update(
+            index_elements=["name"], set_={"value": statement.excluded["value"]}, where=higher
+        )
+    )
 
 
 def _attach(connection: Connection, provider: str, name: str) -> SubscriptionAttachment:
@@ -278,6 +306,22 @@ def _seek(connection: Connection, provider: str, name: str, positions: Mapping[i
     _delete_damaged_checkpoints(connection, provider, name)
     _write_checkpoints(connection, _checkpoint_rows(provider, name, epoch, positions))
     return epoch
+
+
+def _resume(connection: Connection, provider: str, name: str, stream: StreamId) -> bool:
+    if not _paused(_checkpoints_or_not_found(connection, provider, name), stream):
+        return False
+    epoch = _new_epoch(connection, provider, name)  # from here on, no other process can write progress
+    resumed = {
+        queue: at._replace(behind={**at.behind, stream: at.behind[stream]._replace(paused="")})
+        for queue, at in _paused(_checkpoints(connection, provider, name), stream).items()
+    }
+    _write_checkpoints(connection, _checkpoint_rows(provider, name, epoch, resumed))
+    return bool(resumed)
+
+
+def _paused(stored: Mapping[int, Checkpoint], stream: StreamId) -> dict[int, Checkpoint]:
+    return {queue: at for queue, at in stored.items() if stream in at.behind and at.behind[stream].paused}
 
 
 def _delete_damaged_checkpoints(connection: Connection, provider: str, name: str) -> None:

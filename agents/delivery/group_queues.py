@@ -38,7 +38,7 @@ class GroupQueues:
 
     def acknowledge(self, member: Member, events: EventRange, *, up_to: bool = False) -> bool:
         """Events are done; with `up_to` also the earlier events of the stream that the member holds. Return False if
-        the member does not hold all of the events, or not any more."""
+        the member does not hold the events."""
         if member.redriven and _redriven(member, events, None):
             return True
         parcel = member.in_flight.get((events.queue, events.offset))
@@ -47,13 +47,21 @@ class GroupQueues:
         member.account.prove()
         at = parcel.find(events.offset)
         piece = parcel.pieces[at]
-        has_all = events.index + events.count <= piece.stop  # an earlier delivery may have had more
         if not up_to:
-            return parcel.delivery.done(parcel, at, events.index, events.end(piece.stop)) and has_all
+            return parcel.delivery.done(parcel, at, events.index, events.end(piece.stop))
         if not piece.start <= events.index < piece.stop:
             return False
         parcel.delivery.done_up_to(parcel, at, events.end(piece.stop))
-        return has_all
+        return True
+
+    def holds_part(self, member: Member, events: EventRange) -> bool:
+        """Whether later ones of these events are not the member's, although it holds some: an earlier delivery had
+        more."""
+        parcel = member.in_flight.get((events.queue, events.offset))
+        if parcel is None or not events.count:
+            return False
+        piece = parcel.pieces[parcel.find(events.offset)]
+        return events.end(piece.batch.count) > piece.stop
 
     def reject(
         self,

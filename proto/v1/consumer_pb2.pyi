@@ -416,7 +416,7 @@ class SubscribeResponse(_message.Message):
 
     @_builtins.property
     def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___Refusal]:
-        """Acknowledgements and rejections that were without effect: the consumer does not hold those events. None is left out,
+        """Acknowledgements and rejections of events that the consumer does not hold, or not all of them. None is left out,
         and each comes before its report is confirmed by `saved`, or with it.
         """
 
@@ -621,8 +621,8 @@ Global___Saved: _TypeAlias = Saved  # noqa: Y015
 
 @_typing.final
 class Refusal(_message.Message):
-    """An acknowledgement or rejection that was without effect. If an acknowledgement with `up_to` is refused, it has no effect
-    on earlier events, either.
+    """The consumer does not hold these events, or not all of them: an acknowledgement or rejection was without effect for the
+    others. Of earlier events, none may be done that an acknowledgement with `up_to` included.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -102,11 +102,13 @@ def _acknowledge(
     place: AttachedConsumer, report: pb.QueueReport, entries: Sequence[pb.Acknowledgement]
 ) -> list[pb.Refusal]:
     (group, member), queue = place, report.queue
-    return [
-        _refusal(report, each)
-        for each in entries
-        if not group.acknowledge(member, EventRange(queue, each.offset, each.index, each.count), up_to=each.up_to)
-    ]
+    refused: list[pb.Refusal] = []
+    for each in entries:
+        events = EventRange(queue, each.offset, each.index, each.count)
+        holds_part = group.holds_part(member, events)
+        if not group.acknowledge(member, events, up_to=each.up_to) or holds_part:
+            refused.append(_refusal(report, each))
+    return refused
 
 
 def _reject(place: AttachedConsumer, report: pb.QueueReport, entries: Sequence[pb.Rejection]) -> list[pb.Refusal]:

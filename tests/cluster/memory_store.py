@@ -68,6 +68,7 @@ class MemoryStore:
     def __init__(self) -> None:
         self.by_name: dict[tuple[str, str], Subscription] = {}
         self._epoch = 0
+        self._first_generation = 0
         self._letters: dict[int, DeadLetter] = {}
         self._ids: dict[Letter, int] = {}
         self._last_id = 0
@@ -88,7 +89,7 @@ class MemoryStore:
         found = self.by_name.get((provider, definition.name))
         if found is None:
             made = self.by_name[provider, definition.name] = Subscription(definition)
-            made.epoch = self._next_epoch()
+            made.epoch, made.generation = self._next_epoch(), self._first_generation
             made.write(made.epoch, start)
             return True
         if found.definition != definition:
@@ -100,7 +101,7 @@ class MemoryStore:
         return False
 
     async def delete_subscription(self, provider: str, name: str) -> None:
-        self._get(provider, name)
+        self._first_generation = max(self._first_generation, self._get(provider, name).generation + 1)
         del self.by_name[provider, name]
         self._gaps = {
             key: gap for key, gap in self._gaps.items() if (gap.provider, gap.subscription) != (provider, name)

@@ -309,7 +309,7 @@ class Silo:
         while True:
             try:
                 return await call()
-            except StorageError:
+            except (StorageError, Unavailable):
                 await asyncio.sleep(0.1)
 
     @property
@@ -690,8 +690,6 @@ class Life:
         working = [other for other in self.world.silos.values() if other.up and not other.drained]
         if not silo.up or silo.changing or (not silo.drained and len(working) < 2):
             return
-        if silo.drained and self.world.kind == "moves" and self.world.weather.outage:
-            return  # joining again gives up the leases of before, with progress that is not stored
         what = "undrain" if silo.drained else "drain"
         self.world.note(f"{what} {silo.name}")
         silo.change(silo.undrain if silo.drained else silo.drain)

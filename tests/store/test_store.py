@@ -329,6 +329,35 @@ async def test_a_seek_raises_the_generation_and_nothing_else_does(two: tuple[Con
     assert (await here.attach("p", "other")).generation == 0
 
 
+async def test_a_subscription_that_is_created_again_has_a_higher_generation(store: ControlStore):
+    """A consumer of the deleted one may still name events that it acknowledged."""
+    await created(store)
+    await store.seek("p", "stats", {0: Checkpoint(20)}, "replay")
+    for generation in (2, 3):
+        await store.delete_subscription("p", "stats")
+        await created(store)
+        assert (await store.attach("p", "stats")).generation == generation
+    await created(store, "other")
+    await store.delete_subscription("p", "other")
+    await created(store, "third")
+    assert (await store.attach("p", "third")).generation == 4
+
+
+async def test_a_paused_stream_is_resumed_with_all_that_is_done_of_it(two: tuple[ControlStore, ControlStore]):
+    here, there = two
+    behind = Behind(SequenceToken(3), "no", ((3, 2, 4),))
+    await created(here, q0=Checkpoint(8, {TAIL: behind}), q1=Checkpoint(5))
+    old = await here.attach("p", "stats")
+    assert await there.resume("p", "stats", TAIL)
+    assert not await there.resume("p", "stats", TAIL)
+    assert not await there.resume("p", "stats", StreamId("n", "other"))
+    stored = {0: Checkpoint(8, {TAIL: behind._replace(paused="")}), 1: Checkpoint(5)}
+    assert await here.checkpoints("p", "stats") == stored
+    refused = await here.save_checkpoints("p", [("stats", old.epoch, {0: Checkpoint(8, {TAIL: behind})})])
+    assert refused.subscriptions == ["stats"]
+    assert (await here.attach("p", "stats")).generation == old.generation
+
+
 async def test_the_watermark_is_the_lowest_of_all_subscriptions(store: ControlStore):
     await created(store, "a", q0=Checkpoint(10), q1=Checkpoint(7))
     await created(store, "b", q0=Checkpoint(12, {TAIL: StreamBehind(SequenceToken(4, 9))}))

@@ -32,6 +32,9 @@ class Group:
             self.on_turn()
         return True
 
+    def holds_part(self, *_: object) -> bool:
+        return False
+
     def note_applied(self, _: object, queue: int, number: int) -> None:
         self.applied.append(number)
 
