@@ -16,7 +16,6 @@ from ..streams.subscriptions import (
     Checkpoint,
     SlowConsumer,
     Start,
-    StreamBehind,
     SubscriptionDefinition,
     check_definition,
     is_parent,

@@ -567,7 +567,10 @@ async def test_queues_whose_consumers_keep_their_events_drain_together(tmp_path:
 @pytest.mark.parametrize("direct", [True], indirect=True)
 async def test_a_client_that_is_not_direct_calls_no_owner(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     async with cluster(tmp_path, public_address="127.0.0.1:1") as silos:
-        async with Client(silos[0].grpc_address, direct=False) as client, client.subscribe("s", "n/*") as consumer:
+        async with (
+            Client(silos[0].grpc_address or "", direct=False) as client,
+            client.subscribe("s", "n/*") as consumer,
+        ):
             await client.publish_many((StreamId("n", str(key)), b"x") for key in range(STREAMS))
             for _ in range(STREAMS):
                 batch = await anext(consumer)

@@ -345,7 +345,7 @@ async def test_a_subscription_that_is_created_again_has_a_higher_generation(stor
 
 async def test_a_paused_stream_is_resumed_with_all_that_is_done_of_it(two: tuple[ControlStore, ControlStore]):
     here, there = two
-    behind = Behind(SequenceToken(3), "no", ((3, 2, 4),))
+    behind = StreamBehind(SequenceToken(3), "no", ((3, 2, 4),))
     await created(here, q0=Checkpoint(8, {TAIL: behind}), q1=Checkpoint(5))
     old = await here.attach("p", "stats")
     assert await there.resume("p", "stats", TAIL)
