@@ -194,7 +194,8 @@ class CreditLedger:
         """Return the loans to be made now, which count from now on, and the sessions that are to give credit back.
 
         With `patient`, only sessions with much unused credit give it back: the others are about to use theirs, and then
-        the consumer grants it again. Otherwise all do.
+        the consumer grants it again. And starved sessions wait for enough credit for a whole batch. Otherwise all give
+        it back, and no session waits for more than it needs.
         """
         total, weights = self.total, sum(account.weight for account in self._accounts.values())
         loans: list[CreditGrant] = []
@@ -203,7 +204,8 @@ class CreditLedger:
             account = self._accounts[session]
             if account.reclaiming:
                 continue  # the credit that it seems to have is on its way back
-            loan = self._for_starved(session, account, total, account.weight / weights)
+            wanted = self._wanted(account, total) if patient else account.needed
+            loan = self._for_starved(session, account, wanted, total, account.weight / weights)
             if loan is None:
                 short = True  # another one may need only what is left
                 urgent |= self._is_urgent(account, total)
@@ -215,9 +217,10 @@ class CreditLedger:
             return CreditDecision(_merged(loans), self._to_reclaim(patient=patient, urgent=urgent))
         return CreditDecision(_merged([*loans, *self._spread(total, weights)]), ())
 
-    def _for_starved(self, session: int, account: _Account, total: CreditAmount, share: float) -> CreditGrant | None:
-        """As much of its share as is free; None if that is too little."""
-        wanted = self._wanted(account, total)
+    def _for_starved(
+        self, session: int, account: _Account, wanted: CreditAmount, total: CreditAmount, share: float
+    ) -> CreditGrant | None:
+        """As much of its share as is free; None if that is less than what is wanted."""
         events = max(wanted.events, int(total.events * share)) - account.events
         size = max(wanted.bytes, int(total.bytes * share)) - account.bytes
         events, size = max(0, min(events, self._free_events)), max(0, min(size, self._free_bytes))
