@@ -8,7 +8,20 @@ Everything else about the package is in pyproject.toml, which has no way to say 
 
 from setuptools import find_packages, setup
 
-FOLDERS = ("proto", "streams", "store", "adapters", "balancer", "client", "agents", "server", "silo", "pipeline", "cli")
+FOLDERS = (
+    "proto",
+    "streams",
+    "store",
+    "effects",
+    "adapters",
+    "balancer",
+    "client",
+    "agents",
+    "server",
+    "silo",
+    "pipeline",
+    "cli",
+)
 
 
 def packages(folder: str) -> list[str]:

@@ -9,6 +9,7 @@ from .delivery.handling import HandlerDelivery
 from .delivery.member import EventRange, Member, MemberStatistics
 from .delivery.parcel import Parcel
 from .delivery.unsent import SendAccount, SendBudget
+from .effects_service import EffectsService
 from .manager import PullingManager
 from .served import DeliveryService, HandlerService, ServedSubscription
 
@@ -23,6 +24,7 @@ __all__ = (
     "DeliveryService",
     "DeliveryStatistics",
     "Edge",
+    "EffectsService",
     "Empty",
     "EventRange",
     "Group",

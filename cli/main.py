@@ -31,6 +31,8 @@ COMMANDS = {
     "repair": (".repair", "Continue after data was damaged or lost."),
     "cluster": (".cluster", "Show the silos that share the queues; drain them, stop and start agents."),
     "tokens": (".tokens", "Create, list and revoke the tokens of clients."),
+    "effects": (".effects", "Create and look at the tables of exactly-once effects in your database."),
+    "state": (".state", "List, show, set and delete the states that handlers keep for streams."),
     "pipeline": (".pipeline", "Jobs on Spark: archive, replay, rollup, audit."),
 }
 """Module of each command, with the function `command`, and its short help."""

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from headrace.client.received import ReceivedBatch as ReceivedBatch
     from headrace.client.stream_provider import StreamProvider as StreamProvider
     from headrace.client.stream_provider import SyncStreamProvider as SyncStreamProvider
+    from headrace.effects.effects import Effects as Effects
+    from headrace.effects.state import StreamState as StreamState
+    from headrace.effects.transaction import Transaction as Transaction
     from headrace.silo.options import CacheOptions as CacheOptions
     from headrace.silo.options import ProviderOptions as ProviderOptions
     from headrace.silo.provider import Provider as Provider
@@ -80,6 +83,9 @@ _NAMES = {
     "headrace.client.options": ("SessionState",),
     "headrace.client.received": ("ReceivedBatch",),
     "headrace.client.stream_provider": ("StreamProvider", "SyncStreamProvider"),
+    "headrace.effects.effects": ("Effects",),
+    "headrace.effects.state": ("StreamState",),
+    "headrace.effects.transaction": ("Transaction",),
     "headrace.silo.options": ("CacheOptions", "ProviderOptions"),
     "headrace.silo.provider": ("Provider",),
     "headrace.silo.views": ("ProviderStatistics",),

@@ -70,6 +70,12 @@ _SUBSCRIPTION: Sequence[FieldMetric] = (
     FieldMetric("retries", "Deliveries tried again.", "retries", total=True),
     FieldMetric("dead_letters", "Events given up on and kept.", "dead_lettered", total=True),
     FieldMetric("skipped_events", "Events given up on and skipped.", "skipped", total=True),
+    FieldMetric(
+        "effects_already_applied",
+        "Events whose effects had been committed before, so that their handler was not called.",
+        "already_applied",
+        total=True,
+    ),
     FieldMetric("gaps", "Ranges that were gone before they were delivered.", "gaps", total=True),
     FieldMetric("handlers_running", "Handlers that run now, or parcels in the hands of remote consumers.", "in_flight"),
     FieldMetric("streams_ready", "Streams that are ready for a handler.", "ready"),

@@ -39,6 +39,8 @@ class ProviderParts(NamedTuple):
     """The provider belongs to a silo in a cluster: it serves the queues of which the silo has leases."""
     delays: DelayingAdapter | None
     """The adapter, if it is decorated with delays."""
+    origin: str = ""
+    """Id of the provider: a provider that is made anew has another one."""
 
     async def aclose(self) -> None:
         await self.adapter.aclose()
@@ -102,7 +104,8 @@ async def _open_queues(
             await register(adapter.location)  # only now: a provider that cannot be opened is not stored
         delays = await _with_delays(options, adapter, store)
         stack.pop_all()
-        return ProviderParts(options, adapter_name, directory, store, delays or adapter, mapper, leased, delays)
+        origin = owner or uuid.uuid4().hex
+        return ProviderParts(options, adapter_name, directory, store, delays or adapter, mapper, leased, delays, origin)
 
 
 async def _with_delays(options: ProviderOptions, adapter: QueueAdapter, store: ControlStore) -> DelayingAdapter | None:

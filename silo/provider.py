@@ -8,14 +8,14 @@ async with Provider.open("data") as provider:
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast, overload
 
 from msgspec.structs import replace
 
-from ..agents import HandlerService
+from ..agents import EffectsService, HandlerService
 from ..client.options import ConsumerOptions
 from ..client.stream_provider import HandledSubscription, StreamProvider
 from ..streams.arguments import check_ids, check_methods, check_options, check_text, one_of, refused
@@ -37,6 +37,7 @@ from ..streams.openings import ConsumerOpening, HandlerOpening
 from ..streams.options import LocalHandlerOptions
 from ..streams.states import SubscriptionState
 from ..streams.subscriptions import DeadLetter, GapRecord, Mode, Selector, Start, SubscriptionDefinition
+from ..streams.transactions import BatchEffectHandler, EventEffectHandler, HandlerEffects
 from .lost_positions import forget_lost_positions
 from .opening import ProviderParts, open_parts
 from .options import ProviderKeywords, ProviderOptions
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from ..client.pulled import Pulled
     from .consumers import Consumers
     from .services.consumer import Gateways
+
+_T = TypeVar("_T")
 
 ANY_STREAM = "*/*"
 """Selector of a subscription before its stored definition is read."""
@@ -150,6 +153,28 @@ class Provider(ProviderCore):
     def subscribe(
         self,
         name: str,
+        selector: str | StreamId | None,
+        handler: EventEffectHandler[_T],
+        *,
+        batch: Literal[False] = False,
+        effects: HandlerEffects[_T],
+        **options: Unpack[LocalHandlerOptions],
+    ) -> Coroutine[Any, Any, LocalSubscription]: ...
+    @overload
+    def subscribe(
+        self,
+        name: str,
+        selector: str | StreamId | None,
+        handler: BatchEffectHandler[_T],
+        *,
+        batch: Literal[True],
+        effects: HandlerEffects[_T],
+        **options: Unpack[LocalHandlerOptions],
+    ) -> Coroutine[Any, Any, LocalSubscription]: ...
+    @overload
+    def subscribe(
+        self,
+        name: str,
         selector: str | StreamId | None = None,
         handler: None = None,
         **options: Unpack[ConsumerOptions],
@@ -166,16 +191,17 @@ class Provider(ProviderCore):
         `handler` is an async function of an Event, with `batch=True` of an EventBatch, or an observer object (see
         `headrace.streams.handlers`). `selector` is `namespace/key`, with `*` for any text. Without `selector` the
         subscription must exist. `start` may be text, as in `Start.parse`. Options with a handler: `batch`, `filter`,
-        `concurrency` (how many handlers run at a time, per queue), `start`, `retry`, `on_failure`, `slow_consumer`,
-        `circuit_breaker`. Options without one are those of `Client.subscribe` without one.
+        `effects` (the handler takes a transaction, too; see docs/effects.md), `concurrency` (how many handlers run at a
+        time, per queue), `start`, `retry`, `on_failure`, `slow_consumer`, `circuit_breaker`. Options without one are
+        those of `Client.subscribe` without one.
 
         Raises InvalidArgument at once for wrong arguments; when awaited or entered, DefinitionConflict if `name` exists
-        with another definition, NotFound, Busy if another live process serves it, NotSupported for options that the
-        adapter does not support.
+        with another definition, NotFound, also if the database of `effects` lacks their tables, Busy if another live
+        process serves it, NotSupported for options that the adapter does not support.
         """
         if handler is None:
             plan = self._plan(name, selector, options)
-            return ConsumerOpening(partial(self._consumer, plan), "provider", name)
+            return ConsumerOpening(partial(_open_consumer, self, plan), "provider", name)
         if of_consumer := [option for option in options if option in _CONSUMER_ONLY]:
             raise InvalidArgument(
                 f"subscription {name!r}: {', '.join(of_consumer)} is for a consumer without a handler; with one, "
@@ -187,7 +213,7 @@ class Provider(ProviderCore):
         declared = SubscriptionDeclaration.of(
             self.name, name, ANY_STREAM if selector is None else selector, handler, options
         )
-        Handler.of(handler, batch=declared.batch)
+        declared.check_handler()
         attaching = self._attach_existing(declared) if selector is None else self.attach(declared)
         return HandlerOpening(cast("Any", attaching), "provider", name)
 
@@ -226,13 +252,12 @@ class Provider(ProviderCore):
 
     async def attach(self, declared: SubscriptionDeclaration) -> LocalSubscription:
         """`subscribe` with everything in one value, as the `@subscription` decorator makes it."""
-        handler = Handler.of(declared.handler, batch=declared.batch)
         if declared.definition.mode is not Mode.SHARED:
             raise NotSupported(
                 f"subscription {declared.definition.name!r}: a handler in the silo is all of its group, so its mode is "
                 f"shared, not {declared.definition.mode.value}; consume it through a client instead"
             )
-        await self.serve(declared.definition, HandlerService(handler, declared.filter, declared.concurrency))
+        await self.serve(declared.definition, await _service(declared, self._parts.origin))
         return LocalSubscription(self, declared)
 
     async def caught_up(self, name: str) -> None:
@@ -303,6 +328,23 @@ class Provider(ProviderCore):
         """Return the gap records of a subscription, in the order of detection: events that it does not get. Raise
         NotFound."""
         return await (await self.local_consumer()).gaps(subscription)
+
+
+async def _open_consumer(provider: Provider, plan: Plan) -> Consumer:
+    return await (await provider.local_consumer()).open_consumer(plan)
+
+
+async def _service(declared: SubscriptionDeclaration, origin: str) -> HandlerService:
+    """Return the service of a handler. Raises the errors of `HandlerEffects.check`."""
+    if declared.effects is None:
+        handler = Handler.of(declared.handler, batch=declared.batch)
+        return HandlerService(handler, declared.filter, declared.concurrency)
+    declared.check_handler()
+    await declared.effects.check()
+    handler = cast("Callable[[Any, Any], Awaitable[None]]", declared.handler)
+    return EffectsService(
+        handler, declared.filter, declared.concurrency, declared.effects, origin, batch=declared.batch
+    )
 
 
 @check_methods(HandledSubscription)

@@ -12,6 +12,7 @@ from ..agents import (
     AgentStatistics,
     BucketStatistics,
     DeliveryStatistics,
+    EffectsService,
     Group,
     MemberStatistics,
     PullingManager,
@@ -70,6 +71,8 @@ class SubscriptionView(NamedTuple):
     waiting: int
     parked: int
     paused: int
+    already_applied: int
+    """Events whose effects had been committed before, so that their handler was not called."""
     consumers: int
     """Remote consumers that are attached; 0 if a handler in the silo consumes."""
     held: bool
@@ -175,11 +178,13 @@ def _subscription(
 ) -> SubscriptionView:
     total = {field: sum(getattr(d, field) for d, _, _ in parts) for field in _SUMMED}
     members = served.service.statistics() if served is not None and isinstance(served.service, Group) else None
+    applied = served.service.counts.already_applied if served and isinstance(served.service, EffectsService) else 0
     held = served.gate.held if served is not None else None
     state, reason = _state(total, parts, members) if held is None else _held(held)
     return SubscriptionView(
-        name=name, consumers=len(members or ()), held=held is not None, state=state, reason=reason, **total
-    )
+        name=name, already_applied=applied, consumers=len(members or ()), held=held is not None, state=state,
+        reason=reason, **total,
+    )  # fmt: skip
 
 
 def _held(held: SubscriptionHold) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from hashlib import blake2b
 from itertools import repeat
 from typing import Any, cast
 
@@ -55,6 +56,16 @@ class Event(msgspec.Struct, gc=False):  # gc=False: an event is in no reference 
             return None if self.timestamp_us is None else _EPOCH + timedelta(microseconds=self.timestamp_us)
         except OverflowError:
             raise InvalidArgument(f"timestamp_us {self.timestamp_us} is outside of the years 1 to 9999") from None
+
+    @property
+    def idempotency_key(self) -> str:
+        """A text of 32 characters that is the same at each delivery of this event, and other for each other event. Send
+        it to services that act once for each key. Raises InvalidArgument for an event that was not delivered."""
+        if self.stream is None or self.token is None:
+            raise InvalidArgument("idempotency_key: only a delivered event has one, because it has a position")
+        # The time tells apart events of providers that were made anew, and began at position 0 again.
+        text = f"{self.stream}@{self.token}@{self.timestamp_us}"
+        return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 class EventBatch:

@@ -9,19 +9,20 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, Unpack, overload, runtime_checkable
 
-from .arguments import check_flag, check_integer, check_options, check_text, shown
+from .arguments import check_flag, check_integer, check_options, check_text, refused, shown
 from .errors import InvalidArgument, NotSupported
 from .events import Event, EventBatch
 from .identity import StreamId
 from .options import EventFilter, LocalHandlerOptions
 from .subscriptions import Selector, Start, SubscriptionDefinition
+from .transactions import BatchEffectHandler, EventEffectHandler, HandlerEffects
 
 CONCURRENCY = 2000
 """Default number of handlers that run at a time: of a queue in a silo, of a subscription in a client. One that waits
 takes about 3 KB. It is high because a handler that waits keeps no other from running, and a stuck one should not."""
 DEFINITION_OPTIONS = ("start", "retry", "on_failure", "slow_consumer", "circuit_breaker")
 HANDLER_OPTIONS = ("batch", "concurrency", *DEFINITION_OPTIONS)
-LOCAL_HANDLER_OPTIONS = ("filter", *HANDLER_OPTIONS)
+LOCAL_HANDLER_OPTIONS = ("filter", "effects", *HANDLER_OPTIONS)
 
 EventHandler = Callable[[Event], Awaitable[None]]
 BatchHandler = Callable[[EventBatch], Awaitable[None]]
@@ -45,7 +46,7 @@ class BatchObserver(Protocol):
     async def on_next_batch(self, batch: EventBatch, /) -> None: ...
 
 
-AnyHandler = EventHandler | BatchHandler | Observer | BatchObserver
+AnyHandler = EventHandler | BatchHandler | Observer | BatchObserver | Callable[[Any, Any], Awaitable[None]]
 
 
 class Handler(NamedTuple):
@@ -55,6 +56,8 @@ class Handler(NamedTuple):
     on_batch: BatchHandler | None
     on_error: Callable[[Exception], Awaitable[None]] | None
     on_completed: Callable[[], Awaitable[None]] | None
+    on_redrive: EventHandler | None = None
+    """Called with a dead letter that is delivered once more. None: like any other event."""
 
     @classmethod
     def of(cls, handler: Any, *, batch: bool) -> Handler:
@@ -84,6 +87,22 @@ class Handler(NamedTuple):
         return cls(None, handler, None, None) if batch else cls(handler, None, None, None)
 
 
+def check_effects(effects: object, handler: Any, *, batch: bool) -> None:
+    """Raise InvalidArgument unless `handler` is an async function of an event, or with `batch` of a batch, and of a
+    transaction. None: there is no handler yet."""
+    missing = [name for name in ("check", "scoped") if not callable(getattr(effects, name, None))]
+    if missing:
+        raise refused("effects", effects, "Effects(engine), or None")
+    if handler is None:
+        return
+    kind = "batch" if batch else "event"
+    if not _is_async(handler):
+        raise InvalidArgument(
+            f"with effects, a handler is an async function: write async def handler({kind}, tx), not {shown(handler)}"
+        )
+    _check_function(handler, kind, "tx")
+
+
 def filter_name(predicate: EventFilter) -> str:
     """Return the name of a filter in a subscription's definition. Raises InvalidArgument if it is not a plain function:
     the coroutine that an async function returns would count as true, and let every event through."""
@@ -103,6 +122,15 @@ class SubscriptionDeclaration(NamedTuple):
     batch: bool
     filter: EventFilter | None
     concurrency: int
+    effects: HandlerEffects[Any] | None = None
+    """None: the handler takes only the event or the batch. Otherwise it takes a transaction, too."""
+
+    def check_handler(self) -> None:
+        """Raise InvalidArgument if the handler is none, or one of another kind."""
+        if self.effects is None:
+            Handler.of(self.handler, batch=self.batch)
+        else:
+            check_effects(self.effects, self.handler, batch=self.batch)
 
     @classmethod
     def of(
@@ -113,13 +141,17 @@ class SubscriptionDeclaration(NamedTuple):
         definition = define(name, selector, options, None if predicate is None else filter_name(predicate))
         check_flag("batch", batch)
         concurrency = check_integer("concurrency", options.get("concurrency", CONCURRENCY), 1)
-        return cls(provider, definition, handler, batch, predicate, concurrency)
+        effects = options.get("effects")
+        if effects is not None:
+            check_effects(effects, None, batch=batch)
+        return cls(provider, definition, handler, batch, predicate, concurrency, effects)
 
 
 def check_no_handler_options(name: str, options: Mapping[str, Any]) -> None:
     """Refuse options of handlers in a `subscribe` without a handler. Raises InvalidArgument, NotSupported."""
-    if options.get("filter") is not None:
-        raise NotSupported(f"subscription {name!r}: a filter is for a handler, and there is none: leave it out")
+    for option, article in (("filter", "a filter is"), ("effects", "effects are")):
+        if options.get(option) is not None:
+            raise NotSupported(f"subscription {name!r}: {article} for a handler, and there is none: leave it out")
     if given := [option for option in ("batch", "concurrency") if option in options]:
         verb = "is" if len(given) == 1 else "are"
         raise InvalidArgument(f"subscription {name!r}: {' and '.join(given)} {verb} for a handler, and there is none")
@@ -154,6 +186,7 @@ _declared: dict[tuple[str, str], SubscriptionDeclaration] = {}
 
 _E = TypeVar("_E", bound=EventHandler | Observer | BatchObserver)
 _B = TypeVar("_B", bound=BatchHandler | BatchObserver)
+_T = TypeVar("_T")
 
 
 @overload
@@ -174,12 +207,32 @@ def subscription(
     batch: Literal[True],
     **options: Unpack[LocalHandlerOptions],
 ) -> Callable[[_B], _B]: ...
+@overload
+def subscription(
+    name: str,
+    selector: str | StreamId,
+    *,
+    provider: str = "default",
+    batch: Literal[False] = False,
+    effects: HandlerEffects[_T],
+    **options: Unpack[LocalHandlerOptions],
+) -> Callable[[EventEffectHandler[_T]], EventEffectHandler[_T]]: ...
+@overload
+def subscription(
+    name: str,
+    selector: str | StreamId,
+    *,
+    provider: str = "default",
+    batch: Literal[True],
+    effects: HandlerEffects[_T],
+    **options: Unpack[LocalHandlerOptions],
+) -> Callable[[BatchEffectHandler[_T]], BatchEffectHandler[_T]]: ...
 def subscription(
     name: str, selector: str | StreamId | None = None, *, provider: str = "default", **options: Any
 ) -> Callable[[Any], Any]:
     """Declare a subscription. In every silo that loads the module, the decorated async function or observer handles the
     events of `selector`. The options are those of `Provider.subscribe` with a handler: batch, concurrency, filter,
-    start, retry, on_failure, slow_consumer and circuit_breaker.
+    effects, start, retry, on_failure, slow_consumer and circuit_breaker.
 
     Raises InvalidArgument if an option or the handler is wrong, or if the name is declared twice.
     """
@@ -191,7 +244,7 @@ def subscription(
     made = SubscriptionDeclaration.of(check_text("provider", provider), name, selector, None, options)
 
     def declare(handler: Any) -> Any:
-        Handler.of(handler, batch=made.batch)
+        made._replace(handler=handler).check_handler()
         if (provider, name) in _declared:
             raise InvalidArgument(f"subscription {name!r} of provider {provider!r} is declared twice")
         _declared[provider, name] = made._replace(handler=handler)
@@ -232,24 +285,26 @@ _KINDS = {"Event": "event", "EventBatch": "batch", "ReceivedBatch": "batch"}
 _ARTICLE = {"event": "an event", "batch": "a batch"}
 
 
-def _check_function(function: Any, argument: str) -> None:
+def _check_function(function: Any, argument: str, *more: str) -> None:
     name = getattr(function, "__name__", type(function).__name__)
-    signature = _check_arguments(function, name, argument)
+    signature = _check_arguments(function, name, argument, *more)
     if signature is not None and (other := _other_kind(signature, argument)):
         repair = "add batch=True" if other == "batch" else "leave out batch=True"
         raise InvalidArgument(f"{name}{signature} takes {_ARTICLE[other]}: {repair}, or annotate it otherwise")
 
 
-def _check_arguments(function: Any, name: str, argument: str | None) -> inspect.Signature | None:
-    """Refuse a function that cannot be called with this one argument; if None, without arguments."""
+def _check_arguments(function: Any, name: str, argument: str | None, *more: str) -> inspect.Signature | None:
+    """Refuse a function that cannot be called with these arguments; if None, without arguments."""
     try:
         signature = _signature(function)
     except (TypeError, ValueError):
         return None  # functions in C may have no signature
+    arguments = [] if argument is None else [argument, *more]
     try:
-        signature.bind(*([] if argument is None else [argument]))
+        signature.bind(*arguments)
     except TypeError:
-        expected = "no arguments" if argument is None else f"one argument, {argument}"
+        number = ("no arguments", "one argument, ", "two arguments, ")[len(arguments)]
+        expected = number + " and ".join(arguments)
         raise InvalidArgument(f"{name}{signature} has the wrong arguments: expected {expected}") from None
     return signature
 

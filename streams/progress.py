@@ -15,7 +15,7 @@ class SubscriptionAttachment(NamedTuple):
     epoch: int
     checkpoints: Mapping[int, Checkpoint]
     generation: int = 0
-    """How often the subscription was moved by a seek."""
+    """It rises with each seek, and with each creation of a subscription of this name."""
 
 
 class RefusedProgress(NamedTuple):

@@ -149,7 +149,10 @@ def loop_never_blocks() -> Iterator[None]:
 @cache
 def blocking_calls() -> BlockBuster:
     """Made once: it looks up each function and each package."""
-    return BlockBuster(LIBRARY)
+    blocking = BlockBuster(LIBRARY)
+    for function in blocking.functions.values():  # asyncpg looks for certificates and passwords when it connects
+        function.can_block_in("/asyncpg/connect_utils.py", {"_parse_connect_dsn_and_args"})
+    return blocking
 
 
 def of_grpc(coroutine: object) -> bool:

@@ -209,7 +209,10 @@ class HandlerDelivery(Delivery):
         batch = EventBatch.of(event.stream or StreamId("", ""), [event])
         batch.offset = event.token.offset
         try:
-            await self._call(batch, event)
+            if self._handler.on_redrive is not None:
+                await self._handler.on_redrive(event)
+            else:
+                await self._call(batch, event)
         except PROCESS_ENDS:
             raise
         except BaseException as error:

@@ -1,0 +1,64 @@
+"""Delivery to handlers whose effects are applied exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from ..streams.events import Event
+from ..streams.handlers import Handler
+from ..streams.options import EventFilter
+from ..streams.subscriptions import Checkpoint, SubscriptionDefinition
+from ..streams.transactions import EffectCounts, EffectScope, HandlerEffects, ScopedEffects
+from .delivery.delivery import Delivery, FailureSink
+from .delivery.handling import HandlerDelivery
+from .served import HandlerService
+
+
+class EffectsService(HandlerService):
+    """Delivers to a handler that takes a transaction. `origin` is the id of the provider."""
+
+    def __init__(
+        self,
+        handler: Callable[[Any, Any], Awaitable[None]],
+        predicate: EventFilter | None,
+        concurrency: int,
+        effects: HandlerEffects[Any],
+        origin: str,
+        *,
+        batch: bool,
+    ) -> None:
+        super().__init__(Handler(None, None, None, None), predicate, concurrency)
+        self.counts = EffectCounts()
+        self._user_handler = handler
+        self._effects = effects
+        self._origin = origin
+        self._batch = batch
+
+    def deliver(
+        self, definition: SubscriptionDefinition, queue: int, checkpoint: Checkpoint, sink: FailureSink, **options: Any
+    ) -> Delivery:
+        scope = EffectScope(self._origin, definition.name, queue, options["generation"])
+        scoped = self._effects.scoped(self._user_handler, scope, self.counts, batch=self._batch)
+        on_event, on_batch = (None, scoped.call) if self._batch else (scoped.call, None)
+        return HandlerDelivery(
+            definition, queue, checkpoint, Handler(on_event, on_batch, None, None, scoped.redrive),
+            PositionedFailures(sink, scoped),
+            predicate=self.predicate, concurrency=self.concurrency, failures=self.failures, **options,
+        )  # fmt: skip
+
+
+class PositionedFailures:
+    """Moves the position of the effects past events that are given up on, after `sink` has recorded them."""
+
+    def __init__(self, sink: FailureSink, scoped: ScopedEffects) -> None:
+        self._sink = sink
+        self._scoped = scoped
+
+    async def dead_letter(self, delivery: Delivery, events: Sequence[Event], reason: str, attempts: int) -> None:
+        await self._sink.dead_letter(delivery, events, reason, attempts)
+        await self._scoped.given_up(events, redrivable=True)
+
+    async def skipped(self, delivery: Delivery, events: Sequence[Event], reason: str) -> None:
+        await self._sink.skipped(delivery, events, reason)
+        await self._scoped.given_up(events, redrivable=False)

@@ -1,0 +1,177 @@
+"""Look at positions and states in the user's database, change states, and delete rows."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from sqlalchemy import ColumnElement, Connection, and_, create_engine, delete, func, insert, make_url, select, update
+from sqlalchemy.exc import ArgumentError, DBAPIError
+
+from ..streams.errors import InvalidArgument, NotFound, StorageError
+from ..streams.identity import SequenceToken, StreamId
+from .positions import now_us
+from .schema import check_dialect, key_of, positions, require
+
+_MICROSECOND = timedelta(microseconds=1)
+
+
+class EffectsSummary(NamedTuple):
+    """The rows of one subscription of one provider."""
+
+    origin: str
+    subscription: str
+    streams: int
+    states: int
+    unapplied: int
+    """Events that were given up on, and not redriven."""
+    written_at_us: int
+    """The time of the last write."""
+
+
+class StoredState(NamedTuple):
+    """The state of one stream."""
+
+    origin: str
+    subscription: str
+    stream: str
+    token: SequenceToken
+    """The last event whose effects are committed."""
+    value: bytes
+    version: int
+    expires_at_us: int | None
+
+
+@contextmanager
+def opened(url: str, *, migrated: bool = True) -> Generator[Connection]:
+    """Open a transaction in the database at a URL of SQLAlchemy, for the length of a `with`.
+
+    Raises InvalidArgument for another URL, NotSupported for another database, StorageError if it cannot be reached;
+    with `migrated`, NotFound if it has no tables for effects.
+    """
+    try:
+        parsed = make_url(url)
+        if parsed.drivername == "postgresql":
+            parsed = parsed.set(drivername="postgresql+psycopg")
+        check_dialect(parsed.get_backend_name())
+        engine = create_engine(parsed)
+    except (ArgumentError, ModuleNotFoundError) as error:  # the message does not show the URL: it may have a password
+        raise InvalidArgument(
+            f"the URL of the database is wrong ({type(error).__name__}): write "
+            "postgresql://USER:PASSWORD@HOST/DATABASE or sqlite:///FILE"
+        ) from None
+    try:
+        with engine.begin() as connection:
+            if migrated:
+                require(connection)
+            yield connection
+    except DBAPIError as error:
+        raise StorageError(f"{parsed.render_as_string()}: {error.orig}") from None
+    finally:
+        engine.dispose()
+
+
+def summaries(connection: Connection) -> list[EffectsSummary]:
+    """Return what the database has, by origin and subscription."""
+    row = positions.c
+    query = select(
+        row.origin, row.subscription, func.count(), func.count(row.state), func.sum(row.unapplied),
+        func.max(row.written_at_us),
+    ).group_by(row.origin, row.subscription)  # fmt: skip
+    rows = connection.execute(query.order_by(row.origin, row.subscription))
+    return [EffectsSummary(*each[:4], int(each[4]), each[5]) for each in rows]
+
+
+def states(
+    connection: Connection, subscription: str | None = None, origin: str | None = None, *, limit: int = 100
+) -> list[StoredState]:
+    """Return the states that are stored, in the order of their streams."""
+    row = positions.c
+    query = select(positions).where(row.state.is_not(None), *_matching(subscription, origin)).limit(limit)
+    return [_state(each) for each in connection.execute(query.order_by(row.origin, row.subscription, row.stream))]
+
+
+def state(connection: Connection, subscription: str, stream: StreamId, origin: str | None = None) -> StoredState:
+    """Return the state of a stream. Raises NotFound; InvalidArgument if several providers have one."""
+    row = _find(connection, subscription, stream, origin)
+    if row is None or row.state is None:
+        raise NotFound(f"subscription {subscription!r} has no state of stream {stream}")
+    return _state(row)
+
+
+def set_state(
+    connection: Connection,
+    subscription: str,
+    stream: StreamId,
+    value: bytes | None,
+    *,
+    version: int | None = None,
+    origin: str | None = None,
+) -> None:
+    """Set the state of a stream, or delete it. A new state has no time to live, and the `version` of the former one if
+    none is given, or else 1. A handler that runs meanwhile runs again.
+
+    Raises NotFound if there is no state to delete, or no row and no `origin`; InvalidArgument if several providers have
+    such a row and none is named.
+    """
+    row = _find(connection, subscription, stream, origin)
+    if value is None and (row is None or row.state is None):
+        raise NotFound(f"subscription {subscription!r} has no state of stream {stream}")
+    number = None if value is None else version or (row.state_version if row is not None else None) or 1
+    values: dict[str, Any] = {"state": value, "state_version": number, "expires_at_us": None}
+    if row is not None:
+        this = and_(positions.c.origin == row.origin, *_matching(subscription, None), positions.c.stream == row.stream)
+        revision = positions.c.revision + 1
+        connection.execute(update(positions).where(this).values(**values, revision=revision, written_at_us=now_us()))
+        return
+    first = {"generation": 0, "queue": 0, "token_offset": 0, "token_index": 0, "unapplied": 0, "revision": 1}
+    key = {"origin": origin or _only_origin(connection, subscription), "subscription": subscription}
+    row_values = {**key, "stream": key_of(stream), **first, **values, "written_at_us": now_us()}
+    connection.execute(insert(positions).values(row_values))  # generation 0: before all events
+
+
+def prune(connection: Connection, older_than: timedelta, origin: str | None = None) -> tuple[int, int]:
+    """Delete states whose time to live is over, and positions that were not written for `older_than` and have neither a
+    state nor an event to redrive. Return the numbers of both."""
+    row, now = positions.c, now_us()
+    mine = _matching(None, origin)
+    over = and_(row.expires_at_us <= now, *mine)
+    nothing = {"state": None, "state_version": None, "expires_at_us": None, "revision": row.revision + 1}
+    ended = connection.execute(update(positions).where(over).values(nothing)).rowcount
+    idle = and_(row.written_at_us < now - older_than // _MICROSECOND, row.state.is_(None), row.unapplied == 0, *mine)
+    return ended, connection.execute(delete(positions).where(idle)).rowcount
+
+
+def _matching(subscription: str | None, origin: str | None) -> list[ColumnElement[bool]]:
+    given = ((positions.c.subscription, subscription), (positions.c.origin, origin))
+    return [column == value for column, value in given if value is not None]
+
+
+def _find(connection: Connection, subscription: str, stream: StreamId, origin: str | None) -> Any:
+    this = (*_matching(subscription, origin), positions.c.stream == key_of(stream))
+    rows = connection.execute(select(positions).where(*this)).all()
+    if len(rows) > 1:
+        raise InvalidArgument(
+            f"several providers have a subscription {subscription!r} with stream {stream}: give --origin, one of "
+            f"{', '.join(row.origin for row in rows)}"
+        )
+    return rows[0] if rows else None
+
+
+def _only_origin(connection: Connection, subscription: str) -> str:
+    query = select(positions.c.origin).where(*_matching(subscription, None)).distinct()
+    origins = connection.execute(query).scalars().all()
+    if len(origins) != 1:
+        known = ", ".join(origins) or "none"
+        raise NotFound(f"the provider of {subscription!r} is not clear: give --origin (known are: {known})")
+    return origins[0]
+
+
+def _state(row: Any) -> StoredState:
+    token = SequenceToken(row.token_offset, row.token_index)
+    value = bytes(row.state)
+    return StoredState(
+        row.origin, row.subscription, row.stream, token, value, row.state_version or 1, row.expires_at_us
+    )

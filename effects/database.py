@@ -1,0 +1,324 @@
+"""Transactions in the user's database, from an event loop.
+
+All statements are written for a plain `Connection` of SQLAlchemy. With an `AsyncEngine` they run in a greenlet, with an
+`Engine` in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+from sqlalchemy import Connection, Engine, RootTransaction, text
+from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, AsyncTransaction
+from sqlalchemy.orm import Session
+
+from ..streams.errors import InvalidArgument, NotSupported, Unavailable
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+DEFAULT_TRANSACTIONS = 16
+"""How many transactions run at a time if the engine's pool has no size."""
+CONFLICTS = ("40001", "40P01")
+"""SQLSTATE of a serialization failure, and of a deadlock."""
+_OUTAGES = ("08", "53", "57P", "55P03")
+"""Beginnings of SQLSTATEs: connection, resources, shutdown, lock that is not available."""
+_LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+_IN_ERROR = 3
+"""PQTRANS_INERROR of libpq."""
+_JOINED = "rollback_only"
+"""A session never commits the transaction of its connection."""
+
+
+class EffectTransaction(ABC):
+    """A transaction that is open."""
+
+    @abstractmethod
+    async def call(self, function: Callable[Concatenate[Connection, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return `function(connection, ...)`."""
+
+    @abstractmethod
+    async def call_session(
+        self, function: Callable[Concatenate[Session, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Return `function(session, ...)`. The session is the same one during the transaction."""
+
+    @abstractmethod
+    async def flush(self) -> None:
+        """Flush the session, and end it."""
+
+    @property
+    @abstractmethod
+    def connection(self) -> AsyncConnection: ...
+
+    @property
+    @abstractmethod
+    def session(self) -> AsyncSession: ...
+
+
+class EffectDatabase(ABC):
+    """A database in which effects are applied. Raises InvalidArgument for one in memory."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        size = getattr(engine.pool, "size", None)
+        pooled = size() if callable(size) else 0
+        self.transactions = (pooled if isinstance(pooled, int) else 0) or DEFAULT_TRANSACTIONS
+        """How many transactions should run at a time."""
+        if engine.dialect.name == "sqlite":
+            if engine.url.database in (None, "", ":memory:"):
+                raise InvalidArgument("effects in SQLite need a file: a database in memory ends with its connection")
+            self.transactions = 1
+
+    @abstractmethod
+    def transaction(self) -> AbstractAsyncContextManager[EffectTransaction]:
+        """Open a transaction for the length of an `async with`, and commit it at the end; roll it back after an error.
+
+        Raises Unavailable if the database cannot be reached, or if it is not known whether the commit succeeded.
+        """
+
+
+# ---- AsyncEngine -----------------------------------------------------------------------------------------------------
+
+
+class AsyncEffectDatabase(EffectDatabase):
+    """A database with an `AsyncEngine`."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        super().__init__(engine.sync_engine)
+        self._engine = engine
+
+    @asynccontextmanager
+    async def transaction(self) -> AsyncGenerator[EffectTransaction]:
+        async with AsyncExitStack() as stack:
+            with outages():
+                connection = await stack.enter_async_context(self._engine.connect())
+                root = await connection.begin()
+            opened = _GreenletTransaction(connection)
+            yield opened
+            await opened.flush()
+            await connection.run_sync(_check_commits, root)
+            with outages():
+                await root.commit()
+
+
+class _GreenletTransaction(EffectTransaction):
+    def __init__(self, connection: AsyncConnection) -> None:
+        self._connection = connection
+        self._session: AsyncSession | None = None
+
+    async def call(self, function: Callable[Concatenate[Connection, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return await self._connection.run_sync(function, *args, **kwargs)
+
+    async def call_session(
+        self, function: Callable[Concatenate[Session, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        return await self.session.run_sync(function, *args, **kwargs)
+
+    async def flush(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.commit()
+            await session.close()
+
+    @property
+    def connection(self) -> AsyncConnection:
+        return self._connection
+
+    @property
+    def session(self) -> AsyncSession:
+        if self._session is None:
+            self._session = AsyncSession(self._connection, expire_on_commit=False, join_transaction_mode=_JOINED)
+        return self._session
+
+
+# ---- Engine ----------------------------------------------------------------------------------------------------------
+
+
+class ThreadedEffectDatabase(EffectDatabase):
+    """A database with an `Engine`. Its statements run in threads."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self._threads = ThreadPoolExecutor(32, thread_name_prefix="headrace effects")
+
+    @asynccontextmanager
+    async def transaction(self) -> AsyncGenerator[EffectTransaction]:
+        opened = _ThreadedTransaction(self.engine, self._threads)
+        try:
+            yield opened
+        except BaseException:
+            await opened.end(commit=False)
+            raise
+        with outages():
+            await opened.end(commit=True)
+
+
+class _ThreadedTransaction(EffectTransaction):
+    """Connects with the first statement: each step is a hop to a thread and back."""
+
+    def __init__(self, engine: Engine, threads: ThreadPoolExecutor) -> None:
+        self._engine = engine
+        self._threads = threads
+        self._opened: Connection | None = None
+        self._session: Session | None = None
+
+    async def _in_thread(self, function: Callable[[], R]) -> R:
+        """A thread cannot be cancelled: if the caller is, wait for the thread first."""
+        running = asyncio.get_running_loop().run_in_executor(self._threads, function)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait([running])
+            if not running.cancelled():
+                running.exception()
+            raise
+
+    def _connect(self) -> Connection:
+        if self._opened is None:
+            with outages():
+                self._opened = self._engine.connect()
+                self._opened.begin()
+        return self._opened
+
+    async def call(self, function: Callable[Concatenate[Connection, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return await self._in_thread(lambda: function(self._connect(), *args, **kwargs))
+
+    async def call_session(
+        self, function: Callable[Concatenate[Session, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        return await self._in_thread(lambda: function(self._joined(), *args, **kwargs))
+
+    def _joined(self) -> Session:
+        if self._session is None:
+            self._session = Session(self._connect(), expire_on_commit=False, join_transaction_mode=_JOINED)
+        return self._session
+
+    async def flush(self) -> None:
+        if self._session is not None:
+            await self._in_thread(self._end_session)
+
+    def _end_session(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.commit()
+            session.close()
+
+    async def end(self, *, commit: bool) -> None:
+        if self._opened is not None:
+            await self._in_thread(lambda: self._end(commit=commit))
+
+    def _end(self, *, commit: bool) -> None:
+        connection, self._opened = self._opened, None
+        assert connection is not None
+        with connection:
+            if commit:
+                self._end_session()
+                _check_commits(connection, connection.get_transaction())
+                connection.commit()
+
+    @property
+    def connection(self) -> AsyncConnection:
+        raise _only_async("connection")
+
+    @property
+    def session(self) -> AsyncSession:
+        raise _only_async("session")
+
+
+def _only_async(name: str) -> NotSupported:
+    return NotSupported(
+        f"tx.{name} needs an AsyncEngine, and this engine is an Engine: use tx.execute(statement), or "
+        "tx.run(function) with a function of a Session"
+    )
+
+
+# ---- what both need --------------------------------------------------------------------------------------------------
+
+
+def database_of(engine: Engine | AsyncEngine) -> EffectDatabase:
+    """Return the database of an engine. Raises InvalidArgument for another object."""
+    given = cast("object", engine)
+    if isinstance(given, AsyncEngine):
+        return AsyncEffectDatabase(given)
+    if isinstance(given, Engine):
+        return ThreadedEffectDatabase(given)
+    raise InvalidArgument(f"Effects needs an Engine or an AsyncEngine of SQLAlchemy, not {type(given).__name__}")
+
+
+def check_transactions(connection: Connection) -> None:
+    """Raise InvalidArgument if the engine commits each statement."""
+    driver = cast("Any", connection.connection.dbapi_connection)
+    commits = getattr(driver, "autocommit", False) is True
+    if connection.dialect.name == "sqlite":
+        commits = commits or getattr(driver, "isolation_level", "") is None
+    if commits:
+        raise InvalidArgument("this engine commits each statement (AUTOCOMMIT): effects need transactions")
+
+
+def _check_commits(connection: Connection, root: RootTransaction | AsyncTransaction | None) -> None:
+    """Raise InvalidArgument if a COMMIT would not commit. PostgreSQL answers a COMMIT after a failed statement by a
+    rollback, and drivers do not report this."""
+    if root is None or not root.is_active:
+        raise InvalidArgument("the handler ended its transaction: return to commit it, raise to roll it back")
+    if connection.dialect.name == "sqlite":
+        return
+    info = getattr(connection.connection.driver_connection, "info", None)
+    if info is None:
+        connection.execute(text("SELECT 1"))  # fails if the transaction has failed
+    elif info.transaction_status == _IN_ERROR:
+        raise InvalidArgument(
+            "the handler caught the error of a statement, and PostgreSQL has given up the transaction: use "
+            "tx.connection.begin_nested() or tx.session.begin_nested() around such a statement"
+        )
+
+
+@contextmanager
+def outages() -> Generator[None]:
+    """Turn errors that say that the database cannot be reached into Unavailable."""
+    try:
+        yield
+    except (SQLAlchemyError, OSError) as error:
+        if isinstance(error, OSError) or is_outage(error):
+            raise unavailable(error) from error
+        raise
+
+
+def unavailable(error: BaseException) -> Unavailable:
+    return Unavailable(f"the database of the effects is not available: {type(error).__name__}: {error}")
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether the database is to blame for the error, and not the statement."""
+    if isinstance(error, PoolTimeout):
+        return True
+    if not isinstance(error, DBAPIError):
+        return False
+    if error.connection_invalidated:
+        return True
+    if isinstance(error.orig, sqlite3.Error):
+        return getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _LOCKED
+    state = sqlstate(error)
+    return state.startswith(_OUTAGES) if state else isinstance(error, OperationalError)
+
+
+def is_conflict(error: BaseException) -> bool:
+    """Whether the transaction collided with another one, and may succeed the next time."""
+    return isinstance(error, DBAPIError) and sqlstate(error) in CONFLICTS
+
+
+def sqlstate(error: DBAPIError) -> str:
+    """The SQLSTATE of a driver's error, "" if it has none."""
+    for name in ("sqlstate", "pgcode"):
+        state = getattr(error.orig, name, None)
+        if isinstance(state, str):
+            return state
+    return ""

@@ -1,0 +1,256 @@
+"""Handlers whose effects are applied exactly once. See docs/effects.md."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from sqlalchemy import Connection, Engine
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from ..streams.arguments import check_integer
+from ..streams.events import Event, EventBatch, SomeEvents
+from ..streams.identity import StreamId
+from ..streams.transactions import EffectCounts, EffectScope
+from .database import EffectDatabase, check_transactions, database_of, is_conflict, is_outage, outages, unavailable
+from .positions import AppliedPosition, EncodedState, StreamPosition, token_of
+from .schema import check_dialect, require
+from .state import StreamState
+from .transaction import HandlerState, Transaction
+
+CONFLICT_ATTEMPTS = 5
+"""How often a transaction is tried at once if it collides with others."""
+CACHED_STATES = 10_000
+CACHED_BYTES = 1 << 22
+"""Bounds of the states that are kept in memory, for each subscription and queue."""
+
+
+class Effects:
+    """A database in which handlers have effects.
+
+    `engine` is an Engine or an AsyncEngine of SQLAlchemy, for PostgreSQL or SQLite.
+
+    `state`: keep a state for each stream. `max_transactions`: how many transactions run at a time; None: as many as the
+    engine's pool has connections, and one for SQLite.
+
+    Raises InvalidArgument for another object than an engine, NotSupported for another database.
+    """
+
+    def __init__(
+        self, engine: Engine | AsyncEngine, *, state: StreamState | None = None, max_transactions: int | None = None
+    ) -> None:
+        self.database = database_of(engine)
+        check_dialect(self.database.engine.dialect.name)
+        if max_transactions is not None:
+            check_integer("max_transactions", max_transactions, 1)
+        self.state = state
+        self._max_transactions = max_transactions or self.database.transactions
+        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+    async def check(self) -> None:
+        """Raise NotFound if the database has no tables for effects, InvalidArgument if the engine commits each
+        statement, Unavailable if the database cannot be reached."""
+        async with self.database.transaction() as transaction:
+            with outages():
+                await transaction.call(_check)
+
+    def scoped(
+        self,
+        handler: Callable[[Any, Transaction], Awaitable[None]],
+        scope: EffectScope,
+        counts: EffectCounts,
+        *,
+        batch: bool,
+    ) -> EffectsInScope:
+        """Return the effects of one subscription in one queue. Call it on the event loop."""
+        loop = asyncio.get_running_loop()
+        slots = self._slots.setdefault(loop, asyncio.Semaphore(self._max_transactions))
+        return EffectsInScope(self.database, self.state, handler, scope, counts=counts, slots=slots, batch=batch)
+
+
+def _check(connection: Connection) -> None:
+    check_transactions(connection)
+    require(connection)
+
+
+class _StaleStateError(Exception):
+    """The row of the stream has changed since it was read."""
+
+
+def _check_current(*, is_current: bool) -> None:
+    if not is_current:
+        raise _StaleStateError
+
+
+class EffectsInScope:
+    """Applies the effects of the events of one subscription in one queue and generation."""
+
+    def __init__(
+        self,
+        database: EffectDatabase,
+        options: StreamState | None,
+        handler: Callable[[Any, Transaction], Awaitable[None]],
+        scope: EffectScope,
+        *,
+        counts: EffectCounts,
+        slots: asyncio.Semaphore,
+        batch: bool,
+    ) -> None:
+        self._database = database
+        self._options = options
+        self._handler = handler
+        self._scope = scope
+        self._counts = counts
+        self._slots = slots
+        self._batch = batch
+        self._known = KnownPositions()
+
+    async def call(self, delivered: Event | EventBatch, /) -> None:
+        """Call the handler in a transaction, with the events whose effects are not committed yet."""
+        events = [delivered] if isinstance(delivered, Event) else delivered.events()
+        await self._guarded(events[0], lambda: self._apply(delivered, events))
+
+    async def redrive(self, event: Event) -> None:
+        """Apply an event that was given up on, unless a redrive has applied it before."""
+        await self._guarded(event, lambda: self._redrive(event))
+
+    async def given_up(self, events: Sequence[Event], *, redrivable: bool) -> None:
+        """Note that the delivery gave up on these events of one stream. Raises Unavailable."""
+        if not events:
+            return
+
+        async def record() -> None:
+            async with self._database.transaction() as transaction:
+                await transaction.call(self._position(events[0]).give_up, events, redrivable=redrivable)
+
+        await self._guarded(events[0], record)
+
+    def _position(self, event: Event) -> StreamPosition:
+        return StreamPosition(self._scope, _stream_of(event))
+
+    async def _guarded(self, event: Event, work: Callable[[], Awaitable[None]]) -> None:
+        """Run one transaction when its turn comes. Repeat it if it collides with another one."""
+        async with self._slots:
+            for attempt in range(1, CONFLICT_ATTEMPTS + 1):
+                try:
+                    await work()
+                    break
+                except BaseException as error:
+                    self._known.drop(_stream_of(event))
+                    collided = isinstance(error, _StaleStateError) or is_conflict(error)
+                    if (collided and attempt == CONFLICT_ATTEMPTS) or is_outage(error):
+                        raise unavailable(error) from error
+                    if not collided:
+                        raise
+
+    # ---- one transaction -------------------------------------------------------------------------------------------
+
+    async def _apply(self, delivered: Event | EventBatch, events: Sequence[Event]) -> None:
+        if self._options is not None:
+            await self._apply_with_state(delivered, events, self._options)
+            return
+        async with self._database.transaction() as transaction:
+            left = await transaction.call(self._position(events[0]).claim, events)
+            self._counts.already_applied += len(events) - len(left)
+            if left:
+                await self._handler(self._part(delivered, left), Transaction(transaction, self._scope, None))
+
+    async def _apply_with_state(
+        self, delivered: Event | EventBatch, events: Sequence[Event], options: StreamState
+    ) -> None:
+        """Write position and state by one statement at the end. Until then another owner may write them, too."""
+        position, stream = self._position(events[0]), _stream_of(events[0])
+        known, following = self._known.get(stream), None
+        if known is not None and not position.after(known, events):
+            self._counts.already_applied += len(events)
+            return
+        try:
+            async with self._database.transaction() as transaction:
+                known = known or await transaction.call(position.find)
+                left = position.after(known, events)
+                if left:
+                    state = HandlerState(options, known)
+                    await self._handler(self._part(delivered, left), Transaction(transaction, self._scope, state))
+                    await transaction.flush()
+                    encoded, revision = state.encoded(), known.revision if known is not None else 0
+                    stored = await transaction.call(position.store, left, encoded, revision)
+                    _check_current(is_current=stored)
+                    following = _following(self._scope, known, left, encoded)
+        except Exception as error:
+            if not isinstance(error, _StaleStateError) and await self._has_changed(position, known):
+                raise _StaleStateError from error  # perhaps only because another owner has applied the event
+            raise
+        self._counts.already_applied += len(events) - len(left)
+        if following is not None:
+            self._known.put(stream, following)
+
+    async def _has_changed(self, position: StreamPosition, known: AppliedPosition | None) -> bool:
+        async with self._database.transaction() as transaction:
+            now = await transaction.call(position.find)
+        return now is not None and (known is None or now.revision != known.revision)
+
+    def _part(self, delivered: Event | EventBatch, left: Sequence[Event]) -> Event | EventBatch:
+        if isinstance(delivered, Event) or len(left) == delivered.count:
+            return delivered
+        return SomeEvents(delivered, list(left))
+
+    async def _redrive(self, event: Event) -> None:
+        position = self._position(event)
+        async with self._database.transaction() as transaction:
+            if not await transaction.call(position.take_unapplied, event):
+                self._counts.already_applied += 1
+                return
+            known = await transaction.call(position.find) if self._options is not None else None
+            state = None if self._options is None else HandlerState(self._options, known)
+            await self._handler(self._alone(event), Transaction(transaction, self._scope, state))
+            if state is not None and known is not None:
+                await transaction.flush()
+                changed = await transaction.call(position.change_state, state.encoded(), known.revision)
+                _check_current(is_current=changed)
+
+    def _alone(self, event: Event) -> Event | EventBatch:
+        if not self._batch:
+            return event
+        batch = EventBatch.of(_stream_of(event), [event])
+        batch.offset = token_of(event).offset
+        return SomeEvents(batch, [event])
+
+
+class KnownPositions:
+    """The rows of streams as this process wrote them last. Bounded; a row that is missing is read again."""
+
+    def __init__(self) -> None:
+        self._rows: OrderedDict[StreamId, AppliedPosition] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, stream: StreamId) -> AppliedPosition | None:
+        return self._rows.get(stream)
+
+    def put(self, stream: StreamId, row: AppliedPosition) -> None:
+        """The row is committed."""
+        self.drop(stream)
+        self._rows[stream] = row
+        self._bytes += len(row.state or b"")
+        while len(self._rows) > CACHED_STATES or self._bytes > CACHED_BYTES:
+            self.drop(next(iter(self._rows)))
+
+    def drop(self, stream: StreamId) -> None:
+        """Read the row again: it may have changed."""
+        row = self._rows.pop(stream, None)
+        if row is not None:
+            self._bytes -= len(row.state or b"")
+
+
+def _following(
+    scope: EffectScope, known: AppliedPosition | None, events: Sequence[Event], state: EncodedState
+) -> AppliedPosition:
+    revision = (known.revision if known is not None else 0) + 1
+    return AppliedPosition(scope.generation, token_of(events[-1]), revision, 0, *state)
+
+
+def _stream_of(event: Event) -> StreamId:
+    assert event.stream is not None
+    return event.stream

@@ -1,0 +1,168 @@
+"""Tables in the user's database, for PostgreSQL and SQLite. They are created only on request.
+
+Conventions: a stream is stored as `key_of` returns it. Positions are 64-bit integers. Times are microseconds since
+1970 UTC by the clock of the process that writes the row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Connection,
+    Dialect,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    func,
+    insert,
+    inspect,
+    select,
+    update,
+)
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.schema import CreateTable
+
+from ..streams.errors import InvalidArgument, NotFound, NotSupported
+from ..streams.identity import StreamId
+
+MAX_KEY = 1000
+"""Longest stream that is stored as it is, in characters. PostgreSQL's indexes take keys of up to 2,700 bytes."""
+KEPT_CHARACTERS = 400
+"""Characters of a longer stream that its key begins with."""
+
+_NAME = String(255).with_variant(String(255, collation="C"), "postgresql")
+_KEY = Text().with_variant(Text(collation="C"), "postgresql")
+
+metadata = MetaData()
+
+effects_version = Table(
+    "headrace_effects_version",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("version", Integer, nullable=False),
+)
+
+positions = Table(
+    "headrace_position",
+    metadata,
+    Column("origin", _NAME, primary_key=True),
+    Column("subscription", _NAME, primary_key=True),
+    Column("stream", _KEY, primary_key=True),
+    Column("generation", BigInteger, nullable=False),
+    Column("queue", Integer, nullable=False),
+    Column("token_offset", BigInteger, nullable=False),
+    Column("token_index", BigInteger, nullable=False),
+    Column("unapplied", Integer, nullable=False),
+    Column("revision", BigInteger, nullable=False),
+    Column("written_at_us", BigInteger, nullable=False),
+    Column("state", LargeBinary),
+    Column("state_version", Integer),
+    Column("expires_at_us", BigInteger),
+    postgresql_with={"fillfactor": 70},
+)
+"""The last event of each stream whose effects are committed. `unapplied` counts the stream's rows in
+`headrace_unapplied`. `revision` counts the writes of the row. `state` is the state of the stream; None without one."""
+
+unapplied = Table(
+    "headrace_unapplied",
+    metadata,
+    Column("origin", _NAME, primary_key=True),
+    Column("subscription", _NAME, primary_key=True),
+    Column("stream", _KEY, primary_key=True),
+    Column("token_offset", BigInteger, primary_key=True, autoincrement=False),
+    Column("token_index", BigInteger, primary_key=True, autoincrement=False),
+    Column("timestamp_us", BigInteger, primary_key=True, autoincrement=False),
+)
+"""Events that were given up on: their effects are not applied, although the position is past them. The timestamp tells
+events apart if a queue that lost its end gives offsets again."""
+
+Migration = Callable[[Connection], None]
+
+MIGRATIONS: Sequence[Migration] = ()
+"""Function i brings tables of version i + 1 to version i + 2."""
+VERSION = 1 + len(MIGRATIONS)
+
+_LOCK = 0x68656665
+"""Any number that only headrace uses."""
+_DIALECTS: dict[str, Callable[[], Dialect]] = {"postgresql": postgresql.dialect, "sqlite": sqlite.dialect}
+
+
+def key_of(stream: StreamId) -> str:
+    """Return the text by which a stream is stored: its text form, or a beginning of it and a hash if it is long."""
+    text = str(stream)
+    if len(text) <= MAX_KEY:
+        return text
+    return f"{text[:KEPT_CHARACTERS]}%~{hashlib.sha256(text.encode()).hexdigest()}"  # `%~` is in no text form
+
+
+def check_dialect(name: str) -> None:
+    """Raise NotSupported if effects cannot be applied in databases of this dialect."""
+    if name not in _DIALECTS:
+        raise NotSupported(f"effects need PostgreSQL or SQLite, and the engine is for {name}")
+
+
+def ddl(dialect: str = "postgresql") -> list[str]:
+    """Return the statements that create the tables. Raises NotSupported for another dialect."""
+    check_dialect(dialect)
+    chosen = _DIALECTS[dialect]()
+    tables = [str(CreateTable(table).compile(dialect=chosen)).strip() for table in metadata.sorted_tables]
+    lines = ["\n".join(line.rstrip() for line in table.replace("\t", "    ").splitlines()) for table in tables]
+    return [*lines, f"INSERT INTO {effects_version.name} (id, version) VALUES (1, {VERSION})"]  # noqa: S608
+
+
+def migrate(connection: Connection) -> bool:
+    """Create the tables, or bring them to this version, in the caller's transaction. Return whether this changed them.
+
+    Raises NotSupported for another dialect, InvalidArgument for tables of a newer headrace.
+    """
+    check_dialect(connection.dialect.name)
+    if connection.dialect.name == "postgresql":
+        connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
+    version = _version(connection)
+    if version is None:
+        metadata.create_all(connection, checkfirst=False)
+        connection.execute(insert(effects_version).values(id=1, version=VERSION))
+        return True
+    _check_not_newer(version)
+    for migration in MIGRATIONS[version - 1 :]:
+        migration(connection)
+    connection.execute(update(effects_version).values(version=VERSION))
+    return version < VERSION
+
+
+def require(connection: Connection) -> None:
+    """Check that the tables have this version. Raises NotFound if not, InvalidArgument for those of a newer
+    headrace."""
+    version = _version(connection)
+    where = connection.engine.url.render_as_string()
+    if version is None:
+        raise NotFound(
+            f"database {where} has no tables for effects: create them with 'headrace effects migrate {where}'"
+        )
+    _check_not_newer(version)
+    if version < VERSION:
+        raise NotFound(
+            f"database {where} has tables for effects of version {version}, and this headrace needs version {VERSION}: "
+            f"change them with 'headrace effects migrate {where}'"
+        )
+
+
+def _check_not_newer(version: int) -> None:
+    if version > VERSION:
+        raise InvalidArgument(
+            f"a newer headrace made the tables for effects: they have version {version}, and this one knows versions "
+            f"up to {VERSION}: upgrade headrace"
+        )
+
+
+def _version(connection: Connection) -> int | None:
+    if not inspect(connection).has_table(effects_version.name):
+        return None
+    return connection.execute(select(effects_version.c.version)).scalar()

@@ -1,0 +1,77 @@
+"""The state of a stream: its options and its encoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import msgspec
+
+from ..streams.arguments import check_integer, refused
+from ..streams.errors import InvalidArgument, PayloadTooLarge
+
+MAX_STATE_BYTES = 1 << 16
+_MICROSECOND = timedelta(microseconds=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamState:
+    """Options of the state that a handler keeps for each stream. Raises InvalidArgument for wrong ones."""
+
+    format: Literal["json", "bytes"] = "json"
+    max_bytes: int = MAX_STATE_BYTES
+    """Limit of one encoded state, in bytes."""
+    version: int = 1
+    """Stored beside each state."""
+    upgrade: Callable[[Any, int], Any] | None = None
+    """Called with a stored state of another version, and with that version. It returns the state of this version."""
+    ttl: timedelta | None = None
+    """The time after its last assignment until a state counts as None. None: it never ends."""
+
+    def __post_init__(self) -> None:
+        if self.format not in ("json", "bytes"):
+            raise refused("format", self.format, "'json' or 'bytes'")
+        check_integer("max_bytes", self.max_bytes, 1)
+        check_integer("version", self.version, 1)
+        if self.ttl is not None and (not isinstance(self.ttl, timedelta) or self.ttl <= timedelta()):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise refused("ttl", self.ttl, "a timedelta above 0, or None")
+
+    def encode(self, value: Any) -> bytes | None:
+        """Return the stored form; None for no state. Raises InvalidArgument, PayloadTooLarge."""
+        if value is None:
+            return None
+        if self.format == "bytes":
+            if not isinstance(value, bytes):
+                raise InvalidArgument(f"tx.state is bytes here, not {type(value).__name__}: encode it first")
+            encoded = value
+        else:
+            try:
+                encoded = msgspec.json.encode(value)
+            except (TypeError, ValueError) as error:
+                raise InvalidArgument(f"tx.state cannot be encoded as JSON: {error}") from None
+        if len(encoded) > self.max_bytes:
+            raise PayloadTooLarge("tx.state", len(encoded), self.max_bytes)
+        return encoded
+
+    def decode(self, stored: bytes | None, version: int | None, expires_at_us: int | None, now_us: int) -> Any:
+        """Return the value of a stored state, None for none, and for one whose time to live is over.
+
+        Raises InvalidArgument for a state of another version if there is no `upgrade`.
+        """
+        if stored is None or (expires_at_us is not None and expires_at_us <= now_us):
+            return None
+        value = bytes(stored) if self.format == "bytes" else msgspec.json.decode(stored)
+        if version == self.version:
+            return value
+        if self.upgrade is None or version is None:
+            raise InvalidArgument(
+                f"the stored state has version {version}, and this handler has version {self.version}: give "
+                "StreamState an `upgrade` function"
+            )
+        return self.upgrade(value, version)
+
+    def expires_at_us(self, now_us: int) -> int | None:
+        """The end of the life of a state that is assigned now."""
+        return None if self.ttl is None else now_us + self.ttl // _MICROSECOND

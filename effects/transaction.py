@@ -1,0 +1,107 @@
+"""The transaction that a handler gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from sqlalchemy import Connection, Executable, Result
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+from sqlalchemy.orm import Session
+
+from ..streams.errors import NotSupported
+from ..streams.transactions import EffectScope
+from .database import EffectTransaction
+from .positions import AppliedPosition, EncodedState, now_us
+from .state import StreamState
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Parameters = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+class HandlerState:
+    """The state of one stream during one transaction."""
+
+    def __init__(self, options: StreamState, known: AppliedPosition | None) -> None:
+        self._options = options
+        self._known = known
+        self._encoded: EncodedState | None = None
+        self._value: Any = None
+        if known is not None:
+            self._value = options.decode(known.state, known.state_version, known.expires_at_us, now_us())
+
+    @property
+    def value(self) -> Any:
+        return self._value
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        encoded = self._options.encode(value)
+        if encoded is None:
+            self._encoded = EncodedState(None, None, None)
+        else:
+            self._encoded = EncodedState(encoded, self._options.version, self._options.expires_at_us(now_us()))
+        self._value = value
+
+    def encoded(self) -> EncodedState:
+        """The state to store: the one that was stored if the handler assigned none."""
+        if self._encoded is not None:
+            return self._encoded
+        known = self._known
+        return EncodedState(*known[-3:]) if known is not None else EncodedState(None, None, None)
+
+
+class Transaction:
+    """A transaction of the user's database in which one call of a handler works. headrace commits it when the handler
+    returns, and rolls it back if the handler raises."""
+
+    def __init__(self, opened: EffectTransaction, scope: EffectScope, state: HandlerState | None) -> None:
+        self._opened = opened
+        self._state = state
+        self.subscription = scope.subscription
+        self.generation = scope.generation
+
+    async def execute(self, statement: Executable, parameters: Parameters | None = None) -> Result[Any]:
+        """Execute a statement, and return its result with all rows. Raises the errors of SQLAlchemy."""
+        return await self._opened.call(_execute, statement, parameters)
+
+    async def run(self, function: Callable[Concatenate[Session, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return `function(session, ...)`, called with an ORM session in this transaction: in a thread if the engine is
+        an `Engine`, in a greenlet if it is an `AsyncEngine`."""
+        return await self._opened.call_session(function, *args, **kwargs)
+
+    @property
+    def connection(self) -> AsyncConnection:
+        """The connection. Do not commit or roll back. Raises NotSupported if the engine is no AsyncEngine."""
+        return self._opened.connection
+
+    @property
+    def session(self) -> AsyncSession:
+        """An ORM session in this transaction, flushed at its end. Raises NotSupported if the engine is no
+        AsyncEngine."""
+        return self._opened.session
+
+    @property
+    def state(self) -> Any:
+        """The state of this stream; None if it has none. Assign a value to change it, None to delete it.
+
+        Raises NotSupported without `Effects(state=...)`; when assigned, InvalidArgument for a value that cannot be
+        encoded, and PayloadTooLarge.
+        """
+        return self._handler_state().value
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self._handler_state().value = value
+
+    def _handler_state(self) -> HandlerState:
+        if self._state is None:
+            raise NotSupported("tx.state is not kept: write Effects(engine, state=StreamState())")
+        return self._state
+
+
+def _execute(connection: Connection, statement: Executable, parameters: Parameters | None) -> Result[Any]:
+    result = connection.execute(statement, parameters)
+    return result.freeze()() if result.returns_rows else result

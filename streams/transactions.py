@@ -1,0 +1,69 @@
+"""Handlers whose effects are applied exactly once: the interface between deliveries and the database of the effects.
+
+`headrace.effects` implements it. Deliveries know only these protocols.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from .events import Event, EventBatch
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+EventEffectHandler = Callable[[Event, T], Awaitable[None]]
+BatchEffectHandler = Callable[[EventBatch, T], Awaitable[None]]
+
+
+class EffectScope(NamedTuple):
+    """The events of one queue that one subscription gets."""
+
+    origin: str
+    """Id of the provider. A provider that is made anew has another one."""
+    subscription: str
+    queue: int
+    generation: int
+    """It rises with each seek: effects of earlier generations are applied again."""
+
+
+@dataclass
+class EffectCounts:
+    """Counts of one subscription in this process."""
+
+    already_applied: int = 0
+    """Events whose effects had been committed before: their handler was not called."""
+
+
+class ScopedEffects(Protocol):
+    """Applies the effects of the events of one scope."""
+
+    async def call(self, delivered: Any, /) -> None:
+        """Call the user's handler for an event or a batch, in a transaction, if the effects are not committed yet."""
+        ...
+
+    async def redrive(self, event: Event) -> None:
+        """Call the user's handler for an event that was given up on, unless an earlier redrive has applied it."""
+        ...
+
+    async def given_up(self, events: Sequence[Event], *, redrivable: bool) -> None:
+        """The delivery gave up on these events of one stream, and has recorded it: later deliveries skip them. If
+        `redrivable`, a redrive applies each of them. Raises Unavailable; calling it again is harmless."""
+        ...
+
+
+class HandlerEffects(Protocol[T_co]):
+    """The database in which the effects of handlers are applied."""
+
+    async def check(self) -> None:
+        """Raise NotFound if the database has no tables for effects, InvalidArgument if its engine commits each
+        statement, Unavailable if it cannot be reached."""
+        ...
+
+    def scoped(
+        self, handler: Callable[[Any, T_co], Awaitable[None]], scope: EffectScope, counts: EffectCounts, *, batch: bool
+    ) -> ScopedEffects:
+        """Return the effects of one scope. `handler` takes an event, or with `batch` a batch, and a transaction."""
+        ...

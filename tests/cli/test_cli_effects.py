@@ -1,0 +1,72 @@
+"""`headrace effects` and `headrace state`."""
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import psycopg
+
+from tests.cli.commandline import Headrace
+
+ROW = "INSERT INTO headrace_position VALUES ('here', 'billing', 'orders/42', 1, 0, 7, 0, 0, 1, 1, {}, 1, NULL)"
+
+
+def test_migrate_creates_the_tables_once(headrace: Headrace, postgres_url: str):
+    for url in ("sqlite:///user.db", postgres_url):
+        assert headrace("effects", "migrate", url, "--json").json == {"version": 1, "changed": True}
+        assert "already" in headrace("effects", "migrate", url).err
+        assert headrace("effects", "list", url, "--json").json == []
+
+
+def test_the_printed_statements_create_the_same_tables(headrace: Headrace, tmp_path: Path, postgres_url: str):
+    with closing(sqlite3.connect(tmp_path / "user.db")) as connection:
+        connection.executescript(headrace("effects", "ddl", "--dialect", "sqlite").out)
+    with psycopg.connect(postgres_url) as connection:
+        connection.execute(headrace("effects", "ddl").out.encode())
+    for url in ("sqlite:///user.db", postgres_url):
+        assert headrace("effects", "migrate", url, "--json").json == {"version": 1, "changed": False}
+    with psycopg.connect(postgres_url) as connection:
+        options = connection.execute("SELECT reloptions FROM pg_class WHERE relname = 'headrace_position'").fetchall()
+        assert ["fillfactor=70"] in [row[0] for row in options]
+
+
+def test_missing_tables_wrong_urls_and_newer_tables_are_one_line(headrace: Headrace, tmp_path: Path):
+    missing = headrace("effects", "list", "sqlite:///user.db")
+    assert (missing.code, missing.err.count("\n")) == (1, 1)
+    assert "create them with 'headrace effects migrate sqlite:///user.db'" in missing.err
+    wrong = headrace("effects", "migrate", "no url with a secret")
+    assert (wrong.code, "secret" in wrong.err) == (2, False)
+    assert headrace("effects", "migrate", "mysql://host/db").code == 2
+    refused = headrace("effects", "migrate", "postgresql://me:secret@127.0.0.1:1/db")
+    assert (refused.code, "secret" in refused.err) == (1, False)
+    headrace("effects", "migrate", "sqlite:///user.db")
+    with closing(sqlite3.connect(tmp_path / "user.db")) as connection, connection:
+        connection.execute("UPDATE headrace_effects_version SET version = 99")
+    assert "upgrade headrace" in headrace("effects", "migrate", "sqlite:///user.db").err
+
+
+def test_state_is_listed_shown_set_and_deleted(headrace: Headrace, tmp_path: Path):
+    at = ("--database", "sqlite:///user.db")
+    headrace("effects", "migrate", "sqlite:///user.db")
+    with closing(sqlite3.connect(tmp_path / "user.db")) as connection, connection:
+        connection.execute(ROW.format("""X'7b7d'"""))
+    assert headrace("state", "show", *at, "billing", "orders/42").out == "{}\n"
+    assert headrace("state", "set", *at, "billing", "orders/42", '{"count": 3}').code == 0
+    (state,) = headrace("state", "list", *at, "--json").json
+    assert state == {
+        "origin": "here", "subscription": "billing", "stream": "orders/42", "token": "7", "version": 1,
+        "expires_at_us": None, "state": {"count": 3},
+    }  # fmt: skip
+    assert '{"count":3}' in headrace("state", "list", *at).out
+    assert headrace("state", "set", *at, "billing", "orders/42", "no json").code == 2
+    headrace("state", "set", *at, "--bytes", "--version", "2", "billing", "orders/42", "no json")
+    assert headrace("state", "show", *at, "billing", "orders/42", "--json").json["state_base64"] == "bm8ganNvbg=="
+    assert headrace("state", "delete", *at, "billing", "orders/42").code == 0
+    assert headrace("state", "show", *at, "billing", "orders/42").code == 1
+    (summary,) = headrace("effects", "list", "sqlite:///user.db", "--json").json
+    assert (summary["streams"], summary["states"]) == (1, 0)
+    with closing(sqlite3.connect(tmp_path / "user.db")) as connection, connection:
+        connection.execute("UPDATE headrace_position SET written_at_us = 1")
+    assert headrace("effects", "prune", "sqlite:///user.db", "--older-than", "soon").code == 2
+    pruned = headrace("effects", "prune", "sqlite:///user.db", "--older-than", "30d", "--json").json
+    assert pruned == {"deleted": 1, "ended_states": 0}

@@ -1,0 +1,210 @@
+"""The state of a stream, in the row of its position."""
+
+import asyncio
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from headrace import (
+    Effects,
+    Event,
+    EventBatch,
+    InvalidArgument,
+    NotFound,
+    NotSupported,
+    StreamId,
+    StreamState,
+    Transaction,
+)
+from headrace.effects import administration
+from headrace.streams.errors import PayloadTooLarge
+from headrace.streams.transactions import EffectCounts, EffectScope
+from tests.effects.databases import UserDatabase
+from tests.effects.test_transactional_handlers import STREAM, batch_at, event_at, in_scope, write_down
+
+KEPT = StreamState()
+
+
+async def count(event: Event, tx: Transaction) -> None:
+    """Count the events of the stream in its state, and write the count down."""
+    tx.state = {"count": (tx.state or {"count": 0})["count"] + 1}
+    await write_down(event, tx)
+
+
+def states(database: UserDatabase) -> list[Any]:
+    return [value for (value,) in database.rows("SELECT state FROM headrace_position ORDER BY stream")]
+
+
+async def test_state_and_effects_are_committed_together(database: UserDatabase):
+    effects, counts = in_scope(database, count, state=KEPT)
+    for offset in (5, 6, 6, 5, 7):
+        await effects.call(event_at(offset))
+    assert (states(database), database.log()) == ([b'{"count":3}'], ["42@5", "42@6", "42@7"])
+    assert counts.already_applied == 2
+
+
+async def test_a_failed_handler_leaves_the_state(database: UserDatabase):
+    fails = False
+
+    async def fail(event: Event, tx: Transaction) -> None:
+        await count(event, tx)
+        if fails:
+            raise ValueError
+
+    effects, _ = in_scope(database, fail, state=KEPT)
+    await effects.call(event_at(5))
+    fails = True
+    with pytest.raises(ValueError):
+        await effects.call(event_at(6))
+    fails = False
+    await effects.call(event_at(6))
+    assert states(database) == [b'{"count":2}']
+
+
+async def test_two_owners_lose_no_change_of_the_state(database: UserDatabase):
+    both = [in_scope(database, count, state=KEPT)[0] for _ in range(2)]
+    for offset in range(20):
+        await asyncio.gather(*(effects.call(event_at(offset)) for effects in both))
+    await both[0].call(event_at(20))
+    assert states(database) == [b'{"count":21}']
+    assert len(database.log()) == 21
+
+
+async def test_a_batch_counts_only_the_events_that_are_not_applied(async_database: UserDatabase):
+    async def count_all(batch: EventBatch, tx: Transaction) -> None:
+        tx.state = (tx.state or 0) + batch.count
+
+    effects, _ = in_scope(async_database, count_all, batch=True, state=KEPT)
+    single, _ = in_scope(async_database, count, state=StreamState(upgrade=lambda value, version: value))
+    await single.call(event_at(5, 0))
+    administration_set(async_database, b"1")
+    await effects.call(batch_at(5, 3))
+    assert states(async_database) == [b"3"]
+
+
+async def test_a_state_that_was_set_from_outside_is_seen_by_the_next_event(async_database: UserDatabase):
+    effects, _ = in_scope(async_database, count, state=KEPT)
+    await effects.call(event_at(5))
+    administration_set(async_database, b'{"count":10}')
+    await effects.call(event_at(6))
+    assert states(async_database) == [b'{"count":11}']
+    administration_set(async_database, None)
+    await effects.call(event_at(7))
+    assert states(async_database) == [b'{"count":1}']
+
+
+def administration_set(database: UserDatabase, value: bytes | None, **options: Any) -> None:
+    with database.inspecting.begin() as connection:
+        administration.set_state(connection, "billing", STREAM, value, **options)
+
+
+async def test_a_state_can_be_set_before_the_first_event(async_database: UserDatabase):
+    with pytest.raises(NotFound, match="give --origin"):
+        administration_set(async_database, b'{"count":10}')
+    administration_set(async_database, b'{"count":10}', origin="here")
+    effects, counts = in_scope(async_database, count, state=KEPT)
+    await effects.call(event_at(0))
+    assert (states(async_database), counts.already_applied) == ([b'{"count":11}'], 0)
+
+
+async def test_a_redrive_changes_the_state_and_not_the_position(async_database: UserDatabase):
+    effects, _ = in_scope(async_database, count, state=KEPT)
+    await effects.call(event_at(5))
+    await effects.given_up([event_at(6)], redrivable=True)
+    await effects.call(event_at(7))
+    await effects.redrive(event_at(6))
+    await effects.redrive(event_at(6))
+    await effects.call(event_at(7))
+    await effects.call(event_at(8))
+    assert states(async_database) == [b'{"count":4}']
+    assert async_database.rows("SELECT token_offset FROM headrace_position") == [(8,)]
+
+
+async def test_a_state_ends_after_its_time_to_live(async_database: UserDatabase):
+    effects, _ = in_scope(async_database, count, state=StreamState(ttl=timedelta(days=1)))
+    await effects.call(event_at(5))
+    await effects.call(event_at(6))
+    async_database.execute("UPDATE headrace_position SET expires_at_us = 1, revision = revision + 1")
+    await effects.call(event_at(7))
+    assert states(async_database) == [b'{"count":1}']
+
+
+async def test_a_state_of_another_version_is_upgraded(async_database: UserDatabase):
+    async def append(event: Event, tx: Transaction) -> None:
+        tx.state = [*(tx.state or []), event.payload.decode()]
+
+    old, _ = in_scope(async_database, count, state=KEPT)
+    await old.call(event_at(5))
+    new, _ = in_scope(async_database, append, state=StreamState(version=2))
+    with pytest.raises(InvalidArgument, match="the stored state has version 1, and this handler has version 2"):
+        await new.call(event_at(6))
+
+    def upgrade(value: Any, version: int) -> Any:
+        return [f"{value['count']} of version {version}"]
+
+    upgraded, _ = in_scope(async_database, append, state=StreamState(version=2, upgrade=upgrade))
+    await upgraded.call(event_at(6))
+    assert states(async_database) == [b'["1 of version 1","42@6"]']
+
+
+async def test_a_state_of_bytes(async_database: UserDatabase):
+    async def append(event: Event, tx: Transaction) -> None:
+        tx.state = (tx.state or b"") + b"\0\xff"
+
+    effects, _ = in_scope(async_database, append, state=StreamState(format="bytes", max_bytes=4))
+    await effects.call(event_at(5))
+    await effects.call(event_at(6))
+    with pytest.raises(PayloadTooLarge, match=r"tx\.state has 6 bytes, the limit is 4"):
+        await effects.call(event_at(7))
+    assert states(async_database) == [b"\0\xff\0\xff"]
+
+
+async def test_wrong_states_are_refused(async_database: UserDatabase):
+    async def assign(event: Event, tx: Transaction) -> None:
+        tx.state = value
+
+    value: Any = object()
+    for options, message in ((KEPT, "cannot be encoded as JSON"), (StreamState(format="bytes"), "is bytes here")):
+        effects, _ = in_scope(async_database, assign, state=options)
+        with pytest.raises(InvalidArgument, match=message):
+            await effects.call(event_at(5))
+    without, _ = in_scope(async_database, assign)
+    with pytest.raises(NotSupported, match="state=StreamState"):
+        await without.call(event_at(5))
+    for wrong in ({"format": "xml"}, {"max_bytes": 0}, {"version": 0}, {"ttl": timedelta()}):
+        with pytest.raises(InvalidArgument):
+            StreamState(**wrong)  # pyright: ignore[reportArgumentType]
+
+
+async def test_more_streams_than_are_kept_in_memory(async_database: UserDatabase):
+    """Rows that are not in memory are read again."""
+    large = "x" * 60_000
+
+    async def keep(event: Event, tx: Transaction) -> None:
+        tx.state = [large, (tx.state or ["", 0])[1] + 1]
+
+    effects, _ = in_scope(async_database, keep, state=KEPT)
+    for offset in (5, 6):
+        for number in range(80):
+            await effects.call(event_at(offset, stream=StreamId("orders", str(number))))
+    assert {int(value[-2:-1]) for value in states(async_database)} == {2}
+
+
+async def test_prune_deletes_old_positions_and_keeps_states_and_events_to_redrive(async_database: UserDatabase):
+    effects, _ = in_scope(async_database)
+    for key in ("old", "redrivable", "new"):
+        await effects.call(event_at(5, stream=StreamId("orders", key)))
+    await effects.given_up([event_at(6, stream=StreamId("orders", "redrivable"))], redrivable=True)
+    options = StreamState(ttl=timedelta(days=1))
+    scope = EffectScope("here", "counting", 0, 1)
+    keeping = Effects(async_database.engine, state=options).scoped(count, scope, EffectCounts(), batch=False)
+    for key in ("kept", "ended"):
+        await keeping.call(event_at(7, stream=StreamId("orders", key)))
+    async_database.execute("UPDATE headrace_position SET written_at_us = 1 WHERE stream <> 'orders/new'")
+    async_database.execute("UPDATE headrace_position SET expires_at_us = 1 WHERE stream = 'orders/ended'")
+    with async_database.inspecting.begin() as connection:
+        assert administration.prune(connection, timedelta(days=1), "elsewhere") == (0, 0)
+        assert administration.prune(connection, timedelta(days=1)) == (1, 2)
+    left = [stream for (stream,) in async_database.rows("SELECT stream FROM headrace_position ORDER BY stream")]
+    assert left == ["orders/kept", "orders/new", "orders/redrivable"]
