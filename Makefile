@@ -80,6 +80,7 @@ chaos: $(STAMPS)/test ## kill, freeze and starve silos and consumers, 30 times e
 	  CHAOS_EVENTS=$${CHAOS_EVENTS:-100000} $(BIN)/pytest -s tests/faults/test_grpc_kills.py tests/faults/test_cluster_kills.py \
 	  tests/faults/test_cluster_outages.py tests/faults/test_owner_kills.py tests/faults/test_spark_kills.py tests/faults/test_delay_kills.py \
 	  tests/adapters/redis/test_redis_processes.py
+	CHAOS_KILLS=$${CHAOS_KILLS:-300} HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest -s tests/effects/test_bank_kills.py
 	CHAOS_IMAGES=$${CHAOS_IMAGES:-1500} CHAOS_FLIPS=$${CHAOS_FLIPS:-100} HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest -s tests/storage
 
 sim: $(STAMPS)/test ## simulate SEEDS whole clusters, 1,000 by default; SIM_ARGS=--bugs plants bugs

@@ -228,9 +228,6 @@ class Provider(ProviderCore):
         check_no_handler_options(name, options)
         return plan_of("provider.subscribe", name, None if selector is None else Selector.of(selector), options)
 
-    async def _consumer(self, plan: ConsumerPlan) -> Consumer:
-        return await (await self.local_consumer()).open_consumer(plan)
-
     async def local_consumer(self) -> ConsumingClient:
         """The client's side of consuming, connected to the services in this process. Made at the first call."""
         if self._local_consumer is None:
@@ -330,7 +327,7 @@ class Provider(ProviderCore):
         return await (await self.local_consumer()).gaps(subscription)
 
 
-async def _open_consumer(provider: Provider, plan: Plan) -> Consumer:
+async def _open_consumer(provider: Provider, plan: ConsumerPlan) -> Consumer:
     return await (await provider.local_consumer()).open_consumer(plan)
 
 

@@ -118,12 +118,12 @@ def delete(*, url: str, origin: str | None, subscription: str, stream: str, as_j
 
 def _document(found: StoredState) -> dict[str, Any]:
     """The state as JSON if it is JSON, else in base64."""
-    document = {**found._asdict(), "token": str(found.token)}
-    value = document.pop("value")
+    document: dict[str, Any] = {**found._asdict(), "token": str(found.token)}
+    del document["value"]
     try:
-        return {**document, "state": msgspec.json.decode(value)}
+        return {**document, "state": msgspec.json.decode(found.value)}
     except msgspec.DecodeError:
-        return {**document, "state_base64": base64.b64encode(value).decode()}
+        return {**document, "state_base64": base64.b64encode(found.value).decode()}
 
 
 def _row(found: StoredState) -> list[object]:

@@ -182,7 +182,8 @@ async def test_more_streams_than_are_kept_in_memory(async_database: UserDatabase
     large = "x" * 60_000
 
     async def keep(event: Event, tx: Transaction) -> None:
-        tx.state = [large, (tx.state or ["", 0])[1] + 1]
+        before: list[Any] = tx.state or ["", 0]
+        tx.state = [large, before[1] + 1]
 
     effects, _ = in_scope(async_database, keep, state=KEPT)
     for offset in (5, 6):

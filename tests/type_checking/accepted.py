@@ -2,8 +2,11 @@
 
 from datetime import timedelta
 
+from sqlalchemy.ext.asyncio import create_async_engine
+
 from headrace import (
     Client,
+    Effects,
     Event,
     EventBatch,
     Mode,
@@ -16,6 +19,7 @@ from headrace import (
     StreamProvider,
     SyncClient,
     SyncStreamProvider,
+    Transaction,
     subscription,
 )
 
@@ -56,7 +60,20 @@ subscription("observed", "orders/*")(PerEvent())
 subscription("observed-batches", "orders/*")(PerBatch())
 
 
+effects = Effects(create_async_engine("sqlite+aiosqlite:///user.db"))
+
+
+@subscription("billing", "orders/*", effects=effects, filter=is_paid)
+async def in_transaction(event: Event, tx: Transaction) -> None: ...
+
+
+@subscription("billing-batches", "orders/*", batch=True, effects=effects)
+async def batch_in_transaction(batch: EventBatch, tx: Transaction) -> None: ...
+
+
 async def in_the_silo(provider: Provider) -> None:
+    await provider.subscribe("f", "orders/*", in_transaction, effects=effects, concurrency=2)
+    await provider.subscribe("g", "orders/*", batch_in_transaction, effects=effects, batch=True)
     one = await provider.subscribe("a", "orders/*", on_event, start=Start.earliest(), filter=is_paid, concurrency=1)
     await one.resume(StreamId("orders", "42"))
     await provider.subscribe("b", "orders/*", on_batch, batch=True, retry=RetryPolicy(max_attempts=1))

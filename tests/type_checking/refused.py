@@ -4,7 +4,19 @@ Both checkers complain of an ignore without a mistake, so `test_type_checkers.py
 """
 # pyright: strict, reportUnnecessaryTypeIgnoreComment=true
 
-from headrace import Client, Event, EventBatch, Provider, StreamProvider, SyncClient, subscription
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from headrace import (
+    Client,
+    Effects,
+    Event,
+    EventBatch,
+    Provider,
+    StreamProvider,
+    SyncClient,
+    Transaction,
+    subscription,
+)
 
 
 async def on_event(event: Event) -> None: ...
@@ -31,11 +43,28 @@ async def declared_without_batch(batch: EventBatch) -> None: ...
 async def declared_with_batch(event: Event) -> None: ...
 
 
+effects = Effects(create_async_engine("sqlite+aiosqlite:///user.db"))
+
+
+@subscription("a", "orders/*", effects=effects)  # type: ignore[arg-type]
+async def declared_without_transaction(event: Event) -> None: ...
+
+
+@subscription("a", "orders/*")  # type: ignore[type-var]
+async def declared_without_effects(event: Event, tx: Transaction) -> None: ...
+
+
+@subscription("a", "orders/*", effects=effects, batch=True)  # type: ignore[arg-type]
+async def declared_for_batches(event: Event, tx: Transaction) -> None: ...
+
+
 @subscription("a", "orders/*", queue=4)  # type: ignore[call-overload, untyped-decorator]
 async def declared_with_unknown_option(event: Event) -> None: ...
 
 
 async def in_the_silo(provider: Provider) -> None:
+    await provider.subscribe("a", "orders/*", on_event, effects=effects)  # type: ignore[arg-type]
+    await provider.subscribe("a", "orders/*", declared_without_effects)  # type: ignore[arg-type]
     Provider.open(queue=4)  # type: ignore[call-arg]
     Provider.open(queues="8")  # type: ignore[arg-type]
     await provider.subscribe("a", "orders/*", on_event, concurency=2)  # type: ignore[call-overload]

@@ -1,0 +1,116 @@
+"""A bank whose silo is killed again and again: money is conserved, and each transfer is applied exactly once.
+
+`make chaos` kills more often: CHAOS_KILLS says how often. CHAOS_SEED repeats a run.
+"""
+
+import asyncio
+import os
+import random
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+from sqlalchemy import text
+
+from headrace import Provider
+from tests.cli.commandline import ENVIRONMENT
+from tests.cli.forking import Process, forking
+from tests.effects.databases import UserDatabase, user_database
+
+KILLS = int(os.environ.get("CHAOS_KILLS", "4"))
+"""For each database."""
+SEED = int(os.environ.get("CHAOS_SEED", random.randrange(1 << 32)))
+ACCOUNTS, STREAMS, AT_A_TIME, OPENING_BALANCE = 1000, 20, 100, 100
+LIMIT_S = 60.0
+
+Transfer = tuple[int, int, int, int]
+
+
+class Bank:
+    """The bank's database, its data directory, and the transfers that were published."""
+
+    def __init__(self, database: UserDatabase, folder: Path) -> None:
+        self.database = database
+        self.folder = folder
+        self.transfers: list[Transfer] = []
+        self.rng = random.Random(SEED)
+        database.execute("CREATE TABLE account (id INTEGER PRIMARY KEY, balance INTEGER NOT NULL)")
+        database.execute("CREATE TABLE applied (transfer INTEGER NOT NULL)")
+        with database.inspecting.begin() as connection:
+            accounts = [{"id": number, "balance": OPENING_BALANCE} for number in range(ACCOUNTS)]
+            connection.execute(text("INSERT INTO account VALUES (:id, :balance)"), accounts)
+
+    async def publish(self, number: int) -> None:
+        async with Provider.open(self.folder / "data", queues=4) as provider:
+            for _ in range(number):
+                source, target = self.rng.sample(range(ACCOUNTS), 2)
+                transfer = (len(self.transfers), source, target, self.rng.randint(1, 50))
+                self.transfers.append(transfer)
+                stream = provider.stream("transfers", str(source % STREAMS))
+                await stream.publish(" ".join(map(str, transfer)).encode())
+
+    def start_silo(self) -> Process:
+        url = self.database.engine.url.render_as_string(hide_password=False)
+        shutil.copy(Path(__file__).with_name("bank.py"), self.folder)
+        return forking().start(
+            ["silo", "--data", "data", "--module", "bank"],
+            cwd=self.folder,
+            env=ENVIRONMENT | {"BANK": url, "DELIVERED": str(self.folder / "delivered")},
+        )
+
+    def applied(self) -> int:
+        return self.database.rows("SELECT COUNT(*) FROM applied")[0][0]
+
+    def wait_until_applied(self, silo: Process, number: int) -> None:
+        self.wait_until(silo, lambda: self.applied() >= number)
+
+    def wait_until(self, silo: Process, condition: Callable[[], bool]) -> None:
+        end = monotonic() + LIMIT_S
+        while not condition():
+            assert silo.poll() is None, "the silo has ended"
+            assert monotonic() < end, f"{self.applied()} of {len(self.transfers)} are applied"
+            sleep(0.005)
+
+    def audit(self) -> None:
+        """Compare the database with the transfers that were published."""
+        assert self.database.rows("SELECT SUM(balance) FROM account") == [(ACCOUNTS * OPENING_BALANCE,)]
+        applied = [number for (number,) in self.database.rows("SELECT transfer FROM applied ORDER BY transfer")]
+        assert applied == list(range(len(self.transfers)))
+        expected = Counter(dict.fromkeys(range(ACCOUNTS), OPENING_BALANCE))
+        for _, source, target, amount in self.transfers:
+            expected[source] -= amount
+            expected[target] += amount
+        assert dict(map(tuple, self.database.rows("SELECT id, balance FROM account"))) == dict(expected)  # pyright: ignore[reportArgumentType]
+
+    def deliveries(self) -> int:
+        return (self.folder / "delivered").read_bytes().count(b"\n")
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["aiosqlite", "psycopg-async"])
+async def test_kills_of_the_silo_neither_lose_nor_repeat_a_transfer(
+    kind: str, tmp_path: Path, schema_url: Callable[[], str]
+):
+    print(f"CHAOS_SEED={SEED}")
+    async with user_database(kind, str(tmp_path / "bank.db"), schema_url) as database:
+        bank = Bank(database, tmp_path)
+        for _ in range(KILLS):
+            await bank.publish(AT_A_TIME)
+            silo = bank.start_silo()
+            bank.wait_until_applied(silo, bank.applied() + bank.rng.randint(1, AT_A_TIME // 2))
+            before = bank.deliveries()
+            await bank.publish(5)  # their checkpoint comes up to 0.1 s later
+            bank.wait_until(silo, lambda before=before: bank.deliveries() > before)
+            await asyncio.sleep(bank.rng.uniform(0, 0.05))
+            silo.kill()
+            silo.wait(30)
+        silo = bank.start_silo()
+        bank.wait_until_applied(silo, len(bank.transfers))
+        silo.send_signal(signal.SIGTERM)
+        assert silo.wait(30) == 0
+        bank.audit()
+        assert bank.deliveries() > len(bank.transfers), "no kill came between a commit and a checkpoint"
