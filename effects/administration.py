@@ -126,10 +126,10 @@ def set_state(
         revision = positions.c.revision + 1
         connection.execute(update(positions).where(this).values(**values, revision=revision, written_at_us=now_us()))
         return
-    first = {"generation": 0, "queue": 0, "token_offset": 0, "token_index": 0, "unapplied": 0, "revision": 1}
+    first = {"generation": -1, "queue": 0, "token_offset": 0, "token_index": 0, "unapplied": 0, "revision": 1}
     key = {"origin": origin or _only_origin(connection, subscription), "subscription": subscription}
     row_values = {**key, "stream": key_of(stream), **first, **values, "written_at_us": now_us()}
-    connection.execute(insert(positions).values(row_values))  # generation 0: before all events
+    connection.execute(insert(positions).values(row_values))  # before all generations
 
 
 def prune(connection: Connection, older_than: timedelta, origin: str | None = None) -> tuple[int, int]:

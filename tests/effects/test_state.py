@@ -103,7 +103,7 @@ async def test_a_state_can_be_set_before_the_first_event(async_database: UserDat
     with pytest.raises(NotFound, match="give --origin"):
         administration_set(async_database, b'{"count":10}')
     administration_set(async_database, b'{"count":10}', origin="here")
-    effects, counts = in_scope(async_database, count, state=KEPT)
+    effects, counts = in_scope(async_database, count, generation=0, state=KEPT)
     await effects.call(event_at(0))
     assert (states(async_database), counts.already_applied) == ([b'{"count":11}'], 0)
 
