@@ -20,6 +20,7 @@ from headrace import Provider
 from tests.cli.commandline import ENVIRONMENT
 from tests.cli.forking import Process, forking
 from tests.effects.databases import UserDatabase, user_database
+from tests.servers import PostgresServer, new_schema
 
 KILLS = int(os.environ.get("CHAOS_KILLS", "4"))
 """For each database."""
@@ -114,3 +115,24 @@ async def test_kills_of_the_silo_neither_lose_nor_repeat_a_transfer(
         assert silo.wait(30) == 0
         bank.audit()
         assert bank.deliveries() > len(bank.transfers), "no kill came between a commit and a checkpoint"
+
+
+@pytest.mark.timeout(1800)
+async def test_kills_of_postgresql_neither_lose_nor_repeat_a_transfer(tmp_path: Path):
+    with PostgresServer() as server:
+        async with user_database("psycopg-async", "", lambda: new_schema(server)) as database:
+            bank = Bank(database, tmp_path)
+            await bank.publish(AT_A_TIME)
+            silo = bank.start_silo()
+            for _ in range(max(KILLS // 4, 1)):
+                bank.wait_until_applied(silo, bank.applied() + bank.rng.randint(1, AT_A_TIME // 4))
+                server.kill()
+                database.inspecting.dispose()
+                await bank.publish(AT_A_TIME)
+                server.start()
+            bank.wait_until_applied(silo, len(bank.transfers))
+            silo.send_signal(signal.SIGTERM)
+            assert silo.wait(30) == 0
+            bank.audit()
+            async with Provider.open(tmp_path / "data") as provider:
+                assert await provider.dead_letters() == []  # an outage is not the fault of an event
