@@ -15,7 +15,7 @@ from headrace.agents.cursor import StreamCursor
 from headrace.streams.handlers import AnyHandler, Handler
 from headrace.streams.subscriptions import Checkpoint
 from tests.agents.line import NOW, Sink, stream
-from tests.agents.shelf import Shelf
+from tests.simulation.queues import SimulatedQueues
 
 FINE = 0.001
 """Virtual seconds between two looks at a condition."""
@@ -33,7 +33,7 @@ class Bench:
         detach_after_s: float = 0.25,
         budget: CatchUpBudget | None = None,
     ) -> None:
-        self.adapter = adapter or Shelf(1)
+        self.adapter = adapter or SimulatedQueues(1)
         self.limits = CacheLimits(max_events=max_events, max_bytes=max_bytes)
         self.gaps: list[tuple[str, Gap]] = []
         self.sink = Sink()
@@ -43,8 +43,8 @@ class Bench:
         )  # fmt: skip
 
     @property
-    def shelf(self) -> Shelf:
-        assert isinstance(self.adapter, Shelf)
+    def shelf(self) -> SimulatedQueues:
+        assert isinstance(self.adapter, SimulatedQueues)
         return self.adapter
 
     @property

@@ -17,8 +17,8 @@ from headrace.agents.cursor import CursorState
 from headrace.streams.subscriptions import Checkpoint, StreamBehind
 from tests.agents.bench import FINE, Bench
 from tests.agents.line import Recorder, stream
-from tests.agents.shelf import Shelf
-from tests.virtual_time import virtual_time
+from tests.simulation.queues import SimulatedQueues
+from tests.simulation.virtual_time import virtual_time
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +102,7 @@ async def test_more_catch_ups_than_there_is_room_for_all_come_to_the_end() -> No
             most = max(most, len(bench.agent.catch_ups.running))
             await asyncio.sleep(FINE)
 
-    async with Bench(Shelf(1, latency_s=0.01)) as bench:
+    async with Bench(SimulatedQueues(1, latency_s=0.01)) as bench:
         looking = asyncio.create_task(look())
         await bench.publish_numbers(300)
         bench.attach("live", Recorder(), 300)
@@ -128,7 +128,7 @@ async def test_catch_ups_together_hold_no_more_than_their_budget() -> None:
             most = max(most, sum(feed.cache.bytes for feed in bench.agent.catch_ups.running.values()))
             await asyncio.sleep(FINE)
 
-    async with Bench(Shelf(1, latency_s=0.01), max_events=1000, budget=budget) as bench:
+    async with Bench(SimulatedQueues(1, latency_s=0.01), max_events=1000, budget=budget) as bench:
         looking = asyncio.create_task(look())
         payloads = [b"%d" % number + bytes(100_000) for number in range(50)]
         for payload in payloads:
@@ -410,7 +410,7 @@ async def test_closing_while_everything_is_busy_gives_exact_checkpoints() -> Non
 # ---- faults --------------------------------------------------------------------------------------------------------
 
 
-class Faulty(Shelf):
+class Faulty(SimulatedQueues):
     """Fails with each of `errors` first, then works."""
 
     def __init__(self) -> None:

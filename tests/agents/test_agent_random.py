@@ -15,33 +15,31 @@ from headrace.adapters.memory import MemoryAdapter
 from headrace.agents import CacheLimits
 from headrace.store.control_store import ControlStore
 from headrace.streams.subscriptions import Checkpoint
-from tests.agents.shelf import Shelf
-from tests.agents.world import POISON, PROVIDER, UNWANTED, World, check_saved, consumer_of
+from tests.agents.world import POISON, UNWANTED, HandlerSimulation, check_saved, consumer_of
 from tests.random_examples import seeds
-from tests.virtual_time import run
+from tests.simulation.clocks import simulated_clocks
+from tests.simulation.queues import SimulatedQueues
+from tests.simulation.simulation import PROVIDER
+from tests.simulation.virtual_time import run
 
 PATTERNS = ("s/*", "s/*", "s/1*", "s/?", "s/2", "s/17", "s/none")
 
 
-def simulate(seed: int, *, kind: str = "rewindable", steps: int = 60) -> World:
+def simulate(seed: int, *, kind: str = "rewindable", steps: int = 60) -> HandlerSimulation:
     rng = random.Random(seed)
     latency = rng.choice((0.0, 0.0, 0.01, 0.1))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headrace.agents.checkpointer.CHECKPOINT_S", 1.0)  # so that crashes find more that is not saved
-        patch.setattr("headrace.agents.delivery.progress.MAX_ENTRIES", (2, 4000)[seed % 2])
-        # Two clocks are real ones.
-        patch.setattr("headrace.streams.handler_workers.TURN_S", rng.choice((-1.0, math.inf)))
-        patch.setattr("headrace.agents.feed.monotonic", lambda: 0.0, raising=False)
+    entries, turn_s = (2, 4000)[seed % 2], rng.choice((-1.0, math.inf))
+    with simulated_clocks(max_entries=entries, turn_s=turn_s):
         return run(_simulate(rng, kind, steps), limit_s=100_000, latency=lambda: latency * rng.random())
 
 
-async def _simulate(rng: random.Random, kind: str, steps: int) -> World:
+async def _simulate(rng: random.Random, kind: str, steps: int) -> HandlerSimulation:
     queues = rng.choice((1, 1, 2))
     faults = rng.choice((0.0, 0.0, 0.01, 0.1))
     adapter = (
         MemoryAdapter(AdapterContext(provider=PROVIDER, queues=queues))
         if kind == "memory"
-        else Shelf(
+        else SimulatedQueues(
             queues,
             rng,
             latency_s=rng.choice((0.0, 0.01, 0.2)),
@@ -51,11 +49,11 @@ async def _simulate(rng: random.Random, kind: str, steps: int) -> World:
     )
     limits = CacheLimits(max_events=rng.randint(20, 80), max_bytes=rng.choice((20, 40, 1000)) * 1024)
     store = await ControlStore.open("memory")
-    world = World(rng, adapter, store, queues=queues, limits=limits)
-    life = Life(world, rng, retention=kind == "retention", store_faults=rng.choice((0.0, faults)))
+    world = HandlerSimulation(rng, adapter, store, queues=queues, limits=limits)
+    life = RandomSteps(world, rng, retention=kind == "retention", store_faults=rng.choice((0.0, faults)))
     try:
         await life.go_on(steps)
-        if isinstance(adapter, Shelf):
+        if isinstance(adapter, SimulatedQueues):
             adapter.faults = 0.0
         await asyncio.wait_for(world.settle(), 600)
         await world.close()
@@ -71,10 +69,10 @@ async def _simulate(rng: random.Random, kind: str, steps: int) -> World:
     return world
 
 
-class Life:
+class RandomSteps:
     """What happens in a world, at random."""
 
-    def __init__(self, world: World, rng: random.Random, *, retention: bool, store_faults: float) -> None:
+    def __init__(self, world: HandlerSimulation, rng: random.Random, *, retention: bool, store_faults: float) -> None:
         self.world = world
         self.rng = rng
         self.retention = retention

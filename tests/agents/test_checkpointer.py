@@ -16,8 +16,8 @@ from headrace.streams.handlers import Handler
 from headrace.streams.progress import RefusedProgress
 from headrace.streams.subscriptions import Checkpoint, SubscriptionDefinition
 from tests.agents.line import NOW, Recorder, stream
-from tests.agents.shelf import Shelf
-from tests.virtual_time import virtual_time
+from tests.simulation.queues import SimulatedQueues
+from tests.simulation.virtual_time import virtual_time
 
 PROVIDER = "p"
 
@@ -46,7 +46,7 @@ class CountingStore:
 
 
 class Host:
-    def __init__(self, store: ControlStore, shelf: Shelf) -> None:
+    def __init__(self, store: ControlStore, shelf: SimulatedQueues) -> None:
         self.store = store
         self.shelf = shelf
         self.counting = CountingStore(store)
@@ -63,7 +63,7 @@ class Host:
 
 @asynccontextmanager
 async def host() -> AsyncGenerator[Host]:
-    store, shelf = await ControlStore.open("memory"), Shelf(1)
+    store, shelf = await ControlStore.open("memory"), SimulatedQueues(1)
     built = Host(store, shelf)
     try:
         yield built

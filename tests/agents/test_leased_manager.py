@@ -19,8 +19,8 @@ from headrace.streams.progress import RefusedProgress
 from headrace.streams.subscriptions import Checkpoint, SubscriptionDefinition
 from tests.agents.circle import Consumer
 from tests.agents.line import NOW, Recorder, stream
-from tests.agents.shelf import Shelf
-from tests.virtual_time import virtual_time
+from tests.simulation.queues import SimulatedQueues
+from tests.simulation.virtual_time import virtual_time
 
 PROVIDER = "p"
 ALWAYS_S = 1e6
@@ -66,7 +66,7 @@ class Calls:
 class Tenant:
     """A silo of a cluster with two queues, which has the leases that it is given."""
 
-    def __init__(self, store: ControlStore, shelf: Shelf) -> None:
+    def __init__(self, store: ControlStore, shelf: SimulatedQueues) -> None:
         self.store = store
         self.shelf = shelf
         self.calls = Calls(store)
@@ -106,7 +106,7 @@ class Tenant:
 
 @asynccontextmanager
 async def tenant() -> AsyncGenerator[Tenant]:
-    store, shelf = await ControlStore.open("memory"), Shelf(2)
+    store, shelf = await ControlStore.open("memory"), SimulatedQueues(2)
     built = Tenant(store, shelf)
     try:
         yield built

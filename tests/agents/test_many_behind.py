@@ -4,7 +4,7 @@ from headrace import EventBatch
 from headrace.agents.delivery.progress import MAX_ENTRIES
 from tests.agents.delivery.test_group_manager import connected, house, rest
 from tests.agents.line import stream
-from tests.virtual_time import virtual_time
+from tests.simulation.virtual_time import virtual_time
 
 
 @virtual_time

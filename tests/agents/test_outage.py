@@ -13,7 +13,7 @@ from headrace import Event, EventBatch, OnFailure, RetryPolicy, Unavailable
 from headrace.agents.delivery.breaker import FIRST_STEP, MAX_PROBE_S, MAX_STEP_S, Gate
 from tests.agents.circle import Circle, Consumer
 from tests.agents.line import Line, Sink
-from tests.virtual_time import virtual_time
+from tests.simulation.virtual_time import virtual_time
 
 HOUR_S = 3600.0
 FAILING_TAKES_S = 0.05

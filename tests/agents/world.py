@@ -9,8 +9,9 @@ ahead of the events done. After a clean stop both must be equal.
 import asyncio
 import random
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from headrace import (
     Event,
@@ -23,23 +24,15 @@ from headrace import (
     StreamId,
     SubscriptionDefinition,
 )
-from headrace.adapters import QueueAdapter
-from headrace.agents import CacheLimits, Delivery, HandlerService, PullingAgent, PullingManager
-from headrace.agents.failure_recorder import FailureRecorder
-from headrace.store.control_store import ControlStore
+from headrace.agents import HandlerService, PullingManager
 from headrace.streams.handlers import Handler
 from headrace.streams.subscriptions import Checkpoint
-from tests.agents.shelf import Shelf
-from tests.virtual_time import VirtualTimeLoop
+from tests.simulation.queues import SimulatedQueues
+from tests.simulation.simulation import PROVIDER, FailedOnPurposeError, OneProcess
 
-PROVIDER = "simulated"
 POISON, UNWANTED = b"poison", b"unwanted"
 
 RETRY = RetryPolicy(max_attempts=3, initial_delay_s=0.02, max_delay_s=0.5)
-
-
-class FailedOnPurposeError(Exception):
-    pass
 
 
 @dataclass
@@ -62,22 +55,6 @@ class Consumer:
         return self.definition.name
 
 
-def watch_recorder(recorder: FailureRecorder, world: "World") -> None:
-    """Tell the world which events a delivery gave up on, once that is durable."""
-    dead_letter, skipped = recorder.dead_letter, recorder.skipped
-
-    async def watched_dead_letter(delivery: Delivery, events: Sequence[Event], reason: str, attempts: int) -> None:
-        await dead_letter(delivery, events, reason, attempts)
-        world.gave_up(delivery.name, events)
-
-    async def watched_skipped(delivery: Delivery, events: Sequence[Event], reason: str) -> None:
-        await skipped(delivery, events, reason)
-        world.gave_up(delivery.name, events)
-
-    recorder.dead_letter = watched_dead_letter  # pyright: ignore[reportAttributeAccessIssue]
-    recorder.skipped = watched_skipped  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def check_saved(manager: PullingManager, problem: Callable[[str], None]) -> None:
     """A delivery that has nothing unsaved is where its stored checkpoint says."""
     for name, served in manager.served.items():
@@ -88,57 +65,17 @@ def check_saved(manager: PullingManager, problem: Callable[[str], None]) -> None
                     problem(f"{name} does not say that it is at {now}, not at {served.saved[queue]}")
 
 
-class World:
+class HandlerSimulation(OneProcess):
     """`moody` handlers suspend, fail and hang at random; afterwards they only fail on poison."""
 
-    def __init__(
-        self,
-        rng: random.Random,
-        adapter: QueueAdapter,
-        store: ControlStore,
-        *,
-        queues: int,
-        limits: CacheLimits,
-        detach_after_s: float = 0.25,
-    ) -> None:
-        self.rng = rng
-        self.adapter = adapter
-        self.store = store
-        self.queues = queues
-        self.limits = limits
-        self.detach_after_s = detach_after_s
-        self.tokens: dict[StreamId, list[SequenceToken]] = {}
-        self.payloads: dict[StreamId, list[bytes]] = {}
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.consumers: dict[str, Consumer] = {}
         self.gates: list[asyncio.Event] = []
         self.moody = True
-        self.problems: list[str] = []
-        self.dropped = [0] * queues
         self.missed: list[tuple[str, StreamId, SequenceToken]] = []
-        self.history: list[str] = []
         self.generation = 0
-        self._outside = asyncio.all_tasks()
-        self._open()
-
-    def note(self, text: str) -> None:
-        self.history.append(f"{asyncio.get_running_loop().time() - 1000:9.4f} {text}")
-
-    def problem(self, text: str) -> None:
-        self.note(f"PROBLEM {text}")
-        self.problems.append(text)
-
-    # What happens in it
-
-    def queue_of(self, stream: StreamId) -> int:
-        return sum(stream.key.encode()) % self.queues
-
-    async def publish(self, parts: Sequence[tuple[StreamId, Sequence[bytes]]]) -> None:
-        batches = [(self.queue_of(stream), EventBatch.of(stream, payloads)) for stream, payloads in parts]
-        receipts = self.adapter.enqueue(batches)
-        for (stream, payloads), receipt in zip(parts, await receipts, strict=True):
-            assert receipt.token is not None
-            self.tokens.setdefault(stream, []).extend(receipt.token._replace(index=i) for i in range(len(payloads)))
-            self.payloads.setdefault(stream, []).extend(payloads)
+        self.start_manager()
 
     async def subscribe(self, consumer: Consumer, start: Callable[[int, int], Checkpoint]) -> None:
         """`start` makes a checkpoint of a queue's bounds."""
@@ -200,7 +137,7 @@ class World:
 
     def retain(self, queue: int, below: int) -> None:
         """Retention deletes all events below, finished or not."""
-        assert isinstance(self.adapter, Shelf)
+        assert isinstance(self.adapter, SimulatedQueues)
         self.note(f"retention of queue {queue} to {below}")
         self.adapter.drop(queue, below)
         self.dropped[queue] = max(below, self.dropped[queue])
@@ -209,10 +146,10 @@ class World:
         self.note(f"restart, {drain_s} s")
         served = [self.consumers[name] for name in self.manager.served]
         await self.manager.aclose(drain_s)
-        self._leaves_no_task()
+        self.check_no_task_is_left()
         for consumer in self.consumers.values():
             await self._compare(consumer, exact=True)
-        self._open()
+        self.start_manager()
         for consumer in served:
             await self.serve(consumer)
 
@@ -223,30 +160,20 @@ class World:
         self.generation += 1
         for one in self.manager.served.values():
             for delivery in one.deliveries.values():
-                delivery.halt()
                 delivery.on_parked = lambda _: None
         for agent in self.manager.agents:
             agent._closed = True
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualTimeLoop)
-        mine = [task for task in loop.tasks() if task not in self._outside]
-        for task in mine:
-            task.cancel()
-        await asyncio.gather(*mine, return_exceptions=True)
-        self._leaves_no_task()
-        if not self.adapter.capabilities.rewindable:
-            # What was acknowledged is gone, and was done (see `_acknowledging`), whatever a checkpoint says.
-            self.dropped = [(await self.adapter.bounds(queue)).first for queue in range(self.queues)]
+        await self.end_tasks()
         for consumer in self.consumers.values():
             consumer.running.clear()
             await self._compare(consumer, exact=False)
-        self._open()
+        self.start_manager()
         for consumer in served:
             await self.serve(consumer)
 
     async def close(self) -> None:
         await self.manager.aclose(1.0)
-        self._leaves_no_task()
+        self.check_no_task_is_left()
         for consumer in self.consumers.values():
             await self._compare(consumer, exact=True)
 
@@ -279,37 +206,14 @@ class World:
         for consumer in self.consumers.values():
             self._got_everything(consumer)
 
-    def _open(self) -> None:
-        self.manager = PullingManager(
-            PROVIDER, self.queues, self.adapter, self.store, self.limits, detach_after_s=self.detach_after_s
-        )
-        watch_recorder(self.manager.recorder, self)
-        for agent in self.manager.agents:
-            agent._rng = self.rng
-            agent.acknowledge = self._acknowledging(agent)  # pyright: ignore[reportAttributeAccessIssue]
-        self.manager.start()
-
-    def _acknowledging(self, agent: PullingAgent) -> Callable[[int], Awaitable[None]]:
-        acknowledge = agent.acknowledge
-
-        async def checked(offset: int) -> None:
-            for consumer in [consumer for consumer in self.consumers.values() if not consumer.moving]:
-                for stream in self._streams(consumer):
-                    done = self._next(consumer, stream, self._done(consumer, stream))
-                    wanted = self._wanted(consumer, stream, done, len(self.tokens[stream]))
-                    left = [
-                        t for t in (self.tokens[stream][i] for i in wanted) if t.offset >= self.dropped[agent.queue]
-                    ]
-                    if self.queue_of(stream) == agent.queue and left and left[0].offset < offset:
-                        self.problem(f"{offset} is acknowledged, but {consumer.name} needs {stream} {left[0]}")
-            await acknowledge(offset)
-
-        return checked
-
-    def _leaves_no_task(self) -> None:
-        left = [task.get_name() for task in asyncio.all_tasks() - self._outside if not task.cancelling()]
-        if left:
-            self.problem(f"tasks left: {left}")
+    def acknowledges(self, queue: int, offset: int) -> None:
+        for consumer in [consumer for consumer in self.consumers.values() if not consumer.moving]:
+            for stream in self._streams(consumer):
+                done = self._next(consumer, stream, self._done(consumer, stream))
+                wanted = self._wanted(consumer, stream, done, len(self.tokens[stream]))
+                left = [t for t in (self.tokens[stream][i] for i in wanted) if t.offset >= self.dropped[queue]]
+                if self.queue_of(stream) == queue and left and left[0].offset < offset:
+                    self.problem(f"{offset} is acknowledged, but {consumer.name} needs {stream} {left[0]}")
 
     # What the model expects
 
@@ -398,13 +302,10 @@ class World:
             self.tokens.get(stream, []), behind.token if behind else SequenceToken(checkpoint.next_offset)
         )
 
-    def gave_up(self, name: str, events: Sequence[Event]) -> None:
-        consumer = self.consumers[name]
+    def gave_up(self, name: str, events: Sequence[Event], *, dead: bool) -> None:
         for event in events:
             assert event.stream is not None
-            assert event.token is not None
-            index = bisect_left(self.tokens[event.stream], event.token)
-            consumer.done[event.stream] = index + 1
+            self.consumers[name].done[event.stream] = self.number_of(event) + 1
 
     def _streams(self, consumer: Consumer) -> list[StreamId]:
         matches = consumer.definition.selector.matcher()

@@ -13,7 +13,7 @@ from headrace.balancer.membership import Membership
 from headrace.balancer.placement import Balancer, Placement
 from headrace.streams.cluster import LIVING, SiloRecord, SiloState
 from tests.cluster.memory_store import MemoryStore
-from tests.virtual_time import VirtualTimeLoop, virtual_time
+from tests.simulation.virtual_time import VirtualTimeLoop, virtual_time
 
 QUEUES = 2
 

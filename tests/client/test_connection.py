@@ -32,7 +32,7 @@ from headrace.client.transport import StreamCall, Transport, reconnect_backoff, 
 from tests.certificates import Authority
 from tests.cli.commandline import ENVIRONMENT, Headrace, Start, ended
 from tests.client.silos import READY, SiloProcess, Silos
-from tests.virtual_time import virtual_time
+from tests.simulation.virtual_time import virtual_time
 
 S = StreamId("n", "k")
 

@@ -16,7 +16,7 @@ from headrace.client.plan import plan_of
 from headrace.client.routing import DRAINING, ENDED
 from headrace.proto.v1 import consumer_pb2 as pb
 from tests.client.fake_silos import FakeSession, FakeSilos
-from tests.virtual_time import virtual_time
+from tests.simulation.virtual_time import virtual_time
 
 
 class FakeManagement:

@@ -10,7 +10,7 @@ from headrace import Busy, Fenced, HeadraceError, NotFound, Unavailable
 from headrace.client.routing import DRAINING, ENDED, IDLE_S, SERVED, Router
 from headrace.proto.v1 import consumer_pb2 as pb
 from tests.client.fake_silos import FakeSilos, FakeUser
-from tests.virtual_time import virtual_time
+from tests.simulation.virtual_time import virtual_time
 
 
 class Routed:

@@ -12,7 +12,7 @@ from headrace.server.guard import ServiceCall
 from tests.cluster.machines import Machine
 
 if TYPE_CHECKING:
-    from tests.cluster.simulated import World
+    from tests.cluster.simulated import SimulatedCluster
 
 WAIT_S = 0.2
 """Seconds after which a message to or from a silo that is cut off is tried again."""
@@ -78,7 +78,7 @@ class Connection:
 
     def __init__(
         self,
-        world: "World",
+        world: "SimulatedCluster",
         client: Machine,
         silo: Machine,
         is_cut_off: Callable[[], bool],

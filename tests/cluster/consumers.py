@@ -19,7 +19,7 @@ from tests.cluster.calls import ClientCall, Connection
 from tests.cluster.machines import Machine
 
 if TYPE_CHECKING:
-    from tests.cluster.simulated import World
+    from tests.cluster.simulated import SimulatedCluster
 
 PROVIDER = "simulated"
 TIMEOUT_S = 5.0
@@ -33,7 +33,7 @@ Position = tuple[int, int, int, int]
 class SimulatedTransport(Transport):
     """Calls of a consumer to the silo at `address`; to any silo without an address, as through a load balancer."""
 
-    def __init__(self, world: "World", machine: Machine, *, direct: bool, address: str = "") -> None:
+    def __init__(self, world: "SimulatedCluster", machine: Machine, *, direct: bool, address: str = "") -> None:
         self.is_remote = direct  # type: ignore[misc]
         self._world = world
         self._machine = machine
@@ -64,7 +64,7 @@ class SimulatedTransport(Transport):
 class ConsumerProcess:
     """A process that consumes one subscription."""
 
-    def __init__(self, world: "World", name: str, definition: SubscriptionDefinition) -> None:
+    def __init__(self, world: "SimulatedCluster", name: str, definition: SubscriptionDefinition) -> None:
         rng = world.rng
         self.world = world
         self.name = name

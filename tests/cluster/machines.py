@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tests.virtual_time import VirtualTimeLoop
+from tests.simulation.virtual_time import VirtualTimeLoop
 
 BEGINNING = 1000.0
 """When loops begin, by the simulation's own clock."""

@@ -14,7 +14,7 @@ from tests.cluster.machines import Machine
 
 
 @dataclass
-class Weather:
+class NetworkConditions:
     """How things are at present."""
 
     rng: random.Random
@@ -29,7 +29,7 @@ class Weather:
     outage: bool = False
 
 
-class Place(Protocol):
+class StoreCaller(Protocol):
     """The end at which a line begins."""
 
     machine: Machine
@@ -42,10 +42,10 @@ class Place(Protocol):
     """Number of renewals that were answered so."""
 
 
-class Line:
+class StoreConnection:
     """A machine's connection to the store, used in place of the store."""
 
-    def __init__(self, weather: Weather, place: Place, target: object) -> None:
+    def __init__(self, weather: NetworkConditions, place: StoreCaller, target: object) -> None:
         self._weather = weather
         self._place = place
         self._target = target

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from tests.cluster.machines import Site
 from tests.cluster.planted import BUGS, planted
-from tests.cluster.simulated import KINDS, World, simulate
+from tests.cluster.simulated import KINDS, SimulatedCluster, simulate
 from tests.cluster.sweep import KINDS as SWEPT
 from tests.cluster.sweep import Crash, Way, awaits, chosen, crash_of, crashed, hit, recorded
 
@@ -49,7 +49,7 @@ def outcome(case: Case, *, bug: str | None = None) -> Outcome:
 _outcomes_here = count()
 
 
-def _again(case: Case) -> World:
+def _again(case: Case) -> SimulatedCluster:
     return crashed(case) if isinstance(case, Crash) else simulate(case[1], kind=case[0])
 
 

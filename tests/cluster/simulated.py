@@ -4,9 +4,9 @@ of queues, in virtual time, with a seed.
 Consumers are processes with the real client, which reach the real services of the silos over a simulated network, in
 sessions with the owners of the queues or through a gateway.
 
-`Life` has the faults. `Model` has the rules that hold in spite of them: no event is skipped or overtakes another, no
-silo serves a queue under an older lease once it was served under a newer one, no event comes again that is stored as
-done, and what a consumer was told to be saved is stored.
+`Incidents` has the faults. `Model` has the rules that hold in spite of them: no event is skipped or overtakes another;
+no silo serves a queue under an older lease once it was served under a newer one; no event comes again that is stored
+as done; and every event that a consumer was told to be saved is stored.
 
 In the end all events are done, and every queue has one owner. If there were only planned moves, each event came exactly
 once. If the store only failed for less than a lease, no queue was lost.
@@ -14,7 +14,6 @@ once. If the store only failed for less than a lease, no queue was lost.
 
 import asyncio
 import gc
-import math
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -22,8 +21,6 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Any
-
-import pytest
 
 from headrace import (
     Event,
@@ -37,7 +34,7 @@ from headrace import (
     SubscriptionDefinition,
     Unavailable,
 )
-from headrace.agents import CacheLimits, Delivery, Edge, Group, HandlerService, Member, PullingManager
+from headrace.agents import CacheLimits, Delivery, Edge, Group, HandlerService, Member
 from headrace.balancer import Balancer, average, lease_count, ring
 from headrace.balancer.cluster_options import ClusterOptions
 from headrace.balancer.membership import Membership
@@ -58,13 +55,15 @@ from headrace.streams.frames import DeliveredBatch, split
 from headrace.streams.handlers import Handler
 from headrace.streams.progress import RefusedProgress
 from headrace.streams.subscriptions import Checkpoint, Mode
-from tests.agents.shelf import Shelf
 from tests.cluster.calls import ClientCall, Connection
 from tests.cluster.consumers import PROVIDER, TIMEOUT_S, ConsumerProcess
 from tests.cluster.machines import Machine, MachineLoop, Step, wall_ns
 from tests.cluster.memory_store import MemoryStore
 from tests.cluster.model import Did, Model
-from tests.cluster.network import Line, Weather
+from tests.cluster.network import NetworkConditions, StoreConnection
+from tests.simulation.clocks import simulated_clocks
+from tests.simulation.queues import SimulatedQueues
+from tests.simulation.simulation import FailedOnPurposeError, Simulation, WatchedManager
 
 PATIENT = RetryPolicy(max_attempts=1_000_000, max_elapsed_s=1e9, initial_delay_s=0.05, max_delay_s=0.5)
 HASTY = RetryPolicy(max_attempts=2, max_elapsed_s=1e9, initial_delay_s=0.05, max_delay_s=0.5)
@@ -82,10 +81,6 @@ LONGEST_S = 10_000.0
 """Longest simulated time of a cluster. A cluster that takes longer is stuck."""
 CLOCKS = 0.01
 """Largest relative error of the silos' monotonic clocks."""
-
-
-class FailedOnPurposeError(Exception):
-    pass
 
 
 class SeededService(HandlerService):
@@ -114,25 +109,21 @@ class SeededGroup(Group):
         return current
 
 
-class SeededManager(PullingManager):
-    """Tells the world which events deliveries give up on, and which queues are cut off."""
+class SiloManager(WatchedManager):
+    """Tells the cluster which events deliveries give up on, and which queues are cut off."""
 
     def __init__(self, silo: "Silo", *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options, rng=silo.world.rng)
+        super().__init__(silo.world.rng, *args, **options)
         self.silo = silo
-        self._cut, self._dead_letter = self.queue_host.cut, self.recorder.dead_letter
+        self._cut = self.queue_host.cut
         self.queue_host.cut = self.checkpointer.on_queue_refused = self._watched_cut
-        self.recorder.dead_letter = self._watched_dead_letter  # pyright: ignore[reportAttributeAccessIssue]
 
     def _watched_cut(self, queue: int) -> None:
         if not self.silo.machine.gone:
             self.silo.world.cuts += 1
         self._cut(queue)
 
-    async def _watched_dead_letter(
-        self, delivery: Delivery, events: Sequence[Event], reason: str, attempts: int
-    ) -> None:
-        await self._dead_letter(delivery, events, reason, attempts)
+    def gave_up(self, delivery: Delivery, events: Sequence[Event], *, dead: bool) -> None:
         if not self.silo.machine.gone:
             for event in events:
                 assert event.token is not None
@@ -180,7 +171,7 @@ class SimulatedHost(SubscriptionHost):
         super().__init__(
             ProviderParts(options, "shelf", None, store, world.shelf, world, leased=True, delays=None)  # pyright: ignore[reportArgumentType]
         )
-        self.manager = self.seeded = SeededManager(
+        self.manager = self.seeded = SiloManager(
             silo, PROVIDER, world.queues, world.shelf, store, LIMITS, detach_after_s=0.25, leased=True
         )
 
@@ -202,7 +193,7 @@ class WatchedEdge(Edge):
 class Silo:
     """A process of the cluster."""
 
-    def __init__(self, world: "World", name: str) -> None:
+    def __init__(self, world: "SimulatedCluster", name: str) -> None:
         self.world = world
         self.name = name
         rng = world.rng
@@ -226,18 +217,18 @@ class Silo:
         self.leaving = asyncio.Event()
         self.wakes = asyncio.Event()
         self._change: asyncio.Task[None] | None = None
-        self.manager: SeededManager
+        self.manager: SiloManager
         self.membership: Membership
         self.task = self.machine.run(self._run(), f"silo {name}")
         self.task.add_done_callback(self._ended)
 
     async def _run(self) -> None:
         world = self.world
-        store: Any = Line(world.weather, self, world.store)
+        store: Any = StoreConnection(world.weather, self, world.store)
         self.host = SimulatedHost(self, store)
         self.manager = self.host.seeded
         self.membership = Membership(
-            Line(world.weather, self, world.leases),  # type: ignore[arg-type]
+            StoreConnection(world.weather, self, world.leases),  # type: ignore[arg-type]
             self.name,
             address=self.name,
             owners={PROVIDER: self.manager.queue_host},
@@ -404,9 +395,11 @@ Eye = Callable[[Silo, Step], None]
 """Sees every step of every silo, before it is taken."""
 
 
-class World:
+class SimulatedCluster(Simulation):
+    """A cluster of silos, and their consumers."""
+
     def __init__(self, rng: random.Random, kind: str, *, real: bool, eye: "Eye | None" = None) -> None:
-        self.rng = rng
+        super().__init__(rng)
         self.eye = eye
         self.settling = False
         self.kind = kind
@@ -414,8 +407,6 @@ class World:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, MachineLoop)
         self.loop: MachineLoop = loop
-        self.problems: list[str] = []
-        self.history: list[str] = []
         self.silos: dict[str, Silo] = {}
         self.ever: list[Silo] = []
         self.consumers: list[ConsumerProcess] = []
@@ -443,7 +434,7 @@ class World:
             period_s=period, lease_s=rng.choice(leases) * period, dead_after_s=rng.choice((2, 5)) * period,
             maturity_s=rng.choice((0.0, 3.0, 30.0)), drain_s=5.0, balancer=balancer,
         )  # fmt: skip
-        self.weather = Weather(rng, latency_s=rng.choice((0.0, 0.01, 0.2)), slow_s=1.2 * self.options.lease_s)
+        self.weather = NetworkConditions(rng, latency_s=rng.choice((0.0, 0.01, 0.2)), slow_s=1.2 * self.options.lease_s)
         if kind in ("pauses", "network", "everything"):
             self.weather.slow = rng.choice((0.0, 0.05, 0.2))
         if kind in ("network", "everything"):
@@ -451,7 +442,7 @@ class World:
         if kind in ("outages", "moves"):
             self.weather.timeout_s = 0.2 * period
             self.weather.latency_s = min(self.weather.latency_s, 0.05)
-        self.shelf = Shelf(self.queues, rng)
+        self.shelf = SimulatedQueues(self.queues, rng)
         store: Any = await ControlStore.open("memory") if self.real else MemoryStore()
         self.store = WatchedStore(store, self.model)
         self.leases = store.cluster(self._store_us)
@@ -493,13 +484,6 @@ class World:
 
     def later(self, seconds: float, callback: Callable[[], Any]) -> None:
         self.loop.outside_at(self.now + seconds, callback)
-
-    def note(self, text: str) -> None:
-        self.history.append(f"{self.now - 1000:9.4f} {text}")
-
-    def problem(self, text: str) -> None:
-        self.note(f"PROBLEM {text}")
-        self.problems.append(text)
 
     def _comes_again(self, what: str, did: Did) -> None:
         """If processes were only killed, and connections lost, that was soon after the event was done: otherwise it was
@@ -603,10 +587,10 @@ class World:
         await self.store.aclose()
 
 
-class Life:
+class Incidents:
     """Random events in the life of a cluster."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: SimulatedCluster) -> None:
         self.world = world
         self.rng = world.rng
         self._names = count()
@@ -842,10 +826,10 @@ _HAPPENINGS: dict[str, Sequence[str]] = {
 }  # fmt: skip
 
 
-async def _simulate(rng: random.Random, kind: str, steps: int, real: bool, eye: Eye | None) -> World:
-    world = World(rng, kind, real=real, eye=eye)
+async def _simulate(rng: random.Random, kind: str, steps: int, real: bool, eye: Eye | None) -> SimulatedCluster:
+    world = SimulatedCluster(rng, kind, real=real, eye=eye)
     await world.open()
-    life = Life(world)
+    life = Incidents(world)
     try:
         async with asyncio.timeout(LONGEST_S):
             await life.go_on(steps)
@@ -859,18 +843,12 @@ async def _simulate(rng: random.Random, kind: str, steps: int, real: bool, eye: 
 
 def simulate(
     seed: int, *, kind: str = "everything", steps: int = 30, real: bool | None = None, eye: Eye | None = None
-) -> World:
+) -> SimulatedCluster:
     rng = random.Random(f"{kind}/{seed}")
     real = seed % REAL_STORE == 0 if real is None else real
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headrace.agents.checkpointer.CHECKPOINT_S", CHECKPOINT_S)
+    with simulated_clocks(checkpoint_s=CHECKPOINT_S) as patch:
         for name in ("redriver.REDRIVE_S", "control_requests.POLL_S", "subscription_runner.RETRY_S"):
             patch.setattr(f"headrace.agents.{name}", 5.0)  # no requests come here
-        patch.setattr("headrace.streams.handler_workers.TURN_S", math.inf)  # these clocks are real ones
-        patch.setattr("headrace.agents.feed.monotonic", lambda: 0.0)
-        for name in ("edge.perf_counter", "edge.thread_time", "group_delivery.perf_counter"):
-            patch.setattr(f"headrace.agents.delivery.{name}", lambda: 0.0)
-        patch.setattr("headrace.client.consumer.monotonic", lambda: 0.0)
         patch.setattr(
             "headrace.client.routing.reconnect_backoff", partial(Backoff, FIRST_PAUSE_S, MAX_PAUSE_S, rng=rng)
         )
@@ -879,7 +857,7 @@ def simulate(
         return _run(rng, kind, steps, real, eye)
 
 
-def _run(rng: random.Random, kind: str, steps: int, real: bool, eye: Eye | None) -> World:
+def _run(rng: random.Random, kind: str, steps: int, real: bool, eye: Eye | None) -> SimulatedCluster:
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import headrace.agents
 from tests.cluster.machines import Site, Step
-from tests.cluster.simulated import Silo, World, simulate
+from tests.cluster.simulated import Silo, SimulatedCluster, simulate
 
 Way = tuple[Site, ...]
 """`await`s of the library that wait for one another, the innermost one last."""
@@ -50,7 +50,7 @@ def recorded(kind: str, seed: int) -> dict[Crash, Way]:
     return found
 
 
-def crashed(crash: Crash) -> World:
+def crashed(crash: Crash) -> SimulatedCluster:
     """Simulate the same cluster, but kill a silo before a step. In most cases it comes back."""
     return simulate(crash.seed, kind=crash.kind, eye=_killer(crash))
 
@@ -73,7 +73,7 @@ def _killer(crash: Crash) -> Callable[[Silo, Step], None]:
     return looks
 
 
-def _again(world: World, name: str) -> None:
+def _again(world: SimulatedCluster, name: str) -> None:
     if not world.settling and name not in world.silos:
         world.start(name)
 

@@ -17,10 +17,10 @@ from headrace.streams.cluster import SiloRecord
 from tests.cluster.machines import MachineLoop
 from tests.cluster.memory_store import MemoryStore
 from tests.cluster.planted import BUGS, planted
-from tests.cluster.simulated import KINDS, LONGEST_S, Life, World, simulate
+from tests.cluster.simulated import KINDS, LONGEST_S, Incidents, SimulatedCluster, simulate
 from tests.cluster.sweep import chosen, crashed, hit, recorded
 from tests.random_examples import examples
-from tests.virtual_time import virtual_time
+from tests.simulation.virtual_time import virtual_time
 
 FOUND_BY = {
     "no fencing": "pauses",
@@ -69,10 +69,10 @@ def test_a_silo_is_reachable_again_after_two_late_answers_in_a_row() -> None:
     """The next late answer may begin just when the one before has come."""
 
     async def comes_upon_one() -> bool:
-        world = World(random.Random(1), "answers", real=False)
+        world = SimulatedCluster(random.Random(1), "answers", real=False)
         await world.open()
         world.start("a")
-        life, silo = Life(world), world.silos["a"]
+        life, silo = Incidents(world), world.silos["a"]
         first = asyncio.create_task(life.pass_by("late answer", silo))
         while not silo.cut_off:  # noqa: ASYNC110
             await asyncio.sleep(0.001)

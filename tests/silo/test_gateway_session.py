@@ -14,7 +14,7 @@ from headrace.client.routing import DRAINING, ENDED, SERVED
 from headrace.proto.v1 import consumer_pb2 as pb
 from headrace.silo.gateway import OUTBOX_BYTES, GatewaySession
 from tests.client.fake_silos import FakeSilos
-from tests.virtual_time import virtual_time
+from tests.simulation.virtual_time import virtual_time
 
 TIMEOUT_S = 6.0
 

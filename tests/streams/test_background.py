@@ -8,7 +8,7 @@ import pytest
 
 from headrace import StorageError
 from headrace.streams.background import AGAIN_S, MAX_PAUSE_S, BackgroundTasks, end, first_of, run_periodically, ticks
-from tests.virtual_time import virtual_time
+from tests.simulation.virtual_time import virtual_time
 
 
 def now() -> float:

@@ -8,33 +8,25 @@ ahead of them, and the model goes on from it.
 # pyright: reportPrivateUsage=false
 
 import asyncio
-import random
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from headrace import Event, EventBatch, SequenceToken, StreamId
-from headrace.adapters import QueueAdapter
+from headrace import Event, SequenceToken, StreamId
 from headrace.agents import (
-    CacheLimits,
-    Delivery,
     Edge,
     EventRange,
     Group,
     HandlerService,
     Member,
-    PullingAgent,
-    PullingManager,
 )
-from headrace.store.control_store import ControlStore
 from headrace.streams.frames import DeliveredBatch
 from headrace.streams.handlers import Handler
 from headrace.streams.subscriptions import Checkpoint, SubscriptionDefinition
 from tests.agents.circle import Consumer, indexes, parsed
-from tests.virtual_time import VirtualTimeLoop
+from tests.simulation.simulation import PROVIDER, OneProcess
 
-PROVIDER = "simulated"
 TICK_S = 0.25
 
 
@@ -61,7 +53,9 @@ class Known:
     def selects(self) -> Callable[[StreamId], bool]:
         return self.definition.selector.matcher()
 
-    def forget(self, client: "Client | None" = None, queue: int | None = None, world: "World | None" = None) -> None:
+    def forget(
+        self, client: "Client | None" = None, queue: int | None = None, world: "GroupSimulation | None" = None
+    ) -> None:
         """Take back the events of a client, or all events of a queue."""
         for stream, held in self.held.items():
             if queue is None or (world is not None and world.queue_of(stream) == queue):
@@ -94,96 +88,25 @@ class Client(Consumer):
 class WatchedEdge(Edge):
     """Tells the world which events are handed out."""
 
-    world: "World"
+    world: "GroupSimulation"
 
     def put(self, member: Member, frame: bytes) -> None:
         self.world.handed_out(member, parsed(frame))
         super().put(member, frame)
 
 
-class WatchedManager(PullingManager):
-    """Tells the world which events deliveries give up on, and which are acknowledged to queues."""
-
-    def __init__(self, world: "World", *args: Any, **options: Any) -> None:
+class GroupSimulation(OneProcess):
+    def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._world = world
-        self._dead_letter, self._skipped = self.recorder.dead_letter, self.recorder.skipped
-        self._new_agent = self.state.new_agent
-        self.recorder.dead_letter = self._watched_dead_letter  # pyright: ignore[reportAttributeAccessIssue]
-        self.recorder.skipped = self._watched_skipped  # pyright: ignore[reportAttributeAccessIssue]
-        self.state.new_agent = self._watched_agent
-        for agent in self.agents:
-            self._watch(agent)
-
-    async def _watched_dead_letter(
-        self, delivery: Delivery, events: Sequence[Event], reason: str, attempts: int
-    ) -> None:
-        await self._dead_letter(delivery, events, reason, attempts)
-        self._world.gave_up(delivery.name, events, dead=True)
-
-    async def _watched_skipped(self, delivery: Delivery, events: Sequence[Event], reason: str) -> None:
-        await self._skipped(delivery, events, reason)
-        self._world.gave_up(delivery.name, events, dead=False)
-
-    def _watched_agent(self, queue: int) -> PullingAgent:
-        agent = self._new_agent(queue)
-        self._watch(agent)
-        return agent
-
-    def _watch(self, agent: PullingAgent) -> None:
-        agent._rng = self._world.rng
-        agent.acknowledge = self._world.acknowledging(agent)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-class World:
-    def __init__(
-        self,
-        rng: random.Random,
-        adapter: QueueAdapter,
-        store: ControlStore,
-        *,
-        queues: int,
-        limits: CacheLimits,
-    ) -> None:
-        self.rng = rng
-        self.adapter = adapter
-        self.store = store
-        self.queues = queues
-        self.limits = limits
-        self.tokens: dict[StreamId, list[SequenceToken]] = {}
-        self.payloads: dict[StreamId, list[bytes]] = {}
         self.subscriptions: dict[str, Known] = {}
         self.members: dict[Member, Client] = {}
-        self.problems: list[str] = []
-        self.history: list[str] = []
-        self.gone = [0] * queues
-        """Below these offsets a queue that cannot rewind has nothing any more."""
         self.resettling: set[str] = set()
         self.draining = False
         """A subscription or queue is being stopped: its events may be taken back at any moment."""
-        self._outside = asyncio.all_tasks()
         self._ticking: asyncio.Task[None] | None = None
         self._open()
 
-    def note(self, text: str) -> None:
-        self.history.append(f"{asyncio.get_running_loop().time() - 1000:9.4f} {text}")
-
-    def problem(self, text: str) -> None:
-        self.note(f"PROBLEM {text}")
-        self.problems.append(text)
-
     # ---- what happens in it ----------------------------------------------------------------------------------------
-
-    def queue_of(self, stream: StreamId) -> int:
-        return sum(stream.key.encode()) % self.queues
-
-    async def publish(self, parts: Sequence[tuple[StreamId, Sequence[bytes]]]) -> None:
-        batches = [(self.queue_of(stream), EventBatch.of(stream, payloads)) for stream, payloads in parts]
-        receipts = self.adapter.enqueue(batches)
-        for (stream, payloads), receipt in zip(parts, await receipts, strict=True):
-            assert receipt.token is not None
-            self.tokens.setdefault(stream, []).extend(receipt.token._replace(index=i) for i in range(len(payloads)))
-            self.payloads.setdefault(stream, []).extend(payloads)
 
     async def subscribe(self, definition: SubscriptionDefinition) -> Known:
         known = self.subscriptions[definition.name] = Known(definition)
@@ -245,7 +168,7 @@ class World:
         for known in self.subscriptions.values():
             self._ended(known)
             await self._compare(known, exact=True)
-        self._leaves_no_task()
+        self.check_no_task_is_left()
 
     async def close(self) -> None:
         await self._close(0.0)
@@ -256,20 +179,11 @@ class World:
         served = [self.subscriptions[name] for name in self.manager.served]
         for one in self.manager.served.values():
             for delivery in one.deliveries.values():
-                delivery.halt()
                 delivery.on_parked = lambda _: None
         for agent in self.manager.agents:
             agent._closed = True
         await self._stop_ticking()
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualTimeLoop)
-        mine = [task for task in loop.tasks() if task not in self._outside and task is not asyncio.current_task()]
-        for task in mine:
-            task.cancel()
-        await asyncio.gather(*mine, return_exceptions=True)
-        self._leaves_no_task()
-        if not self.adapter.capabilities.rewindable:
-            self.gone = [(await self.adapter.bounds(queue)).first for queue in range(self.queues)]
+        await self.end_tasks()
         for known in self.subscriptions.values():
             self._ended(known)
             await self._compare(known, exact=False)
@@ -288,10 +202,7 @@ class World:
     def _open(self) -> None:
         self.edge = WatchedEdge()
         self.edge.world = self
-        self.manager = WatchedManager(
-            self, PROVIDER, self.queues, self.adapter, self.store, self.limits, detach_after_s=0.25
-        )
-        self.manager.start()
+        self.start_manager()
         self._ticking = asyncio.create_task(self._tick(), name="ticks")
 
     async def _tick(self) -> None:
@@ -307,25 +218,13 @@ class World:
             self._ticking.cancel()
             await asyncio.gather(self._ticking, return_exceptions=True)
 
-    def _leaves_no_task(self) -> None:
-        current = asyncio.current_task()
-        left = [t.get_name() for t in asyncio.all_tasks() - self._outside if not t.cancelling() and t is not current]
-        if left:
-            self.problem(f"tasks left: {left}")
-
-    def acknowledging(self, agent: PullingAgent) -> Callable[[int], Awaitable[None]]:
-        acknowledge = agent.acknowledge
-
-        async def checked(offset: int) -> None:
-            for known in [known for known in self.subscriptions.values() if known.name not in self.resettling]:
-                for stream in self.streams(known):
-                    if self.queue_of(stream) == agent.queue:
-                        needed = [self.tokens[stream][n].offset for n in islice(self.undone(known, stream), 1)]
-                        if needed and self.gone[agent.queue] <= needed[0] < offset:
-                            self.problem(f"{offset} is acknowledged, but {known.name} needs {stream} {needed[0]}")
-            await acknowledge(offset)
-
-        return checked
+    def acknowledges(self, queue: int, offset: int) -> None:
+        for known in [known for known in self.subscriptions.values() if known.name not in self.resettling]:
+            for stream in self.streams(known):
+                if self.queue_of(stream) == queue:
+                    needed = [self.tokens[stream][n].offset for n in islice(self.undone(known, stream), 1)]
+                    if needed and self.dropped[queue] <= needed[0] < offset:
+                        self.problem(f"{offset} is acknowledged, but {known.name} needs {stream} {needed[0]}")
 
     # ---- clients ---------------------------------------------------------------------------------------------------
 
@@ -425,7 +324,7 @@ class World:
             ):
                 self.problem(f"{where}, which {held[number].name} holds")
             before = [n for n in range(looked_at, number) if n not in done and held.get(n) is not client]
-            if before and self.tokens[stream][before[-1]].offset >= self.gone[batch.queue]:
+            if before and self.tokens[stream][before[-1]].offset >= self.dropped[batch.queue]:
                 self.problem(f"{where} before {before}")
             looked_at = number + 1
             held[number] = client
@@ -437,7 +336,7 @@ class World:
         for event in events:
             assert event.stream is not None
             assert event.token is not None
-            number = bisect_left(self.tokens[event.stream], event.token)
+            number = self.number_of(event)
             if number in known.held[event.stream]:
                 self.problem(f"{name}: {event.stream} {number} is given up on, though it is in hands")
             known.done[event.stream].add(number)
@@ -449,8 +348,7 @@ class World:
     def _handler(self, known: Known) -> Handler:
         async def on_event(event: Event) -> None:
             assert event.stream is not None
-            assert event.token is not None
-            number = bisect_left(self.tokens[event.stream], event.token)
+            number = self.number_of(event)
             expected = next(self.undone(known, event.stream), None)
             if expected != number:
                 self.problem(f"{known.name}: a handler gets {event.stream} {number}, not {expected}")
@@ -497,7 +395,7 @@ class World:
             known.held.setdefault(stream, {})
 
     def _dropped(self, stream: StreamId) -> set[int]:
-        gone = self.gone[self.queue_of(stream)]
+        gone = self.dropped[self.queue_of(stream)]
         return {n for n, token in enumerate(self.tokens[stream]) if token.offset < gone}
 
     def new_stream(self, stream: StreamId) -> None:

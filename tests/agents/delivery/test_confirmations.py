@@ -11,7 +11,7 @@ from headrace.streams.frames import QueueState
 from headrace.streams.subscriptions import Checkpoint, Mode, StreamBehind
 from tests.agents.circle import Circle, Consumer, Status
 from tests.agents.line import stream
-from tests.virtual_time import virtual_time
+from tests.simulation.virtual_time import virtual_time
 
 SERVED, DRAINING, ENDED = QueueState.SERVED, QueueState.DRAINING, QueueState.ENDED
 

@@ -15,7 +15,7 @@ from headrace.agents.cursor import CursorState
 from headrace.streams.handler_workers import TURN_S
 from headrace.streams.subscriptions import Checkpoint, StreamBehind
 from tests.agents.line import Line, Recorder, stream, until
-from tests.virtual_time import virtual_time
+from tests.simulation.virtual_time import virtual_time
 
 RESTLESS = RetryPolicy(max_attempts=1_000_000, max_elapsed_s=1e9, initial_delay_s=0.0)
 

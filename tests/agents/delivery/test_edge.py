@@ -24,7 +24,7 @@ from headrace.agents.delivery.edge import (
 from headrace.streams.frames import split
 from tests.agents.circle import PLENTY, Circle, indexes
 from tests.agents.line import stream
-from tests.virtual_time import virtual_time
+from tests.simulation.virtual_time import virtual_time
 
 RESTLESS = RetryPolicy(max_attempts=1_000_000, max_elapsed_s=1e9, initial_delay_s=0.0)
 

@@ -21,7 +21,7 @@ from headrace.agents.delivery.retries import STORE_RETRY_S
 from headrace.streams.subscriptions import Checkpoint, Mode, StreamBehind
 from tests.agents.circle import Circle, Consumer, indexes, payloads
 from tests.agents.line import Line, Recorder, stream
-from tests.virtual_time import virtual_time
+from tests.simulation.virtual_time import virtual_time
 
 RESTLESS = RetryPolicy(max_attempts=1_000_000, max_elapsed_s=1e9, initial_delay_s=0.0)
 

@@ -20,8 +20,8 @@ from headrace.streams.handlers import Handler
 from headrace.streams.subscriptions import Checkpoint, StreamBehind, SubscriptionDefinition
 from tests.agents.circle import Consumer, payloads
 from tests.agents.line import NOW, Recorder, stream
-from tests.agents.shelf import Shelf
-from tests.virtual_time import virtual_time
+from tests.simulation.queues import SimulatedQueues
+from tests.simulation.virtual_time import virtual_time
 
 PROVIDER = "p"
 
@@ -86,7 +86,7 @@ async def house(
     limits: CacheLimits = CacheLimits(),  # noqa: B008 (immutable)
 ) -> AsyncGenerator[House]:
     store = await ControlStore.open("memory")
-    adapter = Shelf(queues) if rewindable else MemoryAdapter(AdapterContext(provider=PROVIDER, queues=queues))
+    adapter = SimulatedQueues(queues) if rewindable else MemoryAdapter(AdapterContext(provider=PROVIDER, queues=queues))
     built = House(adapter, store, queues, limits)
     try:
         yield built

@@ -19,7 +19,7 @@ from headrace.streams.subscriptions import Checkpoint, Mode
 from tests.agents.circle import PLENTY, Circle, Consumer, indexes, payloads
 from tests.agents.line import stream
 from tests.random_examples import examples
-from tests.virtual_time import VirtualTimeLoop
+from tests.simulation.virtual_time import VirtualTimeLoop
 
 KEYS, NAMES = ("a", "b", "c"), ("0", "1", "2")
 STUBBORN = RetryPolicy(max_attempts=1_000_000, max_elapsed_s=1e9, initial_delay_s=0.0)

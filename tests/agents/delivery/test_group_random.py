@@ -19,43 +19,38 @@ from headrace.store.control_store import ControlStore
 from headrace.streams.frames import DeliveredBatch
 from headrace.streams.subscriptions import Checkpoint, Mode, SubscriptionDefinition
 from tests.agents.circle import indexes
-from tests.agents.delivery.group_world import PROVIDER, Client, Known, World
-from tests.agents.shelf import Shelf
+from tests.agents.delivery.group_world import Client, GroupSimulation, Known
 from tests.agents.world import check_saved
 from tests.random_examples import seeds
-from tests.virtual_time import run
+from tests.simulation.clocks import simulated_clocks, ticking
+from tests.simulation.queues import SimulatedQueues
+from tests.simulation.simulation import PROVIDER
+from tests.simulation.virtual_time import run
 
 PATTERNS = ("s/*", "s/*", "s/1*", "s/?")
 RETRY = RetryPolicy(max_attempts=3, initial_delay_s=0.02, max_delay_s=0.5)
 
 
-def simulate(seed: int, *, kind: str = "rewindable", events: int = 10_000) -> World:
+def simulate(seed: int, *, kind: str = "rewindable", events: int = 10_000) -> GroupSimulation:
     rng = random.Random(seed)
     latency = rng.choice((0.0, 0.0, 0.01, 0.1))
-    ticks = count()
-    step = rng.choice((0.0, 0.0003, 1.0))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headrace.agents.checkpointer.CHECKPOINT_S", 1.0)  # so that crashes find more that is not saved
-        patch.setattr("headrace.agents.delivery.progress.MAX_ENTRIES", (2, 4000)[seed % 2])
-        # These clocks are real ones.
-        for module in ("edge", "group_delivery"):
-            patch.setattr(f"headrace.agents.delivery.{module}.perf_counter", lambda: next(ticks) * step)
-        patch.setattr("headrace.streams.handler_workers.TURN_S", rng.choice((-1.0, math.inf)))
-        patch.setattr("headrace.agents.feed.monotonic", lambda: 0.0)
+    step_s = rng.choice((0.0, 0.0003, 1.0))
+    entries, turn_s = (2, 4000)[seed % 2], rng.choice((-1.0, math.inf))
+    with simulated_clocks(max_entries=entries, turn_s=turn_s, clock=ticking(step_s)):
         return run(_simulate(rng, kind, events), limit_s=1_000_000, latency=lambda: latency * rng.random())
 
 
-async def _simulate(rng: random.Random, kind: str, events: int) -> World:
+async def _simulate(rng: random.Random, kind: str, events: int) -> GroupSimulation:
     queues = rng.choice((1, 2, 5))
     adapter = (
         MemoryAdapter(AdapterContext(provider=PROVIDER, queues=queues))
         if kind == "memory"
-        else Shelf(queues, rng, latency_s=rng.choice((0.0, 0.01, 0.2)), offers=rng.choice((0.0, 0.5, 1.0)))
+        else SimulatedQueues(queues, rng, latency_s=rng.choice((0.0, 0.01, 0.2)), offers=rng.choice((0.0, 0.5, 1.0)))
     )
     limits = CacheLimits(max_events=rng.choice((20, 80, 1000)), max_bytes=rng.choice((20, 100, 1000)) * 1024)
     store = await ControlStore.open("memory")
-    world = World(rng, adapter, store, queues=queues, limits=limits)
-    life = Life(world, rng)
+    world = GroupSimulation(rng, adapter, store, queues=queues, limits=limits)
+    life = RandomSteps(world, rng)
     try:
         await life.go_on(events)
         await asyncio.wait_for(life.settle(), 5000)
@@ -72,10 +67,10 @@ async def _simulate(rng: random.Random, kind: str, events: int) -> World:
     return world
 
 
-class Life:
+class RandomSteps:
     """What happens in a world, at random."""
 
-    def __init__(self, world: World, rng: random.Random) -> None:
+    def __init__(self, world: GroupSimulation, rng: random.Random) -> None:
         self.world = world
         self.rng = rng
         self.rewindable = world.adapter.capabilities.rewindable

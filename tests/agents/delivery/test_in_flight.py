@@ -4,7 +4,7 @@ import pytest
 
 from headrace.agents.delivery import member
 from tests.agents.circle import Circle
-from tests.virtual_time import virtual_time
+from tests.simulation.virtual_time import virtual_time
 
 MOST = 100
 

@@ -10,7 +10,7 @@ from headrace.agents.delivery.progress import ENTRIES_PER_S, HELD_BACK_S, MAX_EN
 from headrace.streams.subscriptions import Checkpoint, StreamBehind
 from tests.agents.circle import Circle
 from tests.agents.line import stream
-from tests.virtual_time import virtual_time
+from tests.simulation.virtual_time import virtual_time
 
 
 class Source:

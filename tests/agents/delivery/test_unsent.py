@@ -8,7 +8,7 @@ from headrace.agents import Edge, SendAccount, SendBudget
 from headrace.agents.delivery import member
 from headrace.agents.delivery.unsent import PARCEL_OVERHEAD_BYTES
 from tests.agents.circle import Circle, Consumer
-from tests.virtual_time import virtual_time
+from tests.simulation.virtual_time import virtual_time
 
 LIMIT = 1000
 LARGE = 60_000

@@ -1,8 +1,8 @@
 """An event loop whose time passes only when there is nothing else to do.
 
 Hours of backoffs and checkpoints run in milliseconds, and one seed always gives one order of events. Nothing may wait
-for the outside world: work for threads runs at once, on the loop, and answers after `latency()` virtual seconds. What
-would hang for ever raises at once.
+for the outside world: work for threads runs at once, on the loop, and answers after `latency()` virtual seconds. A wait
+that would never end raises at once.
 """
 
 import asyncio
@@ -17,6 +17,8 @@ from weakref import WeakKeyDictionary
 T = TypeVar("T")
 P = ParamSpec("P")
 
+STARTS_AT_S = 1000.0
+"""The virtual time at which a loop begins."""
 BUSY_TURNS = 100_000
 """Turns of the loop after which time should have passed."""
 
@@ -33,7 +35,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """`latency` gives the virtual seconds that each piece of work in a thread takes."""
 
     def __init__(self, latency: Callable[[], float] = lambda: 0.0) -> None:
-        self._now = 1000.0
+        self._now = STARTS_AT_S
         self._busy_turns = 0
         self._latency = latency
         self._created = WeakKeyDictionary[asyncio.Task[Any], int]()

@@ -19,7 +19,7 @@ from headrace.adapters import (
 from headrace.adapters.receiving import Accept
 
 
-class Shelf(QueueAdapter):
+class SimulatedQueues(QueueAdapter):
     """A rewindable adapter that keeps its batches in lists, for one event loop.
 
     `latency_s` bounds the random time that each call takes; `faults` is the share of calls that fail. `offers` is the
@@ -39,7 +39,7 @@ class Shelf(QueueAdapter):
     ) -> None:
         self.queues: list[list[EventBatch]] = [[] for _ in range(queues)]
         self.first = [0] * queues
-        self.receivers: dict[ShelfReceiver, None] = {}
+        self.receivers: dict[SimulatedReceiver, None] = {}
         self.opened = 0
         self.faults = faults
         self._rng = rng or random.Random()
@@ -77,7 +77,7 @@ class Shelf(QueueAdapter):
         assert start is not None, "the agent always says where a rewindable queue is to be read from"
         if not 0 <= start <= len(self.queues[queue]):
             raise InvalidArgument(f"queue {queue} ends at {len(self.queues[queue])}, not {start}")
-        receiver = ShelfReceiver(self, queue, start)
+        receiver = SimulatedReceiver(self, queue, start)
         self.receivers[receiver] = None
         self.opened += 1
         return receiver
@@ -104,8 +104,8 @@ class Shelf(QueueAdapter):
             raise self._rng.choice((StorageError(f"{what}: try again"), OSError(f"{what}: the cable is out")))
 
 
-class ShelfReceiver(QueueReceiver):
-    def __init__(self, shelf: Shelf, queue: int, position: int) -> None:
+class SimulatedReceiver(QueueReceiver):
+    def __init__(self, shelf: SimulatedQueues, queue: int, position: int) -> None:
         self.news = asyncio.Event()
         self.position = position
         self.queue = queue
