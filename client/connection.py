@@ -427,7 +427,7 @@ class GrpcTransport(Transport):
 
     def check_open(self) -> None:
         if self._closed:
-            raise Closed("the client is closed")
+            raise self.closed_error()
         if self._loop is None:
             raise Closed("the client is not open: use it in an `async with` block")
         self.check_loop()
@@ -516,10 +516,14 @@ class GrpcTransport(Transport):
         status = cast("tuple[int, str]", code.value)[0]
         return self.failure(index, status, named if isinstance(named, str) else None, details)
 
+    def closed_error(self) -> HeadraceError:
+        """Return the error of calls after `aclose`."""
+        return Closed("the client is closed")
+
     def failure(self, index: int, status: int, named: str | None, details: str) -> HeadraceError:
         """As `failed`, from the number of the status and the code of the error, if it has one."""
         if self._closed:
-            return Closed("the client is closed")
+            return self.closed_error()
         error = None if named is None else remote_error(named, details)
         where = str(self.addresses[index])
         error = error or status_error(status, details, where)

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from time import monotonic
+from time import monotonic, time_ns
 from typing import Self, TypeVar
 
 from ..proto.v1 import consumer_pb2 as pb
@@ -97,6 +97,7 @@ class Consumer(SubscriptionHandle):
         )
         """Internal: the batches that it holds."""
         self._plan = plan
+        self._started_us = time_ns() // 1000
         self._connection = management.connection
         self._opened = asyncio.Event()
         self._arrived = asyncio.Event()
@@ -268,6 +269,7 @@ class Consumer(SubscriptionHandle):
             session_timeout_ms=round((plan.session_timeout_s or 0) * 1000),
             keeps_positions=plan.keeps_positions,
             concurrent=plan.concurrent,
+            started_us=self._started_us,
             positions=[pb.Position(queue=queue, token=token) for queue, token in self.positions.items()],
         )
         if plan.definition is None or self._opened.is_set():

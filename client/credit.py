@@ -128,9 +128,9 @@ class CreditLedger:
         """The session has events and no credit for them. The next ones need so much, and come whole with what is
         wanted, if known."""
         account = self._accounts[session]
-        account.needed, account.wanted = CreditAmount(max(needed.events, 1), max(needed.bytes, 1)), wanted
+        account.needed = CreditAmount(max(needed.events, 1), max(needed.bytes, 1))
         if not account.starved:
-            account.starved = True
+            account.starved, account.wanted = True, wanted
             self._waits = account.wait = self._waits + 1
             self._starved.append(session)
             self._weigh(account)
@@ -204,8 +204,9 @@ class CreditLedger:
             account = self._accounts[session]
             if account.reclaiming:
                 continue  # the credit that it seems to have is on its way back
-            wanted = self._wanted(account, total) if patient else account.needed
-            loan = self._for_starved(session, account, wanted, total, account.weight / weights)
+            if not patient:
+                account.wanted = NOTHING  # until its next wait: others could take credit faster than it becomes enough
+            loan = self._for_starved(session, account, total, account.weight / weights)
             if loan is None:
                 short = True  # another one may need only what is left
                 urgent |= self._is_urgent(account, total)
@@ -217,10 +218,9 @@ class CreditLedger:
             return CreditDecision(_merged(loans), self._to_reclaim(patient=patient, urgent=urgent))
         return CreditDecision(_merged([*loans, *self._spread(total, weights)]), ())
 
-    def _for_starved(
-        self, session: int, account: _Account, wanted: CreditAmount, total: CreditAmount, share: float
-    ) -> CreditGrant | None:
-        """As much of its share as is free; None if that is less than what is wanted."""
+    def _for_starved(self, session: int, account: _Account, total: CreditAmount, share: float) -> CreditGrant | None:
+        """As much of its share as is free; None if that is too little."""
+        wanted = self._wanted(account, total)
         events = max(wanted.events, int(total.events * share)) - account.events
         size = max(wanted.bytes, int(total.bytes * share)) - account.bytes
         events, size = max(0, min(events, self._free_events)), max(0, min(size, self._free_bytes))

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
-from ..agents import Edge, Group, Member, MemberStatistics
+from ..agents import Edge, Group, Member, MemberStatistics, taken_over
 from ..streams.background import BackgroundTasks, ticks
 from ..streams.errors import Busy, Fenced, HeadraceError, InvalidArgument, LimitExceeded, NotSupported
 from ..streams.subscriptions import (
@@ -102,21 +102,24 @@ class Consumers:
         concurrent: bool = False,
         divides_credit: bool = False,
         client: Hashable = None,
+        started_us: int = 0,
     ) -> AttachedConsumer:
         """Attach a consumer to an existing subscription. If `timeout_s` is 0, the silo's timeout applies.
 
         With `positions`, which needs mode broadcast, the client keeps its position: the consumer continues from
         `positions`, and in other queues from the subscription's start. `pulls`, `concurrent`, `divides_credit` and
-        `client` are as in `Group.join`.
+        `client` are as in `Group.join`. `started_us` is when the consumer was made.
 
-        Raises Busy if handlers or another process serve the subscription, or it has too many consumers; LimitExceeded
-        if mode broadcast has `max_positions` consumers already; InvalidArgument, NotSupported.
+        Raises Fenced if a consumer with the same id is attached that was made later; Busy if handlers or another
+        process serve the subscription, or it has too many consumers; LimitExceeded if mode broadcast has
+        `max_positions` consumers already; InvalidArgument, NotSupported.
         """
         self.check(definition, consumer, timeout_s, keeps_positions=positions is not None)
         own = of_consumer(definition, consumer) if definition.mode is Mode.BROADCAST else definition
         async with self._locked(own.name):
             if own is not definition:
                 await self._check_position_limit(definition, own)
+            self._check_newest(own.name, consumer, started_us)
             group = await self._group(own, positions)
             member = group.join(
                 consumer,
@@ -125,6 +128,7 @@ class Consumers:
                 concurrent=concurrent,
                 divides_credit=divides_credit,
                 client=client,
+                started_us=started_us,
             )
             return AttachedConsumer(group, member)
 
@@ -161,6 +165,13 @@ class Consumers:
         await self._provider.serve(definition, group, start)
         self._groups[definition.name] = group
         return group
+
+    def _check_newest(self, name: str, consumer: str, started_us: int) -> None:
+        """Of two consumers with the same id, each could otherwise end the other at another silo."""
+        group = self._groups.get(name)
+        member = None if group is None else group.members.get(consumer)
+        if member is not None and member.attached and 0 < started_us < member.started_us:
+            raise taken_over(consumer)
 
     def _check_no_handler(self, definition: SubscriptionDefinition) -> None:
         served = self._provider.manager.served.get(definition.name)

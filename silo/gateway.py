@@ -103,10 +103,16 @@ class ClusterGateways:
         """Converse with a consumer until its call ends. `request` is the first one."""
         positions = await target.consumers.prepare(target.definition, target.consumer, target.positions)
         account = self._budget.account(call.peer)
-        opening = gateway_open(target, positions, concurrent=request.open.concurrent)
+        opening = gateway_open(
+            target, positions, concurrent=request.open.concurrent, started_us=request.open.started_us
+        )
         session = GatewaySession(call, opening, self._calls, account)
         key = _key(target)
-        former, self._sessions[key] = self._sessions.get(key), session
+        former = self._sessions.get(key)
+        if former is not None and 0 < opening.started_us < former.started_us:
+            account.close()
+            raise taken_over(target.consumer)
+        self._sessions[key] = session
         try:
             # Otherwise each could take over the consumer at another silo, and both would end.
             if former is not None:
@@ -179,6 +185,7 @@ def gateway_open(
     *,
     pulls: bool = False,
     concurrent: bool = False,
+    started_us: int = 0,
 ) -> pb.Open:
     """Return how the sessions of a gateway begin."""
     opening = pb.Open(
@@ -189,6 +196,7 @@ def gateway_open(
         keeps_positions=positions is not None,
         pulls=pulls,
         concurrent=concurrent,
+        started_us=started_us,
     )
     for queue, checkpoint in (positions or {}).items():
         opening.positions.add(queue=queue, token=position_token(checkpoint))
@@ -199,6 +207,7 @@ class GatewaySession(LinkUser):
     """One `Subscribe` call of a consumer. `opening` is how the sessions with owners begin."""
 
     def __init__(self, call: ServiceCall, opening: pb.Open, calls: SessionCalls, account: SendAccount) -> None:
+        self.started_us = opening.started_us
         self._call = call
         self._opening = opening
         self._positions = {position.queue: position.token for position in opening.positions}

@@ -13,7 +13,7 @@ from ..client.transport import StreamCall
 from ..proto.v1 import cluster_pb2 as pb
 from ..streams.background import BackgroundTasks
 from ..streams.cluster import SiloRecord
-from ..streams.errors import HeadraceError
+from ..streams.errors import HeadraceError, Unavailable
 from .config import SiloConfig
 
 log = logging.getLogger("headrace.silo")
@@ -29,6 +29,10 @@ class _PeerTransport(GrpcTransport):
 
     on_silence: Callable[[], None]
     """Called when the silo is silent in a call."""
+
+    def closed_error(self) -> HeadraceError:
+        """It is closed because its silo is not a member any more, or does not answer: other silos may."""
+        return Unavailable(f"the connection to the silo at {self.address} was given up")
 
     async def renew(self, index: int, channel: grpc.aio.Channel) -> None:
         self.on_silence()

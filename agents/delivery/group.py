@@ -161,12 +161,14 @@ class Group(GroupQueues):
         concurrent: bool = False,
         divides_credit: bool = False,
         client: Hashable = None,
+        started_us: int = 0,
     ) -> Member:
         """A consumer connects. It supersedes the connection with its id, and gets the events of that one again, as
         the new credit allows. If both `pulls`, they come again only after the session timeout. If it is `concurrent`, a
         parcel has events for about a second of work, not more. If it `divides_credit`, it has sessions with several
         silos, and is told when events wait for its credit. Bytes that wait to be sent to it count for `client`, by
-        default for itself alone. Raises Busy if there are too many members."""
+        default for itself alone. `started_us` is when the consumer was made. Raises Busy if there are too many
+        members."""
         member = self.members.get(id)
         if member is None:
             if len(self.members) >= MAX_MEMBERS:
@@ -179,7 +181,7 @@ class Group(GroupQueues):
             member.to_resend.extend([] if pulls and member.pulls else member.parcels())
             member.resend_until = self._loop.time() + RESEND_S
         member.timeout_s, member.pulls, member.concurrent = timeout_s, pulls, concurrent
-        member.divides_credit = divides_credit
+        member.divides_credit, member.started_us = divides_credit, started_us
         member.connected = member.attached = True
         member.connections += 1
         self.heard(member)

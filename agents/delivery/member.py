@@ -105,6 +105,8 @@ class Member:
         """Mode bound: the queues that are assigned to it."""
         self.connections = 0
         """How often it connected. Each connection numbers its reports from the start."""
+        self.started_us = 0
+        """When the consumer was made, by its clock, in microseconds; 0: not known."""
         self.pulls = False
         """It has credit only while a call waits. Events that it holds come again only after its session timeout."""
         self.concurrent = False

@@ -83,13 +83,14 @@ class Open(_message.Message):
     DIRECT_FIELD_NUMBER: _builtins.int
     PULLS_FIELD_NUMBER: _builtins.int
     CONCURRENT_FIELD_NUMBER: _builtins.int
+    STARTED_US_FIELD_NUMBER: _builtins.int
     provider: _builtins.str
     """Name of the provider; empty for "default"."""
     subscription: _builtins.str
     """Name of the subscription; empty if `definition` has it."""
     consumer: _builtins.str
     """The consumer's id: at most 100 letters, digits, dots, dashes and underscores, starting with a letter or digit.
-    A consumer with the same id takes over from the one before. Empty: the silo makes one, and `Opened` has it; not in
+    A consumer with the same id takes over from the one before (see `started_us`). Empty: the silo makes one, and `Opened` has it; not in
     mode broadcast, unless the client keeps positions, because the position is stored under the id.
     """
     session_timeout_ms: _builtins.int
@@ -109,6 +110,11 @@ class Open(_message.Message):
     concurrent: _builtins.bool
     """The consumer works on many streams at once. So that slow streams do not hold all of its credit, a parcel has events
     for about a second of work, not more.
+    """
+    started_us: _builtins.int
+    """When the consumer was made, in microseconds since 1970, by its own clock: the same in all its sessions. Of two
+    consumers with the same id at once, the one that was made later takes over at every silo, and the other one gets
+    ABORTED. 0: it takes over.
     """
     @_builtins.property
     def definition(self) -> _subscriptions_pb2.SubscriptionDefinition:
@@ -131,10 +137,11 @@ class Open(_message.Message):
         direct: _builtins.bool = ...,
         pulls: _builtins.bool = ...,
         concurrent: _builtins.bool = ...,
+        started_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["definition", b"definition"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrent", b"concurrent", "consumer", b"consumer", "definition", b"definition", "direct", b"direct", "keeps_positions", b"keeps_positions", "positions", b"positions", "provider", b"provider", "pulls", b"pulls", "session_timeout_ms", b"session_timeout_ms", "subscription", b"subscription"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrent", b"concurrent", "consumer", b"consumer", "definition", b"definition", "direct", b"direct", "keeps_positions", b"keeps_positions", "positions", b"positions", "provider", b"provider", "pulls", b"pulls", "session_timeout_ms", b"session_timeout_ms", "started_us", b"started_us", "subscription", b"subscription"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

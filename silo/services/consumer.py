@@ -91,6 +91,7 @@ class ConsumerService:
             target.positions,
             pulls=request.open.pulls,
             concurrent=request.open.concurrent,
+            started_us=request.open.started_us,
             divides_credit=self._gateways is not None,
             client=_client(call),
         )

@@ -114,6 +114,40 @@ def test_events_that_come_again_together_get_credit_for_all_of_them():
     assert lent(credit.decide())[1][0] == 4
 
 
+def test_a_session_waits_for_credit_for_a_whole_batch():
+    credit = ledger(1, 2)
+    credit.grant(100, 1000)
+    credit.decide()
+    credit.use(1, 50, 500)
+    credit.use(2, 20, 200)
+    credit.starve(1, wanted=CreditAmount(25, 100))
+    credit.grant(15, 300)
+    assert not credit.decide().loans
+    credit.grant(10, 100)
+    assert lent(credit.decide())[1][0] >= 25
+
+
+def test_a_session_waits_for_a_whole_batch_for_a_while_only():
+    credit = ledger(1, 2)
+    credit.grant(100, 1000)
+    credit.decide()
+    credit.use(1, 50, 500)
+    credit.starve(1, wanted=CreditAmount(25, 100))
+    credit.grant(15, 300)
+    assert not credit.decide().loans
+    assert lent(credit.decide(patient=False))[1][0] == 15
+
+
+def test_a_batch_larger_than_all_credit_is_not_waited_for():
+    credit = ledger(1, 2)
+    credit.grant(10, 1000)
+    credit.decide()
+    credit.starve(1, wanted=CreditAmount(50, 100))
+    assert credit.decide().reclaim == [2]
+    credit.give_back(2, 5, 500)
+    assert lent(credit.decide())[1][0] == 5
+
+
 def test_the_credit_of_a_session_that_ends_is_free():
     credit = ledger(1, 2)
     credit.grant(100, 1000)
@@ -220,7 +254,7 @@ class Lending(RuleBasedStateMachine):
         self.ledger.use(session, events, size)
         if not (self.has[session][0] and self.has[session][1]):
             self.starved.add(session)
-            self.ledger.starve(session)
+            self.ledger.starve(session, wanted=CreditAmount(data.draw(st.integers(0, 30)), 0))
         self.act()
 
     @precondition(lambda self: self.asked)
@@ -243,7 +277,7 @@ class Lending(RuleBasedStateMachine):
                 events, size = self.has[session]
                 self.has[session] = [0, 0]
                 self.ledger.give_back(session, events, size)
-            self.act()
+                self.act()
         total = self.ledger.total
         if self.starved and len(self.has) <= min(total.events, total.bytes):
             assert all(self.has[session][0] and self.has[session][1] for session in self.starved)

@@ -18,6 +18,7 @@ from headrace.server.config import GrpcConfig
 from headrace.silo.config import ProviderConfig, SiloConfig
 from headrace.silo.host import Silo
 from headrace.silo.peers import PeerConnections
+from headrace.streams.errors import Unavailable
 from tests.silo.clusters import clustered, queues
 from tests.silo.services.calling import (
     CLUSTER,
@@ -273,6 +274,22 @@ async def test_silos_that_look_for_one_another_count_no_lag(tmp_path: Path, monk
         assert counted == []
         await ask(caller, "DescribeCluster", pb.DescribeClusterRequest())
         assert counted == queues(asked)
+
+
+async def test_a_call_to_a_silo_that_is_given_up_may_go_to_another_silo(tmp_path: Path):
+    config = SiloConfig(data=str(tmp_path), grpc=GrpcConfig(port=0), providers={"default": ProviderConfig(queues=2)})
+    async with clustered(config, 2) as (asking, _):
+        assert asking.clustering is not None
+        peers = PeerConnections(asking.clustering.secret, None)
+        try:
+            call = peers.stream(asking.clustering.silos["silo-1"], "ConsumerService/Subscribe")
+            waiting = asyncio.ensure_future(call.receive())
+            await asyncio.sleep(0)
+            peers.keep(())
+            with pytest.raises(Unavailable, match="was given up"):
+                await waiting
+        finally:
+            await peers.aclose()
 
 
 async def test_stopping_queues_and_seeing_their_sizes_needs_permission_to_manage_everything(tmp_path: Path):

@@ -1269,3 +1269,21 @@ async def _refusals(caller: Caller, name: str) -> list[tuple[str, str, str]]:
             await attempt
         found.append((refused.value.status, str(refused.value.code), refused.value.details.replace(repr(name), "it")))
     return found
+
+
+async def test_of_two_consumers_with_the_same_id_the_one_that_was_made_later_stays(caller: Caller) -> None:
+    """At every silo: otherwise each could end the other."""
+    later = await begin(caller, definition=defined("s"), consumer="c", started_us=2)
+    await later.grant()
+    await caller.publish(batch("n/k", b"0"))
+    await later.take(1)
+    with pytest.raises(Refused) as refused:
+        await begin(caller, "s", consumer="c", started_us=1)
+    assert (refused.value.status, str(refused.value.code)) == ("ABORTED", "fenced")
+    await caller.publish(batch("n/k2", b"1"))
+    await later.take(1)
+    async with consuming(caller, "s", consumer="c", started_us=3) as latest:
+        assert await refusal(later) == ("ABORTED", "fenced")
+        assert sorted(event.payload for event in await latest.take(2)) == [b"0", b"1"]
+    async with consuming(caller, "s", consumer="c", started_us=1) as first:
+        assert len(await first.take(2)) == 2
