@@ -52,8 +52,6 @@ IDLE_S = 5.0
 late."""
 IMPATIENT_S = 0.25
 """If a session waits for credit longer than this, all other sessions give their unused credit back, in seconds."""
-CLOSE_S = 5.0
-"""Time that sessions have to end in order before the consumer changes to other sessions, in seconds."""
 
 
 class SessionCalls(Protocol):
@@ -182,11 +180,11 @@ class Router:
         self._attempts = 0
         """Attempts since no session is open."""
         self._enter_at = self._unopened_since = self._loop.time()
-        self._close_by: float | None = None
-        """The sessions are being closed, to open others; until this time they may end in order."""
         self._waits, self._waits_since = 0, 0.0
         """The longest wait for credit, and since when it is that one."""
         self._gateway_s = GATEWAY_S
+        self._changes = 0
+        """Changes to a gateway, or from one. Sessions that end late must not take over from newer ones."""
         self._direct_at = 0.0
 
     # ---- the user ----------------------------------------------------------------------------------------------------
@@ -262,7 +260,11 @@ class Router:
         """Send everything, and end all sessions in order; then `run` returns. If one is lost meanwhile, `run` raises
         the reason: the silo may not have saved everything. Idempotent."""
         self._closing = True
-        self._close_links()
+        for link, task in self._tasks.items():
+            if link.is_open:
+                link.close()
+            else:
+                task.cancel()
         self._turn.set()
 
     async def run(self) -> None:
@@ -290,8 +292,6 @@ class Router:
         self._be_impatient(now)
         if self._closing:
             return IMPATIENT_S
-        if self._close_by is not None:
-            return self._await_closed(now)
         if not self._tasks:
             return self._enter(now)
         if self.uses_gateway:
@@ -308,17 +308,6 @@ class Router:
             self._waits, self._waits_since = waits, now
         elif waits and now - self._waits_since >= IMPATIENT_S:
             self._links.lend(patient=False)
-
-    def _await_closed(self, now: float) -> float:
-        assert self._close_by is not None
-        if not self._tasks:
-            self._close_by = None
-            self._enter_at = now
-            return 0.0
-        if now >= self._close_by:
-            for task in self._tasks.values():
-                task.cancel()
-        return IMPATIENT_S
 
     def _enter(self, now: float) -> float:
         """No session: call the first silo, and then by turns the owners that were known."""
@@ -350,28 +339,25 @@ class Router:
                 link.idle_since = None
 
     def _change_sessions(self, *, gateway: bool) -> None:
-        """End all sessions in order, and begin with a gateway, or without one."""
+        """Give up all sessions, and begin with a gateway, or without one.
+
+        They are not closed: then the silos would give the events that the user holds to other consumers."""
         self.uses_gateway = gateway
+        self._changes += 1
         if gateway:
             self._direct_at = self._loop.time() + self._gateway_s
             self._gateway_s = min(self._gateway_s * 2, MAX_GATEWAY_S)
         self._owners.forget()
         self._links.queues = 0
-        self._close_by = self._loop.time() + CLOSE_S
         self._attempts = 0
-        self._close_links()
+        self._enter_at = self._loop.time()
+        for task in self._tasks.values():
+            task.cancel()
         self._turn.set()
-
-    def _close_links(self) -> None:
-        for link, task in self._tasks.items():
-            if link.is_open:
-                link.close()
-            else:
-                task.cancel()
 
     def _place(self) -> None:
         """A silo has sent the owners."""
-        if self.uses_gateway or self._close_by is not None:
+        if self.uses_gateway:
             return
         self._owners.place(self._links.addresses(), {link.silo for link in self._links.open}, self._loop.time())
         self._turn.set()
@@ -381,6 +367,8 @@ class Router:
     def _start(self, owner: _Owner | None, *, direct: bool) -> None:
         opening = self._user.open()
         opening.direct = direct
+        if opening.started_us:
+            opening.started_us += self._changes
         link = self._links.add("" if owner is None else owner.silo)
         name = f"headrace session with {link.expected or 'a silo'}"
         task = self._tasks[link] = self._loop.create_task(self._keep(link, owner, opening), name=name)

@@ -198,7 +198,7 @@ class FakeUser:
         self.opened_by: list[str] = []
 
     def open(self) -> pb.Open:
-        return pb.Open(subscription="s", consumer="c")
+        return pb.Open(subscription="s", consumer="c", started_us=1000)
 
     def opened(self, link: Link, opened: pb.Opened) -> None:
         self.opened_by.append(opened.silo)

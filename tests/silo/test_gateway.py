@@ -157,6 +157,34 @@ async def test_owners_that_clients_cannot_reach_are_served_through_a_gateway(tmp
             await consumer.saved()
 
 
+@pytest.mark.parametrize("direct", [True], indirect=True)
+async def test_events_in_hand_stay_with_their_consumer_when_it_changes_to_a_gateway(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    taken = Counter[StreamId]()
+
+    async def take(consumer: Consumer) -> None:
+        async for each in consumer:
+            taken[each.stream] += 1
+            await each.ack()
+
+    async with cluster(tmp_path, 2, public_address="127.0.0.1:1") as silos, client_of(silos[0]) as client:
+        other_client = Client(silos[1].grpc_address or "", direct=False)
+        async with client.subscribe("s", "n/*") as consumer, other_client, other_client.subscribe("s", "n/*") as other:
+            await client.publish_many((StreamId("n", str(key)), b"x") for key in range(STREAMS))
+            held = await anext(consumer)
+            tasks = [asyncio.create_task(take(each)) for each in (consumer, other)]
+            async with asyncio.timeout(PATIENCE_S):
+                while "serves as gateway" not in caplog.text or taken.total() < STREAMS - 1:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+                assert consumer.reconnections == 0
+                await held.ack()
+                await consumer.saved()
+            await end(*tasks)
+    assert taken[held.stream] == 0
+    assert {*taken.values()} == {1}
+
+
 @asynccontextmanager
 async def load_balancer(silos: Silos) -> AsyncGenerator[str]:
     """Yield one address for all silos: each connection goes to the next one."""
