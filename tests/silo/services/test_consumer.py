@@ -792,7 +792,7 @@ async def test_an_event_that_is_not_held_stays_unconfirmed_until_any_consumer_ac
     await caller.publish(batch("n/k", b"0"))
     async with consuming(caller, "s", consumer="other") as other:
         (event,) = await other.take(1)
-        asking = await begin(caller, "s", consumer="asking", session_timeout_ms=SHORT_MS)
+        asking = await begin(caller, "s", consumer="asking")
         await asking.until(lambda: QUEUE in asking.statuses)
         here = event._replace(epoch=asking.statuses[QUEUE].epoch)
         number = await asking.report(here, unconfirmed=[unconfirmed(event)])
