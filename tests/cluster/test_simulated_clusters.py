@@ -85,14 +85,25 @@ def test_a_silo_is_reachable_again_after_two_late_answers_in_a_row() -> None:
         assert runner.run(comes_upon_one())
 
 
-FINDERS = (13, 48, 11, 7, 9, 45)
-"""Seeds that found bugs which few seeds find: the first ones to try."""
+FINDERS = {
+    "checkpoint of the maximum": 13,
+    "start from what was known": 48,
+    "done when handed out": 13,
+    "leaving is told once": 6,
+    "lease by the clock of the store": 11,
+    "taken unseen": 45,
+    "release after a failed save": 16,
+    "reports of an older generation count": 9,
+    "progress is saved rarely": 4,
+}
+"""Seeds that found bugs which few seeds find. They are tried first, the others only if these find nothing any more."""
 
 
 @pytest.mark.parametrize("bug", FOUND_BY)
 def test_a_planted_bug_is_found(bug: str) -> None:
+    seeds = (*([FINDERS[bug]] if bug in FINDERS else []), 1, 2, *FINDERS.values(), *range(3, 100))
     with planted(bug):
-        assert any(simulate(seed, kind=FOUND_BY[bug]).problems for seed in (1, 2, *FINDERS, *range(3, 100)))
+        assert any(simulate(seed, kind=FOUND_BY[bug]).problems for seed in seeds)
 
 
 def test_every_bug_that_is_found_here_can_be_planted() -> None:
