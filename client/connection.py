@@ -16,6 +16,7 @@ import ssl
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -340,6 +341,8 @@ class GrpcTransport(Transport):
     """Calls to one silo of several, with the same token and TLS. Belongs to the event loop that opened it."""
 
     is_remote = True
+    closed_error: Callable[[], HeadraceError] = partial(Closed, "the client is closed")
+    """Makes the error of calls after `aclose`."""
 
     def __init__(
         self,
@@ -515,10 +518,6 @@ class GrpcTransport(Transport):
         named = dict(metadata or ()).get(CODE)
         status = cast("tuple[int, str]", code.value)[0]
         return self.failure(index, status, named if isinstance(named, str) else None, details)
-
-    def closed_error(self) -> HeadraceError:
-        """Return the error of calls after `aclose`."""
-        return Closed("the client is closed")
 
     def failure(self, index: int, status: int, named: str | None, details: str) -> HeadraceError:
         """As `failed`, from the number of the status and the code of the error, if it has one."""

@@ -214,6 +214,8 @@ class LinkSet:
         self.state_changed = asyncio.Event()
         """A silo has sent something else than batches, or a session has ended."""
         self.lends = True
+        self._waits, self._waits_since = 0, 0.0
+        """The longest wait for credit, and since when it is that one."""
         self._numbers = count(1)
         self._serving: dict[int, Link] = {}
         """The session that serves each queue."""
@@ -306,6 +308,31 @@ class LinkSet:
                 links[loan.session].lend(loan.events, loan.bytes)
             for number in decision.reclaim:
                 links[number].reclaim()
+
+    def be_impatient(self, now: float, wait_s: float) -> None:
+        """If a session has waited for credit longer than `wait_s` seconds, take unused credit from all others."""
+        waits = self.ledger.longest_wait
+        if waits != self._waits:
+            self._waits, self._waits_since = waits, now
+        elif waits and now - self._waits_since >= wait_s:
+            self.lend(patient=False)
+
+    async def take_back(self, timeout_s: float) -> CreditAmount:
+        """As `Router.take_back`."""
+        self.lends = False
+        for link in self.open:
+            if not link.is_reclaiming:
+                link.reclaim()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while any(link.is_reclaiming for link in self.open):
+                    self.state_changed.clear()
+                    await self.state_changed.wait()
+        except TimeoutError:
+            log.info("a silo is slow to give back credit")
+        finally:
+            self.lends = True
+        return self.ledger.take_free()
 
     def progress(self) -> pb.Progress:
         """The progress of all sessions together."""

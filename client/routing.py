@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from ..streams.errors import Busy, Fenced, HeadraceError, Unavailable
 from .conversation import METHOD
 from .credit import CreditAmount
 from .links import DRAINING, ENDED, SERVED, Link, LinkSet, LinkUser, QueueStatus
+from .owners import GatewayUse, Owner, Owners
 from .transport import StreamCall, Transport, reconnect_backoff
 
 __all__ = [
@@ -39,14 +40,8 @@ __all__ = [
 
 log = logging.getLogger("headrace.client")
 
-UNREACHED_S = 3.0
-"""After so many seconds without reaching an owner, the consumer goes on with a gateway."""
 ATTACH_S = 1.0
 """Time that all owners have to accept a new consumer before its user is told that it is open, in seconds."""
-LOST_S = 15.0
-"""The same for an owner that was reached before: if it was killed, its queues soon have another owner."""
-GATEWAY_S, MAX_GATEWAY_S = 30.0, 3600.0
-"""Seconds after which a consumer with a gateway tries direct sessions again. It doubles each time."""
 IDLE_S = 5.0
 """A session with a silo without queues is closed after so many seconds. The silo may have got one, and the placement is
 late."""
@@ -88,55 +83,6 @@ class TransportCalls:
         return self._transport.at(address).stream(METHOD)
 
 
-class _Owner:
-    """A silo of the placement."""
-
-    def __init__(self, silo: str, address: str, now: float) -> None:
-        self.silo = silo
-        self.address = address
-        self.backoff = reconnect_backoff()
-        self.not_before = now
-        self.unreached_since: float | None = now
-        self.was_reached = False
-
-    def reached(self) -> None:
-        self.backoff.reset()
-        self.unreached_since = None
-        self.was_reached = True
-
-    def failed(self, now: float) -> None:
-        self.not_before = now + self.backoff.next_s()
-        if self.unreached_since is None:
-            self.unreached_since = now
-
-    def is_unreachable(self, now: float) -> bool:
-        limit_s = LOST_S if self.was_reached else UNREACHED_S
-        return self.unreached_since is not None and now - self.unreached_since > limit_s
-
-
-class _Owners(dict[str, _Owner]):
-    """The silos that own queues, by name."""
-
-    is_known = False
-    """Whether a silo has sent the placement."""
-
-    def place(self, addresses: Mapping[str, str], called: Collection[str], now: float) -> None:
-        """Silos have sent the owners, with their addresses. `called` are the silos with open sessions."""
-        self.is_known = True
-        for silo in self.keys() - addresses.keys():
-            del self[silo]
-        for silo, address in addresses.items():
-            if silo not in self or self[silo].address != address:
-                self[silo] = _Owner(silo, address, now)
-                if silo in called:
-                    self[silo].reached()
-
-    def forget(self) -> None:
-        """Forget all, because other sessions are opened."""
-        self.clear()
-        self.is_known = False
-
-
 class Router:
     """All sessions of one consumer. Between them and the user it accounts for credit, and for the owner of each queue.
 
@@ -155,7 +101,6 @@ class Router:
         on_open: Callable[[], None] = lambda: None,
         on_reconnecting: Callable[[HeadraceError], None] = lambda _: None,
     ) -> None:
-        self.uses_gateway = False
         self._user = user
         self._calls = calls
         self._stays_direct = stays_direct
@@ -164,7 +109,7 @@ class Router:
         self._on_reconnecting = on_reconnecting
         self._loop = asyncio.get_running_loop()
         self._links = LinkSet(user, self._opened, self._place)
-        self._owners = _Owners()
+        self._owners = Owners()
         self._tasks: dict[Link, asyncio.Task[HeadraceError | None]] = {}
         self._space = asyncio.Event()
         self._space.set()
@@ -180,14 +125,14 @@ class Router:
         self._attempts = 0
         """Attempts since no session is open."""
         self._enter_at = self._unopened_since = self._loop.time()
-        self._waits, self._waits_since = 0, 0.0
-        """The longest wait for credit, and since when it is that one."""
-        self._gateway_s = GATEWAY_S
-        self._changes = 0
-        """Changes to a gateway, or from one. Sessions that end late must not take over from newer ones."""
-        self._direct_at = 0.0
+        self._gateway = GatewayUse()
 
     # ---- the user ----------------------------------------------------------------------------------------------------
+
+    @property
+    def uses_gateway(self) -> bool:
+        """Whether one silo serves the consumer for all."""
+        return self._gateway.is_used
 
     @property
     def links(self) -> Sequence[Link]:
@@ -240,21 +185,7 @@ class Router:
     async def take_back(self, timeout_s: float) -> CreditAmount:
         """Take back all credit that is not used, and return it. A silo has `timeout_s` seconds to answer. Nothing may
         be granted meanwhile."""
-        links = self._links
-        links.lends = False
-        for link in links.open:
-            if not link.is_reclaiming:
-                link.reclaim()
-        try:
-            async with asyncio.timeout(timeout_s):
-                while any(link.is_reclaiming for link in links.open):
-                    links.state_changed.clear()
-                    await links.state_changed.wait()
-        except TimeoutError:
-            log.info("a silo is slow to give back credit")
-        finally:
-            links.lends = True
-        return links.ledger.take_free()
+        return await self._links.take_back(timeout_s)
 
     def close(self) -> None:
         """Send everything, and end all sessions in order; then `run` returns. If one is lost meanwhile, `run` raises
@@ -289,25 +220,18 @@ class Router:
 
     def _step(self, now: float) -> float:
         """Open and close sessions. Return after how many seconds to look again."""
-        self._be_impatient(now)
+        self._links.be_impatient(now, IMPATIENT_S)
         if self._closing:
             return IMPATIENT_S
         if not self._tasks:
             return self._enter(now)
         if self.uses_gateway:
-            if now >= self._direct_at:
-                self._change_sessions(gateway=False)
-            return min(IMPATIENT_S, max(self._direct_at - now, 0.0))
+            if now >= self._gateway.ends_at:
+                self._change_sessions()
+            return min(IMPATIENT_S, max(self._gateway.ends_at - now, 0.0))
         if self._links.open:
             self._follow(now)
         return IMPATIENT_S
-
-    def _be_impatient(self, now: float) -> None:
-        waits = self._links.ledger.longest_wait
-        if waits != self._waits:
-            self._waits, self._waits_since = waits, now
-        elif waits and now - self._waits_since >= IMPATIENT_S:
-            self._links.lend(patient=False)
 
     def _enter(self, now: float) -> float:
         """No session: call the first silo, and then by turns the owners that were known."""
@@ -327,7 +251,7 @@ class Router:
                 self._start(owner, direct=True)
         if not self._stays_direct and any(owner.is_unreachable(now) for owner in self._owners.values()):
             log.warning("not all silos that own queues can be reached from here: a silo serves as gateway")
-            self._change_sessions(gateway=True)
+            self._change_sessions()
             return
         for link in self._links.open:
             others = any(other.silo in self._owners and other is not link for other in self._links.open)
@@ -338,15 +262,11 @@ class Router:
             else:
                 link.idle_since = None
 
-    def _change_sessions(self, *, gateway: bool) -> None:
-        """Give up all sessions, and begin with a gateway, or without one.
+    def _change_sessions(self) -> None:
+        """Give up all sessions, and begin with a gateway, or without one if there was one.
 
         They are not closed: then the silos would give the events that the user holds to other consumers."""
-        self.uses_gateway = gateway
-        self._changes += 1
-        if gateway:
-            self._direct_at = self._loop.time() + self._gateway_s
-            self._gateway_s = min(self._gateway_s * 2, MAX_GATEWAY_S)
+        self._gateway.change(self._loop.time())
         self._owners.forget()
         self._links.queues = 0
         self._attempts = 0
@@ -364,18 +284,18 @@ class Router:
 
     # ---- one session -------------------------------------------------------------------------------------------------
 
-    def _start(self, owner: _Owner | None, *, direct: bool) -> None:
+    def _start(self, owner: Owner | None, *, direct: bool) -> None:
         opening = self._user.open()
         opening.direct = direct
         if opening.started_us:
-            opening.started_us += self._changes
+            opening.started_us += self._gateway.changes
         link = self._links.add("" if owner is None else owner.silo)
         name = f"headrace session with {link.expected or 'a silo'}"
         task = self._tasks[link] = self._loop.create_task(self._keep(link, owner, opening), name=name)
         # Not in `_keep`: a task that is cancelled before its first step runs nothing of it.
         task.add_done_callback(partial(self._remove, link))
 
-    async def _keep(self, link: Link, owner: _Owner | None, opening: pb.Open) -> HeadraceError | None:
+    async def _keep(self, link: Link, owner: Owner | None, opening: pb.Open) -> HeadraceError | None:
         """Converse. Return the error that ended the session, None if it ended in order."""
         try:
             call = self._calls.first() if owner is None else self._calls.to_owner(owner.silo, owner.address)
@@ -430,7 +350,7 @@ class Router:
         if self._timeout_s is not None and now + pause_s - self._unopened_since >= self._timeout_s:
             self._error = self._error or error
 
-    def _is_for_good(self, link: Link, owner: _Owner | None, error: HeadraceError) -> bool:
+    def _is_for_good(self, link: Link, owner: Owner | None, error: HeadraceError) -> bool:
         if error.retryable or link.superseded:
             return False
         if isinstance(error, Busy) and (self._was_open if owner is None else owner.was_reached):

@@ -27,12 +27,10 @@ CALL_S = 30.0
 class _PeerTransport(GrpcTransport):
     """The connection to one silo. All consumers share it, so a silent call alone does not end it."""
 
+    # It is closed because its silo is not a member any more, or does not answer: other silos may.
+    closed_error = partial(Unavailable, "the connection to the silo was given up")
     on_silence: Callable[[], None]
     """Called when the silo is silent in a call."""
-
-    def closed_error(self) -> HeadraceError:
-        """It is closed because its silo is not a member any more, or does not answer: other silos may."""
-        return Unavailable(f"the connection to the silo at {self.address} was given up")
 
     async def renew(self, index: int, channel: grpc.aio.Channel) -> None:
         self.on_silence()

@@ -17,7 +17,6 @@ MAX_FILE, MAX_CLASS, MAX_METHODS = 600, 300, 25
 LARGE_CLASSES = {
     ("agents/delivery/delivery.py", "Delivery"),
     ("agents/delivery/group_delivery.py", "GroupDelivery"),
-    ("client/routing.py", "Router"),
 }
 """Classes of the path of remote consumers that are still larger."""
 

@@ -849,9 +849,9 @@ def simulate(
     with simulated_clocks(checkpoint_s=CHECKPOINT_S) as patch:
         for name in ("redriver.REDRIVE_S", "control_requests.POLL_S", "subscription_runner.RETRY_S"):
             patch.setattr(f"headrace.agents.{name}", 5.0)  # no requests come here
-        patch.setattr(
-            "headrace.client.routing.reconnect_backoff", partial(Backoff, FIRST_PAUSE_S, MAX_PAUSE_S, rng=rng)
-        )
+        for name in ("routing", "owners"):
+            backoff = partial(Backoff, FIRST_PAUSE_S, MAX_PAUSE_S, rng=rng)
+            patch.setattr(f"headrace.client.{name}.reconnect_backoff", backoff)
         patch.setattr("headrace.silo.consumers.Group", SeededGroup)
         patch.setattr("time.time_ns", wall_ns)
         return _run(rng, kind, steps, real, eye)
