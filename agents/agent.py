@@ -19,7 +19,6 @@ from ..adapters.receiving import Gap
 from ..adapters.seam import QueueAdapter
 from ..streams.backoff import Backoff
 from ..streams.errors import HeadraceError, StorageError
-from ..streams.identity import SequenceToken
 from ..streams.subscriptions import Checkpoint
 from .cache import CacheLimits, CacheStatistics
 from .catch_up_budget import CatchUpBudget
@@ -94,7 +93,7 @@ class PullingAgent:
     def attach(self, delivery: Delivery) -> None:
         """Serve `delivery` from its checkpoint on."""
         self.deliveries[delivery.name] = delivery
-        delivery.on_parked = self._on_parked
+        delivery.progress.on_parked = self._on_parked
         if self._runner is None:
             self._runner = asyncio.create_task(self._run(), name=f"headrace agent {self.queue}")
         elif self.main is not None:
@@ -245,9 +244,7 @@ class PullingAgent:
         needs."""
         if delivery.progress.watermark < first:
             self.missing([delivery], Gap(delivery.progress.watermark, first, "the queue no longer has them"))
-            for cursor in delivery.progress.cursors.values():
-                if cursor.batch is None and cursor.token.offset < first:
-                    delivery.progress.skip(cursor, SequenceToken(first))
+            delivery.progress.skip(first)
 
     def _on_parked(self, _: StreamCursor) -> None:
         """Find a feed for the cursor, after the feeds had their turn: the main cache may have moved on by then."""

@@ -254,7 +254,7 @@ class Cursor:
     A cursor without a batch is parked: it left the cache and only remembers its `token`.
     """
 
-    __slots__ = ("_offset", "batch", "entry", "index")
+    __slots__ = ("batch", "entry", "index", "offset")
 
     def __init__(self, entry: CacheEntry, index: int = 0) -> None:
         self.attach(entry, index)
@@ -262,7 +262,7 @@ class Cursor:
     @property
     def token(self) -> SequenceToken:
         """Token of the next event. All events of this stream before it are done."""
-        return SequenceToken(self._offset, self.index)
+        return SequenceToken(self.offset, self.index)
 
     @property
     def bucket(self) -> Bucket | None:
@@ -273,7 +273,7 @@ class Cursor:
         """Make the batch of `entry` the current one, and pin its bucket."""
         self.batch: EventBatch | None = entry.batch
         self.entry: CacheEntry | None = entry
-        self._offset = entry.batch.offset
+        self.offset = entry.batch.offset
         self.index = index
         entry.bucket.pins += 1
 
@@ -284,10 +284,10 @@ class Cursor:
         following = entry.following if entry is not None else None
         if following is None:
             self.batch = self.entry = None
-            self._offset += 1
+            self.offset += 1
         else:
             self.batch, self.entry = following.batch, following
-            self._offset = following.batch.offset
+            self.offset = following.batch.offset
             if entry is not None and following.bucket is entry.bucket:
                 return following.batch
             following.bucket.pins += 1
@@ -302,7 +302,7 @@ class Cursor:
         """Make a later batch of the stream the current one, outside of all caches."""
         assert self.entry is None
         self.batch = batch
-        self._offset = batch.offset
+        self.offset = batch.offset
         self.index = 0
 
     def release(self) -> None:
@@ -319,4 +319,4 @@ class Cursor:
     def skip_to(self, token: SequenceToken) -> None:
         """Set the position of a parked cursor: its next event is at `token` or later."""
         assert self.batch is None
-        self._offset, self.index = token
+        self.offset, self.index = token

@@ -12,7 +12,7 @@ from ..streams.backoff import Backoff
 from ..streams.errors import HeadraceError
 from .cache import CacheLimits
 from .catch_up_budget import CatchUpBudget, CatchUpShare
-from .cursor import CursorState, StreamCursor
+from .cursor import StreamCursor
 from .delivery.delivery import Delivery
 from .feed import CatchUp, Feed, FeedOwner
 
@@ -64,14 +64,14 @@ class CatchUpRunner:
     def due(self, delivery: Delivery) -> list[StreamCursor]:
         """Give the main feed the parked cursors that its cache can serve. Return the others that no feed serves."""
         main = self._owner.main
-        due = [c for c in delivery.progress.cursors.values() if c.state is CursorState.PARKED and c.feed is None]
+        due = delivery.progress.without_feed()
         if main is None or delivery.progress.feed is not main:
             return due
         left: list[StreamCursor] = []
         for cursor in due:
             # Checked for each cursor: adopting one may purge batches that the next one needs.
             if cursor.token.offset >= main.cache.first_offset:
-                main.adopt(delivery, cursor)
+                delivery.adopt(cursor, main)
             else:
                 left.append(cursor)
         return left

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from ..streams.background import run_periodically
 from ..streams.progress import RefusedProgress
 from ..streams.subscriptions import Checkpoint
+from .delivery.checkpoint_pacer import UnsavedProgress
 from .delivery.confirmations import ReportMark
-from .delivery.progress import UnsavedProgress
 from .host_state import HostState
 from .progress_store import ProgressStore
 from .served import ServedSubscription
@@ -181,7 +181,7 @@ def _unsaved(served: ServedSubscription) -> dict[int, UnsavedProgress]:
 def _marks(served: ServedSubscription) -> dict[int, Sequence[ReportMark]]:
     """Reports that the progress has which `_unsaved` has just read. If its checkpoint is held back, there are none."""
     deliveries = served.deliveries.items()
-    return {queue: delivery.marks() for queue, delivery in deliveries if not delivery.progress.held_back}
+    return {queue: delivery.marks() for queue, delivery in deliveries if not delivery.pacer.held_back}
 
 
 def _confirm(marks: Mapping[int, Sequence[ReportMark]], refused: AbstractSet[int]) -> None:

@@ -1,17 +1,17 @@
-"""A subscription's position in one stream, with the state that its delivery keeps for the stream."""
+"""A subscription's position in one stream, and the failures there. Pure."""
 
 from __future__ import annotations
 
-import asyncio
 import enum
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
+from ..streams.events import Event, EventBatch
 from ..streams.identity import SequenceToken, StreamId
 from ..streams.subscriptions import StreamBehind
 from .cache import CacheEntry, Cursor
 
 if TYPE_CHECKING:
-    from .delivery.parcel import Parcel
     from .delivery.progress import BatchSource
     from .delivery.retries import Failure
 
@@ -33,67 +33,73 @@ class CursorState(enum.Enum):
 READY, RUNNING, PARKED = CursorState.READY, CursorState.RUNNING, CursorState.PARKED
 
 
-class CursorFailures:
+class CursorFailures(NamedTuple):
     """The failures of a cursor. Most cursors never have any."""
 
-    __slots__ = (
-        "again",
-        "attempts",
-        "deferred",
-        "deliveries",
-        "excused",
-        "failed_at",
-        "paused",
-        "phase",
-        "seen",
-        "seen_at",
-        "timer",
-    )  # fmt: skip
+    attempts: int = 0
+    """Failed deliveries of the present event or batch."""
+    excused: int = 0
+    """Failed deliveries that do not count."""
+    phase: int | None = None
+    """Phase of the circuit breaker at the last failure, None before the first. `attempts` of an earlier phase do not
+    count."""
+    failed_at: float = 0.0
+    """Loop time of the first failed attempt."""
+    deliveries: int = 0
+    """How often consumers were sent events before `again` and did not finish them, whatever the reason."""
+    again: tuple[int, int] = (0, 0)
+    """Offset and index after the last event that consumers were sent and did not finish."""
+    deferred: tuple[SequenceToken, Failure] | None = None
+    """The event to give up on once its batch has been read again, and its failure."""
+    paused: str = ""
+    """Why the stream is paused; empty if it is not."""
 
-    def __init__(self) -> None:
-        self.attempts = 0
-        """Failed deliveries of the present event or batch."""
-        self.excused = 0
-        """Failed deliveries that do not count."""
-        self.phase: int | None = None
-        """Phase of the circuit breaker at the last failure, None before the first. `attempts` of an earlier phase do
-        not count."""
-        self.deliveries = 0
-        """How often consumers were sent events before `again` and did not finish them, whatever the reason."""
-        self.again: tuple[int, int] = (0, 0)
-        """Offset and index after the last event that consumers were sent and did not finish."""
-        self.deferred: tuple[SequenceToken, Failure] | None = None
-        """The event to give up on once its batch has been read again, and its failure."""
-        self.failed_at = 0.0
-        """Loop time of the first failed attempt."""
-        self.timer: asyncio.TimerHandle | None = None
-        """Starts the next attempt."""
-        self.paused = ""
-        """Why the stream is paused; empty if it is not."""
-        self.seen: SequenceToken | None = None
-        self.seen_at = 0.0
-        """Position of the cursor when its full cache was checked last, and the loop time since which it is there."""
+    def in_phase(self, phase: int, *, unavailable: bool) -> CursorFailures:
+        """Note a failure in this phase of the circuit breaker. Forget the attempts of an earlier phase; and failures
+        that do not count, unless a dependency was `unavailable` again."""
+        if self.phase == phase:
+            return self
+        return self._replace(phase=phase, attempts=0, excused=self.excused if unavailable else 0)
+
+    def since(self, now: float) -> float:
+        """Return the loop time of the first failed attempt, `now` if there is none yet."""
+        return self.failed_at if self.attempts else now
+
+    def counted(self, now: float) -> CursorFailures:
+        """The failure counts."""
+        return self._replace(attempts=self.attempts + 1, failed_at=self.since(now))
+
+    def without_count(self) -> CursorFailures:
+        """The failure does not count."""
+        return self._replace(excused=self.excused + 1, deliveries=0)
+
+    def returned(self, end: tuple[int, int]) -> CursorFailures:
+        """A consumer was sent the events before `end` and did not finish them."""
+        return self._replace(deliveries=self.deliveries + 1, again=max(self.again, end))
+
+
+NO_FAILURES = CursorFailures()
 
 
 class StreamCursor(Cursor):
-    """A cursor with the state that its delivery keeps. Each stream with undelivered events has one: keep it light."""
+    """A cursor with the state of its stream. Each stream with undelivered events has one: keep it light.
 
-    __slots__ = ("done", "feed", "parcel", "state", "stream", "trouble")
+    Only `DeliveryProgress` moves it, and writes its fields."""
+
+    __slots__ = ("done", "feed", "state", "stream", "trouble")
 
     def __init__(self, stream: StreamId, feed: BatchSource | None, entry: CacheEntry) -> None:
         entry.bucket.pins += 1
         self.batch = batch = entry.batch
         self.entry = entry
         self.index = 0
-        self._offset = batch.offset
+        self.offset = batch.offset
         self.stream = stream
         self.feed = feed
         """The feed through whose cache it moves. Parked: the feed that will bring its next batch, None if there is
         none."""
         self.state = READY
         self.trouble: CursorFailures | None = None
-        self.parcel: Parcel | None = None
-        """The events of the stream that a consumer holds."""
         self.done: dict[int, set[int]] | None = None
         """Indexes, by offset, of events after its position that are done already: a consumer may acknowledge in any
         order. Mostly None."""
@@ -101,35 +107,47 @@ class StreamCursor(Cursor):
     @classmethod
     def parked(cls, stream: StreamId, behind: StreamBehind) -> StreamCursor:
         cursor = cls.__new__(cls)
-        cursor.batch = cursor.entry = cursor.feed = cursor.trouble = cursor.parcel = None
+        cursor.batch = cursor.entry = cursor.feed = None
         cursor.done = {}
         for offset, first, last in behind.done:
             cursor.done.setdefault(offset, set()).update(range(first, last))
         cursor.done = cursor.done or None
         cursor.stream = stream
-        cursor.state = PARKED
-        if behind.paused:
-            cursor.state = CursorState.PAUSED
-            cursor.troubled().paused = behind.paused
+        cursor.state = CursorState.PAUSED if behind.paused else PARKED
+        cursor.trouble = CursorFailures(paused=behind.paused) if behind.paused else None
         cursor.skip_to(behind.token)
         return cursor
 
-    def troubled(self) -> CursorFailures:
-        if self.trouble is None:
-            self.trouble = CursorFailures()
-        return self.trouble
+    @property
+    def failures(self) -> CursorFailures:
+        return self.trouble or NO_FAILURES
+
+    def is_done(self, index: int, offset: int | None = None) -> bool:
+        """Whether an event was done out of order. Without an `offset`, the event is in the current batch."""
+        return self.done is not None and index in self.done.get(self.offset if offset is None else offset, ())
+
+    def handle(self) -> Iterator[Event]:
+        """Yield the events of the batch that are not done. An event counts as done when the next one is asked for, or
+        when the whole batch is finished."""
+        batch = self.batch
+        assert batch is not None
+        return batch.iter_events() if batch.count == 1 else self._handle(batch)  # a generator costs more than one event
+
+    def _handle(self, batch: EventBatch) -> Iterator[Event]:
+        for index, event in enumerate(batch.iter_events(self.index), self.index):
+            if self.done is None or not self.is_done(index):
+                self.index = index
+                yield event
+                self.trouble = None
+        self.index = batch.count
 
     def recovered(self) -> None:
         """The event that failed is done: forget its failures."""
         trouble = self.trouble
         if trouble is not None and trouble.again > self.token:
-            trouble.attempts, trouble.phase = 0, None
+            self.trouble = trouble._replace(attempts=0, phase=None)
         else:
             self.trouble = None
-
-    def is_done(self, index: int, offset: int | None = None) -> bool:
-        """Whether an event was done out of order. Without an `offset`, the event is in the current batch."""
-        return self.done is not None and index in self.done.get(self._offset if offset is None else offset, ())
 
     def mark_done(self, offset: int, first: int, end: int) -> int:
         """Events `first` to `end`, exclusive, of a batch are done out of order. Return how many of them were not."""
@@ -156,13 +174,13 @@ class StreamCursor(Cursor):
     def forget_batch(self) -> None:
         """The current batch is done: drop its marks in `done`."""
         assert self.done is not None
-        self.done.pop(self._offset, None)
+        self.done.pop(self.offset, None)
         self.done = self.done or None
 
     def forget_done(self) -> None:
         """Drop the marks in `done` that the position has passed."""
         assert self.done is not None
-        self.done = {offset: done for offset, done in self.done.items() if offset >= self._offset} or None
+        self.done = {offset: done for offset, done in self.done.items() if offset >= self.offset} or None
 
     def done_ranges(self) -> tuple[tuple[int, int, int], ...]:
         """Ranges of events after the position that are done, as (offset, first index, end index exclusive)."""

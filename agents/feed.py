@@ -20,7 +20,7 @@ from ..streams.errors import Closed, CorruptRecord, StorageError
 from ..streams.events import EventBatch
 from .cache import QueueCache
 from .catch_up_budget import CatchUpShare
-from .cursor import CursorState, StreamCursor
+from .cursor import StreamCursor
 from .delivery.delivery import Delivery
 
 log = logging.getLogger("headrace.agents")
@@ -189,8 +189,7 @@ class Feed:
         try:
             with self._nothing_goes():
                 for delivery in self.deliveries:
-                    delivery.progress.read_on(self)
-                    delivery.offer(self, entries, self.base(delivery))
+                    delivery.offer(self, entries)
         except Exception:
             # Else deliveries that were not offered the batches would count them as done.
             self.cache.next_offset = before
@@ -203,20 +202,9 @@ class Feed:
         """Whether it has reached the offset at which the queue ended when the feed began."""
         return self.cache.next_offset >= self.end
 
-    def base(self, delivery: Delivery) -> float:
-        """Below this offset only streams with a cursor of this feed need anything."""
-        return delivery.progress.base
-
     def _moved(self) -> None:
         for delivery in self.deliveries:
-            settle(delivery, self)
-            delivery.progress.read_on(self)
-            delivery.waiters.notify()
-
-    def drained(self, delivery: Delivery, cursor: StreamCursor) -> None:
-        """See `BatchSource`."""
-        if self.has_passed(delivery, cursor):
-            delivery.forget(cursor)
+            delivery.read_on(self)
 
     async def _under_pressure(self) -> None:
         self.throttled = True
@@ -248,58 +236,19 @@ class Feed:
         if not self._is_full():
             self._relief.set()
 
-    def adopt(self, delivery: Delivery, cursor: StreamCursor) -> None:
-        """Serve a parked cursor whose next event is not before the start of this feed's cache."""
-        offset, index = cursor.token
-        entry = self.cache.first_entry(cursor.stream, offset)
-        if entry is not None and entry.batch.offset == offset and index >= entry.batch.count:
-            entry = entry.following
-        if entry is not None:
-            delivery.follow(cursor, self, entry)
-        elif self.has_passed(delivery, cursor):
-            delivery.forget(cursor)
-        else:
-            delivery.progress.await_batch(cursor, self)
-
-    def has_passed(self, delivery: Delivery, cursor: StreamCursor) -> bool:
-        """Whether the next batch of a cursor's stream will be new to `delivery`, so that the cursor may be forgotten.
-
-        It may not be new if a catch-up brought the cursor further than a main feed that had to start again, or if
-        events of it are done already."""
-        position = self.cache.next_offset
-        ahead = cursor.done is not None and max(cursor.done) >= position
-        return position >= delivery.progress.base and cursor.token <= (position, 0) and not ahead
-
     def join(self, delivery: Delivery) -> None:
         """Serve `delivery` from now on. This feed's cache must reach back to the delivery's position."""
-        progress = delivery.progress
-        wants = min([progress.base, *(c.token.offset for c in progress.cursors.values() if c.batch is None)])
+        wants = delivery.progress.oldest_unread
         for hole in self._holes:
             if wants < hole.high:
                 self.owner.missing([delivery], hole)
-        progress.join(self)
         self.deliveries.append(delivery)
-        # Offer first, then adopt: otherwise a stream that is ahead of this cache would look like a new one.
-        parked = [c for c in progress.cursors.values() if c.state is CursorState.PARKED and c.feed is None]
         with self._nothing_goes():
-            delivery.offer(self, self.cache.entries_from(progress.base), progress.base)
-            for cursor in parked:
-                if cursor.token.offset >= self.cache.first_offset:
-                    self.adopt(delivery, cursor)
-        delivery.waiters.notify()
+            delivery.join(self)
 
     def leave(self, delivery: Delivery) -> None:
         if delivery in self.deliveries:
             self.deliveries.remove(delivery)
-
-
-def settle(delivery: Delivery, feed: Feed) -> None:
-    """Once a feed has passed a delivery's base, forget the parked streams that have nothing left to deliver."""
-    progress = delivery.progress
-    if progress.feed is feed and feed.cache.next_offset >= progress.base:
-        for cursor in [c for c in progress.cursors.values() if c.state is CursorState.PARKED and c.feed is feed]:
-            if feed.has_passed(delivery, cursor):
-                delivery.forget(cursor)
 
 
 class CatchUp(Feed):
@@ -334,10 +283,7 @@ class CatchUp(Feed):
         self._gave_way = False
         self.whole = delivery.progress.feed is None
         if self.whole:
-            delivery.progress.join(self)
-
-    def base(self, delivery: Delivery) -> float:
-        return delivery.progress.base if self.whole else float("inf")
+            delivery.join(self)
 
     def take_along(self, cursor: StreamCursor) -> None:
         """Serve a parked cursor, too, unless this feed has already read past its position."""
@@ -406,14 +352,6 @@ class CatchUp(Feed):
         if self._reading is not None:
             self._reading.cancel()
 
-    def drained(self, delivery: Delivery, cursor: StreamCursor) -> None:
-        if self.finished:
-            delivery.progress.leave_cursor(cursor)
-            delivery.on_parked(cursor)
-        elif self.whole:
-            super().drained(delivery, cursor)
-        # else it stays, parked: only this feed brings the stream's next batch
-
     def _moved(self) -> None:
         super()._moved()
         main = self.owner.main
@@ -437,18 +375,10 @@ class CatchUp(Feed):
         """End: this feed has caught up. Streams that still use its cache move to the main feed when they are done with
         it."""
         self.finish()
-        parked = [
-            c for c in self.delivery.progress.cursors.values() if c.state is CursorState.PARKED and c.feed is self
-        ]
-        for cursor in parked:
-            self.delivery.progress.leave_cursor(cursor)
+        progress = self.delivery.progress
+        progress.leave_parked(self)
         if self.whole:
-            self.delivery.progress.leave_feed()
+            progress.leave_feed()
             main.join(self.delivery)
-        for cursor in parked:
-            if (
-                cursor.state is CursorState.PARKED
-                and cursor.feed is None
-                and cursor.stream in self.delivery.progress.cursors
-            ):
-                self.delivery.on_parked(cursor)
+        for cursor in progress.without_feed():
+            progress.on_parked(cursor)

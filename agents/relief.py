@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
+from weakref import WeakKeyDictionary
 
+from ..streams.identity import SequenceToken
 from ..streams.subscriptions import SlowConsumer
 from .catch_up_runner import CatchUpRunner
 from .cursor import CursorState, StreamCursor
@@ -35,6 +37,9 @@ class CacheRelief:
         self._rewindable = rewindable
         self._detach_after_s = detach_after_s
         self._max_bytes = max_bytes
+        self._seen: WeakKeyDictionary[Feed, dict[StreamCursor, tuple[SequenceToken, float]]] = WeakKeyDictionary()
+        """The cursors in the oldest bucket of a full cache, with their positions, and the loop times since which they
+        are there."""
 
     def is_detachable(self, delivery: Delivery) -> bool:
         """Whether the cursors of a delivery may leave a cache: the queue can rewind, and the subscription allows it."""
@@ -52,15 +57,17 @@ class CacheRelief:
         cursors = [delivery.progress.cursors.values() for delivery in feed.deliveries]
         starved = any(all(cursor.entry is None for cursor in of_one) for of_one in cursors)
         held = self._held_apart()
-        for delivery in [d for d in self._deliveries.values() if self.is_detachable(d)]:
-            streams = {entry.batch.stream for entry in oldest.entries}
-            there = (delivery.progress.cursors.get(stream) for stream in streams)
-            for cursor in [c for c in there if c is not None and c.bucket is oldest]:
-                size = delivery.held(cursor)
-                fits = not held or held + size <= self._max_bytes  # the first batch always fits, however large it is
-                if fits and (starved or self._stuck(cursor)) and not _alone(feed, delivery):
-                    held += size
-                    delivery.detach(cursor)
+        streams = {entry.batch.stream for entry in oldest.entries}
+        detachable = [d for d in self._deliveries.values() if self.is_detachable(d)]
+        there = [(d, d.progress.cursors.get(stream)) for d in detachable for stream in streams]
+        pinning = [(d, cursor) for d, cursor in there if cursor is not None and cursor.bucket is oldest]
+        stuck = self._stuck(feed, (cursor for _, cursor in pinning))
+        for delivery, cursor in pinning:
+            size = delivery.held(cursor)
+            fits = not held or held + size <= self._max_bytes  # the first batch always fits, however large it is
+            if fits and (starved or cursor in stuck) and not _alone(feed, delivery):
+                held += size
+                delivery.detach(cursor)
         if isinstance(feed, CatchUp) and (self._is_idle(feed) or self._in_demand(feed)):
             feed.give_way()
 
@@ -96,11 +103,14 @@ class CacheRelief:
         apart = [(d, c) for d in self._deliveries.values() for c in d.progress.cursors.values() if c.entry is None]
         return sum(max(d.held(c), c.batch.nbytes) for d, c in apart if c.batch is not None)
 
-    def _stuck(self, cursor: StreamCursor) -> bool:
-        now, trouble = asyncio.get_running_loop().time(), cursor.troubled()
-        if trouble.seen != cursor.token:
-            trouble.seen, trouble.seen_at = cursor.token, now
-        return now - trouble.seen_at >= self._detach_after_s
+    def _stuck(self, feed: Feed, cursors: Iterable[StreamCursor]) -> set[StreamCursor]:
+        """Return those of the cursors that have not moved for `detach_after_s` seconds."""
+        now, before = asyncio.get_running_loop().time(), self._seen.get(feed, {})
+        seen = self._seen[feed] = {cursor: (cursor.token, now) for cursor in cursors}
+        for cursor, (token, _) in list(seen.items()):
+            if cursor in before and before[cursor][0] == token:
+                seen[cursor] = before[cursor]
+        return {cursor for cursor, (_, since) in seen.items() if now - since >= self._detach_after_s}
 
 
 def _alone(feed: Feed, delivery: Delivery) -> bool:

@@ -94,6 +94,11 @@ class HandlerWorkers:
         cancelled = isinstance(error, asyncio.CancelledError)
         return (cancelled and stopping) or isinstance(error, PROCESS_ENDS) or not self._loop.is_running()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a worker runs."""
+        return bool(self._tasks)
+
     def runs_here(self) -> bool:
         """Whether the current task is a worker."""
         return asyncio.current_task() in self._tasks

@@ -202,6 +202,6 @@ class CreditLine:
                     self.wait_for_space(member, parcel.size)
                     return
                 if not parcel.delivery.resend(parcel):
-                    parcel.delivery.take_back(parcel)
+                    parcel.delivery.parcels.take_back(parcel)
             member.to_resend.popleft()
         member.needed_events = member.needed_bytes = 0

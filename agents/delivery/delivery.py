@@ -15,19 +15,19 @@ import asyncio
 import logging
 import random
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from ...balancer.held_leases import LeaseTerm
 from ...streams.events import Event
 from ...streams.failure_log import FailureLog, failure_text
 from ...streams.subscriptions import Checkpoint, SubscriptionDefinition
-from ..cache import EMPTY, CacheEntry
-from ..cursor import PARKED, READY, RUNNING, CursorState, StreamCursor
+from ..cache import CacheEntry
+from ..cursor import PARKED, RUNNING, CursorState, StreamCursor
 from .breaker import Gate
+from .checkpoint_pacer import CheckpointPacer, UnsavedProgress
 from .confirmations import ReportMark
-from .progress import BatchSource, DeliveryProgress, UnsavedProgress
+from .progress import BatchSource, DeliveryProgress
 from .retries import Failure, Retries
 from .waiters import ProgressWaiters
 
@@ -87,23 +87,19 @@ class Delivery(ABC):
         """The epoch of the queue's lease. Without leases, the same as `epoch`."""
         self.generation = generation
         """The generation of the subscription."""
-        self.progress = DeliveryProgress(checkpoint)
+        self.progress = DeliveryProgress(checkpoint, definition.selector.matcher(), rewindable=rewindable)
+        self.pacer = CheckpointPacer(self.progress)
         self.waiters = ProgressWaiters(self.progress, self.name, queue)
-        self.on_parked: Callable[[StreamCursor], None] = lambda _: None
-        """Called when a parked cursor needs a feed: none will bring its next batch. Only the agent sets it."""
         self.gate = gate or Gate(definition.name, enabled=definition.circuit_breaker)
         """The circuit breaker of the subscription: one for all its queues in this process."""
         self.failures = failures or FailureLog()
         self.withheld = False
         """Whether the gate stops new attempts at present. Only the gate sets it, and wakes the delivery afterwards."""
-        self._selects = definition.selector.matcher()
         self._term = term
         self._lost = False
         self._rewindable = rewindable
         self._loop = asyncio.get_running_loop()
-        self.retries = Retries(self, sink, rewindable=rewindable, rng=rng)
-        self._ready: deque[StreamCursor] = deque()
-        self._in_flight = 0
+        self.retries = Retries(self, sink, rng)
         self._stopping = False
         self._delivered_events = self._delivered_batches = self._filtered = 0
         self.gaps = 0
@@ -156,101 +152,39 @@ class Delivery(ABC):
         """Bytes that the handler or consumer of a running cursor keeps in memory."""
         return cursor.batch.nbytes if cursor.state is RUNNING and cursor.batch is not None else 0
 
-    # ---- batches come in -------------------------------------------------------------------------------------------
+    # ---- batches come and go ---------------------------------------------------------------------------------------
 
-    def offer(self, feed: BatchSource, entries: Iterable[CacheEntry], base: float) -> None:
-        """Take new batches of `feed`'s cache. Below the offset `base`, only streams with a cursor need any."""
-        cursors, ready, selects = self.progress.cursors, self._ready, self._selects
-        for entry in entries:
-            batch = entry.batch
-            stream = batch.stream
-            cursor = cursors.get(stream)
-            if cursor is None:
-                if batch.offset >= base and selects(stream):
-                    cursors[stream] = cursor = StreamCursor(stream, feed, entry)
-                    ready.append(cursor)
-            elif cursor.state is PARKED and cursor.feed is feed and self.progress.unpark(cursor, feed, entry):
-                self._enlist(cursor)
-        if ready:
-            self.wake()
+    def join(self, feed: BatchSource) -> None:
+        """`feed` brings new batches from now on. Take those in its cache."""
+        self.progress.join(feed)
+        self.wake()
+        self.waiters.notify()
 
-    # ---- cursors go on ---------------------------------------------------------------------------------------------
+    def offer(self, feed: BatchSource, entries: Iterable[CacheEntry]) -> None:
+        """Take new batches of `feed`'s cache."""
+        self.progress.offer(feed, entries)
+        self.wake()
 
-    def finished(self, cursor: StreamCursor) -> None:
-        """The cursor's batch is done: move to the next one with undelivered events, or leave the cache."""
-        self.progress.touch()
-        while True:
-            apart = cursor.entry is None
-            if cursor.done is not None:
-                cursor.forget_batch()
-            empty = cursor.advance() is EMPTY
-            if cursor.trouble is not None:
-                cursor.recovered()
-            if empty:
-                break
-            if cursor.done is None or cursor.skip_done():
-                cursor.state = READY
-                self._ready.append(cursor)
-                return
-        if apart:
-            self._park(cursor)
-        else:
-            assert cursor.feed is not None
-            cursor.state = PARKED
-            cursor.feed.drained(self, cursor)
+    def read_on(self, feed: BatchSource) -> None:
+        """`feed` has read further, and offered all batches."""
+        self.progress.read_on(feed)
+        self.waiters.notify()
 
-    def _enlist(self, cursor: StreamCursor) -> None:
-        """Make the cursor ready at the next event of its batch that was not done out of order."""
-        self.progress.touch()
-        if cursor.done is None or cursor.skip_done():
-            cursor.state = READY
-            self._ready.append(cursor)
-        else:
-            self.finished(cursor)
-
-    def go_on(self, cursor: StreamCursor) -> None:
-        """Deliver the cursor's next event as soon as its batch is there."""
-        if cursor.batch is None:
-            self._park(cursor)
-        else:
-            self._enlist(cursor)
-            self.wake()
-
-    # ---- leaving a cache -------------------------------------------------------------------------------------------
-
-    def _park(self, cursor: StreamCursor) -> None:
-        cursor.state = PARKED
-        cursor.feed = None
-        self.on_parked(cursor)
+    def adopt(self, cursor: StreamCursor, feed: BatchSource) -> None:
+        """Let a parked cursor go on in the cache of `feed`, which must reach back to the cursor."""
+        self.progress.adopt(cursor, feed)
+        self.wake()
+        self.waiters.notify()
 
     def detach(self, cursor: StreamCursor) -> None:
         """Take a cursor out of its cache. A running cursor keeps its batch until that is done."""
-        if cursor.state is RUNNING:
-            cursor.release()
-            return
-        cursor.park()
-        if cursor.state is READY:
-            self._park(cursor)
-
-    def follow(self, cursor: StreamCursor, feed: BatchSource, entry: CacheEntry) -> None:
-        """Let a parked cursor go on in the cache of `feed`, at `entry`."""
-        if self.progress.unpark(cursor, feed, entry):
-            self._enlist(cursor)
-        self.wake()
-
-    def forget(self, cursor: StreamCursor) -> None:
-        """Drop the cursor of a stream without undelivered events: its next batch starts a new one."""
-        self.progress.forget(cursor)
-        self.waiters.notify()
+        self.progress.detach(cursor)
 
     def leave(self, feed: BatchSource) -> None:
-        """`feed` ends: park the cursors that are in its cache."""
-        for cursor in list(self.progress.cursors.values()):
-            if cursor.feed is feed and cursor.state in (READY, RUNNING, CursorState.WAITING):
-                self.detach(cursor)
-            elif cursor.feed is feed:
-                cursor.feed = None
-        self.progress.touch()
+        """`feed` ends: take all cursors out of its cache."""
+        for cursor in [c for c in self.progress.cursors.values() if c.feed is feed and c.batch is not None]:
+            self.detach(cursor)
+        self.progress.leave_parked(feed)
 
     # ---- failures and progress -------------------------------------------------------------------------------------
 
@@ -260,9 +194,8 @@ class Delivery(ABC):
 
     def log_failure(self, cursor: StreamCursor, failure: Failure, outcome: str) -> None:
         """Write a failed attempt to the log, at a bounded rate."""
-        trouble = cursor.troubled()
         message = failure_text(self.name, cursor.stream, cursor.token, outcome, failure.reason)
-        first = trouble.attempts + trouble.excused == 1
+        first = cursor.failures.attempts + cursor.failures.excused == 1
         self.failures.write(log, self._loop.time(), message, failure.error, first=first)
 
     async def gave_up(self, failure: Failure) -> None:
@@ -270,7 +203,7 @@ class Delivery(ABC):
 
     def unsaved(self) -> UnsavedProgress | None:
         """The checkpoint that is to be saved, None if the one that was saved last still holds."""
-        return self.progress.unsaved(self._loop.time())
+        return self.pacer.unsaved(self._loop.time())
 
     def marks(self) -> Sequence[ReportMark]:
         """Return the consumers' reports that the progress has, as it was read just now: they are confirmed when it is
@@ -288,8 +221,8 @@ class Delivery(ABC):
             self.retries.dead_lettered,
             self.retries.skipped,
             self.gaps,
-            self._in_flight,
-            len(self._ready),
+            states.count(RUNNING),
+            len(self.progress.ready),
             states.count(CursorState.WAITING),
             states.count(PARKED),
             states.count(CursorState.PAUSED),

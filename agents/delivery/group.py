@@ -279,4 +279,4 @@ def taken_over(consumer: str) -> Fenced:
 
 def _take_back(parcels: Iterable[Parcel]) -> None:
     for parcel in parcels:
-        parcel.delivery.take_back(parcel)
+        parcel.delivery.parcels.take_back(parcel)

@@ -48,10 +48,10 @@ class GroupQueues:
         at = parcel.find(events.offset)
         piece = parcel.pieces[at]
         if not up_to:
-            return parcel.delivery.done(parcel, at, events.index, events.end(piece.stop))
+            return parcel.delivery.parcels.done(parcel, at, events.index, events.end(piece.stop))
         if not piece.start <= events.index < piece.stop:
             return False
-        parcel.delivery.done_up_to(parcel, at, events.end(piece.stop))
+        parcel.delivery.parcels.done_up_to(parcel, at, events.end(piece.stop))
         return True
 
     def holds_part(self, member: Member, events: EventRange) -> bool:
@@ -82,7 +82,7 @@ class GroupQueues:
         member.account.prove()
         at = parcel.find(events.offset)
         failure = Failure(events.end(parcel.pieces[at].stop), reason, delay_s=delay_s, unavailable=unavailable)
-        return parcel.delivery.reject(parcel, at, events.index, failure)
+        return parcel.delivery.parcels.reject(parcel, at, events.index, failure)
 
     def release(self, member: Member, events: EventRange) -> bool:
         """The member gives these events back unprocessed, with the later ones of the parcel. It does not count as a
@@ -90,7 +90,7 @@ class GroupQueues:
         parcel = member.in_flight.get((events.queue, events.offset))
         if parcel is None:
             return False
-        return parcel.delivery.release(parcel, parcel.find(events.offset), events.index)
+        return parcel.delivery.parcels.release(parcel, parcel.find(events.offset), events.index)
 
     def note_unconfirmed(
         self, member: Member, queue: int, number: int, events: Sequence[tuple[StreamId, int, int, int]]
@@ -108,7 +108,7 @@ class GroupQueues:
             parcel = member.in_flight.get((queue, offset))
             if parcel is not None and parcel.cursor.stream == stream:
                 member.account.prove()
-                delivery.done(parcel, parcel.find(offset), first, first + count)
+                delivery.parcels.done(parcel, parcel.find(offset), first, first + count)
 
     def note_applied(self, member: Member, queue: int, number: int) -> None:
         """All reports of the member about a queue are applied, up to this number."""

@@ -20,10 +20,10 @@ from ...streams.handlers import CONCURRENCY, Handler
 from ...streams.identity import StreamId
 from ...streams.options import EventFilter
 from ...streams.subscriptions import Checkpoint, SubscriptionDefinition
-from ..cursor import READY, RUNNING, StreamCursor
+from ..cursor import StreamCursor
 from .breaker import Admission
+from .checkpoint_pacer import UnsavedProgress
 from .delivery import Delivery, FailureSink
-from .progress import UnsavedProgress
 from .retries import Failure
 
 log = logging.getLogger("headrace.agents")
@@ -54,19 +54,19 @@ class HandlerDelivery(Delivery):
         self._workers = HandlerWorkers(f"{self.name}, queue {queue}", concurrency, self._work, self._may_run, log)
 
     def wake(self) -> None:
-        if self._ready and not self.withheld:
+        if self.progress.ready and not self.withheld:
             self._workers.wake()
 
     def _may_run(self) -> bool:
-        return bool(self._ready) and not (self.withheld or self._stopping)
+        return bool(self.progress.ready) and not (self.withheld or self._stopping)
 
     # ---- handlers run ----------------------------------------------------------------------------------------------
 
-    async def _work(self) -> None:  # noqa: C901, PLR0912 (see its docstring)
+    async def _work(self) -> None:  # noqa: C901 (see its docstring)
         """Call handlers until no cursor is ready. The body is not divided into functions: each costs a call per
         batch."""
-        ready, handle, gate, breaker = self._ready, self._handle, self.gate, self.gate.breaker
-        workers = self._workers
+        progress, handle, gate, breaker = self.progress, self._handle, self.gate, self.gate.breaker
+        ready, workers = progress.ready, self._workers
         if len(ready) > 1:
             self.wake()
         while ready and not self.over:
@@ -76,15 +76,13 @@ class HandlerDelivery(Delivery):
                 if admission is Admission.NONE:
                     break
                 probe = admission is Admission.PROBE
-            cursor = ready.popleft()
-            if cursor.state is not READY:
-                continue
+            cursor = progress.take()
+            if cursor is None:
+                break
             batch = cursor.batch
             assert batch is not None
             if breaker.limiting:
                 gate.begin()
-            cursor.state = RUNNING
-            self._in_flight += 1
             start = cursor.index
             try:
                 handled = await (self._handle_one if probe else handle)(cursor, batch)
@@ -95,12 +93,11 @@ class HandlerDelivery(Delivery):
                     gate.succeeded(cursor.stream)
                 if not probe or cursor.index >= batch.count:
                     self._delivered_batches += 1
-                    self.finished(cursor)
+                    progress.finish(cursor)
                 else:
-                    self._enlist(cursor)
-            finally:
-                self._in_flight -= 1
+                    progress.resume(cursor)
             if monotonic() > workers.turn_ends:
+                self.waiters.notify()
                 await workers.yield_turn()
         self.waiters.notify()
 
@@ -111,8 +108,7 @@ class HandlerDelivery(Delivery):
         batches."""
         self.progress.touch()
         if self._workers.ends_worker(error, stopping=self.over):
-            cursor.state = READY  # it goes on at its token later
-            self._ready.appendleft(cursor)
+            self.progress.put_back(cursor)  # it goes on at its token later
             raise error
         if cursor.index > start and self.predicate is None and self.gate.breaker.watching:
             self.gate.succeeded(cursor.stream)
@@ -126,40 +122,31 @@ class HandlerDelivery(Delivery):
         """Return whether the handler was given anything."""
         on_event = self._handler.on_event
         assert on_event is not None
-        start, leased, handled = cursor.index, self._term is not None, False
-        for index, event in enumerate(batch.iter_events(start), start):
+        leased, handled = self._term is not None, False
+        for event in cursor.handle():
+            if not cursor.index % YIELD_EVENTS and cursor.index:
+                await self._workers.yield_turn()
             if self._stopping or (leased and self.over):
                 raise asyncio.CancelledError
-            if cursor.done is not None and cursor.is_done(index):
-                continue
             if self.predicate is None or self.is_wanted(event):
                 await on_event(event)
                 self._delivered_events += 1
                 handled = True
             else:
                 self._filtered += 1
-            cursor.index = index + 1
-            cursor.trouble = None
-            if not index % YIELD_EVENTS and index:
-                await self._workers.yield_turn()
         return handled
 
     async def _handle_one(self, cursor: StreamCursor, batch: EventBatch) -> bool:
         """Give the handler the cursor's event alone, or the next one that passes the filter."""
-        for index, event in enumerate(batch.events(cursor.index), cursor.index):
-            if cursor.is_done(index):
-                continue
-            cursor.index = index
+        for event in cursor.handle():
             if wanted := self.is_wanted(event):
                 await self._call(batch, event)
                 self._delivered_events += 1
             else:
                 self._filtered += 1
-            cursor.index = index + 1
-            cursor.trouble = None
+            self.progress.advance(cursor, cursor.index + 1)
             if wanted:
                 return True
-        cursor.index = batch.count
         return False
 
     async def _call(self, batch: EventBatch, event: Event) -> None:
@@ -223,7 +210,7 @@ class HandlerDelivery(Delivery):
         return None
 
     def unsaved(self) -> UnsavedProgress | None:
-        if self._in_flight:
+        if self._workers.busy:
             self.progress.touch()  # a handler moves its cursor with each event, without a `touch` until the batch ends
         return super().unsaved()
 

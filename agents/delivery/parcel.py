@@ -89,14 +89,15 @@ class Parcel:
         """Return the index of the first event of a piece that may not be done."""
         return self.cursor.index if at == self.head else self.pieces[at].start
 
-    def drop_payload(self) -> None:
-        """The cursor left the cache: drop the payloads of the events that the consumer holds."""
+    def drop_payload(self) -> EventBatch:
+        """The cursor left the cache: drop the payloads of the events that the consumer holds. Return the cursor's batch
+        without them."""
         self.payload_dropped = True
         for piece in self.pieces:
             piece.batch = _without_payload(piece.batch)
-        self.cursor.batch = self.pieces[self.head].batch
         if self.failing is not None:
             self.failing = _without_payload(self.failing)
+        return self.pieces[self.head].batch
 
 
 def left(cursor: StreamCursor, offset: int, start: int, stop: int) -> Iterator[int]:

@@ -58,8 +58,7 @@ class ParcelWriter:
         batch, indexes = parcel.pieces[at].batch, parcel.left(at)
         if not indexes:
             return b""
-        assert parcel.cursor.trouble is not None
-        attempt = _attempt(parcel.cursor.trouble, (batch.offset, indexes[0]))
+        attempt = _attempt(parcel.cursor.failures, (batch.offset, indexes[0]))
         if len(indexes) == batch.count:
             return frame(batch.encoded, self._queue, batch.offset, attempt=attempt)
         encoded = self._edge.part(batch, self._queue, indexes)

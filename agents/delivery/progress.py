@@ -1,28 +1,19 @@
-"""The progress of one subscription in one queue, and the checkpoints that store it. Pure.
+"""The progress of one subscription in one queue. Pure.
 
-Every event below the position is done, except in streams that have a cursor. To make a checkpoint takes time and space
-in proportion to the cursors. So changes are counted: no checkpoint is made while the saved one still holds.
+Every event below the position is done, except in streams that have a cursor.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from ...streams.errors import CorruptRecord
 from ...streams.identity import SequenceToken, StreamId
 from ...streams.subscriptions import Checkpoint, StreamBehind
 from ..cache import CacheEntry, QueueCache
 from ..cursor import PARKED, CursorState, StreamCursor
-
-if TYPE_CHECKING:
-    from .delivery import Delivery
-
-MAX_ENTRIES = 4000
-"""After a checkpoint with more streams behind and ranges of done events together, the next ones are held back."""
-ENTRIES_PER_S = 40_000
-"""While checkpoints are held back, so many streams and ranges are written in a second."""
-HELD_BACK_S = 10.0
-"""The longest time for which checkpoints are held back, in seconds."""
+from .stream_cursors import StreamCursors
 
 
 class BatchSource(Protocol):
@@ -31,48 +22,30 @@ class BatchSource(Protocol):
     cache: QueueCache
     damage: CorruptRecord | None
     """The damaged record that stops reading at present."""
+    finished: bool
+    """Whether it reads nothing more."""
 
     @property
     def caught_up(self) -> bool:
         """Whether it has reached the queue's end as of its start."""
         ...
 
-    def drained(self, delivery: Delivery, cursor: StreamCursor) -> None:
-        """The cursor has finished all batches of its stream in this feed's cache: forget, keep or move the cursor."""
-        ...
 
+class DeliveryProgress(StreamCursors):
+    """The position and the cursors. Nothing else writes their fields: feeds, handlers and groups call the methods."""
 
-class UnsavedProgress(NamedTuple):
-    """A checkpoint that is to be saved, and the state from which it was made."""
-
-    progress: DeliveryProgress
-    checkpoint: Checkpoint
-    changes: int
-    position: int
-
-    def note_saved(self) -> None:
-        """The checkpoint is stored."""
-        self.progress.note_saved(self)
-
-
-class DeliveryProgress:
-    """The position and the cursors. `touch` it after each change of a cursor's position."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, selects: Callable[[StreamId], bool] = lambda _: True, *, rewindable: bool = True
+    ) -> None:
+        """`selects`: whether the subscription wants a stream. `rewindable`: batches can be read again."""
+        super().__init__(checkpoint.behind, rewindable=rewindable)
         self.base = checkpoint.next_offset
         """The position without a feed. A feed that reads beyond it moves the position, but not `base`."""
         self.feed: BatchSource | None = None
         """Brings new batches: a catch-up, or the main feed once the delivery has joined it."""
-        self.cursors: dict[StreamId, StreamCursor] = {
-            stream: StreamCursor.parked(stream, behind) for stream, behind in checkpoint.behind.items()
-        }
         self.damage: CorruptRecord | None = None
         """The damaged record that stopped the last catch-up."""
-        self.held_back = False
-        """Whether the last call of `unsaved` returned None although the saved checkpoint does not hold any more."""
-        self._held_back_until = 0.0
-        self._changes = 0
-        self._saved: UnsavedProgress | None = None
+        self._selects = selects
 
     @property
     def position(self) -> int:
@@ -89,19 +62,19 @@ class DeliveryProgress:
     @property
     def watermark(self) -> int:
         """The lowest offset still needed."""
-        behind = min((self.needed(c).offset for c in self.cursors.values()), default=self.position)
+        behind = min((self.needed(c).offset for c in self._cursors.values()), default=self.position)
         return min(behind, self.position)
 
     def reached(self, offset: int) -> bool:
         """Whether every event below `offset` is done. Paused streams do not count."""
         if self.position < offset:
             return False
-        live = (c for c in self.cursors.values() if c.state is not CursorState.PAUSED)
+        live = (c for c in self._cursors.values() if c.state is not CursorState.PAUSED)
         return all(self.needed(c).offset >= offset for c in live)
 
     def is_done(self, stream: StreamId, offset: int, first: int, end: int) -> bool:
         """Whether events `first` to `end`, exclusive, of the batch at `offset` are done."""
-        cursor = self.cursors.get(stream)
+        cursor = self._cursors.get(stream)
         if cursor is None:
             return offset < self.position
         token = self.needed(cursor)
@@ -111,66 +84,137 @@ class DeliveryProgress:
         start = max(first, token.index) if offset == token.offset else first
         return all(index in done for index in range(start, end))
 
-    # ---- changes ---------------------------------------------------------------------------------------------------
+    @property
+    def oldest_unread(self) -> int:
+        """The lowest offset from which a feed has to read for this delivery."""
+        return min([self.base, *(c.token.offset for c in self._cursors.values() if c.batch is None)])
 
-    def touch(self) -> None:
-        """A cursor moved, or was paused: the saved checkpoint does not hold any more."""
-        self._changes += 1
+    def without_feed(self) -> list[StreamCursor]:
+        """Return the parked cursors whose next batch no feed will bring."""
+        return [c for c in self._cursors.values() if c.state is PARKED and c.feed is None]
+
+    # ---- batches come in -------------------------------------------------------------------------------------------
 
     def join(self, feed: BatchSource) -> None:
-        """`feed` brings new batches from now on."""
+        """`feed` brings new batches from now on. Take those in its cache."""
         self.feed = feed
         self.touch()
+        # Offer first, then adopt: otherwise a stream that is ahead of this cache would look like a new one.
+        parked = self.without_feed()
+        self.offer(feed, feed.cache.entries_from(self.base))
+        for cursor in parked:
+            if cursor.token.offset >= feed.cache.first_offset:
+                self.adopt(cursor, feed)
+
+    def offer(self, feed: BatchSource, entries: Iterable[CacheEntry]) -> None:
+        """`feed` has read these batches."""
+        cursors, ready, selects = self._cursors, self._ready, self._selects
+        # A catch-up for single streams brings nothing to others; nothing is new below the base.
+        base = self.base if feed is self.feed else float("inf")
+        if feed is not self.feed or feed.cache.next_offset <= self.base:
+            self.touch()  # otherwise the position shows the change
+        for entry in entries:
+            batch = entry.batch
+            stream = batch.stream
+            cursor = cursors.get(stream)
+            if cursor is None:
+                if batch.offset >= base and selects(stream):
+                    cursors[stream] = cursor = StreamCursor(stream, feed, entry)
+                    ready.append(cursor)
+            elif cursor.state is PARKED and cursor.feed is feed:
+                self.unpark(cursor, feed, entry)
 
     def read_on(self, feed: BatchSource) -> None:
-        """`feed` has read further. Count a change only if `position` does not show it."""
+        """`feed` has read further. Forget the parked streams that have nothing left to deliver."""
+        if feed is self.feed and feed.cache.next_offset >= self.base:
+            for cursor in [c for c in self._cursors.values() if c.state is PARKED and c.feed is feed]:
+                self._forget_if_passed(cursor, feed)
         if feed is not self.feed or feed.cache.next_offset <= self.base:
             self.touch()
 
-    def leave_feed(self) -> None:
-        """No feed brings new batches any more. The position stays, however far the feed reads on."""
-        self.base, self.feed = self.position, None
-        self.touch()
+    def adopt(self, cursor: StreamCursor, feed: BatchSource) -> None:
+        """Let a parked cursor go on in the cache of `feed`, or wait for the batches that `feed` brings. The cache must
+        reach back to the cursor."""
+        offset, index = cursor.token
+        entry = feed.cache.first_entry(cursor.stream, offset)
+        if entry is not None and entry.batch.offset == offset and index >= entry.batch.count:
+            entry = entry.following
+        if entry is not None:
+            self.unpark(cursor, feed, entry)
+        elif not self._forget_if_passed(cursor, feed):
+            self.await_batch(cursor, feed)
 
     def await_batch(self, cursor: StreamCursor, feed: BatchSource) -> None:
         """`feed` will bring the parked cursor's next batch."""
         cursor.feed = feed
         self.touch()
 
-    def skip(self, cursor: StreamCursor, token: SequenceToken) -> None:
-        """The queue has nothing before `token` any more: a parked cursor goes on there."""
-        cursor.skip_to(token)
-        self.touch()
-
-    def leave_cursor(self, cursor: StreamCursor) -> None:
-        """The parked cursor's feed will not bring its next batch: keep how far the feed has read."""
-        cursor.skip_to(self.needed(cursor))
-        cursor.feed = None
-        self.touch()
-
-    def forget(self, cursor: StreamCursor) -> None:
-        """Drop the cursor of a stream without undelivered events: its next batch starts a new one."""
-        del self.cursors[cursor.stream]
-        self.touch()
-
-    def unpark(self, cursor: StreamCursor, feed: BatchSource, entry: CacheEntry) -> bool:
-        """Put a parked cursor onto the batch of `entry` in `feed`. Return False if the batch is done already."""
+    def unpark(self, cursor: StreamCursor, feed: BatchSource, entry: CacheEntry) -> None:
+        """Put a parked cursor onto the batch of `entry` in the cache of `feed`, unless the batch is done already."""
         batch, (offset, index) = entry.batch, cursor.token
         if batch.offset < offset or (batch.offset == offset and index >= batch.count):
-            return False
+            return
         cursor.attach(entry, index if batch.offset == offset else 0)
         cursor.feed = feed
         if cursor.done is not None:
             cursor.forget_done()
+        self._enlist(cursor)
+
+    def _forget_if_passed(self, cursor: StreamCursor, feed: BatchSource) -> bool:
+        """Forget the cursor if the next batch of its stream will be new. Return whether it was forgotten.
+
+        The batch may not be new if a catch-up brought the cursor further than a main feed that had to start again, or
+        if events of it are done already."""
+        position = feed.cache.next_offset
+        if position < self.base or cursor.offset > position or (cursor.offset == position and cursor.index):
+            return False
+        if cursor.done is not None and max(cursor.done) >= position:
+            return False
+        del self._cursors[cursor.stream]  # its next batch starts a new one
         self.touch()
         return True
+
+    def _drained(self, cursor: StreamCursor) -> None:
+        feed = cursor.feed
+        assert feed is not None
+        if feed is self.feed:
+            self._forget_if_passed(cursor, feed)
+        elif feed.finished:
+            self._leave_cursor(cursor)
+            self.on_parked(cursor)
+        # Otherwise it stays, parked: only this catch-up brings the stream's next batch.
+
+    # ---- feeds go --------------------------------------------------------------------------------------------------
+
+    def leave_feed(self) -> None:
+        """No feed brings new batches any more. The position stays, however far the feed reads on."""
+        self.base, self.feed = self.position, None
+        self.touch()
+
+    def leave_parked(self, feed: BatchSource) -> None:
+        """`feed` will not bring the next batches of its parked cursors: keep how far it has read."""
+        for cursor in self._cursors.values():
+            if cursor.state is PARKED and cursor.feed is feed:
+                self._leave_cursor(cursor)
+
+    def _leave_cursor(self, cursor: StreamCursor) -> None:
+        cursor.skip_to(self.needed(cursor))
+        cursor.feed = None
+        self.touch()
+
+    def skip(self, offset: int) -> None:
+        """The queue has nothing below `offset` any more."""
+        for cursor in self._cursors.values():
+            if cursor.batch is None and cursor.token.offset < offset:
+                cursor.skip_to(SequenceToken(offset))
+                self.touch()
 
     def end(self) -> None:
         """Leave all feeds. The progress stays as it is, however far the feeds read on."""
         self.leave_feed()
-        for cursor in self.cursors.values():
+        for cursor in self._cursors.values():
             if cursor.state is PARKED:
-                self.leave_cursor(cursor)
+                self._leave_cursor(cursor)
             cursor.feed = None
             cursor.release()
 
@@ -200,32 +244,10 @@ class DeliveryProgress:
         position = self.position
         here = SequenceToken(position)
         behind: dict[StreamId, StreamBehind] = {}
-        for cursor in self.cursors.values():
+        for cursor in self._cursors.values():
             token, paused = self.needed(cursor), cursor.trouble.paused if cursor.trouble else ""
             done = cursor.done_ranges() if cursor.done is not None else ()
             # Streams ahead of the position count, too: a catch-up may be further than a main feed that started again.
             if token != here or paused or done:
                 behind[cursor.stream] = StreamBehind(token, paused, done)
         return Checkpoint(position, behind)
-
-    def unsaved(self, now: float) -> UnsavedProgress | None:
-        """Return a checkpoint that is to be saved, None if the one that was saved last still holds. Call its
-        `note_saved` once it is stored.
-
-        After a large checkpoint the next one is held back for a while, so that the store keeps up."""
-        self.held_back = False
-        saved, position = self._saved, self.position
-        if saved is not None and saved.changes == self._changes and saved.position == position:
-            return None
-        self.held_back = now < self._held_back_until
-        if self.held_back:
-            return None
-        checkpoint = self.checkpoint()
-        entries = sum(1 + len(behind.done) for behind in checkpoint.behind.values())
-        if entries > MAX_ENTRIES:
-            self._held_back_until = now + min(entries / ENTRIES_PER_S, HELD_BACK_S)
-        return UnsavedProgress(self, checkpoint, self._changes, position)
-
-    def note_saved(self, saved: UnsavedProgress) -> None:
-        """This result of `unsaved` is stored."""
-        self._saved = saved

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ...streams.events import EventBatch
 from ...streams.identity import StreamId
 from ...streams.subscriptions import OnFailure
-from ..cursor import CursorState, StreamCursor
+from ..cursor import StreamCursor
 from .breaker import HELD
 
 if TYPE_CHECKING:
@@ -42,9 +42,7 @@ class Failure(NamedTuple):
 class Retries:
     """Decides what follows the failures of one delivery, and does it."""
 
-    def __init__(
-        self, delivery: Delivery, sink: FailureSink, *, rewindable: bool, rng: random.Random | None = None
-    ) -> None:
+    def __init__(self, delivery: Delivery, sink: FailureSink, rng: random.Random | None = None) -> None:
         self.scheduled = self.dead_lettered = self.skipped = self.filtered = 0
         """The number of retries, the numbers of events given up on, and of those that the filter held back instead."""
         self._delivery = delivery
@@ -52,9 +50,10 @@ class Retries:
         self._gate = delivery.gate
         self._progress = delivery.progress
         self._sink = sink
-        self._rewindable = rewindable
         self._rng = rng or RNG
         self._loop = asyncio.get_running_loop()
+        self._timers: dict[StreamCursor, asyncio.TimerHandle] = {}
+        """Start the next attempts of waiting cursors."""
         self._stopped = False
 
     async def failed(self, cursor: StreamCursor, batch: EventBatch, failure: Failure) -> None:
@@ -65,64 +64,56 @@ class Retries:
     def stop(self) -> None:
         """Try nothing again."""
         self._stopped = True
-        for cursor in self._progress.cursors.values():
-            if cursor.trouble is not None and cursor.trouble.timer is not None:
-                cursor.trouble.timer.cancel()
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
 
     # ---- another attempt -------------------------------------------------------------------------------------------
 
     def again(self, cursor: StreamCursor, failure: Failure) -> bool:
         """Schedule the cursor's next attempt. Count the failed one if the circuit breaker says so. Return False if the
         retries are exhausted."""
-        now, trouble = self._loop.time(), cursor.troubled()
-        earlier, trouble.phase = trouble.phase, self._gate.breaker.phase
-        if earlier != trouble.phase:
-            trouble.attempts = 0
-            trouble.excused = trouble.excused if failure.unavailable else 0
-        failed_at = trouble.failed_at if trouble.attempts else now
-        delay = self._definition.retry.delay(trouble.attempts + 1, now - failed_at, self._rng)
+        now, earlier = self._loop.time(), cursor.failures.phase
+        failures = self._progress.fail(cursor, self._gate.breaker.phase, unavailable=failure.unavailable)
+        delay = self._definition.retry.delay(failures.attempts + 1, now - failures.since(now), self._rng)
         if not self._gate.failed(cursor.stream, failure, earlier=earlier, exhausted=delay is None):
             self._excuse(cursor, failure)
             return True
-        trouble.failed_at = failed_at
-        trouble.attempts += 1
+        attempts = self._progress.count_failure(cursor, now)
         if delay is None:
             return False
         delay = delay if failure.delay_s is None else failure.delay_s
         self.scheduled += 1
-        self._delivery.log_failure(cursor, failure, f"attempt {trouble.attempts}, again in {delay:.2f} s")
+        self._delivery.log_failure(cursor, failure, f"attempt {attempts}, again in {delay:.2f} s")
         self._wait(cursor, delay)
         return True
 
     def _excuse(self, cursor: StreamCursor, failure: Failure) -> None:
         """Try again, without counting the failure. While the subscription is held, the stream joins the end of the
         ready ones, and the gate decides when it is tried. Otherwise it waits as after a failure that counts."""
-        trouble = cursor.troubled()
-        trouble.excused += 1
-        trouble.deliveries = 0
+        failures = self._progress.excuse_failure(cursor)
         self.scheduled += 1
         self._delivery.log_failure(cursor, failure, "not counted")
         if self._gate.breaker.state is not HELD or self._stopped:
             delay_s = failure.delay_s
             if delay_s is None:
-                delay_s = self._definition.retry.backoff(trouble.attempts + trouble.excused, self._rng)
+                delay_s = self._definition.retry.backoff(failures.attempts + failures.excused, self._rng)
             self._wait(cursor, max(delay_s, EXCUSED_S))
-            return
-        if cursor.entry is None and self._rewindable:
-            cursor.park()
-        self._delivery.go_on(cursor)
+        else:
+            self._resume(cursor)
 
     def _wait(self, cursor: StreamCursor, delay: float) -> None:
-        cursor.state = CursorState.WAITING
-        if self._stopped:
-            return
-        if cursor.entry is None and self._rewindable:
-            cursor.park()  # it left its cache while it ran: read the batch again later, rather than keep it
-        cursor.troubled().timer = self._loop.call_later(delay, self._retry, cursor)
+        self._progress.wait(cursor)
+        if not self._stopped:
+            self._timers[cursor] = self._loop.call_later(delay, self._retry, cursor)
 
     def _retry(self, cursor: StreamCursor) -> None:
-        cursor.troubled().timer = None
-        self._delivery.go_on(cursor)
+        del self._timers[cursor]
+        self._resume(cursor)
+
+    def _resume(self, cursor: StreamCursor) -> None:
+        self._progress.resume(cursor)
+        self._delivery.wake()
 
     # ---- giving up -------------------------------------------------------------------------------------------------
 
@@ -130,7 +121,7 @@ class Retries:
         """Give up on the events that failed, as the subscription says. If that cannot be recorded, try again later."""
         log.warning(
             "subscription %r gives up on event %s of stream %s after %d attempts: %s: %s",
-            self._definition.name, cursor.token, cursor.stream, cursor.troubled().attempts,
+            self._definition.name, cursor.token, cursor.stream, cursor.failures.attempts,
             self._definition.on_failure.value, failure.reason, exc_info=failure.error,
         )  # fmt: skip
         try:
@@ -153,18 +144,15 @@ class Retries:
         left = [e for i, e in enumerate(batch.events()) if cursor.index <= i < failure.end and not cursor.is_done(i)]
         events = [event for event in left if self._delivery.is_wanted(event)]
         if self._definition.on_failure is OnFailure.DEAD_LETTER:
-            await self._sink.dead_letter(self._delivery, events, failure.reason, cursor.troubled().attempts)
+            await self._sink.dead_letter(self._delivery, events, failure.reason, cursor.failures.attempts)
             self.dead_lettered += len(events)
         else:
             await self._sink.skipped(self._delivery, events, failure.reason)
             self.skipped += len(events)
         self.filtered += len(left) - len(events)
-        cursor.index = failure.end
-        cursor.recovered()
-        if cursor.index < batch.count:
-            self._delivery.go_on(cursor)
-        else:
-            self._delivery.finished(cursor)
+        self._progress.pass_over(cursor, failure.end)
+        self._delivery.wake()
+        self._delivery.waiters.notify()
 
     def pause(self, cursor: StreamCursor, reason: str) -> None:
         """Deliver nothing more of a stream until `resume`."""
@@ -175,18 +163,11 @@ class Retries:
             cursor.token,
             reason,
         )
-        cursor.state = CursorState.PAUSED
-        cursor.troubled().paused = reason
-        cursor.park()
-        self._progress.touch()
+        self._progress.pause(cursor, reason)
 
     def resume(self, stream: StreamId) -> bool:
         """Go on with a paused stream. Return False if it is not paused here."""
-        cursor = self._progress.cursors.get(stream)
-        if cursor is None or cursor.state is not CursorState.PAUSED:
+        if not self._progress.unpause(stream):
             return False
-        trouble = cursor.troubled()
-        trouble.paused, trouble.attempts, trouble.phase = "", 0, None
-        self._progress.touch()
-        self._delivery.go_on(cursor)
+        self._delivery.wake()
         return True

@@ -165,4 +165,4 @@ class PullingConsumer:
             return
         for parcel in parcels:
             if parcel in parcel.delivery.parcels:
-                parcel.delivery.take_back(parcel)
+                parcel.delivery.parcels.take_back(parcel)

@@ -6,7 +6,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple, Self
 
 from headrace import CorruptRecord, EventBatch, HeadraceError, OnFailure, RetryPolicy, Selector
-from headrace.agents import Delivery, Edge, EventRange, Group, Member, QueueCache
+from headrace.agents import Edge, EventRange, Group, Member, QueueCache
 from headrace.agents.cursor import StreamCursor
 from headrace.agents.delivery.breaker import Gate
 from headrace.agents.delivery.confirmations import Confirmed
@@ -25,6 +25,7 @@ class Lane:
     """One queue of a group. `publish` offers a batch as if it had just been received."""
 
     caught_up = True
+    finished = False
 
     def __init__(self, circle: "Circle", queue: int, checkpoint: Checkpoint, max_events: int) -> None:
         self.queue = queue
@@ -46,24 +47,18 @@ class Lane:
         self.delivery = delivery
         self._start = checkpoint.watermark
         self.parked = []  # cursors that the former delivery parks do not count
-        delivery.on_parked = self.parked.append
-        delivery.progress.join(self)
-        for cursor in delivery.progress.cursors.values():
-            cursor.feed = self
+        delivery.progress.on_parked = self.parked.append
+        delivery.join(self)
 
     def read_again(self) -> None:
         """Offer everything that is in the cache, as a feed does that a delivery joins."""
-        self.delivery.offer(self, self.cache.entries_from(self._start), self.delivery.progress.base)
+        self.delivery.offer(self, self.cache.entries_from(self._start))
 
     def unpark(self) -> None:
         """Bring the next batch of every parked cursor, as a catch-up would."""
         parked, self.parked[:] = list(self.parked), []
         for cursor in parked:
-            entry = self.cache.first_entry(cursor.stream, cursor.token.offset)
-            if entry is not None:
-                self.delivery.follow(cursor, self, entry)
-            else:
-                cursor.feed = self  # brings the next one, when there is one
+            self.delivery.adopt(cursor, self)
 
     def publish(self, key: str, *payloads: str) -> EventBatch:
         return self.publish_all([(key, payloads)])[0]
@@ -72,13 +67,9 @@ class Lane:
         made = [EventBatch.of(stream(key), [text.encode() for text in payloads]) for key, payloads in parts]
         for offset, batch in enumerate(made, self.cache.next_offset):
             batch.offset = offset
-        self.delivery.offer(self, self.cache.add(made), self.delivery.progress.base)
+        self.delivery.offer(self, self.cache.add(made))
         self.delivery.waiters.notify()
         return made
-
-    def drained(self, delivery: Delivery, cursor: StreamCursor) -> None:
-        if self.cache.next_offset >= delivery.progress.base:
-            delivery.forget(cursor)
 
     def cursor(self, key: str) -> StreamCursor:
         return self.delivery.progress.cursors[stream(key)]
@@ -140,7 +131,7 @@ class Circle:
         """Store checkpoints of all queues as the checkpointer does, and confirm what they have."""
         for lane in self.lanes:
             unsaved = lane.delivery.unsaved()
-            marks = () if lane.delivery.progress.held_back else lane.delivery.marks()
+            marks = () if lane.delivery.pacer.held_back else lane.delivery.marks()
             if not fails and lane.queue not in refused:
                 if unsaved is not None:
                     unsaved.note_saved()

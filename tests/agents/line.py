@@ -59,6 +59,7 @@ class Line:
     """A feed with one delivery. `publish` offers a batch as if it had just been received."""
 
     caught_up = True
+    finished = False
 
     def __init__(
         self,
@@ -89,13 +90,13 @@ class Line:
             definition, 0, checkpoint, Handler.of(handler, batch=batch), self.sink, predicate=predicate,
             concurrency=concurrency, rewindable=rewindable, term=term, gate=gate, rng=random.Random(1),
         )  # fmt: skip
-        self.delivery.on_parked = self.parked.append
-        self.delivery.progress.join(self)
+        self.delivery.progress.on_parked = self.parked.append
+        self.delivery.join(self)
 
     def publish(self, key: str, *payloads: bytes) -> EventBatch:
         made = EventBatch.of(stream(key), payloads)
         made.offset = self.cache.next_offset
-        self.delivery.offer(self, self.cache.add([made]), self.delivery.progress.base)
+        self.delivery.offer(self, self.cache.add([made]))
         self.delivery.waiters.notify()
         return made
 
@@ -104,10 +105,7 @@ class Line:
         made = [EventBatch.of(stream(key), [payload]) for key, payload in batches]
         for offset, batch in enumerate(made, self.cache.next_offset):
             batch.offset = offset
-        self.delivery.offer(self, self.cache.add(made), self.delivery.progress.base)
-
-    def drained(self, delivery: Delivery, cursor: StreamCursor) -> None:
-        delivery.forget(cursor)
+        self.delivery.offer(self, self.cache.add(made))
 
     async def done(self) -> None:
         await self.delivery.waiters.wait_until(self.cache.next_offset)

@@ -1,7 +1,7 @@
 """More streams behind than checkpoints list that are not held back. In virtual time."""
 
 from headrace import EventBatch
-from headrace.agents.delivery.progress import MAX_ENTRIES
+from headrace.agents.delivery.checkpoint_pacer import MAX_ENTRIES
 from tests.agents.delivery.test_group_manager import connected, house, rest
 from tests.agents.line import stream
 from tests.simulation.virtual_time import virtual_time

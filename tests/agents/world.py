@@ -59,7 +59,7 @@ def check_saved(manager: PullingManager, problem: Callable[[str], None]) -> None
     """A delivery that has nothing unsaved is where its stored checkpoint says."""
     for name, served in manager.served.items():
         for queue, delivery in served.deliveries.items():
-            if delivery.unsaved() is None and not delivery.progress.held_back:
+            if delivery.unsaved() is None and not delivery.pacer.held_back:
                 now = delivery.progress.checkpoint()
                 if served.saved[queue] != now:
                     problem(f"{name} does not say that it is at {now}, not at {served.saved[queue]}")
@@ -160,7 +160,7 @@ class HandlerSimulation(OneProcess):
         self.generation += 1
         for one in self.manager.served.values():
             for delivery in one.deliveries.values():
-                delivery.on_parked = lambda _: None
+                delivery.progress.on_parked = lambda _: None
         for agent in self.manager.agents:
             agent._closed = True
         await self.end_tasks()

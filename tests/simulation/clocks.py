@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from headrace.agents.delivery import progress
+from headrace.agents.delivery import checkpoint_pacer
 
 
 def standing() -> float:
@@ -25,7 +25,7 @@ def ticking(step_s: float) -> Callable[[], float]:
 def simulated_clocks(
     *,
     checkpoint_s: float = 1.0,
-    max_entries: int = progress.MAX_ENTRIES,
+    max_entries: int = checkpoint_pacer.MAX_ENTRIES,
     turn_s: float = math.inf,
     clock: Callable[[], float] = standing,
 ) -> Generator[pytest.MonkeyPatch]:
@@ -36,7 +36,7 @@ def simulated_clocks(
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("headrace.agents.checkpointer.CHECKPOINT_S", checkpoint_s)
-        patch.setattr(progress, "MAX_ENTRIES", max_entries)
+        patch.setattr(checkpoint_pacer, "MAX_ENTRIES", max_entries)
         patch.setattr("headrace.streams.handler_workers.TURN_S", turn_s)
         patch.setattr("headrace.agents.feed.monotonic", standing)
         for name in ("edge.perf_counter", "edge.thread_time", "group_delivery.perf_counter"):

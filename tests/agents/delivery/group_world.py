@@ -179,7 +179,7 @@ class GroupSimulation(OneProcess):
         served = [self.subscriptions[name] for name in self.manager.served]
         for one in self.manager.served.values():
             for delivery in one.deliveries.values():
-                delivery.on_parked = lambda _: None
+                delivery.progress.on_parked = lambda _: None
         for agent in self.manager.agents:
             agent._closed = True
         await self._stop_ticking()

@@ -431,9 +431,7 @@ async def test_a_paused_stream_stands_still_until_it_is_resumed(rewindable: bool
         assert line.delivery.retries.resume(stream("a"))
         assert not line.delivery.retries.resume(stream("a"))
         (cursor,) = line.parked  # it left the cache, so that it does not fill: the agent brings it back
-        entry = line.cache.first_entry(stream("a"), 0)
-        assert entry is not None
-        line.delivery.follow(cursor, line, entry)
+        line.delivery.adopt(cursor, line)
         await line.done()
     assert recorder.seen == ["0", "x", "1", "2"]
 
@@ -608,12 +606,11 @@ async def test_a_detached_cursor_in_line_is_parked_and_comes_only_once_when_it_i
         await until(lambda: recorder.started)
         line.publish("b", b"0")
         line.publish("b", b"1")
-        entry, _ = [entry for entry in line.cache.entries_from(0) if entry.batch.stream == stream("b")]
         for _ in range(3):
             cursor = line.delivery.progress.cursors[stream("b")]
             line.delivery.detach(cursor)
             assert cursor.state is CursorState.PARKED
-            line.delivery.follow(cursor, line, entry)
+            line.delivery.adopt(cursor, line)
         gate.set()
         await line.done()
     assert recorder.seen == ["busy", "0", "1"]

@@ -13,10 +13,10 @@ from headrace import Closed, Event, EventBatch, Fenced, OnFailure, RetryPolicy, 
 from headrace.agents import EventRange
 from headrace.agents.cursor import CursorState
 from headrace.agents.delivery.assignment import DRAIN_S
+from headrace.agents.delivery.checkpoint_pacer import HELD_BACK_S
 from headrace.agents.delivery.confirmations import Confirmed
 from headrace.agents.delivery.member import OUTBOX_BYTES
 from headrace.agents.delivery.parcel_writer import PARCEL_BYTES, PARCEL_EVENTS
-from headrace.agents.delivery.progress import HELD_BACK_S
 from headrace.agents.delivery.retries import STORE_RETRY_S
 from headrace.streams.subscriptions import Checkpoint, Mode, StreamBehind
 from tests.agents.circle import Circle, Consumer, indexes, payloads
@@ -170,7 +170,7 @@ async def test_headers_and_ids_count_against_the_credit() -> None:
         events = [Event(b"x", {"header": "y" * 500}, id=f"{number:0100}") for number in range(10)]
         batch = EventBatch.of(stream("a"), events)
         batch.offset = 0
-        circle.delivery.offer(circle.lane, circle.lane.cache.add([batch]), 0)
+        circle.delivery.offer(circle.lane, circle.lane.cache.add([batch]))
         consumer = circle.consumer("c", size=2000)
         count = 0
         for _ in range(10):
@@ -740,7 +740,7 @@ async def test_a_batch_that_is_damaged_is_given_up_on_and_stops_nobody() -> None
         batch = EventBatch(stream("a"), stream("a").prefix + b"\x1a\x7f", 3, 0)
         entries = circle.lane.cache.add([batch])
         consumer = circle.consumer("c", events=2)
-        circle.delivery.offer(circle.lane, entries, 0)
+        circle.delivery.offer(circle.lane, entries)
         circle.publish("b", "x")
         await circle.rest()
         assert consumer.took() == ["x"]
@@ -1534,8 +1534,8 @@ async def test_a_report_is_confirmed_only_if_the_stored_checkpoint_has_it() -> N
         (batch,) = consumer.take()
         assert consumer.ack(batch, 3, 1)
         with (
-            patch("headrace.agents.delivery.progress.MAX_ENTRIES", 1),
-            patch("headrace.agents.delivery.progress.ENTRIES_PER_S", 1),
+            patch("headrace.agents.delivery.checkpoint_pacer.MAX_ENTRIES", 1),
+            patch("headrace.agents.delivery.checkpoint_pacer.ENTRIES_PER_S", 1),
         ):
             circle.save()
             assert consumer.ack(batch, 5, 1)

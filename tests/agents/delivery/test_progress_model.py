@@ -1,0 +1,309 @@
+"""The progress of a delivery against a list of events, of which each is done or not."""
+
+from collections.abc import Sequence
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from headrace import CorruptRecord, EventBatch, SequenceToken, StreamId
+from headrace.agents import QueueCache
+from headrace.agents.cursor import CursorState, StreamCursor
+from headrace.agents.delivery.progress import DeliveryProgress
+from headrace.agents.delivery.retries import Failure
+from headrace.streams.subscriptions import Checkpoint
+from tests.random_examples import examples
+
+STREAMS = [StreamId("s", key) for key in "abc"]
+OTHER = StreamId("s", "other")
+
+
+class Reader:
+    """A feed without I/O."""
+
+    caught_up = True
+
+    def __init__(self, start: int) -> None:
+        self.cache = QueueCache(30, 1 << 30)
+        self.cache.next_offset = start
+        self.cache.on_unpinned = self.purge
+        self.damage: CorruptRecord | None = None
+        self.finished = False
+
+    def purge(self) -> None:
+        self.cache.purge()
+
+
+class Deliveries(RuleBasedStateMachine):
+    """Events are published, taken, finished in any order, put back, given up on and read again."""
+
+    @initialize(rewindable=st.booleans())
+    def start(self, rewindable: bool) -> None:
+        self.rewindable = rewindable
+        self.log: list[EventBatch] = []
+        self.done: set[tuple[StreamId, int, int]] = set()
+        self.paused: set[StreamId] = set()
+        self.open(Checkpoint(0))
+
+    def open(self, checkpoint: Checkpoint) -> None:
+        self.progress = DeliveryProgress(checkpoint, lambda stream: stream != OTHER, rewindable=self.rewindable)
+        self.asked: list[StreamCursor] = []
+        self.progress.on_parked = self.asked.append
+        self.main = Reader(len(self.log) if self.rewindable else checkpoint.watermark)
+        self.hands: list[StreamCursor] = []
+        self.waiting: list[StreamCursor] = []
+        if self.rewindable:
+            self.catch_up(checkpoint.next_offset, whole=True)
+        self.progress.join(self.main)
+        self.read()
+        self.serve()
+
+    # ---- the model -------------------------------------------------------------------------------------------------
+
+    def undone(self, stream: StreamId) -> list[tuple[int, int]]:
+        events = [(b.offset, index) for b in self.log if b.stream == stream for index in range(b.count)]
+        return [event for event in events if (stream, *event) not in self.done]
+
+    def finish_events(self, cursor: StreamCursor, offset: int, first: int, end: int) -> None:
+        self.done |= {(cursor.stream, offset, index) for index in range(first, end)}
+
+    # ---- feeds -----------------------------------------------------------------------------------------------------
+
+    def read(self) -> None:
+        """The main feed reads the rest of the queue."""
+        first = self.main.cache.next_offset
+        self.progress.offer(self.main, self.main.cache.add(self.log[first:], len(self.log)))
+        self.progress.read_on(self.main)
+
+    def catch_up(self, start: int, *, whole: bool = False) -> None:
+        """Another feed reads from `start` to the end, for parked cursors; if `whole`, for all streams."""
+        reader = Reader(start)
+        if whole:
+            self.progress.join(reader)
+        for cursor in self.progress.without_feed():
+            if cursor.token.offset >= start:
+                self.progress.await_batch(cursor, reader)
+        for batch in self.log[start:]:
+            self.progress.offer(reader, reader.cache.add([batch]))
+        self.progress.read_on(reader)
+        reader.finished = True
+        self.progress.leave_parked(reader)
+        if whole:
+            self.progress.leave_feed()
+
+    @rule()
+    def serve(self) -> None:
+        """Each parked cursor gets a feed."""
+        self.asked.clear()
+        main = self.main.cache
+        for cursor in self.progress.without_feed():
+            if cursor.token.offset >= main.first_offset:
+                self.progress.adopt(cursor, self.main)
+        if behind := [cursor.token.offset for cursor in self.progress.without_feed()]:
+            self.catch_up(min(behind))
+        for cursor in self.progress.without_feed():
+            if cursor.token.offset >= main.first_offset:
+                self.progress.adopt(cursor, self.main)
+
+    @precondition(lambda self: self.rewindable)
+    @rule(data=st.data())
+    def start_main_feed_again(self, data: st.DataObject) -> None:
+        """The main feed ends, and another one starts, also behind streams that were read further."""
+        self.progress.leave_feed()
+        for cursor in list(self.progress.cursors.values()):
+            if cursor.feed is self.main and cursor.batch is not None:
+                self.progress.detach(cursor)
+        self.progress.leave_parked(self.main)
+        self.main = Reader(data.draw(st.integers(self.progress.watermark, len(self.log))))
+        if self.progress.base < self.main.cache.next_offset:
+            self.catch_up(self.progress.base, whole=True)
+        self.progress.join(self.main)
+        self.read()
+        self.serve()
+
+    @rule(stream=st.sampled_from([*STREAMS, OTHER]), counts=st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    def publish(self, stream: StreamId, counts: Sequence[int]) -> None:
+        for count in counts:
+            self.log.append(EventBatch(stream, b"", count, len(self.log)))
+        self.read()
+
+    @rule()
+    def purge(self) -> None:
+        self.main.cache.purge()
+
+    @precondition(lambda self: self.rewindable and self.progress.cursors)
+    @rule(data=st.data())
+    def detach(self, data: st.DataObject) -> None:
+        cursor = data.draw(st.sampled_from(list(self.progress.cursors.values())))
+        self.progress.detach(cursor)
+
+    # ---- events are taken ------------------------------------------------------------------------------------------
+
+    @rule()
+    def take(self) -> None:
+        ready = [c for c in self.progress.cursors.values() if c.state is CursorState.READY]
+        cursor = self.progress.take()
+        assert (cursor is None) == (not ready)
+        if cursor is not None:
+            assert cursor.stream not in {other.stream for other in self.hands}, "one at a time of each stream"
+            assert cursor.token == self.undone(cursor.stream)[0], "in order, and without those that are done"
+            self.hands.append(cursor)
+
+    def pick(self, data: st.DataObject) -> StreamCursor:
+        return self.hands[data.draw(st.integers(0, len(self.hands) - 1))]
+
+    def let_go(self, data: st.DataObject) -> StreamCursor:
+        return self.hands.pop(data.draw(st.integers(0, len(self.hands) - 1)))
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data())
+    def put_back(self, data: st.DataObject) -> None:
+        self.progress.put_back(self.let_go(data))
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        cursor = self.let_go(data)
+        assert cursor.batch is not None
+        self.finish_events(cursor, cursor.batch.offset, cursor.index, cursor.batch.count)
+        self.progress.finish(cursor)
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data())
+    def advance(self, data: st.DataObject) -> None:
+        """Some of the first events are done."""
+        cursor = self.pick(data)
+        assert cursor.batch is not None
+        if cursor.index + 1 < cursor.batch.count:
+            index = data.draw(st.integers(cursor.index + 1, cursor.batch.count - 1))
+            self.finish_events(cursor, cursor.batch.offset, cursor.index, index)
+            self.progress.advance(cursor, index)
+            if cursor.index == cursor.batch.count:
+                self.hands.remove(cursor)
+                self.progress.finish(cursor)
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data())
+    def finish_later_events(self, data: st.DataObject) -> None:
+        """Events after the first one are done out of order, also those of later batches."""
+        cursor = self.pick(data)
+        later = [b for b in self.log if b.stream == cursor.stream and b.offset >= cursor.token.offset]
+        batch = data.draw(st.sampled_from(later))
+        first = data.draw(st.integers(0, batch.count - 1))
+        end = data.draw(st.integers(first + 1, batch.count))
+        if (batch.offset, first) > cursor.token:
+            undone = sum((cursor.stream, batch.offset, index) not in self.done for index in range(first, end))
+            assert self.progress.mark_done(cursor, batch.offset, first, end) == undone
+            self.finish_events(cursor, batch.offset, first, end)
+
+    # ---- failures --------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data())
+    def wait(self, data: st.DataObject) -> None:
+        cursor = self.let_go(data)
+        self.progress.wait(cursor)
+        self.waiting.append(cursor)
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def resume(self) -> None:
+        self.progress.resume(self.waiting.pop())
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data())
+    def pass_over(self, data: st.DataObject) -> None:
+        """Give up on some of the first events."""
+        cursor = self.let_go(data)
+        assert cursor.batch is not None
+        end = data.draw(st.integers(cursor.index + 1, cursor.batch.count))
+        self.finish_events(cursor, cursor.batch.offset, cursor.index, end)
+        self.progress.pass_over(cursor, end)
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data())
+    def give_up_later(self, data: st.DataObject) -> None:
+        """Its payload is gone: the event has to be read again first."""
+        cursor = self.let_go(data)
+        failure = Failure(cursor.index + 1, "poison")
+        self.progress.detach(cursor)
+        self.progress.defer(cursor, failure)
+        self.serve()
+        assert self.progress.take_deferred() == (cursor, failure)
+        self.hands.append(cursor)
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data())
+    def pause(self, data: st.DataObject) -> None:
+        cursor = self.let_go(data)
+        self.progress.pause(cursor, "poison")
+        self.paused.add(cursor.stream)
+
+    @precondition(lambda self: self.paused)
+    @rule()
+    def unpause(self) -> None:
+        assert self.progress.unpause(self.paused.pop())
+
+    # ---- the process ends ------------------------------------------------------------------------------------------
+
+    @rule()
+    def restart(self) -> None:
+        checkpoint = self.progress.checkpoint()
+        self.progress.end()
+        assert self.progress.checkpoint() == checkpoint
+        self.open(checkpoint)
+
+    def teardown(self) -> None:
+        """Everything is delivered in the end."""
+        if not hasattr(self, "progress"):
+            return
+        while self.paused:
+            self.unpause()
+        while self.waiting:
+            self.resume()
+        for cursor in self.hands:
+            self.progress.put_back(cursor)
+        self.hands.clear()
+        for _ in range(sum(batch.count for batch in self.log) + 1):
+            self.serve()
+            while (cursor := self.progress.take()) is not None:
+                assert cursor.batch is not None
+                assert cursor.token == self.undone(cursor.stream)[0]
+                self.finish_events(cursor, cursor.batch.offset, cursor.index, cursor.batch.count)
+                self.progress.finish(cursor)
+        assert [stream for stream in STREAMS if self.undone(stream)] == []
+        assert self.progress.reached(len(self.log))
+        assert not self.progress.cursors
+        assert self.progress.checkpoint() == Checkpoint(len(self.log))
+
+    # ---- what holds ------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def the_same_events_are_done(self) -> None:
+        again = DeliveryProgress(self.progress.checkpoint())
+        for batch in (batch for batch in self.log if batch.stream != OTHER):
+            for index in range(batch.count):
+                event = batch.stream, batch.offset, index
+                assert self.progress.is_done(*event, index + 1) == (event in self.done)
+                assert again.is_done(*event, index + 1) == (event in self.done), "the checkpoint says so, too"
+
+    @invariant()
+    def nothing_that_is_needed_lies_below_the_watermark(self) -> None:
+        needed = [self.undone(stream)[0] for stream in STREAMS if self.undone(stream)]
+        assert self.progress.watermark <= min(needed, default=(len(self.log), 0))[0]
+        live = [self.undone(stream)[0] for stream in STREAMS if self.undone(stream) and stream not in self.paused]
+        assert self.progress.reached(len(self.log)) <= (not live)
+
+    @invariant()
+    def each_undone_event_has_a_cursor_that_comes_to_it(self) -> None:
+        for stream in STREAMS:
+            cursor = self.progress.cursors.get(stream)
+            assert cursor is not None or not self.undone(stream)
+            if cursor is not None and cursor.state is CursorState.PARKED and cursor.feed is None:
+                assert cursor in self.asked, "the agent was asked for a feed"
+            if cursor is not None and self.undone(stream):
+                assert self.progress.needed(cursor) <= SequenceToken(*self.undone(stream)[0])
+
+
+TestDeliveries = Deliveries.TestCase
+TestDeliveries.settings = settings(max_examples=examples(400, 60), stateful_step_count=40, deadline=None)
