@@ -43,7 +43,7 @@ test: $(STAMPS)/test $(TREE) ## lint, types, and the tests against the built and
 	$(MAKE) --jobs=2 BESIDE=1 types tests-after-lint
 
 tests-after-lint:
-	$(MAKE) --jobs=1 BESIDE= lint pytest
+	$(MAKE) BESIDE= lint pytest
 
 lint: $(STAMPS)/test $(TREE) ## ruff, imports that run one way, plain English, and a protocol that stays compatible
 	$(BIN)/ruff check .

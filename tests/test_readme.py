@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -14,9 +14,7 @@ from typing import NamedTuple, Self
 import pytest
 
 from benchmarks.servers import java_home
-from tests.servers import ValkeyServer, valkey_server
-
-__all__ = ("valkey_server",)
+from tests.servers import ValkeyServer
 
 ROOT = Path(__file__).parent.parent
 SILO_PORT, REDIS_PORT = 9465, 6379
@@ -110,15 +108,22 @@ def free_ports(count: int) -> int:
     raise AssertionError("no ports are free")
 
 
+@pytest.fixture
+def new_valkey_server() -> Iterator[ValkeyServer]:
+    """One without any keys: the README uses the name `default`."""
+    with ValkeyServer() as server:
+        yield server
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "end", ["## On Spark", pytest.param("## Guarantees", marks=(pytest.mark.spark, pytest.mark.slow))]
 )
 def test_all_blocks_run_in_their_order(
-    end: str, tmp_path: Path, valkey_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+    end: str, tmp_path: Path, new_valkey_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = (ROOT / "README.md").read_text()
-    text = text[: text.index(end)].replace(f":{REDIS_PORT}", f":{valkey_server.port}")
+    text = text[: text.index(end)].replace(f":{REDIS_PORT}", f":{new_valkey_server.port}")
     text = text.replace(str(SILO_PORT), str(free_ports(4)))
     if end != "## On Spark":
         monkeypatch.setenv("JAVA_HOME", str(java_home()))
