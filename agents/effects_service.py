@@ -26,6 +26,7 @@ class EffectsService(HandlerService):
         effects: HandlerEffects[Any],
         origin: str,
         *,
+        provider: str,
         batch: bool,
     ) -> None:
         super().__init__(Handler(None, None, None, None), predicate, concurrency)
@@ -33,12 +34,13 @@ class EffectsService(HandlerService):
         self._user_handler = handler
         self._effects = effects
         self._origin = origin
+        self._provider = provider
         self._batch = batch
 
     def deliver(
         self, definition: SubscriptionDefinition, queue: int, checkpoint: Checkpoint, sink: FailureSink, **options: Any
     ) -> Delivery:
-        scope = EffectScope(self._origin, definition.name, queue, options["generation"])
+        scope = EffectScope(self._origin, definition.name, queue, options["generation"], self._provider)
         scoped = self._effects.scoped(self._user_handler, scope, self.counts, batch=self._batch)
         on_event, on_batch = (None, scoped.call) if self._batch else (scoped.call, None)
         return HandlerDelivery(

@@ -7,13 +7,25 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, and_, create_engine, delete, func, insert, make_url, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Engine,
+    and_,
+    create_engine,
+    delete,
+    func,
+    insert,
+    make_url,
+    select,
+    update,
+)
 from sqlalchemy.exc import ArgumentError, DBAPIError
 
 from ..streams.errors import InvalidArgument, NotFound, StorageError
 from ..streams.identity import SequenceToken, StreamId
 from .positions import now_us
-from .schema import check_dialect, key_of, positions, require
+from .schema import check_dialect, key_of, outbox, positions, require
 
 _MICROSECOND = timedelta(microseconds=1)
 
@@ -31,6 +43,19 @@ class EffectsSummary(NamedTuple):
     """The time of the last write."""
 
 
+class OutboxSummary(NamedTuple):
+    """The rows of an outbox for one provider."""
+
+    provider: str
+    batches: int
+    events: int
+    oldest_at_us: int
+    held: int
+    """Batches that the queue refused: their streams wait."""
+    problem: str | None
+    """Why one of them was refused."""
+
+
 class StoredState(NamedTuple):
     """The state of one stream."""
 
@@ -44,6 +69,22 @@ class StoredState(NamedTuple):
     expires_at_us: int | None
 
 
+def engine_of(url: str) -> Engine:
+    """Return an engine for a URL of SQLAlchemy. Raises InvalidArgument for another text, NotSupported for another
+    database."""
+    try:
+        parsed = make_url(url)
+        if parsed.drivername == "postgresql":
+            parsed = parsed.set(drivername="postgresql+psycopg")
+        check_dialect(parsed.get_backend_name())
+        return create_engine(parsed)
+    except (ArgumentError, ModuleNotFoundError) as error:  # the message does not show the URL: it may have a password
+        raise InvalidArgument(
+            f"the URL of the database is wrong ({type(error).__name__}): write "
+            "postgresql://USER:PASSWORD@HOST/DATABASE or sqlite:///FILE"
+        ) from None
+
+
 @contextmanager
 def opened(url: str, *, migrated: bool = True) -> Generator[Connection]:
     """Open a transaction in the database at a URL of SQLAlchemy, for the length of a `with`.
@@ -51,24 +92,14 @@ def opened(url: str, *, migrated: bool = True) -> Generator[Connection]:
     Raises InvalidArgument for another URL, NotSupported for another database, StorageError if it cannot be reached;
     with `migrated`, NotFound if it has no tables for effects.
     """
-    try:
-        parsed = make_url(url)
-        if parsed.drivername == "postgresql":
-            parsed = parsed.set(drivername="postgresql+psycopg")
-        check_dialect(parsed.get_backend_name())
-        engine = create_engine(parsed)
-    except (ArgumentError, ModuleNotFoundError) as error:  # the message does not show the URL: it may have a password
-        raise InvalidArgument(
-            f"the URL of the database is wrong ({type(error).__name__}): write "
-            "postgresql://USER:PASSWORD@HOST/DATABASE or sqlite:///FILE"
-        ) from None
+    engine = engine_of(url)
     try:
         with engine.begin() as connection:
             if migrated:
                 require(connection)
             yield connection
     except DBAPIError as error:
-        raise StorageError(f"{parsed.render_as_string()}: {error.orig}") from None
+        raise StorageError(f"{engine.url.render_as_string()}: {error.orig}") from None
     finally:
         engine.dispose()
 
@@ -82,6 +113,19 @@ def summaries(connection: Connection) -> list[EffectsSummary]:
     ).group_by(row.origin, row.subscription)  # fmt: skip
     rows = connection.execute(query.order_by(row.origin, row.subscription))
     return [EffectsSummary(*each[:4], int(each[4]), each[5]) for each in rows]
+
+
+def outboxes(connection: Connection) -> list[OutboxSummary]:
+    """Return the events that are committed and not published yet, by provider."""
+    row = outbox.c
+    counts = func.count(), func.sum(row.events), func.min(row.written_at_us), func.count(row.problem)
+    query = select(row.provider, *counts, func.min(row.problem)).group_by(row.provider).order_by(row.provider)
+    return [OutboxSummary(each[0], each[1], int(each[2]), *each[3:]) for each in connection.execute(query)]
+
+
+def retry_held(connection: Connection) -> int:
+    """Let the streams go on that wait because the queue refused a batch. Return the number of these batches."""
+    return connection.execute(update(outbox).where(outbox.c.problem.is_not(None)).values(problem=None)).rowcount
 
 
 def states(

@@ -14,6 +14,8 @@ from sqlalchemy import (
     Column,
     Connection,
     Dialect,
+    Identity,
+    Index,
     Integer,
     LargeBinary,
     MetaData,
@@ -24,10 +26,11 @@ from sqlalchemy import (
     insert,
     inspect,
     select,
+    text,
     update,
 )
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.schema import CreateTable
+from sqlalchemy.schema import CreateIndex, CreateTable
 
 from ..streams.errors import InvalidArgument, NotFound, NotSupported
 from ..streams.identity import StreamId
@@ -83,6 +86,45 @@ unapplied = Table(
 """Events that were given up on: their effects are not applied, although the position is past them. The timestamp tells
 events apart if a queue that lost its end gives offsets again."""
 
+OUTBOX_ID = BigInteger().with_variant(Integer, "sqlite")
+
+outbox = Table(
+    "headrace_outbox",
+    metadata,
+    Column("id", OUTBOX_ID, Identity(always=True), primary_key=True),
+    Column("provider", _NAME, nullable=False),
+    Column("lane", Integer, nullable=False),
+    Column("stream", _KEY, nullable=False),
+    Column("events", Integer, nullable=False),
+    Column("batch", LargeBinary, nullable=False),
+    Column("written_at_us", BigInteger, nullable=False),
+    Column("problem", Text),
+    Index("headrace_outbox_lanes", "provider", "lane", "id"),
+    Index(
+        "headrace_outbox_held", "provider", "lane", "stream",
+        postgresql_where=text("problem IS NOT NULL"), sqlite_where=text("problem IS NOT NULL"),
+    ),
+    postgresql_with={"autovacuum_vacuum_scale_factor": 0, "autovacuum_vacuum_threshold": 20000},
+    sqlite_autoincrement=True,
+)  # fmt: skip
+"""Batches to publish. The streams of a provider are divided into lanes. Within a lane, batches are moved in the order
+of ids, and are deleted once they are published. `problem`: the queue refused the batch; its stream waits."""
+
+outbox_lanes = Table(
+    "headrace_outbox_lane",
+    metadata,
+    Column("provider", _NAME, primary_key=True),
+    Column("lane", Integer, primary_key=True, autoincrement=False),
+    Column("producer", String(64), nullable=False),
+    Column("number", BigInteger, nullable=False),
+    Column("ids", Text, nullable=False),
+    Column("holder", String(64), nullable=False),
+    Column("until_us", BigInteger, nullable=False),
+    postgresql_with={"fillfactor": 50},
+)
+"""The last release of each lane: the batches with these `ids` (JSON) are published as call `number` of an idempotent
+`producer`. `holder` moves the lane until `until_us`."""
+
 Migration = Callable[[Connection], None]
 
 MIGRATIONS: Sequence[Migration] = ()
@@ -112,9 +154,16 @@ def ddl(dialect: str = "postgresql") -> list[str]:
     """Return the statements that create the tables. Raises NotSupported for another dialect."""
     check_dialect(dialect)
     chosen = _DIALECTS[dialect]()
-    tables = [str(CreateTable(table).compile(dialect=chosen)).strip() for table in metadata.sorted_tables]
+    made = [
+        each for table in metadata.sorted_tables for each in (CreateTable(table), *map(CreateIndex, _indexes(table)))
+    ]
+    tables = [str(each.compile(dialect=chosen)).strip() for each in made]
     lines = ["\n".join(line.rstrip() for line in table.replace("\t", "    ").splitlines()) for table in tables]
     return [*lines, f"INSERT INTO {effects_version.name} (id, version) VALUES (1, {VERSION})"]  # noqa: S608
+
+
+def _indexes(table: Table) -> list[Index]:
+    return sorted(table.indexes, key=lambda index: str(index.name))
 
 
 def migrate(connection: Connection) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import Connection, Executable, Result
@@ -10,8 +11,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
 from ..streams.errors import NotSupported
+from ..streams.identity import StreamId
 from ..streams.transactions import EffectScope
 from .database import EffectTransaction
+from .outbox import Events, insert, rows_of
 from .positions import AppliedPosition, EncodedState, now_us
 from .state import StreamState
 
@@ -62,6 +65,7 @@ class Transaction:
         self._state = state
         self.subscription = scope.subscription
         self.generation = scope.generation
+        self._provider = scope.provider
 
     async def execute(self, statement: Executable, parameters: Parameters | None = None) -> Result[Any]:
         """Execute a statement, and return its result with all rows. Raises the errors of SQLAlchemy."""
@@ -71,6 +75,22 @@ class Transaction:
         """Return `function(session, ...)`, called with an ORM session in this transaction: in a thread if the engine is
         an `Engine`, in a greenlet if it is an `AsyncEngine`."""
         return await self._opened.call_session(function, *args, **kwargs)
+
+    async def publish(
+        self,
+        stream: StreamId,
+        events: Events,
+        *,
+        provider: str | None = None,
+        delay: timedelta | None = None,
+        priority: int | None = None,
+    ) -> None:
+        """Publish to one stream when this transaction commits, through the outbox of the database. `provider` is the
+        name of the provider; None: the one of the handler. A silo with the option `outbox` moves the events.
+
+        Raises InvalidArgument, PayloadTooLarge.
+        """
+        await self._opened.call(insert, rows_of(provider or self._provider, stream, events, delay, priority))
 
     @property
     def connection(self) -> AsyncConnection:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from headrace.client.stream_provider import StreamProvider as StreamProvider
     from headrace.client.stream_provider import SyncStreamProvider as SyncStreamProvider
     from headrace.effects.effects import Effects as Effects
+    from headrace.effects.outbox import Outbox as Outbox
     from headrace.effects.state import StreamState as StreamState
     from headrace.effects.transaction import Transaction as Transaction
     from headrace.silo.options import CacheOptions as CacheOptions
@@ -84,6 +85,7 @@ _NAMES = {
     "headrace.client.received": ("ReceivedBatch",),
     "headrace.client.stream_provider": ("StreamProvider", "SyncStreamProvider"),
     "headrace.effects.effects": ("Effects",),
+    "headrace.effects.outbox": ("Outbox",),
     "headrace.effects.state": ("StreamState",),
     "headrace.effects.transaction": ("Transaction",),
     "headrace.silo.options": ("CacheOptions", "ProviderOptions"),

@@ -28,6 +28,7 @@ As a TOML file:
     options = { durability = "commit" }
     cache = { max_events = 1_000_000, max_bytes = 67_108_864 }
     detach_after_s = 0.25
+    outbox = "postgresql://host/shop"    # publish what transactions of this database wrote into its outbox
     delays = "store"                     # or redis://host:6379: for an adapter that cannot delay events itself
 
 `config_loader` reads it from the file, from variables and from flags.
@@ -79,6 +80,10 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Where delayed events wait if the adapter has no delays: "store" for the control store. None: the provider refuses
     delayed events."""
 
+    outbox: str | None = None
+    """URL of a database whose outbox is moved into the queues: postgresql://USER:PASSWORD@HOST/DATABASE, or
+    sqlite:///FILE. None: none is."""
+
     def __post_init__(self) -> None:
         check_delays(self.delays)
 
@@ -91,6 +96,7 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             cache=CacheOptions(max_events=self.cache.max_events, max_bytes=self.cache.max_bytes),
             detach_after_s=self.detach_after_s,
             delays=self.delays,
+            outbox=self.outbox,
         )
 
 

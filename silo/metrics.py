@@ -9,9 +9,9 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ..server.limits import TotalUsage
-from .views import ProviderStatistics, QueueView, SubscriptionView
+from .views import OutboxView, ProviderStatistics, QueueView, SubscriptionView
 
-_View = ProviderStatistics | QueueView | SubscriptionView
+_View = ProviderStatistics | OutboxView | QueueView | SubscriptionView
 
 
 class ObservedProvider(NamedTuple):
@@ -51,6 +51,13 @@ _PROVIDER: Sequence[FieldMetric] = (
         "delays_published_events", "Delayed events published when they were due.", "released_events", total=True
     ),
     FieldMetric("delays_failing", "1 while delayed events that are due cannot be published.", "release_failing"),
+)
+_OUTBOX: Sequence[FieldMetric] = (
+    FieldMetric("outbox_moved_events", "Events published from the outbox.", "moved_events", total=True),
+    FieldMetric("outbox_waiting_events", "Events in the outbox that are not published yet.", "waiting_events"),
+    FieldMetric("outbox_age_seconds", "Age of the oldest event in the outbox.", "age_s"),
+    FieldMetric("outbox_held_batches", "Batches in the outbox that the queue refused.", "held_batches"),
+    FieldMetric("outbox_failing", "1 while the outbox cannot be moved.", "is_failing"),
 )
 _QUEUE: Sequence[FieldMetric] = (
     FieldMetric("queue_received_events", "Events read from the queue.", "received_events", total=True),
@@ -113,6 +120,8 @@ class MetricsCollector:
     def collect(self) -> Iterable[Metric]:
         """Yield the metrics in the order of the tables above, then those of a subscription in a queue."""
         yield from _families(_PROVIDER, ["provider"], [([one.provider], one.statistics) for one in self._observed])
+        outboxes = [(one.provider, one.statistics.outbox) for one in self._observed]
+        yield from _families(_OUTBOX, ["provider"], [([name], each) for name, each in outboxes if each is not None])
         yield from _families(
             _QUEUE,
             ["provider", "queue"],

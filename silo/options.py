@@ -48,6 +48,9 @@ class ProviderOptions:
     """Where delayed events wait if the adapter has no delays: "store" for the control store. None: the provider refuses
     delayed events."""
 
+    outbox: str | None = None
+    """URL of a database whose outbox is moved into the queues. None: none is."""
+
     def __post_init__(self) -> None:
         check_text("name", self.name)
         if self.adapter is not None:
@@ -61,6 +64,8 @@ class ProviderOptions:
         if self.delays is not None:
             check_text("delays", self.delays)
         check_delays(self.delays)
+        if self.outbox is not None:
+            check_text("outbox", self.outbox)
 
 
 class ProviderKeywords(TypedDict, total=False):
@@ -73,3 +78,4 @@ class ProviderKeywords(TypedDict, total=False):
     cache: CacheOptions
     detach_after_s: float
     delays: str | None
+    outbox: str | None

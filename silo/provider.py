@@ -117,6 +117,8 @@ class Provider(ProviderCore):
         try:
             provider = cls(parts)
             await forget_lost_positions(provider)
+            if options.outbox is not None:
+                await provider.open_outbox(options.outbox)
         except BaseException:
             await parts.aclose()
             raise
@@ -340,7 +342,13 @@ async def _service(declared: SubscriptionDeclaration, origin: str) -> HandlerSer
     await declared.effects.check()
     handler = cast("Callable[[Any, Any], Awaitable[None]]", declared.handler)
     return EffectsService(
-        handler, declared.filter, declared.concurrency, declared.effects, origin, batch=declared.batch
+        handler,
+        declared.filter,
+        declared.concurrency,
+        declared.effects,
+        origin,
+        provider=declared.provider,
+        batch=declared.batch,
     )
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from ..streams.arguments import check_seconds
 from ..streams.background import BackgroundTasks
+from ..streams.errors import NotSupported
 from .event_publisher import EventPublisher
 from .opening import ProviderParts
 from .subscription_host import DRAIN_S, SubscriptionHost
 from .views import ProviderStatistics, provider_statistics
+
+if TYPE_CHECKING:
+    from .outbox import OutboxService
 
 
 class ProviderCore(EventPublisher, SubscriptionHost):
@@ -19,6 +24,8 @@ class ProviderCore(EventPublisher, SubscriptionHost):
         super().__init__(parts)
         self.delays = parts.delays
         self._parts = parts
+        self.outbox: OutboxService | None = None
+        """Moves events from an outbox, if the provider has the option `outbox`."""
         self._background = BackgroundTasks()
         self._closing: asyncio.Task[None] | None = None
 
@@ -27,6 +34,16 @@ class ProviderCore(EventPublisher, SubscriptionHost):
         self.manager.start()
         if self.delays is not None:
             self.delays.start()
+        if self.outbox is not None:
+            self.outbox.start()
+
+    async def open_outbox(self, url: str) -> None:
+        """Let `begin` move the outbox of the database at this URL. Raises InvalidArgument, NotSupported."""
+        from .outbox import OutboxService  # noqa: PLC0415 (it loads drivers of databases)
+
+        if not self.adapter.capabilities.idempotent:
+            raise NotSupported(f"provider {self.name!r}: an outbox needs an adapter with idempotent producers")
+        self.outbox = await OutboxService.opened(url, self)
 
     async def aclose(self, drain_s: float = DRAIN_S) -> None:
         """Stop reading, give running handlers `drain_s` seconds to end, save their progress, and close. Idempotent."""
@@ -41,6 +58,8 @@ class ProviderCore(EventPublisher, SubscriptionHost):
     async def _close(self, drain_s: float) -> None:
         served = list(self.manager.served.values())
         try:
+            if self.outbox is not None:
+                await self.outbox.aclose()
             await self.manager.aclose(drain_s)
             for one in served:
                 await one.service.completed(drain_s)
@@ -51,6 +70,8 @@ class ProviderCore(EventPublisher, SubscriptionHost):
     def statistics(self) -> ProviderStatistics:
         """A cheap snapshot of queues, caches, cursors and deliveries."""
         statistics = provider_statistics(self.manager, self.published_events, self.published_bytes)
+        if self.outbox is not None:
+            statistics = statistics._replace(outbox=self.outbox.statistics())
         if self.delays is None:
             return statistics
         stored, released, failing = self.delays.delay_statistics()

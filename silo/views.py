@@ -81,6 +81,25 @@ class SubscriptionView(NamedTuple):
     reason: str
 
 
+class OutboxView(NamedTuple):
+    """The outbox that a provider moves."""
+
+    moved_events: int
+    """Events that this process moved."""
+    waiting_events: int
+    """Events that are committed and not published yet, as of the last count."""
+    age_s: float
+    """The age of the oldest of them, in seconds."""
+    held_batches: int
+    """Batches that the queue refused: their streams wait."""
+    problem: str
+    """Why nothing can be moved; "" if it can."""
+
+    @property
+    def is_failing(self) -> bool:
+        return bool(self.problem)
+
+
 class ProviderStatistics(NamedTuple):
     queues: Sequence[QueueView]
     subscriptions: Sequence[SubscriptionView]
@@ -92,6 +111,8 @@ class ProviderStatistics(NamedTuple):
     """Delayed events that were due, and that this process published into their queues."""
     release_failing: bool = False
     """Delayed events that are due cannot be published now."""
+    outbox: OutboxView | None = None
+    """None: the provider moves none."""
 
 
 def age_s(backlog: Backlog) -> float | None:

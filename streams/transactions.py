@@ -27,6 +27,8 @@ class EffectScope(NamedTuple):
     queue: int
     generation: int
     """It rises with each seek: effects of earlier generations are applied again."""
+    provider: str = "default"
+    """Name of the provider."""
 
 
 @dataclass

@@ -36,6 +36,7 @@ PUBLIC = {
         "NotSupported",
         "Observer",
         "OnFailure",
+        "Outbox",
         "PayloadTooLarge",
         "PermissionDenied",
         "ProducerSequence",

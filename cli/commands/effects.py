@@ -85,6 +85,23 @@ def prune(*, url: str, older_than: str, origin: str | None, as_json: bool) -> No
         note(f"deleted: {deleted} positions; {ended} states whose time to live was over")
 
 
+@command.command()
+@click.argument("url")
+@click.option("--retry", is_flag=True, help="Let streams go on that wait because the queue refused a batch.")
+@json_option
+def outbox(*, url: str, retry: bool, as_json: bool) -> None:
+    """Show the events in the outbox of the database at URL that are not published yet."""
+    with administration.opened(url) as connection:
+        if retry:
+            note(f"tried again: {administration.retry_held(connection)} batches")
+        found = administration.outboxes(connection)
+    if as_json:
+        print_json([each._asdict() for each in found])
+        return
+    rows = [(*each[:3], _moment(each.oldest_at_us), *each[4:]) for each in found]
+    print_table(("provider", "batches", "events", "oldest_at", "held", "problem"), rows)
+
+
 def _duration(text: str) -> timedelta:
     match = re.fullmatch(r"(\d{1,6})([smhd])", text, re.ASCII)
     if match is None:

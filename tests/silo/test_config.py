@@ -47,6 +47,7 @@ options = { durability = "relaxed", retain_age_s = 86400 }
 cache = { max_events = 1000, max_bytes = 1_000_000 }
 detach_after_s = 1.5
 delays = "store"
+outbox = "sqlite:///user.db"
 
 [providers.fast]
 adapter = "memory"
@@ -98,6 +99,7 @@ def test_every_option_of_the_file_arrives(tmp_path: Path):
                 cache=CacheConfig(max_events=1000, max_bytes=1_000_000),
                 detach_after_s=1.5,
                 delays="store",
+                outbox="sqlite:///user.db",
             ),
             "fast": ProviderConfig(adapter="memory"),
         },
@@ -115,6 +117,7 @@ def test_a_provider_is_opened_as_it_is_configured(tmp_path: Path):
     assert (options.name, options.adapter, options.queues, options.detach_after_s) == ("default", "log", 4, 1.5)
     assert (options.cache.max_events, options.cache.max_bytes) == (1000, 1_000_000)
     assert options.delays == "store"
+    assert options.outbox == "sqlite:///user.db"
     assert options.options == {"durability": "relaxed", "retain_age_s": 86400}
 
 

@@ -1,0 +1,249 @@
+"""Publishes the committed rows of an outbox, each once, in the order of ids within each lane.
+
+A cursor over ids would lose rows: a transaction may commit late with lower ids. So the mover takes all rows that it
+sees, and deletes them when they are published. If the commit of one transaction precedes the insert of another one, its
+ids are lower, and each snapshot that has the second one has the first one, too. So the order of a stream holds.
+
+One transaction decides a release: it deletes the rows of the release before, and stores the number and the ids of the
+next one. The release is published as call `number` of an idempotent producer, so that the queue stores it once, however
+often it is repeated. Several processes may move the same lane: the second one only repeats the first one's work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import uuid
+from collections.abc import Awaitable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from sqlalchemy import Connection, bindparam, text
+
+from ..streams.backoff import Backoff
+from ..streams.errors import HeadraceError, InvalidArgument, NotSupported
+from ..streams.events import EventBatch
+from ..streams.incoming import accepted
+from ..streams.producer_ledger import LastCall
+from ..streams.publishing import ProducerSequence, Receipt
+from .database import EffectDatabase, outages
+from .outbox import LANES
+from .positions import now_us
+from .schema import require
+
+log = logging.getLogger("headrace.effects")
+
+POLL_S = 0.1
+"""Interval of looking for rows while there are none, in seconds."""
+HOLD_US = 5_000_000
+"""How long a process has a lane to itself after each step, in microseconds."""
+RELEASE_ROWS = 1000
+RELEASE_BYTES = 8 << 20
+"""Bounds of one release."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0
+
+_LANE = "provider = :provider AND lane = :lane"
+_BUSY_LANES = " UNION ALL ".join(
+    f"SELECT lane FROM (SELECT lane FROM headrace_outbox WHERE provider = :provider AND lane = {lane} LIMIT 1) AS l"  # noqa: S608
+    for lane in range(LANES)
+)
+_NEW_LANE = text("""
+    INSERT INTO headrace_outbox_lane (provider, lane, producer, number, ids, holder, until_us)
+    VALUES (:provider, :lane, :producer, 0, '[]', '', 0) ON CONFLICT DO NOTHING
+""")
+_FIND_LANE = f"SELECT producer, number, ids, holder, until_us FROM headrace_outbox_lane WHERE {_LANE}"  # noqa: S608
+_LOCK_LANE = {"postgresql": text(f"{_FIND_LANE} FOR UPDATE SKIP LOCKED"), "sqlite": text(_FIND_LANE)}
+_WRITE_LANE = text(f"""
+    UPDATE headrace_outbox_lane SET number = :number, ids = :ids, holder = :holder, until_us = :until_us WHERE {_LANE}
+""")  # noqa: S608
+_DELETE = text("DELETE FROM headrace_outbox WHERE id IN :ids").bindparams(bindparam("ids", expanding=True))
+_HOLD = text("UPDATE headrace_outbox SET problem = :problem WHERE id = :id")
+_RELEASED = text("SELECT id, stream, batch FROM headrace_outbox WHERE id IN :ids ORDER BY id").bindparams(
+    bindparam("ids", expanding=True)
+)
+_NEXT = text(f"""
+    SELECT id, batch FROM headrace_outbox WHERE {_LANE} AND stream NOT IN
+    (SELECT stream FROM headrace_outbox WHERE {_LANE} AND problem IS NOT NULL) ORDER BY id LIMIT {RELEASE_ROWS}
+""")  # noqa: S608
+_BACKLOG = text("""
+    SELECT COUNT(*), COALESCE(SUM(events), 0), MIN(written_at_us), COUNT(problem) FROM headrace_outbox
+    WHERE provider = :provider
+""")
+
+
+class OutboxTarget(Protocol):
+    """The provider that the events are for."""
+
+    name: str
+
+    async def last_sequence(self, producer: str) -> int: ...
+
+    def publish_encoded(
+        self, batches: Sequence[EventBatch], *, sequence: ProducerSequence | None = None
+    ) -> Awaitable[Sequence[Receipt]]: ...
+
+
+class OutboxRelease(NamedTuple):
+    """Rows of one lane that are published as one call of a producer."""
+
+    producer: str
+    number: int
+    ids: Sequence[int]
+    batches: Sequence[EventBatch]
+
+
+class OutboxBacklog(NamedTuple):
+    """What an outbox has for one provider."""
+
+    batches: int
+    events: int
+    age_s: float
+    """The age of the oldest batch, in seconds."""
+    held: int
+    """Batches that the queue refused: their streams wait."""
+
+
+class OutboxMover:
+    """Moves the rows of one provider from one database."""
+
+    def __init__(self, database: EffectDatabase, target: OutboxTarget) -> None:
+        self.moved_events = 0
+        self.problem = ""
+        """Why nothing can be moved at present; "" if it can."""
+        self._database = database
+        self._target = target
+        self._holder = uuid.uuid4().hex
+
+    async def run(self) -> None:
+        """Move rows for ever. Failures are logged, and tried again after a pause."""
+        backoff = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
+        while True:
+            try:
+                if not await self.move():
+                    await asyncio.sleep(POLL_S)
+                backoff.reset()
+                self.problem = ""
+            except HeadraceError as error:
+                if not self.problem:
+                    log.warning("the outbox of %r cannot be moved, trying again: %s", self._target.name, error)
+                self.problem = str(error)
+                await asyncio.sleep(backoff.next_s())
+
+    async def move(self) -> int:
+        """Move all rows that are there now. Return the number of batches."""
+        async with self._database.transaction() as transaction:
+            with outages():
+                lanes = await transaction.call(self._busy_lanes)
+        moved = await asyncio.gather(*(self._move_lane(lane) for lane in lanes))
+        return sum(moved)
+
+    async def backlog(self) -> OutboxBacklog:
+        """Count the rows that are not published yet."""
+        async with self._database.transaction() as transaction:
+            with outages():
+                return await transaction.call(self._backlog)
+
+    def _backlog(self, connection: Connection) -> OutboxBacklog:
+        batches, events, oldest, held = connection.execute(_BACKLOG, {"provider": self._target.name}).one()
+        age_s = 0.0 if oldest is None else max(now_us() - oldest, 0) / 1e6
+        return OutboxBacklog(batches, int(events), age_s, held)
+
+    def _busy_lanes(self, connection: Connection) -> Sequence[int]:
+        require(connection)
+        return connection.execute(text(_BUSY_LANES), {"provider": self._target.name}).scalars().all()
+
+    async def _move_lane(self, lane: int) -> int:
+        moved, release = 0, await self._step(lane, None)
+        while release is not None:
+            if not await self._publish(lane, release):
+                return moved + 1  # the lane goes on without the stream that the queue refused
+            moved += len(release.batches)
+            self.moved_events += sum(batch.count for batch in release.batches)
+            release = await self._step(lane, release.number)
+        return moved
+
+    async def _publish(self, lane: int, release: OutboxRelease) -> bool:
+        """Publish a release. If the queue refuses it, publish less, or hold a stream, and return False."""
+        last = LastCall(await self._target.last_sequence(release.producer))
+        if release.number <= last.number:
+            return True
+        # After `last`, not after `number - 1`: the queue may have forgotten that number, but never `last`.
+        sequence = ProducerSequence(release.producer, release.number, last.number)
+        try:
+            await self._target.publish_encoded(release.batches, sequence=sequence)
+        except (InvalidArgument, NotSupported) as error:
+            await self._refused(lane, release, error)
+            return False
+        return True
+
+    async def _refused(self, lane: int, release: OutboxRelease, error: HeadraceError) -> None:
+        """The queue refuses the whole call, and always will. So the release may become another one."""
+        ids = release.ids[: len(release.ids) // 2]
+        if not ids:
+            log.error(
+                "outbox of %r: stream %s waits, because the queue refuses its next batch: %s",
+                self._target.name, release.batches[0].stream, error,
+            )  # fmt: skip
+        async with self._database.transaction() as transaction:
+            with outages():
+                await transaction.call(self._narrow, lane, release, ids, str(error))
+
+    def _narrow(
+        self, connection: Connection, lane: int, release: OutboxRelease, ids: Sequence[int], problem: str
+    ) -> None:
+        row = connection.execute(_LOCK_LANE[connection.dialect.name], self._key(lane)).first()
+        if row is None or row.number != release.number or json.loads(row.ids) != list(release.ids):
+            return
+        if not ids:
+            connection.execute(_HOLD, {"problem": problem, "id": release.ids[0]})
+        self._write_lane(connection, lane, release.number, ids)
+
+    # ---- one transaction -------------------------------------------------------------------------------------------
+
+    def _key(self, lane: int) -> dict[str, Any]:
+        return {"provider": self._target.name, "lane": lane}
+
+    async def _step(self, lane: int, published: int | None) -> OutboxRelease | None:
+        """Return the lane's release. If the one with the number `published` is published, delete its rows first, and
+        decide the next one. None: there are no rows, or another process moves the lane."""
+        async with self._database.transaction() as transaction:
+            with outages():
+                return await transaction.call(self._decide, lane, published)
+
+    def _decide(self, connection: Connection, lane: int, published: int | None) -> OutboxRelease | None:
+        key = self._key(lane)
+        connection.execute(_NEW_LANE, {**key, "producer": f"outbox {uuid.uuid4().hex}"})
+        row = connection.execute(_LOCK_LANE[connection.dialect.name], key).first()
+        if row is None or (row.holder not in ("", self._holder) and row.until_us > now_us()):
+            return None
+        number, ids = row.number, json.loads(row.ids)
+        if published is not None and published == number and ids:
+            connection.execute(_DELETE, {"ids": ids})
+            ids = []
+        if not ids:
+            ids, number = self._next(connection, key), number + 1
+            if not ids:
+                self._write_lane(connection, lane, number - 1, [])
+                return None
+        self._write_lane(connection, lane, number, ids)
+        rows = connection.execute(_RELEASED, {"ids": ids}).all()
+        return OutboxRelease(row.producer, number, ids, [accepted(bytes(each.batch), now_us()) for each in rows])
+
+    def _next(self, connection: Connection, key: dict[str, Any]) -> list[int]:
+        ids: list[int] = []
+        size = 0
+        for row in connection.execute(_NEXT, key):
+            size += len(row.batch)
+            if ids and size > RELEASE_BYTES:
+                break
+            ids.append(row.id)
+        return ids
+
+    def _write_lane(self, connection: Connection, lane: int, number: int, ids: Sequence[int]) -> None:
+        values = {
+            "number": number,
+            "ids": json.dumps(list(ids)),
+            "holder": self._holder,
+            "until_us": now_us() + HOLD_US,
+        }
+        connection.execute(_WRITE_LANE, {**self._key(lane), **values})

@@ -1,0 +1,352 @@
+"""Events that are published if and only if a transaction commits."""
+
+import asyncio
+import random
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from sqlalchemy import Engine, text
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.orm import Session
+
+from headrace import Effects, Event, InvalidArgument, Outbox, Provider, StreamId, Transaction
+from headrace.adapters import ProducerSequence, Receipt
+from headrace.effects.database import database_of
+from headrace.effects.mover import OutboxMover
+from headrace.streams.errors import StorageError
+from headrace.streams.events import EventBatch
+from headrace.streams.producer_ledger import LastCall
+from tests.effects.databases import UserDatabase, user_database
+
+STREAM = StreamId("orders", "42")
+OUTBOX = Outbox()
+
+
+class RecordingQueue:
+    """An idempotent queue in memory, which can fail before or after it stores a call, and refuse a stream."""
+
+    name = "default"
+
+    def __init__(self) -> None:
+        self.stored: list[tuple[StreamId, bytes]] = []
+        self.last: dict[str, LastCall] = {}
+        self.fail_before = self.fail_after = 0
+        self.refused: StreamId | None = None
+        self.calls = 0
+
+    async def last_sequence(self, producer: str) -> int:
+        await asyncio.sleep(0)
+        return self.last.get(producer, LastCall()).number
+
+    async def publish_encoded(
+        self, batches: Sequence[EventBatch], *, sequence: ProducerSequence | None = None
+    ) -> Sequence[Receipt]:
+        assert sequence is not None
+        self.calls += 1
+        await asyncio.sleep(0)
+        if self.fail_before:
+            self.fail_before -= 1
+            raise StorageError("the disk is slow")
+        if any(batch.stream == self.refused for batch in batches):
+            raise InvalidArgument("this stream is refused")
+        last = self.last.get(sequence.producer, LastCall())
+        if last.accepts(sequence):
+            self.last[sequence.producer] = LastCall(sequence.number)
+            self.stored += [(batch.stream, payload) for batch in batches for payload in batch.payloads()]
+        else:
+            last.answer(sequence, len(batches))
+        if self.fail_after:
+            self.fail_after -= 1
+            raise StorageError("the answer is lost")
+        return ()
+
+    def payloads(self, stream: StreamId = STREAM) -> list[bytes]:
+        return [payload for name, payload in self.stored if name == stream]
+
+
+@pytest.fixture
+async def postgres(schema_url: Callable[[], str]) -> AsyncIterator[UserDatabase]:
+    async with user_database("psycopg-async", "", schema_url, pool_size=20) as made:
+        yield made
+
+
+async def moved(database: UserDatabase, queue: RecordingQueue | None = None) -> RecordingQueue:
+    """Move everything that is committed."""
+    queue = queue or RecordingQueue()
+    mover = OutboxMover(database_of(database.engine), queue)
+    while await mover.move():
+        pass
+    return queue
+
+
+def rows(database: UserDatabase) -> int:
+    return database.rows("SELECT COUNT(*) FROM headrace_outbox")[0][0]
+
+
+# ---- publishing ------------------------------------------------------------------------------------------------------
+
+
+async def test_events_leave_with_the_commit_and_not_with_a_rollback(database: UserDatabase):
+    made = database.engine
+    for payload, commits in ((b"a", True), (b"lost", False), (b"b", True)):
+        if isinstance(made, AsyncEngine):
+            async with made.connect() as connection:
+                await OUTBOX.publish(STREAM, payload, connection=connection)  # the first statement
+                await (connection.commit() if commits else connection.rollback())
+        else:
+            await asyncio.to_thread(_publish, made, payload, commits)
+    assert (await moved(database)).payloads() == [b"a", b"b"]
+    assert rows(database) == 0
+
+
+def _publish(made: Engine, payload: bytes, commits: bool) -> None:
+    with made.connect() as connection:
+        OUTBOX.publish(STREAM, payload, connection=connection)
+        (connection.commit if commits else connection.rollback)()
+
+
+async def test_a_session_publishes_after_its_flush_when_it_commits(database: UserDatabase):
+    def work() -> None:
+        with Session(database.inspecting) as session, session.begin():
+            OUTBOX.publish(STREAM, [b"a", b"b"], connection=session)
+            assert session.execute(text("SELECT COUNT(*) FROM headrace_outbox")).scalar() == 0
+        with pytest.raises(ValueError), Session(database.inspecting) as session, session.begin():  # noqa: PT012
+            OUTBOX.publish(STREAM, b"lost", connection=session)
+            raise ValueError
+
+    await asyncio.to_thread(work)
+    assert (await moved(database)).payloads() == [b"a", b"b"]
+
+
+async def test_a_savepoint_that_is_rolled_back_takes_its_events_along(async_database: UserDatabase):
+    assert isinstance(async_database.engine, AsyncEngine)
+    async with AsyncSession(async_database.engine) as session, session.begin():
+        OUTBOX.publish(STREAM, b"a", connection=session)
+        inner = await session.begin_nested()
+        OUTBOX.publish(STREAM, b"lost", connection=session)
+        deeper = await session.begin_nested()
+        OUTBOX.publish(STREAM, b"lost, too", connection=session)
+        await deeper.commit()
+        await inner.rollback()
+        async with session.begin_nested():
+            OUTBOX.publish(STREAM, b"b", connection=session)
+    assert (await moved(async_database)).payloads() == [b"a", b"b"]
+
+
+async def test_a_session_that_is_used_again_sends_nothing_of_before(async_database: UserDatabase):
+    assert isinstance(async_database.engine, AsyncEngine)
+    async with AsyncSession(async_database.engine) as session:
+        OUTBOX.publish(STREAM, b"lost", connection=session)
+        await session.rollback()
+        OUTBOX.publish(STREAM, b"a", connection=session)
+        await session.commit()
+        await session.execute(text("SELECT 1"))
+        await session.commit()
+    assert (await moved(async_database)).payloads() == [b"a"]
+
+
+async def test_connections_of_drivers(postgres: UserDatabase):
+    def sync() -> None:
+        with psycopg.connect(postgres.url) as connection, connection.transaction():
+            OUTBOX.publish(STREAM, b"psycopg", connection=connection)
+
+    await asyncio.to_thread(sync)
+    async with await psycopg.AsyncConnection.connect(postgres.url) as connection:
+        await OUTBOX.publish(STREAM, b"psycopg async", connection=connection)
+    url, _, schema = postgres.url.partition("?options=-csearch_path%3D")
+    asyncpg: Any = import_module("asyncpg")  # it has no stubs
+    driver = await asyncpg.connect(url, server_settings={"search_path": schema})
+    try:
+        async with driver.transaction():
+            await OUTBOX.publish(STREAM, b"asyncpg", connection=driver)
+        with pytest.raises(InvalidArgument, match="is in no transaction"):
+            await OUTBOX.publish(STREAM, b"lost", connection=driver)
+    finally:
+        await driver.close()
+    assert (await moved(postgres)).payloads() == [b"psycopg", b"psycopg async", b"asyncpg"]
+
+
+async def test_connections_that_commit_each_statement_are_refused(postgres: UserDatabase):
+    def sync() -> None:
+        with psycopg.connect(postgres.url, autocommit=True) as driver:
+            with pytest.raises(InvalidArgument, match="commits each statement"):
+                OUTBOX.publish(STREAM, b"lost", connection=driver)
+        committing = postgres.inspecting.execution_options(isolation_level="AUTOCOMMIT")
+        with committing.connect() as connection, pytest.raises(InvalidArgument, match="commits each statement"):
+            OUTBOX.publish(STREAM, b"lost", connection=connection)
+        with pytest.raises(InvalidArgument, match="commits each statement"), Session(committing) as session:  # noqa: PT012
+            OUTBOX.publish(STREAM, b"lost", connection=session)
+            session.commit()
+
+    await asyncio.to_thread(sync)
+    with pytest.raises(InvalidArgument, match="expected a connection or session"):
+        OUTBOX.publish(STREAM, b"lost", connection=7)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    assert rows(postgres) == 0
+
+
+async def test_a_handler_publishes_with_its_effects(async_database: UserDatabase, tmp_path: Path):
+    """The outgoing event goes to a second subscription of the same provider, once."""
+    received: list[bytes] = []
+
+    async def bill(event: Event, tx: Transaction) -> None:
+        await tx.execute(text("INSERT INTO log (value) VALUES (:value)"), {"value": event.payload.decode()})
+        await tx.publish(StreamId("invoices", "7"), b"due " + event.payload)
+        if event.payload == b"b" and "b" not in failed:
+            failed.append("b")
+            raise ValueError
+
+    async def receive(event: Event) -> None:
+        received.append(event.payload)
+
+    failed: list[str] = []
+    async with Provider.open(tmp_path / "data", queues=2, outbox=async_database.url) as provider:
+        billing = await provider.subscribe("billing", "orders/*", bill, effects=Effects(async_database.engine))
+        await provider.subscribe("invoices", "invoices/*", receive)
+        await provider.stream(STREAM).publish([b"a", b"b", b"c"])
+        await billing.caught_up()
+        async with asyncio.timeout(30):
+            while len(received) < 3 or rows(async_database):  # noqa: ASYNC110 (the database does not tell)
+                await asyncio.sleep(0.02)
+        outbox = provider.statistics().outbox
+        assert outbox is not None
+        assert (outbox.moved_events, outbox.problem) == (3, "")
+    assert received == [b"due a", b"due b", b"due c"]
+
+
+# ---- moving ----------------------------------------------------------------------------------------------------------
+
+
+def publish(database: UserDatabase, stream: StreamId, *payloads: bytes) -> None:
+    with database.inspecting.begin() as connection:
+        for payload in payloads:
+            OUTBOX.publish(stream, payload, connection=connection)
+
+
+async def test_failures_neither_lose_nor_repeat_an_event(async_database: UserDatabase):
+    queue = RecordingQueue()
+    for number in range(30):
+        publish(async_database, STREAM, b"%d" % number)
+        queue.fail_before, queue.fail_after = number % 3 == 1, number % 3 == 2
+        for _ in range(2):
+            mover = OutboxMover(database_of(async_database.engine), queue)  # a process that was started again
+            async_database.execute("UPDATE headrace_outbox_lane SET until_us = 0")
+            try:
+                await mover.move()
+            except StorageError:
+                continue
+    await moved(async_database, queue)
+    assert queue.payloads() == [b"%d" % number for number in range(30)]
+
+
+async def test_a_stream_that_is_refused_holds_up_that_stream_alone(async_database: UserDatabase):
+    others = [StreamId("orders", str(number)) for number in range(100, 150)]
+    queue = RecordingQueue()
+    queue.refused = STREAM
+    publish(async_database, STREAM, b"first")
+    for other in others:
+        publish(async_database, other, b"x")
+    publish(async_database, STREAM, b"second")
+    await moved(async_database, queue)
+    assert {stream for stream, _ in queue.stored} == set(others)
+    mover = OutboxMover(database_of(async_database.engine), queue)
+    backlog = await mover.backlog()
+    assert (backlog.batches, backlog.held) == (2, 1)
+    async_database.execute("UPDATE headrace_outbox SET problem = NULL")
+    async_database.execute("UPDATE headrace_outbox_lane SET until_us = 0")  # the time of the first mover is over
+    queue.refused = None
+    await moved(async_database, queue)
+    assert queue.payloads() == [b"first", b"second"]
+
+
+async def test_a_provider_of_another_name_gets_its_events_alone(async_database: UserDatabase):
+    with async_database.inspecting.begin() as connection:
+        Outbox("other").publish(STREAM, b"for other", connection=connection)
+        OUTBOX.publish(STREAM, b"for default", connection=connection)
+    assert (await moved(async_database)).payloads() == [b"for default"]
+
+
+async def test_more_rows_than_one_release_has(async_database: UserDatabase):
+    publish(async_database, STREAM, *(b"%d" % number for number in range(2500)))
+    queue = await moved(async_database)
+    assert queue.payloads() == [b"%d" % number for number in range(2500)]
+    assert queue.calls == 3
+
+
+# ---- the storm -------------------------------------------------------------------------------------------------------
+
+WRITERS, STREAMS, TRANSACTIONS = 16, 8, 25
+
+
+async def storm(database: UserDatabase) -> dict[StreamId, list[bytes]]:
+    """16 writers with random delays and rollbacks. Each locks a row for its stream, so the order is known: return what
+    each stream has to get."""
+    rng = random.Random(7)
+    expected: dict[StreamId, list[bytes]] = defaultdict(list)
+    made: Any = database.engine
+    for number in range(STREAMS):
+        database.execute("INSERT INTO log (id, value) VALUES (:id, :value)", id=number, value=f"0 {number}")
+    lock = text("UPDATE log SET value = value WHERE id = :id")
+
+    async def write(writer: int) -> None:
+        for number in range(TRANSACTIONS):
+            key, payload = rng.randrange(STREAMS), b"%d.%d" % (writer, number)
+            stream = StreamId("orders", str(key))
+            async with made.connect() as connection:
+                await connection.execute(lock, {"id": key})
+                await OUTBOX.publish(stream, payload, connection=connection)
+                await asyncio.sleep(rng.uniform(0, 0.01))
+                if rng.random() < 0.2:
+                    await connection.rollback()
+                else:
+                    expected[stream].append(payload)  # before the commit: it still has the lock
+                    await connection.commit()
+
+    await asyncio.gather(*map(write, range(WRITERS)))
+    return expected
+
+
+async def test_a_storm_of_writers_loses_nothing_and_keeps_the_order(postgres: UserDatabase):
+    queue, slow = RecordingQueue(), StreamId("orders", "slow")
+    movers = [OutboxMover(database_of(postgres.engine), queue) for _ in range(2)]
+    running = [asyncio.create_task(mover.run()) for mover in movers]
+    made: Any = postgres.engine
+    async with made.connect() as held:  # it has the lowest id, and commits last
+        await OUTBOX.publish(slow, b"late", connection=held)
+        expected = await storm(postgres)
+        async with asyncio.timeout(60):
+            while rows(postgres):  # noqa: ASYNC110 (the open transaction holds up no other)
+                await asyncio.sleep(0.02)
+        await held.commit()
+    async with asyncio.timeout(60):
+        while not queue.payloads(slow):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    assert queue.payloads(slow) == [b"late"]
+    assert {stream: queue.payloads(stream) for stream in expected} == dict(expected)
+
+
+async def test_the_storm_finds_a_cursor_over_ids(postgres: UserDatabase):
+    """A planted bug: a reader that goes on after the highest id."""
+    seen: list[int] = []
+
+    async def read() -> None:
+        last = 0
+        while True:
+            ids = [each for (each,) in postgres.rows("SELECT id FROM headrace_outbox WHERE id > :last", last=last)]
+            seen.extend(ids)
+            last = max([last, *ids])
+            await asyncio.sleep(0.002)
+
+    reader = asyncio.create_task(read())
+    expected = await storm(postgres)
+    await asyncio.sleep(0.05)
+    reader.cancel()
+    await asyncio.gather(reader, return_exceptions=True)
+    assert len(seen) < sum(map(len, expected.values())) == rows(postgres)
