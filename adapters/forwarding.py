@@ -58,3 +58,6 @@ class ForwardingAdapter(QueueAdapter):
 
     async def apply_retention(self, watermarks: Mapping[int, int]) -> None:
         await self.inner.apply_retention(watermarks)
+
+    async def show_progress(self, positions: Mapping[str, Mapping[int, int]]) -> None:
+        await self.inner.show_progress(positions)

@@ -43,6 +43,8 @@ class Capabilities:
     receipt is only a lower bound."""
     read_only: bool = False
     """The adapter cannot enqueue."""
+    shows_progress: bool = False
+    """`show_progress` tells the queue technology's own tools how far subscriptions are."""
     time_resolution_us: int = 1
     """`offset_at` distinguishes times that differ by this many microseconds."""
 
@@ -168,6 +170,13 @@ class QueueAdapter(ABC):
     async def last_sequence(self, producer: str) -> int:
         """Return the highest number stored for an idempotent producer, 0 if there is none."""
         raise NotSupported("this adapter does not support idempotent producers")
+
+    async def show_progress(self, positions: Mapping[str, Mapping[int, int]]) -> None:
+        """Tell the queue technology how far subscriptions are, for its own tools. One process calls this every few
+        seconds if the adapter declares `shows_progress`.
+
+        `positions` has the lowest unfinished offset of each subscription by queue. Nothing depends on it.
+        """
 
     async def apply_retention(self, watermarks: Mapping[int, int]) -> None:
         """Delete batches as the adapter's retention settings allow. One process calls this every few seconds.

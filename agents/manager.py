@@ -68,7 +68,7 @@ class PullingManager:
         self.checkpointer.on_queue_refused = self.queue_host.cut
         self.checkpointer.on_subscription_refused = self.subscriptions.stop_fenced
         self.redriver = Redriver(state, store)
-        self.retention = Retention(provider, adapter, store)
+        self.retention = Retention(provider, queues, adapter, store)
         self.control_requests = ControlRequestApplier(state, store, self.queue_host, self.subscriptions)
         self.acknowledger = QueueAcknowledger(state, store, durable=adapter.capabilities.durable)
         self._rewindable = adapter.capabilities.rewindable

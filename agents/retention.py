@@ -19,8 +19,9 @@ capacity."""
 class Retention:
     """Lets the adapter delete the events that its retention allows. Unfinished events stay."""
 
-    def __init__(self, provider: str, adapter: QueueAdapter, store: ProgressStore) -> None:
+    def __init__(self, provider: str, queues: int, adapter: QueueAdapter, store: ProgressStore) -> None:
         self._provider = provider
+        self._queues = queues
         self._adapter = adapter
         self._store = store
 
@@ -29,8 +30,18 @@ class Retention:
         await run_periodically(self.apply, RETENTION_S)
 
     async def apply(self) -> None:
-        """Apply the retention once."""
+        """Apply the retention once. Show the progress of subscriptions to the tools of the queue technology."""
         await self._adapter.apply_retention(await self._store.watermarks(self._provider))
+        if self._adapter.capabilities.shows_progress:
+            await self._adapter.show_progress(await self._positions())
+
+    async def _positions(self) -> dict[str, dict[int, int]]:
+        """The lowest unfinished offset of each subscription by queue."""
+        positions: dict[str, dict[int, int]] = {}
+        for queue in range(self._queues):
+            for name, checkpoint in (await self._store.checkpoints_of_queue(self._provider, queue)).items():
+                positions.setdefault(name, {})[queue] = checkpoint.watermark
+        return positions
 
 
 class QueueAcknowledger:

@@ -1,10 +1,11 @@
-"""Offsets below which everything is finished: committed to Kafka under the provider's group, never backwards."""
+"""Offsets that are committed to Kafka: those below which everything is finished, under the provider's group and never
+backwards, and the progress of each subscription under a group of its own, for Kafka's tools."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from confluent_kafka import KafkaException, TopicPartition
 
@@ -84,3 +85,31 @@ class KafkaAcknowledgements:
     async def aclose(self) -> None:
         await self._background.aclose()
         await self._commit()
+
+
+class ProgressGroups:
+    """Commits the progress of each subscription under a group of its own. Nothing reads it but Kafka's tools."""
+
+    def __init__(self, provider: str, topic: str, topics: KafkaTopics, limits: KafkaLimits) -> None:
+        self._provider = provider
+        self._topic = topic
+        self._topics = topics
+        self._limits = limits
+        self._shown: dict[str, tuple[float, Mapping[int, int]]] = {}
+        """When the positions of a subscription were last committed, by the loop's clock, and which."""
+
+    async def show(self, positions: Mapping[str, Mapping[int, int]]) -> None:
+        """Commit positions by subscription and queue. A subscription that fails is logged, and tried again."""
+        now = asyncio.get_running_loop().time()
+        for name in self._shown.keys() - positions.keys():
+            del self._shown[name]
+        for name, offsets in positions.items():
+            shown_at, shown = self._shown.get(name, (now - self._limits.repeat_commit_s, None))
+            if not offsets or (offsets == shown and now - shown_at < self._limits.repeat_commit_s):
+                continue
+            try:
+                await self._topics.commit(f"headrace.{self._provider}.{name}", self._topic, offsets)
+            except StorageError as error:
+                log.warning("the progress of subscription %r is not shown to Kafka: %s", name, error)
+                continue
+            self._shown[name] = now, offsets

@@ -16,7 +16,7 @@ from ...streams.events import EventBatch
 from ..receiving import Bounds
 from ..registry import read_options
 from ..seam import AdapterContext, Backlog, Capabilities, ProducerSequence, QueueAdapter, QueueStatistics, Receipt
-from .acknowledgements import KafkaAcknowledgements
+from .acknowledgements import KafkaAcknowledgements, ProgressGroups
 from .client import KafkaClients
 from .fetching import FetchedGroup, PartitionFetcher
 from .formats import PackedFormat, RecordFormat
@@ -97,7 +97,9 @@ async def _open_topic(
 class KafkaAdapter(QueueAdapter):
     """Queues in the partitions of one topic. Belongs to the event loop that opened it."""
 
-    capabilities = Capabilities(rewindable=True, durable=True, idempotent=True, time_resolution_us=1000)
+    capabilities = Capabilities(
+        rewindable=True, durable=True, idempotent=True, shows_progress=True, time_resolution_us=1000
+    )
 
     def __init__(
         self,
@@ -125,6 +127,7 @@ class KafkaAdapter(QueueAdapter):
         self._publisher = RecordPublisher(topic, clients, limits)
         self._producers = KafkaProducers(self._ledgers, self._publisher.send)
         self._acknowledgements = KafkaAcknowledgements(f"headrace.{context.provider}", topic, clients, topics, limits)
+        self._progress = ProgressGroups(context.provider, topic, topics, limits)
         self._format: RecordFormat = PackedFormat(0)
         self._background = BackgroundTasks()
         self._storing = BackgroundTasks()
@@ -269,6 +272,10 @@ class KafkaAdapter(QueueAdapter):
             if len(self._times) > _KNOWN_TIMES:
                 self._times.popitem(last=False)
         return found
+
+    async def show_progress(self, positions: Mapping[str, Mapping[int, int]]) -> None:
+        self._check_open()
+        await self._progress.show(positions)
 
     async def apply_retention(self, watermarks: Mapping[int, int]) -> None:
         """See QueueAdapter. With `retain_unfinished`, deletes finished records that are older than `retain_age_s`."""

@@ -53,7 +53,8 @@ class KafkaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return f"KafkaOptions({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
     def location(self, topic: str, topic_id: str) -> Mapping[str, Any]:
-        """Return the options that say where the queues are, without secrets."""
+        """Return the options that say where the queues are and which settings of the topic are right, without
+        secrets."""
         stored = {
             name: value for name, value in self.kafka.items() if isinstance(value, SecretPlace) or not _secret(name)
         }
@@ -61,6 +62,7 @@ class KafkaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "bootstrap": self.bootstrap,
             "topic": topic,
             "topic_id": topic_id,
+            "retain_unfinished": self.retain_unfinished,
             "kafka": msgspec.to_builtins(stored),
         }
 

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
+from uuid import uuid4
 
 import click
 
@@ -26,6 +27,8 @@ from .watching import report, watched
 @click.option("--events", type=click.IntRange(min=1), metavar="N", help="Only the first N flights.  [default: all]")
 @click.option("--data", type=click.Path(path_type=Path), help="Data directory.  [default: a temporary one]")
 @click.option("--durability", type=click.Choice(["commit", "relaxed"]), help="What a publish waits for.")
+@click.option("--adapter", type=click.Choice(["log", "kafka"]), help="Queue technology.  [default: log]")
+@click.option("--bootstrap", metavar="HOST:PORT", help="Addresses of brokers, with --adapter kafka.")
 @click.option("--policy", type=click.Choice(["throttle", "detach"]), help="How a slow consumer is treated.")
 @click.option(
     "--slow",
@@ -46,6 +49,7 @@ def command(*, data: Path | None, flights: Path | None, slow: int, as_json: bool
 
     With the same --data, an interrupted run continues, and a finished run starts over.
     """
+    _check_adapter(**wanted)
     path = data or Path(mkdtemp(prefix="headrace-demo-"))
     try:
         verdict = _run(path, flights, slow, DemoSettings(**wanted))
@@ -71,11 +75,24 @@ def _run(path: Path, file: Path | None, slow: int, wanted: DemoSettings) -> Demo
             events=len(flights),
             policy=settings.policy or DEFAULTS.policy,
             durability=settings.durability or DEFAULTS.durability,
+            adapter=settings.adapter or DEFAULTS.adapter,
+            bootstrap=settings.bootstrap,
+            topic=f"headrace.demo.{uuid4().hex}" if settings.adapter == "kafka" else None,
         )
         this = begin(directory, left, chosen, flights.fingerprint)
         if this.resumed:
             note(f"continuing the interrupted run in '{path}'")
         return _finish(this, flights, slow)
+
+
+def _check_adapter(*, adapter: str | None, bootstrap: str | None, durability: str | None, **_: object) -> None:
+    """Raise InvalidArgument for options that do not fit together."""
+    if adapter == "kafka" and bootstrap is None:
+        raise InvalidArgument("--adapter kafka: it needs brokers: add --bootstrap HOST:PORT")
+    if adapter != "kafka" and bootstrap is not None:
+        raise InvalidArgument("--bootstrap: only Kafka has brokers: add --adapter kafka")
+    if adapter == "kafka" and durability is not None:
+        raise InvalidArgument("--durability: it is a setting of the log: Kafka's topics have their own")
 
 
 def _load(path: Path, events: int | None) -> Flights:

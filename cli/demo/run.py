@@ -29,9 +29,13 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     events: int | None = None
     policy: Literal["throttle", "detach"] | None = None
     durability: Literal["commit", "relaxed"] | None = None
+    adapter: Literal["log", "kafka"] | None = None
+    bootstrap: str | None = None
+    topic: str | None = None
+    """The topic of a run on Kafka. Each run that starts over has a new one."""
 
 
-DEFAULTS = DemoSettings(policy="detach", durability="commit")
+DEFAULTS = DemoSettings(policy="detach", durability="commit", adapter="log")
 
 
 class DemoRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -19,7 +19,7 @@ from ...streams.subscriptions import SlowConsumer, Start
 from .check import DeliveryTally, differences, tally
 from .flights import Flights
 from .jobs import DemoJob, FlightDelays
-from .run import DemoRun
+from .run import DemoRun, DemoSettings
 
 PROVIDER = "default"
 NAMESPACE = "flights"
@@ -58,9 +58,10 @@ class DemoStage:
         self.seconds = 0.0
 
     def opened(self) -> AbstractAsyncContextManager[Provider]:
-        options = {"durability": self.durability}
+        settings = self.run.record.settings
+        adapter, options = settings.adapter or "log", _options(settings)
         return Provider.open(
-            self.run.directory.path, name=PROVIDER, adapter="log", queues=QUEUES, options=options, cache=CACHE
+            self.run.directory.path, name=PROVIDER, adapter=adapter, queues=QUEUES, options=options, cache=CACHE
         )
 
     async def play(self, provider: Provider) -> None:
@@ -111,6 +112,18 @@ class DemoStage:
             if isinstance(job, FlightDelays):
                 problems += differences(job.delays, self.flights.delays)
         return DemoVerdict(len(keys), len(set(keys)), tallies, self.seconds, problems)
+
+
+def _options(settings: DemoSettings) -> dict[str, object]:
+    """The options of the adapter. Kafka deletes the events of a run after a day."""
+    if settings.adapter != "kafka":
+        return {"durability": settings.durability}
+    return {
+        "bootstrap": settings.bootstrap,
+        "topic": settings.topic,
+        "retain_unfinished": False,
+        "retain_age_s": 86400,
+    }
 
 
 def _text(found: DeliveryTally) -> str:

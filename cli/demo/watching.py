@@ -71,11 +71,17 @@ def report(verdict: DemoVerdict) -> None:
     console.print("ok" if verdict.ok else "not ok", style="bold green" if verdict.ok else "bold red")
 
 
+def _queues_of(stage: DemoStage) -> str:
+    if stage.run.record.settings.adapter == "kafka":
+        return "Apache Kafka"
+    return f"embedded log, durability {stage.durability}"
+
+
 async def _frame(stage: DemoStage, provider: Provider) -> PictureFrame:
     tails = [(await provider.adapter.bounds(queue)).next for queue in range(provider.queues)]
     delays = [job.delays for job in stage.jobs if isinstance(job, FlightDelays)]
     return PictureFrame(
-        title=f"{provider.queues} queues, embedded log, durability {stage.durability}, policy {stage.policy.value}",
+        title=f"{provider.queues} queues, {_queues_of(stage)}, policy {stage.policy.value}",
         seconds=time.monotonic() - stage.began,
         events=len(stage.flights),
         published=stage.published,

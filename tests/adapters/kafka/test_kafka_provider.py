@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import TopicPartition
+from confluent_kafka import Consumer, TopicPartition
 
-from benchmarks.kafka_servers import KafkaServer
+from benchmarks.kafka_servers import KafkaServer, java_command
 from headrace import Event, Provider, RetryPolicy, Start
 from headrace.streams.errors import NotSupported
 from tests.adapters.kafka.opening import ForeignProgram, batch, new_topic
@@ -145,3 +146,53 @@ async def test_priorities_are_refused(kafka: dict[str, Any], tmp_path: Path) -> 
     async with Provider.open(tmp_path, **kafka) as provider:
         with pytest.raises(NotSupported, match="no priorities"):
             await provider.stream("orders", "1").publish(b"x", priority=1)
+
+
+async def test_progress_of_each_subscription_is_committed_for_the_tools_of_kafka(
+    kafka: dict[str, Any], tmp_path: Path, kafka_server: KafkaServer
+) -> None:
+    topic = kafka["options"]["topic"]
+    name = f"p{topic}"
+    async with Provider.open(tmp_path, name=name, **one_queue(kafka)) as provider:
+        subscription = await provider.subscribe("billing", "orders/*", Collector())
+        for number in range(5):
+            await provider.stream("orders", "1").publish(str(number).encode())
+        await subscription.caught_up()
+        async with asyncio.timeout(60):
+            while await committed(kafka_server.address, f"headrace.{name}.billing", topic) != 5:  # noqa: ASYNC110
+                await asyncio.sleep(0.2)  # every few seconds
+
+
+@pytest.mark.slow
+async def test_the_command_of_kafka_shows_the_lag_of_a_subscription(
+    kafka: dict[str, Any], tmp_path: Path, kafka_server: KafkaServer
+) -> None:
+    topic = kafka["options"]["topic"]
+    async with Provider.open(tmp_path, name=f"p{topic}", **one_queue(kafka)) as provider:
+        adapter = provider.adapter
+        for number in range(5):
+            await provider.stream("orders", "1").publish(str(number).encode())
+        await adapter.show_progress({"billing": {0: 3}})
+        group = f"headrace.p{topic}.billing"
+        arguments = ("--bootstrap-server", kafka_server.address, "--describe", "--group", group)
+
+        def describe() -> str:
+            command = java_command("org.apache.kafka.tools.consumer.group.ConsumerGroupCommand", *arguments)
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+        lines = (await asyncio.to_thread(describe)).splitlines()
+        (row,) = [line.split() for line in lines if line.startswith(group)]
+        assert row[:6] == [group, topic, "0", "3", "5", "2"]
+
+
+async def committed(address: str, group: str, topic: str) -> int:
+    """Return the offset that a group has committed for partition 0; below 0 if there is none."""
+
+    def ask() -> int:
+        consumer = Consumer({"bootstrap.servers": address, "group.id": group})
+        try:
+            return consumer.committed([TopicPartition(topic, 0)], 10)[0].offset
+        finally:
+            consumer.close()
+
+    return await asyncio.to_thread(ask)
