@@ -96,7 +96,10 @@ def java_command(main: str, *arguments: str) -> Sequence[str]:
 
 
 def new_cluster_id() -> str:
-    return base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+    """Return 22 characters. The first is no dash, which a command would take for an option."""
+    while (made := base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")).startswith("-"):
+        pass
+    return made
 
 
 class KafkaServer(Server):

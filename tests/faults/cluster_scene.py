@@ -82,8 +82,10 @@ class Cluster:
         times: Times,
         addresses: Mapping[str, str],
         silos: dict[str, SiloProcess],
+        provider: str = "",
     ) -> None:
         self.silos = silos
+        self._provider = provider
         self._directory = directory
         self._store = store
         self._times = times
@@ -116,7 +118,7 @@ class Cluster:
             *(f"{field} = {value}" for field, value in self._times._asdict().items()),
             *([f'store = "{self._store}"'] if self._store else []),
             *([f'address = "{self._addresses[name]}"'] if name in self._addresses else []),
-            f"[providers.default]\nqueues = {QUEUES}",
+            f"[providers.default]\nqueues = {QUEUES}\n{self._provider}",
         ]
         return "\n".join(lines) + "\n"
 
@@ -463,10 +465,12 @@ async def playing(
     times: Times = FAST,
     addresses: Mapping[str, str] = {},
     silos: dict[str, SiloProcess] | None = None,
+    provider: str = "",
 ) -> AsyncGenerator[Cluster]:
     """A cluster of silos. All its processes end with the block; if that fails, their output is printed. `addresses` has
-    the addresses at which others reach silos, if they differ from their own. `silos` is filled with the processes."""
-    cluster = Cluster(directory, store, times, addresses, {} if silos is None else silos)
+    the addresses at which others reach silos, if they differ from their own. `silos` is filled with the processes.
+    `provider` has more lines of the provider's configuration."""
+    cluster = Cluster(directory, store, times, addresses, {} if silos is None else silos, provider)
     try:
         await cluster.add(*names)
         yield cluster

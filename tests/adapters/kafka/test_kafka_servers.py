@@ -9,7 +9,16 @@ import pytest
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from benchmarks.kafka_servers import FOLDER, POM, VERSION, KafkaCluster, KafkaServer, brokers_at, kafka_jars
+from benchmarks.kafka_servers import (
+    FOLDER,
+    POM,
+    VERSION,
+    KafkaCluster,
+    KafkaServer,
+    brokers_at,
+    kafka_jars,
+    new_cluster_id,
+)
 from benchmarks.servers import INSTALL, NotAvailable
 
 
@@ -31,6 +40,10 @@ def test_missing_jars_are_an_error_that_names_the_command(monkeypatch: pytest.Mo
 
 def test_the_version_is_that_of_the_pom() -> None:
     assert f"<kafka>{VERSION}</kafka>" in POM.read_text()
+
+
+def test_ids_of_clusters_are_no_options_of_a_command() -> None:
+    assert not [made for made in (new_cluster_id() for _ in range(1000)) if made.startswith("-") or len(made) != 22]
 
 
 def test_nothing_answers_where_no_broker_is() -> None:
