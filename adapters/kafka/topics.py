@@ -22,6 +22,10 @@ MIN_RECORD_BYTES = 4 << 20
 """A topic that stores smaller records only is refused: a batch of events may be as large as this."""
 
 
+_NONE = -1
+"""The offset of a time after the last record."""
+
+
 class TopicFacts(NamedTuple):
     """The facts about a topic that must not change while it is used."""
 
@@ -95,6 +99,8 @@ class KafkaTopics:
             self._offsets(dict.fromkeys(places, OffsetSpec.earliest())),
             self._offsets(dict.fromkeys(places, OffsetSpec.latest())),
         )
+        if any(offset < 0 for offset in (*first.values(), *following.values())):
+            raise StorageError(f"the offsets of topic {topic!r} cannot be read: the brokers do not know them yet")
         return {partition: Bounds(first[partition], following[partition]) for partition in first}
 
     async def offset_at(self, topic: str, partition: int, time_ms: int) -> int | None:
@@ -109,7 +115,10 @@ class KafkaTopics:
         found: dict[int, int] = {}
         for place, answer in answers.items():
             doing = f"the offsets of partition {place.partition} of topic {place.topic!r} cannot be read"
-            found[place.partition] = (await answer_of(answer, self._clients, doing)).offset
+            offset = (await answer_of(answer, self._clients, doing)).offset
+            if offset < _NONE:  # the client answers so, without an error, when the brokers do not
+                raise StorageError(f"{doing}: the brokers do not answer")
+            found[place.partition] = offset
         return found
 
     async def delete_below(self, topic: str, offsets: Mapping[int, int]) -> None:

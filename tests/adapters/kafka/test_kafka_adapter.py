@@ -200,6 +200,16 @@ async def test_opening_without_a_broker_is_a_storage_error() -> None:
             pass
 
 
+async def test_bounds_are_an_error_while_the_broker_does_not_answer(kafka_server: KafkaServer) -> None:
+    """The client answers with offset -1001, and without an error."""
+    async with opened(kafka_server.address, new_topic(), limits=QUICK._replace(request_s=1.0)) as adapter:
+        await adapter.enqueue([(0, batch("x"))])
+        with kafka_server.frozen():
+            for ask in (lambda: adapter.bounds(0), lambda: adapter.resume_at(0, 1), lambda: adapter.offset_at(0, 0)):
+                with pytest.raises(StorageError):
+                    await ask()
+
+
 async def test_publish_waits_for_a_frozen_broker_then_fails_and_readers_report_it(kafka_server: KafkaServer) -> None:
     async with opened(kafka_server.address, new_topic(), publish_timeout_s=1.5) as adapter:
         await adapter.enqueue([(0, batch("before"))])
