@@ -1,5 +1,7 @@
 """A bank whose silo is killed again and again: money is conserved, and each transfer is applied exactly once.
 
+Each transfer publishes an event through the outbox. A second subscription applies these exactly once, too.
+
 `make chaos` kills more often: CHAOS_KILLS says how often. CHAOS_SEED repeats a run.
 """
 
@@ -40,6 +42,8 @@ class Bank:
         self.transfers: list[Transfer] = []
         self.rng = random.Random(SEED)
         database.execute("CREATE TABLE account (id INTEGER PRIMARY KEY, balance INTEGER NOT NULL)")
+        posting = "transfer INTEGER NOT NULL, target INTEGER NOT NULL, amount INTEGER NOT NULL"
+        database.execute(f"CREATE TABLE posting ({posting})")
         database.execute("CREATE TABLE applied (transfer INTEGER NOT NULL)")
         with database.inspecting.begin() as connection:
             accounts = [{"id": number, "balance": OPENING_BALANCE} for number in range(ACCOUNTS)]
@@ -60,7 +64,12 @@ class Bank:
         return forking().start(
             ["silo", "--data", "data", "--module", "bank"],
             cwd=self.folder,
-            env=ENVIRONMENT | {"BANK": url, "DELIVERED": str(self.folder / "delivered")},
+            env=ENVIRONMENT
+            | {
+                "BANK": url,
+                "DELIVERED": str(self.folder / "delivered"),
+                "HEADRACE_PROVIDERS__DEFAULT__OUTBOX": self.database.url,
+            },
         )
 
     def applied(self) -> int:
@@ -68,6 +77,11 @@ class Bank:
 
     def wait_until_applied(self, silo: Process, number: int) -> None:
         self.wait_until(silo, lambda: self.applied() >= number)
+
+    def wait_until_posted(self, silo: Process) -> None:
+        """Wait until the second subscription has all events of the outbox."""
+        count = "SELECT (SELECT COUNT(*) FROM posting), (SELECT COUNT(*) FROM headrace_outbox)"
+        self.wait_until(silo, lambda: self.database.rows(count)[0] == (len(self.transfers), 0))
 
     def wait_until(self, silo: Process, condition: Callable[[], bool]) -> None:
         end = monotonic() + LIMIT_S
@@ -81,6 +95,8 @@ class Bank:
         assert self.database.rows("SELECT SUM(balance) FROM account") == [(ACCOUNTS * OPENING_BALANCE,)]
         applied = [number for (number,) in self.database.rows("SELECT transfer FROM applied ORDER BY transfer")]
         assert applied == list(range(len(self.transfers)))
+        posted = self.database.rows("SELECT transfer, target, amount FROM posting ORDER BY transfer")
+        assert posted == [(number, target, amount) for number, _, target, amount in self.transfers]
         expected = Counter(dict.fromkeys(range(ACCOUNTS), OPENING_BALANCE))
         for _, source, target, amount in self.transfers:
             expected[source] -= amount
@@ -111,6 +127,7 @@ async def test_kills_of_the_silo_neither_lose_nor_repeat_a_transfer(
             silo.wait(30)
         silo = bank.start_silo()
         bank.wait_until_applied(silo, len(bank.transfers))
+        bank.wait_until_posted(silo)
         silo.send_signal(signal.SIGTERM)
         assert silo.wait(30) == 0
         bank.audit()
@@ -131,6 +148,7 @@ async def test_kills_of_postgresql_neither_lose_nor_repeat_a_transfer(tmp_path: 
                 await bank.publish(AT_A_TIME)
                 server.start()
             bank.wait_until_applied(silo, len(bank.transfers))
+            bank.wait_until_posted(silo)
             silo.send_signal(signal.SIGTERM)
             assert silo.wait(30) == 0
             bank.audit()
