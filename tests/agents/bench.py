@@ -1,5 +1,4 @@
 """One pulling agent on one queue, for virtual time."""
-# pyright: reportPrivateUsage=false
 
 import asyncio
 import random

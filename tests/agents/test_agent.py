@@ -1,5 +1,4 @@
 """One agent: which feed serves a delivery, slow consumers, memory, faults, gaps. In virtual time."""
-# pyright: reportPrivateUsage=false
 
 import asyncio
 import logging
@@ -85,7 +84,7 @@ async def test_a_subscription_far_behind_catches_up_beside_the_others() -> None:
         assert delivery.progress.feed is bench.agent.main
         await bench.publish_numbers(10, start=700)
         await bench.caught_up()
-        await until(lambda: not bench.agent.catch_ups._tasks)
+        await until(lambda: not tasks_named("headrace catch-up"))
         assert bench.shelf.opened == 2
     assert live.seen == numbers(210, 500)
     assert late.seen == numbers(710)
@@ -142,7 +141,7 @@ async def test_catch_ups_together_hold_no_more_than_their_budget() -> None:
         for gate in gates:
             gate.set()
         await bench.caught_up()
-        await until(lambda: not bench.agent.catch_ups._tasks)
+        await until(lambda: not tasks_named("headrace catch-up"))
         looking.cancel()
     assert budget.limit // 2 < most <= budget.limit
     assert budget.held == 0
@@ -477,13 +476,12 @@ async def test_a_catch_up_that_came_to_the_end_while_the_queue_was_down_joins_wh
         gate = recorder.hold("50")
         delivery = bench.attach("late", recorder)
         await until(lambda: recorder.running)
-        assert bench.agent._reading is not None
-        bench.agent._reading.cancel()  # whatever it was
-        bench.agent._reading = None
+        (reading,) = [task for task in tasks_named("headrace feed") if task.get_name() == "headrace feed 0"]
+        reading.cancel()  # for whatever reason
         gate.set()
         await bench.caught_up()
         await until(lambda: bench.agent.main is not None and delivery.progress.feed is bench.agent.main)
-        await until(lambda: not bench.agent.catch_ups._tasks)
+        await until(lambda: not tasks_named("headrace catch-up"))
     assert recorder.seen == numbers(100)
 
 
@@ -491,7 +489,7 @@ async def test_a_catch_up_that_came_to_the_end_while_the_queue_was_down_joins_wh
 
 
 @virtual_time
-async def test_what_retention_took_is_reported_to_who_misses_it_and_the_rest_is_delivered() -> None:
+async def test_events_deleted_by_retention_are_reported_and_the_others_delivered() -> None:
     late, live = Recorder(), Recorder()
     async with Bench() as bench:
         await bench.publish_numbers(200)
@@ -598,7 +596,7 @@ async def test_a_slow_consumer_of_a_queue_that_cannot_rewind_sets_the_pace() -> 
 
 
 @virtual_time
-async def test_what_is_done_already_does_not_push_out_what_comes_with_it() -> None:
+async def test_done_events_do_not_push_out_the_events_delivered_with_them() -> None:
     """Each batch fills a bucket: the first one is let go of while those behind it are being offered."""
     recorder = Recorder()
     async with Bench(max_events=20) as bench:
@@ -607,3 +605,8 @@ async def test_what_is_done_already_does_not_push_out_what_comes_with_it() -> No
         bench.attach("sub", recorder, Checkpoint(0, {stream("a"): StreamBehind(SequenceToken(0), "", ((0, 0, 1),))}))
         await bench.caught_up()
     assert recorder.seen == numbers(20, 1)
+
+
+def tasks_named(prefix: str) -> list[asyncio.Task[object]]:
+    """The tasks that run, and whose names begin so."""
+    return [task for task in asyncio.all_tasks() if task.get_name().startswith(prefix)]

@@ -1,6 +1,5 @@
 """The whole of agents/, in virtual time, against the model in `world.py`: random streams, subscriptions, moods, faults,
 detours, restarts and crashes. A failure says its seed and kind: `simulate(seed, kind=kind)` repeats it."""
-# pyright: reportPrivateUsage=false
 
 import asyncio
 import math
@@ -79,8 +78,8 @@ class RandomSteps:
         self.rewindable = world.adapter.capabilities.rewindable
         self._store_faults = store_faults
         self._failing = False
-        self._write = world.store._database.write
-        world.store._database.write = self._write_or_fail
+        self._write = world.store._database.write  # pyright: ignore[reportPrivateUsage]
+        world.store._database.write = self._write_or_fail  # pyright: ignore[reportPrivateUsage]
 
     async def go_on(self, steps: int) -> None:
         for _ in range(steps):

@@ -460,10 +460,11 @@ def test_a_stream_that_was_purged_begins_anew() -> None:
 
 
 def test_a_stream_that_was_purged_leaves_nothing_behind() -> None:
-    cache = filled(map(str, range(1000)))
-    cache.purge()
-    assert not cache._first  # pyright: ignore[reportPrivateUsage]
-    assert not cache._last  # pyright: ignore[reportPrivateUsage]
+    cache = QueueCache(BUCKETS, PLENTY)
+    watched = [weakref.ref(entry.batch) for entry in cache.add([Weak(stream(str(n)), b"", 1, n) for n in range(1000)])]
+    assert cache.purge() == 1000
+    gc.collect()
+    assert not any(ref() for ref in watched)
 
 
 def test_all_batches_from_an_offset_on() -> None:

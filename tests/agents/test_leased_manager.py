@@ -200,7 +200,7 @@ async def test_progress_that_could_not_be_saved_is_saved_later_though_nothing_el
 
 
 @virtual_time
-async def test_what_was_done_of_a_queue_is_saved_when_it_is_given_back_once_more() -> None:
+async def test_progress_of_a_queue_is_saved_when_it_is_given_back_a_second_time() -> None:
     async with tenant() as silo:
         recorder = await silo.handler("g")
         await silo.gain(0)
@@ -234,7 +234,7 @@ async def test_a_queue_that_is_not_given_back_after_all_goes_on_behind_what_was_
 
 
 @virtual_time
-async def test_what_was_done_before_a_lease_was_over_is_not_saved_later() -> None:
+async def test_progress_from_before_the_end_of_a_lease_is_not_saved_later() -> None:
     async with tenant() as silo:
         recorder = await silo.handler("g")
         await silo.gain(0)

@@ -8,7 +8,7 @@ from tests.simulation.virtual_time import virtual_time
 
 
 @virtual_time
-async def test_what_is_acknowledged_is_told_to_be_saved_however_many_streams_stay_behind() -> None:
+async def test_acknowledgements_are_confirmed_however_many_streams_stay_behind() -> None:
     """A consumer remembers the events that are not saved, and stops if they are too many."""
     async with house() as built:
         group = await built.group("g")

@@ -4,7 +4,6 @@ The model is exact: for each subscription and stream, it has the number of the n
 before it are done and it is not. After a crash the numbers are those of the stored checkpoints, which must never be
 ahead of the events done. After a clean stop both must be equal.
 """
-# pyright: reportPrivateUsage=false
 
 import asyncio
 import random
@@ -93,7 +92,7 @@ class HandlerSimulation(OneProcess):
             HandlerService(self._handler(consumer), passes if consumer.filtered else None, consumer.concurrency),
         )
         for delivery in self.manager.served[consumer.name].deliveries.values():
-            delivery.retries._rng = self.rng
+            delivery.retries._rng = self.rng  # pyright: ignore[reportPrivateUsage]
 
     async def withdraw(self, consumer: Consumer, drain_s: float) -> None:
         self.note(f"withdraw {consumer.name}, {drain_s} s")
@@ -162,7 +161,7 @@ class HandlerSimulation(OneProcess):
             for delivery in one.deliveries.values():
                 delivery.progress.on_parked = lambda _: None
         for agent in self.manager.agents:
-            agent._closed = True
+            agent._closed = True  # pyright: ignore[reportPrivateUsage]
         await self.end_tasks()
         for consumer in self.consumers.values():
             consumer.running.clear()

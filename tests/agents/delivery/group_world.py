@@ -5,7 +5,6 @@ that is handed out: the event is not done, no other consumer holds it, and each 
 with the same consumer. After a clean stop the stored checkpoint is exactly the events done. After a crash it is never
 ahead of them, and the model goes on from it.
 """
-# pyright: reportPrivateUsage=false
 
 import asyncio
 from bisect import bisect_left
@@ -127,7 +126,7 @@ class GroupSimulation(OneProcess):
             group = known.group = Group(known.definition, self.edge)
             await self.manager.subscriptions.serve(known.definition, group)
         for delivery in self.manager.served[known.name].deliveries.values():
-            delivery.retries._rng = self.rng
+            delivery.retries._rng = self.rng  # pyright: ignore[reportPrivateUsage]
 
     async def withdraw(self, known: Known, drain_s: float) -> None:
         self.note(f"withdraw {known.name}, {drain_s} s")
@@ -181,7 +180,7 @@ class GroupSimulation(OneProcess):
             for delivery in one.deliveries.values():
                 delivery.progress.on_parked = lambda _: None
         for agent in self.manager.agents:
-            agent._closed = True
+            agent._closed = True  # pyright: ignore[reportPrivateUsage]
         await self._stop_ticking()
         await self.end_tasks()
         for known in self.subscriptions.values():

@@ -199,7 +199,7 @@ async def test_from_a_whole_batch_on_events_may_be_released() -> None:
 
 
 @virtual_time
-async def test_what_a_consumer_does_not_hold_cannot_be_released() -> None:
+async def test_events_that_the_consumer_does_not_hold_cannot_be_released() -> None:
     async with Circle() as circle:
         consumer = await delivered(circle, ["0", "1"])
         (batch,) = consumer.take()

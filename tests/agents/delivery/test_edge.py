@@ -1,5 +1,4 @@
 """The delivery edge: fair turns for actors whose members' sending takes time, slow connections, no lost wake-ups."""
-# pyright: reportPrivateUsage=false
 
 import asyncio
 import logging
@@ -309,7 +308,7 @@ async def test_large_frames_are_made_once_for_everybody_within_bounds() -> None:
     edge.frame(small, 0)
     for batch in large:
         edge.frame(batch, 0)
-    assert sum(map(len, edge._frames.values())) == edge._frames_bytes <= FRAMES_BYTES
+    assert sum(map(len, edge._frames.values())) == edge._frames_bytes <= FRAMES_BYTES  # pyright: ignore[reportPrivateUsage]
 
 
 @virtual_time
@@ -320,5 +319,5 @@ async def test_a_batch_that_goes_out_in_parts_is_read_once_within_bounds() -> No
         batch.offset = offset
         for indexes_ in ([0, 1], [5, 9]):
             assert EventBatch.decode(edge.part(batch, 0, indexes_)).payloads() == [b"x", b"x"]
-    assert len(edge._parts) == 10
-    assert edge._parts_events == sum(parts.count for parts in edge._parts.values()) <= PARTS_EVENTS
+    assert len(edge._parts) == 10  # pyright: ignore[reportPrivateUsage]
+    assert edge._parts_events == sum(parts.count for parts in edge._parts.values()) <= PARTS_EVENTS  # pyright: ignore[reportPrivateUsage]

@@ -263,7 +263,7 @@ def test_one_that_slept_has_no_claim_on_the_past():
     assert sleeper.served(1_000) == steady.served(1_000) == 50
 
 
-def test_what_one_took_while_nobody_waited_is_no_debt():
+def test_time_that_an_actor_took_while_no_other_waited_is_no_debt():
     edge = Edge()
     early = edge.add("early", [1] * 1_000)
     edge.run(2_000)

@@ -1,6 +1,5 @@
 """Groups of remote consumers over queues that are filled by hand: order, credit, acknowledgements, rejections, members
 that come and go, modes, checkpoints, stopping. All in virtual time."""
-# pyright: reportPrivateUsage=false
 
 import asyncio
 import logging
@@ -57,7 +56,7 @@ async def test_events_of_a_stream_come_in_order_over_batches() -> None:
 
 
 @virtual_time
-async def test_what_a_consumer_gets_says_where_it_is_from() -> None:
+async def test_a_delivered_event_has_queue_stream_and_token() -> None:
     async with Circle(queues=3) as circle:
         consumer = circle.consumer("c")
         circle.lanes[2].publish("a", "0")
@@ -309,7 +308,7 @@ async def _delivered(circle: Circle, *batches: list[str], key: str = "a") -> Con
 
 
 @virtual_time
-async def test_what_is_acknowledged_is_done() -> None:
+async def test_acknowledged_events_are_done() -> None:
     async with Circle() as circle:
         consumer = await _delivered(circle, numbers(3), ["3"])
         first, second = consumer.take()
@@ -432,7 +431,7 @@ async def test_acknowledgements_of_a_part_are_by_index_in_the_whole_batch() -> N
 
 
 @virtual_time
-async def test_what_a_consumer_does_not_hold_is_refused() -> None:
+async def test_acknowledgements_of_events_that_the_consumer_does_not_hold_are_refused() -> None:
     async with Circle() as circle:
         other = circle.consumer("other", 0, 0)
         consumer = await _delivered(circle, numbers(3))
@@ -452,7 +451,7 @@ async def test_what_a_consumer_does_not_hold_is_refused() -> None:
 
 
 @virtual_time
-async def test_what_is_acknowledged_twice_counts_once() -> None:
+async def test_a_second_acknowledgement_of_an_event_counts_nothing() -> None:
     async with Circle() as circle:
         consumer = await _delivered(circle, numbers(5))
         (batch,) = consumer.take()
@@ -488,7 +487,7 @@ async def test_thousands_of_batches_that_were_done_out_of_order_are_passed_at_on
 
 
 @virtual_time
-async def test_what_is_rejected_comes_again_with_what_follows() -> None:
+async def test_rejected_events_come_again_with_the_later_ones_of_their_stream() -> None:
     async with Circle() as circle:
         consumer = await _delivered(circle, ["0", "1"], ["2"])
         batches = consumer.take()
@@ -556,7 +555,7 @@ async def test_a_rejection_in_a_later_batch_of_a_parcel(index: int) -> None:
 
 
 @virtual_time
-async def test_what_was_acknowledged_behind_a_rejection_does_not_come_again() -> None:
+async def test_events_acknowledged_behind_a_rejection_do_not_come_again() -> None:
     async with Circle() as circle:
         consumer = await _delivered(circle, numbers(5), ["5", "6"])
         first, second = consumer.take()
@@ -588,7 +587,7 @@ async def test_an_earlier_rejection_takes_the_place_of_a_later_one() -> None:
 
 
 @virtual_time
-async def test_what_is_done_cannot_be_rejected() -> None:
+async def test_done_events_cannot_be_rejected() -> None:
     async with Circle() as circle:
         consumer = await _delivered(circle, numbers(4))
         (batch,) = consumer.take()
@@ -634,7 +633,7 @@ async def _reject_until_given_up(circle: Circle, consumer: Consumer, index: int,
 
 
 @virtual_time
-async def test_what_is_given_up_on_becomes_dead_letters_all_that_failed_together() -> None:
+async def test_all_events_that_failed_together_become_dead_letters() -> None:
     async with Circle() as circle:
         consumer = await _delivered(circle, numbers(5), ["5"])
         await _reject_until_given_up(circle, consumer, 0, 2)
@@ -659,7 +658,7 @@ async def test_a_whole_batch_is_given_up_on() -> None:
 
 
 @virtual_time
-async def test_what_was_done_among_the_failed_is_no_dead_letter() -> None:
+async def test_done_events_among_failed_ones_are_no_dead_letters() -> None:
     async with Circle() as circle:
         consumer = await _delivered(circle, numbers(5))
         assert consumer.ack(consumer.inbox[0], 1, 2)
@@ -708,7 +707,7 @@ async def test_a_stream_is_paused_until_it_is_resumed() -> None:
 
 
 @virtual_time
-async def test_what_cannot_be_recorded_is_not_given_up_on() -> None:
+async def test_events_are_not_given_up_on_until_that_is_recorded() -> None:
     async with Circle(retry=RetryPolicy(max_attempts=1)) as circle:
         circle.sink.failures += [StorageError("no"), asyncio.CancelledError()]
         consumer = await _delivered(circle, ["0"], ["1"])
@@ -826,7 +825,7 @@ async def test_every_delivery_after_the_first_says_so() -> None:
 
 
 @virtual_time
-async def test_what_follows_a_rejected_event_says_that_it_comes_again() -> None:
+async def test_events_after_a_rejected_one_have_a_higher_attempt() -> None:
     async with Circle() as circle:
         consumer = await _delivered(circle, ["0"], ["1"])
         circle.publish("a", "2")
@@ -849,7 +848,7 @@ async def test_who_reconnects_may_acknowledge_before_it_grants() -> None:
 
 
 @virtual_time
-async def test_what_does_not_fit_into_the_credit_of_who_reconnects_is_for_everybody() -> None:
+async def test_events_beyond_the_credit_of_a_consumer_that_reconnects_go_to_any_consumer() -> None:
     async with Circle() as circle:
         one = await _delivered(circle, numbers(4))
         other = circle.consumer("other")
@@ -924,7 +923,7 @@ async def test_who_comes_with_the_same_id_takes_over() -> None:
 
 
 @virtual_time
-async def test_what_was_on_its_way_when_the_connection_broke_is_sent_again() -> None:
+async def test_events_on_their_way_when_the_connection_broke_are_sent_again() -> None:
     async with Circle() as circle:
         consumer = circle.consumer("c", pace_s=1.0)
         circle.lane.publish_all([(str(number), [str(number)]) for number in range(10)])
@@ -945,7 +944,7 @@ async def test_who_comes_and_goes_leaves_nothing_behind() -> None:
         one.disconnect()
         one.connect()
         assert len(circle.group.line) == 1
-        assert not circle.edge._sending
+        assert not circle.edge._sending  # pyright: ignore[reportPrivateUsage]
 
 
 @virtual_time
@@ -1164,7 +1163,7 @@ async def test_a_parcel_goes_on_when_its_cursor_left_the_cache() -> None:
 
 @pytest.mark.parametrize("way", ["leave", "reconnect", "reject", "part"])
 @virtual_time
-async def test_what_left_the_cache_is_read_again_where_it_comes_again(way: str) -> None:
+async def test_events_that_left_the_cache_are_read_again_for_their_next_delivery(way: str) -> None:
     async with Circle() as circle:
         consumer = await _delivered(circle, ["0", "1"], ["2"])
         batches = consumer.take()
@@ -1201,7 +1200,7 @@ async def test_a_parcel_outside_of_the_cache_holds_no_bytes() -> None:
 
 
 @virtual_time
-async def test_what_is_given_up_on_outside_of_the_cache_is_read_again_to_be_kept() -> None:
+async def test_an_event_given_up_on_outside_of_the_cache_is_read_again_for_its_dead_letter() -> None:
     async with Circle(retry=RetryPolicy(max_attempts=1)) as circle:
         consumer = await _delivered(circle, ["0", "1", "2"], ["3"])
         batch = consumer.take()[0]
@@ -1413,7 +1412,7 @@ async def test_a_stop_does_not_wait_for_who_is_not_there() -> None:
 
 
 @virtual_time
-async def test_what_is_rejected_during_a_stop_comes_again_another_time() -> None:
+async def test_events_rejected_during_a_stop_come_again_after_it() -> None:
     async with Circle() as circle:
         consumer = await _delivered(circle, numbers(3))
         stopping = asyncio.create_task(circle.stop(60.0))

@@ -187,7 +187,7 @@ async def test_a_group_that_is_slower_than_the_cache_gets_everything_in_order(re
 
 
 @virtual_time
-async def test_what_is_acknowledged_is_saved_and_told() -> None:
+async def test_acknowledged_events_are_saved_and_confirmed() -> None:
     async with house() as built:
         group = await built.group("g")
         consumer = connected(group)
@@ -335,7 +335,7 @@ async def test_agents_stop_and_start_while_parcels_are_in_flight() -> None:
 
 
 @virtual_time
-async def test_what_is_published_while_another_subscription_drains_is_not_taken_for_done() -> None:
+async def test_events_published_while_another_subscription_drains_are_not_done() -> None:
     """The queue is read on until all of its deliveries have ended."""
     async with house() as built:
         idle, busy = connected(await built.group("idle")), connected(await built.group("busy"))

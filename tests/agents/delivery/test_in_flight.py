@@ -10,7 +10,7 @@ MOST = 100
 
 
 @virtual_time
-async def test_what_a_consumer_holds_is_bounded_whatever_its_credit(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_events_of_a_consumer_are_bounded_whatever_its_credit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member, "MAX_IN_FLIGHT", MOST)
     async with Circle() as circle:
         consumer = circle.consumer("c")

@@ -65,7 +65,7 @@ def test_clients_whose_many_consumers_do_not_read_leave_a_share_to_the_next_clie
     assert newcomer.fits(limit // (clients + 1) - 10)
 
 
-def test_what_is_larger_than_the_limit_goes_alone() -> None:
+def test_a_message_larger_than_the_limit_goes_alone() -> None:
     budget = SendBudget(LIMIT)
     account, other = budget.account(), budget.account()
     assert account.fits(2 * LIMIT)
@@ -224,7 +224,7 @@ async def test_a_consumer_that_waits_goes_on_when_another_is_gone() -> None:
 
 
 @virtual_time
-async def test_what_is_sent_again_waits_for_space_too() -> None:
+async def test_redelivered_events_wait_for_space_too() -> None:
     budget = SendBudget(8 * LARGE)
     async with Circle(edge=Edge(budget=budget)) as circle:
         consumer = circle.consumer("c")
