@@ -13,7 +13,6 @@ from ...streams.background import BackgroundTasks
 from ...streams.errors import StorageError
 from .client import KafkaClients
 from .limits import KafkaLimits
-from .topics import KafkaTopics
 
 log = logging.getLogger("headrace.adapters.kafka")
 
@@ -21,11 +20,10 @@ log = logging.getLogger("headrace.adapters.kafka")
 class KafkaAcknowledgements:
     """The acknowledged offset of each queue."""
 
-    def __init__(self, group: str, topic: str, clients: KafkaClients, topics: KafkaTopics, limits: KafkaLimits) -> None:
+    def __init__(self, group: str, topic: str, clients: KafkaClients, limits: KafkaLimits) -> None:
         self._clients = clients
         self._group = group
         self._topic = topic
-        self._topics = topics
         self._limits = limits
         self._noted: dict[int, int] = {}
         self._known: dict[int, int] = {}
@@ -77,7 +75,8 @@ class KafkaAcknowledgements:
             await self._read(queues)
             higher = {queue: self._noted[queue] for queue in queues if self._noted[queue] > self._known[queue]}
             if higher:
-                await self._topics.commit(self._group, self._topic, higher)
+                places = [TopicPartition(self._topic, queue, offset) for queue, offset in higher.items()]
+                await asyncio.to_thread(self._clients.commit, self._group, places, self._limits.request_s)
         except StorageError as error:
             log.warning("acknowledged offsets were not committed, and are tried again: %s", error)
             self._unsaved |= queues
@@ -90,10 +89,10 @@ class KafkaAcknowledgements:
 class ProgressGroups:
     """Commits the progress of each subscription under a group of its own. Nothing reads it but Kafka's tools."""
 
-    def __init__(self, provider: str, topic: str, topics: KafkaTopics, limits: KafkaLimits) -> None:
+    def __init__(self, provider: str, topic: str, clients: KafkaClients, limits: KafkaLimits) -> None:
         self._provider = provider
+        self._clients = clients
         self._topic = topic
-        self._topics = topics
         self._limits = limits
         self._shown: dict[str, tuple[float, Mapping[int, int]]] = {}
         """When the positions of a subscription were last committed, by the loop's clock, and which."""
@@ -105,10 +104,16 @@ class ProgressGroups:
             del self._shown[name]
         for name, offsets in positions.items():
             shown_at, shown = self._shown.get(name, (now - self._limits.repeat_commit_s, None))
-            if not offsets or (offsets == shown and now - shown_at < self._limits.repeat_commit_s):
+            if (
+                not offsets
+                or now - shown_at < self._limits.show_s
+                or (offsets == shown and now - shown_at < self._limits.repeat_commit_s)
+            ):
                 continue
+            group = f"headrace.{self._provider}.{name}"
+            places = [TopicPartition(self._topic, queue, offset) for queue, offset in offsets.items()]
             try:
-                await self._topics.commit(f"headrace.{self._provider}.{name}", self._topic, offsets)
+                await asyncio.to_thread(self._clients.commit, group, places, self._limits.request_s)
             except StorageError as error:
                 log.warning("the progress of subscription %r is not shown to Kafka: %s", name, error)
                 continue

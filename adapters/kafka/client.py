@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar, cast
 
@@ -22,7 +23,7 @@ MAX_RECORD_BYTES = 8 << 20
 """Largest record of a topic that the adapter creates, in bytes."""
 FETCH_BYTES = 2 << 20
 
-Settings = dict[str, str | int | float | bool]
+Settings = dict[str, Any]
 _T = TypeVar("_T")
 _UNAUTHORIZED = {
     KafkaError.TOPIC_AUTHORIZATION_FAILED: "Describe, Read and Write on the topic",
@@ -49,6 +50,7 @@ class PartitionConsumer(Protocol):
     def assign(self, partitions: Sequence[TopicPartition]) -> None: ...
     def poll(self, timeout: float) -> Record | None: ...
     def consume(self, num_messages: int, timeout: float) -> Sequence[Record]: ...
+    def commit(self, *, offsets: Sequence[TopicPartition], asynchronous: bool) -> object: ...
     def committed(self, partitions: Sequence[TopicPartition], timeout: float) -> Sequence[TopicPartition]: ...
     def close(self) -> None: ...
 
@@ -79,7 +81,33 @@ class KafkaClients:
             },
         )
 
-    def consumer(self, group: str = "headrace") -> PartitionConsumer:
+    def commit(self, group: str, offsets: Sequence[TopicPartition], timeout_s: float) -> None:
+        """Commit offsets for a group of which no consumer is a member. Blocks. Raises StorageError.
+
+        An administrative client is not used: librdkafka 2.16 may end the process if such a request times out.
+        """
+        doing = f"group {group!r} cannot commit"
+        outcome: list[KafkaError | None] = []
+
+        def committed(error: KafkaError | None, places: Sequence[TopicPartition]) -> None:
+            outcome.append(error or next((place.error for place in places if place.error is not None), None))
+
+        consumer = self.consumer(group, {"on_commit": committed})
+        try:
+            consumer.commit(offsets=offsets, asynchronous=True)
+            deadline = time.monotonic() + timeout_s
+            while not outcome:
+                if time.monotonic() > deadline:
+                    raise StorageError(f"{doing}: the brokers do not answer")
+                consumer.poll(0.05)
+        except KafkaException as error:
+            raise self.failure(doing, error) from None
+        finally:
+            consumer.close()
+        if outcome[0] is not None:
+            raise self.failure(doing, outcome[0])
+
+    def consumer(self, group: str = "headrace", more: Mapping[str, Any] | None = None) -> PartitionConsumer:
         """Make a consumer of assigned partitions, which commits nothing. It is no member of the group."""
         return cast(
             PartitionConsumer,
@@ -97,6 +125,7 @@ class KafkaClients:
                     "fetch.queue.backoff.ms": 10,
                     "queued.max.messages.kbytes": 8192,
                     "receive.message.max.bytes": MAX_RECORD_BYTES * 4,
+                    **(more or {}),
                 },
             ),
         )

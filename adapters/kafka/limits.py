@@ -25,6 +25,8 @@ class KafkaLimits(NamedTuple):
     snapshot_bytes: int = 32 << 20
     commit_s: float = 1.0
     """Pause between two commits of acknowledged offsets to Kafka."""
+    show_s: float = 4.0
+    """The progress of a subscription is committed at most this often: each commit makes a client."""
     repeat_commit_s: float = 24 * 3600.0
     """The progress of a subscription that stands still is committed again after this time: Kafka forgets commits."""
     producers_kept_s: float = 7 * 24 * 3600.0

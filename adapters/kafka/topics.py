@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
-from confluent_kafka import ConsumerGroupTopicPartitions, IsolationLevel, KafkaError, KafkaException, TopicCollection
+from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection
 from confluent_kafka import TopicPartition as Place
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.admin._config import ConfigResource
@@ -35,7 +35,7 @@ class TopicFacts(NamedTuple):
 
 
 class KafkaTopics:
-    """Requests to the brokers about topics and groups. All raise StorageError if the brokers do not answer."""
+    """Requests to the brokers about topics. All raise StorageError if the brokers do not answer."""
 
     def __init__(self, clients: KafkaClients, client: AdminClient, limits: KafkaLimits) -> None:
         self._clients = clients
@@ -126,16 +126,6 @@ class KafkaTopics:
         places = [Place(topic, partition, offset) for partition, offset in offsets.items()]
         for answer in self._client.delete_records(places, request_timeout=self._limits.request_s).values():
             await answer_of(answer, self._clients, f"finished records of topic {topic!r} cannot be deleted")
-
-    async def commit(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
-        """Commit offsets for a group. No consumer of Kafka's own may be a member of it."""
-        places = [Place(topic, partition, offset) for partition, offset in offsets.items()]
-        asked = ConsumerGroupTopicPartitions(group, places)
-        (answer,) = self._client.alter_consumer_group_offsets([asked], request_timeout=self._limits.request_s).values()
-        found = await answer_of(answer, self._clients, f"group {group!r} cannot commit")
-        for place in found.topic_partitions:
-            if place.error is not None:
-                raise self._clients.failure(f"group {group!r} cannot commit", place.error)
 
 
 def topic_settings(retention_ms: int) -> Mapping[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from tests.servers import new_schema, postgres_server
 __all__ = ("postgres_server", "rng")
 
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "10"))
+AWAY_S = 60.0 if "CHAOS_SECONDS" in os.environ else 12.0
+"""How long all brokers stand still."""
 TIMES = Times(lease_s=10.0, dead_after_s=5.0)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600 + 2 * SECONDS)]
@@ -68,4 +71,24 @@ async def test_brokers_and_silos_that_are_killed_at_random_moments_lose_nothing(
                 await asyncio.sleep(rng.uniform(0, 3))
             await load.flowing()
         print(f"{kills} kills of a broker and of a silo, {load.summary()}")
+        load.check()
+
+
+async def test_agents_resume_after_all_brokers_stood_still(
+    tmp_path: Path, brokers: KafkaCluster, postgres_server: PostgresServer, rng: random.Random
+) -> None:
+    """Clients send failed calls again."""
+    provider = on_kafka(brokers, "frozen")
+    async with playing(tmp_path, new_schema(postgres_server), "ab", times=TIMES, provider=provider) as cluster:
+        async with loaded(cluster, rng, "a") as load:
+            await load.flowing()
+            for broker in brokers.brokers:
+                os.kill(broker.pid, signal.SIGSTOP)
+            try:
+                await asyncio.sleep(AWAY_S)
+            finally:
+                for broker in brokers.brokers:
+                    os.kill(broker.pid, signal.SIGCONT)
+            await load.flowing()
+        print(load.summary())
         load.check()
