@@ -12,8 +12,8 @@ class Did(NamedTuple):
     """The holder that finished an event last, and the time."""
 
     who: Any
-    handed_at: float
-    """When it got the event."""
+    sent_at: float
+    """When a silo sent it the event."""
     at: float
 
 
@@ -25,7 +25,7 @@ class Progress:
         self.low = first
         """Everything below is done, or was there before the subscription."""
         self.done = set[int]()
-        self.handed_at: dict[int, float] = {}
+        self.sent_at: dict[int, float] = {}
         self.hands: dict[int, object] = {}
         """Who processes an event: the silo with its handler, or a consumer."""
 
@@ -86,8 +86,9 @@ class Model:
 
     def sends(self, subscription: str, queue: int, offset: int, indexes: Iterable[int], epoch: int, who: str) -> None:
         """A silo sends events to a consumer or a handler. They may arrive late."""
-        stream = self.events[queue, offset][0]
+        stream, first, _ = self.events[queue, offset]
         for index in indexes:
+            self.of(subscription, stream).sent_at[first + index] = self._now()
             if self.is_stored(subscription, stream, queue, offset, index):
                 self._problem(
                     f"{subscription}: {who} sends {stream} at {queue}/{offset}/{index}, which is stored as done"
@@ -127,7 +128,6 @@ class Model:
             if (did := progress.last_done.get(number)) is not None:
                 self._again(f"{where}: number {number}", did)
             progress.hands[number] = who
-            progress.handed_at[number] = self._now()
 
     def is_stored(self, subscription: str, stream: StreamId, queue: int, offset: int, index: int) -> bool:
         stored = self.stored.get((subscription, queue))
@@ -146,7 +146,7 @@ class Model:
         stream, first, _ = self.events[queue, offset]
         progress = self.of(subscription, stream)
         for number in [first + index for index in indexes]:
-            if not progress.finish(number, Did(who, progress.handed_at[number], self._now())):
+            if not progress.finish(number, Did(who, progress.sent_at[number], self._now())):
                 self.again += 1
 
     def gives_back(self, subscription: str, queue: int, offset: int, index: int, who: object) -> None:

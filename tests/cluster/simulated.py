@@ -490,9 +490,9 @@ class SimulatedCluster(Simulation):
         saved."""
         if self.kind not in ("planned", "moves", "crashes"):
             return
-        gaps_s = [max(0.0, at - did.at) for at in self.losses if at >= did.handed_at]
+        gaps_s = [max(0.0, at - did.at) for at in self.losses if at >= did.sent_at]
         if not gaps_s:
-            self.problem(f"{what} comes again, and {did.who.name} did it, and nothing was lost since it got it")
+            self.problem(f"{what} comes again, and {did.who.name} did it, and nothing was lost since it was sent")
             return
         gap_s = min(gaps_s)
         self.unsaved_s = max(self.unsaved_s, gap_s)
