@@ -27,6 +27,8 @@ BUCKETS = 10
 BATCH_OVERHEAD_BYTES = 400
 """Charged for every batch in addition to its encoded size: its objects, and a cursor. Without this charge, a cache of
 batches with one small event each would take ten times its limit."""
+CURSOR_BYTES = 800
+"""Charged for the cursor of each further subscription, and for what its delivery notes beside it."""
 
 
 class Empty(enum.Enum):
@@ -105,6 +107,8 @@ class QueueCache:
         self.bytes = 0
         self.next_offset = 0
         """The queue has been read up to this offset, exclusive."""
+        self.readers = 1
+        """Number of subscriptions that may have a cursor in each stream. The feed sets it."""
         self.on_unpinned: Callable[[], None] = _ignore
         """Called when a bucket loses its last pin."""
         self._newest_bytes = 0
@@ -123,6 +127,11 @@ class QueueCache:
         return max(1, events - self.events), max(1, size - self.bytes)
 
     @property
+    def overhead_bytes(self) -> int:
+        """The charge for a batch of a stream that has none in the cache, beside its encoded size."""
+        return BATCH_OVERHEAD_BYTES + (self.readers - 1) * CURSOR_BYTES
+
+    @property
     def pressure(self) -> bool:
         """Whether the events have reached the capacity, or one more batch as large as the newest does not fit."""
         events, size = self._capacity
@@ -135,6 +144,7 @@ class QueueCache:
         entries: list[CacheEntry] = []
         bucket = self.buckets[-1] if self.buckets else None
         events, size = 0, 0
+        overhead = self.overhead_bytes
         for batch in batches:
             if bucket is None or self._full(bucket):
                 bucket = Bucket(self)
@@ -143,14 +153,15 @@ class QueueCache:
             entries.append(entry)
             bucket.entries.append(entry)
             bucket.events += batch.count
-            charge = len(batch.encoded) + BATCH_OVERHEAD_BYTES
-            bucket.bytes += charge
             stream = batch.stream
             before = last.get(stream)
             if before is None:
                 self._first[stream] = entry
+                charge = len(batch.encoded) + overhead
             else:
                 before.following = entry
+                charge = len(batch.encoded) + BATCH_OVERHEAD_BYTES
+            bucket.bytes += charge
             last[stream] = entry
             events += batch.count
             size += charge

@@ -153,8 +153,10 @@ class CatchUpRunner:
         finally:
             del self.running[delivery.name]
             self._owner.retire(feed)
-            if feed.whole and not feed.finished:
+            if unfinished := feed.whole and not feed.finished:
                 delivery.progress.leave_feed()
             delivery.leave(feed)
+            if unfinished:
+                delivery.progress.roll_back()
             share.close()
             await receiver.aclose()

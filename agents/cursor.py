@@ -122,6 +122,18 @@ class StreamCursor(Cursor):
     def failures(self) -> CursorFailures:
         return self.trouble or NO_FAILURES
 
+    @property
+    def is_untouched(self) -> bool:
+        """Whether it is parked before a batch of which nothing was done, and nothing failed."""
+        return (
+            self.state is PARKED and self.feed is None and not self.index and self.done is None and self.trouble is None
+        )
+
+    @property
+    def finished_offset(self) -> int:
+        """No batch of its stream above this offset is done as a whole."""
+        return max(self.offset - 1, *(self.done or (-1,)))
+
     def is_done(self, index: int, offset: int | None = None) -> bool:
         """Whether an event was done out of order. Without an `offset`, the event is in the current batch."""
         return self.done is not None and index in self.done.get(self.offset if offset is None else offset, ())

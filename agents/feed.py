@@ -125,7 +125,8 @@ class Feed:
             self._is_full()
             or len(batches) > OFFER_BATCHES
             or sum(batch.count for batch in batches) > max_events
-            or sum(len(batch.encoded) for batch in batches) > min(max_bytes, self._receive_bytes)
+            or sum(len(batch.encoded) for batch in batches) > self._receive_bytes
+            or sum(len(batch.encoded) + self.cache.overhead_bytes for batch in batches) > max_bytes
         ):
             return False
         try:
@@ -176,8 +177,14 @@ class Feed:
             self.owner.missing(self.deliveries, received.gap)
             self._holes = [*(hole for hole in self._holes if hole.high > self.cache.first_offset), received.gap]
         batches = received.batches
-        for start in range(0, len(batches), OFFER_BATCHES):
-            self._add(batches[start : start + OFFER_BATCHES])
+        step = max(1, min(OFFER_BATCHES, self.cache.bucket_bytes // self.cache.overhead_bytes))
+        for start in range(0, len(batches), step):
+            while start and self._is_full():  # what was received may fit without the cursors of all subscriptions only
+                if self.finished:
+                    return
+                self.cache.purge()
+                await self._under_pressure()
+            self._add(batches[start : start + step])
             await asyncio.sleep(0)
         self.cache.next_offset = max(self.cache.next_offset, received.next_offset)
         self._moved()
@@ -243,12 +250,21 @@ class Feed:
             if wants < hole.high:
                 self.owner.missing([delivery], hole)
         self.deliveries.append(delivery)
+        self.cache.readers = len(self.deliveries)
         with self._nothing_goes():
             delivery.join(self)
 
     def leave(self, delivery: Delivery) -> None:
         if delivery in self.deliveries:
             self.deliveries.remove(delivery)
+            self.cache.readers = max(1, len(self.deliveries))
+
+    def part_with(self, delivery: Delivery) -> None:
+        """Serve `delivery` no more. What it has not done is read again by a catch-up."""
+        delivery.progress.leave_feed()
+        delivery.leave(self)
+        self.leave(delivery)
+        delivery.progress.roll_back()
 
 
 class CatchUp(Feed):

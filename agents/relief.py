@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 from ..streams.identity import SequenceToken
 from ..streams.subscriptions import SlowConsumer
+from .cache import CURSOR_BYTES
 from .catch_up_runner import CatchUpRunner
 from .cursor import CursorState, StreamCursor
 from .delivery.delivery import Delivery
@@ -68,8 +69,20 @@ class CacheRelief:
             if fits and (starved or cursor in stuck) and not _alone(feed, delivery):
                 held += size
                 delivery.detach(cursor)
-        if isinstance(feed, CatchUp) and (self._is_idle(feed) or self._in_demand(feed)):
+        if not isinstance(feed, CatchUp):
+            self._part_with_slow(feed)
+        elif self._is_idle(feed) or self._in_demand(feed):
             feed.give_way()
+
+    def _part_with_slow(self, main: Feed) -> None:
+        """Those with the most cursors leave the main feed, while the cursors take more memory than its cache may."""
+        cursors = sum(len(delivery.progress.cursors) for delivery in main.deliveries)
+        slow = sorted(filter(self.is_detachable, main.deliveries), key=lambda delivery: len(delivery.progress.cursors))
+        while slow and len(main.deliveries) > 1 and cursors * CURSOR_BYTES > main.cache.max_bytes:
+            delivery = slow.pop()
+            cursors -= len(delivery.progress.cursors)
+            main.part_with(delivery)
+            self._catch_ups.serve(delivery)
 
     def _is_idle(self, feed: CatchUp) -> bool:
         """Whether the delivery of a catch-up accepts nothing: at this moment if other catch-ups wait for the slot,

@@ -89,8 +89,8 @@ class SubscriptionStore(StoreBase):
         expired lease that was not granted again still counts.
 
         `revision` is the caller's number of this call. A call may be carried out late, after a newer one, if its
-        connection was lost. So a checkpoint is ignored if its revision, or its `next_offset`, is lower than the stored
-        one, and epoch and lease are the same.
+        connection was lost. So a checkpoint is ignored if its revision is lower than the stored one, and epoch and
+        lease are the same. Its `next_offset` may be lower, see `DeliveryProgress.roll_back`.
         """
         copies = [(name, epoch, plain(positions)) for name, epoch, positions in progress]
         held = None if leases is None else dict(leases)
@@ -273,7 +273,7 @@ def _write_checkpoints(connection: Connection, rows: list[dict[str, Any]]) -> No
     written = ("next_offset", "watermark", "behind", "epoch", "lease_epoch", "revision", "checksum")
     newer_lease = new["lease_epoch"] > old.lease_epoch
     same_lease = and_(new["lease_epoch"] == old.lease_epoch, new["revision"] >= old.revision)
-    not_late = and_(new["next_offset"] >= old.next_offset, or_(newer_lease, same_lease))
+    not_late = or_(newer_lease, same_lease)
     connection.execute(
         statement.on_conflict_do_update(
             index_elements=["provider", "subscription", "queue"],

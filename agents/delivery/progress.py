@@ -40,6 +40,7 @@ class DeliveryProgress(StreamCursors):
         """`selects`: whether the subscription wants a stream. `rewindable`: batches can be read again."""
         super().__init__(checkpoint.behind, rewindable=rewindable)
         self.base = checkpoint.next_offset
+        self._finished = max(self._finished, self.base - 1)
         """The position without a feed. A feed that reads beyond it moves the position, but not `base`."""
         self.feed: BatchSource | None = None
         """Brings new batches: a catch-up, or the main feed once the delivery has joined it."""
@@ -189,6 +190,18 @@ class DeliveryProgress(StreamCursors):
     def leave_feed(self) -> None:
         """No feed brings new batches any more. The position stays, however far the feed reads on."""
         self.base, self.feed = self.position, None
+        self.touch()
+
+    def roll_back(self) -> None:
+        """Without a feed: forget the cursors of batches that were read, and not begun. They are read again. So the
+        number of cursors does not grow while consumers take nothing."""
+        assert self.feed is None
+        if not self._rewindable:
+            return
+        unread = [c for c in self._cursors.values() if self._finished < c.offset < self.base and c.is_untouched]
+        for cursor in unread:
+            del self._cursors[cursor.stream]
+            self.base = min(self.base, cursor.offset)
         self.touch()
 
     def leave_parked(self, feed: BatchSource) -> None:

@@ -40,6 +40,8 @@ class StreamCursors:
         self.on_parked: Callable[[StreamCursor], None] = _ignore
         """Called when a parked cursor needs a feed: none will bring its next batch. Only the agent sets it."""
         self._rewindable = rewindable
+        self._finished = max((cursor.finished_offset for cursor in self._cursors.values()), default=-1)
+        """No batch above this offset is done as a whole."""
         self.changes = 0
         """Rises with each change that `position` does not show."""
 
@@ -92,6 +94,7 @@ class StreamCursors:
         """Move a running cursor to `batch`, the next one of its stream."""
         if cursor.done is not None:
             cursor.forget_batch()
+        self._finished = max(self._finished, cursor.offset)
         if cursor.entry is None:
             cursor.stand_on(batch)
         else:
@@ -105,6 +108,7 @@ class StreamCursors:
             apart = cursor.entry is None
             if cursor.done is not None:
                 cursor.forget_batch()
+            self._finished = max(self._finished, cursor.offset)
             empty = cursor.advance() is EMPTY
             if cursor.trouble is not None:
                 cursor.recovered()

@@ -53,10 +53,7 @@ class Subscription:
     ) -> None:
         for queue, position in positions.items():
             before, of = self.written.get(queue), ((leases or {}).get(queue, 0), revision)
-            late = before is not None and (
-                position.next_offset < before[1].next_offset or of < self.revisions.get(queue, (0, 0))
-            )
-            if before is None or epoch > before[0] or not late:
+            if before is None or epoch > before[0] or of >= self.revisions.get(queue, (0, 0)):
                 self.revisions[queue] = of
                 behind = {at: one._replace(paused=printable(one.paused)) for at, one in position.behind.items()}
                 self.written[queue] = epoch, Checkpoint(position.next_offset, behind)
