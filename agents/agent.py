@@ -106,8 +106,8 @@ class PullingAgent:
         """Stop serving a subscription, and return its progress; None if it is not served. Running handlers have
         `drain_s` seconds to end.
 
-        If this call is cancelled, the subscription is not served any more either. Its handlers are cancelled, and may
-        still be ending."""
+        If this call is cancelled, the subscription is not served any more either; its handlers were cancelled, but may
+        not have ended yet."""
         delivery = self.deliveries.pop(name, None)
         if delivery is None:
             return None
@@ -123,7 +123,7 @@ class PullingAgent:
 
     async def acknowledge(self, offset: int) -> bool:
         """Tell the queue that every subscription has finished the events below `offset`. Return False if the queue is
-        not being read, so that it cannot be told."""
+        not being read: nothing can tell it then."""
         if self.main is None:
             return False
         await self.main.receiver.acknowledge(offset)
@@ -198,7 +198,8 @@ class PullingAgent:
             self._leave_main()
 
     def _reopen(self) -> None:
-        """Read a queue that cannot rewind once more, from the first batch that is not finished."""
+        """End the main feed of a queue that cannot rewind, so that the queue is opened again at its first unfinished
+        batch."""
         assert self.main is not None
         self._restarting = True
         self.main.finish()
@@ -222,7 +223,8 @@ class PullingAgent:
 
     def _start(self) -> int:
         """Return the offset at which the main feed starts: the furthest position of all deliveries, because the others
-        catch up without holding it up. It is not past a delivery whose subscription throttles."""
+        catch up without holding it up. It is never past the watermark of a delivery whose cursors may not leave the
+        cache."""
         throttled = [d.progress.watermark for d in self.deliveries.values() if not self._relief.is_detachable(d)]
         return min([max((d.progress.base for d in self.deliveries.values()), default=0), *throttled])
 
@@ -247,7 +249,7 @@ class PullingAgent:
             delivery.progress.skip(first)
 
     def _on_parked(self, _: StreamCursor) -> None:
-        """Find a feed for the cursor, after the feeds had their turn: the main cache may have moved on by then."""
+        """Find a feed for the cursor, but only after the feeds had their turn: they may have moved the main cache."""
         if not self._placing and not self._closed:
             self._placing = True
             asyncio.get_running_loop().call_soon(self._place_parked)

@@ -91,7 +91,7 @@ class QueueCache:
     """Holds the batches of one queue between receiving and the last delivery.
 
     Capacity is `max_events` and `max_bytes`, whichever is reached first, in buckets of a tenth each. A reader that
-    stops at pressure exceeds it by at most one batch: the first one, or one that is larger than the batch before.
+    stops at pressure exceeds the capacity by at most one batch: the first one, or one larger than the batch before it.
     """
 
     def __init__(self, max_events: int, max_bytes: int) -> None:

@@ -11,9 +11,9 @@ import asyncio
 from collections import deque
 
 READ_BYTES = 4 << 20
-"""Reserved for a read: 1 MiB that it asks for, and the largest batch (3 MiB), with which it may go beyond."""
+"""Reserved for a read: the 1 MiB that it asks for, and the largest batch (3 MiB), by which it may exceed that."""
 MIN_READS = 4
-"""Reads that fit into an empty budget, however small it is. A batch larger than its share may exceed a small budget."""
+"""So many reads fit into an empty budget, however small the budget is. They may exceed a small budget."""
 
 
 class CatchUpBudget:
@@ -84,7 +84,7 @@ class CatchUpShare:
             await self._budget.wait(self)
 
     def hold(self, cached: int | None = None, reserved: int | None = None) -> None:
-        """Set the bytes in its cache and those reserved for a read; None leaves them as they are."""
+        """Set the bytes in its cache, and the bytes reserved for a read. None leaves a number as it is."""
         before = self._cached + self._reserved
         self._cached = self._cached if cached is None else cached
         self._reserved = self._reserved if reserved is None else reserved

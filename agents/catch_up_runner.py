@@ -21,7 +21,8 @@ log = logging.getLogger("headrace.agents")
 MAX_CATCH_UPS = 4
 """Catch-ups of one queue that read at the same time."""
 CHECK_S = 0.02
-"""Shorter than the main feed's time: others may wait for the slot of a catch-up whose cache stays full."""
+"""How long a catch-up waits for space in a full cache before it asks for relief, in seconds. Shorter than the main
+feed's `PRESSURE_CHECK_S`: other catch-ups may wait for its slot."""
 NOTHING_DUE_S = 0.02
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
@@ -77,7 +78,7 @@ class CatchUpRunner:
         return left
 
     def rejoin(self, main: Feed) -> None:
-        """The main feed starts: the catch-ups that have come to its cache end."""
+        """The main feed starts: end the catch-ups that have reached its cache."""
         for catch_up in list(self.running.values()):
             catch_up.rejoin(main)
 
@@ -88,7 +89,7 @@ class CatchUpRunner:
             await asyncio.gather(task, return_exceptions=True)
 
     def finish(self) -> None:
-        """Read nothing more, and begin nothing."""
+        """Let the catch-ups read nothing more, and begin no further ones."""
         self._closed = True
         for feed in self.running.values():
             feed.finish()

@@ -25,9 +25,9 @@ from .served import ServedSubscription
 log = logging.getLogger("headrace.agents")
 
 CHECKPOINT_S = 0.1
-"""How often progress is stored, in seconds. Events that were done since come again after a crash."""
+"""How often progress is stored, in seconds. Events done since the last time are delivered again after a crash."""
 CHECK_OWNER_S = 1.0
-"""If no progress has changed, the store is asked only so often whether subscriptions have another owner, in seconds."""
+"""While no progress changes: how often the store is asked whether subscriptions have another owner, in seconds."""
 
 
 class _LastProgress(NamedTuple):
@@ -68,7 +68,8 @@ class Checkpointer:
             leases = state.leases_now()
             progress = [(served, _unsaved(served)) for served in state.served.values() if served.service.stored]
             marks = [(name, _marks(served)) for name, served in state.served.items()]
-            # After progress was read, before it is stored: a crash must not leave a checkpoint past an unrecorded gap.
+            # Gaps are stored after progress was read and before it is stored: a crash must not leave a checkpoint past
+            # an unrecorded gap.
             await state.recorder.save_gaps()
             rows = [(served.definition.name, served.epoch, _changed(served, unsaved)) for served, unsaved in progress]
             refused = RefusedProgress()
@@ -179,13 +180,13 @@ def _unsaved(served: ServedSubscription) -> dict[int, UnsavedProgress]:
 
 
 def _marks(served: ServedSubscription) -> dict[int, Sequence[ReportMark]]:
-    """Reports that the progress has which `_unsaved` has just read. If its checkpoint is held back, there are none."""
+    """The reports that are in the progress that `_unsaved` has just read. None if its checkpoint is held back."""
     deliveries = served.deliveries.items()
     return {queue: delivery.marks() for queue, delivery in deliveries if not delivery.pacer.held_back}
 
 
 def _confirm(marks: Mapping[int, Sequence[ReportMark]], refused: AbstractSet[int]) -> None:
-    """Progress is stored, but not that of refused queues: confirm the reports that it has."""
+    """Confirm the reports that are in the stored progress. The progress of refused queues is not stored."""
     for queue in marks.keys() - refused:
         for mark in marks[queue]:
             mark.confirm()

@@ -13,11 +13,11 @@ from .subscription_runner import SubscriptionRunner
 POLL_S = 1.0
 """How often the control store is read for requests, in seconds."""
 DRAIN_S = 10.0
-"""How long the events in flight of a queue that is to stop have to end, in seconds."""
+"""How long a queue that stops waits for its events in flight, in seconds."""
 
 
 class ControlRequestApplier:
-    """Applies control requests: subscriptions were moved or deleted, agents have to stop or start."""
+    """Applies control requests: other silos moved or deleted subscriptions, or want agents to stop or start."""
 
     def __init__(
         self, state: HostState, store: ProgressStore, queues: QueueHost, subscriptions: SubscriptionRunner

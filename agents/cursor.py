@@ -24,7 +24,7 @@ class CursorState(enum.Enum):
     WAITING = "waiting"
     """Waits for its next attempt."""
     PARKED = "parked"
-    """In no cache: it is read again from its token."""
+    """In no cache: a feed has to read its batch again, from its token on."""
     PAUSED = "paused"
     """Stopped by a failure until a user resumes it."""
 
@@ -55,8 +55,8 @@ class CursorFailures(NamedTuple):
     """Why the stream is paused; empty if it is not."""
 
     def in_phase(self, phase: int, *, unavailable: bool) -> CursorFailures:
-        """Note a failure in this phase of the circuit breaker. Forget the attempts of an earlier phase; and failures
-        that do not count, unless a dependency was `unavailable` again."""
+        """Note a failure in this phase of the circuit breaker. Forget the attempts of an earlier phase. Forget failures
+        that do not count, too, unless a dependency was `unavailable` again."""
         if self.phase == phase:
             return self
         return self._replace(phase=phase, attempts=0, excused=self.excused if unavailable else 0)
@@ -150,7 +150,8 @@ class StreamCursor(Cursor):
             self.trouble = None
 
     def mark_done(self, offset: int, first: int, end: int) -> int:
-        """Events `first` to `end`, exclusive, of a batch are done out of order. Return how many of them were not."""
+        """Events `first` to `end`, exclusive, of a batch are done out of order. Return how many of them were not done
+        before."""
         if self.done is None:
             self.done = {}
         indexes = self.done.setdefault(offset, set())

@@ -220,8 +220,8 @@ class Feed:
 
     @contextmanager
     def _nothing_goes(self) -> Generator[None]:
-        """Keep all batches in the cache meanwhile. Otherwise the first ones may be done, and their bucket dropped,
-        before the others were offered."""
+        """Keep all batches in the cache for the duration of the block. Otherwise the first ones may be done, and their
+        bucket dropped, before the others were offered."""
         bucket = self.cache.buckets[0] if self.cache.buckets else None
         if bucket is not None:
             bucket.pins += 1

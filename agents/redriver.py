@@ -55,7 +55,7 @@ class Redriver:
     async def _redrive(self, letter: DeadLetter) -> None:
         served = self._state.served.get(letter.subscription)
         if served is None or not served.definition.selector.matcher()(letter.stream):
-            return  # of another subscription that had this name
+            return  # the letter belongs to an earlier subscription of this name
         delivery = served.deliveries.get(letter.queue)
         if delivery is None:
             return

@@ -48,9 +48,8 @@ class CacheRelief:
     def relieve(self, feed: Feed) -> None:
         """The feed's cache is full: detach cursors in its oldest bucket.
 
-        A cursor is detached if it makes no progress, or if another subscription has nothing left to do, because the
-        cursor would hold that one up. A catch-up makes way for another one, and ends while its delivery accepts
-        nothing."""
+        A cursor is detached if it makes no progress, or if it would hold up another subscription that has nothing left
+        to do. A catch-up makes way for another one, and ends while its delivery accepts nothing."""
         if not feed.cache.buckets:
             return
         oldest = feed.cache.buckets[0]

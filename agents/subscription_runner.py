@@ -128,7 +128,8 @@ class SubscriptionRunner:
         self._state.remove(name)
         await self._detach(served, 0.0)
         for queue in served.deliveries:
-            served.service.ended(queue)  # progress may be lost: consumers name again what is not confirmed
+            # Progress may be lost: consumers report all events again that are not confirmed.
+            served.service.ended(queue)
         if self._state.leases is None:
             log.error("subscription %r was moved, deleted or taken over elsewhere: this process stops serving it", name)
         elif await self._attached_again(served):

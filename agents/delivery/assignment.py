@@ -36,8 +36,8 @@ class QueueAssignment:
         return found
 
     def assign(self, members: Iterable[str], here: Collection[int], held: Collection[int], now: float) -> list[int]:
-        """Members or queues came or went: assign the queues that are delivered here again. Members hold events of
-        those in `held`. Return the queues that have another owner now."""
+        """Members or queues came or went: divide the queues that are delivered `here` among the members anew. Members
+        hold events of the queues in `held`. Return the queues whose owner changed."""
         wanted, changed = self._wanted(members, here), list[int]()
         for queue in here:
             if self._owners.get(queue, "") == wanted.get(queue, ""):
@@ -51,7 +51,7 @@ class QueueAssignment:
         return changed
 
     def drained(self, queue: int, members: Iterable[str], here: Collection[int]) -> bool:
-        """No member holds events of a queue any more. Return whether it has another owner now."""
+        """No member holds events of a queue any more. Return whether its owner changed."""
         if queue not in self._draining:
             return False
         self._give(queue, self._wanted(members, here).get(queue, ""))

@@ -18,9 +18,9 @@ process, shared by its deliveries of all queues, with the timer that wakes them.
 - *resuming*: in step n, of at least one second, 10 x 2^n deliveries may begin (slow start). Nothing is given up on.
   The first step that does not use its limit is the last.
 
-An event's failed attempts from before a hold do not count after it. If no delivery succeeds any more, poison cannot be
-told from an outage, and the subscription stays held. Silos do not coordinate: each sees the failures of all its queues,
-and probes for itself.
+Attempts that failed before a hold do not count after it. If no delivery succeeds any more, poison cannot be told from
+an outage, and the subscription stays held. Silos do not coordinate: each sees the failures of all its queues, and
+probes for itself.
 """
 
 from __future__ import annotations
@@ -188,7 +188,8 @@ class CircuitBreaker:
         return not unavailable and not (exhausted and resuming)
 
     def _spread(self, least: int) -> bool:
-        """Whether at least `least` streams fail, and half of all, or that many since the last success."""
+        """Whether at least `least` streams fail and they are at least half of all, or at least `least` streams failed
+        since the last success."""
         anew, failing = len(self._failing_anew), len(self._failing)
         if (anew >= least and anew >= len(self._fine)) or (failing >= least and failing >= len(self._recovered)):
             return True
@@ -351,7 +352,7 @@ class Gate:
             if now >= breaker.due:
                 self._wake(next(iter(self._waiting)))
             if self._waiting:
-                self._schedule(FIRST_PROBE_S)  # if the one that was woken has nothing to try, the next one is
+                self._schedule(FIRST_PROBE_S)  # if it has nothing to try, the next one is woken
 
     def _wake_all(self) -> None:
         """Wake all. Begin with the second, so that each time another one is first: the first may use up the step."""

@@ -1,6 +1,7 @@
 """When the progress of a delivery is to be saved. Pure.
 
-To make a checkpoint takes time and space in proportion to the cursors. So none is made while the saved one still holds.
+To make a checkpoint takes time and space in proportion to the cursors. So none is made while the saved one is up to
+date.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from .progress import DeliveryProgress
 MAX_ENTRIES = 4000
 """After a checkpoint with more streams behind and ranges of done events together, the next ones are held back."""
 ENTRIES_PER_S = 40_000
-"""While checkpoints are held back, so many streams and ranges are written in a second."""
+"""The rate at which streams and ranges are written while checkpoints are held back, per second."""
 HELD_BACK_S = 10.0
 """The longest time for which checkpoints are held back, in seconds."""
 
@@ -36,13 +37,13 @@ class CheckpointPacer:
     def __init__(self, progress: DeliveryProgress) -> None:
         self._progress = progress
         self.held_back = False
-        """Whether the last call of `unsaved` returned None although the saved checkpoint does not hold any more."""
+        """Whether the last call of `unsaved` returned None although the saved checkpoint is out of date."""
         self._held_back_until = 0.0
         self._saved: UnsavedProgress | None = None
 
     def unsaved(self, now: float) -> UnsavedProgress | None:
-        """Return a checkpoint that is to be saved, None if the one that was saved last still holds. Call its
-        `note_saved` once it is stored.
+        """Return a checkpoint that is to be saved, or None. Call its `note_saved` once it is stored. None is returned
+        if the saved checkpoint is up to date.
 
         After a large checkpoint the next one is held back for a while, so that the store keeps up."""
         self.held_back = False

@@ -1,10 +1,10 @@
 """Confirmations: which acknowledgements of a queue are in the control store. Pure.
 
-A consumer numbers its reports. When the progress of a queue is read for a checkpoint, `mark` notes the numbers that the
-progress has. `ReportMark.confirm` is called after the store has the checkpoint.
+A consumer numbers its reports. When the progress of a queue is read for a checkpoint, `mark` notes the numbers of the
+reports that are in the progress. `ReportMark.confirm` is called after the store has the checkpoint.
 
 A consumer may ask whether events are done that it acknowledged in an earlier session. Such a question is open until the
-progress of the queue has the events, by whichever consumer they were acknowledged.
+events are done in the progress of the queue, whichever consumer acknowledged them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class DoneQuestion(NamedTuple):
 
 
 class ReportMark(NamedTuple):
-    """Reports of one member that the progress read for a checkpoint has."""
+    """The reports of one member that are in the progress that was read for a checkpoint."""
 
     reports: MemberReports
     member: Reporter
@@ -95,8 +95,8 @@ class MemberReports:
         self._questions.extend(questions)
 
     def numbers(self, progress: DeliveryProgress) -> tuple[int, int] | None:
-        """Return the numbers of the last report, and of the last one whose questions are answered, as the progress is
-        now. None if they are confirmed already."""
+        """Return two numbers that are true of the present progress: of the last report, and of the last report whose
+        questions are answered. None if both are confirmed already."""
         questions = self._questions
         while questions and progress.is_done(*questions[0][1:]):
             questions.popleft()
@@ -140,7 +140,7 @@ class QueueReports:
         self._pending.pop(member, None)
 
     def mark(self, progress: DeliveryProgress) -> list[ReportMark]:
-        """Return the reports that the progress has now, and that are not confirmed yet."""
+        """Return the reports that are in the present progress, and are not confirmed yet."""
         marks: list[ReportMark] = []
         for member, reports in list(self._pending.items()):
             if (numbers := reports.numbers(progress)) is not None:

@@ -202,11 +202,11 @@ class Delivery(ABC):
         """Called after the delivery gave up on events."""
 
     def unsaved(self) -> UnsavedProgress | None:
-        """The checkpoint that is to be saved, None if the one that was saved last still holds."""
+        """The checkpoint that is to be saved, None if the saved one is up to date."""
         return self.pacer.unsaved(self._loop.time())
 
     def marks(self) -> Sequence[ReportMark]:
-        """Return the consumers' reports that the progress has, as it was read just now: they are confirmed when it is
+        """Return the consumers' reports that are in the progress that was just read. They are confirmed when it is
         stored."""
         return ()
 

@@ -27,8 +27,8 @@ from .unsent import SendBudget
 WINDOW = 4
 """Messages on their way at a time."""
 MODEST_S = 0.25
-"""For so long after a turn of an actor below its share, in seconds, the others make room for it. Only one
-of their messages is on its way, and after each the loop is left free as long as the turn, or the wait for it, took."""
+"""After a turn of an actor below its share, the others make room for it for so long, in seconds. Then only one of their
+messages is on its way at a time. After each, the loop stays free for as long as the turn took, or the wait for it."""
 STALLED_S = 0.005
 """A message that takes longer than this, in seconds, leaves the window: it waits for its consumer."""
 QUOTA_S = 0.001
@@ -38,11 +38,12 @@ MESSAGE_S = 0.0002
 """Cost of a message in seconds, without the turn: sending it, and taking its acknowledgement. Measured."""
 FRAMES_BYTES = 4 << 20
 FRAME_WORTH = 4096
-"""Frames of smaller batches, in bytes, are not kept: it is faster to make them again."""
+"""Frames of batches with fewer bytes are not kept: it is faster to make them again."""
 PARTS_EVENTS = 65_536
-"""The most events whose places are remembered, of batches that are sent in parts."""
+"""Of batches that are sent in parts, the position of each event in the encoded batch is remembered, for at most so many
+events."""
 PARTS_WORTH = 64
-"""The places in batches of fewer events are not kept: it is faster to read the batch again."""
+"""The positions in batches of fewer events are not kept: it is faster to read the batch again."""
 
 
 class Schedulable(Protocol):
@@ -96,7 +97,7 @@ class Edge:
         self._sending: dict[Member, float] = {}
         """Members to which a message is on its way, with the loop time of its beginning."""
         self._begun = 0
-        """Number of messages begun so far, also of those that wait for the message before."""
+        """Number of messages begun so far. A message that waits for the one before it counts, too."""
         self._frames: OrderedDict[tuple[int, int], bytes] = OrderedDict()
         self._frames_bytes = 0
         self._parts: OrderedDict[tuple[int, int], BatchParts] = OrderedDict()

@@ -87,7 +87,7 @@ class FairQueue(Generic[A]):
 
     @property
     def first(self) -> A | None:
-        """The actor that is probably next: it may be forgotten. None if no actor waits."""
+        """The actor that is next, unless it was forgotten since it was scheduled. None if no actor waits."""
         return self._heap[0][2] if self._heap else None
 
     @property

@@ -163,12 +163,12 @@ class Group(GroupQueues):
         client: Hashable = None,
         started_us: int = 0,
     ) -> Member:
-        """A consumer connects. It supersedes the connection with its id, and gets the events of that one again, as
-        the new credit allows. If both `pulls`, they come again only after the session timeout. If it is `concurrent`, a
-        parcel has events for about a second of work, not more. If it `divides_credit`, it has sessions with several
-        silos, and is told when events wait for its credit. Bytes that wait to be sent to it count for `client`, by
-        default for itself alone. `started_us` is when the consumer was made. Raises Busy if there are too many
-        members."""
+        """A consumer connects. It replaces the connection with the same id, and gets the events again that the replaced
+        connection held, as its credit allows. If both connections pull, these events come again only after the session
+        timeout. `concurrent`: a parcel has events for at most about a second of work. `divides_credit`: the consumer
+        has sessions with several silos, and is told when events wait for its credit. Bytes that wait to be sent to it
+        count for `client`, by default for itself alone. `started_us` is when the consumer was made. Raises Busy if
+        there are too many members."""
         member = self.members.get(id)
         if member is None:
             if len(self.members) >= MAX_MEMBERS:
@@ -190,7 +190,8 @@ class Group(GroupQueues):
             self._tell(member, delivery, delivery.state)
         self.line.ask(member)
         if divides_credit and member.to_resend:
-            member.to_resend[0].delivery.may_resend(member.to_resend[0])  # not yet: sets the credit that it needs
+            # Without credit it may not yet: the call notes how much credit it needs.
+            member.to_resend[0].delivery.may_resend(member.to_resend[0])
         return member
 
     def heard(self, member: Member) -> None:
@@ -236,11 +237,11 @@ class Group(GroupQueues):
         for member in list(self.members.values()):
             if now - member.heard_at > member.timeout_s:
                 log.warning(
-                    "subscription %r: consumer %r was not heard for %.1f s",
+                    "subscription %r: nothing was heard from consumer %r for %.1f s",
                     self.definition.name, member.id, member.timeout_s,
                 )  # fmt: skip
                 self._remove(member)
-                member.on_gone(Unavailable(f"consumer {member.id!r} was not heard for {member.timeout_s:g} s"))
+                member.on_gone(Unavailable(f"nothing was heard from consumer {member.id!r} for {member.timeout_s:g} s"))
                 self._assign()
             else:
                 self.line.tick(member, now)

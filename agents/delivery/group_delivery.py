@@ -136,7 +136,8 @@ class GroupDelivery(Delivery):
         self.parcels.add(parcel)
         member.charge(parcel.events, parcel.size)
         parcel.handed_at, parcel.count = self._loop.time(), parcel.events
-        # In one response: otherwise its beginning could be rejected while the rest is still on its way.
+        # The parcel is sent in one response: otherwise its beginning could be rejected while the rest is still on its
+        # way.
         self.group.edge.put(member, frames[0] if len(frames) == 1 else b"".join(frames))
 
     def may_resend(self, parcel: Parcel) -> bool:
@@ -266,7 +267,7 @@ class GroupDelivery(Delivery):
                 while self._giving_up or any(parcel.member.attached for parcel in self.parcels):
                     await self.waiters.wait()
         except TimeoutError:
-            if drain_s > 0:  # otherwise the caller does not wait
+            if drain_s > 0:  # with 0, the caller does not want to wait
                 log.warning(
                     "%d parcels of %s, queue %d were not acknowledged within %.1f s and come again",
                     len(self.parcels), self.name, self.queue, drain_s,

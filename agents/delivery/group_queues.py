@@ -55,8 +55,7 @@ class GroupQueues:
         return True
 
     def holds_part(self, member: Member, events: EventRange) -> bool:
-        """Whether later ones of these events are not the member's, although it holds some: an earlier delivery had
-        more."""
+        """Whether the member holds the first of these events, but not all: an earlier delivery had more of them."""
         parcel = member.in_flight.get((events.queue, events.offset))
         if parcel is None or not events.count:
             return False

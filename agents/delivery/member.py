@@ -80,7 +80,7 @@ class Member:
         self.needed_bytes = 0
         """The number of bytes that its credit must allow, so that the next events can be sent; 0: it is enough."""
         self.wanted_events = self.wanted_bytes = 0
-        """Credit with which the next events would come together; 0: it is enough."""
+        """The credit with which the next events could be sent together; 0: it has enough."""
         self.in_flight: dict[tuple[int, int], Parcel] = {}
         """Parcels by queue and offset of each of their batches."""
         self.in_flight_events = 0
@@ -114,13 +114,15 @@ class Member:
         self.divides_credit = False
         """It has sessions with several silos, and divides its credit. It is told if credit is needed here."""
         self.waiting = False
-        """Events wait because no member has credit. The member was told, once until it grants more."""
+        """Events wait because no member has credit. The member was told so, and is not told again before it grants
+        some."""
         self.listed = False
         """It is in the line of its group."""
         self.patient = True
-        """A batch that does not fit into its credit waits for more: the events that it holds will be done."""
+        """A batch that does not fit into its credit waits for more credit, which comes as the events that it holds are
+        done. If not `patient`, the batch is cut."""
         self.was_answered = False
-        """It was told how much credit a whole batch needs, and has granted some since: it has no more."""
+        """It was told how much credit a whole batch needs, and granted some afterwards: more is not to be expected."""
         self.on_outbox: Callable[[], None] = _ignore
         """Called when there is something to send. Send it later, not within this call."""
         self.on_notice: Callable[[], None] = _ignore
@@ -151,7 +153,7 @@ class Member:
         return self.patient and (bool(self.in_flight) or (self.divides_credit and not self.was_answered))
 
     def want(self, events: int, size: int) -> None:
-        """Events wait that would come together with so much credit."""
+        """With so much credit, the events that wait could be sent together."""
         self.wanted_events, self.wanted_bytes = events, size
 
     def grant(self, events: int, size: int) -> None:

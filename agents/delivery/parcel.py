@@ -86,7 +86,7 @@ class Parcel:
         return list(left(self.cursor, piece.offset, self.begin(at), piece.stop))
 
     def begin(self, at: int) -> int:
-        """Return the index of the first event of a piece that may not be done."""
+        """Return an index in a piece below which every event is done."""
         return self.cursor.index if at == self.head else self.pieces[at].start
 
     def drop_payload(self) -> EventBatch:

@@ -112,7 +112,7 @@ class DeliveryProgress(StreamCursors):
         # A catch-up for single streams brings nothing to others; nothing is new below the base.
         base = self.base if feed is self.feed else float("inf")
         if feed is not self.feed or feed.cache.next_offset <= self.base:
-            self.touch()  # otherwise the position shows the change
+            self.touch()  # the position does not show this change
         for entry in entries:
             batch = entry.batch
             stream = batch.stream
@@ -163,8 +163,8 @@ class DeliveryProgress(StreamCursors):
     def _forget_if_passed(self, cursor: StreamCursor, feed: BatchSource) -> bool:
         """Forget the cursor if the next batch of its stream will be new. Return whether it was forgotten.
 
-        The batch may not be new if a catch-up brought the cursor further than a main feed that had to start again, or
-        if events of it are done already."""
+        The next batch is not a new one if a catch-up moved the cursor past a main feed that had to start again, or if
+        events of that batch are done already."""
         position = feed.cache.next_offset
         if position < self.base or cursor.offset > position or (cursor.offset == position and cursor.index):
             return False

@@ -44,7 +44,8 @@ class Retries:
 
     def __init__(self, delivery: Delivery, sink: FailureSink, rng: random.Random | None = None) -> None:
         self.scheduled = self.dead_lettered = self.skipped = self.filtered = 0
-        """The number of retries, the numbers of events given up on, and of those that the filter held back instead."""
+        """Numbers of retries, of events given up on as dead letters or by skipping, and of events that the filter held
+        back instead."""
         self._delivery = delivery
         self._definition = delivery.definition
         self._gate = delivery.gate

@@ -44,7 +44,7 @@ class StreamCursors:
         """Rises with each change that `position` does not show."""
 
     def touch(self) -> None:
-        """A position changed: the saved checkpoint does not hold any more."""
+        """A position changed: the saved checkpoint is out of date."""
         self.changes += 1
 
     # ---- events are taken, and done --------------------------------------------------------------------------------
@@ -75,7 +75,8 @@ class StreamCursors:
         self._ready.appendleft(cursor)
 
     def mark_done(self, cursor: StreamCursor, offset: int, first: int, end: int) -> int:
-        """Events `first` to `end`, exclusive, of a batch are done out of order. Return how many of them were not."""
+        """Events `first` to `end`, exclusive, of a batch are done out of order. Return how many of them were not done
+        before."""
         self.changes += 1
         return cursor.mark_done(offset, first, end)
 
@@ -148,14 +149,14 @@ class StreamCursors:
         cursor.trouble = cursor.failures.returned(end)
 
     def wait(self, cursor: StreamCursor) -> None:
-        """The cursor's next attempt comes later. If its batch left the cache, do not keep it until then."""
+        """The cursor's next attempt comes later. If its batch left the cache, drop the batch until then."""
         self.changes += 1
         cursor.state = CursorState.WAITING
         self._drop_apart(cursor)
 
     def resume(self, cursor: StreamCursor) -> None:
-        """Deliver the cursor's next event as soon as its batch is there. If the batch left the cache meanwhile, read it
-        again rather than keep it."""
+        """Deliver the cursor's next event as soon as its batch is there. If the batch left the cache meanwhile, drop
+        it: it is read again."""
         self._drop_apart(cursor)
         if cursor.batch is None:
             self._park(cursor)
