@@ -42,7 +42,7 @@ def main(reports: int) -> int:
 
 
 def _failure(error: BaseException) -> WorkerStatus:
-    """Keep the option apart: the supervisor knows its source, the file or a variable."""
+    """Report the option in a field of its own: the supervisor knows whether the file or a variable has set it."""
     if isinstance(error, HeadraceError) and error.option and not error.hint:
         return WorkerStatus(error=error.problem, option=error.option)
     return WorkerStatus(error=message(error))

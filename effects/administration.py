@@ -124,7 +124,8 @@ def outboxes(connection: Connection) -> list[OutboxSummary]:
 
 
 def retry_held(connection: Connection) -> int:
-    """Let the streams go on that wait because the queue refused a batch. Return the number of these batches."""
+    """Publish the batches again that the queue refused: their streams wait for that. Return the number of these
+    batches."""
     return connection.execute(update(outbox).where(outbox.c.problem.is_not(None)).values(problem=None)).rowcount
 
 
@@ -173,7 +174,8 @@ def set_state(
     first = {"generation": -1, "queue": 0, "token_offset": 0, "token_index": 0, "unapplied": 0, "revision": 1}
     key = {"origin": origin or _only_origin(connection, subscription), "subscription": subscription}
     row_values = {**key, "stream": key_of(stream), **first, **values, "written_at_us": now_us()}
-    connection.execute(insert(positions).values(row_values))  # before all generations
+    # The generation -1 comes before every generation of a subscription.
+    connection.execute(insert(positions).values(row_values))
 
 
 def prune(connection: Connection, older_than: timedelta, origin: str | None = None) -> tuple[int, int]:

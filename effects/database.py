@@ -30,10 +30,10 @@ DEFAULT_TRANSACTIONS = 16
 CONFLICTS = ("40001", "40P01")
 """SQLSTATE of a serialization failure, and of a deadlock."""
 _OUTAGES = ("08", "53", "57P", "55P03")
-"""Beginnings of SQLSTATEs: connection, resources, shutdown, lock that is not available."""
+"""The first characters of SQLSTATEs: no connection, no resources, shutdown, no lock."""
 _LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _IN_ERROR = 3
-"""PQTRANS_INERROR of libpq."""
+"""The transaction status `PQTRANS_INERROR` of libpq."""
 _JOINED = "rollback_only"
 """A session never commits the transaction of its connection."""
 

@@ -77,7 +77,7 @@ def _check(connection: Connection) -> None:
 
 
 class _StaleStateError(Exception):
-    """The row of the stream has changed since it was read."""
+    """The row of the stream was changed after it was read."""
 
 
 def _check_current(*, is_current: bool) -> None:

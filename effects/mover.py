@@ -1,8 +1,8 @@
 """Publishes the committed rows of an outbox, each once, in the order of ids within each lane.
 
-A cursor over ids would lose rows: a transaction may commit late with lower ids. So the mover takes all rows that it
-sees, and deletes them when they are published. If the commit of one transaction precedes the insert of another one, its
-ids are lower, and each snapshot that has the second one has the first one, too. So the order of a stream holds.
+A cursor over ids would lose rows: a transaction may commit late with lower ids. So the mover takes every row that it
+sees, and deletes it when it is published. If the commit of one transaction precedes the insert of another one, its ids
+are lower, and each snapshot that has the second one has the first one, too. So the order of a stream holds.
 
 One transaction decides a release: it deletes the rows of the release before, and stores the number and the ids of the
 next one. The release is published as call `number` of an idempotent producer, so that the queue stores it once, however
@@ -34,7 +34,7 @@ from .schema import require
 log = logging.getLogger("headrace.effects")
 
 POLL_S = 0.1
-"""Interval of looking for rows while there are none, in seconds."""
+"""How often the mover looks for rows while there are none, in seconds."""
 HOLD_US = 5_000_000
 """How long a process has a lane to itself after each step, in microseconds."""
 RELEASE_ROWS = 1000
@@ -177,7 +177,7 @@ class OutboxMover:
         return True
 
     async def _refused(self, lane: int, release: OutboxRelease, error: HeadraceError) -> None:
-        """The queue refuses the whole call, and always will. So the release may become another one."""
+        """The queue refuses the whole call, and always will. So this release number may be given to other rows."""
         ids = release.ids[: len(release.ids) // 2]
         if not ids:
             log.error(

@@ -151,7 +151,7 @@ def _insert_by_driver(connection: Any, rows: Sequence[OutboxRow]) -> Awaitable[N
         raise InvalidArgument(
             f"connection is {kind}: expected a connection or session of SQLAlchemy, a connection of psycopg or asyncpg"
         )
-    if connection.autocommit and connection.info.transaction_status == 0:  # IDLE
+    if connection.autocommit and connection.info.transaction_status == 0:  # 0 is IDLE: no transaction is open
         raise InvalidArgument(f"{kind} commits each statement: publish inside of `with connection.transaction()`")
     if hasattr(connection, "__aenter__"):
         return _execute_async(connection, rows)
@@ -181,7 +181,7 @@ def _buffer(session: Session, rows: Sequence[OutboxRow]) -> None:
 def _before_commit(session: Session) -> None:
     if session.get_nested_transaction() is not None or not session.info.get(_WAITING):
         return
-    session.flush()  # as the commit would do next: rows are locked in the order of the flush
+    session.flush()  # as the commit does next anyway; the flush decides in which order rows are locked
     connection = session.connection()
     check_transactions(connection)
     insert(connection, [row for _, row in session.info.pop(_WAITING)])

@@ -182,7 +182,7 @@ class StreamPosition:
         return {**self._key, "offset": token.offset, "index": token.index, "timestamp_us": event.timestamp_us or 0}
 
     def _forget_unapplied(self, connection: Connection, row: dict[str, Any]) -> None:
-        """The events are applied now in another generation: a redrive must not apply them once more."""
+        """The events are now applied in another generation, so a redrive must not apply them."""
         forgotten = connection.execute(_FORGET_UNAPPLIED, row).rowcount
         if forgotten:
             connection.execute(_COUNT_UNAPPLIED, {**self._key, "change": -forgotten})

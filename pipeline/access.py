@@ -21,7 +21,7 @@ from ..streams.subscriptions import Selector
 
 
 class RetainedRange(NamedTuple):
-    """What a queue retains: batches from `first` (inclusive) to `next` (exclusive)."""
+    """The batches that a queue retains: from `first` (inclusive) to `next` (exclusive)."""
 
     first: int
     next: int

@@ -1,8 +1,8 @@
 """Stored batches as Arrow columns, without a loop over events, and with next to none over batches.
 
-What a batch has where is computed for all batches of a chunk at once, since the log may hold one event a batch as well
-as thousands. Relied on is what `streams/layout.py` writes: names, sizes, timestamps, payload, in this order. A batch
-that is otherwise (columns in pieces, ids, headers) is read by the protobuf library.
+The positions of the columns are computed for all batches of a chunk at once, because a batch of the log may have one
+event or thousands. This relies on the order in which `streams/layout.py` writes them: names, sizes, timestamps,
+payload. The protobuf library reads batches of any other form (columns in pieces, ids, headers).
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class _Rows:
         times = np.frombuffer(joined, "<i8")
         if len(times) == len(self.chunk.counts):
             times = self.each(times)
-        elif len(times) != self.count:  # some have one for each event, others one for all
+        elif len(times) != self.count:  # some batches have one for each event, others one for all
             given = places.times_bytes // 8
             at = self.each(np.cumsum(given) - given)
             times = times[at + np.where(self.each(given) > 1, self.index, 0)]

@@ -26,7 +26,7 @@ _PLACES = ("queue", "offset", "index")
 
 
 class PayloadError(ValueError):
-    """A payload has not the expected form. `row` is the number of the first such payload."""
+    """A payload does not have the expected form. `row` is the number of the first such payload."""
 
     def __init__(self, row: int, why: str) -> None:
         super().__init__(why)
@@ -110,7 +110,8 @@ class JsonDecoder(PayloadDecoder):
             return pa.nulls(1, self.kind)
 
     def _by_halves(self, payloads: pa.BinaryArray, *, fail: bool) -> pa.StructArray:
-        """Find what fails, or the number of payloads that is read at once."""
+        """Decode both halves by themselves: this finds the payload that fails, or a number of payloads that can be read
+        at once."""
         middle = len(payloads) // 2
         first = self.decoded(payloads.slice(0, middle), fail=fail)
         try:
@@ -150,7 +151,7 @@ def _one_object(payload: bytes) -> bytes:
         return payload
     line = msgspec.json.format(payload, indent=-1)
     if line[:1] != b"{":
-        raise msgspec.DecodeError("it is no JSON object")
+        raise msgspec.DecodeError("it is not a JSON object")
     return line
 
 
@@ -164,7 +165,7 @@ def _check_json_type(path: str, kind: pa.DataType) -> None:
         pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
         or pa.types.is_decimal(kind) or pa.types.is_string(kind) or pa.types.is_timestamp(kind)
     ):  # fmt: skip
-        raise InvalidArgument(f"option 'payloadSchema': {path} has a type that JSON has no form of: use STRING")
+        raise InvalidArgument(f"option 'payloadSchema': {path} has a type that JSON cannot express: use STRING")
 
 
 # ---- protobuf --------------------------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ class ProtobufDecoder(PayloadDecoder):
     """Messages of one type, from a descriptor set."""
 
     def __init__(self, descriptor_set: bytes, message: str) -> None:
-        """Raise InvalidArgument for bytes that are no descriptor set, or one without this message."""
+        """Raise InvalidArgument for bytes that are not a descriptor set, or for a set without this message."""
         self._set = descriptor_set
         self._message = message
         self.kind = _struct(self._type.DESCRIPTOR, ())
@@ -192,8 +193,8 @@ class ProtobufDecoder(PayloadDecoder):
             return message_factory.GetMessageClass(pool.FindMessageTypeByName(self._message))
         except (DecodeError, TypeError) as error:
             raise InvalidArgument(
-                f"option 'descriptor': the file is no descriptor set with all its imports ({_one_line(str(error))}): "
-                "make it with protoc --include_imports --descriptor_set_out=FILE"
+                f"option 'descriptor': the file is not a descriptor set with all its imports ({_one_line(str(error))}):"
+                " make it with protoc --include_imports --descriptor_set_out=FILE"
             ) from None
         except KeyError:
             raise InvalidArgument(
@@ -208,7 +209,7 @@ class ProtobufDecoder(PayloadDecoder):
                 values.append(value_of(parse(payload)))
             except (DecodeError, ValueError) as error:
                 if fail:
-                    raise PayloadError(row, f"it is no {self._message}: {_one_line(str(error))}") from None
+                    raise PayloadError(row, f"it is not a {self._message}: {_one_line(str(error))}") from None
                 values.append(None)
         return pa.array(values, self.kind)
 
@@ -229,7 +230,7 @@ _Getter = Callable[[Any], Any]
 
 def _struct(message: Any, above: tuple[str, ...]) -> pa.StructType:
     if message.full_name in above:
-        raise InvalidArgument(f"option 'message': {message.full_name} holds itself, which no column can")
+        raise InvalidArgument(f"option 'message': {message.full_name} contains itself, which a column cannot")
     above = (*above, message.full_name)
     return pa.struct([(field.name, _field_type(field, above)) for field in message.fields])
 
@@ -290,7 +291,7 @@ def _one_value(field: Any) -> _Getter:
 def _microseconds(found: Any) -> int:
     time_us = found.seconds * 1_000_000 + found.nanos // 1000
     if not -(1 << 63) <= time_us < 1 << 63:
-        raise ValueError(f"a timestamp of {found.seconds} seconds is none that Spark has")
+        raise ValueError(f"a timestamp of {found.seconds} seconds is outside of Spark's range")
     return time_us
 
 

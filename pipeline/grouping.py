@@ -113,7 +113,7 @@ class _Names:
             self.codes = codes * len(self._schedules) + of_schedule
 
     def schedule_of(self, code: int) -> bytes:
-        """Encoded, as it ends a batch."""
+        """Return the encoded schedule: the last fields of a batch."""
         return self._schedules[code % len(self._schedules)]
 
     def of_code(self, code: int) -> tuple[str, str]:
@@ -125,7 +125,8 @@ class _Names:
 
 
 def _schedules(rows: pa.RecordBatch, names: _Names) -> tuple[list[bytes], Integers] | None:
-    """The distinct schedules, encoded, and which of them each row has. None where no row has any."""
+    """Return the distinct schedules, encoded, and the number of each row's schedule among them. None if no row has
+    one."""
     delays, priorities = _delays_us(rows, names), _priorities(rows, names)
     if not (delays.any() or priorities.any()):
         return None
@@ -134,7 +135,7 @@ def _schedules(rows: pa.RecordBatch, names: _Names) -> tuple[list[bytes], Intege
 
 
 def _delays_us(rows: pa.RecordBatch, names: _Names) -> Integers:
-    """Of seconds, or of an interval. Null is none."""
+    """Return delays in microseconds, given as seconds or as intervals. Null is no delay."""
     if "delay" not in rows.schema.names or rows.column("delay").null_count == len(rows):
         return np.zeros(len(rows), np.int64)
     column = rows.column("delay")
@@ -142,7 +143,7 @@ def _delays_us(rows: pa.RecordBatch, names: _Names) -> Integers:
         given = column.cast(pa.duration("us")).cast(pa.int64()).fill_null(0).to_numpy().astype(np.float64)
     else:
         given = column.cast(pa.float64()).fill_null(0.0).to_numpy(zero_copy_only=False) * 1e6
-    wrong = ~((given >= 0) & (given <= _MAX_DELAY_US))  # also NaN
+    wrong = ~((given >= 0) & (given <= _MAX_DELAY_US))  # true for NaN, too
     if wrong.any():
         row = int(wrong.argmax())
         raise InvalidArgument(
@@ -167,7 +168,7 @@ def _priorities(rows: pa.RecordBatch, names: _Names) -> Integers:
 
 
 def _dictionary(rows: pa.RecordBatch, name: str) -> tuple[list[str], Integers]:
-    """The distinct texts of a column, and which of them each row has."""
+    """Return the distinct texts of a column, and the number of each row's text among them."""
     column = rows.column(name)
     if column.null_count:
         row = _first(column.is_null())
@@ -185,7 +186,7 @@ def _dictionary(rows: pa.RecordBatch, name: str) -> tuple[list[str], Integers]:
 
 
 def _shown(rows: pa.RecordBatch, row: int) -> str:
-    """A row as far as it says where it comes from."""
+    """Return the namespace and key of a row, as far as the rows have these columns."""
     known = {name: rows.column(name)[row].as_py() for name in ("namespace", "key") if name in rows.schema.names}
     return ", ".join(f"{name}={value!r}" for name, value in known.items())
 
@@ -210,7 +211,7 @@ class _Columns:
         self.ids = _some(taken("id"))
         self.headers = _some(taken("headers"))
         self.weights = self._weights(refuse)
-        """Bytes up to each row and its end, in this order."""
+        """For each row in this order, and for their end: the bytes of all rows before."""
         self._check_sizes(order, names)
 
     def _weights(self, refuse: Any) -> Integers:
@@ -240,7 +241,8 @@ class _Columns:
 
 
 def _text_buffers(column: Array) -> tuple[Integers, memoryview]:
-    """Where each value of a column of text or bytes begins, and their bytes. The first one begins at 0."""
+    """Return the start of each value of a column of text or bytes, and the bytes of all values. The first one starts at
+    0."""
     width = np.int64 if pa.types.is_large_binary(column.type) or pa.types.is_large_string(column.type) else np.int32
     _, offsets, data = column.buffers()
     where = np.frombuffer(offsets, width)[column.offset : column.offset + len(column) + 1].astype(np.int64)
@@ -249,7 +251,7 @@ def _text_buffers(column: Array) -> tuple[Integers, memoryview]:
 
 
 def _times(column: Array | None, count: int, now_us: int) -> npt.NDArray[np.int64]:
-    """In microseconds since 1970 UTC: one for each row, or one for all."""
+    """Return times in microseconds since 1970 UTC: one for each row, or one for all."""
     if column is None or column.null_count == count:
         return np.array([now_us], "<i8")
     times = column.cast(pa.int64()).fill_null(now_us).to_numpy().astype("<i8", copy=False)
@@ -258,12 +260,12 @@ def _times(column: Array | None, count: int, now_us: int) -> npt.NDArray[np.int6
 
 
 def _some(column: Array | None) -> Array | None:
-    """None for a column that has nothing but nulls."""
+    """Return the column, or None if it has only nulls."""
     return None if column is None or column.null_count == len(column) else column
 
 
 def _lengths(column: Array) -> Integers:
-    """Bytes of each text."""
+    """Return the bytes of each text."""
     return pc.call_function("binary_length", [column]).fill_null(0).to_numpy().astype(np.int64)
 
 
@@ -273,7 +275,8 @@ def _first(mask: Array) -> int:
 
 
 def _sorted(codes: Integers) -> tuple[Integers, Integers, Integers]:
-    """The rows stream by stream, each in its order, and where each stream starts and ends in that."""
+    """Return the numbers of the rows stream by stream, in the order within each stream, and the start and end of each
+    stream among them."""
     small = int(codes.max()) < _RADIX
     order = np.argsort(codes.astype(np.uint16) if small else codes, kind="stable")
     inner = np.flatnonzero(np.diff(codes[order])) + 1
@@ -290,7 +293,7 @@ def _cut(starts: Integers, ends: Integers, weights: Integers) -> tuple[Integers,
 
 
 def _inside(start: int, end: int, weights: Integers) -> Iterator[int]:
-    """Where to cut between `start` and `end`. Every part has at least one row."""
+    """Yield the rows before which to cut, between `start` and `end`. Every part has at least one row."""
     while True:
         fits = int(np.searchsorted(weights, weights[start] + BATCH_TARGET_BYTES, "right")) - 1
         start = min(max(fits, start + 1), start + MAX_BATCH_EVENTS)
@@ -300,13 +303,13 @@ def _inside(start: int, end: int, weights: Integers) -> Iterator[int]:
 
 
 class _Batches(NamedTuple):
-    """The batches, one value for each."""
+    """The parts of batches. Each array has one value for each batch."""
 
     starts: Integers
-    """Its first row."""
+    """The first row."""
     counts: Integers
     prefixes: Integers
-    """Bytes that name its stream."""
+    """Bytes of the stream's name."""
     rare: Integers
     """Bytes of ids and headers."""
     bodies: Integers
@@ -316,15 +319,15 @@ class _Batches(NamedTuple):
 
 
 class _Heads(NamedTuple):
-    """All of the batches but ids, headers, payloads, delays and priorities. The arrays have one value for each."""
+    """Batches without their ids, headers, payloads, delays and priorities. Each array has one value for each batch."""
 
     buffer: memoryview
     starts: Integers
     middles: Integers
-    """Where ids and headers go between."""
+    """The positions at which ids and headers are inserted."""
     ends: Integers
     lengths: Integers
-    """Bytes of the whole batch, with the tag and size of the element."""
+    """Bytes of the complete batch, with the tag and size of the element."""
 
 
 def _encoded(
@@ -377,7 +380,7 @@ def _heads(columns: _Columns, batches: _Batches, streams: bytes) -> _Heads:
 
 
 def _times_of(times: Integers, starts: Integers, counts: Integers) -> tuple[Integers, npt.NDArray[np.bool_]]:
-    """The times to write, and which batches have one for each event, not one for all."""
+    """Return the times to write, and for each batch whether it has one for each event, or one for all."""
     if len(times) == 1:
         return np.broadcast_to(times, len(starts)), np.zeros(len(starts), np.bool_)
     many = np.minimum.reduceat(times, starts) != np.maximum.reduceat(times, starts)
@@ -414,18 +417,18 @@ def _indexes(counts: Integers) -> Integers:
 
 
 def _runs(starts: Integers, lengths: Integers) -> Integers:
-    """The places of every byte of these runs."""
+    """Return the position of every byte of these runs."""
     return np.repeat(starts, lengths) + _indexes(lengths)
 
 
 def _at_any_byte(buffer: npt.NDArray[np.uint8], kind: str) -> npt.NDArray[Any]:
-    """The number of this kind that begins at each byte."""
+    """Return a view with the number of this kind that begins at each byte."""
     width = np.dtype(kind).itemsize
     return np.ndarray((len(buffer) - width + 1,), kind, buffer, strides=(1,))
 
 
 def _field_bytes(sizes: Integers) -> Integers:
-    """Bytes of a field's tag and size."""
+    """Return the bytes of each field's tag and size."""
     return 2 + (sizes >= 1 << 7) + (sizes >= 1 << 14) + (sizes >= 1 << 21)
 
 

@@ -75,4 +75,4 @@ def _checked(home: str) -> JavaInstallation:
         raise NotFound(f"JAVA_HOME={home} has no bin/java that runs: {_ADVICE}")
     if java.version < LEAST:
         raise NotFound(f"JAVA_HOME={home} is Java {java.version}, and Spark needs {LEAST}: {_ADVICE}")
-    return java._replace(home=Path(home))  # as the user named it, and not where a Java 8 has its runtime
+    return java._replace(home=Path(home))  # the user's path: a Java 8 would name the folder of its runtime instead

@@ -39,7 +39,7 @@ _KAFKA_OPTIONS = {
     "subscribe": "namespace and key",
     "subscribepattern": "namespace and key",
 }
-"""Options of Spark's Kafka source that have another name here."""
+"""Options of Spark's Kafka source, and their names here."""
 OFFSET_EARLIEST, OFFSET_LATEST = -2, -1
 """Offsets with a meaning, as in Spark's Kafka source."""
 _DELAY_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}

@@ -217,8 +217,8 @@ class BatchPublisher:
         names = [each.name for each in sorted(staged, key=lambda each: each.partition) if each.name]
         await self._claim(batch, names)
         await self._publish_up_to(batch)
-        self._folder.clear(self._folder.done())  # if another process finished before this one began
-        self._folder.remove(names)  # the manifest of another attempt does not name them
+        self._folder.clear(self._folder.done())  # its files are left if another process had finished the batch before
+        self._folder.remove(names)  # they are left if the manifest of another attempt counts
 
     async def _claim(self, batch: int, names: Sequence[str]) -> None:
         stored = await self._last()
@@ -230,8 +230,8 @@ class BatchPublisher:
             )
         if missing := self._folder.missing(names):
             raise NotFound(
-                f"'{self._folder.path / missing}' was staged by a task and is not to be seen here: the driver and all "
-                "executors must share the directory of option 'staging'"
+                f"'{self._folder.path / missing}' was staged by a task, and the driver does not see it: the driver and "
+                "all executors must share the directory of option 'staging'"
             )
         self._folder.claim(BatchManifest(batch, names, self._limits))
 

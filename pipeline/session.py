@@ -105,7 +105,7 @@ def _prepare_environment() -> None:
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # else Spark takes the first `python3` of PATH
     try:
         socket.getaddrinfo(socket.gethostname(), None)
-    except OSError:  # the JVM would end for want of an address
+    except OSError:  # without an address of this host, the JVM would end
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
 
 

@@ -196,7 +196,7 @@ def _check_shared(options: SinkOptions) -> None:
     data = options.place.data
     if data is not None and not (Path(data) / MARKER).exists():
         raise NotFound(
-            f"option 'data': {data} is no data directory on {socket.gethostname()}, the machine of a task; if "
+            f"option 'data': {data} is not a data directory on {socket.gethostname()}, the machine of a task; if "
             "executors run on other machines, publish to a silo, with the option 'server'"
         )
 
@@ -273,15 +273,15 @@ def _check_columns(schema: spark.StructType, namespace: str | None) -> None:
         )
     if ("namespace" in names) == (namespace is not None):
         found = "both are there: leave one out" if namespace is not None else "give one of them"
-        raise InvalidArgument(f"column 'namespace' or option 'namespace', which says whose streams: {found}")
+        raise InvalidArgument(f"the namespace of the streams, as column 'namespace' or option 'namespace': {found}")
 
 
 def _check_column(field: spark.StructField) -> None:
     wanted = _TYPES.get(field.name)
     if wanted is None:
         raise InvalidArgument(
-            f"column {field.name!r} is none of an event, which has {', '.join(_TYPES)}: drop it, or make it a part "
-            "of the payload"
+            f"column {field.name!r} is not a column of events, which have {', '.join(_TYPES)}: drop it, or make it a "
+            "part of the payload"
         )
     found = field.dataType.simpleString()
     if isinstance(field.dataType, spark.StringType):

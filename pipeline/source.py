@@ -227,7 +227,7 @@ class BatchReader(DataSourceReader):
         states = access.states()
         ends = resolve("end", options.end, options.selector, access)
         starts = resolve("start", options.start, options.selector, access)
-        with suppress(CorruptRecord, OffsetsGone):  # the read itself raises them, if it comes that far
+        with suppress(CorruptRecord, OffsetsGone):  # the read raises them, if it reaches them
             _check_namespace(access, options, ranges([state.first for state in states], ends))
         return self._reading.parts(starts, ends, states)
 
@@ -316,7 +316,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def partitions(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> Sequence[RangePartition]:
         states = self._access.states()
         begun, until = self._progress(start), self._progress(end)
-        if not until.same:  # planned from another log, which is gone
+        if not until.same:  # the plan was made for another log, which is gone
             return []
         starts, ends = begun.offsets if begun.same else [state.first for state in states], until.offsets
         for queue, state in enumerate(states):

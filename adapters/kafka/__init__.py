@@ -1,7 +1,7 @@
 """Adapter `kafka`: queues on Apache Kafka. Needs `headrace[kafka]`. See docs/kafka.md."""
 
 try:
-    import confluent_kafka as confluent_kafka  # only whether it is there
+    import confluent_kafka as confluent_kafka  # imported early, so that a missing package is named
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError(
         "headrace.adapters.kafka needs the package 'confluent_kafka', which is not installed: "

@@ -1,5 +1,5 @@
-"""Offsets that are committed to Kafka: those below which everything is finished, under the provider's group and never
-backwards, and the progress of each subscription under a group of its own, for Kafka's tools."""
+"""Offsets that are committed to Kafka. Under the provider's group: the offset of each queue below which everything is
+finished, which never goes back. Under a group for each subscription: its progress, for Kafka's tools."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class KafkaAcknowledgements:
         self._limits = limits
         self._noted: dict[int, int] = {}
         self._known: dict[int, int] = {}
-        """What is committed, as far as it was read."""
+        """The committed offsets that were read so far."""
         self._unsaved: set[int] = set()
         self._background = BackgroundTasks()
 
@@ -95,7 +95,7 @@ class ProgressGroups:
         self._topic = topic
         self._limits = limits
         self._shown: dict[str, tuple[float, Mapping[int, int]]] = {}
-        """When the positions of a subscription were last committed, by the loop's clock, and which."""
+        """By subscription: the positions that were committed last, and the loop time."""
 
     async def show(self, positions: Mapping[str, Mapping[int, int]]) -> None:
         """Commit positions by subscription and queue. A subscription that fails is logged, and tried again."""

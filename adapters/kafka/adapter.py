@@ -32,7 +32,7 @@ from .topics import KafkaTopics, TopicFacts, check_topic, no_topic, replica_sett
 from .watch import TopicWatch
 
 RECORD_OVERHEAD_BYTES = 4096
-"""Of the largest record, this is kept for its key and headers, in bytes."""
+"""A batch may be smaller than the largest record by this, in bytes: the record has a key and headers, too."""
 _KNOWN_TIMES = 1000
 
 
@@ -232,7 +232,7 @@ class KafkaAdapter(QueueAdapter):
         return QueueStatistics(await self.bounds(queue))
 
     async def offset_at(self, queue: int, time_us: int) -> int:
-        """See QueueAdapter. Kafka's times have milliseconds: a time within one means its end."""
+        """See QueueAdapter. Kafka's times are whole milliseconds: a time within a millisecond is rounded up."""
         bounds = await self.bounds(queue)
         time_ms = min(-(-time_us // 1000), (1 << 62) // 1000)
         found = await self._topics.offset_at(self._topic, queue, max(time_ms, 0))
@@ -248,12 +248,12 @@ class KafkaAdapter(QueueAdapter):
             return Backlog(0, 0)
         since_us = await self._stored_us(queue, start, end)
         if since_us is None:
-            return Backlog(0, 0)  # only markers are left
+            return Backlog(0, 0)  # only transaction markers are left
         events = round(batches * self._events_read / self._batches_read) if self._batches_read else None
         return Backlog(batches, events, estimated=events is not None, since_us=since_us)
 
     async def _stored_us(self, queue: int, start: int, end: int) -> int | None:
-        """Return when the first record from an offset on was stored, None if there is none."""
+        """Return the time at which the first record from `start` on was stored, None if there is none."""
         if (queue, start) in self._times:
             self._times.move_to_end((queue, start))
             return self._times[queue, start]

@@ -1,4 +1,5 @@
-"""What the adapter uses of confluent-kafka, with types: clients, their settings, errors, and awaitable answers."""
+"""The part of confluent-kafka that the adapter uses, with types: clients, their settings, errors, and awaitable
+answers."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ _UNAUTHORIZED = {
 
 
 class Record(Protocol):
-    """A message of a consumer."""
+    """A message that a consumer has received."""
 
     def error(self) -> KafkaError | None: ...
     def offset(self) -> int: ...
@@ -157,7 +158,7 @@ class KafkaClients:
             ) from None
 
     def failure(self, doing: str, error: KafkaError | Exception) -> HeadraceError:
-        """Return the error of headrace for an error of the client. `doing` is the beginning of its text."""
+        """Return the error of headrace for an error of the client. The text begins with `doing`."""
         cause = error.args[0] if isinstance(error, KafkaException) else error
         if not isinstance(cause, KafkaError):
             return StorageError(f"{doing}: {self._settings.without_secrets(str(error))}")

@@ -24,13 +24,13 @@ class FetchedRecord(NamedTuple):
 
     offset: int
     batch: EventBatch | str
-    """Or the reason why the record has no batch."""
+    """The batch, or the reason why the record has none."""
     part: CallPart | None
     time_ms: int
 
 
 class FetchedGroup(NamedTuple):
-    """Records that were there together."""
+    """Records that were fetched together."""
 
     records: Sequence[FetchedRecord]
     end: int
@@ -76,7 +76,7 @@ class PartitionFetcher:
         self._thread.start()
 
     def taken(self, nbytes: int) -> None:
-        """So many of the bytes that were handed over were taken."""
+        """The receiver took this many of the bytes that were handed over."""
         self._taken += nbytes
         self._resume.set()
 

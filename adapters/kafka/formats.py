@@ -44,4 +44,4 @@ class PackedFormat:
         try:
             return EventBatch.decode(value, record.offset())
         except InvalidArgument as error:
-            return f"the record is no batch of events: {error}"
+            return f"the record is not a batch of events: {error}"

@@ -2,8 +2,8 @@
 
 Each record of an idempotent call has a header: producer, number of the call, number of the call before, index of the
 batch in the call, and number of batches of the call. A `QueueLedger` is made from the headers of one queue, in order.
-So all processes that read the same records decide in the same way which of them are duplicates. A duplicate is stored
-only by a write that was late: its publisher had given up, and another one had sent the call again.
+So all processes that read the same records decide in the same way which of them are duplicates. Only a late write
+stores a duplicate: its publisher had given up, and another publisher had sent the call again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _VERSION = 1
 
 
 class CallPart(msgspec.Struct, frozen=True, array_like=True):
-    """Which batch of which call a record has."""
+    """The call to which a record belongs, and the index of its batch in the call."""
 
     producer: str
     number: int
@@ -49,7 +49,7 @@ class CallPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 def call_part(headers: Iterable[tuple[str, bytes | None]] | None) -> CallPart | None:
-    """Return the part of a call that a record with these headers has, None if it belongs to no call."""
+    """Return the part of a call that is in a record with these headers, None if it belongs to no call."""
     for name, value in headers or ():
         if name == CALL and value is not None:
             return CallPart.decode(value)
@@ -113,14 +113,16 @@ class QueueLedger:
         return at < len(self._duplicates) and self._duplicates[at] == offset
 
     def advance(self, position: int) -> None:
-        """There are no records from `position` of this ledger up to this offset: markers, or they are deleted."""
+        """There are no records between this ledger's position and this one, only transaction markers or deleted
+        records."""
         self.position = max(self.position, position)
 
     def stored(self, producer: str) -> StoredCall | None:
         return self._calls.get(producer)
 
     def snapshot(self, oldest_ms: int, first: int) -> LedgerSnapshot:
-        """Return what to store. Forget producers without a call since `oldest_ms`, and duplicates below `first`."""
+        """Return the ledger as it is to be stored. Forget producers without a call since `oldest_ms`, and duplicates
+        below `first`."""
         for producer in [name for name, call in self._calls.items() if call.time_ms < oldest_ms]:
             del self._calls[producer]
         del self._duplicates[: bisect_left(self._duplicates, first)]
@@ -134,7 +136,7 @@ class QueueLedger:
         return copy
 
     def adopt(self, snapshot: LedgerSnapshot) -> None:
-        """Continue from a snapshot, if it is further."""
+        """Continue from a snapshot, unless this ledger is further."""
         if snapshot.position > self.position:
             self.position = snapshot.position
             self._calls = snapshot.calls
@@ -142,7 +144,7 @@ class QueueLedger:
 
 
 class ProducerState(msgspec.Struct, frozen=True):
-    """What the queues have of a producer's last call."""
+    """A producer's last call, as the queues have stored it."""
 
     last: LastCall
     """The last call that is stored as a whole."""

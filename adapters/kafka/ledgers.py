@@ -47,7 +47,7 @@ def ledger_settings() -> Mapping[str, str]:
 
 
 class _Unsaved:
-    """What was observed of a queue since its last snapshot."""
+    """The records and bytes of a queue that were observed since its last snapshot."""
 
     def __init__(self) -> None:
         self.records = 0
@@ -167,8 +167,8 @@ class KafkaLedgers:
             ledger.advance(end)
 
     def observe(self, queue: int, records: Iterable[tuple[int, CallPart | None, int]]) -> list[bool]:
-        """Note records that a receiver has read: offset, part of a call, and time. The ledger has reached the first of
-        them. Return whether each is to be delivered."""
+        """Note records that a receiver has read: offset, part of a call, and time. The ledger must have reached the
+        first of them. Return for each whether it is to be delivered."""
         ledger = self._queues[queue]
         return [ledger.observe(offset, part, time_ms) for offset, part, time_ms in records]
 
@@ -180,7 +180,7 @@ class KafkaLedgers:
     # ---- producers -------------------------------------------------------------------------------------------------
 
     async def state(self, producer: str) -> ProducerState:
-        """Return what is stored of a producer's last call, by the log as it is now. Raises StorageError."""
+        """Return the stored parts of a producer's last call, after reading the log to its end. Raises StorageError."""
         await self.scan()
         calls = [call for ledger in self._queues if (call := ledger.stored(producer)) is not None]
         if (empty := self._empty.get(producer)) is not None:
@@ -210,7 +210,7 @@ class KafkaLedgers:
             self._background.start(self._save(queue), f"headrace kafka ledger {queue}")
 
     async def _save(self, queue: int) -> None:
-        """Store the ledger of a queue. A failure only means that more is read later."""
+        """Store the ledger of a queue. After a failure, more of the log has to be read the next time."""
         oldest_ms = int((time.time() - self._limits.producers_kept_s) * 1000)
         try:
             first = (await self._topics.bounds(self._topic, [queue]))[queue].first

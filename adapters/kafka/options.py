@@ -53,8 +53,7 @@ class KafkaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return f"KafkaOptions({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
     def location(self, topic: str, topic_id: str) -> Mapping[str, Any]:
-        """Return the options that say where the queues are and which settings of the topic are right, without
-        secrets."""
+        """Return the options that locate the queues and decide the settings of the topic, without secrets."""
         stored = {
             name: value for name, value in self.kafka.items() if isinstance(value, SecretPlace) or not _secret(name)
         }

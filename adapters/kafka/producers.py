@@ -43,8 +43,8 @@ class KafkaProducers:
             return (await self._read(producer)).last.number
 
     async def once(self, sequence: ProducerSequence, records: Sequence[OutgoingRecord]) -> Sequence[Receipt]:
-        """Store the call, or the rest of it, unless it is stored. Raises SequenceConflict if earlier calls are
-        missing."""
+        """Store the call, or its missing part. A call that is stored as a whole is not stored again. Raises
+        SequenceConflict if earlier calls are missing."""
         async with self._ordered(sequence.producer):
             state = self._known.get(sequence.producer)
             if state is None or not state.last.accepts(sequence):  # another process may have stored later calls

@@ -141,7 +141,7 @@ class RecordPublisher:
                 self._hand_over(record, done)
         except KafkaException as error:
             self._noted(call, index, error.args[0])
-        except BufferError:  # more than the pending records that are allowed: cannot happen
+        except BufferError:  # cannot happen: `send` allows fewer pending records than the client
             self._noted(call, index, KafkaError(KafkaError._QUEUE_FULL))  # noqa: SLF001 (its name)
 
     def _hand_over(self, record: OutgoingRecord, done: Callable[..., None]) -> None:

@@ -16,7 +16,7 @@ POLL_S = 0.1
 def read_range(
     clients: KafkaClients, topic: str, partition: int, start: int, end: int, *, timeout_s: float
 ) -> Generator[Sequence[Record]]:
-    """Yield the records from offset `start` up to `end`, in groups. Offsets without a record are passed.
+    """Yield the records from offset `start` up to `end`, in groups. Offsets without a record are left out.
 
     Blocks. Raises StorageError if nothing comes for `timeout_s` seconds, or if `start` was deleted meanwhile.
     """

@@ -37,7 +37,7 @@ class _Step:
 
 
 class ReceiverQueue(NamedTuple):
-    """What a receiver needs of its adapter, for its queue."""
+    """The functions of the adapter that a receiver needs, for its queue."""
 
     number: int
     fetch: Callable[[int, Callable[[FetchedGroup], None]], PartitionFetcher]
@@ -94,7 +94,7 @@ class KafkaReceiver(QueueReceiver):
             await self._changed.wait()
 
     def _next(self, max_events: int, max_bytes: int) -> Received:
-        """Return the batches that follow, or else a gap or a higher position."""
+        """Return the batches that follow; if there are none, a gap, or a higher position."""
         steps = self._steps
         if steps[0].batch is None:
             step = steps.popleft()

@@ -116,7 +116,7 @@ class KafkaTopics:
         for place, answer in answers.items():
             doing = f"the offsets of partition {place.partition} of topic {place.topic!r} cannot be read"
             offset = (await answer_of(answer, self._clients, doing)).offset
-            if offset < _NONE:  # the client answers so, without an error, when the brokers do not
+            if offset < _NONE:  # the client's answer, without an error, if the brokers do not answer
                 raise StorageError(f"{doing}: the brokers do not answer")
             found[place.partition] = offset
         return found

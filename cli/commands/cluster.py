@@ -94,7 +94,7 @@ def undrain(*, server: SiloPlace, silo: str, as_json: bool) -> None:
 @click.argument("silo")
 @json_option
 def forget(*, server: SiloPlace, silo: str, as_json: bool) -> None:
-    """Forget a dead SILO for good: no queue waits for it any more.
+    """Forget a dead SILO for ever: no queue waits for it any more.
 
     It may join again later, as a new silo.
     """
@@ -195,7 +195,7 @@ async def _drain(server: SiloPlace, silo: str, drain_s: float | None) -> Sequenc
 
 
 def _without_silo(silos: Sequence[pb.Silo], drained: str) -> list[str]:
-    """The providers of the `drained` silo, in any state, that no running silo serves."""
+    """Return the providers of the `drained` silo, in any state, that no running silo serves."""
     running = [silo for silo in silos if silo.state == "running" and silo.name != drained]
     served = {provider.name for silo in running for provider in silo.providers}
     return sorted({provider.name for silo in silos if silo.name == drained for provider in silo.providers} - served)
@@ -296,7 +296,7 @@ def _queues_of(silo: dict[str, Any]) -> str:
 
 
 def _runs(queues: Sequence[int]) -> str:
-    """Ascending numbers as text, such as `0-3 5`."""
+    """Return ascending numbers as text, such as `0-3 5`."""
     runs: list[list[int]] = []
     for queue in queues:
         if runs and queue == runs[-1][1] + 1:

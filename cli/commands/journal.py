@@ -7,9 +7,9 @@ For a data directory the journal is in the control store. For silos it is in fil
 for each cluster that gets the file. The right file for this cluster is the one whose producer the log knows. The
 addresses of the silos count only if the log knows none of the producers.
 
-Before each call the journal stores two positions: the end of the stored lines, and the end of this call's lines. Each
-is a place in the file with the digest of the file up to there. After kill -9 the log tells which of the two is right:
-the call carries the producer's id, and the line number as its sequence.
+Before each call the journal stores two positions: the end of the published lines, and the end of this call's lines.
+Each is a place in the file with the digest of the file up to there. After kill -9 the log tells which of the two is
+right: the call carries the producer's id, and the line number as its sequence.
 """
 
 from __future__ import annotations

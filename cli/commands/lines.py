@@ -61,7 +61,7 @@ class LineFormat:
         """Parse a line; None for a blank one between JSON lines. Raises ValueError with the reason."""
         payload = line.removesuffix(b"\r")
         if len(payload) > MAX_EVENT_BYTES:
-            # Its length is not known: only its beginning may have been read.
+            # The length of the line is not known: perhaps only its beginning was read.
             raise ValueError(f"longer than {MAX_EVENT_BYTES:,} bytes, the limit of a payload")
         if self.format == "raw":
             assert self._stream is not None

@@ -193,7 +193,7 @@ class LinePublisher:
         self._reader = FileReader()
 
     async def resume(self, descriptor: int, name: str) -> int:
-        """Move to the place where an earlier run stopped. Return the number of lines before it."""
+        """Move to the position at which an earlier run stopped. Return the number of lines before it."""
         if self._journal is None:
             return 0
         stored = await self._journal.stored()

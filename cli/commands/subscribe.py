@@ -96,7 +96,7 @@ class SubscribeOptions(NamedTuple):
     filters: Sequence[str]
 
     async def at(self, provider: Provider) -> SubscriptionDefinition:
-        """Its definition. If it exists it keeps its start; another --from is an error."""
+        """Return its definition. A subscription that exists keeps its start: another --from is an error."""
         start = self.start
         if self.name is not None and start is None:
             with suppress(NotFound):
@@ -104,7 +104,7 @@ class SubscribeOptions(NamedTuple):
         return self.definition(start)
 
     async def of(self, client: Client) -> SubscriptionDefinition:
-        """Its definition on a silo, without filters: the command applies them."""
+        """Return its definition on a silo, without filters: the command itself applies them."""
         start = self.start
         if self.name is not None and start is None:
             with suppress(NotFound, PermissionDenied):  # subscribing raises if the caller may not see it
@@ -165,7 +165,8 @@ class EventPrinter:
         return self._render(event, self._queue_of(event.stream))
 
     async def _hold(self) -> None:
-        """Hold the current event until the end. If it failed now, it would be retried, and become a dead letter."""
+        """Keep the handler of the current event waiting until the end. If it failed now, the event would be retried,
+        and become a dead letter."""
         await self._closing.wait()
         raise LimitReached
 

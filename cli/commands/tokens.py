@@ -33,7 +33,7 @@ def command() -> None:
 
 
 Kept = Path | str
-"""The place of the tokens: a data directory, or the URL of a database."""
+"""The location of the tokens: a data directory, or the URL of a database."""
 
 
 def _kept_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -167,7 +167,7 @@ def _bucket(queue: QueueView, index: int) -> Text:
 
 
 def _cursors(cursors: Sequence[CursorView], colours: Mapping[str, str]) -> Text:
-    """The line under the buckets: one column of each place for each subscription."""
+    """Return the line under the buckets, in which each place has a column for each subscription."""
     width = _BUCKET_WIDTH + 1
     cells: list[tuple[str, str]] = [(" ", "")] * (width * (BUCKETS + 2) + 3)
     order = list(colours)

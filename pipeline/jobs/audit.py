@@ -2,9 +2,9 @@
 
 The published events are those of the log, and below its first offset those of an archive. A subscription's checkpoints,
 dead letters and gap records are read after the ends of the queues, in this order. So the dead letters below a
-checkpoint are complete. With the consumers' own records of deliveries, each event is compared. Without them, an event
-below the checkpoint counts as delivered. Spark joins all of that by queue, offset and index. This process sees only
-counts by stream.
+checkpoint are complete. If the consumers have records of their deliveries, each event is compared with them. Otherwise
+an event below the checkpoint counts as delivered. Spark joins all of that by queue, offset and index. This process sees
+only counts by stream.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def audit(
 ) -> AuditResult:
     """Compare the published events with their deliveries, for these subscriptions, or all.
 
-    `delivered` has the consumers' own records, for each delivery a row with `queue`, `offset` and `index`, and
-    `subscription` if the rows are of several: a DataFrame, or a path of Parquet or (`.json`, `.jsonl`) JSON lines.
+    `delivered` has the consumers' own records: a DataFrame, or a path of Parquet or (`.json`, `.jsonl`) JSON lines.
+    Each delivery has a row with `queue`, `offset` and `index`, and with `subscription` if the rows are of several.
     `archive` is an archive of the job `archive`, for events that retention has removed from the log. `start` is the
     first position for all subscriptions. By default it is the start of each; if that is `latest`, the first event in
     `delivered`.

@@ -124,7 +124,8 @@ class SubscriptionComparison:
             return [SequenceToken(offset) for offset in self._published.access.offsets_at(start.time_us)]
         if start.kind is StartKind.OFFSETS:
             assert start.token is not None
-            return [SequenceToken.parse(start.token) for _ in queues]  # there are events of one stream only
+            # A token is allowed only if the events of one stream are compared.
+            return [SequenceToken.parse(start.token) for _ in queues]
         if start.kind is StartKind.LATEST and ledger is not None:
             rows = ledger.groupBy("queue").agg(F.min(F.struct("offset", "index")).alias("low")).collect()
             lowest = {row.queue: SequenceToken(row.low.offset, row.low["index"]) for row in rows}

@@ -22,7 +22,8 @@ from ..publishing import CHUNK_LIMITS, PATIENCE_S, PublishDestination
 from ..staging import Chunk, StagedSegment, chunks
 
 NOTE_S = 5.0
-"""How often the progress is saved, in seconds. After a stop, events behind it are read again, and not published."""
+"""How often the progress is saved, in seconds. After a stop, the events after the saved progress are read again; those
+that are stored are not published again."""
 
 _T = TypeVar("_T")
 
@@ -54,7 +55,7 @@ class ChunkLimits(NamedTuple):
 
 
 class ReplayPace(NamedTuple):
-    """The speed: one of both is given, or none."""
+    """The speed: at most one of both fields is given."""
 
     speed: float | None
     """Multiple of the original speed."""

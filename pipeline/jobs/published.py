@@ -89,7 +89,8 @@ def _state(archive: Path) -> ArchiveState:
 
 
 def _gone(spark: SparkSession, archive: Path, provider: str, firsts: Sequence[int]) -> Ranges:
-    """Return the offsets that neither has. Raise InvalidArgument if the archive is of another provider."""
+    """Return the offsets that neither the log nor the archive has. Raise InvalidArgument if the archive is of another
+    provider."""
     state = _state(archive)
     if len(state.positions) != len(firsts) or state.source.get("provider") != provider:
         raise InvalidArgument(

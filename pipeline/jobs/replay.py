@@ -331,11 +331,12 @@ class _Replay:
                 return await publish(destination, producer, cut(events, plan.cut), noted=noted, pace=pace, note=note)
         finally:
             with suppress(ValueError):  # a thread still waits for the next one
-                events.close()  # Spark's end of it must go before Spark does
+                events.close()  # Spark's side of the iterator has to end before Spark does
 
     def _in_order(self, plan: ReplayPlan, after: EventPosition | None) -> Generator[TimedEvent]:
         """Yield the events of the plan by time, behind `after`. Spark sorts them, and sends a part at a time."""
-        self._spark.conf.set("spark.sql.adaptive.enabled", "false")  # it would merge small parts into large ones
+        # Adaptive execution would merge small parts into large ones.
+        self._spark.conf.set("spark.sql.adaptive.enabled", "false")
         parts = min(max(sum(plan.counts) // EVENTS_AT_ONCE, 1), 2_000)
         self._spark.conf.set("spark.sql.shuffle.partitions", str(parts))
         of_stream = Window.partitionBy("namespace", "key").orderBy(*_PLACE).rowsBetween(Window.unboundedPreceding, 0)

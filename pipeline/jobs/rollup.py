@@ -51,7 +51,7 @@ _FIRST, _LAST = datetime.min - _EPOCH, datetime.max - _EPOCH  # noqa: DTZ901
 
 
 class RollupSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a checkpoint. With other settings Spark would go on with it as well, and mix both."""
+    """The settings of a checkpoint. Spark itself would go on with other settings, too, and mix the results of both."""
 
     id: str
     """Names the query to the sink."""
@@ -119,7 +119,7 @@ class _Target(NamedTuple):
         """Raises InvalidArgument."""
         if to is None and namespace is None:
             raise InvalidArgument(
-                "a rollup is written nowhere: give a directory (to), a namespace (to-namespace), or both"
+                "the rollup has no destination: give a directory (to), a namespace (to-namespace), or both"
             )
         if checkpoint is None and to is None:
             raise InvalidArgument(
@@ -191,7 +191,7 @@ class _Job(NamedTuple):
 
     def write(self, frame: DataFrame, batch: int) -> None:
         """Write the windows that a micro-batch has closed. If it is repeated, its output is replaced."""
-        frame = frame.persist()  # otherwise each use would compute the windows again
+        frame = frame.persist()  # not cached, each use would compute the windows again
         try:
             if not frame.isEmpty():
                 self._write(frame, batch)

@@ -98,7 +98,7 @@ async def test_silos_that_cannot_reach_each_other_keep_their_queues(
                 await load.flowing()
                 for wire in wires.values():
                     wire.cut()
-                await cluster.until_said("was not heard", 2)
+                await cluster.until_said("nothing was heard from", 2)
                 await load.until_handled_by("a", "b")
                 await load.until_clients_get_more()
                 for wire in wires.values():

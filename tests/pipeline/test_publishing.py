@@ -422,7 +422,7 @@ def test_staged_files_that_are_not_here_are_named(place: ProviderPlace, tmp_path
     folder = folder_of(tmp_path, "app")
     files = stage(folder, "n", "a")
     (folder.path / files[0].name).unlink()
-    with pytest.raises(NotFound, match="was staged by a task and is not to be seen here: the driver and all executors"):
+    with pytest.raises(NotFound, match="was staged by a task, and the driver does not see it: the driver and all"):
         commit(place, folder, "app", 5, files)
     assert folder.manifest(5) is None
 

@@ -217,7 +217,7 @@ def test_unsupported_modes_are_refused_in_one_line(spark: SparkSession, tmp_path
     told(caught, "InvalidArgument: mode 'overwrite': streams are append only")
     with pytest.raises(PySparkException) as caught:
         write(rows(spark, 1).selectExpr("*", "1 AS more"), data)
-    told(caught, "InvalidArgument: column 'more' is none of an event")
+    told(caught, "InvalidArgument: column 'more' is not a column of events")
     source.add([1])
     counted = source.read().groupBy("namespace", "key").count().selectExpr("namespace", "key", "'' AS payload")
     writer = counted.writeStream.format("headrace").outputMode("complete").option("data", str(data))

@@ -107,7 +107,7 @@ def test_large_queues_are_cut_and_small_ones_share_a_partition(spark: SparkSessi
         ),
         (
             {"decode": "json", "payloadSchema": "a DATE"},
-            "option 'payloadSchema': a has a type that JSON has no form of",
+            "option 'payloadSchema': a has a type that JSON cannot express",
         ),
         (
             {"decode": "protobuf", "descriptor": "/nowhere", "message": "m"},
@@ -189,7 +189,7 @@ def test_protobuf_payloads_become_columns(spark: SparkSession, tmp_path: Path):
     publish(tmp_path / "data", [("n/0", batch.SerializeToString()), ("n/0", b"\xff")], queues=1)
     with pytest.raises(PySparkException) as caught:
         read(spark, tmp_path / "data", message="headrace.v1.EventBatch", **options).collect()
-    told(caught, "queue 0, offset 1, index 0: the payload cannot be decoded (it is no headrace.v1.EventBatch: ")
+    told(caught, "queue 0, offset 1, index 0: the payload cannot be decoded (it is not a headrace.v1.EventBatch: ")
     first, second = read(
         spark, tmp_path / "data", message="headrace.v1.EventBatch", decodeErrors="null", **options
     ).collect()
