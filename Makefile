@@ -33,7 +33,7 @@ PROCESSES   ?= --numprocesses 4 --dist loadfile
 GATE        ?= --randomly-seed=1 --reruns=1 -rR
 SIM_ARGS    ?=
 
-.PHONY: help test tests-after-lint lint types pytest quick slow fuzz chaos sim demo bench dev format generate baseline wheel clean
+.PHONY: help test tests-after-lint lint types pytest quick quick-types quick-tests slow fuzz chaos sim demo bench dev format generate baseline wheel clean
 
 help: ## list the targets
 	@awk -F ': .*## ' '/^[a-z]+:.*## / {printf "  %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,12 +62,18 @@ pytest: $(STAMPS)/test $(STAMPS)/compiled ## the tests alone; PYTEST_ARGS choose
 
 quick: ## after make dev: lint, types and tests of one folder, but the random ones, as in make quick FOLDER=balancer
 	@test -d tests/$(or $(FOLDER),?) || { echo "make quick: name a folder of code that tests/ has too: make quick FOLDER=balancer" >&2; exit 2; }
+	$(MAKE) --jobs=2 BESIDE=1 quick-types quick-tests
+
+quick-types:
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python $(FOLDER) tests/$(FOLDER)
+
+quick-tests:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m tests.plain_english
-	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python $(FOLDER) tests/$(FOLDER)
-	$(BIN)/pytest -q $(PROCESSES) --dist load -m "not slow and not hypothesis" tests/$(FOLDER) $(PYTEST_ARGS)
+	# Compiled files are kept: the tests and their packages take ten seconds of each process to compile.
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q $(PROCESSES) --dist load -m "not slow and not hypothesis" tests/$(FOLDER) $(PYTEST_ARGS)
 
 slow: $(STAMPS)/test ## the other tests: of killed and restarted processes, of Spark in several, and the random ones with all examples; PYTEST_ARGS chooses
 	HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-thorough} HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest -m "slow or hypothesis" $(PYTEST_ARGS)

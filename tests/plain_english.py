@@ -8,11 +8,9 @@ exit code is 1. With `-v` all lines with a hit are printed. A low number does no
 
 import argparse
 import ast
-import io
 import os
 import re
 import sys
-import tokenize
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -53,6 +51,17 @@ PATTERNS = (
 )
 
 
+_STRING_OR_COMMENT = re.compile(
+    r'"""[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*"""'
+    r"|'''[^'\\]*(?:(?:\\.|'(?!''))[^'\\]*)*'''"
+    r'|"(?:\\.|[^"\\\n])*"'
+    r"|'(?:\\.|[^'\\\n])*'"
+    r"|(#[^\n]*)",
+    re.DOTALL,
+)
+"""Group 1 is a comment of Python. The module `tokenize` finds the same ones, but takes half of the whole time."""
+
+
 class Hit(NamedTuple):
     """A turn of phrase that hides a noun."""
 
@@ -71,10 +80,12 @@ def _prose_of_python(text: str) -> Iterator[tuple[int, str]]:
             for part in ast.walk(node.exc):
                 if isinstance(part, ast.Constant) and isinstance(part.value, str) and " " in part.value:
                     yield part.lineno, part.value
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        comment = token.string.lstrip("#: ")
-        if token.type == tokenize.COMMENT and not re.match(r"noqa|type:|pyright|fmt:|pragma", comment):
-            yield token.start[0], comment
+    line, end = 1, 0
+    for match in _STRING_OR_COMMENT.finditer(text):
+        if comment := match.group(1):
+            line, end = line + text.count("\n", end, match.start()), match.start()
+            if not re.match(r"noqa|type:|pyright|fmt:|pragma", comment := comment.lstrip("#: ")):
+                yield line, comment
 
 
 def _prose_of_markdown(text: str) -> Iterator[tuple[int, str]]:

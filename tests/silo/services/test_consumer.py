@@ -277,18 +277,24 @@ async def test_events_that_are_not_held_cannot_be_acknowledged(caller: Caller) -
         await session.until(lambda: len(session.refused) == 6)
 
 
-@pytest.mark.one_silo
 async def test_an_acknowledgement_of_more_than_the_consumer_holds_is_refused_and_counts(caller: Caller) -> None:
-    """An earlier delivery may have had more events of the batch."""
+    """An earlier delivery may have had more events of the batch.
+
+    Credit for three events brings one to three of them here. With two silos, the owner of the queue has a part of the
+    credit at first. It asks for the rest, but only until the next check of its consumers: then it sends as many as the
+    part allows. The others follow when these are acknowledged: of a stream, one parcel is in flight at a time.
+    """
     session = await begin(caller, definition=defined("s"), consumer="c")
     await caller.publish(batch("n/k", *[b"%d" % n for n in range(5)]))
     await session.grant(events=3)
-    event = (await session.take(3))[0]
+    (event,) = await session.take(1)
+    held = len(session.events)
+    assert held <= 3
     await session.report(event, acknowledgements=[acknowledgement(event, count=5)])
     await session.until(lambda: bool(session.refused))
     await session.close()
     async with consuming(caller, "s", consumer="d") as rest:
-        assert [each.payload for each in await rest.take(2)] == [b"3", b"4"]
+        assert [each.payload for each in await rest.take(5 - held)] == [b"%d" % n for n in range(held, 5)]
 
 
 async def test_events_are_acknowledged_in_any_order_and_never_come_again(silo: Silo, caller: Caller) -> None:
