@@ -51,16 +51,19 @@ class EffectsService(HandlerService):
 
 
 class PositionedFailures:
-    """Moves the position of the effects past events that are given up on, after `sink` has recorded them."""
+    """Notes in the effects that events fail, before `sink` has recorded them, and moves their position past them
+    afterwards. So after a crash in between, the events are delivered again, and a redrive knows whether they are
+    applied."""
 
     def __init__(self, sink: FailureSink, scoped: ScopedEffects) -> None:
         self._sink = sink
         self._scoped = scoped
 
     async def dead_letter(self, delivery: Delivery, events: Sequence[Event], reason: str, attempts: int) -> None:
+        await self._scoped.failed(events)
         await self._sink.dead_letter(delivery, events, reason, attempts)
-        await self._scoped.given_up(events, redrivable=True)
+        await self._scoped.given_up(events)
 
     async def skipped(self, delivery: Delivery, events: Sequence[Event], reason: str) -> None:
         await self._sink.skipped(delivery, events, reason)
-        await self._scoped.given_up(events, redrivable=False)
+        await self._scoped.given_up(events)

@@ -12,6 +12,7 @@ from ..streams.errors import Closed, HeadraceError
 from ..streams.events import Event
 from ..streams.failure_log import described
 from ..streams.subscriptions import DeadLetter
+from ..streams.transactions import RedriveRefused
 from .delivery.group_redrives import RedriveRejected
 from .failure_recorder import now_us
 from .host_state import HostState
@@ -63,8 +64,13 @@ class Redriver:
             error = await delivery.redrive(_event(letter))
         except Closed:
             return  # it is delivered when its queue is served again
-        reason = None
-        if error is not None:
+        reason, attempts = None, letter.attempts + 1
+        if isinstance(error, RedriveRefused):
+            attempts = letter.attempts  # the handler was not called
+            refusal = str(error)
+            reason = letter.reason if refusal in letter.reason else f"{refusal}; it had failed with: {letter.reason}"
+            log.warning("subscription %r does not redrive dead letter %d: %s", letter.subscription, letter.id, refusal)
+        elif error is not None:
             reason = str(error) if isinstance(error, RedriveRejected) else described(error)
             message = f"subscription {letter.subscription!r} failed on dead letter {letter.id} again: {reason}"
             delivery.failures.write(log, asyncio.get_running_loop().time(), message, error, first=True)
@@ -73,7 +79,7 @@ class Redriver:
                 letter.id,
                 delivered=error is None,
                 reason=reason,
-                attempts=letter.attempts + 1,
+                attempts=attempts,
                 failed_at_us=now_us(),
             )
         except HeadraceError as failure:

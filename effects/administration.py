@@ -24,8 +24,9 @@ from sqlalchemy.exc import ArgumentError, DBAPIError
 
 from ..streams.errors import InvalidArgument, NotFound, StorageError
 from ..streams.identity import SequenceToken, StreamId
-from .positions import now_us
-from .schema import check_dialect, key_of, outbox, positions, require
+from .clock import now_us
+from .given_up import count_again
+from .schema import UNAPPLIED, UNKNOWN, check_dialect, key_of, outbox, positions, require, unapplied
 
 _MICROSECOND = timedelta(microseconds=1)
 
@@ -39,8 +40,20 @@ class EffectsSummary(NamedTuple):
     states: int
     unapplied: int
     """Events that were given up on, and not redriven."""
+    unknown: int
+    """Dead letters whose redrive was refused: see `unknown_events`."""
     written_at_us: int
     """The time of the last write."""
+
+
+class UnknownEvent(NamedTuple):
+    """A dead letter whose redrive was refused."""
+
+    origin: str
+    subscription: str
+    stream: str
+    token: SequenceToken
+    timestamp_us: int
 
 
 class OutboxSummary(NamedTuple):
@@ -108,11 +121,40 @@ def summaries(connection: Connection) -> list[EffectsSummary]:
     """Return what the database has, by origin and subscription."""
     row = positions.c
     query = select(
-        row.origin, row.subscription, func.count(), func.count(row.state), func.sum(row.unapplied),
-        func.max(row.written_at_us),
+        row.origin, row.subscription, func.count(), func.count(row.state), func.max(row.written_at_us)
     ).group_by(row.origin, row.subscription)  # fmt: skip
-    rows = connection.execute(query.order_by(row.origin, row.subscription))
-    return [EffectsSummary(*each[:4], int(each[4]), each[5]) for each in rows]
+    rows = connection.execute(query.order_by(row.origin, row.subscription)).all()
+    event = unapplied.c
+    grouped = select(event.origin, event.subscription, event.outcome, func.count()).group_by(
+        *list(event)[:2], event.outcome
+    )
+    failed = {(each[0], each[1], each[2]): each[3] for each in connection.execute(grouped)}
+
+    def count(row: Any, outcome: str) -> int:
+        return failed.get((row[0], row[1], outcome), 0)
+
+    return [EffectsSummary(*row[:4], count(row, UNAPPLIED), count(row, UNKNOWN), row[4]) for row in rows]
+
+
+def unknown_events(
+    connection: Connection, subscription: str | None = None, origin: str | None = None
+) -> list[UnknownEvent]:
+    """Return the dead letters whose redrive was refused, because it is not known whether their effects are applied."""
+    event = unapplied.c
+    columns = event.origin, event.subscription, event.stream, event.token_offset, event.token_index
+    query = select(*columns, event.timestamp_us).where(*_unknown(subscription, origin)).order_by(*unapplied.primary_key)
+    return [UnknownEvent(*each[:3], SequenceToken(each[3], each[4]), each[5]) for each in connection.execute(query)]
+
+
+def apply_unknown(connection: Connection, subscription: str | None = None, origin: str | None = None) -> int:
+    """Say that the effects of these events are not applied, so that a redrive applies them. Return their number."""
+    changed = {"outcome": UNAPPLIED, "changed_at_us": now_us()}
+    return connection.execute(update(unapplied).where(*_unknown(subscription, origin)).values(changed)).rowcount
+
+
+def _unknown(subscription: str | None, origin: str | None) -> list[ColumnElement[bool]]:
+    given = ((unapplied.c.subscription, subscription), (unapplied.c.origin, origin), (unapplied.c.outcome, UNKNOWN))
+    return [column == value for column, value in given if value is not None]
 
 
 def outboxes(connection: Connection) -> list[OutboxSummary]:
@@ -180,13 +222,23 @@ def set_state(
 
 def prune(connection: Connection, older_than: timedelta, origin: str | None = None) -> tuple[int, int]:
     """Delete states whose time to live is over, and positions that were not written for `older_than` and have neither a
-    state nor an event to redrive. Return the numbers of both."""
+    state nor an event to redrive. Return the numbers of both.
+
+    This also forgets events that were redriven, or whose redrive was refused, before that time.
+    """
     row, now = positions.c, now_us()
     mine = _matching(None, origin)
     over = and_(row.expires_at_us <= now, *mine)
     nothing = {"state": None, "state_version": None, "expires_at_us": None, "revision": row.revision + 1}
     ended = connection.execute(update(positions).where(over).values(nothing)).rowcount
-    idle = and_(row.written_at_us < now - older_than // _MICROSECOND, row.state.is_(None), row.unapplied == 0, *mine)
+    before = now - older_than // _MICROSECOND
+    event = unapplied.c
+    decided = and_(
+        event.changed_at_us < before, event.outcome != UNAPPLIED, *([event.origin == origin] if origin else [])
+    )
+    connection.execute(delete(unapplied).where(decided))
+    count_again(connection)
+    idle = and_(row.written_at_us < before, row.state.is_(None), row.unapplied == 0, *mine)
     return ended, connection.execute(delete(positions).where(idle)).rowcount
 
 

@@ -14,9 +14,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from ..streams.arguments import check_integer
 from ..streams.events import Event, EventBatch, SomeEvents
 from ..streams.identity import StreamId
-from ..streams.transactions import EffectCounts, EffectScope
+from ..streams.transactions import EffectCounts, EffectScope, RedriveRefused
 from .database import EffectDatabase, check_transactions, database_of, is_conflict, is_outage, outages, unavailable
-from .positions import AppliedPosition, EncodedState, StreamPosition, token_of
+from .given_up import RedriveStep, token_of
+from .positions import AppliedPosition, EncodedState, StreamPosition
 from .schema import check_dialect, require
 from .state import StreamState
 from .transaction import HandlerState, Transaction
@@ -26,6 +27,11 @@ CONFLICT_ATTEMPTS = 5
 CACHED_STATES = 10_000
 CACHED_BYTES = 1 << 22
 """Bounds of the states that are kept in memory, for each subscription and queue."""
+UNKNOWN_EVENT = (
+    "it is not known whether the effects of this event are applied (it was given up on before the subscription had "
+    "effects, or their database was restored): to apply it, run 'headrace effects unknown URL --apply' and redrive it "
+    "again; to discard it, run 'headrace deadletters delete'"
+)
 
 
 class Effects:
@@ -114,19 +120,31 @@ class EffectsInScope:
         await self._guarded(events[0], lambda: self._apply(delivered, events))
 
     async def redrive(self, event: Event) -> None:
-        """Apply an event that was given up on, unless a redrive has applied it before."""
-        await self._guarded(event, lambda: self._redrive(event))
+        """Apply an event that was given up on, unless its effects are applied. Raises RedriveRefused if it is not known
+        whether they are."""
+        try:
+            await self._guarded(event, lambda: self._redrive(event))
+        except RedriveRefused:
+            await self._in_transaction(event, self._position(event).note_unknown, event)
+            raise
 
-    async def given_up(self, events: Sequence[Event], *, redrivable: bool) -> None:
-        """Note that the delivery gave up on these events of one stream. Raises Unavailable."""
-        if not events:
-            return
+    async def failed(self, events: Sequence[Event]) -> None:
+        """Note that these events of one stream may become dead letters. Raises Unavailable."""
+        if events:
+            await self._in_transaction(events[0], self._position(events[0]).note_failed, events)
 
-        async def record() -> None:
+    async def given_up(self, events: Sequence[Event]) -> None:
+        """Move the position past these events of one stream. Raises Unavailable."""
+        if events:
+            await self._in_transaction(events[0], self._position(events[0]).give_up, events)
+
+    async def _in_transaction(self, event: Event, work: Callable[..., None], *args: Any) -> None:
+        async def run() -> None:
             async with self._database.transaction() as transaction:
-                await transaction.call(self._position(events[0]).give_up, events, redrivable=redrivable)
+                await transaction.call(work, *args)
+            self._known.drop(_stream_of(event))
 
-        await self._guarded(events[0], record)
+        await self._guarded(event, run)
 
     def _position(self, event: Event) -> StreamPosition:
         return StreamPosition(self._scope, _stream_of(event))
@@ -171,6 +189,8 @@ class EffectsInScope:
             async with self._database.transaction() as transaction:
                 known = known or await transaction.call(position.find)
                 left = position.after(known, events)
+                if known is not None and known.unapplied:
+                    left = await transaction.call(position.left, known, events)
                 if left:
                     state = HandlerState(options, known)
                     await self._handler(self._part(delivered, left), Transaction(transaction, self._scope, state))
@@ -178,7 +198,8 @@ class EffectsInScope:
                     encoded, revision = state.encoded(), known.revision if known is not None else 0
                     stored = await transaction.call(position.store, left, encoded, revision)
                     _check_current(is_current=stored)
-                    following = _following(self._scope, known, left, encoded)
+                    if known is None or not known.unapplied:
+                        following = _following(self._scope, known, left, encoded)
         except Exception as error:
             if not isinstance(error, _StaleStateError) and await self._has_changed(position, known):
                 raise _StaleStateError from error  # perhaps only because another owner has applied the event
@@ -186,6 +207,8 @@ class EffectsInScope:
         self._counts.already_applied += len(events) - len(left)
         if following is not None:
             self._known.put(stream, following)
+        else:
+            self._known.drop(stream)
 
     async def _has_changed(self, position: StreamPosition, known: AppliedPosition | None) -> bool:
         async with self._database.transaction() as transaction:
@@ -200,7 +223,10 @@ class EffectsInScope:
     async def _redrive(self, event: Event) -> None:
         position = self._position(event)
         async with self._database.transaction() as transaction:
-            if not await transaction.call(position.take_unapplied, event):
+            step = await transaction.call(position.take, event)
+            if step is RedriveStep.REFUSE:
+                raise RedriveRefused(UNKNOWN_EVENT)
+            if step is RedriveStep.DONE:
                 self._counts.already_applied += 1
                 return
             known = await transaction.call(position.find) if self._options is not None else None

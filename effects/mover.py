@@ -26,9 +26,9 @@ from ..streams.events import EventBatch
 from ..streams.incoming import accepted
 from ..streams.producer_ledger import LastCall
 from ..streams.publishing import ProducerSequence, Receipt
+from .clock import now_us
 from .database import EffectDatabase, outages
 from .outbox import LANES
-from .positions import now_us
 from .schema import require
 
 log = logging.getLogger("headrace.effects")

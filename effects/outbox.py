@@ -21,8 +21,8 @@ from ..streams.errors import InvalidArgument
 from ..streams.events import Event
 from ..streams.identity import StreamId
 from ..streams.publishing import check_stream, encoded, listed, scheduled
+from .clock import now_us
 from .database import check_transactions
-from .positions import now_us
 from .schema import key_of
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +10,8 @@ from sqlalchemy import Connection, text
 from ..streams.events import Event
 from ..streams.identity import SequenceToken, StreamId
 from ..streams.transactions import EffectScope
+from .clock import now_us
+from .given_up import GivenUpEvents, RedriveStep, token_of
 from .schema import key_of
 
 _KEY = "origin = :origin AND subscription = :subscription AND stream = :stream"
@@ -44,20 +45,10 @@ _FIND = f"""
     FROM headrace_position WHERE {_KEY}"""  # noqa: S608
 _FIND_LOCKED = {"postgresql": text(f"{_FIND} FOR UPDATE"), "sqlite": text(_FIND)}
 _FIND_NOW = text(_FIND)
-_FORGET_UNAPPLIED = text(f"""
-    DELETE FROM headrace_unapplied WHERE {_KEY} AND (token_offset, token_index) >= (:first_offset, :first_index)
-    AND (token_offset, token_index) <= (:last_offset, :last_index)
-""")  # noqa: S608
-_TAKE_UNAPPLIED = text(f"""
-    DELETE FROM headrace_unapplied
-    WHERE {_KEY} AND token_offset = :offset AND token_index = :index AND timestamp_us = :timestamp_us
-""")  # noqa: S608
-_ADD_UNAPPLIED = text("""
-    INSERT INTO headrace_unapplied (origin, subscription, stream, token_offset, token_index, timestamp_us)
-    VALUES (:origin, :subscription, :stream, :offset, :index, :timestamp_us) ON CONFLICT DO NOTHING
-""")
-_COUNT_UNAPPLIED = text(f"""
-    UPDATE headrace_position SET unapplied = unapplied + :change, revision = revision + 1 WHERE {_KEY}
+_LOCK = text(f"UPDATE headrace_position SET revision = revision + 1 WHERE {_KEY}")  # noqa: S608
+_ADD = text(f"""
+    INSERT INTO headrace_position ({_COLUMNS})
+    VALUES (:origin, :subscription, :stream, -1, :queue, 0, 0, 0, 1, :now_us) ON CONFLICT DO NOTHING
 """)  # noqa: S608
 
 
@@ -81,22 +72,13 @@ class EncodedState(NamedTuple):
     expires_at_us: int | None
 
 
-def now_us() -> int:
-    """Microseconds since 1970 UTC."""
-    return time.time_ns() // 1000
-
-
-def token_of(event: Event) -> SequenceToken:
-    assert event.token is not None
-    return event.token
-
-
 class StreamPosition:
     """The position of one stream in one scope. Its methods execute statements."""
 
     def __init__(self, scope: EffectScope, stream: StreamId) -> None:
         self.scope = scope
         self._key = {"origin": scope.origin, "subscription": scope.subscription, "stream": key_of(stream)}
+        self._given_up = GivenUpEvents(scope, self._key)
 
     def _row(self, first: SequenceToken, last: SequenceToken) -> dict[str, Any]:
         return {
@@ -110,12 +92,11 @@ class StreamPosition:
 
         The row stays locked until the transaction ends.
         """
-        if self._move(connection, token_of(events[0]), token_of(events[-1])):
-            return events
-        left = self.after(self.find(connection, lock=True), events)
-        if left:
-            self._move(connection, token_of(left[0]), token_of(left[-1]))
-        return left
+        left = self._move(connection, events)
+        if left is not None:
+            return left
+        after = self.after(self.find(connection, lock=True), events)
+        return (self._move(connection, after) or []) if after else []
 
     def after(self, known: AppliedPosition | None, events: Sequence[Event]) -> list[Event]:
         """Return the events that are after the position."""
@@ -123,14 +104,19 @@ class StreamPosition:
             return list(events)
         return [] if known.generation > self.scope.generation else [e for e in events if token_of(e) > known.token]
 
-    def _move(self, connection: Connection, first: SequenceToken, last: SequenceToken) -> bool:
-        row = self._row(first, last)
+    def left(self, connection: Connection, known: AppliedPosition | None, events: Sequence[Event]) -> list[Event]:
+        """Return the events whose effects are not committed yet. Write nothing."""
+        left = self.after(known, events)
+        return self._given_up.not_ahead(connection, left) if known is not None and known.unapplied and left else left
+
+    def _move(self, connection: Connection, events: Sequence[Event]) -> Sequence[Event] | None:
+        """Move the position past these events, and return those that no redrive has applied. Return None, and write
+        nothing, if the position is not before all of them."""
+        row = self._row(token_of(events[0]), token_of(events[-1]))
         moved = connection.execute(_CLAIM, row).first()
         if moved is None:
-            return False
-        if moved.unapplied:
-            self._forget_unapplied(connection, row)
-        return True
+            return None
+        return self._given_up.pass_over(connection, events) if moved.unapplied else events
 
     def find(self, connection: Connection, *, lock: bool = False) -> AppliedPosition | None:
         """Return the stream's row, None if it has none. With `lock`, lock it until the transaction ends."""
@@ -150,7 +136,7 @@ class StreamPosition:
         row |= _state_values(state, known)
         stored = connection.execute(_STORE, row).first()
         if stored is not None and stored.unapplied:
-            self._forget_unapplied(connection, row)
+            self._given_up.pass_over(connection, events)
         return stored is not None
 
     def change_state(self, connection: Connection, state: EncodedState, known: int) -> bool:
@@ -160,32 +146,40 @@ class StreamPosition:
 
     # ---- events that were given up on ------------------------------------------------------------------------------
 
-    def give_up(self, connection: Connection, events: Sequence[Event], *, redrivable: bool) -> None:
+    def note_failed(self, connection: Connection, events: Sequence[Event]) -> None:
+        """Note that these events failed, and leave the position: they may be delivered again, or become dead letters.
+        Later claims and redrives tell from this whether their effects are applied."""
+        known = self._locked(connection)
+        if known.generation > self.scope.generation:
+            return  # a seek decides about these events
+        self._given_up.add(connection, events, self.after(known, events))
+
+    def give_up(self, connection: Connection, events: Sequence[Event]) -> None:
         """Move the position past these events without their effects. Events whose effects are committed stay so."""
-        left = self.claim(connection, events)
-        if left and redrivable:
-            rows = [self._unapplied(event) for event in left]
-            for row in rows:
-                connection.execute(_ADD_UNAPPLIED, row)
-            connection.execute(_COUNT_UNAPPLIED, {**self._key, "change": len(rows)})
+        left = self.after(self._locked(connection), events)
+        if left:
+            connection.execute(_CLAIM, self._row(token_of(left[0]), token_of(left[-1])))
+            self._given_up.count(connection)
 
-    def take_unapplied(self, connection: Connection, event: Event) -> bool:
-        """Return whether the event was given up on, and forget that: the caller applies it now. This locks the row of
-        the stream until the transaction ends."""
-        taken = bool(connection.execute(_TAKE_UNAPPLIED, self._unapplied(event)).rowcount)
-        if taken:
-            connection.execute(_COUNT_UNAPPLIED, {**self._key, "change": -1})
-        return taken
+    def take(self, connection: Connection, event: Event) -> RedriveStep:
+        """Return whether the caller may apply an event that was given up on."""
+        if not connection.execute(_LOCK, self._key).rowcount:
+            return RedriveStep.REFUSE
+        return self._given_up.take(connection, event)
 
-    def _unapplied(self, event: Event) -> dict[str, Any]:
-        token = token_of(event)
-        return {**self._key, "offset": token.offset, "index": token.index, "timestamp_us": event.timestamp_us or 0}
+    def note_unknown(self, connection: Connection, event: Event) -> None:
+        """Note that a redrive was refused, so that the operator can decide about the event."""
+        self._locked(connection)
+        self._given_up.add_unknown(connection, event)
 
-    def _forget_unapplied(self, connection: Connection, row: dict[str, Any]) -> None:
-        """The events are now applied in another generation, so a redrive must not apply them."""
-        forgotten = connection.execute(_FORGET_UNAPPLIED, row).rowcount
-        if forgotten:
-            connection.execute(_COUNT_UNAPPLIED, {**self._key, "change": -forgotten})
+    def _locked(self, connection: Connection) -> AppliedPosition:
+        """Return the stream's row, and lock it until the transaction ends. A new one is before all generations."""
+        key = {**self._key, "queue": self.scope.queue, "now_us": now_us()}
+        connection.execute(_ADD, key)
+        connection.execute(_LOCK, self._key)
+        known = self.find(connection)
+        assert known is not None
+        return known
 
 
 def _state_values(state: EncodedState, known: int) -> dict[str, Any]:

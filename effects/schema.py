@@ -43,6 +43,9 @@ KEPT_CHARACTERS = 400
 _NAME = String(255).with_variant(String(255, collation="C"), "postgresql")
 _KEY = Text().with_variant(Text(collation="C"), "postgresql")
 
+UNAPPLIED, APPLIED, UNKNOWN = "unapplied", "applied", "unknown"
+"""Outcomes of an event that failed. Unknown: a redrive of it was refused, because the effects had no row of it."""
+
 metadata = MetaData()
 
 effects_version = Table(
@@ -71,7 +74,8 @@ positions = Table(
     postgresql_with={"fillfactor": 70},
 )
 """The last event of each stream whose effects are committed. `unapplied` counts the stream's rows in
-`headrace_unapplied`. `revision` counts the writes of the row. `state` is the state of the stream; None without one."""
+`headrace_unapplied` that a claim must look at.
+`revision` counts the writes of the row. `state` is the state of the stream; None without one."""
 
 unapplied = Table(
     "headrace_unapplied",
@@ -82,9 +86,12 @@ unapplied = Table(
     Column("token_offset", BigInteger, primary_key=True, autoincrement=False),
     Column("token_index", BigInteger, primary_key=True, autoincrement=False),
     Column("timestamp_us", BigInteger, primary_key=True, autoincrement=False),
+    Column("outcome", String(16), nullable=False, server_default=UNAPPLIED),
+    Column("generation", BigInteger, nullable=False, server_default="0"),
+    Column("changed_at_us", BigInteger, nullable=False, server_default="0"),
 )
-"""Events that were given up on: their effects are not applied, although the position is past them. The timestamp tells
-events apart if a queue that lost its end gives offsets again."""
+"""Events that failed, and may be dead letters. `outcome` says whether their effects are applied, `generation` is that
+of the last change. The timestamp tells events apart if a queue that lost its end gives offsets again."""
 
 OUTBOX_ID = BigInteger().with_variant(Integer, "sqlite")
 
@@ -127,7 +134,15 @@ outbox_lanes = Table(
 
 Migration = Callable[[Connection], None]
 
-MIGRATIONS: Sequence[Migration] = ()
+
+def _add_outcomes(connection: Connection) -> None:
+    for column in (f"outcome VARCHAR(16) NOT NULL DEFAULT '{UNAPPLIED}'", *_NUMBERS_OF_OUTCOMES):
+        connection.execute(text(f"ALTER TABLE headrace_unapplied ADD COLUMN {column}"))
+
+
+_NUMBERS_OF_OUTCOMES = ("generation BIGINT NOT NULL DEFAULT 0", "changed_at_us BIGINT NOT NULL DEFAULT 0")
+
+MIGRATIONS: Sequence[Migration] = (_add_outcomes,)
 """Function i brings tables of version i + 1 to version i + 2."""
 VERSION = 1 + len(MIGRATIONS)
 

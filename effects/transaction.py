@@ -13,9 +13,10 @@ from sqlalchemy.orm import Session
 from ..streams.errors import NotSupported
 from ..streams.identity import StreamId
 from ..streams.transactions import EffectScope
+from .clock import now_us
 from .database import EffectTransaction
 from .outbox import Events, insert, rows_of
-from .positions import AppliedPosition, EncodedState, now_us
+from .positions import AppliedPosition, EncodedState
 from .state import StreamState
 
 P = ParamSpec("P")

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from .errors import HeadraceError
 from .events import Event, EventBatch
 
 T = TypeVar("T")
@@ -16,6 +17,12 @@ T_co = TypeVar("T_co", covariant=True)
 
 EventEffectHandler = Callable[[Event, T], Awaitable[None]]
 BatchEffectHandler = Callable[[EventBatch, T], Awaitable[None]]
+
+
+class RedriveRefused(HeadraceError):
+    """It is not known whether the effects of a dead letter are committed, so it stays. The text names the choices."""
+
+    code = "redrive_refused"
 
 
 class EffectScope(NamedTuple):
@@ -47,12 +54,18 @@ class ScopedEffects(Protocol):
         ...
 
     async def redrive(self, event: Event) -> None:
-        """Call the user's handler for an event that was given up on, unless an earlier redrive has applied it."""
+        """Call the user's handler for an event that was given up on, unless its effects are committed. Raises
+        RedriveRefused if it is not known whether they are."""
         ...
 
-    async def given_up(self, events: Sequence[Event], *, redrivable: bool) -> None:
-        """The delivery gave up on these events of one stream, and has recorded it: later deliveries skip them. If
-        `redrivable`, a redrive applies each of them. Raises Unavailable; calling it again is harmless."""
+    async def failed(self, events: Sequence[Event]) -> None:
+        """The delivery is about to record dead letters of these events of one stream: note that their effects are not
+        committed, so that a redrive applies them. Raises Unavailable; calling it again is harmless."""
+        ...
+
+    async def given_up(self, events: Sequence[Event]) -> None:
+        """The delivery gave up on these events of one stream, and has recorded it: later deliveries skip them. Raises
+        Unavailable; calling it again is harmless."""
         ...
 
 

@@ -60,8 +60,31 @@ def list_(*, url: str, as_json: bool) -> None:
     if as_json:
         print_json([each._asdict() for each in found])
         return
-    rows = [(*each[:5], _moment(each.written_at_us)) for each in found]
-    print_table(("origin", "subscription", "streams", "states", "unapplied", "written_at"), rows)
+    rows = [(*each[:6], _moment(each.written_at_us)) for each in found]
+    print_table(("origin", "subscription", "streams", "states", "unapplied", "unknown", "written_at"), rows)
+
+
+@command.command()
+@click.argument("url")
+@click.option("--subscription", metavar="NAME", help="Only the events of this subscription.")
+@click.option("--origin", help="Only the events of this provider.")
+@click.option("--apply", is_flag=True, help="Let redrives apply these events from now on.")
+@json_option
+def unknown(*, url: str, subscription: str | None, origin: str | None, apply: bool, as_json: bool) -> None:
+    """Show the dead letters whose redrive was refused, because it is not known whether their effects are applied.
+
+    They stay dead letters. To apply them, give --apply, and then redrive them again. To discard them, run 'headrace
+    deadletters delete'.
+    """
+    with administration.opened(url) as connection:
+        found = administration.unknown_events(connection, subscription, origin)
+        if apply:
+            note(f"a redrive applies them: {administration.apply_unknown(connection, subscription, origin)} events")
+    if as_json:
+        print_json([{**each._asdict(), "token": str(each.token)} for each in found])
+        return
+    rows = [(*each[:3], str(each.token), _moment(each.timestamp_us)) for each in found]
+    print_table(("origin", "subscription", "stream", "token", "published_at"), rows)
 
 
 @command.command()

@@ -13,7 +13,7 @@ ROW = "INSERT INTO headrace_position VALUES ('here', 'billing', 'orders/42', 1, 
 
 def test_migrate_creates_the_tables_once(headrace: Headrace, postgres_url: str):
     for url in ("sqlite:///user.db", postgres_url):
-        assert headrace("effects", "migrate", url, "--json").json == {"version": 1, "changed": True}
+        assert headrace("effects", "migrate", url, "--json").json == {"version": 2, "changed": True}
         assert "already" in headrace("effects", "migrate", url).err
         assert headrace("effects", "list", url, "--json").json == []
 
@@ -24,7 +24,7 @@ def test_the_printed_statements_create_the_same_tables(headrace: Headrace, tmp_p
     with psycopg.connect(postgres_url) as connection:
         connection.execute(headrace("effects", "ddl").out.encode())
     for url in ("sqlite:///user.db", postgres_url):
-        assert headrace("effects", "migrate", url, "--json").json == {"version": 1, "changed": False}
+        assert headrace("effects", "migrate", url, "--json").json == {"version": 2, "changed": False}
     with psycopg.connect(postgres_url) as connection:
         options = connection.execute("SELECT reloptions FROM pg_class WHERE relname = 'headrace_position'").fetchall()
         assert ["fillfactor=70"] in [row[0] for row in options]
@@ -75,7 +75,20 @@ def test_state_is_listed_shown_set_and_deleted(headrace: Headrace, tmp_path: Pat
     (summary,) = headrace("effects", "list", "sqlite:///user.db", "--json").json
     assert (summary["streams"], summary["states"]) == (1, 0)
     with closing(sqlite3.connect(tmp_path / "user.db")) as connection, connection:
-        connection.execute("UPDATE headrace_position SET written_at_us = 1")
+        event = "'here', 'billing', 'orders/42', 6, 0, 1, 'unknown', 1, 1"
+        connection.execute(f"INSERT INTO headrace_unapplied VALUES ({event})")
+    (unknown,) = headrace("effects", "unknown", "sqlite:///user.db", "--json").json
+    assert (unknown["subscription"], unknown["stream"], unknown["token"]) == ("billing", "orders/42", "6")
+    assert "1970-01-01" in headrace("effects", "unknown", "sqlite:///user.db").out
+    assert headrace("effects", "list", "sqlite:///user.db", "--json").json[0]["unknown"] == 1
+    assert "2nd" not in headrace("effects", "unknown", "sqlite:///user.db", "--subscription", "2nd", "--apply").out
+    assert "applies them: 1 events" in headrace("effects", "unknown", "sqlite:///user.db", "--apply").err
+    assert headrace("effects", "unknown", "sqlite:///user.db", "--json").json == []
+    with closing(sqlite3.connect(tmp_path / "user.db")) as connection, connection:
+        connection.execute("UPDATE headrace_unapplied SET outcome = 'applied'")
+        connection.execute("UPDATE headrace_position SET written_at_us = 1, unapplied = 1")
     assert headrace("effects", "prune", "sqlite:///user.db", "--older-than", "soon").code == 2
     pruned = headrace("effects", "prune", "sqlite:///user.db", "--older-than", "30d", "--json").json
     assert pruned == {"deleted": 1, "ended_states": 0}
+    with closing(sqlite3.connect(tmp_path / "user.db")) as connection:
+        assert connection.execute("SELECT COUNT(*) FROM headrace_unapplied").fetchone() == (1,)  # changed just now

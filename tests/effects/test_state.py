@@ -21,6 +21,7 @@ from headrace.effects import administration
 from headrace.streams.errors import PayloadTooLarge
 from headrace.streams.transactions import EffectCounts, EffectScope
 from tests.effects.databases import UserDatabase
+from tests.effects.test_dead_letters import give_up
 from tests.effects.test_transactional_handlers import STREAM, batch_at, event_at, in_scope, write_down
 
 KEPT = StreamState()
@@ -111,7 +112,7 @@ async def test_a_state_can_be_set_before_the_first_event(async_database: UserDat
 async def test_a_redrive_changes_the_state_and_not_the_position(async_database: UserDatabase):
     effects, _ = in_scope(async_database, count, state=KEPT)
     await effects.call(event_at(5))
-    await effects.given_up([event_at(6)], redrivable=True)
+    await give_up(effects, [event_at(6)])
     await effects.call(event_at(7))
     await effects.redrive(event_at(6))
     await effects.redrive(event_at(6))
@@ -196,7 +197,7 @@ async def test_prune_deletes_old_positions_and_keeps_states_and_events_to_redriv
     effects, _ = in_scope(async_database)
     for key in ("old", "redrivable", "new"):
         await effects.call(event_at(5, stream=StreamId("orders", key)))
-    await effects.given_up([event_at(6, stream=StreamId("orders", "redrivable"))], redrivable=True)
+    await give_up(effects, [event_at(6, stream=StreamId("orders", "redrivable"))])
     options = StreamState(ttl=timedelta(days=1))
     scope = EffectScope("here", "counting", 0, 1)
     keeping = Effects(async_database.engine, state=options).scoped(count, scope, EffectCounts(), batch=False)

@@ -168,64 +168,6 @@ async def test_a_seek_back_applies_effects_again_and_refuses_owners_of_before(da
     assert database.log() == ["42@5", "42@6"]
 
 
-async def test_an_event_given_up_on_is_applied_once_by_redrives(database: UserDatabase):
-    effects, counts = in_scope(database)
-    await effects.call(event_at(5))
-    await effects.given_up([event_at(6)], redrivable=True)
-    await effects.given_up([event_at(6)], redrivable=True)  # it is repeated if it is not known to have succeeded
-    await effects.call(event_at(6))  # a delivery after a crash
-    await effects.call(event_at(7))
-    assert (database.log(), counts.already_applied) == (["42@5", "42@7"], 1)
-    await effects.redrive(event_at(6))
-    await effects.redrive(event_at(6))
-    await effects.redrive(event_at(5))
-    assert database.log() == ["42@5", "42@7", "42@6"]
-    assert database.rows("SELECT unapplied, token_offset FROM headrace_position") == [(0, 7)]
-
-
-async def test_a_failed_redrive_can_be_repeated(database: UserDatabase):
-    effects, _ = in_scope(database)
-    await effects.given_up([event_at(6)], redrivable=True)
-    database.execute("INSERT INTO log (value) VALUES ('42@6')")
-    with pytest.raises(IntegrityError):
-        await effects.redrive(event_at(6))
-    database.execute("DELETE FROM log")
-    await effects.redrive(event_at(6))
-    assert database.log() == ["42@6"]
-
-
-async def test_an_event_that_is_skipped_is_never_applied(database: UserDatabase):
-    effects, _ = in_scope(database)
-    await effects.given_up([event_at(6)], redrivable=False)
-    await effects.call(event_at(6))
-    await effects.redrive(event_at(6))
-    assert database.log() == []
-
-
-async def test_giving_up_does_not_hide_an_event_that_another_owner_has_applied(database: UserDatabase):
-    effects, _ = in_scope(database)
-    other, _ = in_scope(database)
-    await other.call(event_at(6))
-    await effects.given_up([event_at(6)], redrivable=True)
-    await effects.redrive(event_at(6))
-    assert database.log() == ["42@6"]
-
-
-async def test_after_a_seek_back_a_redrive_does_not_repeat_an_event_that_was_applied_again(database: UserDatabase):
-    before, _ = in_scope(database)
-    await before.given_up([event_at(6)], redrivable=True)
-    after, _ = in_scope(database, generation=2)
-    await after.redrive(event_at(6))
-    await after.call(event_at(5))  # a redrive does not move the position
-    assert database.log() == ["42@6", "42@5"]
-    database.execute("DELETE FROM log")
-    await before.given_up([event_at(9)], redrivable=True)
-    last, _ = in_scope(database, generation=3)
-    await last.call(event_at(9))
-    await last.redrive(event_at(9))
-    assert database.log() == ["42@9"]
-
-
 # ---- transactions ----------------------------------------------------------------------------------------------------
 
 
@@ -462,34 +404,6 @@ async def test_resuming_a_paused_stream_repeats_no_effect(async_database: UserDa
         again = await provider.subscribe("billing", "orders/*", handle, circuit_breaker=False, **options)
         await again.caught_up()
     assert async_database.log() == ["good", "bad"]
-
-
-@pytest.mark.parametrize("batch", [False, True])
-async def test_a_dead_letter_is_applied_when_it_is_redriven(
-    async_database: UserDatabase, tmp_path: Path, *, batch: bool
-):
-    fails = True
-
-    async def handle(delivered: Any, tx: Transaction) -> None:
-        for event in delivered if batch else [delivered]:
-            await write_down(event, tx)
-            if fails and event.payload == b"bad":
-                raise ValueError
-
-    async with Provider.open(tmp_path / "data", queues=1) as provider:
-        options: Any = {"batch": batch, "retry": ONCE, "circuit_breaker": False}
-        one = await provider.subscribe("billing", "orders/*", handle, effects=Effects(async_database.engine), **options)
-        for payload in (b"first", b"bad", b"last"):
-            await provider.stream("orders", "42").publish(payload)
-        await one.caught_up()
-        assert async_database.log() == ["first", "last"]
-        fails = False
-        assert await one.redrive() == 1
-        async with asyncio.timeout(30):
-            while await provider.dead_letters("billing"):  # noqa: ASYNC110 (another connection deletes them)
-                await asyncio.sleep(0.05)
-        assert async_database.log() == ["first", "last", "bad"]
-        assert provider.statistics().subscriptions[0].already_applied == 0
 
 
 async def test_an_event_that_was_applied_before_a_crash_is_counted_and_skipped(

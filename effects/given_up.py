@@ -1,0 +1,152 @@
+"""Statements on events that were given up on. All run in a transaction of the caller, which has locked the position of
+the stream, so that two transactions never decide about the same event.
+
+A row says whether the effects of such an event are applied. An event without a row is not known: it may have been given
+up on before the subscription had effects, or the database was restored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+from sqlalchemy import Connection, text
+
+from ..streams.events import Event
+from ..streams.identity import SequenceToken
+from ..streams.transactions import EffectScope
+from .clock import now_us
+from .schema import APPLIED, UNAPPLIED, UNKNOWN
+
+_KEY = "origin = :origin AND subscription = :subscription AND stream = :stream"
+_EVENT = f"{_KEY} AND token_offset = :offset AND token_index = :index AND timestamp_us = :timestamp_us"
+_CHANGE = "SET outcome = :outcome, generation = :generation, changed_at_us = :now_us"
+_IN_RANGE = text(f"""
+    SELECT token_offset, token_index, timestamp_us, outcome, generation FROM headrace_unapplied
+    WHERE {_KEY} AND (token_offset, token_index) >= (:first_offset, :first_index)
+    AND (token_offset, token_index) <= (:last_offset, :last_index)
+""")  # noqa: S608 (only names of this module)
+_FIND = text(f"SELECT outcome FROM headrace_unapplied WHERE {_EVENT}")  # noqa: S608
+_ADD = text("""
+    INSERT INTO headrace_unapplied (origin, subscription, stream, token_offset, token_index, timestamp_us, outcome,
+    generation, changed_at_us)
+    VALUES (:origin, :subscription, :stream, :offset, :index, :timestamp_us, :outcome, :generation, :now_us)
+    ON CONFLICT DO NOTHING
+""")
+_SET = text(f"UPDATE headrace_unapplied {_CHANGE} WHERE {_EVENT}")
+_TAKE = text(f"UPDATE headrace_unapplied {_CHANGE} WHERE {_EVENT} AND outcome = '{UNAPPLIED}'")
+_COUNT_ALL = f"""
+    UPDATE headrace_position AS p SET unapplied = (
+        SELECT COUNT(*) FROM headrace_unapplied AS u
+        WHERE u.origin = p.origin AND u.subscription = p.subscription AND u.stream = p.stream
+        AND (u.outcome <> '{APPLIED}'
+             OR (u.generation, u.token_offset, u.token_index) > (p.generation, p.token_offset, p.token_index))
+    )"""  # noqa: S608
+_COUNT = text(f"{_COUNT_ALL} WHERE {_KEY}")
+_COUNT_AGAIN = text(f"{_COUNT_ALL} WHERE p.unapplied > 0")
+
+EventIdentity = tuple[int, int, int]
+
+
+class RedriveStep(Enum):
+    """How a redrive goes on."""
+
+    APPLY = "apply"
+    DONE = "done"
+    """The effects of the event are applied."""
+    REFUSE = "refuse"
+    """It is not known whether they are."""
+
+
+class GivenUpEvents:
+    """The rows of one stream in one scope. `key` has origin, subscription and stream."""
+
+    def __init__(self, scope: EffectScope, key: dict[str, str]) -> None:
+        self._generation = scope.generation
+        self._key = key
+
+    def add(self, connection: Connection, events: Sequence[Event], left: Sequence[Event]) -> None:
+        """Note that these events failed. `left` are those after the position. The others are applied: by another owner,
+        since they failed here."""
+        unapplied = {_identity(event) for event in left}
+        known = self._rows(connection, events)
+        for event in events:
+            identity = _identity(event)
+            outcome = UNAPPLIED if identity in unapplied else APPLIED
+            if identity not in known:
+                connection.execute(_ADD, self._row(event, outcome))
+            elif identity in unapplied and not self._is_ahead(known[identity]):
+                connection.execute(_SET, self._row(event, UNAPPLIED))
+        self.count(connection)
+
+    def add_unknown(self, connection: Connection, event: Event) -> None:
+        """Note that a redrive of this event was refused."""
+        connection.execute(_ADD, self._row(event, UNKNOWN))
+        self.count(connection)
+
+    def pass_over(self, connection: Connection, events: Sequence[Event]) -> list[Event]:
+        """The position has moved past these events, and the caller applies the returned ones. The others were applied
+        by redrives."""
+        known = self._rows(connection, events)
+        left = [event for event in events if not self._is_ahead(known.get(_identity(event)))]
+        for event in left:
+            if _identity(event) in known:
+                connection.execute(_SET, self._row(event, APPLIED))
+        self.count(connection)
+        return left
+
+    def not_ahead(self, connection: Connection, events: Sequence[Event]) -> list[Event]:
+        """Return the events that no redrive has applied before their turn. Write nothing."""
+        known = self._rows(connection, events)
+        return [event for event in events if not self._is_ahead(known.get(_identity(event)))]
+
+    def take(self, connection: Connection, event: Event) -> RedriveStep:
+        """The caller applies the event if the answer is APPLY."""
+        if connection.execute(_TAKE, self._row(event, APPLIED)).rowcount:
+            self.count(connection)
+            return RedriveStep.APPLY
+        outcome = connection.execute(_FIND, self._row(event, APPLIED)).scalar()
+        return RedriveStep.DONE if outcome == APPLIED else RedriveStep.REFUSE
+
+    def count(self, connection: Connection) -> None:
+        """Store in the row of the position how many of these rows the next claims must look at."""
+        connection.execute(_COUNT, self._key)
+
+    def _is_ahead(self, row: tuple[str, int] | None) -> bool:
+        """Whether a redrive has applied an event in this generation. The event must be after the position."""
+        return row is not None and row == (APPLIED, self._generation)
+
+    def _rows(self, connection: Connection, events: Sequence[Event]) -> dict[EventIdentity, tuple[str, int]]:
+        if not events:
+            return {}
+        first, last = token_of(events[0]), token_of(events[-1])
+        span = {
+            "first_offset": first.offset, "first_index": first.index,
+            "last_offset": last.offset, "last_index": last.index,
+        }  # fmt: skip
+        rows = connection.execute(_IN_RANGE, {**self._key, **span})
+        return {(row[0], row[1], row[2]): (row.outcome, row.generation) for row in rows}
+
+    def _row(self, event: Event, outcome: str) -> dict[str, Any]:
+        offset, index, timestamp_us = _identity(event)
+        return {
+            **self._key, "offset": offset, "index": index, "timestamp_us": timestamp_us,
+            "outcome": outcome, "generation": self._generation, "now_us": now_us(),
+        }  # fmt: skip
+
+
+def count_again(connection: Connection) -> None:
+    """Count the rows of all streams again, after some were deleted."""
+    connection.execute(_COUNT_AGAIN)
+
+
+def token_of(event: Event) -> SequenceToken:
+    assert event.token is not None
+    return event.token
+
+
+def _identity(event: Event) -> EventIdentity:
+    """The timestamp tells events apart if a queue that lost its end gives offsets again."""
+    token = token_of(event)
+    return token.offset, token.index, event.timestamp_us or 0
