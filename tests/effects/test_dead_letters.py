@@ -287,6 +287,7 @@ async def test_a_dead_letter_from_before_the_effects_stays_until_the_operator_de
         one = await provider.subscribe("billing", "orders/*", write_down, effects=effects, **options)
         await stream.publish(b"after")
         await one.caught_up()
+        letters: Sequence[DeadLetter] = ()
         for _ in range(2):
             assert await one.redrive() == 2
             letters = await until_redriven(provider)
@@ -371,10 +372,12 @@ class _WithoutGivenUp(Effects):
     """Effects of a process that stands still before `given_up`."""
 
     def scoped(self, *args: Any, **options: Any) -> Any:
-        made = super().scoped(*args, **options)
+        return _NeverGivesUp(super().scoped(*args, **options))
 
-        async def wait(_: Sequence[Event]) -> None:
-            await asyncio.Event().wait()
 
-        made.given_up = wait
-        return made
+class _NeverGivesUp:
+    def __init__(self, scoped: EffectsInScope) -> None:
+        self.call, self.redrive, self.failed = scoped.call, scoped.redrive, scoped.failed
+
+    async def given_up(self, _: Sequence[Event]) -> None:
+        await asyncio.Event().wait()
