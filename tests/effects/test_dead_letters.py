@@ -287,10 +287,10 @@ async def test_a_dead_letter_from_before_the_effects_stays_until_the_operator_de
         one = await provider.subscribe("billing", "orders/*", write_down, effects=effects, **options)
         await stream.publish(b"after")
         await one.caught_up()
-        letters: Sequence[DeadLetter] = ()
+        letters = list[DeadLetter]()
         for _ in range(2):
             assert await one.redrive() == 2
-            letters = await until_redriven(provider)
+            letters = list(await until_redriven(provider))
             assert [(letter.payload, letter.attempts) for letter in letters] == [(b"before", 1), (b"discarded", 1)]
             for letter in letters:
                 assert letter.reason.startswith("it is not known whether the effects of this event are applied")
