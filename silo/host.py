@@ -30,7 +30,7 @@ from .views import lag_of
 
 if TYPE_CHECKING:  # they load gRPC
     from ..server.guard import Guard, ServiceMethod
-    from .clustering import Clustering
+    from .clustered_silo import ClusteredSilo
 
 log = logging.getLogger("headrace.silo")
 
@@ -54,7 +54,7 @@ class Silo:
         """URL of /metrics and /healthz; None if they are not served."""
         self.grpc_address: str | None = None
         """HOST:PORT of gRPC; None if it is not served."""
-        self.clustering: Clustering | None = None
+        self.clustered_silo: ClusteredSilo | None = None
         """The silo's cluster; None without one."""
         self.stopping = False
         self._guard: Guard | None = None
@@ -84,8 +84,8 @@ class Silo:
                 await silo._enter_cluster(stack)
             if config.grpc.port is not None:
                 silo.grpc_address = await silo._serve_grpc(stack)
-            if silo.clustering is not None and silo.grpc_address is not None:
-                await stack.enter_async_context(silo.clustering.joined(silo.grpc_address))
+            if silo.clustered_silo is not None and silo.grpc_address is not None:
+                await stack.enter_async_context(silo.clustered_silo.joined(silo.grpc_address))
                 stack.callback(silo._send_consumers_away)
             silo._log_ready(subscriptions)
             yield silo
@@ -94,8 +94,8 @@ class Silo:
 
     async def until_superseded(self) -> NoReturn:
         """Wait for ever, or raise Superseded once another process has this silo's name in the cluster."""
-        if self.clustering is not None:
-            await asyncio.shield(self.clustering.membership.superseded)
+        if self.clustered_silo is not None:
+            await asyncio.shield(self.clustered_silo.membership.superseded)
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -156,9 +156,9 @@ class Silo:
             log.info("silo has stopped: its progress is saved")
 
     async def _enter_cluster(self, stack: AsyncExitStack) -> None:
-        from .clustering import Clustering  # noqa: PLC0415 (it loads gRPC)
+        from .clustered_silo import ClusteredSilo  # noqa: PLC0415 (it loads gRPC)
 
-        self.clustering = await stack.enter_async_context(Clustering.opened(self.config, self.providers))
+        self.clustered_silo = await stack.enter_async_context(ClusteredSilo.opened(self.config, self.providers))
 
     def _send_consumers_away(self) -> None:
         """End the calls of consumers before the queues move: other silos will serve them."""
@@ -175,8 +175,8 @@ class Silo:
         if self.config.grpc.asks_for_tokens:
             store = next(iter(self.providers.values())).store  # all providers of a data directory share one
             authenticator = await stack.enter_async_context(TokenBook.opened(store))
-        if self.clustering is not None:
-            authenticator = ClusterMembers(self.clustering, authenticator)
+        if self.clustered_silo is not None:
+            authenticator = ClusterMembers(self.clustered_silo, authenticator)
         methods = await stack.enter_async_context(assembly.opened(self))
 
         def served(guard: Guard) -> Sequence[ServiceMethod]:

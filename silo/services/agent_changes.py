@@ -20,7 +20,7 @@ from ..service_limits import ServiceLimits
 from . import consumer
 
 if TYPE_CHECKING:
-    from ..clustering import Clustering
+    from ..clustered_silo import ClusteredSilo
 
 CALL_S = 30.0
 """Time that a silo has for a change, in seconds, besides the drain time of the events in flight."""
@@ -39,7 +39,7 @@ class RunningSilo(Protocol):
     def grpc_address(self) -> str | None: ...
 
     @property
-    def clustering(self) -> Clustering | None: ...
+    def clustered_silo(self) -> ClusteredSilo | None: ...
 
     @property
     def limits(self) -> ServiceLimits: ...
@@ -74,23 +74,23 @@ class AgentChanges:
     @property
     def state(self) -> str:
         """The state of this silo."""
-        clustering = self._silo.clustering
-        if clustering is None or clustering.view is None or not clustering.membership.leaving:
+        clustered_silo = self._silo.clustered_silo
+        if clustered_silo is None or clustered_silo.view is None or not clustered_silo.membership.leaving:
             return self._state
-        return "drained" if clustering.membership.drained else "draining"
+        return "drained" if clustered_silo.membership.drained else "draining"
 
     # ---- this silo -------------------------------------------------------------------------------------------------
 
     async def stop(self, provider: ProviderCore, queues: Sequence[int], drain_s: float) -> None:
         """Stop agents of this silo. In a cluster, the store knows which ones."""
-        if self._silo.clustering is not None:
+        if self._silo.clustered_silo is not None:
             await self._change(provider.manager.control_requests.apply(drain_s))
         else:
             await self._change(provider.manager.queue_host.stop_agents(queues, drain_s))
 
     async def start(self, provider: ProviderCore, queues: Sequence[int]) -> None:
         """Start agents of this silo. In a cluster, the store knows which ones."""
-        if self._silo.clustering is not None:
+        if self._silo.clustered_silo is not None:
             await self._change(provider.manager.control_requests.apply())
         else:
             await self._change(self._start(provider, queues))
@@ -108,8 +108,8 @@ class AgentChanges:
     async def _drain(self, drain_s: float) -> None:
         self._state = "draining"
         self._doors.close(consumer.SERVICE)
-        if (clustering := self._silo.clustering) is not None:
-            await clustering.membership.drain(drain_s)
+        if (clustered_silo := self._silo.clustered_silo) is not None:
+            await clustered_silo.membership.drain(drain_s)
         else:
             providers = self._silo.providers.values()
             stopping = (one.manager.queue_host.stop_agents(range(one.queues), drain_s) for one in providers)
@@ -117,8 +117,8 @@ class AgentChanges:
         self._state = "drained"
 
     async def _undrain(self) -> None:
-        if (clustering := self._silo.clustering) is not None:
-            await clustering.membership.undrain()
+        if (clustered_silo := self._silo.clustered_silo) is not None:
+            await clustered_silo.membership.undrain()
         else:
             for provider in self._silo.providers.values():
                 await provider.manager.queue_host.start_agents(range(provider.queues))
@@ -137,11 +137,11 @@ class AgentChanges:
     # ---- all silos -------------------------------------------------------------------------------------------------
 
     async def apply_everywhere(
-        self, clustering: Clustering, provider: ProviderCore, method: str, request: Message, drain_s: float = 0.0
+        self, clustered_silo: ClusteredSilo, provider: ProviderCore, method: str, request: Message, drain_s: float = 0.0
     ) -> None:
         """Have each silo that serves the provider apply the change in the store. Raise Unavailable with the names of
         the silos that did not confirm it."""
-        await self._finish(_by_all(clustering, provider, method, request, drain_s))
+        await self._finish(_by_all(clustered_silo, provider, method, request, drain_s))
 
     async def _change(self, work: Awaitable[None]) -> None:
         """Make one change at a time, and finish it: no agent stays half stopped."""
@@ -158,11 +158,13 @@ class AgentChanges:
 
 
 async def _by_all(
-    clustering: Clustering, provider: ProviderCore, method: str, request: Message, drain_s: float
+    clustered_silo: ClusteredSilo, provider: ProviderCore, method: str, request: Message, drain_s: float
 ) -> None:
     message = request.SerializeToString()
-    silos = [silo.name for silo in clustering.silos.values() if provider.name in silo.serves]
-    calls = (clustering.call(silo, f"ClusterService/{method}", message, timeout_s=drain_s + CALL_S) for silo in silos)
+    silos = [silo.name for silo in clustered_silo.silos.values() if provider.name in silo.serves]
+    calls = (
+        clustered_silo.call(silo, f"ClusterService/{method}", message, timeout_s=drain_s + CALL_S) for silo in silos
+    )
     answers = await asyncio.gather(*calls, return_exceptions=True)
     failed = {silo: answer for silo, answer in zip(silos, answers, strict=True) if isinstance(answer, BaseException)}
     for error in failed.values():

@@ -25,8 +25,8 @@ async def opened(silo: RunningSilo) -> AsyncGenerator[Callable[[Guard], Sequence
     timeout_s = silo.config.grpc.session_timeout_s
     budget = SendBudget()
     async with AsyncExitStack() as stack:
-        clustering = silo.clustering
-        gateways = None if clustering is None else ClusterGateways(clustering, budget)
+        clustered_silo = silo.clustered_silo
+        gateways = None if clustered_silo is None else ClusterGateways(clustered_silo, budget)
         consumers = {
             name: await stack.enter_async_context(_consumers(provider, timeout_s, Edge(budget=budget), gateways))
             for name, provider in silo.providers.items()
@@ -40,12 +40,12 @@ async def opened(silo: RunningSilo) -> AsyncGenerator[Callable[[Guard], Sequence
             every = [
                 *publisher.methods(silo.providers, silo.limits),
                 *consuming.methods(),
-                *SubscriptionService(silo.providers, consumers, visible, clustering, silo.limits).methods(),
+                *SubscriptionService(silo.providers, consumers, visible, clustered_silo, silo.limits).methods(),
                 *ReaderService(silo.providers, visible, silo.read_budget, silo.limits).methods(),
                 *cluster.methods(guard),
             ]
-            if clustering is not None:
-                clustering.serve(every)
+            if clustered_silo is not None:
+                clustered_silo.serve(every)
             return every
 
         yield methods

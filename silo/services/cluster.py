@@ -22,7 +22,7 @@ from .describing import WATCH_S, ClusterDescriptions, bare, differ
 from .lookup import TO_MANAGE, provider_of
 
 if TYPE_CHECKING:
-    from ..clustering import Clustering
+    from ..clustered_silo import ClusteredSilo
 
 SERVICE = "headrace.v1.ClusterService"
 
@@ -54,9 +54,9 @@ class ClusterService:
             ServiceMethod(f"{SERVICE}/ProbeSilo", MethodKind.UNARY, self.probe, probe=True),
         ]
 
-    def _others(self, call: ServiceCall) -> Clustering | None:
+    def _others(self, call: ServiceCall) -> ClusteredSilo | None:
         """The cluster if the call concerns all silos; None for a call of another silo, which concerns this one only."""
-        return None if call.principal is PEER else self._silo.clustering
+        return None if call.principal is PEER else self._silo.clustered_silo
 
     # ---- descriptions ----------------------------------------------------------------------------------------------
 
@@ -90,9 +90,9 @@ class ClusterService:
         call.principal.require_everywhere(Permission.MANAGE)
         provider = provider_of(call, self._silo.providers, request.provider, TO_MANAGE)
         queues, drain_s = _queues(provider, request.queues), self._drain_s(request.drain_ms)
-        if (clustering := self._others(call)) is not None:
+        if (clustered_silo := self._others(call)) is not None:
             await provider.store.stop_queues(provider.name, queues)
-            await self._changes.apply_everywhere(clustering, provider, "StopAgents", request, drain_s)
+            await self._changes.apply_everywhere(clustered_silo, provider, "StopAgents", request, drain_s)
         else:
             await self._changes.stop(provider, queues, drain_s)
         return pb.StopAgentsResponse().SerializeToString()
@@ -102,9 +102,9 @@ class ClusterService:
         call.principal.require_everywhere(Permission.MANAGE)
         provider = provider_of(call, self._silo.providers, request.provider, TO_MANAGE)
         queues = _queues(provider, request.queues)
-        if (clustering := self._others(call)) is not None:
+        if (clustered_silo := self._others(call)) is not None:
             await provider.store.start_queues(provider.name, queues)
-            await self._changes.apply_everywhere(clustering, provider, "StartAgents", request)
+            await self._changes.apply_everywhere(clustered_silo, provider, "StartAgents", request)
         else:
             await self._changes.start(provider, queues)
         return pb.StartAgentsResponse().SerializeToString()
@@ -131,28 +131,28 @@ class ClusterService:
     async def forget(self, call: ServiceCall, message: bytes) -> bytes:
         request = parsed(pb.ForgetSiloRequest, message)
         call.principal.require_everywhere(Permission.MANAGE)
-        clustering = self._silo.clustering
-        if clustering is None:
+        clustered_silo = self._silo.clustered_silo
+        if clustered_silo is None:
             raise NotFound(f"there is no silo {request.silo!r} to forget: this silo is by itself")
-        await clustering.forget(request.silo)
+        await clustered_silo.forget(request.silo)
         return pb.ForgetSiloResponse().SerializeToString()
 
     async def probe(self, _: ServiceCall, message: bytes) -> bytes:
         """Answer without the store: a silo that cannot reach the store still serves."""
-        request, clustering = parsed(pb.ProbeSiloRequest, message), self._silo.clustering
+        request, clustered_silo = parsed(pb.ProbeSiloRequest, message), self._silo.clustered_silo
         own_name = self._descriptions.silo_name
-        is_self = request.silo == own_name if clustering is None else clustering.is_named(request.silo)
+        is_self = request.silo == own_name if clustered_silo is None else clustered_silo.is_named(request.silo)
         return pb.ProbeSiloResponse(here=is_self).SerializeToString()
 
-    def _cluster_of(self, name: str) -> Clustering | None:
+    def _cluster_of(self, name: str) -> ClusteredSilo | None:
         """Return the cluster if a request names another silo, None if it names this one. Raise NotFound."""
         if name in ("", self._descriptions.silo_name):
             return None
-        clustering = self._silo.clustering
-        living = sorted(clustering.silos) if clustering is not None else [self._descriptions.silo_name]
-        if clustering is None or name not in living:
+        clustered_silo = self._silo.clustered_silo
+        living = sorted(clustered_silo.silos) if clustered_silo is not None else [self._descriptions.silo_name]
+        if clustered_silo is None or name not in living:
             raise NotFound(f"there is no living silo {name!r}: there is {', '.join(living)}")
-        return clustering
+        return clustered_silo
 
     def _drain_s(self, drain_ms: int) -> float:
         return drain_ms / 1000 if drain_ms else self._silo.config.drain_s

@@ -19,7 +19,7 @@ from ..views import QueueView, age_s, due_in_s, lag_of
 from .agent_changes import AgentChanges, RunningSilo
 
 if TYPE_CHECKING:
-    from ..clustering import Clustering
+    from ..clustered_silo import ClusteredSilo
 
 log = logging.getLogger("headrace.silo")
 
@@ -42,8 +42,8 @@ class ClusterDescriptions:
 
     @property
     def silo_name(self) -> str:
-        clustering = self._silo.clustering
-        return socket.gethostname() if clustering is None or clustering.view is None else clustering.name
+        clustered_silo = self._silo.clustered_silo
+        return socket.gethostname() if clustered_silo is None or clustered_silo.view is None else clustered_silo.name
 
     async def recent(self, counted: bool) -> pb.Cluster:
         """Return a description at most half of `WATCH_S` old: many may watch, and each description costs time."""
@@ -55,12 +55,12 @@ class ClusterDescriptions:
 
     async def describe(self, counted: bool, *, alone: bool = False) -> pb.Cluster:
         """Describe the whole cluster, or this silo alone."""
-        clustering = self._silo.clustering
-        if alone or clustering is None or (view := clustering.view) is None:
+        clustered_silo = self._silo.clustered_silo
+        if alone or clustered_silo is None or (view := clustered_silo.view) is None:
             return pb.Cluster(silos=[await self._describe_self(counted)])
         silos = [silo for silo in view.silos if silo.state != SiloState.LEFT]
-        found = await asyncio.gather(*(self._describe_silo(clustering, view, silo, counted) for silo in silos))
-        return pb.Cluster(silos=found, unserved=_unserved(found, clustering.membership, self._silo.providers))
+        found = await asyncio.gather(*(self._describe_silo(clustered_silo, view, silo, counted) for silo in silos))
+        return pb.Cluster(silos=found, unserved=_unserved(found, clustered_silo.membership, self._silo.providers))
 
     async def _describe_self(self, counted: bool) -> pb.Silo:
         return pb.Silo(
@@ -72,14 +72,14 @@ class ClusterDescriptions:
         )
 
     async def _describe_silo(
-        self, clustering: Clustering, view: ClusterView, record: SiloRecord, counted: bool
+        self, clustered_silo: ClusteredSilo, view: ClusterView, record: SiloRecord, counted: bool
     ) -> pb.Silo:
         """Return the silo's own description, or one from the cluster's store if the silo does not answer."""
         providers = self._silo.providers
         if record.state not in LIVING:
             return _silent(record, "dead", view, providers)
         is_self = record.name == self.silo_name
-        found = await self._describe_self(counted) if is_self else await _ask(clustering, record, counted)
+        found = await self._describe_self(counted) if is_self else await _ask(clustered_silo, record, counted)
         if found is None:
             return _silent(record, "unreachable", view, providers)
         found.address, found.silent_ms = record.address, _silent_ms(record, view)
@@ -88,11 +88,11 @@ class ClusterDescriptions:
         return found
 
 
-async def _ask(clustering: Clustering, record: SiloRecord, counted: bool) -> pb.Silo | None:
+async def _ask(clustered_silo: ClusteredSilo, record: SiloRecord, counted: bool) -> pb.Silo | None:
     """Ask a silo for its description. None if it does not answer, or if another silo answers at its address."""
     request = pb.DescribeClusterRequest(here=not counted).SerializeToString()
     try:
-        answer = await clustering.call(record.name, "ClusterService/DescribeCluster", request, timeout_s=ASK_S)
+        answer = await clustered_silo.call(record.name, "ClusterService/DescribeCluster", request, timeout_s=ASK_S)
     except HeadraceError as error:
         log.info("silo %r did not describe itself: %s", record.name, error)
         return None

@@ -378,7 +378,7 @@ class Silo:
         return ClientCall(connection)
 
     def stream(self, silo: str, method: str) -> StreamCall:
-        """Begin a call of this silo's gateways. With `call` and `owner`, takes the place of `Clustering`."""
+        """Begin a call of this silo's gateways. With `call` and `owner`, takes the place of `ClusteredSilo`."""
         other = self.world.silos.get(silo)
         if other is None:
             raise Unavailable(f"there is no silo {silo!r}")

@@ -48,7 +48,9 @@ def _even(silos: Sequence[Silo]) -> bool:
     providers = silos[0].providers.values()
     wanted = [(provider.name, queue) for provider in providers for queue in range(provider.queues)]
     has = [sum(len(queues(silo, name)) for name in silo.providers) for silo in silos]
-    known = [silo.clustering is not None and all(silo.clustering.owner(*queue) for queue in wanted) for silo in silos]
+    known = [
+        silo.clustered_silo is not None and all(silo.clustered_silo.owner(*queue) for queue in wanted) for silo in silos
+    ]
     return sum(has) == len(wanted) and max(has) - min(has) <= 1 and all(known)
 
 

@@ -579,13 +579,13 @@ async def test_queues_whose_consumers_keep_their_events_drain_together(tmp_path:
             started[event.stream] += 1
             await go_on.wait()
 
-        provider, clustering = silos[0].providers["default"], silos[0].clustering
-        assert clustering is not None
+        provider, clustered_silo = silos[0].providers["default"], silos[0].clustered_silo
+        assert clustered_silo is not None
         await provider.subscribe("slow", "n/*", hold)
         await publish(client, [1])
         await eventually(lambda: len(started) == STREAMS)
         reading = list(provider.manager.agents)
-        draining = asyncio.create_task(clustering.membership.drain(PATIENCE_S))
+        draining = asyncio.create_task(clustered_silo.membership.drain(PATIENCE_S))
         await eventually(lambda: not set(reading) & set(provider.manager.agents))
         go_on.set()
         await draining

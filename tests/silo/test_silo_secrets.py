@@ -13,7 +13,7 @@ from headrace import StorageError
 from headrace.proto.v1 import cluster_pb2 as pb
 from headrace.server.access import PEER, ClusterMembers, NoTokens, new_silo_secret, silo_hash
 from headrace.server.config import GrpcConfig
-from headrace.silo.clustering import MAX_LOOK_UPS, SecretsOfView
+from headrace.silo.clustered_silo import MAX_LOOK_UPS, SecretsOfView
 from headrace.silo.config import ClusterConfig, ProviderConfig, SiloConfig
 from headrace.silo.host import Silo
 from headrace.silo.peers import PeerConnections
@@ -55,12 +55,12 @@ async def test_a_silo_that_joins_is_known_before_others_look_for_it(tmp_path: Pa
         Silo.opened(msgspec.structs.replace(config, cluster=times)) as early,
         Silo.opened(msgspec.structs.replace(config, cluster=msgspec.structs.replace(times, name="late"))) as late,
     ):
-        assert early.clustering is not None
-        assert late.clustering is not None
-        assert "late" not in early.clustering.silos
-        peers = PeerConnections(late.clustering.secret, None)
+        assert early.clustered_silo is not None
+        assert late.clustered_silo is not None
+        assert "late" not in early.clustered_silo.silos
+        peers = PeerConnections(late.clustered_silo.secret, None)
         try:
-            assert await peers.reach(late.clustering.silos["early"])
+            assert await peers.reach(late.clustered_silo.silos["early"])
         finally:
             await peers.aclose()
 

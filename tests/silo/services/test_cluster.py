@@ -263,10 +263,10 @@ async def test_silos_that_look_for_one_another_count_no_lag(tmp_path: Path, monk
     config = SiloConfig(data=str(tmp_path), grpc=GrpcConfig(port=0), providers={"default": ProviderConfig(queues=2)})
     async with clustered(config, 2) as (asking, asked), connecting(asking.grpc_address or "") as caller:
         await caller.create("printer", "shop/*")
-        assert asking.clustering is not None
-        record = asking.clustering.silos["silo-1"]
+        assert asking.clustered_silo is not None
+        record = asking.clustered_silo.silos["silo-1"]
         counted = note_counting(asked, monkeypatch)
-        peers = PeerConnections(asking.clustering.secret, None)
+        peers = PeerConnections(asking.clustered_silo.secret, None)
         try:
             assert await peers.reach(record)
         finally:
@@ -279,10 +279,10 @@ async def test_silos_that_look_for_one_another_count_no_lag(tmp_path: Path, monk
 async def test_a_call_to_a_silo_that_is_given_up_may_go_to_another_silo(tmp_path: Path):
     config = SiloConfig(data=str(tmp_path), grpc=GrpcConfig(port=0), providers={"default": ProviderConfig(queues=2)})
     async with clustered(config, 2) as (asking, _):
-        assert asking.clustering is not None
-        peers = PeerConnections(asking.clustering.secret, None)
+        assert asking.clustered_silo is not None
+        peers = PeerConnections(asking.clustered_silo.secret, None)
         try:
-            call = peers.stream(asking.clustering.silos["silo-1"], "ConsumerService/Subscribe")
+            call = peers.stream(asking.clustered_silo.silos["silo-1"], "ConsumerService/Subscribe")
             waiting = asyncio.ensure_future(call.receive())
             await asyncio.sleep(0)
             peers.keep(())

@@ -40,7 +40,7 @@ FORGET_S = 24 * 3600.0
 """Age at which records of silos that are dead or left are deleted, in seconds."""
 
 
-class Clustering:
+class ClusteredSilo:
     """This silo's part in its cluster. Made by `opened` before gRPC is served. The silo is a member within `joined`."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Clustering:
 
     @classmethod
     @asynccontextmanager
-    async def opened(cls, config: SiloConfig, providers: Mapping[str, ProviderCore]) -> AsyncGenerator[Clustering]:
+    async def opened(cls, config: SiloConfig, providers: Mapping[str, ProviderCore]) -> AsyncGenerator[ClusteredSilo]:
         """Open the cluster's store for the length of an `async with`. Raise StorageError, InvalidArgument."""
         assert config.cluster is not None
         tls = tls_of(config)
@@ -80,9 +80,9 @@ class Clustering:
         control = await ControlStore.open(where, timeout_s=LEASED_TIMEOUT_S)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(control.aclose)
-            clustering = cls(config, config.cluster, providers, control, credentials)
-            stack.push_async_callback(clustering._peers.aclose)
-            yield clustering
+            clustered_silo = cls(config, config.cluster, providers, control, credentials)
+            stack.push_async_callback(clustered_silo._peers.aclose)
+            yield clustered_silo
 
     @asynccontextmanager
     async def joined(self, grpc_address: str) -> AsyncGenerator[None]:
