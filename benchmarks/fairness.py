@@ -91,7 +91,7 @@ async def _serve(data: str, port: int, order: str) -> None:
     from headrace.server.access import NoTokens  # noqa: PLC0415
     from headrace.server.config import GrpcConfig  # noqa: PLC0415
     from headrace.server.grpc_server import serving  # noqa: PLC0415
-    from headrace.silo.consumers import Consumers  # noqa: PLC0415
+    from headrace.silo.consumer_groups import Consumers  # noqa: PLC0415
     from headrace.silo.services.consumer import ConsumerService  # noqa: PLC0415
     from headrace.silo.services.visible import VisibleBounds  # noqa: PLC0415
 

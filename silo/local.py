@@ -16,7 +16,7 @@ from ..client.transport import StreamCall, Transport, remote_error, require_loop
 from ..server.access import EVERYTHING, Principal
 from ..server.guard import MethodKind, ServiceCall, ServiceMethod
 from ..streams.errors import Closed, HeadraceError, Unavailable
-from .consumers import Consumers
+from .consumer_groups import ConsumerGroups
 from .provider_core import ProviderCore
 from .services.consumer import ConsumerService, Gateways
 from .services.subscriptions import SubscriptionService
@@ -29,7 +29,7 @@ THIS_PROCESS = "this process"
 
 @asynccontextmanager
 async def consuming(
-    provider: ProviderCore, consumers: Consumers | None, gateways: Gateways | None
+    provider: ProviderCore, consumers: ConsumerGroups | None, gateways: Gateways | None
 ) -> AsyncGenerator[ConsumingClient]:
     """Connect the client's side of consuming to a provider, for the length of an `async with`.
 
@@ -37,13 +37,13 @@ async def consuming(
     """
     async with AsyncExitStack() as stack:
         if consumers is None:
-            consumers = await stack.enter_async_context(Consumers.opened(provider, SESSION_TIMEOUT_S))
+            consumers = await stack.enter_async_context(ConsumerGroups.opened(provider, SESSION_TIMEOUT_S))
         yield await stack.enter_async_context(_connected(provider, consumers, gateways))
 
 
 @asynccontextmanager
 async def _connected(
-    provider: ProviderCore, consumers: Consumers, gateways: Gateways | None
+    provider: ProviderCore, consumers: ConsumerGroups, gateways: Gateways | None
 ) -> AsyncGenerator[ConsumingClient]:
     providers, all_consumers = {provider.name: provider}, {provider.name: consumers}
     visible = VisibleBounds()

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from ..client.consuming_client import ConsumingClient
     from ..client.plan import ConsumerPlan
     from ..client.pulled import Pulled
-    from .consumers import Consumers
+    from .consumer_groups import ConsumerGroups
     from .services.consumer import Gateways
 
 _T = TypeVar("_T")
@@ -65,7 +65,7 @@ class Provider(ProviderCore):
 
     def __init__(self, parts: ProviderParts) -> None:
         super().__init__(parts)
-        self._consumers: Consumers | None = None
+        self._consumers: ConsumerGroups | None = None
         """The groups of remote consumers, while a silo serves them."""
         self._gateways: Gateways | None = None
         """While a silo of a cluster serves remote consumers: it makes this silo the gateway of consumers here."""
@@ -240,7 +240,7 @@ class Provider(ProviderCore):
         return self._local_consumer
 
     @contextmanager
-    def serving_consumers(self, consumers: Consumers, gateways: Gateways | None) -> Generator[None]:
+    def serving_consumers(self, consumers: ConsumerGroups, gateways: Gateways | None) -> Generator[None]:
         """Let consumers of this process join the groups of remote consumers for the length of a `with`. With
         `gateways`, they get events from the queues of other silos, too."""
         self._consumers, self._gateways = consumers, gateways

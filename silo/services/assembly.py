@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from ...agents import Edge, SendBudget
 from ...server.guard import Guard, ServiceMethod
-from ..consumers import Consumers
+from ..consumer_groups import ConsumerGroups
 from ..gateway import ClusterGateways
 from ..provider import Provider
 from . import publisher
@@ -54,8 +54,8 @@ async def opened(silo: RunningSilo) -> AsyncGenerator[Callable[[Guard], Sequence
 @asynccontextmanager
 async def _consumers(
     provider: Provider, timeout_s: float, edge: Edge, gateways: Gateways | None
-) -> AsyncGenerator[Consumers]:
+) -> AsyncGenerator[ConsumerGroups]:
     """Open the groups of remote consumers. Consumers of this process join them meanwhile."""
-    async with Consumers.opened(provider, timeout_s, edge) as consumers:
+    async with ConsumerGroups.opened(provider, timeout_s, edge) as consumers:
         with provider.serving_consumers(consumers, gateways):
             yield consumers

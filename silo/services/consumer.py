@@ -11,7 +11,7 @@ from ...proto.v1 import consumer_pb2 as pb
 from ...server.access import PEER
 from ...server.guard import MethodKind, ServiceCall, ServiceMethod, parsed
 from ...streams.errors import InvalidArgument
-from ..consumers import AttachedConsumer, Consumers
+from ..consumer_groups import AttachedConsumer, ConsumerGroups
 from . import reports
 from .consumer_session import ConsumerSession, Placements
 from .consumer_target import ConsumerTarget, ConsumerTargets
@@ -49,14 +49,14 @@ class ConsumerService:
     def __init__(
         self,
         providers: Providers,
-        consumers: Mapping[str, Consumers],
+        consumers: Mapping[str, ConsumerGroups],
         visible: VisibleBounds,
         gateways: Gateways | None = None,
     ) -> None:
         self._targets = ConsumerTargets(providers, consumers, visible)
         self._gateways = gateways
         self._pulling: dict[Member, PullingConsumer] = {}
-        self._joining = set[tuple[Consumers, str, str]]()
+        self._joining = set[tuple[ConsumerGroups, str, str]]()
         """Consumers whose first Pull is joining the group: subscription and consumer."""
 
     async def aclose(self) -> None:

@@ -18,7 +18,7 @@ from ...streams import wire
 from ...streams.errors import HeadraceError, InvalidArgument, Unavailable
 from ...streams.frames import QueueState, status_frame
 from ...streams.subscriptions import GapRecord
-from ..consumers import AttachedConsumer
+from ..consumer_groups import AttachedConsumer
 from . import reports
 from .consumer_target import ConsumerTarget
 

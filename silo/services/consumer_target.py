@@ -14,7 +14,7 @@ from ...streams import wire
 from ...streams.errors import InvalidArgument
 from ...streams.identity import SequenceToken
 from ...streams.subscriptions import Checkpoint, GapRecord, Mode, SubscriptionDefinition, check_consumer
-from ..consumers import Consumers
+from ..consumer_groups import ConsumerGroups
 from ..provider_core import ProviderCore
 from .lookup import TO_CONSUME, Providers, create_subscription, provider_of, subscription_of
 from .visible import VisibleBounds
@@ -26,7 +26,7 @@ class ConsumerTarget(NamedTuple):
     """A consumer and its subscription. The caller may consume, and the subscription exists."""
 
     provider: ProviderCore
-    consumers: Consumers
+    consumers: ConsumerGroups
     """Of this provider, in this silo."""
     definition: SubscriptionDefinition
     consumer: str
@@ -41,7 +41,7 @@ class ConsumerTarget(NamedTuple):
 class ConsumerTargets:
     """Finds the targets of requests. `consumers` are the silo's, by provider."""
 
-    def __init__(self, providers: Providers, consumers: Mapping[str, Consumers], visible: VisibleBounds) -> None:
+    def __init__(self, providers: Providers, consumers: Mapping[str, ConsumerGroups], visible: VisibleBounds) -> None:
         self._providers = providers
         self._consumers = consumers
         self._visible = visible

@@ -13,7 +13,7 @@ from ...streams import wire
 from ...streams.errors import HeadraceError, LimitExceeded, Unavailable
 from ...streams.frames import QueueState, is_status
 from ...streams.subscriptions import GapRecord
-from ..consumers import AttachedConsumer
+from ..consumer_groups import AttachedConsumer
 from . import reports
 from .consumer_session import MAX_GAPS
 

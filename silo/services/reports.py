@@ -11,7 +11,7 @@ from ...agents import EventRange
 from ...proto.v1 import consumer_pb2 as pb
 from ...streams.errors import InvalidArgument
 from ...streams.identity import StreamId
-from ..consumers import AttachedConsumer
+from ..consumer_groups import AttachedConsumer
 
 MAX_ENTRIES = 100_000
 """Most entries that all reports of a request have together, and most reports."""

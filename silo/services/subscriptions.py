@@ -26,7 +26,7 @@ from ...streams.subscriptions import (
     SubscriptionDefinition,
     is_parent,
 )
-from ..consumers import Consumers
+from ..consumer_groups import ConsumerGroups
 from ..provider_core import ProviderCore
 from ..service_limits import SERVICE_LIMITS, ServiceLimits
 from ..views import fault_at
@@ -64,7 +64,7 @@ class SubscriptionService:
     def __init__(
         self,
         providers: Providers,
-        consumers: Mapping[str, Consumers],
+        consumers: Mapping[str, ConsumerGroups],
         visible: VisibleBounds,
         owners: QueueOwners | None = None,
         limits: ServiceLimits = SERVICE_LIMITS,
@@ -299,7 +299,7 @@ async def _positions(provider: ProviderCore, name: str) -> Mapping[int, Checkpoi
     return {**served.saved, **now}
 
 
-def _consumers(consumers: Consumers, definition: SubscriptionDefinition) -> list[pb.Consumer]:
+def _consumers(consumers: ConsumerGroups, definition: SubscriptionDefinition) -> list[pb.Consumer]:
     return [
         pb.Consumer(
             id=member.id,

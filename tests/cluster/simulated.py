@@ -40,7 +40,7 @@ from headrace.balancer.cluster_options import ClusterOptions
 from headrace.balancer.membership import Membership
 from headrace.client.transport import FIRST_PAUSE_S, MAX_PAUSE_S, StreamCall
 from headrace.server.access import PEER, Principal
-from headrace.silo.consumers import Consumers
+from headrace.silo.consumer_groups import ConsumerGroups
 from headrace.silo.gateway import ClusterGateways
 from headrace.silo.opening import ProviderParts
 from headrace.silo.options import ProviderOptions
@@ -242,7 +242,7 @@ class Silo:
         self.manager.start()
         serving = asyncio.create_task(self._serve(), name="serve")
         edge = WatchedEdge(self)
-        async with Consumers.opened(self.host, TIMEOUT_S, edge) as consumers:  # pyright: ignore[reportArgumentType]
+        async with ConsumerGroups.opened(self.host, TIMEOUT_S, edge) as consumers:  # pyright: ignore[reportArgumentType]
             providers: Any = {PROVIDER: self.host}
             gateways = ClusterGateways(self, edge.budget)
             self.service = ConsumerService(providers, {PROVIDER: consumers}, VisibleBounds(), gateways)
@@ -852,7 +852,7 @@ def simulate(
         for name in ("routing", "owners"):
             backoff = partial(Backoff, FIRST_PAUSE_S, MAX_PAUSE_S, rng=rng)
             patch.setattr(f"headrace.client.{name}.reconnect_backoff", backoff)
-        patch.setattr("headrace.silo.consumers.Group", SeededGroup)
+        patch.setattr("headrace.silo.consumer_groups.Group", SeededGroup)
         patch.setattr("time.time_ns", wall_ns)
         return _run(rng, kind, steps, real, eye)
 

@@ -8,7 +8,7 @@ import pytest
 from headrace import Busy, Event, EventBatch, InvalidArgument, Mode, NotSupported, Provider, Start, StreamId
 from headrace.client.consuming_client import ConsumingClient
 from headrace.server.guard import MethodKind, ServiceCall, ServiceMethod
-from headrace.silo.consumers import Consumers
+from headrace.silo.consumer_groups import ConsumerGroups
 from headrace.silo.local import InProcessStreamCall, InProcessTransport
 from headrace.silo.options import ProviderOptions
 from headrace.silo.services.consumer import ConsumerService
@@ -117,7 +117,7 @@ class BreakableTransport(InProcessTransport):
 
 
 async def test_events_after_a_seek_come_again_though_acknowledged_over_a_lost_connection(tmp_path: Path):
-    async with Provider.open(tmp_path / "data") as provider, Consumers.opened(provider, 10.0) as consumers:
+    async with Provider.open(tmp_path / "data") as provider, ConsumerGroups.opened(provider, 10.0) as consumers:
         providers, groups, visible = {provider.name: provider}, {provider.name: consumers}, VisibleBounds()
         services = ConsumerService(providers, groups, visible), SubscriptionService(providers, groups, visible)
         transport = BreakableTransport([method for service in services for method in service.methods()])

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.agents import EventRange
 from headrace.proto.v1 import consumer_pb2 as pb
-from headrace.silo.consumers import AttachedConsumer
+from headrace.silo.consumer_groups import AttachedConsumer
 from headrace.silo.services import reports
 from headrace.streams.errors import InvalidArgument
 

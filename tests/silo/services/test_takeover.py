@@ -6,7 +6,7 @@ from pathlib import Path
 from headrace import Fenced, Provider, StreamId
 from headrace.agents import Group
 from headrace.proto.v1 import consumer_pb2 as pb
-from headrace.silo.consumers import Consumers
+from headrace.silo.consumer_groups import ConsumerGroups
 from headrace.silo.local import InProcessCall
 from headrace.silo.services.consumer import ConsumerService
 from headrace.silo.services.visible import VisibleBounds
@@ -37,7 +37,10 @@ class Session:
 
 
 async def test_events_in_flight_go_to_the_session_that_took_over(tmp_path: Path) -> None:
-    async with Provider.open(tmp_path / "data", queues=1) as provider, Consumers.opened(provider, 10.0) as consumers:
+    async with (
+        Provider.open(tmp_path / "data", queues=1) as provider,
+        ConsumerGroups.opened(provider, 10.0) as consumers,
+    ):
         service = ConsumerService({"default": provider}, {"default": consumers}, VisibleBounds())
         for number in range(STREAMS):
             await provider.publish(StreamId("n", str(number)), bytes(SIZE))

@@ -44,7 +44,7 @@ class AttachedConsumer(NamedTuple):
     member: Member
 
 
-class Consumers:
+class ConsumerGroups:
     """Consumers of one provider, by the subscription that holds their position."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Consumers:
         timeout_s: float,
         edge: Edge | None = None,
         max_positions: int = MAX_POSITIONS,
-    ) -> AsyncGenerator[Consumers]:
+    ) -> AsyncGenerator[ConsumerGroups]:
         """Open the groups for the length of an `async with`. A consumer that is silent for `timeout_s` seconds is given
         up, unless it asks for another time. `max_positions` is the most consumers of one subscription with mode
         broadcast."""

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from headrace import Busy, LimitExceeded, Mode, Provider, Selector
-from headrace.silo.consumers import AttachedConsumer, Consumers
+from headrace.silo.consumer_groups import AttachedConsumer, ConsumerGroups
 from headrace.streams.subscriptions import SubscriptionDefinition
 
 
 async def test_a_group_that_cannot_be_looked_after_keeps_no_other_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with Provider.open(tmp_path / "data", queues=1) as provider, Consumers.opened(provider, 10.0) as served:
+    async with Provider.open(tmp_path / "data", queues=1) as provider, ConsumerGroups.opened(provider, 10.0) as served:
         places: list[AttachedConsumer] = []
         for name in ("bad", "good"):
             definition = SubscriptionDefinition(name=name, selector=Selector("n/*"))
@@ -33,9 +33,9 @@ async def test_a_group_that_cannot_be_looked_after_keeps_no_other_from_it(
 
 
 @asynccontextmanager
-async def limited(tmp_path: Path) -> AsyncGenerator[tuple[Provider, Consumers]]:
+async def limited(tmp_path: Path) -> AsyncGenerator[tuple[Provider, ConsumerGroups]]:
     async with Provider.open(tmp_path / "data", queues=1) as provider:
-        async with Consumers.opened(provider, 10.0, max_positions=3) as served:
+        async with ConsumerGroups.opened(provider, 10.0, max_positions=3) as served:
             yield provider, served
 
 
@@ -60,7 +60,7 @@ async def test_consumers_of_a_subscription_join_one_after_the_other(
 ) -> None:
     """Also one that comes when the one before has just failed, and another waits."""
     definition = SubscriptionDefinition(name="s", selector=Selector("n/*"))
-    async with Provider.open(tmp_path / "data", queues=1) as provider, Consumers.opened(provider, 10.0) as served:
+    async with Provider.open(tmp_path / "data", queues=1) as provider, ConsumerGroups.opened(provider, 10.0) as served:
         await provider.create_subscription(definition)
         serve, joins, at_once = provider.serve, list[asyncio.Task[AttachedConsumer]](), [0, 0]
 
