@@ -13,7 +13,7 @@ from ...server.guard import MethodKind, ServiceCall, ServiceMethod, parsed
 from ...streams.errors import InvalidArgument
 from ..consumer_groups import AttachedConsumer, ConsumerGroups
 from . import reports
-from .consumer_session import ConsumerSession, Placements
+from .consumer_session import ConsumerSession, PlacementSource
 from .consumer_target import ConsumerTarget, ConsumerTargets
 from .lookup import Providers
 from .pulling import PullingConsumer, waits_already
@@ -26,7 +26,7 @@ class Gateways(Protocol):
     """Serves consumers that have one session for all silos of the cluster."""
 
     @property
-    def placements(self) -> Placements: ...
+    def placements(self) -> PlacementSource: ...
 
     async def serve(self, call: ServiceCall, request: pb.SubscribeRequest, target: ConsumerTarget) -> None:
         """Converse with a consumer. `request` is the first one."""

@@ -35,7 +35,7 @@ DRAIN_CHECK_S = 0.05
 STOPS = "the silo stops: connect again, to this one or to another"
 
 
-class Placements(Protocol):
+class PlacementSource(Protocol):
     """The placement of queues in the cluster."""
 
     @property
@@ -60,7 +60,7 @@ class ConsumerSession:
         request: pb.Open,
         target: ConsumerTarget,
         place: AttachedConsumer,
-        placements: Placements | None,
+        placements: PlacementSource | None,
     ) -> None:
         self._call = call
         self._target = target
