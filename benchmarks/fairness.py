@@ -91,11 +91,11 @@ async def _serve(data: str, port: int, order: str) -> None:
     from headrace.server.access import NoTokens  # noqa: PLC0415
     from headrace.server.config import GrpcConfig  # noqa: PLC0415
     from headrace.server.grpc_server import serving  # noqa: PLC0415
-    from headrace.silo.consumer_groups import Consumers  # noqa: PLC0415
+    from headrace.silo.consumer_groups import ConsumerGroups  # noqa: PLC0415
     from headrace.silo.services.consumer import ConsumerService  # noqa: PLC0415
     from headrace.silo.services.visible import VisibleBounds  # noqa: PLC0415
 
-    async with Provider.open(data) as provider, Consumers.opened(provider, 10.0, edges()[order]()) as consumers:
+    async with Provider.open(data) as provider, ConsumerGroups.opened(provider, 10.0, edges()[order]()) as consumers:
         methods = ConsumerService({provider.name: provider}, {provider.name: consumers}, VisibleBounds()).methods()
         config = GrpcConfig(host=LOOPBACK, port=port)
         async with serving(config, NoTokens(), lambda _: methods, drain_s=1.0):

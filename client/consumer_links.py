@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from ..proto.v1 import consumer_pb2 as pb
 from ..streams.frames import DeliveredBatch
 from .holdings import Holdings
-from .links import ENDED, Link, LinkUser, QueueStatus
+from .links import ENDED, LinkUser, QueueStatus, SiloLink
 
 
 class ConsumerLinks(LinkUser):
@@ -33,24 +33,24 @@ class ConsumerLinks(LinkUser):
     def open(self) -> pb.Open:
         return self._opening()
 
-    def opened(self, link: Link, opened: pb.Opened) -> None:
+    def opened(self, link: SiloLink, opened: pb.Opened) -> None:
         self._on_opened(opened)
 
-    def changed(self, link: Link, status: QueueStatus) -> None:
+    def changed(self, link: SiloLink, status: QueueStatus) -> None:
         if status.state == ENDED:
             self._holdings.end(link, status.queue)
         else:
             self._holdings.serve(link, status)
         self._on_change()
 
-    def request(self, link: Link) -> pb.SubscribeRequest | None:
+    def request(self, link: SiloLink) -> pb.SubscribeRequest | None:
         return self._holdings.request(link)
 
-    def take(self, link: Link, delivered: Sequence[DeliveredBatch], frames: bytes) -> None:
+    def take(self, link: SiloLink, delivered: Sequence[DeliveredBatch], frames: bytes) -> None:
         self._holdings.receive(link, delivered, len(frames))
         self._on_batches()
 
-    def hear(self, link: Link, response: pb.SubscribeResponse) -> None:
+    def hear(self, link: SiloLink, response: pb.SubscribeResponse) -> None:
         for refusal in response.refused:
             self._holdings.refused(link, refusal)
         for saved in response.saved:
@@ -60,5 +60,5 @@ class ConsumerLinks(LinkUser):
             self._holdings.progressed(link, progress.needed_bytes, caught_up=progress.caught_up)
         self._on_response(response)
 
-    def ended(self, link: Link) -> None:
+    def ended(self, link: SiloLink) -> None:
         self._on_change()

@@ -39,30 +39,30 @@ class LinkUser(Protocol):
         """Return how a session begins. The router sets `direct`."""
         ...
 
-    def opened(self, link: Link, opened: pb.Opened) -> None:
+    def opened(self, link: SiloLink, opened: pb.Opened) -> None:
         """A silo has accepted the consumer."""
 
-    def changed(self, link: Link, status: QueueStatus) -> None:
+    def changed(self, link: SiloLink, status: QueueStatus) -> None:
         """The status of a queue changed. When a link ends, each of its queues is ENDED."""
 
-    def request(self, link: Link) -> pb.SubscribeRequest | None:
+    def request(self, link: SiloLink) -> pb.SubscribeRequest | None:
         """Return the next reports for this link; None if there are none. The router adds credit."""
         ...
 
-    def take(self, link: Link, delivered: Sequence[DeliveredBatch], frames: bytes) -> None:
+    def take(self, link: SiloLink, delivered: Sequence[DeliveredBatch], frames: bytes) -> None:
         """Take batches. Their credit is accounted already: `len(frames)` bytes."""
 
-    def hear(self, link: Link, response: pb.SubscribeResponse) -> None:
+    def hear(self, link: SiloLink, response: pb.SubscribeResponse) -> None:
         """Take confirmations, refusals, gaps, progress, and the announcement of the call's end."""
 
-    def ended(self, link: Link) -> None:
+    def ended(self, link: SiloLink) -> None:
         """The link has ended. It has no queues any more."""
 
 
-class Link:
+class SiloLink:
     """One session, made by a router."""
 
-    def __init__(self, links: LinkSet, number: int, expected: str) -> None:
+    def __init__(self, links: SiloLinks, number: int, expected: str) -> None:
         self.silo = ""
         """The silo's name; "" until the session is open, and for a silo that is alone."""
         self.number = number
@@ -92,7 +92,7 @@ class Link:
         self._conversation: Conversation | None = None
 
     def __repr__(self) -> str:
-        return f"Link({self.silo or self.expected!r}, {sorted(self.queues)})"
+        return f"SiloLink({self.silo or self.expected!r}, {sorted(self.queues)})"
 
     def wake(self) -> None:
         """There is something to send: `LinkUser.request` is called in the next turn of the loop."""
@@ -202,13 +202,13 @@ class Link:
         return kept, left
 
 
-class LinkSet:
+class SiloLinks:
     """The sessions of a router, their queues and their credit."""
 
-    def __init__(self, user: LinkUser, on_opened: Callable[[Link], None], on_placement: Callable[[], None]) -> None:
+    def __init__(self, user: LinkUser, on_opened: Callable[[SiloLink], None], on_placement: Callable[[], None]) -> None:
         self.user = user
         self.ledger = CreditLedger()
-        self.present: list[Link] = []
+        self.present: list[SiloLink] = []
         self.queues = 0
         """Number of queues that the subscription reads; 0 if that is not known."""
         self.state_changed = asyncio.Event()
@@ -217,20 +217,20 @@ class LinkSet:
         self._waits, self._waits_since = 0, 0.0
         """The longest wait for credit, and since when it is that one."""
         self._numbers = count(1)
-        self._serving: dict[int, Link] = {}
+        self._serving: dict[int, SiloLink] = {}
         """The session that serves each queue."""
         self._on_opened = on_opened
         self._on_placement = on_placement
 
-    def add(self, expected: str) -> Link:
-        link = Link(self, next(self._numbers), expected)
+    def add(self, expected: str) -> SiloLink:
+        link = SiloLink(self, next(self._numbers), expected)
         if not self.present:
             self.ledger.join(link.number)  # its first request has credit
         self.present.append(link)
         self.lend()
         return link
 
-    def remove(self, link: Link) -> None:
+    def remove(self, link: SiloLink) -> None:
         """A session has ended."""
         self.present.remove(link)
         self.ledger.leave(link.number)
@@ -241,7 +241,7 @@ class LinkSet:
         self.state_changed.set()
 
     @property
-    def open(self) -> Sequence[Link]:
+    def open(self) -> Sequence[SiloLink]:
         return [link for link in self.present if link.is_open]
 
     def addresses(self) -> Mapping[str, str]:
@@ -256,17 +256,17 @@ class LinkSet:
                     latest[owner.queue] = owner
         return {owner.silo: owner.address for owner in latest.values() if owner.silo}
 
-    def serving(self, queue: int) -> Link | None:
+    def serving(self, queue: int) -> SiloLink | None:
         return self._serving.get(queue)
 
-    def opened(self, link: Link, opened: pb.Opened) -> None:
+    def opened(self, link: SiloLink, opened: pb.Opened) -> None:
         for other in self.present:
             other.superseded |= other is not link and other.is_open and other.silo == link.silo
         self.ledger.join(link.number)
         self._on_opened(link)
         self.user.opened(link, opened)
 
-    def change(self, link: Link, status: QueueStatus) -> None:
+    def change(self, link: SiloLink, status: QueueStatus) -> None:
         """A silo sent the status of a queue. A newer owner replaces an older one, of which nothing counts any more."""
         was_void = link.is_void(status.queue)
         if status.state == ENDED:
@@ -285,11 +285,11 @@ class LinkSet:
         self._serving[status.queue] = link
         self.user.changed(link, status)
 
-    def _end_queue(self, link: Link, status: QueueStatus) -> None:
+    def _end_queue(self, link: SiloLink, status: QueueStatus) -> None:
         del link.queues[status.queue], self._serving[status.queue]
         self.user.changed(link, status._replace(state=ENDED))
 
-    def heard(self, link: Link, response: pb.SubscribeResponse) -> None:
+    def heard(self, link: SiloLink, response: pb.SubscribeResponse) -> None:
         if response.HasField("placement"):
             self.queues = response.placement.queues
             link.placement = response.placement

@@ -21,7 +21,7 @@ from ..streams.background import end
 from ..streams.errors import Busy, Fenced, HeadraceError, Unavailable
 from .conversation import METHOD
 from .credit import CreditAmount
-from .links import DRAINING, ENDED, SERVED, Link, LinkSet, LinkUser, QueueStatus
+from .links import DRAINING, ENDED, SERVED, LinkUser, QueueStatus, SiloLink, SiloLinks
 from .owners import GatewayUse, Owner, Owners
 from .transport import StreamCall, Transport, reconnect_backoff
 
@@ -30,11 +30,11 @@ __all__ = [
     "DRAINING",
     "ENDED",
     "SERVED",
-    "Link",
     "LinkUser",
     "QueueStatus",
     "Router",
     "SessionCalls",
+    "SiloLink",
     "TransportCalls",
 ]
 
@@ -108,9 +108,9 @@ class Router:
         self._on_open = on_open
         self._on_reconnecting = on_reconnecting
         self._loop = asyncio.get_running_loop()
-        self._links = LinkSet(user, self._opened, self._place)
+        self._links = SiloLinks(user, self._opened, self._place)
         self._owners = Owners()
-        self._tasks: dict[Link, asyncio.Task[HeadraceError | None]] = {}
+        self._tasks: dict[SiloLink, asyncio.Task[HeadraceError | None]] = {}
         self._space = asyncio.Event()
         self._space.set()
         self._turn = asyncio.Event()
@@ -135,7 +135,7 @@ class Router:
         return self._gateway.is_used
 
     @property
-    def links(self) -> Sequence[Link]:
+    def links(self) -> Sequence[SiloLink]:
         """The open sessions."""
         return self._links.open
 
@@ -149,7 +149,7 @@ class Router:
         self._links.ledger.grant(events, size)
         self._links.lend()
 
-    def link_of(self, queue: int) -> Link | None:
+    def link_of(self, queue: int) -> SiloLink | None:
         """The session that serves a queue."""
         return self._links.serving(queue)
 
@@ -295,7 +295,7 @@ class Router:
         # Not in `_keep`: a task that is cancelled before its first step runs nothing of it.
         task.add_done_callback(partial(self._remove, link))
 
-    async def _keep(self, link: Link, owner: Owner | None, opening: pb.Open) -> HeadraceError | None:
+    async def _keep(self, link: SiloLink, owner: Owner | None, opening: pb.Open) -> HeadraceError | None:
         """Converse. Return the error that ended the session, None if it ended in order."""
         try:
             call = self._calls.first() if owner is None else self._calls.to_owner(owner.silo, owner.address)
@@ -307,7 +307,7 @@ class Router:
             return HeadraceError(f"the session with silo {link.silo or link.expected} failed: {failure}")
         return None if link.is_closing else Unavailable(f"silo {link.silo or call.address} ended the call")
 
-    def _remove(self, link: Link, task: asyncio.Task[HeadraceError | None]) -> None:
+    def _remove(self, link: SiloLink, task: asyncio.Task[HeadraceError | None]) -> None:
         """A session has ended."""
         del self._tasks[link]
         self._links.remove(link)
@@ -315,7 +315,7 @@ class Router:
             self._lose(link, error)
         self._turn.set()
 
-    def _opened(self, link: Link) -> None:
+    def _opened(self, link: SiloLink) -> None:
         if (owner := self._owners.get(link.silo)) is not None:
             owner.reached()
         self._backoff.reset()
@@ -328,7 +328,7 @@ class Router:
             link.close()
         self._turn.set()
 
-    def _lose(self, link: Link, error: HeadraceError) -> None:
+    def _lose(self, link: SiloLink, error: HeadraceError) -> None:
         """A session failed. Errors are for good that no other attempt can mend, but not those of an owner that a client
         calls the first time: another silo may answer at its address."""
         now = self._loop.time()
@@ -350,7 +350,7 @@ class Router:
         if self._timeout_s is not None and now + pause_s - self._unopened_since >= self._timeout_s:
             self._error = self._error or error
 
-    def _is_for_good(self, link: Link, owner: Owner | None, error: HeadraceError) -> bool:
+    def _is_for_good(self, link: SiloLink, owner: Owner | None, error: HeadraceError) -> bool:
         if error.retryable or link.superseded:
             return False
         if isinstance(error, Busy) and (self._was_open if owner is None else owner.was_reached):

@@ -45,7 +45,7 @@ class AttachedConsumer(NamedTuple):
 
 
 class ConsumerGroups:
-    """Consumers of one provider, by the subscription that holds their position."""
+    """The groups of one provider's consumers, by the subscription that holds their position."""
 
     def __init__(
         self, provider: ProviderCore, edge: Edge, timeout_s: float, max_positions: int = MAX_POSITIONS

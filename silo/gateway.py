@@ -17,7 +17,7 @@ from typing import Protocol
 
 from ..agents import SendAccount, SendBudget, taken_over
 from ..client.conversation import METHOD
-from ..client.routing import ATTACH_S, DRAINING, SERVED, Link, LinkUser, QueueStatus, Router, SessionCalls
+from ..client.routing import ATTACH_S, DRAINING, SERVED, LinkUser, QueueStatus, Router, SessionCalls, SiloLink
 from ..client.transport import StreamCall
 from ..proto.v1 import consumer_pb2 as pb
 from ..server.guard import ServiceCall, parsed
@@ -224,7 +224,7 @@ class GatewaySession(LinkUser):
         self._has_written = False
         """Something was written since the last heartbeat."""
         self._was_caught_up = False
-        self._requests: dict[Link, deque[pb.SubscribeRequest]] = {}
+        self._requests: dict[SiloLink, deque[pb.SubscribeRequest]] = {}
         """Reports that wait for each silo."""
         self._go_on_reading = asyncio.Event()
         self._closing = False
@@ -306,7 +306,7 @@ class GatewaySession(LinkUser):
     async def _apply(self, request: pb.SubscribeRequest) -> None:
         check_count(request.reports)
         refused: list[pb.Refusal] = []
-        by_link: dict[Link, pb.SubscribeRequest] = {}
+        by_link: dict[SiloLink, pb.SubscribeRequest] = {}
         for report in request.reports:
             link = self._router.link_of(report.queue)
             if link is None:
@@ -341,28 +341,28 @@ class GatewaySession(LinkUser):
             opening.positions.add(queue=queue, token=token)
         return opening
 
-    def opened(self, link: Link, opened: pb.Opened) -> None:
+    def opened(self, link: SiloLink, opened: pb.Opened) -> None:
         if not self._is_opened:
             self._is_opened = True
             self._outbox.appendleft(pb.SubscribeResponse(opened=opened))
             self._output_ready.set()
 
-    def changed(self, link: Link, status: QueueStatus) -> None:
+    def changed(self, link: SiloLink, status: QueueStatus) -> None:
         self._add(pb.SubscribeResponse(queues=[pb.QueueStatus(**status._asdict())]))
 
-    def request(self, link: Link) -> pb.SubscribeRequest | None:
+    def request(self, link: SiloLink) -> pb.SubscribeRequest | None:
         waiting = self._requests.get(link)
         if not waiting:
             return None
         self._go_on_reading.set()
         return waiting.popleft()
 
-    def take(self, link: Link, delivered: Sequence[DeliveredBatch], frames: bytes) -> None:
+    def take(self, link: SiloLink, delivered: Sequence[DeliveredBatch], frames: bytes) -> None:
         self._was_caught_up = False
         self._account.add(len(frames))
         self._put(frames, len(frames))
 
-    def hear(self, link: Link, response: pb.SubscribeResponse) -> None:
+    def hear(self, link: SiloLink, response: pb.SubscribeResponse) -> None:
         for saved in response.saved:
             if saved.HasField("position"):
                 self._positions[saved.queue] = saved.position.token
@@ -374,7 +374,7 @@ class GatewaySession(LinkUser):
                 self._was_caught_up = progress.caught_up
                 self._add(pb.SubscribeResponse(progress=progress))
 
-    def ended(self, link: Link) -> None:
+    def ended(self, link: SiloLink) -> None:
         self._requests.pop(link, None)  # its queues have ended: the reports are void
         self._go_on_reading.set()
 
@@ -461,7 +461,7 @@ class GatewaySession(LinkUser):
         self._router.close()
         await asyncio.wait([routing])
 
-    def _drain_queues(self, link: Link, drained: set[tuple[int, int]]) -> None:
+    def _drain_queues(self, link: SiloLink, drained: set[tuple[int, int]]) -> None:
         for status in link.queues.values():
             if status.state == SERVED and (status.queue, status.epoch) not in drained:
                 drained.add((status.queue, status.epoch))

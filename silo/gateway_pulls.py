@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..client.routing import ATTACH_S, ENDED, Link, LinkUser, QueueStatus, Router, SessionCalls
+from ..client.routing import ATTACH_S, ENDED, LinkUser, QueueStatus, Router, SessionCalls, SiloLink
 from ..proto.v1 import consumer_pb2 as pb
 from ..proto.v1 import subscriptions_pb2
 from ..server.guard import ServiceCall
@@ -55,7 +55,7 @@ class PullingGateway(LinkUser):
         """Batches, other news of the sessions, or their end."""
         self._batches: list[tuple[int, bytes]] = []
         """Batches that wait for the answer: queue, and frame."""
-        self._released: dict[Link, list[pb.QueueReport]] = {}
+        self._released: dict[SiloLink, list[pb.QueueReport]] = {}
         self._gaps: deque[subscriptions_pb2.Gap] = deque(maxlen=MAX_GAPS)
         self._task = self._loop.create_task(self._run(), name="headrace gateway pulls")
 
@@ -157,25 +157,25 @@ class PullingGateway(LinkUser):
         opening.CopyFrom(self._opening)
         return opening
 
-    def opened(self, link: Link, opened: pb.Opened) -> None: ...
+    def opened(self, link: SiloLink, opened: pb.Opened) -> None: ...
 
-    def changed(self, link: Link, status: QueueStatus) -> None:
+    def changed(self, link: SiloLink, status: QueueStatus) -> None:
         if status.state == ENDED:
             self._batches = [(queue, frame) for queue, frame in self._batches if queue != status.queue]
 
-    def request(self, link: Link) -> pb.SubscribeRequest | None:
+    def request(self, link: SiloLink) -> pb.SubscribeRequest | None:
         released = self._released.pop(link, None)
         return pb.SubscribeRequest(reports=released) if released else None
 
-    def take(self, link: Link, delivered: Sequence[DeliveredBatch], frames: bytes) -> None:
+    def take(self, link: SiloLink, delivered: Sequence[DeliveredBatch], frames: bytes) -> None:
         found = map(element_frame, elements(frames, BATCHES)[0])
         self._batches += zip([each.queue for each in delivered], found, strict=True)
         self._arrived.set()
 
-    def hear(self, link: Link, response: pb.SubscribeResponse) -> None:
+    def hear(self, link: SiloLink, response: pb.SubscribeResponse) -> None:
         self._gaps.extend(response.gaps)
         self._arrived.set()
 
-    def ended(self, link: Link) -> None:
+    def ended(self, link: SiloLink) -> None:
         self._released.pop(link, None)
         self._arrived.set()

@@ -64,7 +64,7 @@ PATCHING = {
     "tests/simulation/clocks.py": "clocks of the machine",
     "tests/silo/services/test_cluster.py": "counts calls of an adapter in a whole silo",
     "tests/silo/services/test_publisher.py": "counts calls of an adapter in a whole silo",
-    "tests/silo/test_consumers.py": "a group and a provider that fail once",
+    "tests/silo/test_consumer_groups.py": "a group and a provider that fail once",
     "tests/silo/test_gateway.py": "clients in the silo's process that call it as remote ones do",
     "tests/spark/conftest.py": "PySpark starts its JVM by a fork",
     "tests/spark/test_replay.py": "progress is noted after each chunk",

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from headrace import EventBatch, HeadraceError, StreamId, Unavailable
-from headrace.client.routing import SERVED, Link, QueueStatus, SessionCalls
+from headrace.client.routing import SERVED, QueueStatus, SessionCalls, SiloLink
 from headrace.client.transport import StreamCall
 from headrace.proto.v1 import consumer_pb2 as pb
 from headrace.proto.v1.subscriptions_pb2 import SubscriptionDefinition
@@ -192,7 +192,7 @@ class FakeUser:
         self.offsets: list[tuple[int, int]] = []
         """Queue and offset of each batch, in order."""
         self.heard: list[pb.SubscribeResponse] = []
-        self.ended_links: list[Link] = []
+        self.ended_links: list[SiloLink] = []
         self.reports: dict[str, list[pb.SubscribeRequest]] = {}
         """Reports that are to be sent, by silo."""
         self.opened_by: list[str] = []
@@ -200,22 +200,22 @@ class FakeUser:
     def open(self) -> pb.Open:
         return pb.Open(subscription="s", consumer="c", started_us=1000)
 
-    def opened(self, link: Link, opened: pb.Opened) -> None:
+    def opened(self, link: SiloLink, opened: pb.Opened) -> None:
         self.opened_by.append(opened.silo)
 
-    def changed(self, link: Link, status: QueueStatus) -> None:
+    def changed(self, link: SiloLink, status: QueueStatus) -> None:
         self.statuses.append((status.queue, status.state, status.epoch))
 
-    def request(self, link: Link) -> pb.SubscribeRequest | None:
+    def request(self, link: SiloLink) -> pb.SubscribeRequest | None:
         waiting = self.reports.get(link.silo)
         return waiting.pop(0) if waiting else None
 
-    def take(self, link: Link, delivered: Sequence[DeliveredBatch], frames: bytes) -> None:
+    def take(self, link: SiloLink, delivered: Sequence[DeliveredBatch], frames: bytes) -> None:
         self.offsets += [(each.queue, each.batch.offset) for each in delivered]
 
-    def hear(self, link: Link, response: pb.SubscribeResponse) -> None:
+    def hear(self, link: SiloLink, response: pb.SubscribeResponse) -> None:
         self.heard.append(response)
 
-    def ended(self, link: Link) -> None:
+    def ended(self, link: SiloLink) -> None:
         assert not link.queues
         self.ended_links.append(link)
