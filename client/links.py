@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 
 from ..proto.v1 import consumer_pb2 as pb
 from ..streams.frames import BATCHES, DeliveredBatch, element_frame, elements
-from .conversation import Conversation
 from .credit import CreditAmount, CreditLedger
+from .subscribe_call import SubscribeCall
 from .transport import StreamCall
 
 log = logging.getLogger("headrace.client")
@@ -89,15 +89,15 @@ class SiloLink:
         """Queues that have a newer owner: what this silo still delivers of them is dropped."""
         self._credit = CreditAmount()
         self._reclaim = False
-        self._conversation: Conversation | None = None
+        self._call: SubscribeCall | None = None
 
     def __repr__(self) -> str:
         return f"SiloLink({self.silo or self.expected!r}, {sorted(self.queues)})"
 
     def wake(self) -> None:
         """There is something to send: `LinkUser.request` is called in the next turn of the loop."""
-        if self._conversation is not None:
-            self._conversation.wake()
+        if self._call is not None:
+            self._call.wake()
 
     def lend(self, events: int, size: int) -> None:
         """Give credit to the silo, with the next request."""
@@ -112,15 +112,15 @@ class SiloLink:
     def close(self) -> None:
         """Send everything, and end in order. Idempotent."""
         self.is_closing = True
-        if self._conversation is not None:
-            self._conversation.close()
+        if self._call is not None:
+            self._call.close()
 
     async def run(self, call: StreamCall, opening: pb.Open, space: asyncio.Event) -> None:
         """Converse until the end. Raise the HeadraceError that ended it, unless it ended in order."""
-        self._conversation = Conversation(call, self, space)
+        self._call = SubscribeCall(call, self, space)
         first = self.next_request() or pb.SubscribeRequest()
         first.open.CopyFrom(opening)
-        await self._conversation.run(first)
+        await self._call.run(first)
 
     def next_request(self) -> pb.SubscribeRequest | None:
         request = self._links.user.request(self) if self.is_open else None
@@ -171,9 +171,9 @@ class SiloLink:
                 needed = CreditAmount(response.progress.needed_events, response.progress.needed_bytes)
                 wanted = CreditAmount(response.progress.wanted_events, response.progress.wanted_bytes)
                 links.ledger.starve(self.number, needed, wanted)
-        if response.HasField("closing") and self._conversation is not None:
+        if response.HasField("closing") and self._call is not None:
             log.info("silo %s is going to end the call (%s)", self.silo or "", response.closing.reason)
-            self._conversation.leave()
+            self._call.leave()
         links.heard(self, response)
         links.user.hear(self, response)
 

@@ -19,10 +19,10 @@ from typing import Protocol
 from ..proto.v1 import consumer_pb2 as pb
 from ..streams.background import end
 from ..streams.errors import Busy, Fenced, HeadraceError, Unavailable
-from .conversation import METHOD
 from .credit import CreditAmount
 from .links import DRAINING, ENDED, SERVED, LinkUser, QueueStatus, SiloLink, SiloLinks
 from .owners import GatewayUse, Owner, Owners
+from .subscribe_call import METHOD
 from .transport import StreamCall, Transport, reconnect_backoff
 
 __all__ = [

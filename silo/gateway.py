@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from ..agents import SendAccount, SendBudget, taken_over
-from ..client.conversation import METHOD
 from ..client.routing import ATTACH_S, DRAINING, SERVED, LinkUser, QueueStatus, Router, SessionCalls, SiloLink
+from ..client.subscribe_call import METHOD
 from ..client.transport import StreamCall
 from ..proto.v1 import consumer_pb2 as pb
 from ..server.guard import ServiceCall, parsed

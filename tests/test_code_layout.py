@@ -20,7 +20,7 @@ OWN_TASKS = {
     "cli/commands/subscribe.py": "awaited by its function",
     "client/blocking.py": "one call of a thread",
     "client/consumer.py": "its own run, which `aclose` awaits",
-    "client/conversation.py": "awaited by its function",
+    "client/subscribe_call.py": "awaited by its function",
     "client/publishing.py": "awaited by its function",
     "client/remote_subscription.py": "its own run, which `close` awaits",
     "client/routing.py": "one task for each session, which `run` ends",

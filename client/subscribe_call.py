@@ -31,8 +31,8 @@ SILENT_BEATS = 7
 """The silo sends something at least every four beats. After so many beats without a response the call is given up."""
 
 
-class ConversationUser(Protocol):
-    """Sends and receives by a conversation."""
+class SubscribeCallUser(Protocol):
+    """The consumer of a call: it makes the requests, and takes the responses."""
 
     def next_request(self) -> pb.SubscribeRequest | None:
         """Return the next request; None if there is nothing to send."""
@@ -44,10 +44,10 @@ class ConversationUser(Protocol):
         """Take one response: everything but batches (None if there is nothing else), the batches, and these encoded."""
 
 
-class Conversation:
-    """A call. `space` is cleared while the user does not want to receive."""
+class SubscribeCall:
+    """One call. `space` is cleared while the user does not want to receive."""
 
-    def __init__(self, call: StreamCall, user: ConversationUser, space: asyncio.Event) -> None:
+    def __init__(self, call: StreamCall, user: SubscribeCallUser, space: asyncio.Event) -> None:
         self._call = call
         self._user = user
         self._space = space
