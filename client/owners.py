@@ -14,7 +14,7 @@ GATEWAY_S, MAX_GATEWAY_S = 30.0, 3600.0
 """Seconds after which a consumer with a gateway tries direct sessions again. It doubles each time."""
 
 
-class Owner:
+class OwnerSilo:
     """A silo of the placement."""
 
     def __init__(self, silo: str, address: str, now: float) -> None:
@@ -40,7 +40,7 @@ class Owner:
         return self.unreached_since is not None and now - self.unreached_since > limit_s
 
 
-class Owners(dict[str, Owner]):
+class OwnerSilos(dict[str, OwnerSilo]):
     """The silos that own queues, by name."""
 
     is_known = False
@@ -53,7 +53,7 @@ class Owners(dict[str, Owner]):
             del self[silo]
         for silo, address in addresses.items():
             if silo not in self or self[silo].address != address:
-                self[silo] = Owner(silo, address, now)
+                self[silo] = OwnerSilo(silo, address, now)
                 if silo in called:
                     self[silo].reached()
 

@@ -21,7 +21,7 @@ from ..streams.background import end
 from ..streams.errors import Busy, Fenced, HeadraceError, Unavailable
 from .credit import CreditAmount
 from .links import DRAINING, ENDED, SERVED, LinkUser, QueueStatus, SiloLink, SiloLinks
-from .owners import GatewayUse, Owner, Owners
+from .owners import GatewayUse, OwnerSilo, OwnerSilos
 from .subscribe_call import METHOD
 from .transport import StreamCall, Transport, reconnect_backoff
 
@@ -109,7 +109,7 @@ class Router:
         self._on_reconnecting = on_reconnecting
         self._loop = asyncio.get_running_loop()
         self._links = SiloLinks(user, self._opened, self._place)
-        self._owners = Owners()
+        self._owners = OwnerSilos()
         self._tasks: dict[SiloLink, asyncio.Task[HeadraceError | None]] = {}
         self._space = asyncio.Event()
         self._space.set()
@@ -284,7 +284,7 @@ class Router:
 
     # ---- one session -------------------------------------------------------------------------------------------------
 
-    def _start(self, owner: Owner | None, *, direct: bool) -> None:
+    def _start(self, owner: OwnerSilo | None, *, direct: bool) -> None:
         opening = self._user.open()
         opening.direct = direct
         if opening.started_us:
@@ -295,7 +295,7 @@ class Router:
         # Not in `_keep`: a task that is cancelled before its first step runs nothing of it.
         task.add_done_callback(partial(self._remove, link))
 
-    async def _keep(self, link: SiloLink, owner: Owner | None, opening: pb.Open) -> HeadraceError | None:
+    async def _keep(self, link: SiloLink, owner: OwnerSilo | None, opening: pb.Open) -> HeadraceError | None:
         """Converse. Return the error that ended the session, None if it ended in order."""
         try:
             call = self._calls.first() if owner is None else self._calls.to_owner(owner.silo, owner.address)
@@ -350,7 +350,7 @@ class Router:
         if self._timeout_s is not None and now + pause_s - self._unopened_since >= self._timeout_s:
             self._error = self._error or error
 
-    def _is_for_good(self, link: SiloLink, owner: Owner | None, error: HeadraceError) -> bool:
+    def _is_for_good(self, link: SiloLink, owner: OwnerSilo | None, error: HeadraceError) -> bool:
         if error.retryable or link.superseded:
             return False
         if isinstance(error, Busy) and (self._was_open if owner is None else owner.was_reached):

@@ -34,11 +34,11 @@ class FakeManagement:
     def stream(self, _: str) -> FakeSession:
         return self._silos.first()
 
-    def at(self, address: str) -> Owner:
-        return Owner(self._silos, address.partition(":")[0])
+    def at(self, address: str) -> OwnerSilo:
+        return OwnerSilo(self._silos, address.partition(":")[0])
 
 
-class Owner:
+class OwnerSilo:
     """A transport to one silo."""
 
     def __init__(self, silos: FakeSilos, silo: str) -> None:
