@@ -18,7 +18,7 @@ UNCONFIRMED_WEIGHT, REJECTION_WEIGHT = 6, 40
 """Weights of entries in a report, in acknowledgements: a request has to fit into the limit of a silo."""
 
 
-class Rejected(NamedTuple):
+class RejectedEvents(NamedTuple):
     """Events of one batch that the user rejected."""
 
     stream: StreamId
@@ -40,19 +40,19 @@ class DeferredRejections:
     """
 
     def __init__(self) -> None:
-        self._streams: dict[StreamId, list[Rejected]] = {}
+        self._streams: dict[StreamId, list[RejectedEvents]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._streams)
 
-    def add(self, rejected: Rejected) -> None:
+    def add(self, rejected: RejectedEvents) -> None:
         """Keep a rejection. Dead letters are delivered again as they are, without it."""
         if not rejected.redriven:
             deferred = self._streams.setdefault(rejected.stream, [])
             deferred.append(rejected)
             deferred.sort(key=lambda each: (each.offset, each.first))
 
-    def take(self, received: ReceivedBatch) -> Rejected | None:
+    def take(self, received: ReceivedBatch) -> RejectedEvents | None:
         """Return the first rejection of events that are delivered now, limited to these events."""
         deferred = self._streams.get(received.stream, [])
         last, found = (received.offset, received.indexes[-1]), None
@@ -111,7 +111,7 @@ class PendingResults:
         self._acks: list[Acknowledged] = []
         self._redriven_acks: list[Acknowledged] = []
         """Never reported by one acknowledgement together with others."""
-        self._rejections: list[Rejected] = []
+        self._rejections: list[RejectedEvents] = []
         self._released: list[tuple[StreamId, int, int]] = []
         """Stream, offset and index."""
         self._unsaved = deque[_Unsaved]()
@@ -156,7 +156,7 @@ class PendingResults:
         self._account.note_unconfirmed(len(self.unconfirmed) - before)
         return found
 
-    def reject(self, rejected: Rejected) -> None:
+    def reject(self, rejected: RejectedEvents) -> None:
         self._rejections.append(rejected)
 
     def release(self, stream: StreamId, offset: int, index: int) -> None:
@@ -165,7 +165,7 @@ class PendingResults:
 
     # ---- sessions ----------------------------------------------------------------------------------------------------
 
-    def end_session(self) -> Sequence[Rejected]:
+    def end_session(self) -> Sequence[RejectedEvents]:
         """Name all acknowledgements as unconfirmed in the next session. Return the rejections that were not sent."""
         before = len(self.unconfirmed)
         self.unconfirmed.end_session()
@@ -267,7 +267,7 @@ class PendingResults:
         weight = self._add_unconfirmed(report, number, limit // UNCONFIRMED_WEIGHT) * UNCONFIRMED_WEIGHT
         acks, self._acks = _cut(self._acks, limit - weight)
         redriven, self._redriven_acks = _cut(self._redriven_acks, limit - weight - len(acks))
-        rejections, released = list[Rejected](), list[tuple[StreamId, int, int]]()
+        rejections, released = list[RejectedEvents](), list[tuple[StreamId, int, int]]()
         if not (self._acks or self._redriven_acks):  # rejections come after the acknowledgements made before
             left = limit - weight - len(acks) - len(redriven)
             rejections, self._rejections = _cut(self._rejections, left // REJECTION_WEIGHT)

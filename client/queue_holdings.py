@@ -24,7 +24,7 @@ from ..streams.errors import Closed, InvalidArgument
 from ..streams.events import EventBatch
 from ..streams.identity import StreamId
 from .held_account import HeldAccount
-from .pending_results import DeferredRejections, PendingResults, Rejected
+from .pending_results import DeferredRejections, PendingResults, RejectedEvents
 from .received import MARKED, QUEUED, TAKEN, ReceivedBatch, ReceivedPart
 
 MAX_REASON = 1000
@@ -261,7 +261,7 @@ class QueueHoldings:
         indexes, first = batch.indexes, places[0]
         last = batch.current if first < batch.current else batch.count
         end = indexes[first if place is not None else last - 1] + 1
-        rejected = Rejected(
+        rejected = RejectedEvents(
             batch.stream, batch.offset, indexes[first], end, reason[:MAX_REASON], delay_ms, unavailable, batch.redriven
         )
         if first < batch.current:
