@@ -24,7 +24,7 @@ from ..streams.identity import StreamId
 from ..streams.subscriptions import GapRecord, Mode, Start
 from .consumer_links import ConsumerLinks
 from .held_account import SessionStatistics
-from .holdings import Holdings
+from .holdings import ConsumerHoldings
 from .management import ManagementClient
 from .options import SessionState
 from .plan import ConsumerPlan
@@ -90,7 +90,7 @@ class Consumer(SubscriptionHandle):
         """With `keeps_positions`: the position in each queue, after all saved acknowledgements."""
         self.reconnections = 0
         """How often all connections were lost."""
-        self.holdings = Holdings(
+        self.holdings = ConsumerHoldings(
             plan.max_events,
             plan.max_bytes,
             lambda events, size: self._router.grant(events, size),  # noqa: PLW0108 (routers are replaced)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ..proto.v1 import consumer_pb2 as pb
 from ..streams.frames import DeliveredBatch
-from .holdings import Holdings
+from .holdings import ConsumerHoldings
 from .links import ENDED, LinkUser, QueueStatus, SiloLink
 
 
@@ -15,7 +15,7 @@ class ConsumerLinks(LinkUser):
 
     def __init__(
         self,
-        holdings: Holdings,
+        holdings: ConsumerHoldings,
         opening: Callable[[], pb.Open],
         on_opened: Callable[[pb.Opened], None],
         *,

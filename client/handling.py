@@ -17,7 +17,7 @@ from ..streams.failure_log import FailureLog, described, failure_text
 from ..streams.handler_workers import TURN_S, HandlerWorkers, cancelled_itself, notify_completed, notify_error
 from ..streams.handlers import Handler
 from ..streams.identity import SequenceToken, StreamId
-from .holdings import Holdings
+from .holdings import ConsumerHoldings
 from .received import ReceivedBatch
 
 log = logging.getLogger("headrace.client")
@@ -31,7 +31,7 @@ class RemoteHandling:
     subscription."""
 
     def __init__(
-        self, name: str, holdings: Holdings, handler: Handler, concurrency: int, attempts: Callable[[], int]
+        self, name: str, holdings: ConsumerHoldings, handler: Handler, concurrency: int, attempts: Callable[[], int]
     ) -> None:
         self._name = name
         self._holdings = holdings

@@ -48,7 +48,7 @@ class ServedQueue(Protocol):
     def assigned(self) -> bool: ...
 
 
-class Holdings:
+class ConsumerHoldings:
     """What one consumer holds. `on_credit` is called with events and bytes to be granted to the silos."""
 
     def __init__(

@@ -8,7 +8,7 @@ from typing import overload
 from ..proto.v1 import consumer_pb2 as pb
 from ..streams import wire
 from ..streams.frames import split
-from .holdings import Holdings
+from .holdings import ConsumerHoldings
 from .management import parsed
 from .received import ReceivedBatch
 
@@ -25,7 +25,7 @@ class Pulled(Sequence[ReceivedBatch]):
         """Events that the subscription did not get."""
         self.refused = len(response.refused)
         """How many results that were reported with the call came too late."""
-        self._holdings = Holdings()
+        self._holdings = ConsumerHoldings()
         for status in response.queues:
             self._holdings.serve(self, status)
         self._holdings.receive(self, delivered, 0)

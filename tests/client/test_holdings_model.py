@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from headrace import StreamId
-from headrace.client.holdings import Holdings
+from headrace.client.holdings import ConsumerHoldings
 from headrace.client.received import TAKEN, ReceivedBatch
 from headrace.proto.v1 import consumer_pb2 as pb
 from headrace.streams.frames import split
@@ -43,7 +43,7 @@ class ConsumerAndSilos(RuleBasedStateMachine):
         self.pool = Pool()
         self.links = [ModelLink("A"), ModelLink("B")]
         self.queues = [ModelQueue(number, self.links[number], self.pool) for number in range(2)]
-        self.holdings = Holdings(MAX_EVENTS, MAX_BYTES, self.grant)
+        self.holdings = ConsumerHoldings(MAX_EVENTS, MAX_BYTES, self.grant)
         self.holdings.begin()
         self.hands: list[Hand] = []
         self.acked: set[Place] = set()
