@@ -9,7 +9,7 @@ from typing import Protocol, cast
 
 from ..streams.arguments import refused
 from ..streams.errors import InvalidArgument
-from ..streams.events import Event, EventBatch, SomeEvents
+from ..streams.events import Event, EventBatch, PartialBatch
 from ..streams.frames import DeliveredBatch
 from ..streams.identity import SequenceToken
 
@@ -228,7 +228,7 @@ class ReceivedPart(ReceivedBatch):
     def some(cls, received: ReceivedBatch, batch: EventBatch, places: Sequence[int]) -> ReceivedPart:
         """The events of a received batch at these places. `batch` contains the events."""
         events = batch.events()
-        part = SomeEvents(batch, [events[place] for place in places])
+        part = PartialBatch(batch, [events[place] for place in places])
         indexes = [received.indexes[place] for place in places]
         delivered = DeliveredBatch(part, received.queue, received.attempt, indexes, received.redriven)
         return cls(received.holder, delivered, received.arrival)

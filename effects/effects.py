@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ..streams.arguments import check_integer
-from ..streams.events import Event, EventBatch, SomeEvents
+from ..streams.events import Event, EventBatch, PartialBatch
 from ..streams.identity import StreamId
 from ..streams.transactions import EffectCounts, EffectScope, RedriveRefused
 from .database import EffectDatabase, check_transactions, database_of, is_conflict, is_outage, outages, unavailable
@@ -218,7 +218,7 @@ class EffectsInScope:
     def _part(self, delivered: Event | EventBatch, left: Sequence[Event]) -> Event | EventBatch:
         if isinstance(delivered, Event) or len(left) == delivered.count:
             return delivered
-        return SomeEvents(delivered, list(left))
+        return PartialBatch(delivered, list(left))
 
     async def _redrive(self, event: Event) -> None:
         position = self._position(event)
@@ -242,7 +242,7 @@ class EffectsInScope:
             return event
         batch = EventBatch.of(_stream_of(event), [event])
         batch.offset = token_of(event).offset
-        return SomeEvents(batch, [event])
+        return PartialBatch(batch, [event])
 
 
 class KnownPositions:

@@ -192,7 +192,7 @@ class EventBatch:
         return columns
 
 
-class SomeEvents(EventBatch):
+class PartialBatch(EventBatch):
     """Some events of a published batch, with their tokens in that batch. A consumer gets this if a filter or its credit
     lets only a part through, or if a part was done before a restart."""
 
@@ -203,7 +203,7 @@ class SomeEvents(EventBatch):
         self._events = events
 
     @classmethod
-    def of_part(cls, batch: EventBatch, indexes: Sequence[int]) -> SomeEvents:
+    def of_part(cls, batch: EventBatch, indexes: Sequence[int]) -> PartialBatch:
         """Wrap `batch`, which has the events of a stored batch with these indexes."""
         events = batch.events()
         for event, index in zip(events, indexes, strict=True):

@@ -15,7 +15,7 @@ from typing import NamedTuple, cast
 
 from . import layout
 from .errors import InvalidArgument
-from .events import EventBatch, SomeEvents
+from .events import EventBatch, PartialBatch
 from .identity import StreamId, read_varint, varint
 
 BATCHES = 1
@@ -212,7 +212,7 @@ def _delivered_any(element: bytes) -> DeliveredBatch:
     if indexes is not None:
         if len(indexes) != count:
             raise InvalidArgument(f"damaged message: {len(indexes)} indexes for {count} events")
-        batch = SomeEvents.of_part(batch, indexes)
+        batch = PartialBatch.of_part(batch, indexes)
     return DeliveredBatch(batch, queue, attempt, indexes, redriven)
 
 

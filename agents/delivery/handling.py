@@ -8,7 +8,7 @@ from time import monotonic
 from typing import Any
 
 from ...streams.errors import Unavailable
-from ...streams.events import Event, EventBatch, SomeEvents
+from ...streams.events import Event, EventBatch, PartialBatch
 from ...streams.failure_log import described
 from ...streams.handler_workers import (
     PROCESS_ENDS,
@@ -153,7 +153,7 @@ class HandlerDelivery(Delivery):
         if self._handler.on_event:
             await self._handler.on_event(event)
         elif self._handler.on_batch:
-            await self._handler.on_batch(SomeEvents(batch, [event]))
+            await self._handler.on_batch(PartialBatch(batch, [event]))
 
     async def _handle_batch(self, cursor: StreamCursor, batch: EventBatch) -> bool:
         on_batch = self._handler.on_batch
@@ -164,7 +164,7 @@ class HandlerDelivery(Delivery):
             if cursor.done is not None:
                 events = [e for i, e in enumerate(events, cursor.index) if not cursor.is_done(i)]
             left = len(events)
-            batch = SomeEvents(batch, [e for e in events if self.is_wanted(e)])
+            batch = PartialBatch(batch, [e for e in events if self.is_wanted(e)])
         if batch.count:
             await on_batch(batch)
         self._delivered_events += batch.count
