@@ -19,7 +19,7 @@ from ..streams.errors import Busy, InvalidArgument
 from .access import Authenticator
 from .config import GrpcConfig, TlsCredentials, read_credentials
 from .connection_times import CONNECTION_TIMES, ConnectionTimes
-from .guard import Guard, ServiceMethod
+from .guard import CallGuard, ServiceMethod
 from .limits import ClientLimiter, ClientLimits
 from .native_server import native_serving
 from .probes import HEALTH, HealthReporter, reflection_methods
@@ -42,7 +42,7 @@ FLUSH_S = 1.0
 async def serving(
     config: GrpcConfig,
     authenticator: Authenticator,
-    services: Callable[[Guard], Sequence[ServiceMethod]],
+    services: Callable[[CallGuard], Sequence[ServiceMethod]],
     *,
     drain_s: float,
     times: ConnectionTimes = CONNECTION_TIMES,
@@ -56,7 +56,7 @@ async def serving(
     Raises Busy if the port is taken, OSError if the address cannot be used for another reason, InvalidArgument for
     certificates that cannot be read.
     """
-    guard = Guard(authenticator, _limits(config.limits), certificates=config.client_ca is not None)
+    guard = CallGuard(authenticator, _limits(config.limits), certificates=config.client_ca is not None)
     methods = services(guard)
     server = _server(guard, methods, config.limits, times)
     credentials = await asyncio.to_thread(read_credentials, config)
@@ -74,7 +74,7 @@ def _limits(limits: ClientLimits) -> ClientLimiter:
 
 
 def _server(
-    guard: Guard, methods: Sequence[ServiceMethod], limits: ClientLimits, times: ConnectionTimes
+    guard: CallGuard, methods: Sequence[ServiceMethod], limits: ClientLimits, times: ConnectionTimes
 ) -> grpc.aio.Server:
     use_grpc()
     server = grpc.aio.server(options=_options(limits, times))
@@ -153,7 +153,7 @@ def _tls(credentials: TlsCredentials) -> grpc.ServerCredentials:
     return grpc.ssl_server_credentials([pair], root_certificates=ca, require_client_auth=ca is not None)
 
 
-async def _stop(server: grpc.aio.Server, guard: Guard, drain_s: float) -> None:
+async def _stop(server: grpc.aio.Server, guard: CallGuard, drain_s: float) -> None:
     for service in guard.services:
         guard.close(service)
     with suppress(TimeoutError):

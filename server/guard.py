@@ -144,7 +144,7 @@ class GuardedCall(ServiceCall):
         self.peer = peer
         self.authorization = authorization
         """The metadata of this name; None without any."""
-        self._guard: Guard | None = None
+        self._guard: CallGuard | None = None
         self._usage: CallUsage | None = None
 
     @property
@@ -152,7 +152,7 @@ class GuardedCall(ServiceCall):
         """The name in the caller's certificate, "" without a certificate."""
         raise NotImplementedError
 
-    def admit(self, guard: Guard, principal: Principal, usage: CallUsage, closing: asyncio.Event) -> None:
+    def admit(self, guard: CallGuard, principal: Principal, usage: CallUsage, closing: asyncio.Event) -> None:
         """The guard has admitted the call."""
         self.principal = principal
         self.client = usage.client
@@ -222,7 +222,7 @@ class GrpcCall(GuardedCall):
         return self._context.time_remaining()
 
 
-class Guard:
+class CallGuard:
     """Admits or refuses calls, and reports their errors."""
 
     def __init__(self, authenticator: Authenticator, limits: ClientLimiter, *, certificates: bool = False) -> None:

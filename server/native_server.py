@@ -36,7 +36,7 @@ from ..streams.background import end
 from ..streams.errors import Busy, HeadraceError, LimitExceeded, PayloadTooLarge, Unavailable
 from .config import GrpcConfig
 from .connection_times import ConnectionTimes
-from .guard import CODE, CallFailure, Guard, GuardedCall, MethodKind, ServiceMethod, failure_of, logged_failure
+from .guard import CODE, CallFailure, CallGuard, GuardedCall, MethodKind, ServiceMethod, failure_of, logged_failure
 from .limits import ClientLimits, address_of
 
 log = logging.getLogger("headrace.silo")
@@ -267,7 +267,7 @@ class NativeServer:
     """The connections of a silo's native port."""
 
     def __init__(
-        self, guard: Guard, methods: Sequence[ServiceMethod], limits: ClientLimits, times: ConnectionTimes
+        self, guard: CallGuard, methods: Sequence[ServiceMethod], limits: ClientLimits, times: ConnectionTimes
     ) -> None:
         self.guard = guard
         self.methods: Mapping[str, ServiceMethod] = {method.name: method for method in methods}
@@ -322,7 +322,7 @@ class NativeServer:
 
 @asynccontextmanager
 async def native_serving(
-    config: GrpcConfig, guard: Guard, methods: Sequence[ServiceMethod], times: ConnectionTimes
+    config: GrpcConfig, guard: CallGuard, methods: Sequence[ServiceMethod], times: ConnectionTimes
 ) -> AsyncGenerator[None]:
     """Serve the native protocol for the length of an `async with`, and let gRPC's health check announce its port.
 

@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.reflection import aio
 
 from ..streams.errors import NotFound
-from .guard import Guard, MethodKind, ServiceCall, ServiceMethod, parsed
+from .guard import CallGuard, MethodKind, ServiceCall, ServiceMethod, parsed
 
 HEALTH = "grpc.health.v1.Health"
 REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
@@ -20,7 +20,7 @@ REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.Se
 class HealthReporter:
     """Reports which services are open. The name "" stands for all services."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: CallGuard) -> None:
         self._guard = guard
 
     def methods(self) -> list[ServiceMethod]:

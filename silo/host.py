@@ -29,7 +29,7 @@ from .service_limits import SERVICE_LIMITS, ServiceLimits
 from .views import lag_of
 
 if TYPE_CHECKING:  # they load gRPC
-    from ..server.guard import Guard, ServiceMethod
+    from ..server.guard import CallGuard, ServiceMethod
     from .clustered_silo import ClusteredSilo
 
 log = logging.getLogger("headrace.silo")
@@ -57,7 +57,7 @@ class Silo:
         self.clustered_silo: ClusteredSilo | None = None
         """The silo's cluster; None without one."""
         self.stopping = False
-        self._guard: Guard | None = None
+        self._guard: CallGuard | None = None
 
     @classmethod
     @asynccontextmanager
@@ -179,7 +179,7 @@ class Silo:
             authenticator = ClusterMembers(self.clustered_silo, authenticator)
         methods = await stack.enter_async_context(assembly.opened(self))
 
-        def served(guard: Guard) -> Sequence[ServiceMethod]:
+        def served(guard: CallGuard) -> Sequence[ServiceMethod]:
             self._guard = guard
             return methods(guard)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from google.protobuf.message import Message
 
 from ...agents import SendBudget
-from ...server.guard import Guard
+from ...server.guard import CallGuard
 from ...streams.background import BackgroundTasks
 from ...streams.errors import HeadraceError, Unavailable
 from ..config import SiloConfig
@@ -54,7 +54,7 @@ class AgentChanges:
     def __init__(self, silo: RunningSilo) -> None:
         self._silo = silo
         self._state = "running"
-        self._guard: Guard | None = None
+        self._guard: CallGuard | None = None
         self._changing = asyncio.Lock()
         self._changes = BackgroundTasks()
 
@@ -67,7 +67,7 @@ class AgentChanges:
         finally:
             await changes._changes.join()
 
-    def served_by(self, guard: Guard) -> None:
+    def served_by(self, guard: CallGuard) -> None:
         """Let `guard` refuse consumers while the silo is drained."""
         self._guard = guard
 
@@ -130,7 +130,7 @@ class AgentChanges:
             self._doors.reopen(consumer.SERVICE)
 
     @property
-    def _doors(self) -> Guard:
+    def _doors(self) -> CallGuard:
         assert self._guard is not None
         return self._guard
 

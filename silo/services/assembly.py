@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from ...agents import Edge, SendBudget
-from ...server.guard import Guard, ServiceMethod
+from ...server.guard import CallGuard, ServiceMethod
 from ..consumer_groups import ConsumerGroups
 from ..gateway import ClusterGateways
 from ..provider import Provider
@@ -20,7 +20,7 @@ from .visible import VisibleBounds
 
 
 @asynccontextmanager
-async def opened(silo: RunningSilo) -> AsyncGenerator[Callable[[Guard], Sequence[ServiceMethod]]]:
+async def opened(silo: RunningSilo) -> AsyncGenerator[Callable[[CallGuard], Sequence[ServiceMethod]]]:
     """Open the services for the length of an `async with`. The result returns their methods."""
     timeout_s = silo.config.grpc.session_timeout_s
     budget = SendBudget()
@@ -36,7 +36,7 @@ async def opened(silo: RunningSilo) -> AsyncGenerator[Callable[[Guard], Sequence
         consuming = ConsumerService(silo.providers, consumers, visible, gateways)
         stack.push_async_callback(consuming.aclose)
 
-        def methods(guard: Guard) -> Sequence[ServiceMethod]:
+        def methods(guard: CallGuard) -> Sequence[ServiceMethod]:
             every = [
                 *publisher.methods(silo.providers, silo.limits),
                 *consuming.methods(),

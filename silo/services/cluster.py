@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ...proto.v1 import cluster_pb2 as pb
 from ...server.access import PEER, Permission
-from ...server.guard import Guard, MethodKind, ServiceCall, ServiceMethod, parsed
+from ...server.guard import CallGuard, MethodKind, ServiceCall, ServiceMethod, parsed
 from ...streams.errors import InvalidArgument, NotFound, PermissionDenied, Unavailable
 from ..provider_core import ProviderCore
 from .agent_changes import CALL_S, AgentChanges, RunningSilo
@@ -41,7 +41,7 @@ class ClusterService:
         async with AgentChanges.opened(silo) as changes:
             yield cls(silo, changes, await asyncio.to_thread(metadata.version, "headrace"))
 
-    def methods(self, guard: Guard) -> list[ServiceMethod]:
+    def methods(self, guard: CallGuard) -> list[ServiceMethod]:
         self._changes.served_by(guard)
         return [
             ServiceMethod(f"{SERVICE}/DescribeCluster", MethodKind.UNARY, self.describe),
