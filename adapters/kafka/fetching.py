@@ -11,7 +11,7 @@ from typing import NamedTuple
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from ...streams.events import EventBatch
-from .client import KafkaClients, PartitionConsumer, Record
+from .client import KafkaClients, KafkaRecord, PartitionConsumer
 from .formats import RecordFormat
 from .ledger import CallPart, call_part
 
@@ -122,7 +122,7 @@ class PartitionFetcher:
             if group.error is not None:
                 return
 
-    def _decoded(self, found: Sequence[Record], end: int, paused: bool) -> FetchedGroup:
+    def _decoded(self, found: Sequence[KafkaRecord], end: int, paused: bool) -> FetchedGroup:
         records: list[FetchedRecord] = []
         nbytes = 0
         for record in found:

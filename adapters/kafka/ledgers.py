@@ -19,7 +19,7 @@ from ...streams.background import BackgroundTasks
 from ...streams.errors import StorageError
 from ...streams.publishing import ProducerSequence
 from ..receiving import Bounds
-from .client import KafkaClients, Record
+from .client import KafkaClients, KafkaRecord
 from .ledger import CallPart, LedgerSnapshot, ProducerState, QueueLedger, StoredCall, call_part, producer_state
 from .limits import KafkaLimits
 from .publisher import OutgoingRecord, RecordPublisher
@@ -100,7 +100,7 @@ class KafkaLedgers:
                 self._read_row(record)
         self._rows_read = end
 
-    def _read_row(self, record: Record) -> None:
+    def _read_row(self, record: KafkaRecord) -> None:
         key, value = record.key() or b"", record.value()
         if value is None:
             return

@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 
 from confluent_kafka import KafkaError, TopicPartition
 
-from .client import KafkaClients, Record
+from .client import KafkaClients, KafkaRecord
 
 READ_RECORDS = 10_000
 POLL_S = 0.1
@@ -15,7 +15,7 @@ POLL_S = 0.1
 
 def read_range(
     clients: KafkaClients, topic: str, partition: int, start: int, end: int, *, timeout_s: float
-) -> Generator[Sequence[Record]]:
+) -> Generator[Sequence[KafkaRecord]]:
     """Yield the records from offset `start` up to `end`, in groups. Offsets without a record are left out.
 
     Blocks. Raises StorageError if nothing comes for `timeout_s` seconds, or if `start` was deleted meanwhile.
@@ -34,7 +34,7 @@ def read_range(
                     raise clients.failure(doing, TimeoutError("the brokers do not answer"))
                 continue
             deadline = time.monotonic() + timeout_s
-            found: list[Record] = []
+            found: list[KafkaRecord] = []
             at = start
             for record in (first, *consumer.consume(READ_RECORDS, 0)):
                 error = record.error()
