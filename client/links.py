@@ -248,7 +248,7 @@ class SiloLinks:
         """The addresses of the silos that own queues, by name.
 
         Silos learn of changes at different times: of each queue, the placement with the highest epoch is right."""
-        latest: dict[int, pb.Placement.OwnerSilo] = {}
+        latest: dict[int, pb.Placement.Owner] = {}
         for link in self.open:
             for owner in link.placement.owners if link.placement is not None else ():
                 known = latest.get(owner.queue)

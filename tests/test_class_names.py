@@ -11,8 +11,10 @@ FOLDERS = (
 )  # fmt: skip
 
 VAGUE = {
-    "Attachment", "Behind", "Call", "Delivered", "Events", "Held", "Kind", "Limits", "Management", "Method", "Parts",
-    "Plan", "Question", "State", "Term", "Trouble", "Usage", "World",
+    "Attachment", "Behind", "Call", "Clustering", "Consumers", "Conversation", "Delivered", "Events", "Guard",
+    "Held", "Holdings", "Kind", "Limits", "Link", "Management", "Method", "Owner", "Owners", "Parts",
+    "Placements", "Plan", "Question", "Record", "Rejected", "SomeEvents", "State", "Term", "Trouble", "Usage",
+    "World",
 }  # fmt: skip
 """Words that say too little without their module. `ServiceCall` says more than `Call`."""
 
