@@ -282,8 +282,8 @@ def test_the_demo_is_clean_and_a_damaged_ledger_is_found(spark: SparkSession, tm
     expected = [token_of[ledgers["order"][n]] for n in (1000, 5)]
     assert tokens == [(queue, str(SequenceToken(offset, index))) for queue, offset, index in expected]
     assert ran.stderr.splitlines() == [
-        "headrace: subscription order: 1 event missing",
-        "headrace: subscription order: 1 event duplicate",
+        "headrace: subscription 'order': 1 event missing",
+        "headrace: subscription 'order': 1 event duplicate",
     ]
 
 
