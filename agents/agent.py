@@ -23,6 +23,7 @@ from ..streams.subscriptions import Checkpoint
 from .cache import CacheLimits, CacheStatistics
 from .catch_up_budget import CatchUpBudget
 from .catch_up_runner import FIRST_BACKOFF_S, MAX_BACKOFF_S, CatchUpRunner
+from .counts import ReceivedCounts
 from .cursor import StreamCursor
 from .delivery.delivery import Delivery, DeliveryStatistics
 from .feed import Feed
@@ -61,9 +62,12 @@ class PullingAgent:
         on_gap: Callable[[Delivery, Gap], None] = lambda _d, _g: None,
         rng: random.Random | None = None,
         budget: CatchUpBudget | None = None,
+        received: ReceivedCounts | None = None,
     ) -> None:
         """`budget` bounds the caches of all catch-ups; the agents of a provider share one."""
         self.queue = queue
+        self.received = received or ReceivedCounts()
+        """Continues those of the queue's former agent."""
         self.deliveries: dict[str, Delivery] = {}
         self._adapter = adapter
         self._limits = limits
@@ -85,8 +89,6 @@ class PullingAgent:
         self._restarting = False
         self._closed = False
         self._fault = ""
-        self._received_events = self._received_bytes = 0
-        """Received by feeds that have ended."""
 
     # ---- deliveries come and go ------------------------------------------------------------------------------------
 
@@ -211,15 +213,9 @@ class PullingAgent:
         main, self.main = self.main, None
         if main is None:
             return
-        self.retire(main)
         for delivery in list(main.deliveries):
             delivery.progress.leave_feed()
             delivery.leave(main)
-
-    def retire(self, feed: Feed) -> None:
-        """A feed has ended."""
-        self._received_events += feed.received_events
-        self._received_bytes += feed.received_bytes
 
     def _start(self) -> int:
         """Return the offset at which the main feed starts: the furthest position of all deliveries, because the others
@@ -275,7 +271,7 @@ class PullingAgent:
     def missing(self, deliveries: Iterable[Delivery], gap: Gap) -> None:
         for delivery in deliveries:
             if gap.high > delivery.progress.watermark:
-                delivery.gaps += 1
+                delivery.counts.gaps += 1
                 self._on_gap(delivery, gap)
 
     # ---- statistics ------------------------------------------------------------------------------------------------
@@ -284,13 +280,12 @@ class PullingAgent:
         main = self.main
         cache = main.cache if main is not None else self._limits.main(rewindable=self._rewindable)
         state, reason = self._state()
-        feeds = [feed for feed in (main, *self.catch_ups.running.values()) if feed is not None]
         return AgentStatistics(
             self.queue,
             cache.next_offset,
             cache.statistics(),
-            self._received_events + sum(feed.received_events for feed in feeds),
-            self._received_bytes + sum(feed.received_bytes for feed in feeds),
+            self.received.events,
+            self.received.bytes,
             state,
             reason,
             [(d.statistics(), name in self.catch_ups.running) for name, d in self.deliveries.items()],

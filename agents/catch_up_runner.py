@@ -153,7 +153,6 @@ class CatchUpRunner:
             await feed.run()
         finally:
             del self.running[delivery.name]
-            self._owner.retire(feed)
             if feed.whole and not feed.finished:
                 delivery.progress.leave_feed()
             delivery.leave(feed)

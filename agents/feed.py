@@ -20,6 +20,7 @@ from ..streams.errors import Closed, CorruptRecord, StorageError
 from ..streams.events import EventBatch
 from .cache import QueueCache
 from .catch_up_budget import CatchUpShare
+from .counts import ReceivedCounts
 from .cursor import StreamCursor
 from .delivery.delivery import Delivery
 
@@ -52,8 +53,9 @@ class FeedOwner(Protocol):
         """The feed's cache is full: detach the cursors that would hold up the others."""
         ...
 
-    def retire(self, feed: Feed) -> None:
-        """A feed has ended."""
+    @property
+    def received(self) -> ReceivedCounts:
+        """Counts what its feeds receive."""
         ...
 
 
@@ -65,8 +67,6 @@ class Feed:
         self.receiver = receiver
         self.cache = cache
         self.deliveries: list[Delivery] = []
-        self.received_events = 0
-        self.received_bytes = 0
         self.end: float = 0
         """The queue's end when this feed began."""
         self.finished = False
@@ -194,8 +194,9 @@ class Feed:
             # Else deliveries that were not offered the batches would count them as done.
             self.cache.next_offset = before
             raise
-        self.received_events += sum(batch.count for batch in batches)
-        self.received_bytes += sum(len(batch.encoded) for batch in batches)
+        received = self.owner.received
+        received.events += sum(batch.count for batch in batches)
+        received.bytes += sum(len(batch.encoded) for batch in batches)
 
     @property
     def caught_up(self) -> bool:

@@ -14,6 +14,7 @@ from ..streams.background import BackgroundTasks
 from .agent import PullingAgent
 from .cache import CacheLimits
 from .catch_up_budget import CatchUpBudget
+from .counts import DeliveryCounts, ReceivedCounts
 from .delivery.delivery import Delivery
 from .failure_recorder import FailureRecorder
 from .served import ServedSubscription
@@ -57,6 +58,9 @@ class HostState:
         self._detach_after_s = detach_after_s
         self._rng = rng
         self._catch_up_budget = CatchUpBudget(queues * limits.catch_up_bytes // 2)
+        self._received = [ReceivedCounts() for _ in range(queues)]
+        self._counts: dict[str, dict[int, DeliveryCounts]] = {}
+        """By subscription and queue. They outlive the deliveries."""
         self._agents = [self.new_agent(queue) for queue in range(queues)]
         self.agents: Sequence[PullingAgent] = self._agents
 
@@ -69,6 +73,7 @@ class HostState:
             on_gap=self._record_gap,
             rng=self._rng,
             budget=self._catch_up_budget,
+            received=self._received[queue],
         )
 
     def _record_gap(self, delivery: Delivery, gap: Gap) -> None:
@@ -103,9 +108,14 @@ class HostState:
             served.definition, queue, served.saved[queue], self.recorder,
             epoch=served.epoch, queue_epoch=queue_epoch, generation=served.generation, term=self._terms.get(queue),
             rewindable=self._adapter.capabilities.rewindable, gate=served.gate,
+            counts=self._counts.setdefault(served.definition.name, {}).setdefault(queue, DeliveryCounts()),
         )  # fmt: skip
         served.begin(queue, delivery)
         self.agents[queue].attach(delivery)
+
+    def counts(self, name: str) -> Sequence[DeliveryCounts]:
+        """What became of a subscription's events, by queue, since the process began."""
+        return list(self._counts.get(name, {}).values())
 
     # ---- queues ----------------------------------------------------------------------------------------------------
 

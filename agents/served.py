@@ -15,6 +15,7 @@ from ..streams.handlers import Handler
 from ..streams.options import EventFilter
 from ..streams.progress import SubscriptionAttachment
 from ..streams.subscriptions import Checkpoint, GapRecord, SubscriptionDefinition
+from .counts import DeliveryCounts
 from .delivery.breaker import Gate
 from .delivery.delivery import Delivery, FailureSink
 from .delivery.handling import HandlerDelivery
@@ -43,6 +44,7 @@ class DeliveryService(Protocol):
         term: LeaseTerm | None,
         rewindable: bool,
         gate: Gate,
+        counts: DeliveryCounts,
     ) -> Delivery:
         """Return a delivery of one queue's events from the checkpoint on."""
         ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from datetime import UTC, datetime
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from ..adapters import Backlog, QueueAdapter
 from ..agents import (
     AgentStatistics,
     BucketStatistics,
+    DeliveryCounts,
     DeliveryStatistics,
     EffectsService,
     Group,
@@ -169,7 +171,10 @@ def provider_statistics(manager: PullingManager, published_events: int, publishe
     for agent in agents:
         for delivery, catching_up in agent.deliveries:
             by_name.setdefault(delivery.subscription, []).append((delivery, agent, catching_up))
-    subscriptions = [_subscription(name, parts, manager.served.get(name)) for name, parts in by_name.items()]
+    subscriptions = [
+        _subscription(name, manager.state.counts(name), parts, manager.served.get(name))
+        for name, parts in by_name.items()
+    ]
     return ProviderStatistics(queues, subscriptions, published_events, published_bytes)
 
 
@@ -195,9 +200,13 @@ def _cursor(delivery: DeliveryStatistics, buckets: Sequence[BucketStatistics], c
 
 
 def _subscription(
-    name: str, parts: list[tuple[DeliveryStatistics, AgentStatistics, bool]], served: ServedSubscription | None
+    name: str,
+    counts: Sequence[DeliveryCounts],
+    parts: list[tuple[DeliveryStatistics, AgentStatistics, bool]],
+    served: ServedSubscription | None,
 ) -> SubscriptionView:
-    total = {field: sum(getattr(d, field) for d, _, _ in parts) for field in _SUMMED}
+    total = {field: sum(getattr(one, field) for one in counts) for field in _COUNTED}
+    total |= {field: sum(getattr(d, field) for d, _, _ in parts) for field in _SUMMED}
     members = served.service.statistics() if served is not None and isinstance(served.service, Group) else None
     applied = served.service.counts.already_applied if served and isinstance(served.service, EffectsService) else 0
     held = served.gate.held if served is not None else None
@@ -213,10 +222,8 @@ def _held(held: SubscriptionHold) -> tuple[str, str]:
     return "resuming" if held.resuming else "held", f"since {since}: {held.reason}"
 
 
-_SUMMED = (
-    "delivered_events", "delivered_batches", "filtered", "retries", "dead_lettered", "skipped", "gaps", "in_flight",
-    "ready", "waiting", "parked", "paused",
-)  # fmt: skip
+_COUNTED = tuple(field.name for field in fields(DeliveryCounts))
+_SUMMED = ("in_flight", "ready", "waiting", "parked", "paused")
 
 
 def _state(  # noqa: PLR0911 (one for each state)

@@ -23,6 +23,7 @@ from ...streams.events import Event
 from ...streams.failure_log import FailureLog, failure_text
 from ...streams.subscriptions import Checkpoint, SubscriptionDefinition
 from ..cache import CacheEntry
+from ..counts import DeliveryCounts
 from ..cursor import PARKED, RUNNING, CursorState, StreamCursor
 from .breaker import Gate
 from .checkpoint_pacer import CheckpointPacer, UnsavedProgress
@@ -35,14 +36,9 @@ log = logging.getLogger("headrace.agents")
 
 
 class DeliveryStatistics(NamedTuple):
+    """A moment of a delivery. What it has done so far is in its `DeliveryCounts`."""
+
     subscription: str
-    delivered_events: int
-    delivered_batches: int
-    filtered: int
-    retries: int
-    dead_lettered: int
-    skipped: int
-    gaps: int
     in_flight: int
     ready: int
     waiting: int
@@ -75,6 +71,7 @@ class Delivery(ABC):
         term: LeaseTerm | None = None,
         rewindable: bool = True,
         gate: Gate | None = None,
+        counts: DeliveryCounts | None = None,
         failures: FailureLog | None = None,
         rng: random.Random | None = None,
     ) -> None:
@@ -95,14 +92,14 @@ class Delivery(ABC):
         self.failures = failures or FailureLog()
         self.withheld = False
         """Whether the gate stops new attempts at present. Only the gate sets it, and wakes the delivery afterwards."""
+        self.counts = counts or DeliveryCounts()
+        """Continues those of the queue's former delivery."""
         self._term = term
         self._lost = False
         self._rewindable = rewindable
         self._loop = asyncio.get_running_loop()
         self.retries = Retries(self, sink, rng)
         self._stopping = False
-        self._delivered_events = self._delivered_batches = self._filtered = 0
-        self.gaps = 0
 
     @abstractmethod
     def wake(self) -> None:
@@ -214,13 +211,6 @@ class Delivery(ABC):
         states = [c.state for c in self.progress.cursors.values()]
         return DeliveryStatistics(
             self.name,
-            self._delivered_events,
-            self._delivered_batches,
-            self._filtered + self.retries.filtered,
-            self.retries.scheduled,
-            self.retries.dead_lettered,
-            self.retries.skipped,
-            self.gaps,
             states.count(RUNNING),
             len(self.progress.ready),
             states.count(CursorState.WAITING),

@@ -23,7 +23,7 @@ from ...streams.subscriptions import Checkpoint, SubscriptionDefinition
 from ..cursor import CursorState, StreamCursor
 from .breaker import Admission
 from .confirmations import QueueReports, ReportMark
-from .delivery import Delivery, DeliveryStatistics, FailureSink
+from .delivery import Delivery, FailureSink
 from .edge import DeliveryActor
 from .group_redrives import GroupRedrives
 from .held_parcels import HeldParcels
@@ -53,7 +53,7 @@ class GroupDelivery(Delivery):
     ) -> None:
         super().__init__(definition, queue, checkpoint, sink, **options)
         self.group = group
-        self.parcels = HeldParcels(queue, self.progress, self.gate, self)
+        self.parcels = HeldParcels(queue, self.progress, self.gate, self, self.counts)
         self.reports = QueueReports(queue, self.queue_epoch)
         self._actor = DeliveryActor(f"{definition.name}/{queue}", self)
         self._giving_up: set[asyncio.Task[None]] = set()
@@ -221,7 +221,7 @@ class GroupDelivery(Delivery):
 
     async def redrive(self, event: Event) -> BaseException | None:
         error = await self._redrives.deliver(event)
-        self._delivered_events += error is None
+        self.counts.delivered_events += error is None
         return error
 
     # ---- the end ---------------------------------------------------------------------------------------------------
@@ -243,12 +243,6 @@ class GroupDelivery(Delivery):
     def state(self) -> QueueState:
         """DRAINING: it hands out nothing more, and waits for the events that members hold."""
         return QueueState.DRAINING if self._stopping else QueueState.SERVED
-
-    def statistics(self) -> DeliveryStatistics:
-        own, held = super().statistics(), self.parcels
-        return own._replace(
-            delivered_events=own.delivered_events + held.delivered_events, delivered_batches=held.delivered_batches
-        )
 
     def marks(self) -> Sequence[ReportMark]:
         return self.reports.mark(self.progress)

@@ -92,7 +92,7 @@ class HandlerDelivery(Delivery):
                 if breaker.watching and handled:
                     gate.succeeded(cursor.stream)
                 if not probe or cursor.index >= batch.count:
-                    self._delivered_batches += 1
+                    self.counts.delivered_batches += 1
                     progress.finish(cursor)
                 else:
                     progress.resume(cursor)
@@ -130,10 +130,10 @@ class HandlerDelivery(Delivery):
                 raise asyncio.CancelledError
             if self.predicate is None or self.is_wanted(event):
                 await on_event(event)
-                self._delivered_events += 1
+                self.counts.delivered_events += 1
                 handled = True
             else:
-                self._filtered += 1
+                self.counts.filtered += 1
         return handled
 
     async def _handle_one(self, cursor: StreamCursor, batch: EventBatch) -> bool:
@@ -141,9 +141,9 @@ class HandlerDelivery(Delivery):
         for event in cursor.handle():
             if wanted := self.is_wanted(event):
                 await self._call(batch, event)
-                self._delivered_events += 1
+                self.counts.delivered_events += 1
             else:
-                self._filtered += 1
+                self.counts.filtered += 1
             self.progress.advance(cursor, cursor.index + 1)
             if wanted:
                 return True
@@ -167,8 +167,8 @@ class HandlerDelivery(Delivery):
             batch = PartialBatch(batch, [e for e in events if self.is_wanted(e)])
         if batch.count:
             await on_batch(batch)
-        self._delivered_events += batch.count
-        self._filtered += left - batch.count
+        self.counts.delivered_events += batch.count
+        self.counts.filtered += left - batch.count
         return batch.count > 0
 
     def is_wanted(self, event: Event) -> bool:
@@ -206,7 +206,7 @@ class HandlerDelivery(Delivery):
             if cancelled_itself(error):
                 raise
             return error
-        self._delivered_events += 1
+        self.counts.delivered_events += 1
         return None
 
     def unsaved(self) -> UnsavedProgress | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
+from ..counts import DeliveryCounts
 from ..cursor import StreamCursor
 from .parcel import Parcel, Piece, left
 
@@ -38,12 +39,14 @@ class ParcelOwner(Protocol):
 class HeldParcels:
     """Parcels in flight, in the order in which they were handed out."""
 
-    def __init__(self, queue: int, progress: DeliveryProgress, gate: Gate, owner: ParcelOwner) -> None:
-        self.delivered_events = self.delivered_batches = 0
+    def __init__(
+        self, queue: int, progress: DeliveryProgress, gate: Gate, owner: ParcelOwner, counts: DeliveryCounts
+    ) -> None:
         self._queue = queue
         self._progress = progress
         self._gate = gate
         self._owner = owner
+        self._counts = counts
         self._parcels: dict[StreamCursor, Parcel] = {}
 
     def __len__(self) -> int:
@@ -96,7 +99,7 @@ class HeldParcels:
 
     def _count(self, parcel: Parcel, events: int) -> None:
         self._forgo(parcel, events)
-        self.delivered_events += events
+        self._counts.delivered_events += events
 
     def _advance(self, parcel: Parcel, index: int) -> None:
         """All events below `index` in the head piece are done."""
@@ -111,7 +114,7 @@ class HeldParcels:
             if cursor.index < piece.stop:
                 return
             if piece.stop == piece.batch.count:
-                self.delivered_batches += 1
+                self._counts.delivered_batches += 1
             del parcel.member.in_flight[self._queue, offset]
             parcel.head += 1
             if parcel.head == len(parcel.pieces):

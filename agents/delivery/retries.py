@@ -43,12 +43,10 @@ class Retries:
     """Decides what follows the failures of one delivery, and does it."""
 
     def __init__(self, delivery: Delivery, sink: FailureSink, rng: random.Random | None = None) -> None:
-        self.scheduled = self.dead_lettered = self.skipped = self.filtered = 0
-        """Numbers of retries, of events given up on as dead letters or by skipping, and of events that the filter held
-        back instead."""
         self._delivery = delivery
         self._definition = delivery.definition
         self._gate = delivery.gate
+        self._counts = delivery.counts
         self._progress = delivery.progress
         self._sink = sink
         self._rng = rng or RNG
@@ -84,7 +82,7 @@ class Retries:
         if delay is None:
             return False
         delay = delay if failure.delay_s is None else failure.delay_s
-        self.scheduled += 1
+        self._counts.retries += 1
         self._delivery.log_failure(cursor, failure, f"attempt {attempts}, again in {delay:.2f} s")
         self._wait(cursor, delay)
         return True
@@ -93,7 +91,7 @@ class Retries:
         """Try again, without counting the failure. While the subscription is held, the stream joins the end of the
         ready ones, and the gate decides when it is tried. Otherwise it waits as after a failure that counts."""
         failures = self._progress.excuse_failure(cursor)
-        self.scheduled += 1
+        self._counts.retries += 1
         self._delivery.log_failure(cursor, failure, "not counted")
         if self._gate.breaker.state is not HELD or self._stopped:
             delay_s = failure.delay_s
@@ -146,11 +144,11 @@ class Retries:
         events = [event for event in left if self._delivery.is_wanted(event)]
         if self._definition.on_failure is OnFailure.DEAD_LETTER:
             await self._sink.dead_letter(self._delivery, events, failure.reason, cursor.failures.attempts)
-            self.dead_lettered += len(events)
+            self._counts.dead_lettered += len(events)
         else:
             await self._sink.skipped(self._delivery, events, failure.reason)
-            self.skipped += len(events)
-        self.filtered += len(left) - len(events)
+            self._counts.skipped += len(events)
+        self._counts.filtered += len(left) - len(events)
         self._progress.pass_over(cursor, failure.end)
         self._delivery.wake()
         self._delivery.waiters.notify()

@@ -213,10 +213,10 @@ def _shown(silo: str, queue: pb.Queue) -> dict[str, Any]:
     numbers = {
         "read": queue.read_offset,
         "next": queue.end_offset,
-        "lag_batches": queue.lag_batches,
-        "lag_events": queue.lag_events,
+        "lag_batches": queue.lag_batches if queue.HasField("lag_batches") else None,
+        "lag_events": queue.lag_events if queue.HasField("lag_events") else None,
         "lag_estimated": queue.lag_estimated,
-        "lag_s": queue.lag_ms / 1000,
+        "lag_s": queue.lag_ms / 1000 if queue.HasField("lag_ms") else None,
         "delayed_events": queue.delayed_events,
         "due_in_s": queue.due_in_ms / 1000 if queue.delayed_events else None,
         "cached_events": queue.cached_events,

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fheadrace/proto/v1/cluster.proto\x12\x0bheadrace.v1\"&\n\x16\x44\x65scribeClusterRequest\x12\x0c\n\x04here\x18\x01 \x01(\x08\"@\n\x17\x44\x65scribeClusterResponse\x12%\n\x07\x63luster\x18\x01 \x01(\x0b\x32\x14.headrace.v1.Cluster\"\x15\n\x13WatchClusterRequest\"=\n\x14WatchClusterResponse\x12%\n\x07\x63luster\x18\x01 \x01(\x0b\x32\x14.headrace.v1.Cluster\"Y\n\x07\x43luster\x12 \n\x05silos\x18\x01 \x03(\x0b\x32\x11.headrace.v1.Silo\x12,\n\x08unserved\x18\x02 \x03(\x0b\x32\x1a.headrace.v1.UnservedQueue\"R\n\rUnservedQueue\x12\x10\n\x08provider\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x10\n\x08since_ms\x18\x04 \x01(\x04\"\xfe\x01\n\x04Silo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12(\n\tproviders\x18\x04 \x03(\x0b\x32\x15.headrace.v1.Provider\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\x11\n\tsilent_ms\x18\x06 \x01(\x04\x12\x31\n\x08settings\x18\x07 \x03(\x0b\x32\x1f.headrace.v1.Silo.SettingsEntry\x12\x16\n\x0epublic_address\x18\x08 \x01(\t\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"b\n\x08Provider\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\x12\"\n\x06queues\x18\x03 \x03(\x0b\x32\x12.headrace.v1.Queue\x12\x13\n\x0bqueue_count\x18\x04 \x01(\r\"\xb0\x02\n\x05Queue\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x13\n\x0bread_offset\x18\x04 \x01(\x04\x12\x12\n\nend_offset\x18\x05 \x01(\x04\x12\x15\n\rcached_events\x18\x06 \x01(\x04\x12\x14\n\x0c\x63\x61\x63hed_bytes\x18\x07 \x01(\x04\x12\r\n\x05\x65poch\x18\x08 \x01(\x04\x12\x0e\n\x06lag_ms\x18\t \x01(\x04\x12\x19\n\x11\x63\x61\x63he_limit_bytes\x18\n \x01(\x04\x12\x13\n\x0blag_batches\x18\x0b \x01(\x04\x12\x12\n\nlag_events\x18\x0c \x01(\x04\x12\x15\n\rlag_estimated\x18\r \x01(\x08\x12\x16\n\x0e\x64\x65layed_events\x18\x0e \x01(\x04\x12\x11\n\tdue_in_ms\x18\x0f \x01(\x04\"G\n\x11StopAgentsRequest\x12\x10\n\x08provider\x18\x01 \x01(\t\x12\x0e\n\x06queues\x18\x02 \x03(\r\x12\x10\n\x08\x64rain_ms\x18\x03 \x01(\r\"\x14\n\x12StopAgentsResponse\"6\n\x12StartAgentsRequest\x12\x10\n\x08provider\x18\x01 \x01(\t\x12\x0e\n\x06queues\x18\x02 \x03(\r\"\x15\n\x13StartAgentsResponse\"2\n\x10\x44rainSiloRequest\x12\x0c\n\x04silo\x18\x02 \x01(\t\x12\x10\n\x08\x64rain_ms\x18\x01 \x01(\r\"\x13\n\x11\x44rainSiloResponse\"\"\n\x12UndrainSiloRequest\x12\x0c\n\x04silo\x18\x01 \x01(\t\"\x15\n\x13UndrainSiloResponse\"!\n\x11\x46orgetSiloRequest\x12\x0c\n\x04silo\x18\x01 \x01(\t\"\x14\n\x12\x46orgetSiloResponse\" \n\x10ProbeSiloRequest\x12\x0c\n\x04silo\x18\x01 \x01(\t\"!\n\x11ProbeSiloResponse\x12\x0c\n\x04here\x18\x01 \x01(\x08\x32\x9f\x05\n\x0e\x43lusterService\x12\\\n\x0f\x44\x65scribeCluster\x12#.headrace.v1.DescribeClusterRequest\x1a$.headrace.v1.DescribeClusterResponse\x12U\n\x0cWatchCluster\x12 .headrace.v1.WatchClusterRequest\x1a!.headrace.v1.WatchClusterResponse0\x01\x12M\n\nStopAgents\x12\x1e.headrace.v1.StopAgentsRequest\x1a\x1f.headrace.v1.StopAgentsResponse\x12P\n\x0bStartAgents\x12\x1f.headrace.v1.StartAgentsRequest\x1a .headrace.v1.StartAgentsResponse\x12J\n\tDrainSilo\x12\x1d.headrace.v1.DrainSiloRequest\x1a\x1e.headrace.v1.DrainSiloResponse\x12P\n\x0bUndrainSilo\x12\x1f.headrace.v1.UndrainSiloRequest\x1a .headrace.v1.UndrainSiloResponse\x12M\n\nForgetSilo\x12\x1e.headrace.v1.ForgetSiloRequest\x1a\x1f.headrace.v1.ForgetSiloResponse\x12J\n\tProbeSilo\x12\x1d.headrace.v1.ProbeSiloRequest\x1a\x1e.headrace.v1.ProbeSiloResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fheadrace/proto/v1/cluster.proto\x12\x0bheadrace.v1\"&\n\x16\x44\x65scribeClusterRequest\x12\x0c\n\x04here\x18\x01 \x01(\x08\"@\n\x17\x44\x65scribeClusterResponse\x12%\n\x07\x63luster\x18\x01 \x01(\x0b\x32\x14.headrace.v1.Cluster\"\x15\n\x13WatchClusterRequest\"=\n\x14WatchClusterResponse\x12%\n\x07\x63luster\x18\x01 \x01(\x0b\x32\x14.headrace.v1.Cluster\"Y\n\x07\x43luster\x12 \n\x05silos\x18\x01 \x03(\x0b\x32\x11.headrace.v1.Silo\x12,\n\x08unserved\x18\x02 \x03(\x0b\x32\x1a.headrace.v1.UnservedQueue\"R\n\rUnservedQueue\x12\x10\n\x08provider\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x10\n\x08since_ms\x18\x04 \x01(\x04\"\xfe\x01\n\x04Silo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12(\n\tproviders\x18\x04 \x03(\x0b\x32\x15.headrace.v1.Provider\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\x11\n\tsilent_ms\x18\x06 \x01(\x04\x12\x31\n\x08settings\x18\x07 \x03(\x0b\x32\x1f.headrace.v1.Silo.SettingsEntry\x12\x16\n\x0epublic_address\x18\x08 \x01(\t\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"b\n\x08Provider\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\x12\"\n\x06queues\x18\x03 \x03(\x0b\x32\x12.headrace.v1.Queue\x12\x13\n\x0bqueue_count\x18\x04 \x01(\r\"\xe9\x02\n\x05Queue\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x13\n\x0bread_offset\x18\x04 \x01(\x04\x12\x12\n\nend_offset\x18\x05 \x01(\x04\x12\x15\n\rcached_events\x18\x06 \x01(\x04\x12\x14\n\x0c\x63\x61\x63hed_bytes\x18\x07 \x01(\x04\x12\r\n\x05\x65poch\x18\x08 \x01(\x04\x12\x13\n\x06lag_ms\x18\t \x01(\x04H\x00\x88\x01\x01\x12\x19\n\x11\x63\x61\x63he_limit_bytes\x18\n \x01(\x04\x12\x18\n\x0blag_batches\x18\x0b \x01(\x04H\x01\x88\x01\x01\x12\x17\n\nlag_events\x18\x0c \x01(\x04H\x02\x88\x01\x01\x12\x15\n\rlag_estimated\x18\r \x01(\x08\x12\x16\n\x0e\x64\x65layed_events\x18\x0e \x01(\x04\x12\x11\n\tdue_in_ms\x18\x0f \x01(\x04\x42\t\n\x07_lag_msB\x0e\n\x0c_lag_batchesB\r\n\x0b_lag_events\"G\n\x11StopAgentsRequest\x12\x10\n\x08provider\x18\x01 \x01(\t\x12\x0e\n\x06queues\x18\x02 \x03(\r\x12\x10\n\x08\x64rain_ms\x18\x03 \x01(\r\"\x14\n\x12StopAgentsResponse\"6\n\x12StartAgentsRequest\x12\x10\n\x08provider\x18\x01 \x01(\t\x12\x0e\n\x06queues\x18\x02 \x03(\r\"\x15\n\x13StartAgentsResponse\"2\n\x10\x44rainSiloRequest\x12\x0c\n\x04silo\x18\x02 \x01(\t\x12\x10\n\x08\x64rain_ms\x18\x01 \x01(\r\"\x13\n\x11\x44rainSiloResponse\"\"\n\x12UndrainSiloRequest\x12\x0c\n\x04silo\x18\x01 \x01(\t\"\x15\n\x13UndrainSiloResponse\"!\n\x11\x46orgetSiloRequest\x12\x0c\n\x04silo\x18\x01 \x01(\t\"\x14\n\x12\x46orgetSiloResponse\" \n\x10ProbeSiloRequest\x12\x0c\n\x04silo\x18\x01 \x01(\t\"!\n\x11ProbeSiloResponse\x12\x0c\n\x04here\x18\x01 \x01(\x08\x32\x9f\x05\n\x0e\x43lusterService\x12\\\n\x0f\x44\x65scribeCluster\x12#.headrace.v1.DescribeClusterRequest\x1a$.headrace.v1.DescribeClusterResponse\x12U\n\x0cWatchCluster\x12 .headrace.v1.WatchClusterRequest\x1a!.headrace.v1.WatchClusterResponse0\x01\x12M\n\nStopAgents\x12\x1e.headrace.v1.StopAgentsRequest\x1a\x1f.headrace.v1.StopAgentsResponse\x12P\n\x0bStartAgents\x12\x1f.headrace.v1.StartAgentsRequest\x1a .headrace.v1.StartAgentsResponse\x12J\n\tDrainSilo\x12\x1d.headrace.v1.DrainSiloRequest\x1a\x1e.headrace.v1.DrainSiloResponse\x12P\n\x0bUndrainSilo\x12\x1f.headrace.v1.UndrainSiloRequest\x1a .headrace.v1.UndrainSiloResponse\x12M\n\nForgetSilo\x12\x1e.headrace.v1.ForgetSiloRequest\x1a\x1f.headrace.v1.ForgetSiloResponse\x12J\n\tProbeSilo\x12\x1d.headrace.v1.ProbeSiloRequest\x1a\x1e.headrace.v1.ProbeSiloResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,31 +52,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROVIDER']._serialized_start=672
   _globals['_PROVIDER']._serialized_end=770
   _globals['_QUEUE']._serialized_start=773
-  _globals['_QUEUE']._serialized_end=1077
-  _globals['_STOPAGENTSREQUEST']._serialized_start=1079
-  _globals['_STOPAGENTSREQUEST']._serialized_end=1150
-  _globals['_STOPAGENTSRESPONSE']._serialized_start=1152
-  _globals['_STOPAGENTSRESPONSE']._serialized_end=1172
-  _globals['_STARTAGENTSREQUEST']._serialized_start=1174
-  _globals['_STARTAGENTSREQUEST']._serialized_end=1228
-  _globals['_STARTAGENTSRESPONSE']._serialized_start=1230
-  _globals['_STARTAGENTSRESPONSE']._serialized_end=1251
-  _globals['_DRAINSILOREQUEST']._serialized_start=1253
-  _globals['_DRAINSILOREQUEST']._serialized_end=1303
-  _globals['_DRAINSILORESPONSE']._serialized_start=1305
-  _globals['_DRAINSILORESPONSE']._serialized_end=1324
-  _globals['_UNDRAINSILOREQUEST']._serialized_start=1326
-  _globals['_UNDRAINSILOREQUEST']._serialized_end=1360
-  _globals['_UNDRAINSILORESPONSE']._serialized_start=1362
-  _globals['_UNDRAINSILORESPONSE']._serialized_end=1383
-  _globals['_FORGETSILOREQUEST']._serialized_start=1385
-  _globals['_FORGETSILOREQUEST']._serialized_end=1418
-  _globals['_FORGETSILORESPONSE']._serialized_start=1420
-  _globals['_FORGETSILORESPONSE']._serialized_end=1440
-  _globals['_PROBESILOREQUEST']._serialized_start=1442
-  _globals['_PROBESILOREQUEST']._serialized_end=1474
-  _globals['_PROBESILORESPONSE']._serialized_start=1476
-  _globals['_PROBESILORESPONSE']._serialized_end=1509
-  _globals['_CLUSTERSERVICE']._serialized_start=1512
-  _globals['_CLUSTERSERVICE']._serialized_end=2183
+  _globals['_QUEUE']._serialized_end=1134
+  _globals['_STOPAGENTSREQUEST']._serialized_start=1136
+  _globals['_STOPAGENTSREQUEST']._serialized_end=1207
+  _globals['_STOPAGENTSRESPONSE']._serialized_start=1209
+  _globals['_STOPAGENTSRESPONSE']._serialized_end=1229
+  _globals['_STARTAGENTSREQUEST']._serialized_start=1231
+  _globals['_STARTAGENTSREQUEST']._serialized_end=1285
+  _globals['_STARTAGENTSRESPONSE']._serialized_start=1287
+  _globals['_STARTAGENTSRESPONSE']._serialized_end=1308
+  _globals['_DRAINSILOREQUEST']._serialized_start=1310
+  _globals['_DRAINSILOREQUEST']._serialized_end=1360
+  _globals['_DRAINSILORESPONSE']._serialized_start=1362
+  _globals['_DRAINSILORESPONSE']._serialized_end=1381
+  _globals['_UNDRAINSILOREQUEST']._serialized_start=1383
+  _globals['_UNDRAINSILOREQUEST']._serialized_end=1417
+  _globals['_UNDRAINSILORESPONSE']._serialized_start=1419
+  _globals['_UNDRAINSILORESPONSE']._serialized_end=1440
+  _globals['_FORGETSILOREQUEST']._serialized_start=1442
+  _globals['_FORGETSILOREQUEST']._serialized_end=1475
+  _globals['_FORGETSILORESPONSE']._serialized_start=1477
+  _globals['_FORGETSILORESPONSE']._serialized_end=1497
+  _globals['_PROBESILOREQUEST']._serialized_start=1499
+  _globals['_PROBESILOREQUEST']._serialized_end=1531
+  _globals['_PROBESILORESPONSE']._serialized_start=1533
+  _globals['_PROBESILORESPONSE']._serialized_end=1566
+  _globals['_CLUSTERSERVICE']._serialized_start=1569
+  _globals['_CLUSTERSERVICE']._serialized_end=2240
 # @@protoc_insertion_point(module_scope)

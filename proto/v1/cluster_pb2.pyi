@@ -310,16 +310,16 @@ class Queue(_message.Message):
     """The epoch of the lease under which the queue is served; 0 for a single silo."""
     lag_ms: _builtins.int
     """The age, in milliseconds, of the oldest event that some subscription has not finished: since it was stored or, for
-    a delayed event, since it was due. 0 if there is none, or if the adapter does not know times.
+    a delayed event, since it was due. 0 if there is none; absent if it is not known.
     """
     cache_limit_bytes: _builtins.int
     """The cache's limit, in bytes."""
     lag_batches: _builtins.int
     """Batches from the first that some subscription has not finished to the queue's end, without those that are not due
-    yet.
+    yet. Absent if they were not counted.
     """
     lag_events: _builtins.int
-    """Events of these batches; 0 if the adapter does not know."""
+    """Events of these batches; absent if they were not counted, or if the adapter does not know."""
     lag_estimated: _builtins.bool
     """Whether only the first of these events were counted, and the others estimated from their batches."""
     delayed_events: _builtins.int
@@ -337,19 +337,30 @@ class Queue(_message.Message):
         cached_events: _builtins.int = ...,
         cached_bytes: _builtins.int = ...,
         epoch: _builtins.int = ...,
-        lag_ms: _builtins.int = ...,
+        lag_ms: _builtins.int | None = ...,
         cache_limit_bytes: _builtins.int = ...,
-        lag_batches: _builtins.int = ...,
-        lag_events: _builtins.int = ...,
+        lag_batches: _builtins.int | None = ...,
+        lag_events: _builtins.int | None = ...,
         lag_estimated: _builtins.bool = ...,
         delayed_events: _builtins.int = ...,
         due_in_ms: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lag_batches", b"_lag_batches", "_lag_events", b"_lag_events", "_lag_ms", b"_lag_ms", "lag_batches", b"lag_batches", "lag_events", b"lag_events", "lag_ms", b"lag_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_limit_bytes", b"cache_limit_bytes", "cached_bytes", b"cached_bytes", "cached_events", b"cached_events", "delayed_events", b"delayed_events", "due_in_ms", b"due_in_ms", "end_offset", b"end_offset", "epoch", b"epoch", "index", b"index", "lag_batches", b"lag_batches", "lag_estimated", b"lag_estimated", "lag_events", b"lag_events", "lag_ms", b"lag_ms", "read_offset", b"read_offset", "reason", b"reason", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lag_batches", b"_lag_batches", "_lag_events", b"_lag_events", "_lag_ms", b"_lag_ms", "cache_limit_bytes", b"cache_limit_bytes", "cached_bytes", b"cached_bytes", "cached_events", b"cached_events", "delayed_events", b"delayed_events", "due_in_ms", b"due_in_ms", "end_offset", b"end_offset", "epoch", b"epoch", "index", b"index", "lag_batches", b"lag_batches", "lag_estimated", b"lag_estimated", "lag_events", b"lag_events", "lag_ms", b"lag_ms", "read_offset", b"read_offset", "reason", b"reason", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__lag_batches: _TypeAlias = _typing.Literal["lag_batches"]  # noqa: Y015
+    _WhichOneofArgType__lag_batches: _TypeAlias = _typing.Literal["_lag_batches", b"_lag_batches"]  # noqa: Y015
+    _WhichOneofReturnType__lag_events: _TypeAlias = _typing.Literal["lag_events"]  # noqa: Y015
+    _WhichOneofArgType__lag_events: _TypeAlias = _typing.Literal["_lag_events", b"_lag_events"]  # noqa: Y015
+    _WhichOneofReturnType__lag_ms: _TypeAlias = _typing.Literal["lag_ms"]  # noqa: Y015
+    _WhichOneofArgType__lag_ms: _TypeAlias = _typing.Literal["_lag_ms", b"_lag_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lag_batches) -> _WhichOneofReturnType__lag_batches | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lag_events) -> _WhichOneofReturnType__lag_events | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lag_ms) -> _WhichOneofReturnType__lag_ms | None: ...
 
 Global___Queue: _TypeAlias = Queue  # noqa: Y015
 

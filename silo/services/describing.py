@@ -7,7 +7,7 @@ import logging
 import math
 import socket
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...adapters import Backlog
 from ...balancer.membership import Membership
@@ -105,7 +105,7 @@ async def _described(provider: ProviderCore, *, counted: bool) -> pb.Provider:
     leases = provider.manager.leases
     views = [view for view in provider.statistics().queues if leases is None or view.index in leases]
     lags = await _lags(provider, [view.index for view in views]) if counted else {}
-    queues = [await _queue(provider, view, lags.get(view.index, Backlog(0, 0))) for view in views]
+    queues = [await _queue(provider, view, lags.get(view.index)) for view in views]
     return pb.Provider(name=provider.name, adapter=provider.adapter_name, queues=queues, queue_count=provider.queues)
 
 
@@ -127,7 +127,8 @@ async def _unfinished(provider: ProviderCore) -> dict[int, int]:
     return lowest
 
 
-async def _queue(provider: ProviderCore, view: QueueView, lag: Backlog) -> pb.Queue:
+async def _queue(provider: ProviderCore, view: QueueView, lag: Backlog | None) -> pb.Queue:
+    """`lag`: None if it was not counted."""
     stopped = view.index in provider.manager.stopped
     leases = provider.manager.leases
     return pb.Queue(
@@ -140,13 +141,21 @@ async def _queue(provider: ProviderCore, view: QueueView, lag: Backlog) -> pb.Qu
         cached_bytes=view.cache_bytes,
         cache_limit_bytes=view.max_bytes,
         epoch=0 if leases is None else leases.get(view.index, 0),
-        lag_batches=lag.batches,
-        lag_events=lag.events or 0,
-        lag_estimated=lag.estimated,
-        lag_ms=round(1000 * (age_s(lag) or 0.0)),
-        delayed_events=lag.later_events,
-        due_in_ms=math.ceil(1000 * (due_in_s(lag) or 0.0)),
+        **({} if lag is None else _counted(lag)),
     )
+
+
+def _counted(lag: Backlog) -> dict[str, Any]:
+    """The fields of a queue that describe its lag. What the adapter does not know is left out."""
+    age = age_s(lag)
+    return {
+        "lag_batches": lag.batches,
+        "lag_events": lag.events,
+        "lag_estimated": lag.estimated,
+        "lag_ms": None if age is None else round(1000 * age),
+        "delayed_events": lag.later_events,
+        "due_in_ms": math.ceil(1000 * (due_in_s(lag) or 0.0)),
+    }
 
 
 async def _backlog(provider: ProviderCore, queue: int, lowest: int | None) -> Backlog:

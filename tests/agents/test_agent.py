@@ -441,7 +441,7 @@ async def test_reading_goes_on_after_errors_with_growing_pauses(error: type[Exce
         assert bench.agent.statistics().state == "running"
         assert bench.agent.statistics().reason == ""
         assert bench.agent.statistics().received_events == 20
-        assert delivery.statistics().delivered_events == 20
+        assert delivery.counts.delivered_events == 20
         gaps = [later - earlier for earlier, later in zip(faulty.calls, faulty.calls[1:], strict=False)]
         assert gaps[0] < max(gaps) <= 5.0
     assert recorder.seen == numbers(20)
@@ -498,7 +498,7 @@ async def test_events_deleted_by_retention_are_reported_and_the_others_delivered
         bench.attach("late", late, 20)
         await bench.caught_up()
         assert bench.gaps == [("late", Gap(20, 120, "dropped"))]
-        assert [d.gaps for d in bench.agent.deliveries.values()] == [0, 1]
+        assert [d.counts.gaps for d in bench.agent.deliveries.values()] == [0, 1]
         assert bench.agent.deliveries["late"].progress.checkpoint() == Checkpoint(200)
     assert late.seen == numbers(80, 120)
     assert live.seen == []

@@ -116,7 +116,7 @@ async def test_a_failing_stream_does_not_hold_up_the_others() -> None:
         line.publish("b", b"1")
         line.publish("c", b"2")
         await until(lambda: sorted(recorder.seen) == ["1", "2"])
-        assert line.delivery.statistics().dead_lettered == 0
+        assert line.delivery.counts.dead_lettered == 0
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
@@ -257,8 +257,8 @@ async def test_a_batch_handler_gets_the_stored_batches() -> None:
         published = [line.publish("a", b"0", b"1"), line.publish("a", b"2")]
         await line.done()
         assert got == published
-        assert line.delivery.statistics().delivered_events == 3
-        assert line.delivery.statistics().delivered_batches == 2
+        assert line.delivery.counts.delivered_events == 3
+        assert line.delivery.counts.delivered_batches == 2
 
 
 async def test_a_batch_handler_gets_the_rest_of_a_batch_after_a_restart() -> None:
@@ -315,7 +315,7 @@ async def test_a_retry_starts_at_the_event_that_failed() -> None:
     async with Line(recorder) as line:
         line.publish("a", b"0", b"1", b"2", b"3")
         await line.done()
-        assert line.delivery.statistics().retries == 2
+        assert line.delivery.counts.retries == 2
     assert recorder.started == ["0", "1", "2", "2", "2", "3"]
 
 
@@ -387,7 +387,7 @@ async def test_a_dead_letter_carries_reason_and_attempts_and_the_stream_goes_on(
         line.publish("a", b"0", b"1", b"2")
         await line.done()
         assert line.sink.dead == [(b"1", "ValueError: no 1", 3)]
-        assert line.delivery.statistics().dead_lettered == 1
+        assert line.delivery.counts.dead_lettered == 1
     assert recorder.seen == ["0", "2"]
 
 
@@ -401,7 +401,7 @@ async def test_a_batch_that_is_given_up_on_is_dead_lettered_event_by_event() -> 
         line.publish("a", b"2")
         await line.done()
         assert [dead[0] for dead in line.sink.dead] == [b"0", b"1"]
-        assert line.delivery.statistics().delivered_events == 1
+        assert line.delivery.counts.delivered_events == 1
 
 
 async def test_skipping_leaves_a_record() -> None:
@@ -412,7 +412,7 @@ async def test_skipping_leaves_a_record() -> None:
         await line.done()
         assert line.sink.gaps == [(b"1", "ValueError: no 1")]
         assert line.sink.dead == []
-        assert line.delivery.statistics().skipped == 1
+        assert line.delivery.counts.skipped == 1
     assert recorder.seen == ["0", "2"]
 
 
@@ -477,7 +477,7 @@ async def test_a_filter_advances_the_position() -> None:
         line.publish("a", b"4", b"5")
         await line.done()
         assert line.delivery.progress.checkpoint() == Checkpoint(2)
-        assert line.delivery.statistics().filtered == 3
+        assert line.delivery.counts.filtered == 3
     assert recorder.seen == ["4"]
 
 
@@ -492,8 +492,8 @@ async def test_a_batch_handler_gets_what_the_filter_leaves_with_its_own_tokens()
         line.publish("a", b"5")
         whole = line.publish("a", b"6", b"8")
         await line.done()
-        assert line.delivery.statistics().filtered == 3
-        assert line.delivery.statistics().delivered_events == 4
+        assert line.delivery.counts.filtered == 3
+        assert line.delivery.counts.delivered_events == 4
     some, second = got
     assert [(e.payload, e.token) for e in some] == [(b"2", SequenceToken(0, 1)), (b"4", SequenceToken(0, 3))]
     assert some.count == 2
@@ -506,7 +506,7 @@ async def test_a_filter_that_raises_lets_the_event_through() -> None:
     async with Line(recorder, predicate=_even) as line:
         line.publish("a", b"1", b"no number", b"2")
         await line.done()
-        assert line.delivery.statistics().filtered == 1
+        assert line.delivery.counts.filtered == 1
     assert recorder.seen == ["no number", "2"]
 
 
@@ -518,9 +518,9 @@ async def test_each_event_counts_once_however_often_it_is_tried(batch: bool) -> 
     async with Line(handler, batch=batch, predicate=_even) as line:
         line.publish("a", b"1", b"2", b"3")
         await line.done()
-        statistics = line.delivery.statistics()
+        counts = line.delivery.counts
         assert [dead[0] for dead in line.sink.dead] == [b"2"]
-        assert (statistics.filtered, statistics.dead_lettered, statistics.delivered_events) == (2, 1, 0)
+        assert (counts.filtered, counts.dead_lettered, counts.delivered_events) == (2, 1, 0)
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ async def test_a_batch_comes_in_parts_where_the_credit_is_small() -> None:
             await circle.rest()
         assert parts == [(0, [0, 1, 2]), (0, [3, 4, 5]), (0, [6, 7, 8]), (0, [9]), (1, [0, 1])]
         assert payloads(consumer.everything) == numbers(12)
-        assert circle.delivery.statistics().delivered_events == 12
+        assert circle.delivery.counts.delivered_events == 12
 
 
 @virtual_time
@@ -337,7 +337,7 @@ async def test_events_are_acknowledged_in_any_order() -> None:
         assert circle.checkpoint().behind[stream("a")] == StreamBehind(SequenceToken(0, 5))
         assert consumer.ack(batch, 5)
         assert circle.checkpoint() == Checkpoint(1)
-        assert circle.delivery.statistics().delivered_events == 6
+        assert circle.delivery.counts.delivered_events == 6
 
 
 @virtual_time
@@ -352,8 +352,8 @@ async def test_batches_of_a_parcel_are_acknowledged_in_any_order() -> None:
         assert circle.checkpoint() == Checkpoint(4, {stream("a"): StreamBehind(SequenceToken(3))})
         assert consumer.ack(batches[3])
         assert circle.checkpoint() == Checkpoint(4)
-        assert circle.delivery.statistics().delivered_events == 6
-        assert circle.delivery.statistics().delivered_batches == 4
+        assert circle.delivery.counts.delivered_events == 6
+        assert circle.delivery.counts.delivered_batches == 4
 
 
 @virtual_time
@@ -459,7 +459,7 @@ async def test_a_second_acknowledgement_of_an_event_counts_nothing() -> None:
             assert consumer.ack(batch, 3, 1)
             assert consumer.ack(batch, 0, 2)
         assert consumer.ack(batch, 1, 3)
-        assert circle.delivery.statistics().delivered_events == 4
+        assert circle.delivery.counts.delivered_events == 4
         assert consumer.member.in_flight_events == 1
 
 
@@ -500,7 +500,7 @@ async def test_rejected_events_come_again_with_the_later_ones_of_their_stream() 
         for each in again:
             assert consumer.ack(each)
         assert circle.checkpoint() == Checkpoint(2)
-        assert circle.delivery.statistics().retries == 1
+        assert circle.delivery.counts.retries == 1
 
 
 @virtual_time
@@ -570,7 +570,7 @@ async def test_events_acknowledged_behind_a_rejection_do_not_come_again() -> Non
         assert consumer.waiting == ["6"]
         assert consumer.ack(consumer.take()[0])
         assert circle.checkpoint() == Checkpoint(2)
-        assert circle.delivery.statistics().delivered_events == 7
+        assert circle.delivery.counts.delivered_events == 7
 
 
 @virtual_time
@@ -644,7 +644,7 @@ async def test_all_events_that_failed_together_become_dead_letters() -> None:
         for each in again:
             assert consumer.ack(each)
         assert circle.checkpoint() == Checkpoint(2)
-        assert circle.delivery.statistics().dead_lettered == 2
+        assert circle.delivery.counts.dead_lettered == 2
 
 
 @virtual_time
@@ -1250,7 +1250,7 @@ async def test_a_dead_letter_is_delivered_once_more() -> None:
         assert consumer.ack(delivered)
         assert await redriving is None
         assert not consumer.ack(delivered)
-        assert circle.delivery.statistics().delivered_events == 1
+        assert circle.delivery.counts.delivered_events == 1
 
 
 @virtual_time

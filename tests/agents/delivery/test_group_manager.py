@@ -514,6 +514,32 @@ async def test_a_dead_letter_that_was_being_delivered_comes_when_its_queue_is_se
         assert not await built.store.dead_letters(PROVIDER)
 
 
+@virtual_time
+async def test_counters_do_not_fall_when_agents_stop_and_start() -> None:
+    """A monitoring server takes a counter that falls for one that began anew, and counts events that never were."""
+    async with house() as built:
+        consumer = connected(await built.group("s"))
+        for number in range(30):
+            await built.publish(str(number), str(number))
+        await rest()
+        consumer.ack_all()
+        await rest()
+        before = provider_statistics(built.manager, 0, 0)
+        assert before.subscriptions[0].delivered_events == 30
+        everything = range(built.manager.state.queues)
+        await built.manager.queue_host.stop_agents(everything, 0.0)
+        stopped = provider_statistics(built.manager, 0, 0)
+        await built.manager.queue_host.start_agents(everything)
+        await rest()
+        after = provider_statistics(built.manager, 0, 0)
+        for later in (stopped, after):
+            assert later.subscriptions[0].delivered_events == 30
+            assert later.subscriptions[0].delivered_batches == before.subscriptions[0].delivered_batches
+            assert [queue.received_events for queue in later.queues] == [
+                queue.received_events for queue in before.queues
+            ]
+
+
 # ---- more than one consumer may hold -------------------------------------------------------------------------------
 
 
