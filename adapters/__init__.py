@@ -11,6 +11,7 @@ from .seam import (
     QueueAdapter,
     QueueStatistics,
     Receipt,
+    StreamMapper,
 )
 
 __all__ = (
@@ -26,6 +27,7 @@ __all__ = (
     "QueueStatistics",
     "Receipt",
     "Received",
+    "StreamMapper",
     "adapter_names",
     "open_adapter",
     "read_options",

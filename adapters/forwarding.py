@@ -15,6 +15,7 @@ class ForwardingAdapter(QueueAdapter):
     def __init__(self, inner: QueueAdapter) -> None:
         self.inner = inner
         self.capabilities = inner.capabilities
+        self.mapper = inner.mapper
         self.identity = inner.identity
         self.location = inner.location
 

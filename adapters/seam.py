@@ -79,10 +79,36 @@ class Backlog(NamedTuple):
     does not know."""
 
 
+class StreamMapper(Protocol):
+    """Says which queues have the events of a stream. It depends only on the stream's name and the number of queues."""
+
+    @property
+    def name(self) -> str:
+        """The name of the algorithm. The control store keeps it with the provider, and refuses another one."""
+        ...
+
+    @property
+    def queues(self) -> int: ...
+
+    def queue_of(self, stream: StreamId) -> int:
+        """Return the queue into which headrace publishes events of the stream.
+
+        Raises InvalidArgument if there can be no such stream.
+        """
+        ...
+
+    def queues_with(self, stream: StreamId) -> Sequence[int]:
+        """Return the queues that may have events of the stream."""
+        ...
+
+
 class QueueAdapter(ABC):
     """One provider's queues in some queue technology."""
 
     capabilities: Capabilities
+    mapper: StreamMapper | None = None
+    """The mapper of these queues, if other programs write to them, too, and decide which queue a stream is in. None:
+    headrace's hash ring, and headrace alone writes."""
     identity: str = ""
     """Identifies these queues. It differs from the identity of all other queues, also of earlier ones in the same
     place. "" if the adapter does not know."""

@@ -49,10 +49,19 @@ class StreamQueueMapper:
         self._positions, self._at = _ring(queues)
         self._remembered: dict[StreamId, int] = {}
 
+    @property
+    def name(self) -> str:
+        """The name of the algorithm."""
+        return VERSION
+
     def queue_of(self, stream: StreamId) -> int:
         """Return the stream's queue. It depends only on the stream's name and the number of queues."""
         queue = self._remembered.get(stream)
         return self._look_up(stream) if queue is None else queue
+
+    def queues_with(self, stream: StreamId) -> Sequence[int]:
+        """Return the queues that may have events of the stream: one."""
+        return (self.queue_of(stream),)
 
     @property
     def remembered(self) -> int:

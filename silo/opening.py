@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any, NamedTuple
 
-from ..adapters import AdapterContext, QueueAdapter, open_adapter
+from ..adapters import AdapterContext, QueueAdapter, StreamMapper, open_adapter
 from ..balancer import StreamQueueMapper
-from ..balancer.mapper import VERSION as MAPPER_VERSION
 from ..store.control_store import ControlStore
 from ..store.datadir import DataDirectory, open_data_directory
 from ..streams.errors import NotSupported
@@ -34,7 +33,7 @@ class ProviderParts(NamedTuple):
     directory: DataDirectory | None
     store: ControlStore
     adapter: QueueAdapter
-    mapper: StreamQueueMapper
+    mapper: StreamMapper
     leased: bool
     """The provider belongs to a silo in a cluster: it serves the queues of which the silo has leases."""
     delays: DelayingAdapter | None
@@ -75,21 +74,21 @@ async def _open_queues(
     known = {record.name: record for record in await store.providers()}.get(options.name)
     adapter_name = options.adapter or (known.adapter if known else DEFAULT_ADAPTER)
     default = known.queues if known else DEFAULT_QUEUES
-    mapper = StreamQueueMapper(default if options.queues is None else options.queues)
-    options.cache.per_queue(mapper.queues)
+    ring = StreamQueueMapper(default if options.queues is None else options.queues)
+    options.cache.per_queue(ring.queues)
 
-    async def register(location: Mapping[str, Any] | None = None) -> None:
+    async def register(mapper: str, location: Mapping[str, Any] | None = None) -> None:
         await store.register_provider(
-            options.name, adapter=adapter_name, queues=mapper.queues, mapper=MAPPER_VERSION, options=location
+            options.name, adapter=adapter_name, queues=ring.queues, mapper=mapper, options=location
         )
 
     if known:
-        await register()  # refuses options that contradict the stored ones
+        await register(known.mapper)  # refuses options that contradict the stored ones
         await check_same_directory(store, options.name, directory)
     own = await asyncio.to_thread(directory.provider_dir, options.name) if directory else None
     owner = "" if store.private else await store.value_or(f"owner/{options.name}", uuid.uuid4().hex)
     context = AdapterContext(
-        provider=options.name, queues=mapper.queues, directory=own, queue_of=mapper.queue_of, owner=owner,
+        provider=options.name, queues=ring.queues, directory=own, queue_of=ring.queue_of, owner=owner,
         used_before=known is not None, location=known.options if known else {},
     )  # fmt: skip
     async with AsyncExitStack() as stack:
@@ -99,9 +98,12 @@ async def _open_queues(
             _check_shareable(options.name, adapter_name, adapter)
         if options.delays is not None:
             check_delays_possible(options.name, adapter_name, adapter, private=store.private)
-        await check_queues(store, options.name, adapter, mapper.queues, directory, known=known is not None)
+        mapper = adapter.mapper or ring
+        if known and known.mapper != mapper.name:
+            await register(mapper.name)  # refuses it
+        await check_queues(store, options.name, adapter, ring.queues, directory, known=known is not None)
         if not known or adapter.location != known.options:
-            await register(adapter.location)  # only now: a provider that cannot be opened is not stored
+            await register(mapper.name, adapter.location)  # only now: a provider that cannot be opened is not stored
         delays = await _with_delays(options, adapter, store)
         stack.pop_all()
         origin = owner or uuid.uuid4().hex

@@ -39,7 +39,7 @@ async def check_queues(
         await check_same_directory(store, provider, directory)
     if not adapter.identity:
         return
-    if not known:
+    if not known and adapter.mapper is None:  # other programs write to queues with a mapper of their own
         await _check_unused(store, provider, adapter, queues, None if directory is None else directory.path)
     if await store.value_or(identity_key(provider), adapter.identity) != adapter.identity:
         raise DataDirectoryError(

@@ -256,6 +256,11 @@ class Provider(ProviderCore):
                 f"subscription {declared.definition.name!r}: a handler in the silo is all of its group, so its mode is "
                 f"shared, not {declared.definition.mode.value}; consume it through a client instead"
             )
+        if declared.effects is not None and len(self.queues_with(_SOME_STREAM)) > 1:
+            raise NotSupported(
+                f"subscription {declared.definition.name!r}: effects need one queue for each stream, and any queue of "
+                f"provider {self.name!r} may have events of a stream; declare how its producers choose the queue"
+            )
         await self.serve(declared.definition, await _service(declared, self._parts.origin))
         return LocalSubscription(self, declared)
 
@@ -327,6 +332,9 @@ class Provider(ProviderCore):
         """Return the gap records of a subscription, in the order of detection: events that it does not get. Raise
         NotFound."""
         return await (await self.local_consumer()).gaps(subscription)
+
+
+_SOME_STREAM = StreamId("namespace", "key")
 
 
 async def _open_consumer(provider: Provider, plan: ConsumerPlan) -> Consumer:

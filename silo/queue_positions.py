@@ -25,6 +25,7 @@ class QueuePositions:
         self.name = parts.options.name
         self.queues = parts.mapper.queues
         self.queue_of = parts.mapper.queue_of
+        self.queues_with = parts.mapper.queues_with
         self.adapter = parts.adapter
         self.adapter_name = parts.adapter_name
         self.store = parts.store
@@ -32,10 +33,13 @@ class QueuePositions:
 
     def queues_of(self, selector: Selector) -> Sequence[int]:
         """The queues that hold streams which a selector matches."""
-        return [self.queue_of(StreamId.parse(selector.pattern))] if selector.explicit else range(self.queues)
+        return self.queues_with(StreamId.parse(selector.pattern)) if selector.explicit else range(self.queues)
 
     async def positions(self, selector: Selector, start: Start) -> dict[int, Checkpoint]:
-        """The checkpoints that `start` means, by queue. A subscription to one stream has one queue only."""
+        """The checkpoints that `start` means, by queue.
+
+        A token is a position in one queue. Raises InvalidArgument for a token if the subscription has several queues.
+        """
         stream = StreamId.parse(selector.pattern) if selector.explicit else None
         queues = self.queues_of(selector)
         if start.kind is StartKind.OFFSETS:
@@ -43,6 +47,11 @@ class QueuePositions:
                 raise InvalidArgument(
                     f"a token is a position in one queue, so only a subscription to one stream can go to it, not "
                     f"{selector.pattern!r}; use a time instead"
+                )
+            if len(queues) > 1:
+                raise InvalidArgument(
+                    f"a token is a position in one queue, and any queue of provider {self.name!r} may have events of "
+                    f"{stream}; use a time instead"
                 )
             assert start.token is not None
             return {queues[0]: await self._at_token(stream, queues[0], SequenceToken.parse(start.token))}

@@ -136,7 +136,8 @@ class SubscriptionHost(QueuePositions):
         check_text("name", name)
         check_instance("stream", stream, StreamId, "StreamId('orders', '42')")
         if (served := self.manager.served.get(name)) is not None:
-            return any(delivery.retries.resume(stream) for delivery in served.deliveries.values())
+            resumed = [delivery.retries.resume(stream) for delivery in served.deliveries.values()]
+            return any(resumed)
         async with self._unserved(name):
             return await self.store.resume(self.name, name, stream)
 

@@ -88,6 +88,7 @@ PUBLIC = {
         "QueueStatistics",
         "Receipt",
         "Received",
+        "StreamMapper",
         "adapter_names",
         "open_adapter",
         "read_options",

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -26,11 +27,15 @@ class ConformsToQueueAdapter(ReadingTests):
     """For adapters that are not read-only."""
 
     tests_group = "read-write"
+    batch_events: ClassVar[int] = 4
+    """Largest number of events in most batches of the suite. 1 for queues that store each event by itself."""
 
     async def fill(self, adapter: QueueAdapter, queues: int) -> None:
         """Batches of one to three events, of a few streams, some larger than others."""
         for number in range(BATCHES):
-            payloads = [f"{number}.{index}" * (1 + number % 4 * 10) for index in range(1 + number % 3)]
+            payloads = [
+                f"{number}.{index}" * (1 + number % 4 * 10) for index in range(min(1 + number % 3, self.batch_events))
+            ]
             await adapter.enqueue([(queue, batch_of(f"{queue}-{number % 4}", *payloads)) for queue in range(queues)])
 
     async def expect_nothing(self, adapter: QueueAdapter, receiver: QueueReceiver, queue: int = 0) -> None:
@@ -208,7 +213,7 @@ class ConformsToQueueAdapter(ReadingTests):
     @pytest.mark.parametrize("seed", range(12))
     async def test_random_steps_match_a_list(self, tmp_path: Path, seed: int) -> None:
         async with self.adapter(tmp_path, queues=3) as adapter:
-            await RandomSteps(adapter, queues=3, seed=seed).run(steps=80)
+            await RandomSteps(adapter, queues=3, seed=seed, batch_events=self.batch_events).run(steps=80)
 
 
 def _all_sorts_of_batches() -> list[EventBatch]:

@@ -26,8 +26,9 @@ class _ModelQueue:
 class RandomSteps:
     """Enqueues without awaiting, receives, acknowledges and reopens, in an order that depends on the seed alone."""
 
-    def __init__(self, adapter: QueueAdapter, *, queues: int, seed: int) -> None:
+    def __init__(self, adapter: QueueAdapter, *, queues: int, seed: int, batch_events: int = 4) -> None:
         self._adapter = adapter
+        self._batch_events = batch_events
         self._rng = random.Random(seed)  # noqa: S311 (a test that can be repeated)
         self._queues = [_ModelQueue() for _ in range(queues)]
         self._calls: list[asyncio.Future[Sequence[Receipt]]] = []
@@ -53,7 +54,7 @@ class RandomSteps:
         self._calls.append(asyncio.ensure_future(self._adapter.enqueue(batches)))
 
     def _batch(self) -> EventBatch:
-        payloads = [f"{self._made}.{index}" for index in range(self._rng.randint(1, 4))]
+        payloads = [f"{self._made}.{index}" for index in range(self._rng.randint(1, self._batch_events))]
         self._made += 1
         return batch_of(self._rng.choice("abc"), *payloads)
 

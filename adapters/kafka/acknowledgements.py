@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from confluent_kafka import KafkaException, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from ...streams.background import BackgroundTasks
 from ...streams.errors import StorageError
@@ -15,6 +16,14 @@ from .client import KafkaClients
 from .limits import KafkaLimits
 
 log = logging.getLogger("headrace.adapters.kafka")
+
+RETRY_S = 0.1
+_COORDINATOR_STARTS = (
+    KafkaError.NOT_COORDINATOR,
+    KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+    KafkaError.COORDINATOR_NOT_AVAILABLE,
+)
+"""Errors while the coordinator of a group starts, after the start of a broker."""
 
 
 class KafkaAcknowledgements:
@@ -55,10 +64,17 @@ class KafkaAcknowledgements:
         """Return what the group has committed. An administrative client would crash the process while the coordinator
         of the group loads (librdkafka 2.16)."""
         consumer = self._clients.consumer(self._group)
+        deadline = time.monotonic() + self._limits.request_s
         try:
-            return consumer.committed(places, self._limits.request_s)
-        except KafkaException as error:
-            raise self._clients.failure(f"the commits of group {self._group!r} cannot be read", error) from None
+            while True:
+                try:
+                    return consumer.committed(places, self._limits.request_s)
+                except KafkaException as error:
+                    if error.args[0].code() not in _COORDINATOR_STARTS or time.monotonic() > deadline:
+                        raise self._clients.failure(
+                            f"the commits of group {self._group!r} cannot be read", error
+                        ) from None
+                time.sleep(RETRY_S)
         finally:
             consumer.close()
 

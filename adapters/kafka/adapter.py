@@ -23,8 +23,10 @@ from .formats import PackedFormat, RecordFormat
 from .ledgers import KafkaLedgers, ledger_settings, ledger_topic
 from .limits import KAFKA_LIMITS, KafkaLimits
 from .options import KafkaOptions, with_location
+from .partitioners import PartitionMapper
 from .producers import KafkaProducers
-from .publisher import RecordPublisher
+from .publisher import OutgoingRecord, RecordPublisher
+from .raw import RawFormat
 from .reading import read_range
 from .receiver import KafkaReceiver, ReceiverQueue
 from .secrets import ClientSettings
@@ -33,6 +35,8 @@ from .watch import TopicWatch
 
 RECORD_OVERHEAD_BYTES = 4096
 """A batch may be smaller than the largest record by this, in bytes: the record has a key and headers, too."""
+ATTRIBUTES_BYTES = 256
+"""Kafka's own bytes of a record and of the group that it is stored in, at most."""
 _KNOWN_TIMES = 1000
 
 
@@ -68,7 +72,7 @@ async def _open_topic(
     if facts is None:
         if not options.create or context.location:
             raise no_topic(topic, context.queues, options.bootstrap)
-        kept = options.retain_unfinished or options.retain_age_s is None
+        kept = options.keeps_unfinished or options.retain_age_s is None
         retention_ms = -1 if kept else int((options.retain_age_s or 0) * 1000)
         settings = {**topic_settings(retention_ms), **replica_settings(options.replication)}
         await topics.create(topic, context.queues, options.replication, settings)
@@ -79,14 +83,7 @@ async def _open_topic(
             "gone: create another provider, or one with another topic",
             option="options",
         )
-    check_topic(
-        topic,
-        facts,
-        await topics.settings(topic),
-        queues=context.queues,
-        bootstrap=options.bootstrap,
-        keep=options.retain_unfinished,
-    )
+    check_topic(topic, facts, await topics.settings(topic), queues=context.queues, options=options)
     ledger = ledger_topic(topic)
     if await topics.describe(ledger) is None:
         await topics.create(ledger, 1, options.replication or facts.replicas, ledger_settings())
@@ -120,12 +117,14 @@ class KafkaAdapter(QueueAdapter):
         self._topics = topics
         self._limits = limits
         self._loop = asyncio.get_running_loop()
+        if options.format == "raw":
+            self.mapper = PartitionMapper(options.partitioner, context.queues, context.queue_of)
         self.identity = facts.topic_id
         self.location = options.location(topic, facts.topic_id)
         self._watch = TopicWatch(topic, facts, topics, limits, self._wake)
         self._ledgers = KafkaLedgers(topic, context.queues, clients, topics, limits)
-        self._publisher = RecordPublisher(topic, clients, limits)
-        self._producers = KafkaProducers(self._ledgers, self._publisher.send)
+        self._publisher: RecordPublisher | None = None
+        self._producers = KafkaProducers(self._ledgers, self._send)
         self._acknowledgements = KafkaAcknowledgements(f"headrace.{context.provider}", topic, clients, limits)
         self._progress = ProgressGroups(context.provider, topic, clients, limits)
         self._format: RecordFormat = PackedFormat(0)
@@ -139,8 +138,15 @@ class KafkaAdapter(QueueAdapter):
     async def open(self) -> None:
         """Read the ledgers of producers. Raises StorageError."""
         largest = int((await self._topics.settings(self._topic)).get("max.message.bytes", 1 << 20))
-        self._format = PackedFormat(largest - RECORD_OVERHEAD_BYTES)
-        await self._ledgers.open(await self._topics.bounds(self._topic, range(self._queues)), from_end=False)
+        self._clients.fit(largest)
+        self._publisher = RecordPublisher(self._topic, self._clients, self._limits)
+        if isinstance(self.mapper, PartitionMapper):
+            self._format = RawFormat(self._options.namespace or self._topic, self.mapper, largest - ATTRIBUTES_BYTES)
+        else:
+            self._format = PackedFormat(largest - RECORD_OVERHEAD_BYTES)
+        await self._ledgers.open(
+            await self._topics.bounds(self._topic, range(self._queues)), from_end=self._options.format == "raw"
+        )
         self._background.start(self._watch.run(), f"headrace kafka topic {self._topic}")
 
     # ---- publishing ------------------------------------------------------------------------------------------------
@@ -155,13 +161,19 @@ class KafkaAdapter(QueueAdapter):
         self._check_open()
         if (fault := self._watch.fault) is not None and self._watch.replaced:
             raise fault.copy()
-        records = [
-            record for queue, batch in batches for record in self._format.records(self._check_queue(queue), batch)
-        ]
+        placed = [self._format.records(self._check_queue(queue), batch) for queue, batch in batches]
+        records = [record for of_batch in placed for record in of_batch]
         if sequence is None:
-            return self._publisher.send(records)
-        task = self._storing.hold(self._producers.once(sequence, records), f"headrace publish of {sequence.producer}")
-        return asyncio.shield(task)  # a call that has begun is completed, even if the caller is cancelled
+            answer = self._send(records)
+        else:
+            storing = self._producers.once(sequence, records)
+            answer = asyncio.shield(self._storing.hold(storing, f"headrace publish of {sequence.producer}"))
+        # A call that has begun is completed, even if the caller is cancelled.
+        return answer if len(records) == len(placed) else _of_batches(answer, placed)
+
+    def _send(self, records: Sequence[OutgoingRecord]) -> asyncio.Future[Sequence[Receipt]]:
+        assert self._publisher is not None  # `open` made it
+        return self._publisher.send(records)
 
     async def last_sequence(self, producer: str) -> int:
         self._check_open()
@@ -281,7 +293,7 @@ class KafkaAdapter(QueueAdapter):
         """See QueueAdapter. With `retain_unfinished`, deletes finished records that are older than `retain_age_s`."""
         self._check_open()
         age_s = self._options.retain_age_s
-        if age_s is None or not self._options.retain_unfinished:
+        if age_s is None or not self._options.keeps_unfinished:
             return
         old_us = int((time.time() - age_s) * 1e6)
         bounds = await self._topics.bounds(self._topic, range(self._queues))
@@ -307,7 +319,8 @@ class KafkaAdapter(QueueAdapter):
     async def _close(self) -> None:
         await self._background.aclose()
         await asyncio.gather(*(receiver.aclose() for receiver in list(self._receivers)))
-        await self._publisher.aclose()
+        if self._publisher is not None:
+            await self._publisher.aclose()
         await self._acknowledgements.aclose()
         await self._ledgers.aclose()
 
@@ -319,3 +332,15 @@ class KafkaAdapter(QueueAdapter):
         if not 0 <= queue < self._queues:
             raise InvalidArgument(f"there is no queue {queue}: this provider has queues 0 to {self._queues - 1}")
         return queue
+
+
+async def _of_batches(
+    answer: Awaitable[Sequence[Receipt]], placed: Sequence[Sequence[OutgoingRecord]]
+) -> Sequence[Receipt]:
+    """Return a receipt for each batch: that of its first record. It is a duplicate if all of its records are."""
+    receipts = iter(await answer)
+    found: list[Receipt] = []
+    for records in placed:
+        mine = [next(receipts) for _ in records]
+        found.append(Receipt(mine[0].token, duplicate=all(each.duplicate for each in mine)))
+    return found

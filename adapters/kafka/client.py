@@ -38,6 +38,7 @@ class KafkaRecord(Protocol):
 
     def error(self) -> KafkaError | None: ...
     def offset(self) -> int: ...
+    def partition(self) -> int: ...
     def key(self) -> bytes | None: ...
     def value(self) -> bytes | None: ...
     def headers(self) -> Sequence[tuple[str, bytes | None]] | None: ...
@@ -62,7 +63,12 @@ class KafkaClients:
     def __init__(self, options: KafkaOptions, settings: ClientSettings) -> None:
         self.options = options
         self._settings = settings
+        self._largest = MAX_RECORD_BYTES
         check_names(settings.values())
+
+    def fit(self, largest: int) -> None:
+        """Fit the clients that are made from now on to a topic whose records have at most `largest` bytes."""
+        self._largest = largest
 
     def producer(self) -> Any:
         """Make a producer. Raises InvalidArgument for wrong settings."""
@@ -75,10 +81,10 @@ class KafkaClients:
                 "linger.ms": options.linger_ms,
                 "compression.type": options.compression,
                 "delivery.timeout.ms": int(options.publish_timeout_s * 1000),
-                "message.max.bytes": MAX_RECORD_BYTES * 2,
+                "message.max.bytes": max(MAX_RECORD_BYTES, self._largest) * 2,
                 "queue.buffering.max.messages": 2_000_000,
                 "queue.buffering.max.kbytes": 1 << 20,
-                "batch.size": 1 << 20,
+                "batch.size": min(1 << 20, self._largest),
             },
         )
 
@@ -125,7 +131,7 @@ class KafkaClients:
                     "fetch.message.max.bytes": FETCH_BYTES,
                     "fetch.queue.backoff.ms": 10,
                     "queued.max.messages.kbytes": 8192,
-                    "receive.message.max.bytes": MAX_RECORD_BYTES * 4,
+                    "receive.message.max.bytes": max(MAX_RECORD_BYTES, self._largest) * 4,
                     **(more or {}),
                 },
             ),

@@ -29,7 +29,7 @@ from .topics import KafkaTopics
 log = logging.getLogger("headrace.adapters.kafka")
 
 _T = TypeVar("_T")
-_QUEUE, _PRODUCER = b"queue/", b"producer/"
+_QUEUE, _PRODUCER, _BEGIN = b"queue/", b"producer/", b"begin/"
 
 
 def ledger_topic(topic: str) -> str:
@@ -67,6 +67,8 @@ class KafkaLedgers:
         self._queues = [QueueLedger() for _ in range(queues)]
         self._unsaved = [_Unsaved() for _ in range(queues)]
         self._locks = [asyncio.Lock() for _ in range(queues)]
+        self._begins: dict[int, int] = {}
+        """The offset at which headrace began to publish, by queue, if there were records of other programs before."""
         self._empty: dict[str, StoredCall] = {}
         """Last calls without batches, by producer."""
         self._rows_read = 0
@@ -81,11 +83,19 @@ class KafkaLedgers:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def open(self, bounds: Mapping[int, Bounds], *, from_end: bool) -> None:
-        """Read the snapshots. A queue without one begins at its end if `from_end`, else at its beginning."""
+        """Read the snapshots. A queue without one begins at its end if `from_end`, else at its beginning.
+
+        The end is stored. If several processes open the topic for the first time, all take the lowest of their ends,
+        because each reads the rows once more after it has stored its own.
+        """
         await self._read_rows()
-        for queue, (first, end) in bounds.items():
-            ledger = self._queues[queue]
-            ledger.advance(end if from_end and not ledger.position else first)
+        unknown = [queue for queue in bounds if from_end and queue not in self._begins]
+        if unknown:
+            rows = [(_BEGIN + str(queue).encode(), str(bounds[queue].next).encode()) for queue in unknown]
+            await self._rows().send([OutgoingRecord(0, key, value) for key, value in rows])
+            await self._read_rows()
+        for queue, (first, _) in bounds.items():
+            self._queues[queue].advance(max(first, self._begins.get(queue, 0)))
 
     async def _read_rows(self) -> None:
         topic = ledger_topic(self._topic)
@@ -109,6 +119,9 @@ class KafkaLedgers:
                 queue = int(key.removeprefix(_QUEUE))
                 if queue < len(self._queues):
                     self._queues[queue].adopt(msgspec.msgpack.decode(value, type=LedgerSnapshot))
+            elif key.startswith(_BEGIN):
+                queue = int(key.removeprefix(_BEGIN))
+                self._begins[queue] = min(int(value), self._begins.get(queue, int(value)))
             elif key.startswith(_PRODUCER):
                 call = msgspec.msgpack.decode(value, type=StoredCall)
                 call.time_ms = record.timestamp()[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -22,6 +22,16 @@ class KafkaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     topic: str | None = None
     """The topic that has the queues. None: `headrace.` and the provider's name."""
 
+    format: Literal["packed", "raw"] = "packed"
+    """`packed`: a record is a batch of events, which only headrace writes and reads. `raw`: a record is one event, and
+    other programs write and read the topic, too."""
+
+    partitioner: Literal["any", "murmur2", "crc32", "ring"] = "any"
+    """How the producers of a raw topic choose the partition of a key."""
+
+    namespace: str | None = None
+    """The namespace of the streams of a raw topic. None: the name of the topic."""
+
     create: bool = True
     """Create the topic if it does not exist. False: refuse to open."""
 
@@ -31,9 +41,9 @@ class KafkaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     retain_age_s: _Positive | None = None
     """Delete batches older than this, in seconds. None: do not delete by age."""
 
-    retain_unfinished: bool = True
+    retain_unfinished: bool | None = None
     """True: headrace deletes, and only batches that every subscription has finished. False: Kafka deletes by itself,
-    and leaves gap records."""
+    and leaves gap records. None: False for a raw topic, else True."""
 
     publish_timeout_s: Annotated[float, msgspec.Meta(gt=0, le=600)] = 10.0
     """How long a publish waits for the brokers, in seconds. Keep it below `lease_s` of a cluster."""
@@ -52,6 +62,11 @@ class KafkaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         fields = {name: getattr(self, name) for name in self.__struct_fields__} | {"kafka": masked(self.kafka)}
         return f"KafkaOptions({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
+    @property
+    def keeps_unfinished(self) -> bool:
+        """Whether headrace deletes finished batches, and Kafka deletes nothing by itself."""
+        return self.format == "packed" if self.retain_unfinished is None else self.retain_unfinished
+
     def location(self, topic: str, topic_id: str) -> Mapping[str, Any]:
         """Return the options that locate the queues and decide the settings of the topic, without secrets."""
         stored = {
@@ -61,9 +76,13 @@ class KafkaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "bootstrap": self.bootstrap,
             "topic": topic,
             "topic_id": topic_id,
-            "retain_unfinished": self.retain_unfinished,
+            "retain_unfinished": self.keeps_unfinished,
             "kafka": msgspec.to_builtins(stored),
+            **({} if self.format == "packed" else self._raw_location(topic)),
         }
+
+    def _raw_location(self, topic: str) -> Mapping[str, Any]:
+        return {"format": self.format, "partitioner": self.partitioner, "namespace": self.namespace or topic}
 
 
 def _secret(name: str) -> bool:
@@ -73,16 +92,19 @@ def _secret(name: str) -> bool:
 def with_location(provider: str, given: Mapping[str, Any], stored: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """Return the options given, completed by the stored location, and the id of the topic, "" if it is not known.
 
-    Brokers may move: other addresses are accepted. Raises InvalidArgument for another topic.
+    Brokers may move: other addresses are accepted. Raises InvalidArgument for another topic, or for a raw topic that is
+    read in another way.
     """
     stored = dict(stored)
     topic_id = stored.pop("topic_id", "")
-    if "topic" in stored and given.get("topic", stored["topic"]) != stored["topic"]:
-        raise InvalidArgument(
-            f"provider {provider!r} has its queues in the topic {stored['topic']!r}, not {given['topic']!r}: open it "
-            f"with topic = {stored['topic']!r}, or create another provider",
-            option="options",
-        )
+    fixed = {"format": "packed", **stored} if stored else {}
+    for name in ("topic", "format", "partitioner", "namespace"):
+        if name in fixed and given.get(name, fixed[name]) != fixed[name]:
+            raise InvalidArgument(
+                f"provider {provider!r} has its queues in {name} = {fixed[name]!r}, not {given[name]!r}: open it "
+                f"with {name} = {fixed[name]!r}, or create another provider",
+                option="options",
+            )
     if "bootstrap" in given:
         stored.pop("kafka", None)
     return {**stored, **given}, topic_id

@@ -17,6 +17,7 @@ from ...streams.errors import InvalidArgument, NotFound, StorageError
 from ..receiving import Bounds
 from .client import MAX_RECORD_BYTES, KafkaClients, answer_of
 from .limits import KafkaLimits
+from .options import KafkaOptions
 
 MIN_RECORD_BYTES = 4 << 20
 """A topic that stores smaller records only is refused: a batch of events may be as large as this."""
@@ -146,13 +147,13 @@ def replica_settings(replicas: int | None) -> Mapping[str, str]:
 
 
 def check_topic(
-    topic: str, facts: TopicFacts, settings: Mapping[str, str], *, queues: int, bootstrap: str, keep: bool
+    topic: str, facts: TopicFacts, settings: Mapping[str, str], *, queues: int, options: KafkaOptions
 ) -> None:
-    """Raise InvalidArgument if the topic could lose events, or does not fit, with the command that mends it.
-
-    `keep`: headrace deletes, so Kafka must not.
-    """
-    alter = f"kafka-configs.sh --bootstrap-server {bootstrap} --alter --entity-type topics --entity-name {topic}"
+    """Raise InvalidArgument if the topic could lose events, or does not fit, with the command that mends it."""
+    keep = options.keeps_unfinished
+    alter = (
+        f"kafka-configs.sh --bootstrap-server {options.bootstrap} --alter --entity-type topics --entity-name {topic}"
+    )
     problems: list[tuple[bool, str, str]] = [
         (
             facts.partitions != queues,
@@ -175,7 +176,7 @@ def check_topic(
             f"{alter} --add-config unclean.leader.election.enable=false",
         ),
         (
-            int(settings.get("max.message.bytes", MIN_RECORD_BYTES)) < MIN_RECORD_BYTES,
+            options.format == "packed" and int(settings.get("max.message.bytes", MIN_RECORD_BYTES)) < MIN_RECORD_BYTES,
             f"stores no records above {settings.get('max.message.bytes')} bytes",
             f"{alter} --add-config max.message.bytes={MAX_RECORD_BYTES}",
         ),

@@ -128,7 +128,7 @@ def _check_streams(
     selects = definition.selector.matcher()
     for queue, checkpoint in positions.items():
         for stream in checkpoint.behind:
-            if not selects(stream) or provider.queue_of(stream) != queue:
+            if not selects(stream) or queue not in provider.queues_with(stream):
                 raise InvalidArgument(
                     f"open.positions: the token for queue {queue} is of another subscription: give each back as it came"
                 )

@@ -170,9 +170,14 @@ class SubscriptionService:
         provider = provider_of(call, self._providers, request.provider, TO_MANAGE)
         definition = await subscription_of(call, provider, request.name, TO_MANAGE)
         if self._owners is not None and call.principal is not PEER:
-            owner = self._owners.owner(provider.name, provider.queue_of(stream))
-            if owner:
-                return await self._owners.call(owner, "SubscriptionService/ResumeStream", message)
+            queues = provider.queues_with(stream)
+            owners = {owner for queue in queues if (owner := self._owners.owner(provider.name, queue))}
+            if owners:
+                answers = [
+                    await self._owners.call(owner, "SubscriptionService/ResumeStream", message) for owner in owners
+                ]
+                resumed = [pb.ResumeStreamResponse.FromString(answer).resumed for answer in answers]
+                return pb.ResumeStreamResponse(resumed=any(resumed)).SerializeToString()
         resumed = [await provider.resume(name, stream) for name in await _position_names(provider, definition)]
         return pb.ResumeStreamResponse(resumed=any(resumed)).SerializeToString()
 

@@ -15,7 +15,7 @@ from ...adapters import Bounds, QueueAdapter
 from ...server.access import Permission, Principal
 from ...streams.errors import HeadraceError
 from ...streams.events import EventBatch
-from ...streams.identity import SequenceToken, StreamId
+from ...streams.identity import SequenceToken
 from ...streams.subscriptions import Selector, Start
 from ..provider_core import ProviderCore
 from ..queue_positions import past_the_end
@@ -84,7 +84,10 @@ class VisibleBounds:
         """
         if start.token is None or not selector.explicit or not provider.adapter.capabilities.rewindable:
             return
-        queue, token = provider.queue_of(StreamId.parse(selector.pattern)), SequenceToken.parse(start.token)
+        queues = provider.queues_of(selector)
+        if len(queues) > 1:
+            return  # the token is refused, wherever it is
+        queue, token = queues[0], SequenceToken.parse(start.token)
         if not sees_everything(principal) and token > ((await self.bounds(principal, provider, queue)).next, 0):
             raise past_the_end(token, queue)
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
+from typing import Any
 
 from benchmarks.kafka_servers import KafkaServer
 from headrace import Client, EventBatch, Provider, Selector
@@ -18,10 +19,12 @@ QUEUES = 2
 
 
 @asynccontextmanager
-async def silo_on_kafka(folder: Path, address: str, topic: str) -> AsyncGenerator[str]:
-    """Run a silo, and return its address."""
-    options = {"bootstrap": address, "topic": topic}
-    async with Provider.open(folder / "d", adapter="kafka", queues=QUEUES, options=options):
+async def silo_on_kafka(
+    folder: Path, address: str, topic: str, *, queues: int = QUEUES, **more: Any
+) -> AsyncGenerator[str]:
+    """Run a silo, and return its address. `more` are options of the adapter."""
+    options = {"bootstrap": address, "topic": topic, **more}
+    async with Provider.open(folder / "d", adapter="kafka", queues=queues, options=options):
         pass  # the control store knows now where the queues are
     silo = SiloProcess(folder)
     try:
