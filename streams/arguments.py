@@ -130,7 +130,7 @@ def check_methods(protocol: type) -> Callable[[type[_T]], type[_T]]:
     """Decorate a class that users call: `check_call` for its methods, also inherited ones, that `protocol` has."""
 
     def decorate(kind: type[_T]) -> type[_T]:
-        for name in vars(protocol):
+        for name in {name for each in protocol.__mro__ for name in vars(each)}:
             method = None if name.startswith("_") else getattr(kind, name, None)
             if inspect.isfunction(method) and not hasattr(method, "__wrapped__"):
                 setattr(kind, name, check_call(method))

@@ -8,11 +8,12 @@ from typing import Any
 
 import click
 
+from ...client.stream_provider import SubscriptionAdministration
 from ...streams.errors import InvalidArgument, NotFound
 from ...streams.subscriptions import DeadLetter
 from ...streams.wording import counted
 from .help import CommandGroup
-from .managing import SubscriptionManager, managed
+from .managing import managed
 from .options import ProviderPlace, adapter_options, place_options
 from .output import json_option, note, print_fields, print_json, print_table
 from .rendering import payload_fields
@@ -184,7 +185,7 @@ async def _delete(place: ProviderPlace, subscription: str, ids: Sequence[int] | 
 
 
 async def _letters(
-    provider: SubscriptionManager, subscription: str, ids: Sequence[int] | None
+    provider: SubscriptionAdministration, subscription: str, ids: Sequence[int] | None
 ) -> dict[int, DeadLetter]:
     """The dead letters of the subscription with these ids. Raises NotFound if `ids` is None and the subscription is not
     known."""
@@ -203,7 +204,7 @@ def _named(ids: Sequence[int]) -> str:
     return f"dead letter{'s' if len(unique) > 1 else ''} {', '.join(map(str, unique))}"
 
 
-async def _check_known(provider: SubscriptionManager, subscription: str) -> None:
+async def _check_known(provider: SubscriptionAdministration, subscription: str) -> None:
     """Raises NotFound if there is no such subscription, and no dead letter of a deleted one."""
     if not await provider.dead_letters(subscription, limit=1):
         await provider.subscription(subscription)

@@ -1,60 +1,35 @@
-"""Management of subscriptions and dead letters in a data directory or on a silo.
-
-A client has the methods that commands need. This module gives the same methods to a data directory."""
+"""Administration of subscriptions and dead letters in a data directory or on a silo."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Any
 
+from ...client.stream_provider import SubscriptionAdministration
 from ...silo.provider import Provider
 from ...silo.views import fault_at
-from ...streams.identity import StreamId
 from ...streams.states import QueueProgress, SubscriptionState
-from ...streams.subscriptions import Checkpoint, DeadLetter, Start, SubscriptionDefinition
+from ...streams.subscriptions import Checkpoint, DeadLetter, SubscriptionDefinition
 from .options import ProviderPlace, SiloPlace, connected, opened
-
-
-class SubscriptionManager(Protocol):
-    """The methods of a provider that manage its subscriptions: see `headrace.Client`."""
-
-    async def create_subscription(self, definition: SubscriptionDefinition) -> bool: ...
-
-    async def subscription(self, name: str) -> SubscriptionState: ...
-
-    async def subscriptions(self) -> list[SubscriptionDefinition]: ...
-
-    async def delete_subscription(self, name: str) -> None: ...
-
-    async def seek(self, name: str, start: Start) -> None: ...
-
-    async def resume(self, name: str, stream: StreamId) -> bool: ...
-
-    async def dead_letters(
-        self, subscription: str | None = None, *, limit: int = 100, after_id: int = 0
-    ) -> list[DeadLetter]: ...
-
-    async def redrive(self, subscription: str, ids: Sequence[int] | None = None) -> int: ...
-
-    async def delete_dead_letters(self, subscription: str, ids: Sequence[int] | None = None) -> int: ...
 
 
 @asynccontextmanager
 async def managed(
     place: ProviderPlace, how: Mapping[str, Any] | None = None, *, create: bool = False
-) -> AsyncGenerator[SubscriptionManager]:
+) -> AsyncGenerator[SubscriptionAdministration]:
     """Open the provider at a place. For a data directory, `how` and `create` are as in `opened`."""
     if isinstance(place, SiloPlace):
         async with connected(place) as client:
             yield client
     else:
         async with opened(place, how, create=create) as provider:
-            yield LocalManager(provider)
+            yield LocalAdministration(provider)
 
 
-class LocalManager:
-    """Manages a provider that is open in this process."""
+class LocalAdministration:
+    """Administers a provider that is open in this process, by its control store. Those of `Provider` would load the
+    services of a silo."""
 
     def __init__(self, provider: Provider) -> None:
         self._provider = provider
@@ -63,6 +38,7 @@ class LocalManager:
         self.create_subscription = provider.create_subscription
         self.delete_subscription = provider.delete_subscription
         self.resume = provider.resume
+        self.seek = provider.seek
 
     async def subscription(self, name: str) -> SubscriptionState:
         definition = await self._store.subscription(self._name, name)
@@ -80,9 +56,6 @@ class LocalManager:
 
     async def subscriptions(self) -> list[SubscriptionDefinition]:
         return await self._store.subscriptions(self._name)
-
-    async def seek(self, name: str, start: Start) -> None:
-        await self._provider.seek(name, start)
 
     async def dead_letters(
         self, subscription: str | None = None, *, limit: int = 100, after_id: int = 0

@@ -418,7 +418,7 @@ def arguments(of: type, name: str) -> list[str]:
 
 
 def public(of: type) -> set[str]:
-    return {name for name, value in vars(of).items() if callable(value) and not name.startswith("_")}
+    return {name for name in dir(of) if callable(getattr(of, name)) and not name.startswith("_")}
 
 
 def test_both_protocols_have_the_same_methods() -> None:
