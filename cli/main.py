@@ -32,6 +32,7 @@ COMMANDS = {
     "cluster": (".cluster", "Show the silos that share the queues; drain them, stop and start agents."),
     "tokens": (".tokens", "Create, list and revoke the tokens of clients."),
     "effects": (".effects", "Create and look at the tables of exactly-once effects in your database."),
+    "postgres": (".postgres", "Create and look at the tables of queues in PostgreSQL."),
     "state": (".state", "List, show, set and delete the states that handlers keep for streams."),
     "pipeline": (".pipeline", "Jobs on Spark: archive, replay, rollup, audit."),
 }

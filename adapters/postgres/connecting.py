@@ -1,0 +1,158 @@
+"""Connections to the database of a provider, checks of its server, and its errors as headrace's errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import psycopg
+from psycopg import AsyncConnection, Connection, IsolationLevel
+from psycopg.conninfo import conninfo_to_dict
+from psycopg.rows import TupleRow
+
+from ...store.postgres import BoundedConnection, TransactionDeadline
+from ...streams.errors import HeadraceError, InvalidArgument, StorageError, StorageFull
+from .limits import PostgresLimits
+from .options import PostgresOptions, check_url
+
+LOST_CONNECTION = psycopg.OperationalError, psycopg.InterfaceError
+_OLDEST_VERSION = 140000
+_FULL = frozenset({"53100", "53200"})
+_SERVER = """
+    SELECT pg_is_in_recovery(), current_setting('transaction_read_only'), current_setting('synchronous_commit'),
+    current_setting('fsync')
+"""
+
+
+class UnsafeServerError(StorageError):
+    """The server, or the role, has settings by which confirmed events can be lost. The message has the remedy."""
+
+
+class DatabasePlace:
+    """The address of a database, and how to connect to it."""
+
+    def __init__(self, options: PostgresOptions, limits: PostgresLimits) -> None:
+        """Raises InvalidArgument if the URL is wrong."""
+        self.pooler = options.pooler
+        self.limits = limits
+        self.syncs = True
+        """Whether the server's storage survives a crash of its machine, by its settings."""
+        try:
+            self._given = conninfo_to_dict(check_url(options.url))
+        except (psycopg.ProgrammingError, UnicodeDecodeError):
+            raise InvalidArgument(
+                "adapter 'postgres': url: libpq cannot read it; write postgresql://user@host:port/database, and "
+                "percent-encode other characters than letters and digits",
+                option="options",
+            ) from None
+        host, port = self._given.get("host", "localhost"), self._given.get("port", "5432")
+        self.shown = f"PostgreSQL at {host}:{port}/{self._given.get('dbname', '')}"
+
+    def open(self) -> Connection[TupleRow]:
+        """Return the first connection. Raises psycopg.Error, InvalidArgument if the server could lose events."""
+        try:
+            return self.connect()
+        except UnsafeServerError as error:
+            raise InvalidArgument(str(error), option="options") from None
+
+    def connect(self, timeout_s: float | None = None) -> Connection[TupleRow]:
+        """Return a connection that a thread uses, and that fails if an answer takes longer than its deadline.
+
+        Raises psycopg.Error, UnsafeServerError.
+        """
+        deadline = TransactionDeadline(self.limits.request_s)
+        connection = BoundedConnection.connect(**self._settings(timeout_s), autocommit=True, prepare_threshold=None)
+        connection.isolation_level = IsolationLevel.READ_COMMITTED
+        try:
+            connection.deadline = deadline
+            deadline.begin()
+            self._check(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _check(self, connection: Connection[TupleRow]) -> None:
+        if problem := self._problem(connection):
+            raise UnsafeServerError(problem)
+
+    def _problem(self, connection: Connection[TupleRow]) -> str:
+        """Return why the server cannot store events safely, with the remedy; "" if it can. Raises psycopg.Error."""
+        if connection.info.server_version < _OLDEST_VERSION:
+            return f"{self.shown} has a version below 14: use a newer one"
+        row = connection.execute(_SERVER).fetchone()
+        assert row is not None
+        standby, read_only, synchronous_commit, fsync = row
+        if standby:
+            return (
+                f"{self.shown} is a standby, which is read-only: give the url of the primary, or all urls with "
+                "?target_session_attrs=primary"
+            )
+        if read_only == "on":
+            return f"{self.shown} is read-only for this role: set default_transaction_read_only = off"
+        if synchronous_commit == "off":
+            return (
+                f"{self.shown} has synchronous_commit = off, which loses confirmed events in a crash: set "
+                "synchronous_commit = on for this role"
+            )
+        self.syncs = fsync == "on"
+        return ""
+
+    async def connect_async(self) -> AsyncConnection[TupleRow]:
+        """Return a connection that the event loop uses. Raises psycopg.Error."""
+        threshold = None if self.pooler else 5
+        settings = self._settings(None)
+        connection = await AsyncConnection.connect(**settings, autocommit=True, prepare_threshold=threshold)
+        await connection.set_isolation_level(IsolationLevel.READ_COMMITTED)
+        return connection
+
+    def _settings(self, timeout_s: float | None) -> dict[str, Any]:
+        request_s = self.limits.request_s
+        ours: dict[str, Any] = {
+            "connect_timeout": max(2, math.ceil(min(request_s, timeout_s or request_s))),  # 2 is the minimum of libpq
+            "tcp_user_timeout": round(request_s * 1000),
+            "keepalives_idle": 5,
+            "keepalives_interval": 1,
+            "keepalives_count": 3,
+            "application_name": "headrace",
+        }
+        settings = {**ours, **self._given}
+        if not self.pooler:  # a pooler refuses them
+            settings["options"] = f"{statement_limits(request_s)} {settings.get('options', '')}".strip()
+        return settings
+
+    @contextmanager
+    def translated(self) -> Generator[None]:
+        """Raise StorageError, StorageFull or InvalidArgument for errors of psycopg."""
+        try:
+            yield
+        except (psycopg.Error, TimeoutError) as error:
+            raise self.failure(error) from error
+
+    def failure(self, error: BaseException) -> HeadraceError:
+        """Return headrace's error for an error of psycopg. An error of headrace stays."""
+        if isinstance(error, HeadraceError):
+            return error
+        text = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, TimeoutError):
+            text = f"no answer within {self.limits.request_s:g} s"
+        state = getattr(error, "sqlstate", None)
+        if state in _FULL:
+            return StorageFull(f"{self.shown}: {text}")
+        if state == "42501":
+            return StorageError(f"{self.shown}: {text}: GRANT the role CREATE on the schema, and its tables")
+        return StorageError(f"{self.shown}: {text}")
+
+
+def statement_limits(request_s: float) -> str:
+    """Return options of a connection. The server's timeouts are a little shorter than ours, so that its error names the
+    reason, and a process that stands still holds locks for that time only."""
+    return " ".join(f"-c {name}={value}" for name, value in timeouts_ms(request_s).items())
+
+
+def timeouts_ms(request_s: float) -> dict[str, int]:
+    """Return the server's timeouts by name, in milliseconds."""
+    milliseconds = round(request_s * 1000)
+    return {"statement_timeout": milliseconds * 4 // 5, "idle_in_transaction_session_timeout": milliseconds}

@@ -1,0 +1,82 @@
+"""Options of a provider's queues in PostgreSQL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
+
+import msgspec
+
+from ...streams.errors import InvalidArgument
+
+POLL_S, POOLER_POLL_S = 1.0, 0.02
+"""Default of `poll_s`, without and with `pooler`."""
+_SECRET = frozenset({"password", "sslpassword", "user"})
+_Seconds = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class PostgresOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of the adapter `postgres`. All processes that open the provider must use the same retention."""
+
+    url: str
+    """The database, postgresql://user@host:port/database. A password may also be in PGPASSWORD or ~/.pgpass."""
+
+    create: bool = False
+    """Create the tables if they are missing, as `headrace postgres migrate URL` does."""
+
+    pooler: bool = False
+    """The URL leads to a pooler that gives each transaction another connection, such as PgBouncer. Nothing then wakes
+    up readers of other processes: they ask each `poll_s`."""
+
+    poll_s: _Seconds | None = None
+    """How often readers ask for new batches even if nothing woke them up, in seconds. None: 1, with `pooler` 0.02."""
+
+    publish_timeout_s: _Seconds = 10.0
+    """How long a publish waits for a server that is away, in seconds."""
+
+    group_bytes: Annotated[int, msgspec.Meta(gt=0)] = 4 << 20
+    """A commit accepts no further calls once it has this many bytes; later calls go into the next commit."""
+
+    segment_bytes: Annotated[int, msgspec.Meta(ge=1 << 16)] = 256 << 20
+    """A segment is followed by a new one when it has this many bytes. Segments are deleted as a whole."""
+
+    retain_age_s: _Seconds | None = None
+    """Delete segments whose batches are all older than this, in seconds. None: do not delete by age."""
+
+    retain_bytes: Annotated[int, msgspec.Meta(gt=0)] | None = None
+    """Delete the oldest segments while all queues together hold more bytes than this. None: do not delete by size."""
+
+    retain_unfinished: bool = True
+    """True: never delete batches that a subscription has not finished. False: delete them too, and leave a gap
+    record."""
+
+    def poll(self) -> float:
+        """Return how often readers ask for new batches, in seconds."""
+        return self.poll_s or (POOLER_POLL_S if self.pooler else POLL_S)
+
+
+def location_of(options: PostgresOptions) -> Mapping[str, Any]:
+    """Return the options that say where the queues are and how long they are kept, without a password."""
+    kept = {name: getattr(options, name) for name in ("pooler", "segment_bytes", "retain_unfinished")}
+    ages = {name: getattr(options, name) for name in ("retain_age_s", "retain_bytes")}
+    return {"url": without_password(options.url), **kept, **{name: each for name, each in ages.items() if each}}
+
+
+def without_password(url: str) -> str:
+    """Return a URL without its password. The user stays."""
+    parts = urlsplit(url)
+    user, at, host = parts.netloc.rpartition("@")
+    query = [(name, each) for name, each in parse_qsl(parts.query) if name not in _SECRET]
+    netloc = f"{user.partition(':')[0]}{at}{host}"
+    return parts._replace(netloc=netloc, query=urlencode(query, quote_via=quote)).geturl()
+
+
+def check_url(url: str) -> str:
+    """Return the URL as libpq takes it. Raises InvalidArgument, which does not show it, because it may have secrets."""
+    scheme, found, rest = url.partition("://")
+    if not found or scheme.partition("+")[0] not in ("postgresql", "postgres"):
+        raise InvalidArgument(
+            "adapter 'postgres': url: expected postgresql://user@host:port/database", option="options"
+        )
+    return f"postgresql://{rest}"

@@ -1,0 +1,76 @@
+"""Runs queries on a few connections, on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import psycopg
+from psycopg import AsyncConnection
+from psycopg.rows import TupleRow
+
+from ...streams.background import BackgroundTasks
+from .connecting import LOST_CONNECTION, DatabasePlace
+
+_T = TypeVar("_T")
+Work = Callable[[AsyncConnection[TupleRow]], Awaitable[_T]]
+
+
+class QueryConnections:
+    """Connections that are opened when they are needed, and replaced when they are broken."""
+
+    def __init__(self, place: DatabasePlace) -> None:
+        self._place = place
+        self._idle: list[AsyncConnection[TupleRow]] = []
+        self._free = asyncio.Semaphore(place.limits.connections)
+        self._tasks = BackgroundTasks()
+        self._closed = False
+
+    async def run(self, work: Work[_T]) -> _T:
+        """Run `work` with a connection, in a task that goes on if the caller is cancelled.
+
+        `work` runs again if a connection that was idle turns out to be broken, so it must not matter if it is done
+        twice. Raises StorageError.
+        """
+        task = self._tasks.hold(self._run(work), "headrace postgres query")
+        await asyncio.wait({task}, timeout=self._place.limits.request_s + 1)
+        with self._place.translated():
+            if not task.done():
+                task.cancel()
+                raise TimeoutError
+            if task.cancelled():
+                raise psycopg.OperationalError("the query was ended, because the adapter is closed")
+            return task.result()
+
+    async def _run(self, work: Work[_T]) -> _T:
+        async with self._free:
+            while True:
+                used = bool(self._idle)
+                connection = self._idle.pop() if used else await self._place.connect_async()
+                try:
+                    return await work(connection)
+                except LOST_CONNECTION:
+                    if not used or not connection.closed:
+                        raise
+                finally:
+                    await self._put_back(connection)
+
+    async def _put_back(self, connection: AsyncConnection[TupleRow]) -> None:
+        idle = connection.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
+        if idle and not self._closed:
+            self._idle.append(connection)
+        else:
+            await connection.close()
+
+    async def aclose(self) -> None:
+        self._closed = True
+        await self._tasks.aclose()
+        while self._idle:
+            await self._idle.pop().close()
+
+
+async def rows(connection: AsyncConnection[TupleRow], query: str, *values: object) -> list[Any]:
+    """Run one query. Return its rows."""
+    cursor = await connection.execute(query.encode(), values or None)
+    return await cursor.fetchall()

@@ -1,0 +1,289 @@
+"""Reads the blocks of queues from the segments of a provider."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import psycopg
+from psycopg import AsyncConnection
+from psycopg.rows import TupleRow
+
+from ...streams.errors import CorruptRecord, StorageError
+from ...streams.events import EventBatch
+from ..log.blocks import Block, BlockPlace, DamagedBlockError, ReadBudget, StreamTable, events_from
+from ..receiving import Bounds, Gap
+from ..seam import Backlog, QueueStatistics
+from .group import CHUNK_BYTES
+from .limits import PostgresLimits
+from .queries import QueryConnections, rows
+from .schema import ProviderRow, segment_table
+
+RETENTION = "removed by retention"
+_EVERYTHING = ReadBudget(1 << 60, 1 << 60)
+_QUEUE = """
+    SELECT queue, next, acknowledged, events, bytes FROM headrace_queue WHERE provider = %s AND queue = %s
+"""
+_SEGMENTS = """
+    SELECT queue, segment, first, events, bytes FROM headrace_segment WHERE provider = %s ORDER BY queue, segment
+"""
+
+
+class SegmentStart(NamedTuple):
+    """Where a queue begins in a segment, and how many events and bytes it had before."""
+
+    segment: int
+    first: int
+    events: int
+    nbytes: int
+
+
+class QueueFacts(NamedTuple):
+    """The state of a queue, with its segments, from one snapshot."""
+
+    next: int
+    acknowledged: int
+    events: int
+    nbytes: int
+    segments: Sequence[SegmentStart]
+
+    @property
+    def bounds(self) -> Bounds:
+        return Bounds(self.segments[0].first, self.next)
+
+    def segment_holding(self, offset: int) -> SegmentStart | None:
+        """Return the segment that has an offset, None if retention has deleted it."""
+        index = bisect_right(self.segments, offset, key=lambda each: each.first)
+        return self.segments[index - 1] if index else None
+
+
+class Fetched(NamedTuple):
+    """The batches from a position on, up to `next_offset`. There may be more."""
+
+    batches: Sequence[EventBatch]
+    next_offset: int
+    gap: Gap | None = None
+
+
+class BlockRow(NamedTuple):
+    """The first row of a block, without its contents."""
+
+    first: int
+    batches: int
+    events: int
+    time_us: int
+
+
+class QueueReads:
+    """Reads the queues of one provider. All methods raise StorageError."""
+
+    def __init__(self, connections: QueryConnections, provider: ProviderRow, limits: PostgresLimits) -> None:
+        self._connections = connections
+        self._provider = provider
+        self._limits = limits
+        self._streams = StreamTable()
+        self._segments: Mapping[int, Sequence[SegmentStart]] = {}
+
+    async def facts(self, queue: int) -> QueueFacts:
+        """Return the state of a queue now."""
+        return await self._connections.run(lambda connection: self._facts(connection, queue))
+
+    async def _facts(self, connection: AsyncConnection[TupleRow], queue: int) -> QueueFacts:
+        # The row first: a segment that begins later is no contradiction, and a batch below `next` has a segment.
+        found = await rows(connection, _QUEUE, self._provider.provider, queue)
+        segments: dict[int, list[SegmentStart]] = {}
+        for number, *start in await rows(connection, _SEGMENTS, self._provider.provider):
+            segments.setdefault(number, []).append(SegmentStart(*start))
+        self._segments = segments
+        if not found or queue not in segments:
+            raise StorageError(f"queue {queue}: the database does not have it any more")
+        _, end, acknowledged, events, nbytes = found[0]
+        return QueueFacts(max(end, segments[queue][0].first), acknowledged, events, nbytes, segments[queue])
+
+    async def statistics(self, queue: int) -> QueueStatistics:
+        facts = await self.facts(queue)
+        oldest = facts.segments[0]
+        return QueueStatistics(facts.bounds, facts.events - oldest.events, facts.nbytes - oldest.nbytes)
+
+    # ---- batches ---------------------------------------------------------------------------------------------------
+
+    async def fetch(self, queue: int, position: int) -> Fetched:
+        """Return batches from `position` on, or a gap, or nothing at the end of the queue.
+
+        Raises CorruptRecord if the block at `position` is damaged or missing. All batches before it are returned first.
+        """
+        return await self._connections.run(lambda connection: self._fetch(connection, queue, position))
+
+    async def _fetch(self, connection: AsyncConnection[TupleRow], queue: int, position: int) -> Fetched:
+        known = self._segments.get(queue)
+        if known:
+            holding = QueueFacts(0, 0, 0, 0, known).segment_holding(position)
+            if holding is not None and (chunks := await self._chunks(connection, queue, holding.segment, position)):
+                return self._decode(queue, position, chunks)
+        while True:
+            facts = await self._facts(connection, queue)
+            if position >= facts.next:
+                return self._at_end(queue, position, facts)
+            holding = facts.segment_holding(position)
+            if holding is None:
+                first = facts.bounds.first
+                return Fetched((), first, Gap(position, first, RETENTION))
+            if chunks := await self._chunks(connection, queue, holding.segment, position):
+                return self._decode(queue, position, chunks)
+            if (await self._facts(connection, queue)).segment_holding(position) == holding:
+                raise CorruptRecord(queue, position, "it is missing", facts.next)
+
+    def _at_end(self, queue: int, position: int, facts: QueueFacts) -> Fetched:
+        if position > facts.next:
+            raise StorageError(
+                f"queue {queue} has lost its end: offsets from {facts.next} to {position - 1} are not in the database "
+                "any more: close the silo, and start it again or seek its subscriptions there"
+            )
+        return Fetched((), position)
+
+    async def _chunks(
+        self, connection: AsyncConnection[TupleRow], queue: int, segment: int, position: int
+    ) -> Sequence[Any]:
+        """Return the rows of blocks from the one that holds `position` on: none if the segment was dropped."""
+        table = segment_table(self._provider.provider, segment)
+        limit = max(self._limits.fetch_bytes // CHUNK_BYTES, 1)
+        query = f"""
+            SELECT first, part, parts, batches, time_us, chunk FROM {table}
+            WHERE queue = {queue} AND first >= coalesce((
+                SELECT first FROM {table} WHERE queue = {queue} AND first <= %s ORDER BY first DESC LIMIT 1
+            ), %s) ORDER BY first, part LIMIT {limit}
+        """  # noqa: S608 (numbers)
+        try:
+            cursor = await connection.execute(query.encode(), [position, position], binary=True)
+            found = await cursor.fetchall()
+        except psycopg.errors.UndefinedTable:
+            return ()
+        last = found[-1] if found else None
+        if last is not None and last[1] + 1 < last[2]:  # the limit has cut a block
+            if last[0] != found[0][0]:
+                return found[: len(found) - last[1] - 1]
+            rest = f"""
+                SELECT first, part, parts, batches, time_us, chunk FROM {table}
+                WHERE queue = {queue} AND first = {last[0]} AND part > {last[1]} ORDER BY part
+            """  # noqa: S608 (numbers)
+            found += await (await connection.execute(rest.encode(), binary=True)).fetchall()
+        start = next((index for index, row in enumerate(found) if row[0] + row[3] > position), len(found))
+        return found[start:]  # without a block that ends before the position, if a later segment has the next one
+
+    def _decode(self, queue: int, position: int, chunks: Sequence[Any]) -> Fetched:
+        batches: list[EventBatch] = []
+        at, index = position, 0
+        while index < len(chunks):
+            first, _, parts, count, _, chunk = chunks[index]
+            rest = [row[5] for row in chunks[index + 1 : index + parts] if row[0] == first]
+            try:
+                block = _block(b"".join((chunk, *rest)) if rest else chunk, BlockPlace(queue, first), count, at)
+                batches += block.batches(at - first, _EVERYTHING, self._streams)
+            except DamagedBlockError as damage:
+                if batches:  # return them first; the next call begins here
+                    break
+                raise CorruptRecord(queue, at, str(damage), first + count if first <= at else first) from None
+            at, index = first + count, index + parts
+        return Fetched(batches, at)
+
+    # ---- searching -------------------------------------------------------------------------------------------------
+
+    async def offset_at(self, queue: int, time_us: int) -> int:
+        """Return the offset of the first batch stored at or after a time, or the queue's end if there is none."""
+        return await self._connections.run(lambda connection: self._offset_at(connection, queue, time_us))
+
+    async def _offset_at(self, connection: AsyncConnection[TupleRow], queue: int, time_us: int) -> int:
+        """A binary search: times never decrease within a queue, and the batches of a block share one time."""
+        facts = await self._facts(connection, queue)
+        low, high = facts.bounds
+        while low < high:
+            block = await self._block(connection, queue, facts, (low + high) // 2)
+            if block is None:
+                return high  # retention is deleting the beginning
+            if block.time_us < time_us:
+                low = block.first + block.batches
+            else:
+                high = min(block.first, high - 1)
+        return low
+
+    async def _block(
+        self, connection: AsyncConnection[TupleRow], queue: int, facts: QueueFacts, offset: int
+    ) -> BlockRow | None:
+        """Return the block that holds an offset, None if there is none."""
+        holding = facts.segment_holding(offset)
+        if holding is None:
+            return None
+        query = f"""
+            SELECT first, batches, events, time_us FROM {segment_table(self._provider.provider, holding.segment)}
+            WHERE queue = %s AND first <= %s AND part = 0 ORDER BY first DESC LIMIT 1
+        """  # noqa: S608 (numbers)
+        try:
+            found = await rows(connection, query, queue, offset)
+        except psycopg.errors.UndefinedTable:
+            return None
+        return BlockRow(*found[0]) if found and found[0][0] + found[0][1] > offset else None
+
+    async def backlog(self, queue: int, offset: int) -> Backlog:
+        """See QueueAdapter."""
+        return await self._connections.run(lambda connection: self._backlog(connection, queue, offset))
+
+    async def _backlog(self, connection: AsyncConnection[TupleRow], queue: int, offset: int) -> Backlog:
+        facts = await self._facts(connection, queue)
+        start = max(offset, facts.bounds.first)
+        if start >= facts.next:
+            return Backlog(0, 0)
+        block = await self._block(connection, queue, facts, start)
+        if block is None:
+            return Backlog(facts.next - start)
+        end = block.first + block.batches
+        events = await self._events_in(connection, queue, facts, block, start)
+        counted = await self._counted(connection, queue, facts, end)
+        if counted is not None:
+            events, end = events + counted.events, counted.first
+        left = facts.next - end
+        oldest = facts.segments[0]
+        if left:
+            events += round(left * (facts.events - oldest.events) / (facts.next - oldest.first))
+        return Backlog(facts.next - start, events, estimated=left > 0, since_us=block.time_us)
+
+    async def _events_in(
+        self, connection: AsyncConnection[TupleRow], queue: int, facts: QueueFacts, block: BlockRow, start: int
+    ) -> int:
+        """Return the number of events of a block's batches from offset `start` on."""
+        if start == block.first:
+            return block.events
+        holding = facts.segment_holding(start)
+        chunks = await self._chunks(connection, queue, holding.segment, start) if holding else ()
+        record = b"".join(row[5] for row in chunks if row[0] == block.first)
+        try:
+            return events_from(record, start - block.first)
+        except DamagedBlockError:
+            return 0  # readers get the error
+
+    async def _counted(
+        self, connection: AsyncConnection[TupleRow], queue: int, facts: QueueFacts, start: int
+    ) -> BlockRow | None:
+        """Count the events of some blocks of a segment from offset `start` on. `first` is the end of these blocks."""
+        holding = facts.segment_holding(start)
+        if holding is None or start >= facts.next:
+            return None
+        query = f"""
+            SELECT max(first + batches), sum(batches), sum(events), max(time_us) FROM (
+                SELECT first, batches, events, time_us FROM {segment_table(self._provider.provider, holding.segment)}
+                WHERE queue = %s AND first >= %s AND part = 0 ORDER BY first LIMIT {self._limits.counted_blocks}
+            ) AS counted
+        """  # noqa: S608 (numbers)
+        try:
+            ((end, batches, events, time_us),) = await rows(connection, query, queue, start)
+        except psycopg.errors.UndefinedTable:
+            return None
+        return None if end is None else BlockRow(min(end, facts.next), int(batches), int(events), time_us)
+
+
+def _block(record: bytes, place: BlockPlace, batches: int, position: int) -> Block:
+    """Return the block at a place. Raises DamagedBlockError if it is damaged, or does not hold `position`: then the
+    right block is missing."""
+    if not place.first <= position < place.first + batches:
+        raise DamagedBlockError("it is missing")
+    return Block(record, place)

@@ -1,0 +1,191 @@
+"""The transaction that stores a group of calls.
+
+It takes two round trips if the group is small, else four: lock the rows of the queues and producers, in ascending
+order; `COPY` the blocks; write the ends of the queues, notify, and commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from psycopg import Connection
+from psycopg.rows import TupleRow
+
+from ...streams.producer_ledger import LastCall
+from ..log.blocks import BlockEncoder
+from .connecting import timeouts_ms
+from .group import (
+    ChunkRow,
+    EnqueueCall,
+    EnqueueGroup,
+    GroupWrites,
+    Outcome,
+    QueueTail,
+    copy_binary,
+    literals,
+)
+from .limits import PostgresLimits
+from .schema import COLUMNS, ProviderRow, segment_table
+
+_MAX_NOTIFIED_BYTES = 7000
+"""PostgreSQL takes 8,000 bytes."""
+
+
+class LostBlocksError(Exception):
+    """The row of a queue is missing."""
+
+
+class GroupTransaction:
+    """Stores one group. If `commit` fails by a lost connection, it may be stored: ask `is_stored`."""
+
+    def __init__(self, provider: ProviderRow, calls: Sequence[EnqueueCall], limits: PostgresLimits) -> None:
+        self._provider = provider
+        self._calls = calls
+        self._limits = limits
+        self._queues = sorted({queue for call in calls for queue, _ in call.batches})
+        self._producers = sorted({call.producer for call in calls if call.sequence is not None})
+        self.outcomes: Sequence[Outcome] = ()
+        self.writes: GroupWrites | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has to be written, because all calls are duplicates or conflicts."""
+        return self.writes is not None and not self.writes.rows and not self.writes.producers
+
+    def prepare(self, connection: Connection[TupleRow], encoder: BlockEncoder) -> None:
+        """Lock, and decide about each call. Raises psycopg.Error: then nothing is stored."""
+        tails, producers, now_us = self._lock(connection)
+        group = EnqueueGroup(tails, producers, now_us)
+        self.outcomes = [group.add(call) for call in self._calls]
+        self.writes = group.writes(encoder)
+        if self.is_empty:
+            connection.execute("ROLLBACK")
+            return
+        if self.writes.nbytes() > self._limits.literal_bytes:
+            for segment, rows in self.writes.rows.items():
+                statement = f"COPY {self._table(segment)} ({COLUMNS}) FROM STDIN (FORMAT BINARY)"
+                with connection.cursor().copy(statement.encode()) as copy:
+                    copy.write(copy_binary(rows))
+
+    def commit(self, connection: Connection[TupleRow]) -> None:
+        """Write, and commit. Raises psycopg.Error."""
+        assert self.writes is not None
+        statements = list(self._statements(self.writes))
+        connection.execute("; ".join([*statements, "COMMIT"]).encode())
+
+    def is_stored(self, connection: Connection[TupleRow]) -> bool | None:
+        """Return whether an earlier `commit` has stored the group. None: this cannot be known.
+
+        Waits until the earlier transaction has ended, because that holds the locks. Raises psycopg.Error.
+        """
+        assert self.writes is not None
+        if not self.writes.rows:
+            return False  # a call without batches is only a number: it is a duplicate if it was stored
+        tails, _, _ = self._lock(connection)
+        connection.execute("ROLLBACK")
+        for segment, rows in self.writes.rows.items():
+            return self._has(connection, segment, rows[0], tails)
+        return None
+
+    def _has(
+        self, connection: Connection[TupleRow], segment: int, row: ChunkRow, tails: Mapping[int, QueueTail]
+    ) -> bool | None:
+        if tails[row.queue].next <= row.first:
+            return False
+        name = self._table(segment)
+        if connection.execute("SELECT to_regclass(%s)", [name]).fetchone() == (None,):
+            return None  # retention has deleted it
+        query = f"SELECT chunk FROM {name} WHERE queue = {row.queue} AND first = {row.first} AND part = 0"  # noqa: S608
+        found = connection.execute(query.encode(), binary=True).fetchone()
+        return found is not None and found[0] == row.chunk
+
+    def _table(self, segment: int) -> str:
+        return segment_table(self._provider.provider, segment)
+
+    # ---- statements ------------------------------------------------------------------------------------------------
+
+    def _lock(self, connection: Connection[TupleRow]) -> tuple[Mapping[int, QueueTail], Mapping[bytes, LastCall], int]:
+        """Begin a transaction, and lock the rows of all queues and producers."""
+        provider = self._provider.provider
+        statements = ["BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"]
+        statements += [f"SET LOCAL {name} = {value}" for name, value in timeouts_ms(self._limits.request_s).items()]
+        if self._queues:
+            statements.append(
+                "SELECT queue, segment, next, events, bytes, time_us FROM headrace_queue "  # noqa: S608 (numbers)
+                f"WHERE provider = {provider} AND queue IN ({_listed(self._queues)}) ORDER BY queue FOR UPDATE"
+            )
+        if self._producers:
+            new = ", ".join(f"({provider}, {_hex(producer)}, 0, 0, '{{}}'::bigint[])" for producer in self._producers)
+            columns = "provider, producer, number, time_us, offsets"
+            statements.append(f"INSERT INTO headrace_producer ({columns}) VALUES {new} ON CONFLICT DO NOTHING")  # noqa: S608
+            named = ", ".join(map(_hex, self._producers))
+            statements.append(
+                f"SELECT producer, number, offsets FROM headrace_producer WHERE provider = {provider} "  # noqa: S608
+                f"AND producer IN ({named}) ORDER BY producer FOR UPDATE"
+            )
+        # The clock is read after the locks are there, so that times do not decrease.
+        statements.append("SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint")
+        results = _results(connection, "; ".join(statements))
+        (now_us,) = results.pop()[0]
+        producers = {bytes(row[0]): LastCall(row[1], row[2]) for row in results.pop()} if self._producers else {}
+        tails = {row[0]: QueueTail(*row[1:]) for row in results.pop()} if self._queues else {}
+        if len(tails) != len(self._queues):
+            connection.execute("ROLLBACK")
+            raise LostBlocksError
+        return tails, producers, now_us
+
+    def _statements(self, writes: GroupWrites) -> Iterable[str]:
+        provider = self._provider.provider
+        if writes.nbytes() <= self._limits.literal_bytes:
+            for segment, rows in writes.rows.items():
+                yield f"INSERT INTO {self._table(segment)} ({COLUMNS}) VALUES {literals(rows)}"  # noqa: S608
+        if writes.tails:
+            ends = ", ".join(
+                f"({queue}, {tail.next}, {tail.events}, {tail.nbytes}, {tail.time_us})"
+                for queue, tail in writes.tails.items()
+            )
+            yield (
+                "UPDATE headrace_queue AS q SET next = v.next, events = v.events, bytes = v.bytes, time_us = v.time_us "  # noqa: S608
+                f"FROM (VALUES {ends}) AS v (queue, next, events, bytes, time_us) "
+                f"WHERE q.provider = {provider} AND q.queue = v.queue"
+            )
+        if writes.producers:
+            calls = ", ".join(
+                f"({_hex(producer)}, {number}, '{{{_listed(offsets)}}}'::bigint[])"
+                for producer, (number, offsets) in writes.producers.items()
+            )
+            yield (
+                f"UPDATE headrace_producer AS p SET number = v.number, offsets = v.offsets, time_us = {writes.now_us} "  # noqa: S608
+                f"FROM (VALUES {calls}) AS v (producer, number, offsets) "
+                f"WHERE p.provider = {provider} AND p.producer = v.producer"
+            )
+        if writes.tails:
+            ends = ",".join(f"{queue}={tail.next}" for queue, tail in writes.tails.items())
+            payload = ends if len(ends) <= _MAX_NOTIFIED_BYTES else ""
+            yield f"SELECT pg_notify('{self._provider.channel}', '{payload}')"
+
+
+def parse_ends(payload: str) -> Mapping[int, int]:
+    """Return the ends of queues in a notification. Empty: any queue may have grown. Raises ValueError."""
+    pairs = (pair.split("=") for pair in payload.split(",") if pair)
+    return {int(queue): int(end) for queue, end in pairs}
+
+
+def _listed(numbers: Iterable[int | None]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _hex(value: bytes) -> str:
+    return f"'\\x{value.hex()}'::bytea"
+
+
+def _results(connection: Connection[Any], statements: str) -> list[list[Any]]:
+    """Run statements, and return the rows of those that return rows."""
+    found: list[list[Any]] = []
+    cursor = connection.execute(statements.encode())
+    while True:
+        if cursor.description is not None:
+            found.append(cursor.fetchall())
+        if not cursor.nextset():
+            return found

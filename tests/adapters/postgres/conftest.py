@@ -1,0 +1,3 @@
+from tests.servers import postgres_server, postgres_url
+
+__all__ = ("postgres_server", "postgres_url")

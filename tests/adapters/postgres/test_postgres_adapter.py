@@ -1,0 +1,316 @@
+"""Queues in PostgreSQL beyond the conformance suite: order under open transactions, retention, damage, settings."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import psycopg
+import pytest
+
+from benchmarks.servers import PostgresServer
+from headrace.adapters.receiving import Gap
+from headrace.adapters.seam import QueueAdapter
+from headrace.streams.errors import CorruptRecord, DataDirectoryError, InvalidArgument, QueueFull, StorageError
+from headrace.streams.events import EventBatch
+from headrace.streams.identity import StreamId
+from headrace.streams.publishing import ProducerSequence
+from tests.adapters.postgres.opening import ANY, QUICK, ask, batch, opened, received, tables, texts
+
+SMALL_SEGMENTS: dict[str, Any] = {"segment_bytes": 1 << 16}
+
+
+def large(number: int) -> EventBatch:
+    """A batch of about 20 KB, whose payload begins with the number."""
+    return batch(f"{number:4d}" * 5000)
+
+
+def numbers(found: list[str]) -> list[int]:
+    return [int(text[:4]) for text in found]
+
+
+# ---- order and transactions --------------------------------------------------------------------------------------
+
+
+async def test_a_reader_never_passes_an_open_transaction_and_other_queues_go_on(postgres_url: str) -> None:
+    async with opened(postgres_url, queues=2) as one, opened(postgres_url, queues=2) as two:
+        await one.enqueue([(0, batch("before"))])
+        reader = await one.open_receiver(0)
+        assert await received(reader, 1) == ["before"]
+        connection = await psycopg.AsyncConnection.connect(postgres_url)
+        try:  # another writer that has its place in queue 0, and does not commit
+            await connection.execute("UPDATE headrace_queue SET next = next + 1 WHERE queue = 0")
+            waiting = asyncio.ensure_future(two.enqueue([(0, batch("after"))]))
+            await one.enqueue([(1, batch("other"))])
+            assert await received(await two.open_receiver(1), 1) == ["other"]
+            assert (await one.bounds(0)).next == 1
+            assert not waiting.done()
+            await connection.rollback()
+        finally:
+            await connection.close()
+        (receipt,) = await waiting
+        assert receipt.token is not None
+        assert receipt.token.offset == 1
+        assert await received(reader, 1) == ["after"]
+
+
+async def test_calls_over_many_queues_from_several_processes_do_not_deadlock(postgres_url: str) -> None:
+    async with opened(postgres_url, queues=8) as one, opened(postgres_url, queues=8) as two:
+
+        async def produce(adapter: QueueAdapter, name: str, order: range) -> None:
+            for number in range(40):
+                await adapter.enqueue([(queue, batch(f"{name} {number}", name)) for queue in order])
+
+        async with asyncio.TaskGroup() as producers:
+            for adapter, name, order in (
+                (one, "a", range(8)), (two, "b", range(7, -1, -1)), (one, "c", range(7, -1, -1)), (two, "d", range(8)),
+            ):  # fmt: skip
+                producers.create_task(produce(adapter, name, order))
+        for queue in range(8):
+            found = await received(await one.open_receiver(queue), 160)
+            for name in "abcd":
+                mine = [text for text in found if text.startswith(name)]
+                assert mine == [f"{name} {number}" for number in range(40)]
+
+
+async def test_waiting_publishes_share_transactions(postgres_url: str) -> None:
+    async with opened(postgres_url) as adapter:
+        (before,) = ask(postgres_url, "SELECT pg_current_xact_id()::text::bigint")
+        await asyncio.gather(*(adapter.enqueue([(0, batch(str(number)))]) for number in range(1000)))
+        (after,) = ask(postgres_url, "SELECT pg_current_xact_id()::text::bigint")
+        assert after[0] - before[0] < 50
+        assert await received(await adapter.open_receiver(0), 1000) == [str(number) for number in range(1000)]
+
+
+async def test_too_much_that_waits_is_refused(postgres_url: str) -> None:
+    async with opened(postgres_url, limits=QUICK._replace(pending_bytes=50_000)) as adapter:
+        calls = [adapter.enqueue([(0, large(number))]) for number in range(2)]
+        with pytest.raises(QueueFull, match="wait for PostgreSQL"):
+            await adapter.enqueue([(0, large(2))])
+        await asyncio.gather(*calls)
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------
+
+
+async def test_blocks_larger_than_one_query_are_read_whole(postgres_url: str) -> None:
+    async with opened(postgres_url, limits=QUICK._replace(fetch_bytes=32_000)) as adapter:
+        await adapter.enqueue([(0, large(number)) for number in range(30)])
+        await adapter.enqueue([(0, batch("a" * 900_000))])
+        await adapter.enqueue([(0, large(30))])
+        found = await received(await adapter.open_receiver(0), 32)
+        assert numbers(found[:30]) == list(range(30))
+        assert len(found[30]) == 900_000
+        assert numbers(found[31:]) == [30]
+        assert numbers(await received(await adapter.open_receiver(0, 17), 13))[:13] == list(range(17, 30))
+
+
+async def test_chunks_are_stored_plain_in_their_page(postgres_url: str) -> None:
+    async with opened(postgres_url) as adapter:
+        await adapter.enqueue([(0, large(number)) for number in range(3)])
+        (table,) = tables(postgres_url)
+        query = "SELECT attstorage::text FROM pg_attribute WHERE attrelid = %s::regclass AND attname = 'chunk'"
+        assert ask(postgres_url, query, table) == [("p",)]
+        ((rows, pages),) = ask(
+            postgres_url, f"SELECT count(*), count(DISTINCT split_part(ctid::text, ',', 1)) FROM {table}"
+        )
+        assert rows - 1 <= pages <= rows
+
+
+async def test_a_damaged_chunk_is_an_error_with_its_place_after_the_batches_before_it(postgres_url: str) -> None:
+    async with opened(postgres_url) as adapter:
+        for number in range(3):
+            await adapter.enqueue([(0, batch(str(number)))])
+        (table,) = tables(postgres_url)
+        ask(postgres_url, f"UPDATE {table} SET chunk = set_byte(chunk, 60, 255 - get_byte(chunk, 60)) WHERE first = 1")
+        receiver = await adapter.open_receiver(0)
+        assert await received(receiver, 1) == ["0"]
+        with pytest.raises(CorruptRecord, match="queue 0, offset 1") as caught:
+            await receiver.receive(ANY, ANY)
+        assert caught.value.next_offset == 2
+        assert await received(await adapter.open_receiver(0, 2), 1) == ["2"]
+        ask(postgres_url, f"DELETE FROM {table} WHERE first = 1")
+        with pytest.raises(CorruptRecord, match="missing"):
+            await (await adapter.open_receiver(0, 1)).receive(ANY, ANY)
+
+
+async def test_a_queue_that_has_lost_its_end_is_a_fault(postgres_url: str) -> None:
+    """As after a restored backup."""
+    async with opened(postgres_url, poll_s=0.05) as adapter:
+        for number in range(3):
+            await adapter.enqueue([(0, batch(str(number)))])
+        receiver = await adapter.open_receiver(0)
+        await received(receiver, 3)
+        waiting = asyncio.ensure_future(receiver.receive(ANY, ANY))
+        ask(postgres_url, "UPDATE headrace_queue SET next = 2")
+        with pytest.raises(StorageError, match=re.escape("lost its end: offsets from 2 to 2")):
+            await asyncio.wait_for(waiting, 20)
+        assert await adapter.resume_at(0, 3) == 2
+
+
+# ---- retention -------------------------------------------------------------------------------------------------
+
+
+async def test_retention_drops_segments_and_a_reader_behind_gets_one_gap(postgres_url: str) -> None:
+    async with opened(postgres_url, retain_bytes=1, retain_unfinished=False, **SMALL_SEGMENTS) as adapter:
+        behind = await adapter.open_receiver(0, 0)
+        for number in range(20):
+            await adapter.enqueue([(0, large(number))])
+            await adapter.apply_retention({})
+        first, end = await adapter.bounds(0)
+        assert 0 < first < end == 20
+        assert len(tables(postgres_url)) <= 2
+        gap = await behind.receive(ANY, ANY)
+        while gap.batches:  # read ahead before they were dropped
+            gap = await behind.receive(ANY, ANY)
+        assert gap.gap is not None
+        assert gap.gap == Gap(gap.gap.low, first, "removed by retention")
+        assert numbers(await received(behind, 20 - first)) == list(range(first, 20))
+        statistics = await adapter.statistics(0)
+        assert statistics.events == 20 - first
+        assert statistics.bytes is not None
+        assert 20_000 * (20 - first) < statistics.bytes < 20_000 * (21 - first)
+
+
+async def test_unfinished_batches_stay_and_are_read_over_all_segments(postgres_url: str) -> None:
+    async with opened(postgres_url, queues=2, retain_bytes=1, **SMALL_SEGMENTS) as adapter:
+        for number in range(20):
+            await adapter.enqueue([(0, large(number))])
+            if not number:
+                await adapter.enqueue([(1, batch("idle"))])
+            await adapter.apply_retention({0: 0, 1: 0})
+        assert len(tables(postgres_url)) >= 5
+        assert numbers(await received(await adapter.open_receiver(0), 20)) == list(range(20))
+        found = [await adapter.backlog(0, offset) for offset in range(20)]
+        assert [each.batches for each in found] == list(range(20, 0, -1))
+        times = [each.since_us for each in found]
+        assert [await adapter.offset_at(0, time_us) for time_us in times if time_us is not None] == list(range(20))
+        await adapter.apply_retention({0: 20, 1: 0})
+        assert (await adapter.bounds(1)).first == 0  # one queue keeps the segment of all
+        await adapter.apply_retention({0: 20, 1: 1})
+        await adapter.apply_retention({0: 20, 1: 1})
+        assert (await adapter.bounds(0)).first > 10
+        assert await adapter.bounds(1) == (1, 1)
+        await adapter.enqueue([(1, batch("new"))])
+        assert await received(await adapter.open_receiver(1), 1) == ["new"]
+
+
+async def test_batches_are_deleted_by_age(postgres_url: str) -> None:
+    async with opened(postgres_url, retain_age_s=0.05) as adapter:
+        await adapter.enqueue([(0, batch("old"))])
+        async with asyncio.timeout(30):
+            while (await adapter.bounds(0)).first == 0:
+                await adapter.apply_retention({0: 1})
+        assert await adapter.bounds(0) == (1, 1)
+
+
+async def test_a_long_reader_of_an_old_segment_holds_up_nobody(postgres_url: str) -> None:
+    async with opened(postgres_url, retain_bytes=1, **SMALL_SEGMENTS) as adapter:
+        for number in range(5):
+            await adapter.enqueue([(0, large(number))])
+        await adapter.apply_retention({0: 5})
+        old = tables(postgres_url)[0]
+        with psycopg.connect(postgres_url) as dump:
+            dump.execute(f"SELECT count(*) FROM {old}".encode())
+            await adapter.apply_retention({0: 5})
+            assert old in tables(postgres_url)
+            await adapter.enqueue([(0, large(5))])
+            assert numbers(await received(await adapter.open_receiver(0, 0), 6)) == list(range(6))
+        await adapter.apply_retention({0: 5})
+        assert old not in tables(postgres_url)
+
+
+async def test_producers_are_forgotten_after_their_time(postgres_url: str) -> None:
+    limits = QUICK._replace(producer_age_s=0.001)
+    async with opened(postgres_url, limits=limits) as adapter:
+        await adapter.enqueue([(0, batch("x"))], sequence=ProducerSequence("p", 1, 0))
+        async with asyncio.timeout(30):
+            while await adapter.last_sequence("p"):
+                await adapter.apply_retention({})
+
+
+# ---- settings --------------------------------------------------------------------------------------------------
+
+
+async def test_missing_tables_are_an_error_that_names_the_command(postgres_url: str) -> None:
+    with pytest.raises(InvalidArgument, match="headrace postgres migrate URL"):
+        async with opened(postgres_url, create=False):
+            pass
+    assert ask(postgres_url, "SELECT to_regclass('headrace_queue')") == [(None,)]
+
+
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [("synchronous_commit%3Doff", "synchronous_commit = on"), ("default_transaction_read_only%3Don", "is read-only")],
+)
+async def test_settings_that_lose_are_refused_in_one_line(postgres_url: str, setting: str, problem: str) -> None:
+    async with opened(postgres_url):
+        pass
+    with pytest.raises(InvalidArgument, match=problem) as caught:
+        async with opened(f"{postgres_url}%20-c{setting}"):
+            pass
+    assert "\n" not in str(caught.value)
+
+
+async def test_a_standby_is_refused() -> None:
+    with PostgresServer() as server:
+        async with opened(server.url):
+            pass
+        server.stop()
+        (server.directory / "data" / "standby.signal").touch()
+        server.start()
+        with pytest.raises(InvalidArgument, match="is a standby, which is read-only: give the url of the primary"):
+            async with opened(server.url):
+                pass
+
+
+async def test_secrets_are_in_no_message_and_not_stored(postgres_url: str) -> None:
+    async with opened(postgres_url) as adapter:
+        assert "not-a-secret" in postgres_url
+        assert "not-a-secret" not in str(adapter.location)
+        assert adapter.location["url"].startswith("postgresql://headrace@127.0.0.1:")
+    for url in (
+        "postgresql://me:hidden@127.0.0.1:1/db",
+        "mysql://me:hidden@host/db",
+        "postgresql://me:hid%den@host/db",
+    ):
+        with pytest.raises((InvalidArgument, StorageError)) as caught:
+            async with opened(url):
+                pass
+        assert "hid" not in str(caught.value)
+
+
+async def test_queues_of_others_are_refused(postgres_url: str) -> None:
+    async with opened(postgres_url, queues=2, owner="one") as adapter:
+        identity = adapter.identity
+    with pytest.raises(InvalidArgument, match="belongs to another control store"):
+        async with opened(postgres_url, queues=2, owner="two"):
+            pass
+    with pytest.raises(InvalidArgument, match="has 2 queues"):
+        async with opened(postgres_url, queues=3, owner="one"):
+            pass
+    async with opened(postgres_url, queues=2, owner="one") as again:
+        assert again.identity == identity
+    with pytest.raises(DataDirectoryError, match="does not have its queues"):
+        async with opened(postgres_url, provider="lost", used_before=True):
+            pass
+
+
+async def test_a_pooler_needs_no_notifications(postgres_url: str) -> None:
+    async with opened(postgres_url, pooler=True) as one, opened(postgres_url, pooler=True) as two:
+        waiting = asyncio.ensure_future((await two.open_receiver(0)).receive(ANY, ANY))
+        await one.enqueue([(0, batch("x"))])
+        assert texts((await asyncio.wait_for(waiting, 20)).batches) == ["x"]
+        assert ask(postgres_url, "SELECT count(*) FROM pg_listening_channels()") == [(0,)]
+
+
+async def test_names_with_any_characters_are_stored(postgres_url: str) -> None:
+    stream = StreamId("näm'e\x00", "k\\ey';--")
+    async with opened(postgres_url, provider="pro'vider") as adapter:
+        call = [(0, EventBatch.of(stream, [b"x"]))]
+        for _ in range(2):
+            await adapter.enqueue(call, sequence=ProducerSequence("p'\x00\\", 1, 0))
+        (found,) = (await (await adapter.open_receiver(0)).receive(ANY, ANY)).batches
+        assert found.stream == stream
+        assert await adapter.last_sequence("p'\x00\\") == 1
