@@ -214,7 +214,6 @@ class NatsInbox(Inbox):
         connection: Any = await nats.connect(f"nats://{address}")  # pyright: ignore[reportUnknownMemberType]
         try:
             jetstream: Any = connection.jetstream()
-            await jetstream.delete_consumer(NATS_STREAM, CONSUMER)  # the server's `ping` made one
             await jetstream.add_consumer(NATS_STREAM, settings)
             yield cls(jetstream, await jetstream.pull_subscribe_bind(CONSUMER, NATS_STREAM))
         finally:

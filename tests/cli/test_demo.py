@@ -264,6 +264,7 @@ def killed(directory: Path, start: Start, target: int) -> Kill:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_after_twenty_kills_nothing_is_lost_and_only_unsaved_events_are_repeated(
     tmp_path: Path, headrace: Headrace, start: Start
 ):

@@ -129,6 +129,7 @@ async def test_consuming_goes_on_after_the_disk_was_full(scene: Scene) -> None:
             async with connecting(scene.silo.address) as caller:
                 with pytest.raises(Refused, match="RESOURCE_EXHAUSTED"):
                     await caller.publish(batch("n/0", b"too much"))
+            await asyncio.sleep(1.5)  # what was saved before is confirmed
             await scene.until(lambda: len(consumer.entries(SENT)) > len(consumer.entries(SAVED)))
             saved = len(consumer.entries(SAVED))
             await asyncio.sleep(1.5)  # longer than between two savings
