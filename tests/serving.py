@@ -40,6 +40,8 @@ def by_one_and_two_silos(metafunc: pytest.Metafunc) -> None:
 
 
 def native_and_grpc(metafunc: pytest.Metafunc) -> None:
-    """Run each test over the native protocol and over gRPC."""
-    native, grpc = pytest.param(Serving(), id="native"), pytest.param(Serving(native=False), id="grpc")
+    """Run each test over the native protocol and over gRPC. With the marker `mostly_native`, gRPC is slow."""
+    mostly_native = metafunc.definition.get_closest_marker("mostly_native") is not None
+    slow = [pytest.mark.slow] if mostly_native else []
+    native, grpc = pytest.param(Serving(), id="native"), pytest.param(Serving(native=False), id="grpc", marks=slow)
     metafunc.parametrize("serving", [native, grpc], indirect=True)

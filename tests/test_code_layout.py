@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.conftest import LONGEST
 from tests.plain_english import REPOSITORY
 
 FOLDERS = (
@@ -169,6 +170,11 @@ def imported(source: Source, modules: set[str]) -> set[str]:
             names = {f"{module}.{alias.name}" for alias in node.names}
             found |= (names & modules) or {module}
     return (found & modules) - {module_of(source.path)}
+
+
+def test_files_that_begin_first_in_a_run_are_there() -> None:
+    assert [path for path in LONGEST if not (REPOSITORY / path).exists()] == []
+    assert len(set(LONGEST)) == len(LONGEST)
 
 
 def test_no_files_import_one_another_in_a_circle() -> None:

@@ -14,10 +14,12 @@ from benchmarks.results import Result
 
 NAMES = [name for name in KINDS if name != "arq"]
 
+TIMED = ("RedisQueue", "provider", "redis-py, recipe")
+
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(name, marks=[] if name in ("RedisQueue", "provider") else [pytest.mark.slow]) for name in NAMES],
+    [pytest.param(name, marks=[] if name == "provider" else [pytest.mark.slow]) for name in NAMES],
 )
 def test_everything_that_is_pushed_is_popped(kind: str):
     pushed, popped = throughput(kind, events=500, batch=10)
@@ -31,7 +33,9 @@ def measured(kind: str) -> Result:
     return due(kind, rate=300, seconds=1.5, delays_s=(0.05, 0.2), batch=100)
 
 
-@pytest.mark.parametrize("kind", ["RedisQueue", "provider", pytest.param("redis-py, recipe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(name, marks=[] if name == "RedisQueue" else [pytest.mark.slow]) for name in TIMED]
+)
 def test_events_come_after_their_delays(kind: str):
     result = measured(kind)
     assert result.latency is not None

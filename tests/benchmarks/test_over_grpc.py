@@ -24,7 +24,9 @@ def test_publishing_over_grpc_is_measured_in_the_producer_and_the_silo():
     assert set(grpc_sections.publish_remotely(events=5_000, size=100, batch=1_000).cpu_s) == {"producer", "server"}
 
 
-@pytest.mark.parametrize("remote_publisher", [pytest.param(False, marks=pytest.mark.slow), True])
+# slow: one more case of the same processes
+@pytest.mark.slow
+@pytest.mark.parametrize("remote_publisher", [False, True])
 def test_latency_over_grpc_is_that_of_a_steady_rate(remote_publisher: bool):
     result = grpc_sections.latency(events=500, size=64, rate=1_000, remote_publisher=remote_publisher)
     assert result.latency is not None

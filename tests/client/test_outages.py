@@ -125,6 +125,7 @@ class Fickle:
             self.held.subtract(events)
 
 
+@pytest.mark.mostly_native
 async def test_exactly_the_unacknowledged_events_come_again_in_order(silo: SiloProcess, proxy: CuttingProxy):
     rng, count, each = random.Random(), 400, 10
     retry = RetryPolicy(max_attempts=1_000_000, initial_delay_s=0.0)
@@ -182,6 +183,7 @@ async def test_a_silent_connection_is_given_up(silo: SiloProcess, proxy: Cutting
     check_once(seen, 10)
 
 
+@pytest.mark.mostly_native
 async def test_a_killed_and_restarted_silo_is_not_noticed(silo: SiloProcess):
     rng, seen, count = random.Random(), Seen(), 300
     async with Client(silo.address) as client:
@@ -201,6 +203,7 @@ async def test_a_killed_and_restarted_silo_is_not_noticed(silo: SiloProcess):
     check_once(seen, count)
 
 
+@pytest.mark.mostly_native
 async def test_a_handler_does_not_notice_that_its_silo_is_killed(silo: SiloProcess):
     seen: dict[str, list[int]] = {key: [] for key in KEYS}
     failed = Counter[tuple[str, int]]()
@@ -228,6 +231,7 @@ async def test_a_handler_does_not_notice_that_its_silo_is_killed(silo: SiloProce
     assert seen == {key: list(range(100)) for key in KEYS}
 
 
+@pytest.mark.mostly_native
 async def test_a_silo_that_stops_in_order_lets_its_consumers_finish(silo: SiloProcess):
     seen = Seen()
     async with Client(silo.address) as client:
@@ -249,6 +253,7 @@ async def test_a_silo_that_stops_in_order_lets_its_consumers_finish(silo: SiloPr
     check_once(seen, 11)
 
 
+@pytest.mark.mostly_native
 async def test_a_killed_consumer_loses_nothing_and_repeats_only_unsaved_events(silo: SiloProcess, tmp_path: Path):
     rng, count = random.Random(), 400
     async with Client(silo.address) as client:
@@ -322,6 +327,7 @@ async def test_closing_without_a_silo_ends_in_time(silos: Silos):
             await consumer.saved()
 
 
+@pytest.mark.mostly_native
 async def test_acknowledgements_before_an_outage_are_saved_by_closing_after_it(silo: SiloProcess):
     async with Client(silo.address) as client:
         async with client.subscribe("s", ORDERS, start="earliest") as consumer:

@@ -236,6 +236,7 @@ class Traffic:
         return {StreamId("n", str(number)): numbered(*range(count)) for number, count in enumerate(self.counts)}
 
 
+@pytest.mark.mostly_native
 @pytest.mark.parametrize("end", [SiloProcess.kill, SiloProcess.stop], ids=["kill -9", "stop"])
 async def test_restarts_of_the_silo_go_unnoticed(silo: SiloProcess, end: Any):
     async with Client(silo.address) as client, asyncio.TaskGroup() as group:

@@ -27,6 +27,10 @@ QUEUES, STREAMS = 8, 40
 PATIENCE_S = 30
 
 both_ways = pytest.mark.parametrize("direct", [True, False], ids=["direct", "gateway"], indirect=True)
+# The gateway has the same router as a direct consumer, which `tests/client/test_routing.py` tests by itself.
+mostly_gateway = pytest.mark.parametrize(
+    "direct", [pytest.param(True, marks=pytest.mark.slow), False], ids=["direct", "gateway"], indirect=True
+)
 
 
 @pytest.fixture(autouse=True)
@@ -207,7 +211,7 @@ async def load_balancer(silos: Silos) -> AsyncGenerator[str]:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-@both_ways
+@mostly_gateway
 async def test_a_client_that_knows_only_a_load_balancer_gets_the_events_of_all_silos(silos: Silos):
     async with load_balancer(silos) as address, Client(address) as client, Client(address) as other:
         for each in (client, other):
@@ -233,7 +237,7 @@ async def test_a_queue_that_moves_in_order_is_not_noticed(tmp_path: Path):
         await silos.start(2)
 
 
-@both_ways
+@mostly_gateway
 async def test_a_consumer_of_a_silo_that_stops_goes_on_at_another(tmp_path: Path):
     async with cluster(tmp_path, 2) as silos, client_of(silos[1], silos[0]) as client:
         async with client.subscribe("s", "n/*") as consumer, taking(consumer) as (taker,):
@@ -246,7 +250,7 @@ async def test_a_consumer_of_a_silo_that_stops_goes_on_at_another(tmp_path: Path
         await silos.start(1)
 
 
-@both_ways
+@mostly_gateway
 async def test_the_smallest_credit_gets_everything(silos: Silos):
     async with client_of(silos[0]) as client, client.subscribe("s", "n/*", max_events=1) as consumer:
         async with taking(consumer) as (taker,):
@@ -255,7 +259,7 @@ async def test_the_smallest_credit_gets_everything(silos: Silos):
             assert dict(taker.got) == dict.fromkeys(streams(), counted(range(3)))
 
 
-@both_ways
+@mostly_gateway
 async def test_an_event_larger_than_a_share_of_the_credit_comes(silos: Silos):
     large = bytes(700_000)
     async with client_of(silos[0]) as client, client.subscribe("s", "n/*", max_bytes=1_000_000) as consumer:
@@ -266,7 +270,7 @@ async def test_an_event_larger_than_a_share_of_the_credit_comes(silos: Silos):
             assert set(taker.got) == set(streams(6))
 
 
-@both_ways
+@mostly_gateway
 async def test_an_event_larger_than_all_credit_comes(silos: Silos):
     async with client_of(silos[0]) as client, client.subscribe("s", "n/*", max_bytes=1000) as consumer:
         async with taking(consumer) as (taker,):
@@ -302,7 +306,7 @@ async def test_members_of_all_silos_share(silos: Silos):
                     assert all(sorted(some) == some for some in each)
 
 
-@both_ways
+@mostly_gateway
 async def test_bound_queues_are_divided_over_the_members_of_all_silos(silos: Silos):
     async with client_of(silos[0]) as one, client_of(silos[1]) as two:
         async with (
@@ -317,7 +321,7 @@ async def test_bound_queues_are_divided_over_the_members_of_all_silos(silos: Sil
             assert set(b.queues) <= {4, 5, 6, 7}
 
 
-@both_ways
+@mostly_gateway
 async def test_broadcast_gives_everybody_everything_and_keeps_positions(silos: Silos):
     async with client_of(silos[0]) as one, client_of(silos[1]) as two:
         async with (
@@ -336,7 +340,7 @@ async def test_broadcast_gives_everybody_everything_and_keeps_positions(silos: S
             assert dict(taker.got) == dict.fromkeys(streams(), counted([3]))
 
 
-@both_ways
+@mostly_gateway
 async def test_a_consumer_that_keeps_its_positions_continues_from_them_after_queues_moved(tmp_path: Path):
     async with cluster(tmp_path, 3) as silos, client_of(silos[0]) as client:
         async with client.subscribe("s", "n/*", mode=Mode.BROADCAST, keeps_positions=True) as consumer:
@@ -351,7 +355,7 @@ async def test_a_consumer_that_keeps_its_positions_continues_from_them_after_que
         await silos.start(2)
 
 
-@both_ways
+@mostly_gateway
 async def test_a_subscription_that_is_moved_at_one_silo_goes_on_there_at_all(silos: Silos):
     async with client_of(silos[0]) as client, client_of(silos[1]) as other:
         async with client.subscribe("s", "n/*") as consumer, taking(consumer) as (taker,):
@@ -362,7 +366,7 @@ async def test_a_subscription_that_is_moved_at_one_silo_goes_on_there_at_all(sil
             assert dict(taker.got) == dict.fromkeys(streams(), counted(range(2)) * 2)
 
 
-@both_ways
+@mostly_gateway
 async def test_a_subscription_that_is_deleted_at_one_silo_ends_at_all(silos: Silos):
     async with client_of(silos[0]) as client, client_of(silos[1]) as other:
         async with client.subscribe("s", "n/*") as consumer:
@@ -372,7 +376,7 @@ async def test_a_subscription_that_is_deleted_at_one_silo_ends_at_all(silos: Sil
                     await anext(consumer)
 
 
-@both_ways
+@mostly_gateway
 async def test_a_session_at_another_silo_takes_over_the_consumer_and_ends_the_first_session(silos: Silos):
     async with client_of(silos[0]) as client, client_of(silos[1]) as other:
         async with client.subscribe("s", "n/*", consumer="c") as consumer:

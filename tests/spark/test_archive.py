@@ -212,12 +212,12 @@ def test_a_second_run_at_once_is_refused(spark: SparkSession, data: Path, kept: 
 ADDING, COMPACTING = ("sync", "intent", "move", "directories", "state", "done"), ("intent", "move", "remove", "done")
 
 
-# Without Spark, `tests/pipeline/test_archive_files.py` kills at every step.
+# Without Spark, `tests/pipeline/jobs/test_archive_files.py` kills at every step.
 @pytest.mark.parametrize(
     ("compacting", "steps"),
     [
-        (False, ("move", "state")),
-        (True, ("remove",)),
+        (False, ("state",)),
+        pytest.param(True, ("remove",), marks=pytest.mark.slow),
         pytest.param(False, ADDING, marks=pytest.mark.slow),
         pytest.param(True, COMPACTING, marks=pytest.mark.slow),
     ],

@@ -89,6 +89,8 @@ def test_a_part_of_a_log_goes_to_another_namespace(spark: SparkSession, data: Pa
     assert {name: each for name, each in after.items() if name[0] != "copy"} == before
 
 
+# slow: a whole archive and a part of a log are replayed above
+@pytest.mark.slow
 def test_a_part_of_an_archive_is_chosen_as_of_a_log(spark: SparkSession, data: Path, other: Path, tmp_path: Path):
     publish(data, 0, 400)
     archive(spark, tmp_path / "kept", data=data)
@@ -135,7 +137,9 @@ def test_with_a_name_a_replay_is_done_once_for_ever(spark: SparkSession, data: P
 
 
 # Both take 1.6 s, minus the time of one chunk.
-@pytest.mark.parametrize(("rate", "speed"), [pytest.param(500, None, marks=pytest.mark.slow), (None, 0.5)])
+# slow: the pace itself has tests without Spark
+@pytest.mark.slow
+@pytest.mark.parametrize(("rate", "speed"), [(500, None), (None, 0.5)])
 def test_at_a_chosen_speed_all_comes_in_order_once_and_not_sooner(
     spark: SparkSession, data: Path, other: Path, rate: float | None, speed: float | None
 ):

@@ -173,6 +173,8 @@ def test_totals_that_change_are_published_by_foreach_batch(spark: SparkSession, 
     assert look(data) == {"totals/k0": ["2", "3"], "totals/k1": ["1"], "totals/k2": ["1"]}
 
 
+# slow: a replay writes rows that it read
+@pytest.mark.slow
 def test_rows_that_are_read_may_be_written(spark: SparkSession, tmp_path: Path):
     write(rows(spark, 100), tmp_path / "a")
     source = spark.readStream.format("headrace").option("data", str(tmp_path / "a")).load()

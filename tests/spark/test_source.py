@@ -238,6 +238,8 @@ def test_micro_batches_are_bounded_in_events(spark: SparkSession, tmp_path: Path
     assert written(spark, tmp_path) == list(range(100))
 
 
+# slow: as in events; the plan has tests without Spark
+@pytest.mark.slow
 def test_micro_batches_are_bounded_in_bytes(spark: SparkSession, tmp_path: Path):
     publish(tmp_path / "data", numbered(100, streams=1), queues=1)
     sizes = run_available(stream(spark, tmp_path / "data", maxBytesPerTrigger="1000"), tmp_path)
@@ -245,7 +247,9 @@ def test_micro_batches_are_bounded_in_bytes(spark: SparkSession, tmp_path: Path)
     assert written(spark, tmp_path) == list(range(100))
 
 
-@pytest.mark.parametrize("trigger", [{"availableNow": True}, {"processingTime": "0 seconds"}])
+@pytest.mark.parametrize(
+    "trigger", [{"availableNow": True}, pytest.param({"processingTime": "0 seconds"}, marks=pytest.mark.slow)]
+)
 def test_progress_has_the_latest_offset_and_so_the_lag(spark: SparkSession, tmp_path: Path, trigger: dict[str, Any]):
     publish(tmp_path / "data", numbered(10, streams=1), queues=1)
     frame = stream(spark, tmp_path / "data", maxEventsPerTrigger="4")

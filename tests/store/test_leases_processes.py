@@ -14,7 +14,7 @@ from headrace.streams.subscriptions import Checkpoint
 from tests.random_examples import examples
 
 QUEUES = 6
-ROUNDS = examples(30, quick=15)
+ROUNDS = examples(30, quick=8)
 DEFINITION = SubscriptionDefinition(name="stats", selector=Selector("n/*"))
 
 # Every other time a process takes the leases that were not renewed since it looked.

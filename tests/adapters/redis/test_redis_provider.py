@@ -152,6 +152,8 @@ async def test_failing_event_is_retried_and_ends_as_a_dead_letter_that_can_be_re
 # ---- crashes ---------------------------------------------------------------------------------------------------------
 
 
+# slow: `test_redis_processes.py` kills consumers, and quickly
+@pytest.mark.slow
 async def test_a_process_killed_again_and_again_loses_nothing(tmp_path: Path, url: str) -> None:
     """Events acknowledged by a saved checkpoint do not come again; the others do, to the next process."""
     events, notes, rng = 400, tmp_path / "notes", random.Random(1)

@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 from redis import Redis
 
 from benchmarks.servers import RedisServer, process_tree
@@ -19,6 +20,8 @@ from tests.client.silos import SiloProcess
 EVENTS = 1200
 
 
+# slow: consumers that are killed have a quick test, and silos that are killed have one on the log
+@pytest.mark.slow
 async def test_silos_that_are_killed_or_stopped_lose_nothing(tmp_path: Path, redis_server: RedisServer) -> None:
     with Redis(port=redis_server.port) as direct:
         cast("Any", direct).flushall()

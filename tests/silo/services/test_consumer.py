@@ -120,6 +120,7 @@ async def test_the_silo_names_a_consumer_that_has_no_id(caller: Caller) -> None:
         assert one.opened.consumer != other.opened.consumer
 
 
+@pytest.mark.one_silo
 @pytest.mark.parametrize(
     ("fields", "status", "says"),
     [
@@ -146,6 +147,7 @@ async def test_an_invalid_open_is_refused(caller: Caller, fields: Any, status: s
     assert says in refused.value.details
 
 
+@pytest.mark.one_silo
 @pytest.mark.parametrize(
     "fields",
     [
@@ -965,6 +967,7 @@ async def test_a_position_past_the_end_goes_back_to_it_and_the_gap_is_told(calle
         assert [event.payload for event in await session.take(1)] == [b"1"]
 
 
+@pytest.mark.one_silo
 @pytest.mark.parametrize(
     ("token", "says"),
     [
@@ -1202,6 +1205,7 @@ async def test_a_pull_that_is_given_up_loses_nothing_and_delivers_nothing_twice(
     assert [event.payload for event in taken] == [b"%d" % number for number in range(100)]
 
 
+@pytest.mark.one_silo
 @pytest.mark.parametrize(
     ("fields", "status"),
     [

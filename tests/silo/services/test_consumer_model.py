@@ -16,6 +16,7 @@ import pytest
 
 from headrace.proto.v1 import consumer_pb2 as pb
 from headrace.proto.v1 import events_pb2, subscriptions_pb2
+from tests.random_examples import examples
 from tests.serving import by_one_and_two_silos, serving
 from tests.silo.services.calling import SUBSCRIPTIONS, Caller, Refused, batch, connecting, opened
 from tests.silo.services.sessions import (
@@ -311,7 +312,9 @@ async def caught_up_with(caller: Caller) -> None:
     await caller.ask(f"{SUBSCRIPTIONS}/AwaitCaughtUp", request, kind, timeout=PATIENCE_S)
 
 
-@pytest.mark.parametrize(("mode", "count"), [("MODE_SHARED", 10_000), ("MODE_BOUND", 3_000)])
+@pytest.mark.parametrize(
+    ("mode", "count"), [("MODE_SHARED", examples(10_000, quick=3_000)), ("MODE_BOUND", examples(3_000, quick=1_500))]
+)
 async def test_exactly_the_unacknowledged_events_come_again(tmp_path: Path, mode: str, count: int) -> None:
     print(f"MODEL_SEED={SEED}")
     rng = random.Random(SEED)
