@@ -291,6 +291,14 @@ class PullingAgent:
             [(d.statistics(), name in self.catch_ups.running) for name, d in self.deliveries.items()],
         )
 
+    def _pacemaker(self, main: Feed) -> str:
+        """Say which delivery holds the oldest batches of a full cache."""
+        progress = min((each.progress for each in main.deliveries), key=lambda one: one.watermark, default=None)
+        if progress is None:
+            return "it is being emptied"
+        name = next(name for name, each in self.deliveries.items() if each.progress is progress)
+        return f"subscription {name!r} sets the pace, from offset {progress.watermark} on"
+
     def _state(self) -> tuple[str, str]:
         main = self.main
         faults = [main.fault if main is not None else "", *(feed.fault for feed in self.catch_ups.running.values())]
@@ -303,5 +311,5 @@ class PullingAgent:
                 "" if self._runner is not None else "nobody subscribes",
             )
         if main.throttled:
-            return "throttled", "the cache is full: the slowest consumer sets the pace"
+            return "throttled", f"the cache is full: {self._pacemaker(main)}"
         return "running", ""

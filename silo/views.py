@@ -23,6 +23,7 @@ from ..agents import (
 from ..streams.errors import CorruptRecord
 from ..streams.states import SubscriptionHold
 from ..streams.subscriptions import Checkpoint
+from ..streams.wording import counted
 
 
 class CursorView(NamedTuple):
@@ -226,22 +227,34 @@ _COUNTED = tuple(field.name for field in fields(DeliveryCounts))
 _SUMMED = ("in_flight", "ready", "waiting", "parked", "paused")
 
 
-def _state(  # noqa: PLR0911 (one for each state)
+def _state(
     total: dict[str, int],
     parts: list[tuple[DeliveryStatistics, AgentStatistics, bool]],
     members: Sequence[MemberStatistics] | None,
 ) -> tuple[str, str]:
+    """What the subscription does as a whole, and the reason. Streams that stand still are named in the reason; only if
+    nothing else is left, they are the state."""
+    state, reason = _moving(total, parts, members)
+    waiting = f"{counted(total['waiting'], 'stream')} waiting for the next attempt" if total["waiting"] else ""
+    paused = f"{counted(total['paused'], 'stream')} paused until resumed" if total["paused"] else ""
+    if state == "caught up" and (waiting or paused):
+        state = "retrying" if waiting else "paused"
+    return state, ", ".join(filter(None, (reason, waiting, paused)))
+
+
+def _moving(
+    total: dict[str, int],
+    parts: list[tuple[DeliveryStatistics, AgentStatistics, bool]],
+    members: Sequence[MemberStatistics] | None,
+) -> tuple[str, str]:
+    """The state and the reason, without a look at the streams that stand still."""
     faulted = [agent.queue for _, agent, _ in parts if agent.state == "faulted"]
     if faulted:
         return "faulted", f"queues {', '.join(map(str, faulted))} cannot be read"
-    if total["paused"]:
-        return "paused", f"{total['paused']} streams wait to be resumed"
     if members and (blocked := [member for member in members if member.blocked]) and len(blocked) == len(members):
         return "blocked", f"consumer {blocked[0].id} gets no events: {blocked[0].blocked}"
     if members is not None and total["ready"] and (problem := _idle_members(members)):
         return "out of credit", f"{problem}, {total['ready']} streams are ready"
-    if total["waiting"]:
-        return "retrying", f"{total['waiting']} streams wait for their next attempt"
     if total["parked"] or any(catching_up for _, _, catching_up in parts):
         return "behind", f"catching up outside of the cache, {total['parked']} streams parked"
     if not total["ready"] and not total["in_flight"]:

@@ -253,6 +253,7 @@ async def test_a_throttling_consumer_sets_the_pace_within_the_cache() -> None:
         await until(lambda: bench.agent.statistics().state == "throttled")
         await asyncio.sleep(100)
         assert bench.main.pressure
+        assert "subscription 'stuck' sets the pace, from offset 5 on" in bench.agent.statistics().reason
         assert bench.held()[0] == bench.limits.max_events // 2
         assert other.seen == numbers(44)  # the bucket before the stuck one's is gone
         gate.set()
