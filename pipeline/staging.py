@@ -45,7 +45,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..store.datadir import write_through
-from ..streams.durable import make_durable_directory, sync_directory
+from ..streams.durable import make_durable_directory, sync_path
 from ..streams.errors import DataDirectoryError, InvalidArgument, StorageError, StorageFull
 from ..streams.private_files import make_file, opener
 from .grouping import EncodedBatches
@@ -129,7 +129,7 @@ class StagedFile:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-            sync_directory(self._folder)
+            sync_path(self._folder)
         return StagedReport(self.name, self._partition, self._events)
 
     def discard(self) -> None:
@@ -237,7 +237,7 @@ class StagingFolder:
                 return self.manifest(manifest.batch) or self.claim(manifest)
             finally:
                 unfinished.unlink(missing_ok=True)
-            sync_directory(self.path)
+            sync_path(self.path)
         return manifest
 
     def manifest(self, batch: int) -> BatchManifest | None:
@@ -273,7 +273,7 @@ class StagingFolder:
             if not self._once:
                 make_durable_directory(self.path)
                 make_file(self.path / f"{batch}{_DONE}")
-                sync_directory(self.path)
+                sync_path(self.path)
             self.clear(batch)
 
     def clear(self, batch: int) -> None:

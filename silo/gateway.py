@@ -20,17 +20,17 @@ from ..client.routing import ATTACH_S, DRAINING, SERVED, LinkUser, QueueStatus, 
 from ..client.subscribe_call import METHOD
 from ..client.transport import StreamCall
 from ..proto.v1 import consumer_pb2 as pb
-from ..server.guard import ServiceCall, parsed
+from ..server.guard import ServiceCall
 from ..store.rows import position_token
 from ..streams import wire
-from ..streams.errors import HeadraceError, InvalidArgument, Unavailable
+from ..streams.errors import HeadraceError, Unavailable
 from ..streams.frames import DeliveredBatch
 from ..streams.subscriptions import Checkpoint
 from .gateway_pulls import PullingGateway, PullKey
 from .placement import ClusterPlacements
 from .services.consumer_session import DRAIN_CHECK_S, HEARTBEATS, STOPS
 from .services.consumer_target import ConsumerTarget
-from .services.reports import check_count, refuse_all
+from .services.reports import check_count, following_request, refuse_all
 
 log = logging.getLogger("headrace.silo")
 
@@ -294,12 +294,7 @@ class GatewaySession(LinkUser):
                 return
             self._silent_beats = 0
             if message:
-                request = parsed(pb.SubscribeRequest, message)
-                if request.HasField("open"):
-                    raise InvalidArgument(
-                        "only the first request of Subscribe has the field open: leave it out, or call again"
-                    )
-                await self._apply(request)
+                await self._apply(following_request(message))
         self._router.close()
         await asyncio.wait([routing])
 

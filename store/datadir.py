@@ -37,7 +37,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from ..streams.durable import make_durable_directory, sync_directory
+from ..streams.durable import make_durable_directory, sync_path
 from ..streams.errors import Busy, DataDirectoryError, InvalidArgument, StorageError, StorageFull
 from ..streams.private_files import FILE_MODE, WIDER, make_directory, opener
 from ..streams.remedies import remedy
@@ -372,7 +372,7 @@ def change_control(directory: DataDirectory, control: str) -> None:
         changed = directory.path / f"{_UNFINISHED}{uuid.uuid4().hex}"
         write_through(changed, msgspec.json.encode({**content, "control": _shown(control)}))
         changed.replace(directory.path / MARKER)
-        sync_directory(directory.path)
+        sync_path(directory.path)
     except OSError as error:
         raise _refusal(directory.path, error) from None
 
@@ -429,7 +429,7 @@ def _claim(directory: Path, control: str | None) -> bytes:
         write_through(unfinished, msgspec.json.encode(content))
         with suppress(FileExistsError):  # if another process wrote the marker meanwhile, that marker stays
             (directory / MARKER).hardlink_to(unfinished)
-        sync_directory(directory)
+        sync_path(directory)
     finally:
         unfinished.unlink(missing_ok=True)
     return (directory / MARKER).read_bytes()

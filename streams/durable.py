@@ -12,9 +12,9 @@ from pathlib import Path
 from .private_files import make_directory
 
 
-def sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable. Raises OSError."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """Make the content of a file, or the names in a directory, durable. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -30,4 +30,4 @@ def make_durable_directory(directory: Path) -> None:
     make_directory(directory)
     for each in reversed(missing or [directory]):
         with suppress(PermissionError):  # a directory without read permission cannot be synced
-            sync_directory(each.parent)
+            sync_path(each.parent)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import lmdb
 
-from ...streams.durable import sync_directory
+from ...streams.durable import sync_path
 from ...streams.errors import DataDirectoryError
 from ...streams.private_files import FILE_MODE
 
@@ -43,7 +43,7 @@ def note_relaxed(path: Path) -> None:
     mark = path / _RELAXED
     if not mark.exists():
         os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
-        sync_directory(path)
+        sync_path(path)
 
 
 def check_file(environment: lmdb.Environment, path: Path) -> None:

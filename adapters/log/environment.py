@@ -16,7 +16,7 @@ from pathlib import Path
 import lmdb
 import msgspec
 
-from ...streams.durable import sync_directory
+from ...streams.durable import sync_path
 from ...streams.errors import DataDirectoryError, InvalidArgument, NotSupported, StorageError, StorageFull
 from ...streams.private_files import DIRECTORY_MODE, FILE_MODE
 from ...streams.remedies import log_remedy
@@ -200,8 +200,8 @@ class LogEnvironment:
         meta = environment.open_db(b"meta", txn=txn, create=is_new)
         if is_new:
             # Done before the first commit, because other processes assume that the name of a log is durable.
-            sync_directory(self.path)
-            sync_directory(self.path.parent)
+            sync_path(self.path)
+            sync_path(self.path.parent)
             made = MetaRow(format=FORMAT, queues=self.queues, provider=self.provider, created_us=time.time_ns() // 1000)
             txn.put(META_KEY, meta_row(made), db=meta)
         self._check(txn.get(META_KEY, db=meta))

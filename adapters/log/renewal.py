@@ -7,7 +7,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from ...streams.durable import sync_directory
+from ...streams.durable import sync_path
 from ...streams.errors import InvalidArgument
 from ...streams.remedies import remedy
 from .environment import acquire, has_log, release
@@ -40,4 +40,4 @@ def new_log(directory: Path, provider: str, starts: Mapping[int, int]) -> Genera
     yield identity
     shutil.rmtree(log, ignore_errors=True)
     made.rename(log)
-    sync_directory(directory)
+    sync_path(directory)

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
 
+from ...streams.durable import sync_path
 from ...streams.errors import Busy, DataDirectoryError, InvalidArgument, NotFound, StorageFull
 from ...streams.private_files import FILE_MODE, opener
 
@@ -147,7 +148,7 @@ class Archive:
             moves = self._moves(folder, state.run)
             self._on_step("sync")
             for source, _ in moves:
-                sync(self.path / source)
+                sync_path(self.path / source)
             self._on_step("intent")
             intent = ArchiveIntent(str(folder.relative_to(self.path)), moves, removes, state)
             write_json(self.path / _OWN / _INTENT, intent)
@@ -202,9 +203,9 @@ class Archive:
             (self.path / gone).unlink(missing_ok=True)
         self._on_step("directories")
         for directory in {str(Path(file).parent) for file in (*(to for _, to in intent.moves), *intent.removes)}:
-            sync(self.path / directory)
-            sync((self.path / directory).parent)
-        sync(self.path)
+            sync_path(self.path / directory)
+            sync_path((self.path / directory).parent)
+        sync_path(self.path)
         self._on_step("state")
         write_json(own / _STATE, intent.state)
         self._on_step("done")
@@ -350,16 +351,7 @@ def write_json(path: Path, document: msgspec.Struct) -> None:
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Make a file's content, or a directory's entries, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_path(path.parent)
 
 
 def read_json(path: Path, kind: type[_Document]) -> _Document | None:

@@ -12,10 +12,10 @@ from contextlib import suppress
 from typing import Protocol
 
 from ...proto.v1 import consumer_pb2 as pb
-from ...server.guard import ServiceCall, parsed
+from ...server.guard import ServiceCall
 from ...store.rows import position_token
 from ...streams import wire
-from ...streams.errors import HeadraceError, InvalidArgument, Unavailable
+from ...streams.errors import HeadraceError, Unavailable
 from ...streams.frames import QueueState, status_frame
 from ...streams.subscriptions import GapRecord
 from ..consumer_groups import AttachedConsumer
@@ -161,12 +161,7 @@ class ConsumerSession:
                 return
             self._group.heard(self._member)
             if message:
-                request = parsed(pb.SubscribeRequest, message)
-                if request.HasField("open"):
-                    raise InvalidArgument(
-                        "only the first request of Subscribe has the field open: leave it out, or call again"
-                    )
-                await self._apply(request)
+                await self._apply(reports.following_request(message))
         await self._save_and_write()
 
     async def _apply(self, request: pb.SubscribeRequest) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...agents import EventRange
 from ...proto.v1 import consumer_pb2 as pb
+from ...server.guard import parsed
 from ...streams.errors import InvalidArgument
 from ...streams.identity import StreamId
 from ..consumer_groups import AttachedConsumer
@@ -55,6 +56,14 @@ async def apply(place: AttachedConsumer, reports: Sequence[pb.QueueReport]) -> l
         if report.number and is_current(report):
             group.note_applied(member, report.queue, report.number)
     return refused
+
+
+def following_request(encoded: bytes) -> pb.SubscribeRequest:
+    """Decode a request of Subscribe that is not the first one. Raises InvalidArgument."""
+    request = parsed(pb.SubscribeRequest, encoded)
+    if request.HasField("open"):
+        raise InvalidArgument("only the first request of Subscribe has the field open: leave it out, or call again")
+    return request
 
 
 def check_count(reports: Sequence[pb.QueueReport]) -> None:
