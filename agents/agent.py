@@ -292,7 +292,7 @@ class PullingAgent:
         )
 
     def _pacemaker(self, main: Feed) -> str:
-        """Say which delivery holds the oldest batches of a full cache."""
+        """Return the reason why a full cache is not emptied: the delivery that holds its oldest batches."""
         progress = min((each.progress for each in main.deliveries), key=lambda one: one.watermark, default=None)
         if progress is None:
             return "it is being emptied"

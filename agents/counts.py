@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class DeliveryCounts:
-    """What became of the events of one subscription in one queue."""
+    """Counts of the events of one subscription in one queue, by their outcome."""
 
     delivered_events: int = 0
     delivered_batches: int = 0
@@ -25,7 +25,7 @@ class DeliveryCounts:
 
 @dataclass(slots=True)
 class ReceivedCounts:
-    """What the feeds of one queue have received."""
+    """Counts of the events and bytes that the feeds of one queue have received."""
 
     events: int = 0
     bytes: int = 0

@@ -114,7 +114,7 @@ class HostState:
         self.agents[queue].attach(delivery)
 
     def counts(self, name: str) -> Sequence[DeliveryCounts]:
-        """What became of a subscription's events, by queue, since the process began."""
+        """Counts of a subscription's events in each queue since the process began."""
         return list(self._counts.get(name, {}).values())
 
     # ---- queues ----------------------------------------------------------------------------------------------------

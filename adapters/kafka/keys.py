@@ -40,7 +40,7 @@ def stream_key(key: bytes | None, partition: int) -> str:
 
 
 def as_base64(value: bytes) -> str:
-    """Return bytes that are no text as a text."""
+    """Return bytes that are not UTF-8 as a text."""
     return _BASE64 + base64.urlsafe_b64encode(value).decode()
 
 

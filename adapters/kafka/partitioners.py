@@ -46,7 +46,8 @@ class PartitionMapper:
     """The mapper of a raw topic: the partitions that producers choose for the key of a stream."""
 
     def __init__(self, partitioner: str, queues: int, ring: Callable[[StreamId], int] | None = None) -> None:
-        """`partitioner` is `murmur2`, `crc32`, `any` or `ring`. `ring` is headrace's own mapper, for the last one."""
+        """`partitioner` is `murmur2`, `crc32`, `any` or `ring`. The partitioner `ring` needs the argument `ring`,
+        headrace's own mapper."""
         if partitioner == "ring" and ring is None:
             raise InvalidArgument("partitioner = 'ring' needs the mapper of the provider", option="options")
         self.name = f"kafka-{partitioner}"

@@ -19,7 +19,7 @@ from .publisher import OutgoingRecord
 log = logging.getLogger("headrace.adapters.kafka")
 
 OWN = "headrace."
-"""Names of headers that begin with it belong to headrace."""
+"""Names of headers that begin with this text belong to headrace."""
 TIME, ID = f"{OWN}time", f"{OWN}id"
 NULL_VALUE = "kafka.value"
 """An event with this header, and the value `null`, is a record without a value: a tombstone."""
@@ -93,7 +93,7 @@ class RawFormat:
             check_headers(found.headers)
             check_ids((found.event_id,))
         except InvalidArgument as error:
-            return f"the record is no event: {error}"
+            return f"the record is not an event: {error}"
         rare = layout.write_rare([found.event_id], [found.headers]) if found.event_id or found.headers else b""
         payload = value or b""
         encoded = (
@@ -158,5 +158,6 @@ def _text(value: bytes) -> str:
 
 
 def _time_us(time_us: int) -> int:
-    """Return the time of an event, 0 if it is none: producers may write microseconds for milliseconds."""
+    """Return the time of an event, or 0 if the number cannot be a time in microseconds: a producer may have written
+    another unit."""
     return time_us if MIN_TIME_US <= time_us <= MAX_TIME_US else 0

@@ -1,7 +1,7 @@
 """Adapter `postgres`: queues in tables of PostgreSQL. Needs `headrace[postgres]`. See docs/postgres.md."""
 
 try:
-    import psycopg as psycopg  # only whether it is there
+    import psycopg as psycopg  # imported early, so that a missing package is named
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError(
         "headrace.adapters.postgres needs the package 'psycopg', which is not installed: "

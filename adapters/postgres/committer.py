@@ -34,7 +34,7 @@ _CONFLICTS = frozenset({"40001", "40P01", "55P03", "57014"})
 """SQL states after which the same transaction may succeed: conflicts, and locks that others hold for too long."""
 
 Growth = Mapping[int, StoredBatches]
-"""The new batches of each queue that a commit has made grow."""
+"""The batches that a commit has added, by queue."""
 
 
 class PostgresCommitter:

@@ -17,7 +17,7 @@ from .queries import rows
 from .schema import BEGIN_SEGMENT, ProviderRow, segment_statements, segment_table
 
 _SEGMENTS_PER_AGE = 8
-"""A segment is at most so much older than it may be: `retain_age_s` is divided into this number of segments."""
+"""`retain_age_s` is divided into so many segments. So a segment is kept longer than allowed by one part at most."""
 _LOCK = "SELECT segment FROM headrace_queue WHERE provider = %s ORDER BY queue FOR UPDATE"
 _TOTAL = "SELECT sum(bytes)::bigint FROM headrace_queue WHERE provider = %s"
 _SEGMENTS = """
@@ -36,7 +36,7 @@ class Segment(NamedTuple):
 
 
 class RetentionPlan(NamedTuple):
-    """Which segments to drop, and whether to begin a new one. Times are microseconds since 1970 UTC."""
+    """The segments to drop, and whether to begin a new one. Times are microseconds since 1970 UTC."""
 
     drop: Sequence[int]
     begin: bool

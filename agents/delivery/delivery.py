@@ -36,7 +36,7 @@ log = logging.getLogger("headrace.agents")
 
 
 class DeliveryStatistics(NamedTuple):
-    """A moment of a delivery. What it has done so far is in its `DeliveryCounts`."""
+    """The present state of a delivery. `DeliveryCounts` has the counts since its beginning."""
 
     subscription: str
     in_flight: int

@@ -156,7 +156,7 @@ async def test_records_that_do_not_fit_are_gaps_and_the_others_are_delivered(add
         gaps = [(await receiver.receive(ANY, ANY)).gap for _ in range(2)]
         assert gaps == [
             Gap(1, 2, "the record's value has 1,048,577 bytes, and an event has at most 1,048,576"),
-            Gap(2, 3, "the record is no event: an event has at most 128 headers, not 129"),
+            Gap(2, 3, "the record is not an event: an event has at most 128 headers, not 129"),
         ]
         assert await received(receiver, 1) == ["after"]
 
