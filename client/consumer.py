@@ -22,8 +22,9 @@ from ..streams.background import first_of
 from ..streams.errors import Closed, HeadraceError
 from ..streams.identity import StreamId
 from ..streams.subscriptions import GapRecord, Mode, Start
+from ..streams.transactions import ProviderOrigin
 from .consumer_links import ConsumerLinks
-from .held_account import SessionStatistics
+from .held_account import SessionStatistics, check_origin
 from .holdings import ConsumerHoldings
 from .management import ManagementClient
 from .options import SessionState
@@ -169,6 +170,10 @@ class Consumer(SubscriptionHandle):
 
         await first_of(self._management.caught_up(self.name), end(), name=f"headrace catching up {self.name}")
 
+    def check_effects(self) -> None:
+        """Internal: raise NotSupported if effects cannot be applied to the events of this consumer."""
+        check_origin(self.holdings.account.origin)
+
     def statistics(self) -> SessionStatistics:
         """A cheap snapshot of the counts of this consumer."""
         return self.holdings.statistics()
@@ -281,6 +286,9 @@ class Consumer(SubscriptionHandle):
     def _accepted(self, opened: pb.Opened) -> None:
         self.id = opened.consumer
         self.definition = wire.definition_of(opened.definition)
+        shared = self.definition.mode is not Mode.BROADCAST
+        origin = ProviderOrigin(opened.origin, self._management.provider, self.name, shared)
+        self.holdings.account.origin = origin
         self._opened.set()
 
     def _take(self) -> None:

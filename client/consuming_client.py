@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, Unpack, cast, overload
 from weakref import WeakSet
 
 from ..proto.v1 import consumer_pb2 as pb
-from ..streams.arguments import check_integer, check_options, check_seconds, check_text
+from ..streams.arguments import check_flag, check_integer, check_options, check_seconds, check_text
 from ..streams.errors import HeadraceError, InvalidArgument, NotSupported
 from ..streams.handlers import (
     CONCURRENCY,
@@ -21,12 +21,15 @@ from ..streams.handlers import (
     EventHandler,
     Handler,
     Observer,
+    check_effects,
     check_no_handler_options,
 )
 from ..streams.identity import StreamId
 from ..streams.openings import ConsumerOpening, HandlerOpening
-from ..streams.subscriptions import Selector, check_consumer
+from ..streams.subscriptions import Mode, Selector, check_consumer
+from ..streams.transactions import BatchEffectHandler, EventEffectHandler, HandlerEffects
 from .consumer import Consumer
+from .handler_effects import HandlerWithEffects
 from .management import ManagementClient, parsed
 from .options import ConsumerOptions, RemoteHandlerOptions
 from .plan import ConsumerPlan, plan_of
@@ -36,6 +39,7 @@ from .remote_subscription import RemoteSubscription
 from .transport import Transport
 
 _A = TypeVar("_A", Consumer, RemoteSubscription)
+_T = TypeVar("_T")
 
 ReceivedBatchHandler = Callable[[ReceivedBatch], Awaitable[None]]
 
@@ -80,6 +84,28 @@ class ConsumingClient(ManagementClient):
     def subscribe(
         self,
         name: str,
+        selector: str | StreamId | None,
+        handler: EventEffectHandler[_T],
+        *,
+        batch: Literal[False] = False,
+        effects: HandlerEffects[_T],
+        **options: Unpack[RemoteHandlerOptions],
+    ) -> Coroutine[Any, Any, RemoteSubscription]: ...
+    @overload
+    def subscribe(
+        self,
+        name: str,
+        selector: str | StreamId | None,
+        handler: BatchEffectHandler[_T],
+        *,
+        batch: Literal[True],
+        effects: HandlerEffects[_T],
+        **options: Unpack[RemoteHandlerOptions],
+    ) -> Coroutine[Any, Any, RemoteSubscription]: ...
+    @overload
+    def subscribe(
+        self,
+        name: str,
         selector: str | StreamId | None = None,
         handler: None = None,
         **options: Unpack[ConsumerOptions],
@@ -99,7 +125,8 @@ class ConsumingClient(ManagementClient):
 
         `selector`, `handler`, `batch`, `start`, `retry`, `on_failure`, `slow_consumer`, `circuit_breaker` and
         `concurrency` are as for a provider in the silo (events of a failing handler are delivered again as `retry`
-        says). Without `selector` the subscription has to exist. A `filter` works only for handlers in the silo.
+        says). Without `selector` the subscription has to exist. A `filter` works only for handlers in the silo. With
+        `effects`, the handler takes a transaction, too (docs/effects.md).
 
         `consumer` is the id of this consumer within its group. A consumer with the same id takes over from the earlier
         one. If it is empty, the silo makes one. With `mode` BROADCAST it names the stored position, unless the client
@@ -112,7 +139,8 @@ class ConsumingClient(ManagementClient):
         `on_state` and `on_gap` are called with changes. They must not block.
 
         Raises InvalidArgument at once for wrong arguments. When the result is awaited or entered, raises
-        DefinitionConflict if `name` exists with another definition, NotFound, Busy if a handler in a silo serves it,
+        DefinitionConflict if `name` exists with another definition, NotFound (also if the database of `effects` lacks
+        their tables), Busy if a handler in a silo serves it,
         PermissionDenied, Unavailable.
         """
         if options.pop("filter", None) is not None:
@@ -125,10 +153,18 @@ class ConsumingClient(ManagementClient):
             check_no_handler_options(name, options)
             plan = plan_of("client.subscribe", name, chosen, options)
             return ConsumerOpening(partial(self.open_consumer, plan), "client", name)
-        check_options("client.subscribe", options, {*HANDLER_OPTIONS, *ConsumerOptions.__annotations__})
-        of_consumer = {key: value for key, value in options.items() if key not in ("batch", "concurrency")}
+        check_options("client.subscribe", options, {*HANDLER_OPTIONS, "effects", *ConsumerOptions.__annotations__})
+        of_consumer = {key: value for key, value in options.items() if key not in ("batch", "concurrency", "effects")}
         plan = plan_of("client.subscribe", name, chosen, of_consumer)
-        handled = Handler.of(handler, batch=options.get("batch", False))
+        batch, effects = options.get("batch", False), options.get("effects")
+        if effects is None:
+            handled = Handler.of(handler, batch=batch)
+        else:
+            check_flag("batch", batch)
+            check_effects(effects, handler, batch=batch)
+            if plan.definition is not None and plan.definition.mode is Mode.BROADCAST:
+                raise NotSupported(f"subscription {name!r} has mode broadcast: effects are for other modes")
+            handled = HandlerWithEffects(effects, cast("Any", handler), batch=batch)
         concurrency = check_integer("concurrency", options.get("concurrency", CONCURRENCY), 1)
         return HandlerOpening(cast("Any", self._open_subscription(plan, handled, concurrency)), "client", name)
 
@@ -139,11 +175,22 @@ class ConsumingClient(ManagementClient):
         self._attached.add(consumer)
         return await _opened(consumer, consumer)
 
-    async def _open_subscription(self, plan: ConsumerPlan, handler: Handler, concurrency: int) -> RemoteSubscription:
+    async def _open_subscription(
+        self, plan: ConsumerPlan, handler: Handler | HandlerWithEffects, concurrency: int
+    ) -> RemoteSubscription:
         self.connection.check_open()
+        if isinstance(handler, HandlerWithEffects):
+            await handler.check()
         subscription = RemoteSubscription(self, replace(plan, concurrent=concurrency > 1), handler, concurrency)
         self._attached.add(subscription)
-        return await _opened(subscription, subscription.consumer)
+        await _opened(subscription, subscription.consumer)
+        if isinstance(handler, HandlerWithEffects):
+            try:
+                subscription.consumer.check_effects()
+            except NotSupported:
+                await subscription.aclose()
+                raise
+        return subscription
 
     async def pull(
         self,

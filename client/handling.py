@@ -17,6 +17,7 @@ from ..streams.failure_log import FailureLog, described, failure_text
 from ..streams.handler_workers import TURN_S, HandlerWorkers, cancelled_itself, notify_completed, notify_error
 from ..streams.handlers import Handler
 from ..streams.identity import SequenceToken, StreamId
+from .handler_effects import BatchInHandler, HandlerWithEffects
 from .holdings import ConsumerHoldings
 from .received import ReceivedBatch
 
@@ -31,12 +32,19 @@ class RemoteHandling:
     subscription."""
 
     def __init__(
-        self, name: str, holdings: ConsumerHoldings, handler: Handler, concurrency: int, attempts: Callable[[], int]
+        self,
+        name: str,
+        holdings: ConsumerHoldings,
+        handler: Handler | HandlerWithEffects,
+        concurrency: int,
+        attempts: Callable[[], int],
     ) -> None:
         self._name = name
         self._holdings = holdings
-        self._handler = handler
-        self._handle = self._handle_batch if handler.on_batch else self._handle_events
+        self._effects = handler if isinstance(handler, HandlerWithEffects) else None
+        self._handler = Handler(None, None, None, None) if isinstance(handler, HandlerWithEffects) else handler
+        self._per_event = self._handler.on_batch is None if self._effects is None else not self._effects.batch
+        self._handle = self._handle_events if self._per_event else self._handle_batch
         self._workers = HandlerWorkers(name, concurrency, self._work, self._may_run, log)
         self._attempts = attempts
         self._failures = FailureLog()
@@ -87,26 +95,28 @@ class RemoteHandling:
         return None
 
     async def _step(self, batch: ReceivedBatch) -> None:
+        begun = None
         try:
-            await self._handle(batch)
+            begun = None if self._effects is None else self._effects.begin(batch)
+            await self._handle(batch, begun)
         except BaseException as error:
             if isinstance(error, Closed) and self._holdings.closed:
                 return  # the consumer was closed meanwhile, and has given the batch back
             if self._workers.ends_worker(error, stopping=self._stopping):
                 raise
-            await self._failed(batch, error)
+            await self._failed(batch, error, begun)
             if cancelled_itself(error):
                 raise
 
-    async def _handle_batch(self, batch: ReceivedBatch) -> None:
-        on_batch = self._handler.on_batch
+    async def _handle_batch(self, batch: ReceivedBatch, begun: BatchInHandler | None) -> None:
+        on_batch = self._handler.on_batch if begun is None else begun.call
         assert on_batch is not None
         await on_batch(batch)
         batch.holder.acknowledge(batch)
 
-    async def _handle_events(self, batch: ReceivedBatch) -> None:
+    async def _handle_events(self, batch: ReceivedBatch, begun: BatchInHandler | None) -> None:
         """Acknowledge at the end of the batch, and from time to time, because a batch may take long."""
-        on_event = self._handler.on_event
+        on_event = self._handler.on_event if begun is None else begun.call
         assert on_event is not None
         done = acknowledged = 0
         acknowledges_at = monotonic() + TURN_S
@@ -128,12 +138,16 @@ class RemoteHandling:
 
     # ---- failures --------------------------------------------------------------------------------------------------
 
-    async def _failed(self, batch: ReceivedBatch, error: BaseException) -> None:
+    async def _failed(self, batch: ReceivedBatch, error: BaseException, begun: BatchInHandler | None) -> None:
         """Reject the batch, or its first event that is not acknowledged."""
-        per_event = self._handler.on_event is not None
-        place = batch.first_open() if per_event else None
-        if per_event and place is None:
+        place = batch.first_open() if self._per_event else None
+        if self._per_event and place is None:
             return  # it was taken back while the handler ran
+        if begun is not None:
+            events = batch.events()
+            error = await begun.failed(events if place is None else [events[place]], error)
+            if self._per_event and batch.first_open() != place:
+                return  # the same, while this was noted
         attempt = self._attempt(batch) if not place else 1
         token = SequenceToken(batch.offset, batch.indexes[place or 0])
         message = failure_text(self._name, batch.stream, token, f"attempt {attempt}", described(error))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..streams.errors import InvalidArgument
+from ..streams.errors import InvalidArgument, NotSupported
+from ..streams.transactions import ProviderOrigin
 
 MAX_EVENTS = 10_000
 """Default for the most events that a consumer holds."""
@@ -38,6 +39,15 @@ class SessionStatistics(NamedTuple):
     """Acknowledgements that are not confirmed as saved."""
 
 
+def check_origin(origin: ProviderOrigin | None) -> ProviderOrigin:
+    """Return the origin of a consumer's events. Raises NotSupported if effects cannot be applied to them."""
+    if origin is None or not origin.origin:
+        raise NotSupported("effects are for consumers of `subscribe`, and need a silo that tells its provider's id")
+    if not origin.shared:
+        raise NotSupported(f"subscription {origin.subscription!r} has mode broadcast: effects are for other modes")
+    return origin
+
+
 class HeldAccount:
     """Events and bytes that are held, credit that is granted, and counts. All queues of a consumer share it.
 
@@ -57,6 +67,8 @@ class HeldAccount:
         self._few_bytes = max_bytes - max_bytes // 4
         self.closed = ""
         """The reason why the user cannot take or acknowledge any more; empty while it is possible."""
+        self.origin: ProviderOrigin | None = None
+        """Set when a silo has accepted the consumer."""
         self.is_congested = False
         """Whether so much credit can be granted that the loop should turn."""
         self._starved = False

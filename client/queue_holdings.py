@@ -23,7 +23,8 @@ from ..proto.v1 import consumer_pb2 as pb
 from ..streams.errors import Closed, InvalidArgument
 from ..streams.events import EventBatch
 from ..streams.identity import StreamId
-from .held_account import HeldAccount
+from ..streams.transactions import EffectScope
+from .held_account import HeldAccount, check_origin
 from .pending_results import DeferredRejections, PendingResults, RejectedEvents
 from .received import MARKED, QUEUED, TAKEN, ReceivedBatch, ReceivedPart
 
@@ -205,6 +206,11 @@ class QueueHoldings:
             for batch in self.lines.get(stream, ())[:]:
                 if batch.arrival == arrival and not batch.redriven and _position(batch) > rejected:
                     self._end(batch)
+
+    def effect_scope(self) -> EffectScope:
+        """Return the scope of the effects of these events. Raises NotSupported."""
+        origin = check_origin(self.account.origin)
+        return EffectScope(origin.origin, origin.subscription, self.number, self.generation or 0, origin.provider)
 
     # ---- results (`BatchHolder`) ------------------------------------------------------------------------------------
 

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Awaitable, Generator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from ..streams.arguments import refused
 from ..streams.errors import InvalidArgument
 from ..streams.events import Event, EventBatch, PartialBatch
 from ..streams.frames import DeliveredBatch
 from ..streams.identity import SequenceToken
+from ..streams.transactions import EffectScope
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+    from ..effects.batches import BatchTransaction
+    from ..effects.effects import Effects
 
 FRAME_BYTES = 32
 """Upper bound of the bytes around a batch on the wire, without the indexes of a part of a batch."""
@@ -37,6 +45,8 @@ class BatchHolder(Protocol):
 
     @property
     def account(self) -> CongestedAccount: ...
+
+    def effect_scope(self) -> EffectScope: ...
 
     def acknowledge(self, batch: ReceivedBatch) -> None: ...
 
@@ -147,6 +157,28 @@ class ReceivedBatch(EventBatch):
         _check_rejection(reason, delay)
         self.holder.reject(self, None if event is None else self._place(event), reason, delay, unavailable)
         return TURN if self.holder.account.is_congested else DONE
+
+    def effects(
+        self, database: Effects | AsyncEngine | AsyncConnection
+    ) -> AbstractAsyncContextManager[BatchTransaction]:
+        """Open a transaction of your database for the length of an `async with`. At its end the effects and the
+        position of the stream are committed, and the batch is acknowledged. After an error they are rolled back, and
+        the batch is rejected with the error, which is raised.
+
+        Apply `tx.events`, not the events of the batch: they are those whose effects are not committed yet. `database`
+        is an `Effects`, or an AsyncEngine or AsyncConnection of SQLAlchemy. See docs/effects.md.
+
+        Raises NotSupported for batches of `pull`, for mode BROADCAST, and for silos of earlier versions. When entered,
+        raises NotFound if the database has no tables for effects, InvalidArgument if it commits each statement,
+        Unavailable if it cannot be reached, or if the transaction collides with another one.
+        """
+        from ..effects.batches import batch_effects  # noqa: PLC0415 (SQLAlchemy is imported only if it is used)
+
+        scope, marks = self.holder.effect_scope(), self.marks
+        events = self.events() if self.state == TAKEN else []
+        return batch_effects(
+            database, self, [e for place, e in enumerate(events) if marks is None or not marks[place]], scope
+        )
 
     @property
     def indexes(self) -> Sequence[int]:

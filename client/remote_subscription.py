@@ -12,6 +12,7 @@ from ..streams.errors import InvalidArgument
 from ..streams.handlers import Handler
 from ..streams.subscriptions import SubscriptionDefinition
 from .consumer import CLOSE_S, Consumer, SubscriptionHandle
+from .handler_effects import HandlerWithEffects
 from .handling import RemoteHandling
 from .management import ManagementClient
 from .plan import ConsumerPlan
@@ -20,7 +21,9 @@ from .plan import ConsumerPlan
 class RemoteSubscription(SubscriptionHandle):
     """A subscription that a handler in this process consumes. Made by `await client.subscribe(..., handler)`."""
 
-    def __init__(self, management: ManagementClient, plan: ConsumerPlan, handler: Handler, concurrency: int) -> None:
+    def __init__(
+        self, management: ManagementClient, plan: ConsumerPlan, handler: Handler | HandlerWithEffects, concurrency: int
+    ) -> None:
         super().__init__(management, plan.name)
         self.consumer = Consumer(management, plan, self._wake)
         """Its state, gaps and statistics. Do not iterate it."""

@@ -101,13 +101,41 @@ class AsyncEffectDatabase(EffectDatabase):
         async with AsyncExitStack() as stack:
             with outages():
                 connection = await stack.enter_async_context(self._engine.connect())
-                root = await connection.begin()
-            opened = _GreenletTransaction(connection)
+            yield await stack.enter_async_context(_transaction_on(connection))
+
+
+class ConnectionEffectDatabase(EffectDatabase):
+    """A database with one `AsyncConnection`, which stays open."""
+
+    def __init__(self, connection: AsyncConnection) -> None:
+        super().__init__(connection.engine.sync_engine)
+        self._connection = connection
+        self.transactions = 1
+
+    @asynccontextmanager
+    async def transaction(self) -> AsyncGenerator[EffectTransaction]:
+        if self._connection.in_transaction():
+            raise InvalidArgument(
+                "the connection is in a transaction: give one that is in none, because headrace begins and commits"
+            )
+        async with _transaction_on(self._connection) as opened:
             yield opened
-            await opened.flush()
-            await connection.run_sync(_check_commits, root)
-            with outages():
-                await root.commit()
+
+
+@asynccontextmanager
+async def _transaction_on(connection: AsyncConnection) -> AsyncGenerator[EffectTransaction]:
+    with outages():
+        root = await connection.begin()
+    opened = _GreenletTransaction(connection)
+    try:
+        yield opened
+        await opened.flush()
+        await connection.run_sync(_check_commits, root)
+        with outages():
+            await root.commit()
+    finally:
+        if root.is_active:
+            await root.rollback()
 
 
 class _GreenletTransaction(EffectTransaction):
@@ -244,11 +272,13 @@ def _only_async(name: str) -> NotSupported:
 # ---- what both need --------------------------------------------------------------------------------------------------
 
 
-def database_of(engine: Engine | AsyncEngine) -> EffectDatabase:
-    """Return the database of an engine. Raises InvalidArgument for another object."""
+def database_of(engine: Engine | AsyncEngine | AsyncConnection) -> EffectDatabase:
+    """Return the database of an engine or a connection. Raises InvalidArgument for another object."""
     given = cast("object", engine)
     if isinstance(given, AsyncEngine):
         return AsyncEffectDatabase(given)
+    if isinstance(given, AsyncConnection):
+        return ConnectionEffectDatabase(given)
     if isinstance(given, Engine):
         return ThreadedEffectDatabase(given)
     raise InvalidArgument(f"Effects needs an Engine or an AsyncEngine of SQLAlchemy, not {type(given).__name__}")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
-from weakref import WeakKeyDictionary
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 from sqlalchemy import Connection, Engine
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from ..streams.arguments import check_integer
 from ..streams.events import Event, EventBatch, PartialBatch
@@ -27,6 +28,7 @@ CONFLICT_ATTEMPTS = 5
 CACHED_STATES = 10_000
 CACHED_BYTES = 1 << 22
 """Bounds of the states that are kept in memory, for each subscription and queue."""
+_checked: WeakSet[Engine] = WeakSet()
 UNKNOWN_EVENT = (
     "it is not known whether the effects of this event are applied (it was given up on before the subscription had "
     "effects, or their database was restored): to apply it, run 'headrace effects unknown URL --apply' and redrive it "
@@ -37,7 +39,8 @@ UNKNOWN_EVENT = (
 class Effects:
     """A database in which handlers have effects.
 
-    `engine` is an Engine or an AsyncEngine of SQLAlchemy, for PostgreSQL or SQLite.
+    `engine` is an Engine or an AsyncEngine of SQLAlchemy, for PostgreSQL or SQLite. It may be an AsyncConnection that
+    is in no transaction, too: then one transaction runs at a time, on this connection.
 
     `state`: keep a state for each stream. `max_transactions`: how many transactions run at a time; None: as many as the
     engine's pool has connections, and one for SQLite.
@@ -46,7 +49,11 @@ class Effects:
     """
 
     def __init__(
-        self, engine: Engine | AsyncEngine, *, state: StreamState | None = None, max_transactions: int | None = None
+        self,
+        engine: Engine | AsyncEngine | AsyncConnection,
+        *,
+        state: StreamState | None = None,
+        max_transactions: int | None = None,
     ) -> None:
         self.database = database_of(engine)
         check_dialect(self.database.engine.dialect.name)
@@ -55,6 +62,13 @@ class Effects:
         self.state = state
         self._max_transactions = max_transactions or self.database.transactions
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+    async def check_once(self) -> None:
+        """`check`, if no check of this engine has succeeded in this process."""
+        engine = self.database.engine
+        if engine not in _checked:
+            await self.check()
+            _checked.add(engine)
 
     async def check(self) -> None:
         """Raise NotFound if the database has no tables for effects, InvalidArgument if the engine commits each
@@ -65,13 +79,14 @@ class Effects:
 
     def scoped(
         self,
-        handler: Callable[[Any, Transaction], Awaitable[None]],
+        handler: Callable[[Any, Transaction], Awaitable[None]] | None,
         scope: EffectScope,
         counts: EffectCounts,
         *,
         batch: bool,
     ) -> EffectsInScope:
-        """Return the effects of one subscription in one queue. Call it on the event loop."""
+        """Return the effects of one subscription in one queue. Call it on the event loop. Without a handler, only
+        `transaction` applies events."""
         loop = asyncio.get_running_loop()
         slots = self._slots.setdefault(loop, asyncio.Semaphore(self._max_transactions))
         return EffectsInScope(self.database, self.state, handler, scope, counts=counts, slots=slots, batch=batch)
@@ -91,6 +106,14 @@ def _check_current(*, is_current: bool) -> None:
         raise _StaleStateError
 
 
+class OpenEffects(NamedTuple):
+    """A transaction that is open."""
+
+    events: Sequence[Event]
+    """The events whose effects are not committed yet."""
+    transaction: Transaction
+
+
 class EffectsInScope:
     """Applies the effects of the events of one subscription in one queue and generation."""
 
@@ -98,7 +121,7 @@ class EffectsInScope:
         self,
         database: EffectDatabase,
         options: StreamState | None,
-        handler: Callable[[Any, Transaction], Awaitable[None]],
+        handler: Callable[[Any, Transaction], Awaitable[None]] | None,
         scope: EffectScope,
         *,
         counts: EffectCounts,
@@ -125,8 +148,12 @@ class EffectsInScope:
         try:
             await self._guarded(event, lambda: self._redrive(event))
         except RedriveRefused:
-            await self._in_transaction(event, self._position(event).note_unknown, event)
+            await self.note_unknown(event)
             raise
+
+    async def note_unknown(self, event: Event) -> None:
+        """Note that a redrive was refused. Raises Unavailable."""
+        await self._in_transaction(event, self._position(event).note_unknown, event)
 
     async def failed(self, events: Sequence[Event]) -> None:
         """Note that these events of one stream may become dead letters. Raises Unavailable."""
@@ -164,36 +191,69 @@ class EffectsInScope:
                     if not collided:
                         raise
 
+    @asynccontextmanager
+    async def transaction(self, events: Sequence[Event], *, redriven: bool) -> AsyncGenerator[OpenEffects]:
+        """Open the transaction of these events of one stream for the length of an `async with`. It cannot be repeated:
+        if it collides with another one, this raises Unavailable."""
+        async with self._slots:
+            try:
+                async with self._opened(events, redriven=redriven) as opened:
+                    yield opened
+            except BaseException as error:
+                self._known.drop(_stream_of(events[0]))
+                if isinstance(error, _StaleStateError) or is_conflict(error) or is_outage(error):
+                    raise unavailable(error) from error
+                raise
+
+    @asynccontextmanager
+    async def without_events(self) -> AsyncGenerator[OpenEffects]:
+        """Open a transaction that applies no event."""
+        async with self._slots, self._database.transaction() as transaction:
+            state = None if self._options is None else HandlerState(self._options, None)
+            yield OpenEffects((), Transaction(transaction, self._scope, state))
+
     # ---- one transaction -------------------------------------------------------------------------------------------
 
     async def _apply(self, delivered: Event | EventBatch, events: Sequence[Event]) -> None:
         if self._options is not None:
-            await self._apply_with_state(delivered, events, self._options)
-            return
+            known = self._known.get(_stream_of(events[0]))
+            if known is not None and not self._position(events[0]).after(known, events):
+                self._counts.already_applied += len(events)
+                return
+        async with self._opened(events, redriven=False) as opened:
+            if opened.events:
+                await self._handle(self._part(delivered, opened.events), opened.transaction)
+
+    async def _handle(self, delivered: Event | EventBatch, transaction: Transaction) -> None:
+        assert self._handler is not None
+        await self._handler(delivered, transaction)
+
+    def _opened(self, events: Sequence[Event], *, redriven: bool) -> AbstractAsyncContextManager[OpenEffects]:
+        if redriven:
+            return self._redriving(events[0])
+        return self._applying(events) if self._options is None else self._applying_with_state(events, self._options)
+
+    @asynccontextmanager
+    async def _applying(self, events: Sequence[Event]) -> AsyncGenerator[OpenEffects]:
         async with self._database.transaction() as transaction:
             left = await transaction.call(self._position(events[0]).claim, events)
             self._counts.already_applied += len(events) - len(left)
-            if left:
-                await self._handler(self._part(delivered, left), Transaction(transaction, self._scope, None))
+            yield OpenEffects(left, Transaction(transaction, self._scope, None))
 
-    async def _apply_with_state(
-        self, delivered: Event | EventBatch, events: Sequence[Event], options: StreamState
-    ) -> None:
+    @asynccontextmanager
+    async def _applying_with_state(self, events: Sequence[Event], options: StreamState) -> AsyncGenerator[OpenEffects]:
         """Write position and state by one statement at the end. Until then another owner may write them, too."""
         position, stream = self._position(events[0]), _stream_of(events[0])
         known, following = self._known.get(stream), None
-        if known is not None and not position.after(known, events):
-            self._counts.already_applied += len(events)
-            return
         try:
             async with self._database.transaction() as transaction:
                 known = known or await transaction.call(position.find)
                 left = position.after(known, events)
                 if known is not None and known.unapplied:
                     left = await transaction.call(position.left, known, events)
+                state = HandlerState(options, known)
+                yield OpenEffects(left, Transaction(transaction, self._scope, state))
                 if left:
-                    state = HandlerState(options, known)
-                    await self._handler(self._part(delivered, left), Transaction(transaction, self._scope, state))
                     await transaction.flush()
                     encoded, revision = state.encoded(), known.revision if known is not None else 0
                     stored = await transaction.call(position.store, left, encoded, revision)
@@ -221,18 +281,23 @@ class EffectsInScope:
         return PartialBatch(delivered, list(left))
 
     async def _redrive(self, event: Event) -> None:
+        async with self._redriving(event) as opened:
+            if opened.events:
+                await self._handle(self._alone(event), opened.transaction)
+
+    @asynccontextmanager
+    async def _redriving(self, event: Event) -> AsyncGenerator[OpenEffects]:
         position = self._position(event)
         async with self._database.transaction() as transaction:
             step = await transaction.call(position.take, event)
             if step is RedriveStep.REFUSE:
                 raise RedriveRefused(UNKNOWN_EVENT)
-            if step is RedriveStep.DONE:
-                self._counts.already_applied += 1
-                return
+            self._counts.already_applied += step is RedriveStep.DONE
             known = await transaction.call(position.find) if self._options is not None else None
             state = None if self._options is None else HandlerState(self._options, known)
-            await self._handler(self._alone(event), Transaction(transaction, self._scope, state))
-            if state is not None and known is not None:
+            left = [event] if step is RedriveStep.APPLY else []
+            yield OpenEffects(left, Transaction(transaction, self._scope, state))
+            if left and state is not None and known is not None:
                 await transaction.flush()
                 changed = await transaction.call(position.change_state, state.encoded(), known.revision)
                 _check_current(is_current=changed)

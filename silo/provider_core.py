@@ -26,6 +26,8 @@ class ProviderCore(EventPublisher, SubscriptionHost):
         self._parts = parts
         self.outbox: OutboxService | None = None
         """Moves events from an outbox, if the provider has the option `outbox`."""
+        self.origin = parts.origin
+        """Id of the provider. A provider that is made anew has another one."""
         self._background = BackgroundTasks()
         self._closing: asyncio.Task[None] | None = None
 

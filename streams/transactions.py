@@ -25,6 +25,17 @@ class RedriveRefused(HeadraceError):
     code = "redrive_refused"
 
 
+class ProviderOrigin(NamedTuple):
+    """The provider and the subscription of a consumer."""
+
+    origin: str
+    """Id of the provider; "" if the silo does not tell it."""
+    provider: str
+    subscription: str
+    shared: bool
+    """Whether each event goes to one consumer of the subscription only."""
+
+
 class EffectScope(NamedTuple):
     """The events of one queue that one subscription gets."""
 

@@ -480,6 +480,7 @@ class Opened(_message.Message):
     HEARTBEAT_MS_FIELD_NUMBER: _builtins.int
     DEFINITION_FIELD_NUMBER: _builtins.int
     SILO_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
     consumer: _builtins.str
     """The consumer's id, to be used for other sessions and for reconnecting."""
     session_timeout_ms: _builtins.int
@@ -488,6 +489,8 @@ class Opened(_message.Message):
     """Send something at least this often."""
     silo: _builtins.str
     """Name of the silo, as in the placement. Empty if it is not in a cluster: then it has all queues."""
+    origin: _builtins.str
+    """Id of the provider. A provider that is made anew has another one. Consumers store it beside positions of their own."""
     @_builtins.property
     def definition(self) -> _subscriptions_pb2.SubscriptionDefinition:
         """As it is stored."""
@@ -500,10 +503,11 @@ class Opened(_message.Message):
         heartbeat_ms: _builtins.int = ...,
         definition: _subscriptions_pb2.SubscriptionDefinition | None = ...,
         silo: _builtins.str = ...,
+        origin: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["definition", b"definition"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "definition", b"definition", "heartbeat_ms", b"heartbeat_ms", "session_timeout_ms", b"session_timeout_ms", "silo", b"silo"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "definition", b"definition", "heartbeat_ms", b"heartbeat_ms", "origin", b"origin", "session_timeout_ms", b"session_timeout_ms", "silo", b"silo"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

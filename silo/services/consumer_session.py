@@ -101,6 +101,7 @@ class ConsumerSession:
             heartbeat_ms=round(self._heartbeat_s * 1000),
             definition=wire.definition_message(self._target.definition),
             silo="" if self._placements is None else self._placements.silo,
+            origin=self._target.provider.origin,
         )
 
     async def run(self, first: pb.SubscribeRequest) -> None:
