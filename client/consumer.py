@@ -24,7 +24,7 @@ from ..streams.identity import StreamId
 from ..streams.subscriptions import GapRecord, Mode, Start
 from ..streams.transactions import ProviderOrigin
 from .consumer_links import ConsumerLinks
-from .held_account import SessionStatistics, check_origin
+from .held_account import SessionStatistics
 from .holdings import ConsumerHoldings
 from .management import ManagementClient
 from .options import SessionState
@@ -169,10 +169,6 @@ class Consumer(SubscriptionHandle):
             raise self.error or Closed(f"{self!r}: it gets no more events; call caught_up of the client instead")
 
         await first_of(self._management.caught_up(self.name), end(), name=f"headrace catching up {self.name}")
-
-    def check_effects(self) -> None:
-        """Internal: raise NotSupported if effects cannot be applied to the events of this consumer."""
-        check_origin(self.holdings.account.origin)
 
     def statistics(self) -> SessionStatistics:
         """A cheap snapshot of the counts of this consumer."""

@@ -30,6 +30,7 @@ from ..streams.subscriptions import Mode, Selector, check_consumer
 from ..streams.transactions import BatchEffectHandler, EventEffectHandler, HandlerEffects
 from .consumer import Consumer
 from .handler_effects import HandlerWithEffects
+from .held_account import check_origin
 from .management import ManagementClient, parsed
 from .options import ConsumerOptions, RemoteHandlerOptions
 from .plan import ConsumerPlan, plan_of
@@ -186,7 +187,7 @@ class ConsumingClient(ManagementClient):
         await _opened(subscription, subscription.consumer)
         if isinstance(handler, HandlerWithEffects):
             try:
-                subscription.consumer.check_effects()
+                check_origin(subscription.consumer.holdings.account.origin)
             except NotSupported:
                 await subscription.aclose()
                 raise

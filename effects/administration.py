@@ -90,7 +90,9 @@ def engine_of(url: str) -> Engine:
         if parsed.drivername == "postgresql":
             parsed = parsed.set(drivername="postgresql+psycopg")
         check_dialect(parsed.get_backend_name())
-        return create_engine(parsed)
+        # PgBouncer in transaction mode executes the next statement on another connection, which has no prepared ones.
+        psycopg = parsed.drivername == "postgresql+psycopg"
+        return create_engine(parsed, connect_args={"prepare_threshold": None} if psycopg else {})
     except (ArgumentError, ModuleNotFoundError) as error:  # the message does not show the URL: it may have a password
         raise InvalidArgument(
             f"the URL of the database is wrong ({type(error).__name__}): write "

@@ -20,10 +20,11 @@ from ..streams.arguments import check_text
 from ..streams.errors import InvalidArgument
 from ..streams.events import Event
 from ..streams.identity import StreamId
+from ..streams.incoming import accepted
 from ..streams.publishing import check_stream, encoded, listed, scheduled
 from .clock import now_us
 from .database import check_transactions
-from .schema import key_of
+from .schema import check_dialect, key_of
 
 if TYPE_CHECKING:
     import psycopg
@@ -38,7 +39,11 @@ _COLUMNS = ("provider", "lane", "stream", "events", "batch", "written_at_us")
 _INSERT = f"INSERT INTO headrace_outbox ({', '.join(_COLUMNS)}) VALUES "  # noqa: S608 (only names of this module)
 _NAMED = text(_INSERT + f"({', '.join(f':{name}' for name in _COLUMNS)})")
 _PSYCOPG = _INSERT + f"({', '.join(f'%({name})s' for name in _COLUMNS)})"
+_DJANGO = _INSERT + f"({', '.join('%s' for _ in _COLUMNS)})"
 _ASYNCPG = _INSERT + f"({', '.join(f'${number + 1}' for number in range(len(_COLUMNS)))})"
+
+_PUBLISHED = text("SELECT batch FROM headrace_outbox WHERE provider = :provider ORDER BY id")
+_PUBLISHED_DJANGO = "SELECT batch FROM headrace_outbox WHERE provider = %s ORDER BY id"
 
 _WAITING = "headrace outbox"
 """Key in `Session.info`: the rows that are inserted when the session commits."""
@@ -51,6 +56,18 @@ class AsyncpgConnection(Protocol):
     def is_in_transaction(self) -> bool: ...
 
     async def executemany(self, command: str, args: Iterable[Sequence[Any]], /) -> None: ...
+
+
+class DjangoConnection(Protocol):
+    """`django.db.connection`, or one of `django.db.connections`."""
+
+    @property
+    def vendor(self) -> str: ...
+
+    @property
+    def in_atomic_block(self) -> bool: ...
+
+    def cursor(self) -> Any: ...
 
 
 def lane_of(stream: StreamId) -> int:
@@ -86,7 +103,7 @@ class Outbox:
         stream: StreamId,
         events: Events,
         *,
-        connection: Connection | Session | AsyncSession | psycopg.Connection[Any],
+        connection: Connection | Session | AsyncSession | psycopg.Connection[Any] | DjangoConnection,
         delay: timedelta | None = None,
         priority: int | None = None,
     ) -> None: ...
@@ -111,9 +128,10 @@ class Outbox:
     ) -> Awaitable[None] | None:
         """Publish to one stream when the connection's transaction commits. Nothing is flushed or committed by this.
 
-        `connection` is a Connection, AsyncConnection, Session or AsyncSession of SQLAlchemy, or a connection of psycopg
-        or asyncpg. With an AsyncConnection of SQLAlchemy or psycopg, and with asyncpg, await the result. Events of a
-        session are written when it commits, after its flush. Events of a connection are written at once.
+        `connection` is a Connection, AsyncConnection, Session or AsyncSession of SQLAlchemy, a connection of psycopg or
+        asyncpg, or `django.db.connection` inside of `transaction.atomic()`. With an AsyncConnection of SQLAlchemy or
+        psycopg, and with asyncpg, await the result. Events of a session are written when it commits, after its flush.
+        Events of a connection are written at once.
 
         Events of one stream are delivered in the order in which their transactions wrote them. If transactions lock a
         row for each stream, publish after that.
@@ -134,6 +152,30 @@ class Outbox:
             return _insert_async(connection, rows)
         return _insert_by_driver(connection, rows)
 
+    def published(self, *, connection: Connection | Session | DjangoConnection) -> list[tuple[StreamId, bytes]]:
+        """Return stream and payload of each event in the outbox that this transaction sees, in order. It is for tests:
+        in a transaction that a test rolls back, no silo ever sees the events.
+
+        Raises InvalidArgument for other objects.
+        """
+        if isinstance(connection, Session):
+            waiting = [row["batch"] for _, row in connection.info.get(_WAITING, []) if row["provider"] == self.provider]
+            stored = connection.connection().execute(_PUBLISHED, {"provider": self.provider}).scalars().all()
+            batches = [*stored, *waiting]
+        elif isinstance(connection, Connection):
+            batches = connection.execute(_PUBLISHED, {"provider": self.provider}).scalars().all()
+        elif hasattr(connection, "in_atomic_block"):
+            with connection.cursor() as cursor:
+                cursor.execute(_PUBLISHED_DJANGO, [self.provider])
+                batches = [batch for (batch,) in cursor.fetchall()]
+        else:
+            raise InvalidArgument("connection: expected a Connection or Session of SQLAlchemy, or one of Django")
+        return [
+            (batch.stream, payload)
+            for batch in (accepted(bytes(each), now_us()) for each in batches)
+            for payload in batch.payloads()
+        ]
+
 
 async def _insert_async(connection: AsyncConnection, rows: Sequence[OutboxRow]) -> None:
     await connection.run_sync(check_transactions)
@@ -147,9 +189,12 @@ def _insert_by_driver(connection: Any, rows: Sequence[OutboxRow]) -> Awaitable[N
             raise InvalidArgument(f"{kind} is in no transaction: publish inside of `connection.transaction()`")
         answer = connection.executemany(_ASYNCPG, [[row[name] for name in _COLUMNS] for row in rows])
         return cast("Awaitable[None]", answer)
+    if hasattr(connection, "in_atomic_block"):
+        return _insert_by_django(connection, rows)
     if not hasattr(connection, "pgconn"):
         raise InvalidArgument(
-            f"connection is {kind}: expected a connection or session of SQLAlchemy, a connection of psycopg or asyncpg"
+            f"connection is {kind}: expected a connection or session of SQLAlchemy, or a connection of psycopg, "
+            "asyncpg or Django"
         )
     if connection.autocommit and connection.info.transaction_status == 0:  # 0 is IDLE: no transaction is open
         raise InvalidArgument(f"{kind} commits each statement: publish inside of `with connection.transaction()`")
@@ -158,6 +203,14 @@ def _insert_by_driver(connection: Any, rows: Sequence[OutboxRow]) -> Awaitable[N
     with connection.cursor() as cursor:
         cursor.executemany(_PSYCOPG, rows)
     return None
+
+
+def _insert_by_django(connection: DjangoConnection, rows: Sequence[OutboxRow]) -> None:
+    check_dialect(connection.vendor)
+    if not connection.in_atomic_block:
+        raise InvalidArgument("Django commits each statement: publish inside of `with transaction.atomic()`")
+    with connection.cursor() as cursor:
+        cursor.executemany(_DJANGO, [[row[name] for name in _COLUMNS] for row in rows])
 
 
 async def _execute_async(connection: Any, rows: Sequence[OutboxRow]) -> None:

@@ -1,0 +1,229 @@
+"""PostgreSQL at its worst: deadlocks, backends that end, PgBouncer, roles with few permissions."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from sqlalchemy import create_engine, make_url, text
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from benchmarks.servers import LOOPBACK, Account, PostgresServer, Server, find_program
+from headrace import Effects, Event, Outbox, Provider, StreamId, Transaction
+from headrace.effects import administration, schema
+from headrace.effects.database import database_of
+from headrace.effects.mover import OutboxMover
+from headrace.streams.errors import StorageError
+from tests.effects.databases import UserDatabase, close, user_database
+from tests.effects.test_outbox import RecordingQueue
+from tests.effects.test_transactional_handlers import event_at, in_scope, write_down
+
+STREAMS = [StreamId("orders", key) for key in "ab"]
+OUTBOX = Outbox()
+
+
+# ---- deadlocks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["psycopg", "psycopg-async", "asyncpg"])
+async def test_a_deadlock_runs_the_handler_again(kind: str, schema_url: Callable[[], str]):
+    """Two handlers lock the same rows in different orders: PostgreSQL ends one of them (40P01)."""
+    async with user_database(kind, "", schema_url) as database:
+        database.execute("CREATE TABLE account (id TEXT PRIMARY KEY, balance INTEGER NOT NULL)")
+        database.execute("INSERT INTO account VALUES ('a', 0), ('b', 0)")
+        both_locked = asyncio.Barrier(2)
+        calls = 0
+
+        async def move(event: Event, tx: Transaction) -> None:
+            nonlocal calls
+            calls += 1
+            await tx.execute(text("SET LOCAL deadlock_timeout = '20ms'"))
+            assert event.stream is not None
+            first, second = ("a", "b") if event.stream.key == "a" else ("b", "a")
+            change = text("UPDATE account SET balance = balance + 1 WHERE id = :id")
+            await tx.execute(change, {"id": first})
+            if calls <= 2:
+                await both_locked.wait()
+            await tx.execute(change, {"id": second})
+
+        effects, _ = in_scope(database, move)
+        await asyncio.gather(*(effects.call(event_at(5, stream=stream)) for stream in STREAMS))
+        assert (calls, database.rows("SELECT balance FROM account")) == (3, [(2,), (2,)])
+
+
+# ---- backends that end -----------------------------------------------------------------------------------------------
+
+
+async def test_backends_that_are_terminated_lose_and_repeat_nothing(tmp_path: Path, schema_url: Callable[[], str]):
+    """As a failover does: all connections of the pool break, at any moment, and new ones work."""
+    async with user_database("psycopg-async", "", schema_url) as database:
+        name = f"victim {os.getpid()}"
+        url = database.url.replace("postgresql:", "postgresql+psycopg:")
+        engine = create_async_engine(url, connect_args={"application_name": name})
+        terminate = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = :name"
+        async with Provider.open(tmp_path / "data", queues=2) as provider:
+            one = await provider.subscribe("billing", "orders/*", write_down, effects=Effects(engine))
+            for number in range(60):
+                await provider.stream("orders", str(number % 5)).publish(str(number).encode())
+                if number % 10 == 9:
+                    await asyncio.to_thread(database.execute, terminate, name=name)
+            await one.caught_up()
+            assert await provider.dead_letters() == []
+        assert sorted(database.log(), key=int) == [str(number) for number in range(60)]
+        await engine.dispose()
+
+
+# ---- transactions that stay open -------------------------------------------------------------------------------------
+
+
+async def test_a_transaction_that_stays_open_holds_up_no_other_one(postgres: UserDatabase):
+    engine = postgres.engine
+    assert isinstance(engine, AsyncEngine)
+    queue = RecordingQueue()
+    mover = OutboxMover(database_of(engine), queue)
+    async with engine.connect() as held:
+        await OUTBOX.publish(STREAMS[0], b"late", connection=held)
+        for payload in (b"1", b"2"):
+            async with engine.begin() as connection:
+                await OUTBOX.publish(STREAMS[0], payload, connection=connection)
+            await mover.move()
+        assert [payload for _, payload in queue.stored] == [b"1", b"2"]
+        await held.commit()
+    await mover.move()
+    assert [payload for _, payload in queue.stored] == [b"1", b"2", b"late"]
+
+
+async def test_ids_of_the_outbox_are_given_out_one_by_one(postgres: UserDatabase):
+    """With a cache, a session would give out ids that are lower than those of earlier commits."""
+    assert postgres.rows("SELECT cache_size FROM pg_sequences WHERE sequencename LIKE 'headrace_outbox_id%'")[0] == (1,)
+
+
+@pytest.fixture
+async def postgres(schema_url: Callable[[], str]) -> Any:
+    async with user_database("psycopg-async", "", schema_url) as made:
+        yield made
+
+
+# ---- permissions -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_role_that_may_not_create_tables_applies_effects(
+    postgres_server: PostgresServer, schema_url: Callable[[], str]
+):
+    async with user_database("psycopg-async", "", schema_url) as database:
+        (found,) = database.rows("SELECT current_schema()")
+        role = f"limited_{found[0]}"
+        database.execute(f"CREATE ROLE {role} LOGIN PASSWORD 'x'")
+        database.execute(f"GRANT USAGE ON SCHEMA {found[0]} TO {role}")
+        database.execute(f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {found[0]} TO {role}")
+        database.execute(f"GRANT USAGE ON ALL SEQUENCES IN SCHEMA {found[0]} TO {role}")
+        limited = make_url(database.url).set(username=role, password="x")
+        engine = create_async_engine(limited.set(drivername="postgresql+psycopg"))
+        effects, _ = in_scope(database._replace(engine=engine), write_down)
+        await Effects(engine).check()
+        await effects.call(event_at(5))
+        assert database.log() == ["42@5"]
+        await engine.dispose()
+        database.execute("DROP TABLE headrace_effects_version")
+        with (
+            pytest.raises(StorageError, match="permission denied for schema"),
+            administration.opened(limited.render_as_string(hide_password=False), migrated=False) as connection,
+        ):
+            schema.migrate(connection)
+
+
+# ---- PgBouncer -------------------------------------------------------------------------------------------------------
+
+
+class PgBouncer(Server):
+    """PgBouncer in transaction mode, before a PostgreSQL server. Each transaction may be on another connection."""
+
+    name = "pgbouncer"
+
+    def __init__(self, postgres: PostgresServer) -> None:
+        super().__init__()
+        self._postgres = postgres
+
+    def account(self) -> Account:
+        return self._postgres.account()  # it refuses to run as root
+
+    def prepare(self) -> None:
+        server = self._postgres
+        target = f"host={LOOPBACK} port={server.port} user={server.user} password={server.password}"
+        (self.directory / "pgbouncer.ini").write_text(
+            f"[databases]\n* = {target}\n[pgbouncer]\nlisten_addr = {LOOPBACK}\nlisten_port = {self.port}\n"
+            "auth_type = any\npool_mode = transaction\ndefault_pool_size = 4\nunix_socket_dir =\n"
+        )
+        for path in (self.directory, self.directory / "pgbouncer.ini"):
+            os.chown(path, self.account().get("user", -1), self.account().get("group", -1))
+
+    def command(self) -> Sequence[str]:
+        program = find_program("pgbouncer", debian_package="pgbouncer", folders=["/usr/sbin"])
+        return (program, "-q", str(self.directory / "pgbouncer.ini"))
+
+    def ping(self) -> bool:
+        with socket.create_connection((LOOPBACK, self.port), timeout=1):
+            return True
+
+
+@pytest.fixture
+def bouncer_url(postgres_server: PostgresServer) -> Iterator[str]:
+    """A new database behind PgBouncer: it refuses the option `search_path` of the other tests."""
+    name = f"bounced{os.getpid()}"
+    with psycopg.connect(postgres_server.url, autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {name}".encode())
+        with PgBouncer(postgres_server) as bouncer:
+            yield f"postgresql://{postgres_server.user}@{bouncer.address}/{name}"
+        connection.execute(f"DROP DATABASE {name} WITH (FORCE)".encode())
+
+
+@pytest.mark.parametrize("kind", ["psycopg", "psycopg-async", "asyncpg"])
+async def test_effects_and_outbox_work_behind_pgbouncer(kind: str, tmp_path: Path, bouncer_url: str):
+    plain = create_engine(bouncer_url.replace("postgresql:", "postgresql+psycopg:"), connect_args=_args("psycopg"))
+    with administration.opened(bouncer_url, migrated=False) as connection:
+        schema.migrate(connection)
+        connection.execute(text("CREATE TABLE log (id BIGSERIAL PRIMARY KEY, value TEXT NOT NULL UNIQUE)"))
+    engine: Any = _engine(kind, bouncer_url)
+    database = UserDatabase(kind, bouncer_url, engine, plain)
+
+    async def handle(event: Event, tx: Transaction) -> None:
+        await write_down(event, tx)
+        await tx.publish(StreamId("invoices", "1"), event.payload)
+
+    seen: list[bytes] = []
+
+    async def see(event: Event) -> None:
+        seen.append(event.payload)
+
+    async with Provider.open(tmp_path / "data", queues=2, outbox=bouncer_url) as provider:
+        one = await provider.subscribe("billing", "orders/*", handle, effects=Effects(engine))
+        await provider.subscribe("invoices", "invoices/*", see)
+        expected = [str(number).encode() for number in range(40)]
+        for number, payload in enumerate(expected):
+            await provider.stream("orders", str(number % 8)).publish(payload)
+        await one.caught_up()
+        async with asyncio.timeout(30):
+            while len(seen) < len(expected):  # noqa: ASYNC110 (a handler counts)
+                await asyncio.sleep(0.05)
+        assert await provider.dead_letters() == []
+    assert sorted(database.log(), key=int) == [payload.decode() for payload in expected]
+    assert sorted(seen, key=int) == expected
+    await close(engine)
+    plain.dispose()
+
+
+def _args(kind: str) -> dict[str, Any]:
+    """A prepared statement would be on the connection of another transaction."""
+    if kind == "asyncpg":
+        return {"statement_cache_size": 0, "prepared_statement_name_func": lambda: ""}
+    return {"prepare_threshold": None}
+
+
+def _engine(kind: str, url: str) -> Any:
+    driver = "asyncpg" if kind == "asyncpg" else "psycopg"
+    make: Any = create_engine if kind == "psycopg" else create_async_engine
+    return make(url.replace("postgresql:", f"postgresql+{driver}:"), connect_args=_args(kind))
