@@ -60,7 +60,7 @@ pytest: $(STAMPS)/test $(STAMPS)/compiled ## the tests alone; PYTEST_ARGS choose
 	# A process finds the tests compiled that another one has compiled.
 	PYTHONDONTWRITEBYTECODE= HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest $(PROCESSES) $(GATE) -m "not slow" $(PYTEST_ARGS)
 
-quick: ## after make dev: lint, types and tests of one folder, but the random ones, as in make quick FOLDER=balancer
+quick: ## after make dev: lint, types and tests of one folder, but the random ones and second ways, as in make quick FOLDER=balancer
 	@test -d tests/$(or $(FOLDER),?) || { echo "make quick: name a folder of code that tests/ has too: make quick FOLDER=balancer" >&2; exit 2; }
 	$(MAKE) --jobs=2 BESIDE=1 quick-types quick-tests
 
@@ -73,7 +73,7 @@ quick-tests:
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m tests.plain_english
 	# Compiled files are kept: the tests and their packages take ten seconds of each process to compile.
-	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q $(PROCESSES) --dist load -m "not slow and not hypothesis" tests/$(FOLDER) $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q $(PROCESSES) --dist load -m "not slow and not hypothesis and not second_way" tests/$(FOLDER) $(PYTEST_ARGS)
 
 slow: $(STAMPS)/test ## the other tests: of killed and restarted processes, of Spark in several, and the random ones with all examples; PYTEST_ARGS chooses
 	HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-thorough} HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest -m "slow or hypothesis" $(PYTEST_ARGS)

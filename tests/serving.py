@@ -34,7 +34,8 @@ def serving(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def by_one_and_two_silos(metafunc: pytest.Metafunc) -> None:
     """Run each test with one silo and with two, except for tests with the marker `one_silo`."""
-    one, two = pytest.param(Serving(), id="one-silo"), pytest.param(Serving(silos=2), id="two-silos")
+    one = pytest.param(Serving(), id="one-silo")
+    two = pytest.param(Serving(silos=2), id="two-silos", marks=pytest.mark.second_way)
     only_one = metafunc.definition.get_closest_marker("one_silo") is not None
     metafunc.parametrize("serving", [one] if only_one else [one, two], indirect=True)
 
@@ -42,6 +43,6 @@ def by_one_and_two_silos(metafunc: pytest.Metafunc) -> None:
 def native_and_grpc(metafunc: pytest.Metafunc) -> None:
     """Run each test over the native protocol and over gRPC. With the marker `mostly_native`, gRPC is slow."""
     mostly_native = metafunc.definition.get_closest_marker("mostly_native") is not None
-    slow = [pytest.mark.slow] if mostly_native else []
-    native, grpc = pytest.param(Serving(), id="native"), pytest.param(Serving(native=False), id="grpc", marks=slow)
+    marks = [pytest.mark.second_way, *([pytest.mark.slow] if mostly_native else [])]
+    native, grpc = pytest.param(Serving(), id="native"), pytest.param(Serving(native=False), id="grpc", marks=marks)
     metafunc.parametrize("serving", [native, grpc], indirect=True)

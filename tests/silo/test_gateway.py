@@ -26,7 +26,9 @@ from tests.silo.services.sessions import acknowledge, begin, defined, pull, pull
 QUEUES, STREAMS = 8, 40
 PATIENCE_S = 30
 
-both_ways = pytest.mark.parametrize("direct", [True, False], ids=["direct", "gateway"], indirect=True)
+both_ways = pytest.mark.parametrize(
+    "direct", [pytest.param(True, marks=pytest.mark.second_way), False], ids=["direct", "gateway"], indirect=True
+)
 # The gateway has the same router as a direct consumer, which `tests/client/test_routing.py` tests by itself.
 mostly_gateway = pytest.mark.parametrize(
     "direct", [pytest.param(True, marks=pytest.mark.slow), False], ids=["direct", "gateway"], indirect=True
