@@ -28,6 +28,8 @@ class Section:
 
     name: str
     title: str
+    group: str = ""
+    """`--only` with this name runs all sections that have it, too."""
     cases: Mapping[str, Run]
     targets: Sequence[Target] = field(default_factory=tuple[Target, ...])
     deliveries_each: Mapping[str, int] = field(default_factory=dict[str, int])

@@ -12,7 +12,7 @@ from functools import partial
 
 import click
 
-from . import grpc_sections, slow_handlers
+from . import grpc_sections, postgres_sections, slow_handlers
 from .harness import Result, Rounds, count, interleaved, machine, markdown, table
 from .peers import PEERS
 from .report import decimals
@@ -224,6 +224,7 @@ def sections(scale: float, peers: Sequence[str]) -> list[Section]:
         ),
         slow_handlers.section(peers, slow_handlers.SlowSetting(seconds=max(10 * scale, 0.5))),
         *grpc_sections.sections(scale, peers),
+        *postgres_sections.sections(scale),
     ]
 
 
@@ -274,13 +275,13 @@ def command(only: Sequence[str], peers: Sequence[str], *, no_peers: bool, rounds
     """Measure headrace beside other systems; Markdown on stdout, progress on stderr."""
     chosen = [] if no_peers else list(peers or PEERS)
     found = sections(scale, chosen)
-    if unknown := set(only) - {section.name for section in found}:
+    if unknown := set(only) - {section.name for section in found} - {section.group for section in found}:
         names = ", ".join(section.name for section in found)
         raise click.UsageError(f"there is no section {', '.join(sorted(unknown))}; there are: {names}")
     click.echo(f"{machine(PACKAGES)}\n")
     click.echo(f"Command: `{shlex.join(['python', '-m', 'benchmarks', *sys.argv[1:]])}`. Medians of {rounds} rounds.\n")
     for section in found:
-        if not only or section.name in only:
+        if not only or section.name in only or section.group in only:
             click.echo(f"{section.title}:", err=True)
             click.echo(report(section, interleaved(section.cases, rounds, on_result=_progress)))
 

@@ -18,7 +18,7 @@ from ..registry import read_options
 from ..seam import AdapterContext, Backlog, Capabilities, ProducerSequence, QueueAdapter, QueueStatistics, Receipt
 from .committer import Growth, PostgresCommitter
 from .connecting import DatabasePlace
-from .group import EnqueueCall
+from .group import WaitingCall
 from .limits import POSTGRES_LIMITS, PostgresLimits
 from .options import PostgresOptions, location_of
 from .queries import QueryConnections, rows
@@ -105,7 +105,7 @@ class PostgresAdapter(QueueAdapter):
             nbytes += size
         answer: asyncio.Future[Sequence[Receipt]] = self._loop.create_future()
         deadline = time.monotonic() + self._options.publish_timeout_s
-        self._committer.submit(EnqueueCall(batches, nbytes, answer, sequence, deadline))
+        self._committer.submit(WaitingCall(batches, nbytes, answer, sequence, deadline))
         return answer
 
     async def last_sequence(self, producer: str) -> int:

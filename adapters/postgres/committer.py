@@ -24,7 +24,7 @@ from ..log.acknowledgements import PendingAcknowledgements
 from ..log.blocks import BlockEncoder
 from ..log.group import StoredBatches
 from .connecting import DatabasePlace
-from .group import EnqueueCall, Outcome
+from .group import Outcome, WaitingCall
 from .schema import ProviderRow
 from .transaction import GroupTransaction, LostBlocksError
 
@@ -58,7 +58,7 @@ class PostgresCommitter:
         self._group_bytes = group_bytes
         self._limits = place.limits
         self._loop = asyncio.get_running_loop()
-        self._calls: deque[EnqueueCall] = deque()
+        self._calls: deque[WaitingCall] = deque()
         self._pending_bytes = 0
         self._kicked = False
         self._kick: SimpleQueue[bool] = SimpleQueue()
@@ -68,7 +68,7 @@ class PostgresCommitter:
         self._backend = 0
         threading.Thread(target=self._run, name="headrace-postgres-commit", daemon=True).start()
 
-    def submit(self, call: EnqueueCall) -> None:
+    def submit(self, call: WaitingCall) -> None:
         """Store the call with one of the next commits. The result or the error is set on its future.
 
         Raises QueueFull if too many bytes wait.
@@ -120,11 +120,11 @@ class PostgresCommitter:
         except Empty:
             return True
 
-    def _take(self) -> list[EnqueueCall]:
+    def _take(self) -> list[WaitingCall]:
         take = self._calls.popleft
         return [take() for _ in range(len(self._calls))]
 
-    def _store(self, calls: Sequence[EnqueueCall]) -> None:
+    def _store(self, calls: Sequence[WaitingCall]) -> None:
         grown: Growth = {}
         outcomes: Sequence[Outcome | HeadraceError]
         try:
@@ -139,7 +139,7 @@ class PostgresCommitter:
             self._drop_connection()
         self._loop.call_soon_threadsafe(self._answer, calls, outcomes, grown)
 
-    def _persistently(self, calls: Sequence[EnqueueCall]) -> GroupTransaction:
+    def _persistently(self, calls: Sequence[WaitingCall]) -> GroupTransaction:
         """Store a group, and repeat it while the server is away. Raises HeadraceError after the calls' deadline."""
         backoff = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         deadline = max(call.deadline for call in calls)
@@ -230,7 +230,7 @@ class PostgresCommitter:
 
     # ---- on the event loop -----------------------------------------------------------------------------------------
 
-    def _answer(self, calls: Sequence[EnqueueCall], outcomes: Sequence[Outcome | HeadraceError], grown: Growth) -> None:
+    def _answer(self, calls: Sequence[WaitingCall], outcomes: Sequence[Outcome | HeadraceError], grown: Growth) -> None:
         for call, outcome in zip(calls, outcomes, strict=True):
             self._pending_bytes -= call.nbytes
             answer = call.answer
@@ -252,7 +252,7 @@ def _is_passing(failure: psycopg.Error | StorageError) -> bool:
     return state is None or state[:2] in ("08", "25", "53") or state.startswith("57P")
 
 
-def groups(calls: Sequence[EnqueueCall], limit: int) -> Iterator[Sequence[EnqueueCall]]:
+def groups(calls: Sequence[WaitingCall], limit: int) -> Iterator[Sequence[WaitingCall]]:
     """Divide calls into groups. Each ends with the call that makes it reach `limit` bytes."""
     ends = list(accumulate(call.nbytes for call in calls))
     start = taken = 0

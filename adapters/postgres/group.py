@@ -22,7 +22,7 @@ _MAX_STORED_OFFSETS = 1024
 Outcome = Sequence[Receipt] | SequenceConflict
 
 
-class EnqueueCall:
+class WaitingCall:
     """A call of `enqueue` that waits for a commit, and the future that its caller awaits."""
 
     __slots__ = ("answer", "batches", "deadline", "nbytes", "producer", "sequence")
@@ -44,7 +44,7 @@ class EnqueueCall:
         self.deadline = deadline
 
 
-class QueueTail(NamedTuple):
+class LockedTail(NamedTuple):
     """The end of a queue, as its row has it."""
 
     segment: int
@@ -72,7 +72,7 @@ class GroupWrites(NamedTuple):
 
     rows: Mapping[int, Sequence[ChunkRow]]
     """By segment."""
-    tails: Mapping[int, QueueTail]
+    tails: Mapping[int, LockedTail]
     """The new end of each queue that grows."""
     producers: Mapping[bytes, LastCall]
     grown: Mapping[int, StoredBatches]
@@ -85,14 +85,14 @@ class GroupWrites(NamedTuple):
 class EnqueueGroup:
     """Collects the batches of calls, in the queues whose rows are locked: `add` each call, then take the `writes`."""
 
-    def __init__(self, tails: Mapping[int, QueueTail], producers: Mapping[bytes, LastCall], now_us: int) -> None:
+    def __init__(self, tails: Mapping[int, LockedTail], producers: Mapping[bytes, LastCall], now_us: int) -> None:
         self._tails = tails
         self._producers = dict(producers)
         self._stored: dict[bytes, LastCall] = {}
         self._grown: dict[int, list[EventBatch]] = {}
         self._now_us = now_us
 
-    def add(self, call: EnqueueCall) -> Outcome:
+    def add(self, call: WaitingCall) -> Outcome:
         """Add all batches of a call, or none if it is a duplicate or a conflict. Return its receipts or its error."""
         sequence = call.sequence
         if sequence is None:
@@ -121,13 +121,13 @@ class EnqueueGroup:
     def writes(self, encoder: BlockEncoder) -> GroupWrites:
         """Encode the batches, and return everything to write."""
         rows: dict[int, list[ChunkRow]] = {}
-        tails: dict[int, QueueTail] = {}
+        tails: dict[int, LockedTail] = {}
         for queue, batches in self._grown.items():
             tail = self._tails[queue]
             time_us = max(self._now_us, tail.time_us)
             chunks = list(_chunks(encoder, queue, tail.next, batches, time_us))
             rows.setdefault(tail.segment, []).extend(chunks)
-            tails[queue] = QueueTail(
+            tails[queue] = LockedTail(
                 tail.segment,
                 tail.next + len(batches),
                 tail.events + sum(batch.count for batch in batches),

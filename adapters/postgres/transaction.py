@@ -17,11 +17,11 @@ from ..log.blocks import BlockEncoder
 from .connecting import timeouts_ms
 from .group import (
     ChunkRow,
-    EnqueueCall,
     EnqueueGroup,
     GroupWrites,
+    LockedTail,
     Outcome,
-    QueueTail,
+    WaitingCall,
     copy_binary,
     literals,
 )
@@ -39,7 +39,7 @@ class LostBlocksError(Exception):
 class GroupTransaction:
     """Stores one group. If `commit` fails by a lost connection, it may be stored: ask `is_stored`."""
 
-    def __init__(self, provider: ProviderRow, calls: Sequence[EnqueueCall], limits: PostgresLimits) -> None:
+    def __init__(self, provider: ProviderRow, calls: Sequence[WaitingCall], limits: PostgresLimits) -> None:
         self._provider = provider
         self._calls = calls
         self._limits = limits
@@ -89,7 +89,7 @@ class GroupTransaction:
         return None
 
     def _has(
-        self, connection: Connection[TupleRow], segment: int, row: ChunkRow, tails: Mapping[int, QueueTail]
+        self, connection: Connection[TupleRow], segment: int, row: ChunkRow, tails: Mapping[int, LockedTail]
     ) -> bool | None:
         if tails[row.queue].next <= row.first:
             return False
@@ -105,7 +105,7 @@ class GroupTransaction:
 
     # ---- statements ------------------------------------------------------------------------------------------------
 
-    def _lock(self, connection: Connection[TupleRow]) -> tuple[Mapping[int, QueueTail], Mapping[bytes, LastCall], int]:
+    def _lock(self, connection: Connection[TupleRow]) -> tuple[Mapping[int, LockedTail], Mapping[bytes, LastCall], int]:
         """Begin a transaction, and lock the rows of all queues and producers."""
         provider = self._provider.provider
         statements = ["BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"]
@@ -129,7 +129,7 @@ class GroupTransaction:
         results = _results(connection, "; ".join(statements))
         (now_us,) = results.pop()[0]
         producers = {bytes(row[0]): LastCall(row[1], row[2]) for row in results.pop()} if self._producers else {}
-        tails = {row[0]: QueueTail(*row[1:]) for row in results.pop()} if self._queues else {}
+        tails = {row[0]: LockedTail(*row[1:]) for row in results.pop()} if self._queues else {}
         if len(tails) != len(self._queues):
             connection.execute("ROLLBACK")
             raise LostBlocksError
