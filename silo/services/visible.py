@@ -23,7 +23,7 @@ from ..queue_positions import past_the_end
 WINDOW = 256
 """Offsets that are searched together, from the end backwards. Windows begin at multiples of it at every silo. So one
 silo never answers with an earlier end than another silo did before."""
-LOOK_BYTES = 64 << 20
+SEARCH_BYTES = 64 << 20
 """Bytes of other clients after which the search stops. The answer is then as if the next batch were the caller's."""
 PIECE_EVENTS, PIECE_BYTES = 1 << 20, 256 << 10
 MAX_KNOWN = 10_000
@@ -37,8 +37,8 @@ def sees_everything(principal: Principal) -> bool:
 
 
 class _Known(NamedTuple):
-    looked_to: int
-    """All batches below it were searched, or are before more than `look_bytes` of other clients."""
+    searched_to: int
+    """All batches below were searched, except those before more than `search_bytes` of other clients."""
     first: int
     end: int
 
@@ -46,11 +46,11 @@ class _Known(NamedTuple):
 class VisibleBounds:
     """Finds and remembers the visible ends of each queue, for each set of namespaces."""
 
-    def __init__(self, *, window: int = WINDOW, look_bytes: int = LOOK_BYTES) -> None:
+    def __init__(self, *, window: int = WINDOW, search_bytes: int = SEARCH_BYTES) -> None:
         self._window = window
-        self._look_bytes = look_bytes
+        self._search_bytes = search_bytes
         self._known: OrderedDict[tuple[object, ...], _Known] = OrderedDict()
-        self._looking: dict[tuple[object, ...], asyncio.Lock] = {}
+        self._searching: dict[tuple[object, ...], asyncio.Lock] = {}
 
     async def bounds(self, principal: Principal, provider: ProviderCore, queue: int) -> Bounds:
         """Return the offset of the first batch that the caller may see, and the offset after the last.
@@ -63,9 +63,9 @@ class VisibleBounds:
         if not provider.adapter.capabilities.rewindable:
             return Bounds(0, 0)
         key = (provider.name, queue, *(principal.grants.get(permission) for permission in _MAY_SEE))
-        async with self._looking.setdefault(key, asyncio.Lock()):
+        async with self._searching.setdefault(key, asyncio.Lock()):
             before = self._known.pop(key, _Known(first, 0, first))
-            found = await self._end(provider.adapter, principal, queue, Bounds(max(first, before.looked_to), end))
+            found = await self._end(provider.adapter, principal, queue, Bounds(max(first, before.searched_to), end))
             known_end = before.end if found is None else found
             known_first = before.first
             if known_first < first or known_end > before.end:
@@ -74,7 +74,7 @@ class VisibleBounds:
                 )
             self._known[key] = _Known(end, known_first, known_end)
             if len(self._known) > MAX_KNOWN:
-                self._looking.pop(self._known.popitem(last=False)[0], None)
+                self._searching.pop(self._known.popitem(last=False)[0], None)
         return Bounds(known_first, known_end)
 
     async def check_start(self, principal: Principal, provider: ProviderCore, selector: Selector, start: Start) -> None:
@@ -105,14 +105,14 @@ class VisibleBounds:
     async def _first(self, adapter: QueueAdapter, principal: Principal, queue: int, span: Bounds) -> int:
         """Return the first visible offset in a range, or the end of the range.
 
-        After `look_bytes` of other clients, stop and return the offset reached.
+        After `search_bytes` of other clients, stop and return the offset reached.
         """
         at, looked = span.first, 0
         if at >= span.next:
             return span.next
         receiver = await adapter.open_receiver(queue, at)
         try:
-            while at < span.next and looked < self._look_bytes:
+            while at < span.next and looked < self._search_bytes:
                 batches, at, _ = await receiver.receive(PIECE_EVENTS, PIECE_BYTES)
                 for batch in batches:
                     if batch.offset < span.next and _is_visible(principal, batch):
@@ -136,7 +136,7 @@ class VisibleBounds:
             if last is not None:
                 return last + 1
             looked += nbytes
-            if looked >= self._look_bytes and low > span.first:
+            if looked >= self._search_bytes and low > span.first:
                 return low
             high = low
         return None

@@ -136,11 +136,11 @@ async def test_after_enough_of_others_the_end_is_told_later_but_never_earlier(tm
     async with Provider.open(tmp_path, queues=1) as provider:
         await provider.publish(StreamId("shop", "a"), b"x")
         told = [0]
-        known = VisibleBounds(window=4, look_bytes=1000)
+        known = VisibleBounds(window=4, search_bytes=1000)
         for _ in range(40):
             await provider.publish(StreamId("bank", "a"), bytes(100))
             assert (await known.bounds(TENANT, provider, 0)).next == 1
-            told.append((await VisibleBounds(window=4, look_bytes=1000).bounds(TENANT, provider, 0)).next)
+            told.append((await VisibleBounds(window=4, search_bytes=1000).bounds(TENANT, provider, 0)).next)
         assert told == sorted(told)
         assert 1 < told[-1] < 40
         await provider.publish(StreamId("shop", "a"), b"x")
