@@ -50,7 +50,7 @@ class ConsumerLinks(LinkUser):
         self._holdings.receive(link, delivered, len(frames))
         self._on_batches()
 
-    def hear(self, link: SiloLink, response: pb.SubscribeResponse) -> None:
+    def handle_response(self, link: SiloLink, response: pb.SubscribeResponse) -> None:
         for refusal in response.refused:
             self._holdings.refused(link, refusal)
         for saved in response.saved:

@@ -52,7 +52,7 @@ class LinkUser(Protocol):
     def take(self, link: SiloLink, delivered: Sequence[DeliveredBatch], frames: bytes) -> None:
         """Take batches. Their credit is accounted already: `len(frames)` bytes."""
 
-    def hear(self, link: SiloLink, response: pb.SubscribeResponse) -> None:
+    def handle_response(self, link: SiloLink, response: pb.SubscribeResponse) -> None:
         """Take confirmations, refusals, gaps, progress, and the announcement of the call's end."""
 
     def ended(self, link: SiloLink) -> None:
@@ -159,7 +159,7 @@ class SiloLink:
             self.is_reclaiming = False
             links.ledger.give_back(self.number, response.returned.events, response.returned.bytes)
         if response.queues and (response.saved or response.refused):  # they are about earlier statuses
-            links.user.hear(self, pb.SubscribeResponse(saved=response.saved, refused=response.refused))
+            links.user.handle_response(self, pb.SubscribeResponse(saved=response.saved, refused=response.refused))
             response.ClearField("saved")
             response.ClearField("refused")
         for status in response.queues:
@@ -174,8 +174,8 @@ class SiloLink:
         if response.HasField("closing") and self._call is not None:
             log.info("silo %s is going to end the call (%s)", self.silo or "", response.closing.reason)
             self._call.leave()
-        links.heard(self, response)
-        links.user.hear(self, response)
+        links.note_response(self, response)
+        links.user.handle_response(self, response)
 
     def void(self, queue: int) -> None:
         """Drop everything that the silo still delivers of this queue."""
@@ -289,7 +289,7 @@ class SiloLinks:
         del link.queues[status.queue], self._serving[status.queue]
         self.user.changed(link, status._replace(state=ENDED))
 
-    def heard(self, link: SiloLink, response: pb.SubscribeResponse) -> None:
+    def note_response(self, link: SiloLink, response: pb.SubscribeResponse) -> None:
         if response.HasField("placement"):
             self.queues = response.placement.queues
             link.placement = response.placement

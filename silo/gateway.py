@@ -357,7 +357,7 @@ class GatewaySession(LinkUser):
         self._account.add(len(frames))
         self._put(frames, len(frames))
 
-    def hear(self, link: SiloLink, response: pb.SubscribeResponse) -> None:
+    def handle_response(self, link: SiloLink, response: pb.SubscribeResponse) -> None:
         for saved in response.saved:
             if saved.HasField("position"):
                 self._positions[saved.queue] = saved.position.token

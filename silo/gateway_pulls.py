@@ -172,7 +172,7 @@ class PullingGateway(LinkUser):
         self._batches += zip([each.queue for each in delivered], found, strict=True)
         self._arrived.set()
 
-    def hear(self, link: SiloLink, response: pb.SubscribeResponse) -> None:
+    def handle_response(self, link: SiloLink, response: pb.SubscribeResponse) -> None:
         self._gaps.extend(response.gaps)
         self._arrived.set()
 

@@ -270,7 +270,7 @@ async def test_confirmations_are_heard_before_the_status_of_their_queue():
     async with routed(silos) as made:
         await made.until(made.queues)
         heard: list[str] = []
-        made.user.hear = lambda link, response: heard.append("saved") if response.saved else None  # type: ignore[method-assign]
+        made.user.handle_response = lambda link, response: heard.append("saved") if response.saved else None  # type: ignore[method-assign]
         made.user.changed = lambda link, status: heard.append("ended")  # type: ignore[method-assign]
         response = pb.SubscribeResponse(saved=[pb.Saved(queue=0, epoch=1, number=1)])
         response.queues.add(queue=0, state=pb.QueueStatus.STATE_ENDED, epoch=1)
