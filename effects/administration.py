@@ -120,7 +120,7 @@ def opened(url: str, *, migrated: bool = True) -> Generator[Connection]:
 
 
 def summaries(connection: Connection) -> list[EffectsSummary]:
-    """Return what the database has, by origin and subscription."""
+    """Return summaries of the rows in the database, by origin and subscription."""
     row = positions.c
     query = select(
         row.origin, row.subscription, func.count(), func.count(row.state), func.max(row.written_at_us)

@@ -24,7 +24,7 @@ from .state import StreamState
 from .transaction import HandlerState, Transaction
 
 CONFLICT_ATTEMPTS = 5
-"""How often a transaction is tried at once if it collides with others."""
+"""How many times a transaction that collides with others is tried, without a pause."""
 CACHED_STATES = 10_000
 CACHED_BYTES = 1 << 22
 """Bounds of the states that are kept in memory, for each subscription and queue."""

@@ -1,8 +1,8 @@
 """Statements on events that were given up on. All run in a transaction of the caller, which has locked the position of
 the stream, so that two transactions never decide about the same event.
 
-A row says whether the effects of such an event are applied. An event without a row is not known: it may have been given
-up on before the subscription had effects, or the database was restored.
+A row says whether the effects of such an event are applied. Nothing is known of an event without a row: it may have
+been given up on before the subscription had effects, or the database was restored.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class GivenUpEvents:
         self._key = key
 
     def add(self, connection: Connection, events: Sequence[Event], left: Sequence[Event]) -> None:
-        """Note that these events failed. `left` are those after the position. The others are applied: by another owner,
-        since they failed here."""
+        """Note that these events failed. `left` are the events after the position. The effects of the others are
+        applied: another owner has done so after they failed here."""
         unapplied = {_identity(event) for event in left}
         known = self._rows(connection, events)
         for event in events:
@@ -102,7 +102,7 @@ class GivenUpEvents:
         return [event for event in events if not self._is_ahead(known.get(_identity(event)))]
 
     def take(self, connection: Connection, event: Event) -> RedriveStep:
-        """The caller applies the event if the answer is APPLY."""
+        """Return the next step of a redrive of the event. If the answer is APPLY, the caller applies the event."""
         if connection.execute(_TAKE, self._row(event, APPLIED)).rowcount:
             self.count(connection)
             return RedriveStep.APPLY
@@ -110,7 +110,7 @@ class GivenUpEvents:
         return RedriveStep.DONE if outcome == APPLIED else RedriveStep.REFUSE
 
     def count(self, connection: Connection) -> None:
-        """Store in the row of the position how many of these rows the next claims must look at."""
+        """Count the rows that the next claims must look at. Store the number in the row of the position."""
         connection.execute(_COUNT, self._key)
 
     def _is_ahead(self, row: tuple[str, int] | None) -> bool:
@@ -147,6 +147,6 @@ def token_of(event: Event) -> SequenceToken:
 
 
 def _identity(event: Event) -> EventIdentity:
-    """The timestamp tells events apart if a queue that lost its end gives offsets again."""
+    """A queue that lost its end gives offsets again: then only the timestamp distinguishes the events."""
     token = token_of(event)
     return token.offset, token.index, event.timestamp_us or 0

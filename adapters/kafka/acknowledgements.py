@@ -61,8 +61,8 @@ class KafkaAcknowledgements:
             self._known[place.partition] = max(place.offset, 0)
 
     def _committed(self, places: Sequence[TopicPartition]) -> Sequence[TopicPartition]:
-        """Return what the group has committed. An administrative client would crash the process while the coordinator
-        of the group loads (librdkafka 2.16)."""
+        """Return the offsets that the group has committed. An administrative client would crash the process while the
+        coordinator of the group loads (librdkafka 2.16)."""
         consumer = self._clients.consumer(self._group)
         deadline = time.monotonic() + self._limits.request_s
         try:

@@ -252,7 +252,7 @@ class KafkaAdapter(QueueAdapter):
 
     async def backlog(self, queue: int, offset: int) -> Backlog:
         """See QueueAdapter. Offsets may have holes, so the number of batches is an upper bound. Events are estimated
-        from what this process has read."""
+        from the batches that this process has read."""
         first, end = await self.bounds(queue)
         start = max(offset, first)
         batches = max(end - start, 0)

@@ -1,4 +1,4 @@
-"""Reads one partition in a thread, and hands over what it has read in groups."""
+"""Reads one partition in a thread, and hands over its records in groups."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ _SECRET_PARTS = ("password", "secret", ".pem", "sasl.oauthbearer.config", "sasl.
 
 
 class SecretPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a secret is: in a file, or in an environment variable."""
+    """The location of a secret: a file, or an environment variable."""
 
     file: str | None = None
     env: str | None = None

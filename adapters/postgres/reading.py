@@ -31,7 +31,7 @@ _SEGMENTS = """
 
 
 class SegmentStart(NamedTuple):
-    """Where a queue begins in a segment, and how many events and bytes it had before."""
+    """The position at which a queue begins in a segment, and its events and bytes before that."""
 
     segment: int
     first: int

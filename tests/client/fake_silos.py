@@ -213,7 +213,7 @@ class FakeUser:
     def take(self, link: SiloLink, delivered: Sequence[DeliveredBatch], frames: bytes) -> None:
         self.offsets += [(each.queue, each.batch.offset) for each in delivered]
 
-    def hear(self, link: SiloLink, response: pb.SubscribeResponse) -> None:
+    def handle_response(self, link: SiloLink, response: pb.SubscribeResponse) -> None:
         self.heard.append(response)
 
     def ended(self, link: SiloLink) -> None:
