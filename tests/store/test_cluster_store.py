@@ -35,7 +35,7 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest_asyncio.fixture(params=["file", "postgres"])
+@pytest_asyncio.fixture(params=["file", pytest.param("postgres", marks=pytest.mark.second_way)])
 async def control(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[ControlStore]:
     where = request.getfixturevalue("postgres_url") if request.param == "postgres" else tmp_path / "control.db"
     store = await ControlStore.open(where)

@@ -22,7 +22,7 @@ STREAM = StreamId("flights", "N14228")
 Change = Callable[[str], None]
 
 
-@pytest.fixture(params=["file", "postgres"])
+@pytest.fixture(params=["file", pytest.param("postgres", marks=pytest.mark.second_way)])
 def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return request.getfixturevalue("postgres_url") if request.param == "postgres" else str(tmp_path / "control.db")
 

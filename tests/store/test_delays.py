@@ -25,7 +25,7 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture(params=["file", "postgres"])
+@pytest.fixture(params=["file", pytest.param("postgres", marks=pytest.mark.second_way)])
 def place(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Place:
     return place_of(request, tmp_path, clock)
 

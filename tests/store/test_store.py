@@ -30,13 +30,13 @@ from headrace.streams.subscriptions import Checkpoint, StreamBehind
 TAIL = StreamId("flights", "N14228")
 
 
-@pytest.fixture(params=["file", "postgres"])
+@pytest.fixture(params=["file", pytest.param("postgres", marks=pytest.mark.second_way)])
 def lasting(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The kinds of store that several processes can open."""
     return request.getfixturevalue("postgres_url") if request.param == "postgres" else str(tmp_path / "control.db")
 
 
-@pytest_asyncio.fixture(params=["memory", "file", "postgres"])
+@pytest_asyncio.fixture(params=["memory", "file", pytest.param("postgres", marks=pytest.mark.second_way)])
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[ControlStore]:
     where = {"memory": "memory", "file": str(tmp_path / "control.db"), "postgres": ""}[request.param]
     store = await ControlStore.open(where or request.getfixturevalue("postgres_url"))

@@ -112,7 +112,7 @@ async def opened(where: str | Path) -> AsyncGenerator[ControlStore]:
         await store.aclose()
 
 
-@pytest.fixture(params=["file", "postgres"])
+@pytest.fixture(params=["file", pytest.param("postgres", marks=pytest.mark.second_way)])
 def lasting(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The kinds of store that several processes can open."""
     return request.getfixturevalue("postgres_url") if request.param == "postgres" else str(tmp_path / "control.db")
