@@ -27,8 +27,11 @@ SOURCES  := $(shell find front_door $(PACKAGES) -name __pycache__ -prune -o -pri
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 PYTEST_ARGS ?=
-# More than two cores have: many tests wait. Each process starts the servers that its tests need; one starts a JVM.
-PROCESSES   ?= --numprocesses 4 --dist loadfile
+# Three for each of two cores: tests wait for half of their time. Each process starts the servers that its tests need; one
+# starts a JVM.
+PROCESSES   ?= --numprocesses 6 --dist loadfile
+# For one folder fewer: each process takes two seconds to import the tests.
+FEW         ?= --numprocesses 3 --dist load
 # The same order and the same random numbers each time. A test that fails once is run once more, and listed at the end.
 GATE        ?= --randomly-seed=1 --reruns=1 -rR
 SIM_ARGS    ?=
@@ -73,7 +76,7 @@ quick-tests:
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m tests.plain_english
 	# Compiled files are kept: the tests and their packages take ten seconds of each process to compile.
-	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q $(PROCESSES) --dist load -m "not slow and not hypothesis and not second_way" tests/$(FOLDER) $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q $(FEW) -m "not slow and not hypothesis and not second_way" tests/$(FOLDER) $(PYTEST_ARGS)
 
 slow: $(STAMPS)/test ## the other tests: of killed and restarted processes, of Spark in several, and the random ones with all examples; PYTEST_ARGS chooses
 	HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-thorough} HEADRACE_INSTALL_SERVERS=1 $(BIN)/pytest -m "slow or hypothesis" $(PYTEST_ARGS)
