@@ -194,15 +194,15 @@ CURSORS = {
 }
 """The classes that own positions, by the files that alone may write their fields."""
 
+ABOVE_AGENTS = ("agents/", "cli/", "pipeline/", "silo/")
+"""The folders whose code may have a cursor: the others may not import `agents`, and are passed none."""
+
 SAME_NAMES = {
-    "adapters/conformance/queue.py": {"batch.offset"},
     "agents/agent.py": {"delivery.progress.on_parked"},  # a callback, which only the agent sets
     "agents/delivery/fairness.py": {"actor.state"},
     "agents/delivery/handling.py": {"batch.offset"},
     "agents/delivery/parcel.py": {"piece.batch"},
     "cli/demo/run.py": {"self.record.state"},
-    "client/holdings.py": {"batch.state"},
-    "effects/effects.py": {"batch.offset"},
     "pipeline/jobs/files.py": {"archive.state"},
     "pipeline/jobs/replay.py": {"plan.done"},
 }
@@ -235,7 +235,7 @@ def test_only_the_progress_writes_fields_of_cursors() -> None:
     assert {"batch", "index", "offset", "state", "feed", "done", "trouble", "base", "attempts"} <= fields
     written: dict[str, set[str]] = {}
     for source in sources():
-        if source.path in CURSORS:
+        if source.path in CURSORS or not source.path.startswith(ABOVE_AGENTS):
             continue
         for node in source.nodes:
             if not isinstance(node, ast.Attribute | ast.Subscript) or isinstance(node.ctx, ast.Load):
@@ -246,4 +246,4 @@ def test_only_the_progress_writes_fields_of_cursors() -> None:
     assert written == SAME_NAMES
     derived = {node.name for _, node in classes if any(ast.unparse(base) in owners for base in node.bases)}
     assert derived == {"StreamCursor", "DeliveryProgress"}, "a subclass could write the fields of its base"
-    assert files_with(["setattr(", "__dict__", "vars("], "agents", "effects", "silo") == set()
+    assert files_with(["setattr(", "__dict__", "vars("], "agents", "silo") == set()
