@@ -29,9 +29,9 @@ class HandlerWithEffects:
         await self._effects.check()
 
     def begin(self, batch: ReceivedBatch) -> BatchInHandler:
-        """The handler begins with this batch. Call it before anything else happens: after a seek, the batch is void,
-        and its effects must not count as those of the new generation. Raises Unavailable if the silo or the mode of the
-        subscription does not support effects."""
+        """The handler begins with this batch. Call this first, without an await in between: after a seek, the batch is
+        void, and its effects must not count as those of the new generation. Raises Unavailable if the silo or the mode
+        of the subscription does not support effects."""
         try:
             scope = batch.holder.effect_scope()
         except NotSupported as error:

@@ -147,7 +147,7 @@ class RemoteHandling:
             events = batch.events()
             error = await begun.failed(events if place is None else [events[place]], error)
             if self._per_event and batch.first_open() != place:
-                return  # the same, while this was noted
+                return  # it was taken back while the failure was noted
         attempt = self._attempt(batch) if not place else 1
         token = SequenceToken(batch.offset, batch.indexes[place or 0])
         message = failure_text(self._name, batch.stream, token, f"attempt {attempt}", described(error))

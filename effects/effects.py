@@ -64,7 +64,7 @@ class Effects:
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     async def check_once(self) -> None:
-        """`check`, if no check of this engine has succeeded in this process."""
+        """Run `check`, unless a check of this engine has succeeded in this process."""
         engine = self.database.engine
         if engine not in _checked:
             await self.check()
