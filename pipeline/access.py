@@ -16,7 +16,9 @@ import numpy.typing as npt
 from ..adapters.log import LogScan
 from ..adapters.log.blocks import HEADER_BYTES
 from ..adapters.log.scan import StoredBlock, StoredBlocks
+from ..balancer import StreamQueueMapper
 from ..store.datadir import check_provider_name, find_data_directory
+from ..streams.identity import StreamId
 from ..streams.subscriptions import Selector
 
 
@@ -52,10 +54,16 @@ class QueueAccess(ABC):
     queues: int
     identity: int | None = None
     """Differs from the identity of earlier queues of the same name, and of those elsewhere. None: not known."""
+    dense: bool = True
+    """Whether every retained offset has a batch. A missing one is then damage."""
 
     def is_current(self) -> bool:
         """Return False if another provider has replaced the opened one: open that."""
         return True
+
+    def queues_with(self, stream: StreamId) -> Sequence[int]:
+        """Return the queues that may have events of a stream."""
+        return StreamQueueMapper(self.queues).queues_with(stream)
 
     @abstractmethod
     def states(self) -> Sequence[RetainedRange]:

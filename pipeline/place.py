@@ -6,11 +6,12 @@ import os
 import threading
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..store.datadir import check_provider_name
-from ..streams.errors import HeadraceError, InvalidArgument
+from ..store.datadir import check_provider_name, find_data_directory
+from ..streams.errors import HeadraceError, InvalidArgument, NotFound
 
 if TYPE_CHECKING:
     from ..client.connection import GrpcTransport
@@ -109,14 +110,29 @@ class ProviderPlace(NamedTuple):
 
     def _open(self, connect_s: float) -> QueueAccess:
         if self.data is not None:
-            from .access import LogAccess  # noqa: PLC0415 (writing needs neither)
-
-            return LogAccess(self.data, self.provider)
+            return _of_directory(self.data, self.provider)
         from .remote import RemoteAccess  # noqa: PLC0415
 
         connection = self.connection()
         with as_options():
             return RemoteAccess(connection, self.provider, connect_s=connect_s)
+
+
+def _of_directory(data: str, provider: str) -> QueueAccess:
+    """Return the queues of a provider by its data directory: its log, or its topic if it is on Kafka."""
+    from .access import LogAccess  # noqa: PLC0415 (writing needs neither)
+
+    try:
+        return LogAccess(data, provider)
+    except NotFound:
+        if find_spec("confluent_kafka") is None:
+            raise
+        from .kafka import KafkaAccess, kafka_location  # noqa: PLC0415
+
+        found = kafka_location(find_data_directory(data), provider)
+        if found is None:
+            raise
+        return KafkaAccess(provider, *found)
 
 
 @contextmanager

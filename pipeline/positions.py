@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from ..balancer import StreamQueueMapper
 from ..streams.errors import InvalidArgument
 from ..streams.identity import StreamId
 from ..streams.subscriptions import Selector
@@ -101,8 +100,13 @@ def resolve(option: str, position: Position, selector: Selector, access: QueueAc
         case OffsetPositions(by_queue):
             return _named(option, by_queue, states)
         case TokenPosition(offset):
-            queue = StreamQueueMapper(access.queues).queue_of(StreamId.parse(selector.pattern))
-            return _named(option, {queue: offset}, states)
+            queues = access.queues_with(StreamId.parse(selector.pattern))
+            if len(queues) > 1:
+                raise InvalidArgument(
+                    f"option {option!r}: a token is a position in one queue, and any queue may have events of "
+                    f'{selector.pattern!r}: give offsets by queue, {{"QUEUE": OFFSET, …}}'
+                )
+            return _named(option, {queues[0]: offset}, states)
         case _:
             assert position in (EARLIEST, LATEST)
             return [state.first if position == EARLIEST else state.next for state in states]

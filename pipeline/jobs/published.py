@@ -159,7 +159,7 @@ def content(published: PublishedEvents, selectors: Iterable[Selector], limit: in
         events = events.dropDuplicates(["queue", "offset", "index"])
     number, batches = _counted(events, published.firsts)
     retained = sum(end - first for first, end in zip(published.firsts, published.ends, strict=True))
-    holes = max(retained - batches, 0) if whole else 0
+    holes = max(retained - batches, 0) if whole and published.place.open().dense else 0
     twice, findings = _published_twice(events, limit)
     return PublishedState(number, twice, holes, findings)
 
