@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -18,6 +17,8 @@ from .schema import BEGIN_SEGMENT, ProviderRow, segment_statements, segment_tabl
 
 _SEGMENTS_PER_AGE = 8
 """`retain_age_s` is divided into so many segments. So a segment is kept longer than allowed by one part at most."""
+_FORGET_US = 60_000_000
+"""How often producers are looked through, in microseconds."""
 _LOCK = "SELECT segment FROM headrace_queue WHERE provider = %s ORDER BY queue FOR UPDATE"
 _TOTAL = "SELECT sum(bytes)::bigint FROM headrace_queue WHERE provider = %s"
 _SEGMENTS = """
@@ -75,6 +76,7 @@ class PostgresRetention:
         self._provider = provider
         self._options = options
         self._limits = limits
+        self._forgotten_us = 0
 
     async def apply(self, connection: AsyncConnection[TupleRow], watermarks: Mapping[int, int]) -> None:
         """Begin and drop segments, and forget producers. Raises psycopg.Error."""
@@ -87,10 +89,15 @@ class PostgresRetention:
                 break
         if chosen.begin:
             await self._begin(connection, segments[-1].number)
-        before_us = int((time.time() - self._limits.producer_age_s) * 1e6)
-        query = "DELETE FROM headrace_producer WHERE provider = %s AND time_us < %s"
-        if self._limits.producer_age_s:
-            await connection.execute(query, [self._provider.provider, before_us])
+        await self._forget_producers(connection, now_us)
+
+    async def _forget_producers(self, connection: AsyncConnection[TupleRow], now_us: int) -> None:
+        """Delete producers that have stored nothing for a long time. This reads all of them, so it is done rarely."""
+        age_us = round(self._limits.producer_age_s * 1_000_000)
+        if now_us - self._forgotten_us >= min(age_us, _FORGET_US):
+            self._forgotten_us = now_us
+            query = "DELETE FROM headrace_producer WHERE provider = %s AND time_us < %s"
+            await connection.execute(query, [self._provider.provider, now_us - age_us])
 
     async def _segments(self, connection: AsyncConnection[TupleRow]) -> Sequence[Segment]:
         found: dict[int, list[tuple[int, int, int, int]]] = {}

@@ -144,6 +144,29 @@ async def test_control_store_effects_outbox_and_queues_share_one_schema(
         engine.dispose()
 
 
+async def test_two_silos_share_the_queues(postgres_url: str, tmp_path: Path) -> None:
+    config = ['data = "d"', "[providers.default]", 'adapter = "postgres"', "queues = 4"]
+    options = f'options = {{ url = "{postgres_url}", create = true }}'
+    (tmp_path / "silo.toml").write_text("\n".join([*config, options]))
+    silos = SiloProcess(tmp_path, "silo.toml", "--workers", "2")
+    address = await asyncio.to_thread(silos.start)
+    host, _, port = address.rpartition(":")
+    try:
+        async with Client(f"{address},{host}:{int(port) + 1}") as client:
+            for number in range(100):
+                await client.publish(StreamId("orders", str(number % 10)), b"%d" % number)
+            found: dict[str, list[int]] = {}
+            async with asyncio.timeout(60), client.subscribe("s", "orders/*", start="earliest") as consumer:
+                async for delivered in consumer:
+                    found.setdefault(delivered.stream.key, []).extend(map(int, delivered.payloads()))
+                    await delivered.ack()
+                    if sum(map(len, found.values())) == 100:
+                        break
+        assert found == {str(key): list(range(key, 100, 10)) for key in range(10)}
+    finally:
+        await asyncio.to_thread(silos.kill)
+
+
 async def test_consumers_and_spark_ranges_work_over_the_network(
     postgres: dict[str, Any], postgres_url: str, tmp_path: Path
 ) -> None:
