@@ -27,7 +27,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from ..streams.background import BackgroundTasks
-from ..streams.cluster import ClusterView, Lease, SiloRecord, Superseded
+from ..streams.cluster import ClusterView, Lease, SiloRecord, SiloSuperseded
 from ..streams.errors import Fenced, HeadraceError, Unavailable
 from .cluster_options import ClusterOptions
 from .desired_owners import OwnerDecision
@@ -338,7 +338,7 @@ class Membership:
             if me is not self.me:
                 return True  # this silo has joined again in the meantime
             log.warning("%s", fenced)
-            if isinstance(fenced, Superseded) and not (self._joining or self.superseded.done()):
+            if isinstance(fenced, SiloSuperseded) and not (self._joining or self.superseded.done()):
                 self.superseded.set_exception(fenced)
             self.held.cut_all("the silo is no longer a member")
             async with self._balancing:

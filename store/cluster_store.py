@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import msgspec
 from sqlalchemy import ColumnElement, Connection, Row, and_, case, delete, func, or_, select, tuple_, update
 
-from ..streams.cluster import LIVING, ClusterView, Lease, SiloRecord, SiloState, Superseded
+from ..streams.cluster import LIVING, ClusterView, Lease, SiloRecord, SiloState, SiloSuperseded
 from ..streams.errors import DataDirectoryError, Fenced
 from . import store_clock
 from .database import Database
@@ -235,7 +235,7 @@ def _fenced(connection: Connection, silo: SiloRecord) -> Fenced:
     if row is None:
         return Fenced(f"{shown} is no member of the cluster any more: join again")
     if row.incarnation != silo.incarnation:
-        return Superseded(f"{shown} is superseded by incarnation {row.incarnation}: another process uses its name")
+        return SiloSuperseded(f"{shown} is superseded by incarnation {row.incarnation}: another process uses its name")
     if row.state == SiloState.DEAD.value:
         return Fenced(f"{shown} was declared dead by its peers: join again")
     return Fenced(f"{shown} has left the cluster: join again")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from .errors import Fenced
 
 
-class Superseded(Fenced):
+class SiloSuperseded(Fenced):
     """Another process joined under the silo's name."""
 
 

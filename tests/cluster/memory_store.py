@@ -20,7 +20,7 @@ from headrace import (
 )
 from headrace.store.cluster_store import ENOUGH_VOTES
 from headrace.store.rows import differences, plain, printable
-from headrace.streams.cluster import LIVING, ClusterView, Lease, SiloRecord, SiloState, Superseded
+from headrace.streams.cluster import LIVING, ClusterView, Lease, SiloRecord, SiloState, SiloSuperseded
 from headrace.streams.progress import ControlRequests, RefusedProgress, SubscriptionAttachment
 from headrace.streams.subscriptions import Checkpoint
 
@@ -355,7 +355,9 @@ class MemoryClusterStore:
         if now is None:
             return Fenced(f"{who} is no member of the cluster any more: join again")
         if now.incarnation != silo.incarnation:
-            return Superseded(f"{who} is superseded by incarnation {now.incarnation}: another process uses its name")
+            return SiloSuperseded(
+                f"{who} is superseded by incarnation {now.incarnation}: another process uses its name"
+            )
         if now.state is SiloState.DEAD:
             return Fenced(f"{who} was declared dead by its peers: join again")
         return Fenced(f"{who} has left the cluster: join again")
