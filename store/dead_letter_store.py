@@ -15,7 +15,7 @@ from .schema import LETTER_IDENTITY, dead_letters, gaps
 from .store_base import (
     IDS_AT_ONCE,
     ReadRows,
-    StoreBase,
+    StorePart,
     insert_into,
     lock_epochs,
     of_subscription,
@@ -26,7 +26,7 @@ from .store_base import (
 )
 
 
-class DeadLetterStore(StoreBase):
+class DeadLetterStore(StorePart):
     """Dead letters and gap records. See `headrace.store.control_store.ControlStore`."""
 
     async def add_dead_letters(

@@ -45,7 +45,7 @@ def read_rows(
     return read
 
 
-class StoreBase:
+class StorePart:
     """A part of the control store, with the database that all parts share."""
 
     def __init__(self, database: Database) -> None:

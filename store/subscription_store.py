@@ -18,7 +18,7 @@ from .schema import checkpoints, counters, dead_letters, entries, gaps, subscrip
 from .store_base import (
     IDS_AT_ONCE,
     ReadRows,
-    StoreBase,
+    StorePart,
     insert_into,
     is_subscription,
     lock_epochs,
@@ -34,7 +34,7 @@ from .store_base import (
 _log = logging.getLogger(__name__)
 
 
-class SubscriptionStore(StoreBase):
+class SubscriptionStore(StorePart):
     """Subscriptions and their progress. See `headrace.store.control_store.ControlStore`."""
 
     async def create_subscription(
