@@ -21,7 +21,7 @@ from .backlog import backlog
 from .blocks import StreamTable
 from .committer import Growth, LogCommitter
 from .damage import DamagedRange, find_damage, skip_damage, skipped_ranges
-from .doorbell import Doorbell, Ringer
+from .doorbell import Doorbell, DoorbellRinger
 from .environment import MAX_QUEUES, LogEnvironment, acquire, check_process, release
 from .group import CommitRequest
 from .limits import LOG_LIMITS, LogLimits
@@ -83,7 +83,7 @@ class LogAdapter(QueueAdapter):
         self._queues = environment.queues
         self._loop = asyncio.get_running_loop()
         self._doorbell = Doorbell(wake, limits)
-        self._ringer = Ringer(wake, self._doorbell.name)
+        self._ringer = DoorbellRinger(wake, self._doorbell.name)
         self._committer = LogCommitter(environment, self._ringer.ring, self._offer, limits)
         self._threads = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="headrace-log-read")
         self._streams = StreamTable()

@@ -98,7 +98,7 @@ class Doorbell:
             self.ring(list(self._listeners) if len(message) >= _NEARLY_FULL_BYTES or _RING_ALL in queues else queues)
 
 
-class Ringer:
+class DoorbellRinger:
     """Wakes up the receivers of all other handles, in this process and in others. Used by one thread."""
 
     def __init__(self, directory: Path, own_name: str) -> None:

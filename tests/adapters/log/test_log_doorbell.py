@@ -15,7 +15,7 @@ from headrace import EventBatch, StreamId
 from headrace.adapters import Received
 from headrace.adapters.log import LogAdapter, LogOptions
 from headrace.adapters.log.blocks import ReadBudget, StreamTable
-from headrace.adapters.log.doorbell import Doorbell, Ringer
+from headrace.adapters.log.doorbell import Doorbell, DoorbellRinger
 from headrace.adapters.log.environment import acquire, release
 from headrace.adapters.log.limits import LogLimits
 from headrace.adapters.log.receiver import LogReceiver, QueueReader
@@ -95,7 +95,7 @@ async def test_a_waiting_receiver_looks_again_only_when_it_is_rung(tmp_path: Pat
 
 
 async def test_a_handle_that_comes_later_is_rung_too(bell: Doorbell, tmp_path: Path):
-    ringer = Ringer(tmp_path, "somebody else")
+    ringer = DoorbellRinger(tmp_path, "somebody else")
     await asyncio.to_thread(os.utime, tmp_path, (0, 0))
     await asyncio.to_thread(ringer.ring, {0})
     grown = await bell.listen(0)
@@ -109,7 +109,7 @@ async def test_only_receivers_of_grown_queues_wake(bell: Doorbell, tmp_path: Pat
     zero, five = await bell.listen(0), await bell.listen(5)
     zero.clear()
     five.clear()
-    ringer = Ringer(tmp_path, "somebody else")
+    ringer = DoorbellRinger(tmp_path, "somebody else")
     await asyncio.to_thread(ringer.ring, {5, 300})
     await five.wait()
     assert not zero.is_set()
@@ -118,7 +118,7 @@ async def test_only_receivers_of_grown_queues_wake(bell: Doorbell, tmp_path: Pat
 
 async def test_a_handle_does_not_ring_its_own_fifo(bell: Doorbell, tmp_path: Path):
     await bell.listen(0)
-    ringer = Ringer(tmp_path, bell.name)
+    ringer = DoorbellRinger(tmp_path, bell.name)
     in_thread(ringer.ring, {0})
     fifo = os.open(tmp_path / bell.name, os.O_RDONLY | os.O_NONBLOCK)
     with pytest.raises(BlockingIOError):
@@ -130,7 +130,7 @@ async def test_a_handle_does_not_ring_its_own_fifo(bell: Doorbell, tmp_path: Pat
 async def test_very_many_queues_are_rung_all_together(bell: Doorbell, tmp_path: Path):
     grown = await bell.listen(7)
     grown.clear()
-    ringer = Ringer(tmp_path, "somebody else")
+    ringer = DoorbellRinger(tmp_path, "somebody else")
     await asyncio.to_thread(ringer.ring, range(1000, 4000))
     await grown.wait()
     ringer.close()
@@ -144,7 +144,7 @@ async def test_a_full_fifo_wakes_everybody(bell: Doorbell, tmp_path: Path):
         while True:
             os.write(fifo, bytes(4096))
     os.close(fifo)
-    ringer = Ringer(tmp_path, "somebody else")
+    ringer = DoorbellRinger(tmp_path, "somebody else")
     in_thread(ringer.ring, {7})
     await grown.wait()
     ringer.close()
@@ -162,7 +162,7 @@ async def test_a_handle_that_dies_while_others_ring_it_is_removed(tmp_path: Path
     name = "3-dying"
     os.mkfifo(tmp_path / name)
     fifo = os.open(tmp_path / name, os.O_RDWR | os.O_NONBLOCK)
-    ringer = Ringer(tmp_path, "somebody else")
+    ringer = DoorbellRinger(tmp_path, "somebody else")
     await asyncio.to_thread(ringer.ring, {0})
     assert os.read(fifo, 100) == b"\0\0"
     os.close(fifo)
