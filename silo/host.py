@@ -93,7 +93,7 @@ class Silo:
             log.info("silo is stopping: calls and running handlers have %.1f s to end", config.drain_s)
 
     async def until_superseded(self) -> NoReturn:
-        """Wait for ever, or raise Superseded once another process has this silo's name in the cluster."""
+        """Wait for ever, or raise SiloSuperseded once another process has this silo's name in the cluster."""
         if self.clustered_silo is not None:
             await asyncio.shield(self.clustered_silo.membership.superseded)
         await asyncio.Event().wait()

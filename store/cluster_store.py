@@ -22,8 +22,8 @@ from ..streams.errors import DataDirectoryError, Fenced
 from . import store_clock
 from .database import Database
 from .schema import counters, entries, leases, silos, suspicions
-from .store_base import insert_into
 from .store_clock import BootId, Clock
+from .store_part import insert_into
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")

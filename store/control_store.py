@@ -24,8 +24,8 @@ from .database import Database
 from .dead_letter_store import DeadLetterStore
 from .delays import DelayStore
 from .schema import entries, providers, tokens
-from .store_base import insert_into, store_value
 from .store_clock import BootId, Clock
+from .store_part import insert_into, store_value
 from .subscription_store import SubscriptionStore
 
 _ROWS_AT_ONCE = 100

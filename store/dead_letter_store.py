@@ -12,7 +12,7 @@ from ..streams.identity import StreamId
 from ..streams.subscriptions import DeadLetter, GapRecord, Selector
 from .rows import dead_letter_of, dead_letter_row, gap_of, gap_row, printable
 from .schema import LETTER_IDENTITY, dead_letters, gaps
-from .store_base import (
+from .store_part import (
     IDS_AT_ONCE,
     ReadRows,
     StorePart,

@@ -29,8 +29,8 @@ from . import store_clock
 from .checksums import check_row, with_checksum
 from .database import Database
 from .schema import delayed_batches, delayed_calls, releases
-from .store_base import insert_into
 from .store_clock import Clock
+from .store_part import insert_into
 
 _log = logging.getLogger(__name__)
 

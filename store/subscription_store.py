@@ -15,7 +15,7 @@ from ..streams.subscriptions import Checkpoint, SubscriptionDefinition
 from .checksums import check_row, with_checksum
 from .rows import checkpoint_of, checkpoint_row, definition_of, definition_text, differences, plain
 from .schema import checkpoints, counters, dead_letters, entries, gaps, subscriptions
-from .store_base import (
+from .store_part import (
     IDS_AT_ONCE,
     ReadRows,
     StorePart,

@@ -1,4 +1,4 @@
-"""The base of the classes that read and write the control store, and the statements that they share."""
+"""The common part of the classes that read and write the control store, and the statements that they share."""
 
 from __future__ import annotations
 
