@@ -14,8 +14,8 @@ from headrace.agents.catch_up_budget import CatchUpBudget
 from headrace.agents.catch_up_runner import MAX_CATCH_UPS
 from headrace.agents.cursor import CursorState
 from headrace.streams.subscriptions import Checkpoint, StreamBehind
-from tests.agents.bench import FINE, Bench
-from tests.agents.line import Recorder, stream
+from tests.simulation.agents import FINE, SimulatedAgent
+from tests.simulation.deliveries import Recorder, stream
 from tests.simulation.queues import SimulatedQueues
 from tests.simulation.virtual_time import virtual_time
 
@@ -41,7 +41,7 @@ def numbers(count: int, start: int = 0) -> list[str]:
 @virtual_time
 async def test_subscriptions_at_one_place_share_what_is_read() -> None:
     one, two = Recorder(), Recorder()
-    async with Bench() as bench:
+    async with SimulatedAgent() as bench:
         await bench.publish_numbers(30)
         bench.attach("one", one)
         bench.attach("two", two)
@@ -56,7 +56,7 @@ async def test_subscriptions_at_one_place_share_what_is_read() -> None:
 @virtual_time
 async def test_an_agent_begins_within_its_first_tick() -> None:
     loop = asyncio.get_running_loop()
-    async with Bench() as bench:
+    async with SimulatedAgent() as bench:
         assert bench.agent.statistics().state == "idle"
         began = loop.time()
         bench.attach("one", Recorder())
@@ -69,7 +69,7 @@ async def test_an_agent_begins_within_its_first_tick() -> None:
 @virtual_time
 async def test_a_subscription_far_behind_catches_up_beside_the_others() -> None:
     live, late = Recorder(), Recorder()
-    async with Bench() as bench:
+    async with SimulatedAgent() as bench:
         await bench.publish_numbers(500)
         bench.attach("live", live, 500)
         await until(lambda: bench.agent.main is not None)
@@ -101,7 +101,7 @@ async def test_more_catch_ups_than_there_is_room_for_all_come_to_the_end() -> No
             most = max(most, len(bench.agent.catch_ups.running))
             await asyncio.sleep(FINE)
 
-    async with Bench(SimulatedQueues(1, latency_s=0.01)) as bench:
+    async with SimulatedAgent(SimulatedQueues(1, latency_s=0.01)) as bench:
         looking = asyncio.create_task(look())
         await bench.publish_numbers(300)
         bench.attach("live", Recorder(), 300)
@@ -127,7 +127,7 @@ async def test_catch_ups_together_hold_no_more_than_their_budget() -> None:
             most = max(most, sum(feed.cache.bytes for feed in bench.agent.catch_ups.running.values()))
             await asyncio.sleep(FINE)
 
-    async with Bench(SimulatedQueues(1, latency_s=0.01), max_events=1000, budget=budget) as bench:
+    async with SimulatedAgent(SimulatedQueues(1, latency_s=0.01), max_events=1000, budget=budget) as bench:
         looking = asyncio.create_task(look())
         payloads = [b"%d" % number + bytes(100_000) for number in range(50)]
         for payload in payloads:
@@ -154,7 +154,7 @@ async def test_catch_ups_together_hold_no_more_than_their_budget() -> None:
 async def test_stuck_catch_ups_do_not_keep_others_from_catching_up(slow: SlowConsumer | None, selector: str) -> None:
     stuck, late = Recorder(), Recorder()
     gate = stuck.hold("10")
-    async with Bench() as bench:
+    async with SimulatedAgent() as bench:
         await bench.publish_numbers(300)
         bench.attach("live", Recorder(), 300)
         await until(lambda: bench.agent.main is not None)
@@ -172,7 +172,7 @@ async def test_stuck_catch_ups_do_not_keep_others_from_catching_up(slow: SlowCon
 @virtual_time
 async def test_a_start_past_the_last_event_of_a_batch_is_at_the_next_batch() -> None:
     recorder = Recorder()
-    async with Bench() as bench:
+    async with SimulatedAgent() as bench:
         await bench.publish("a", b"0", b"1")
         await bench.publish("a", b"2")
         bench.attach("one", recorder, Checkpoint(1, {stream("a"): StreamBehind(SequenceToken(0, 2))}), selector="s/a")
@@ -183,7 +183,7 @@ async def test_a_start_past_the_last_event_of_a_batch_is_at_the_next_batch() -> 
 @virtual_time
 async def test_a_stream_that_was_quiet_for_a_week_loses_nothing() -> None:
     recorder = Recorder()
-    async with Bench() as bench:
+    async with SimulatedAgent() as bench:
         bench.attach("one", recorder)
         await bench.publish("cold", b"0")
         await bench.caught_up()
@@ -203,7 +203,7 @@ async def test_a_stream_that_was_quiet_for_a_week_loses_nothing() -> None:
 async def test_a_stuck_consumer_is_detached_and_gets_everything_once_afterwards() -> None:
     stuck, others = Recorder(), [Recorder() for _ in range(3)]
     gate = stuck.hold("5")
-    async with Bench() as bench:
+    async with SimulatedAgent() as bench:
         slow = bench.attach("stuck", stuck)
         for number, recorder in enumerate(others):
             bench.attach(f"other{number}", recorder)
@@ -230,7 +230,7 @@ async def test_a_slow_consumer_is_detached_as_soon_as_others_have_nothing_to_do(
 
     crawled: list[str] = []
     fast = Recorder()
-    async with Bench(detach_after_s=10.0) as bench:
+    async with SimulatedAgent(detach_after_s=10.0) as bench:
         await bench.publish_numbers(400)
         slow = bench.attach("slow", crawl)
         bench.attach("fast", fast)
@@ -246,7 +246,7 @@ async def test_a_slow_consumer_is_detached_as_soon_as_others_have_nothing_to_do(
 async def test_a_throttling_consumer_sets_the_pace_within_the_cache() -> None:
     stuck, other = Recorder(), Recorder()
     gate = stuck.hold("5")
-    async with Bench() as bench:
+    async with SimulatedAgent() as bench:
         await bench.publish_numbers(1000)
         bench.attach("stuck", stuck, slow=SlowConsumer.THROTTLE)
         bench.attach("other", other)
@@ -267,7 +267,7 @@ async def test_a_batch_above_the_budget_for_detached_ones_does_not_stop_the_queu
     stuck, other = Recorder(), Recorder()
     big = b"x" * 5000
     gate = stuck.hold(big.decode())
-    async with Bench(max_bytes=32 * 1024) as bench:  # an eighth of it is less than the batch
+    async with SimulatedAgent(max_bytes=32 * 1024) as bench:  # an eighth of it is less than the batch
         await bench.publish("a", big)
         bench.attach("stuck", stuck)
         bench.attach("other", other)
@@ -282,7 +282,7 @@ async def test_a_batch_above_the_budget_for_detached_ones_does_not_stop_the_queu
 @virtual_time
 async def test_many_stuck_streams_hold_no_more_than_the_budget() -> None:
     stuck, other = Recorder(), Recorder()
-    async with Bench(max_bytes=64 * 1024, max_events=10_000) as bench:
+    async with SimulatedAgent(max_bytes=64 * 1024, max_events=10_000) as bench:
         bench.attach("stuck", stuck)
         fast = bench.attach("other", other)
         gates = [stuck.hold(f"{number:01000}") for number in range(60)]
@@ -303,7 +303,7 @@ async def test_streams_that_get_stuck_where_their_catch_up_ends_hold_no_more_tha
     stuck, other = Recorder(), Recorder()
     firsts = [stuck.hold(f"first {number}") for number in range(30)]
     lasts = [stuck.hold(f"last {number}") for number in range(30)]
-    async with Bench(max_events=800) as bench:
+    async with SimulatedAgent(max_events=800) as bench:
         slow = bench.attach("stuck", stuck)
         fast = bench.attach("other", other)
         for number in range(30):
@@ -334,7 +334,7 @@ async def test_a_lonely_slow_stream_does_not_read_the_queue_over_and_over() -> N
 
     crawled: list[str] = []
     fast = Recorder()
-    async with Bench() as bench:
+    async with SimulatedAgent() as bench:
         slow = bench.attach("slow", crawl)
         bench.attach("fast", fast)
         await bench.publish_numbers(40, keys=("slow",))
@@ -352,7 +352,7 @@ async def test_a_lonely_slow_stream_does_not_read_the_queue_over_and_over() -> N
 @virtual_time
 async def test_a_withdrawn_subscription_goes_on_exactly_where_it_stopped() -> None:
     recorder = Recorder()
-    async with Bench() as bench:
+    async with SimulatedAgent() as bench:
         await bench.publish_numbers(50, keys=("a", "b", "c"))
         gate = recorder.hold("10")
         delivery = bench.attach("one", recorder)
@@ -372,7 +372,7 @@ async def test_a_withdrawn_subscription_goes_on_exactly_where_it_stopped() -> No
 async def test_a_withdrawal_that_is_cancelled_leaves_nothing_in_the_cache() -> None:
     stuck, other = Recorder(), Recorder()
     stuck.hold("3")
-    async with Bench() as bench:
+    async with SimulatedAgent() as bench:
         bench.attach("stuck", stuck, slow=SlowConsumer.THROTTLE)
         bench.attach("other", other)
         await bench.publish_numbers(20)
@@ -389,7 +389,7 @@ async def test_a_withdrawal_that_is_cancelled_leaves_nothing_in_the_cache() -> N
 async def test_closing_while_everything_is_busy_gives_exact_checkpoints() -> None:
     recorder = Recorder()
     gates = [recorder.hold(str(number)) for number in range(0, 300, 37)]
-    bench = Bench()
+    bench = SimulatedAgent()
     await bench.publish_numbers(300, keys=("a", "b", "c", "d", "e"))
     bench.attach("live", Recorder(), 300)
     bench.attach("late", recorder)
@@ -401,7 +401,7 @@ async def test_closing_while_everything_is_busy_gives_exact_checkpoints() -> Non
     assert done["live"] == Checkpoint(300)
     before = len(recorder.seen)
     assert 0 < before < 300
-    async with Bench(bench.adapter) as again:
+    async with SimulatedAgent(bench.adapter) as again:
         again.attach("late", recorder, done["late"])
         await again.caught_up()
     assert sorted(recorder.seen, key=int) == numbers(300)
@@ -429,7 +429,7 @@ class Faulty(SimulatedQueues):
 async def test_reading_goes_on_after_errors_with_growing_pauses(error: type[Exception]) -> None:
     recorder = Recorder()
     faulty = Faulty()
-    async with Bench(faulty) as bench:
+    async with SimulatedAgent(faulty) as bench:
         delivery = bench.attach("one", recorder)
         await bench.publish_numbers(10)
         await bench.caught_up()
@@ -453,7 +453,7 @@ async def test_reading_goes_on_after_errors_with_growing_pauses(error: type[Exce
 async def test_a_catch_up_goes_on_after_errors(error: type[Exception]) -> None:
     recorder = Recorder()
     faulty = Faulty()
-    async with Bench(faulty) as bench:
+    async with SimulatedAgent(faulty) as bench:
         await bench.publish_numbers(500)
         bench.attach("live", Recorder(), 500)
         await until(lambda: bench.agent.main is not None)
@@ -470,7 +470,7 @@ async def test_a_catch_up_goes_on_after_errors(error: type[Exception]) -> None:
 async def test_a_catch_up_that_came_to_the_end_while_the_queue_was_down_joins_when_it_is_back() -> None:
     recorder = Recorder()
     faulty = Faulty()
-    async with Bench(faulty) as bench:
+    async with SimulatedAgent(faulty) as bench:
         await bench.publish_numbers(100)
         bench.attach("live", Recorder(), 100)
         await until(lambda: bench.agent.main is not None)
@@ -492,7 +492,7 @@ async def test_a_catch_up_that_came_to_the_end_while_the_queue_was_down_joins_wh
 @virtual_time
 async def test_events_deleted_by_retention_are_reported_and_the_others_delivered() -> None:
     late, live = Recorder(), Recorder()
-    async with Bench() as bench:
+    async with SimulatedAgent() as bench:
         await bench.publish_numbers(200)
         bench.shelf.drop(0, 120)
         bench.attach("live", live, 200)
@@ -508,7 +508,7 @@ async def test_events_deleted_by_retention_are_reported_and_the_others_delivered
 @virtual_time
 async def test_a_gap_of_everything_ends_a_catch_up() -> None:
     late = Recorder()
-    async with Bench() as bench:
+    async with SimulatedAgent() as bench:
         await bench.publish_numbers(200)
         bench.shelf.drop(0, 200)
         bench.attach("late", late, 20)
@@ -530,7 +530,7 @@ def memory() -> MemoryAdapter:
 @virtual_time
 async def test_a_queue_that_cannot_rewind_goes_back_for_an_older_subscription() -> None:
     live, late = Recorder(), Recorder()
-    async with Bench(memory()) as bench:
+    async with SimulatedAgent(memory()) as bench:
         bench.attach("live", live)
         await bench.publish_numbers(300, keys=("a", "b"))
         await bench.caught_up()
@@ -548,7 +548,7 @@ async def test_going_back_loses_nothing_of_streams_that_wait_or_are_paused(on_fa
     live, late = Recorder(), Recorder()
     live.fail("2", 2)
     retry = RetryPolicy(max_attempts=2 if on_failure is OnFailure.PAUSE else 5, initial_delay_s=10.0)
-    async with Bench(memory()) as bench:
+    async with SimulatedAgent(memory()) as bench:
         one = bench.attach("live", live, on_failure=on_failure, retry=retry)
         await bench.publish_numbers(6, keys=("a", "b", "c"))
         await until(lambda: len(live.seen) == 4)
@@ -567,7 +567,7 @@ async def test_going_back_loses_nothing_of_streams_that_wait_or_are_paused(on_fa
 async def test_a_stream_that_is_paused_since_before_the_start_goes_on_when_it_is_resumed() -> None:
     recorder = Recorder()
     paused = Checkpoint(6, {stream("c"): StreamBehind(SequenceToken(2, 0), "it failed")})
-    async with Bench(memory()) as bench:
+    async with SimulatedAgent(memory()) as bench:
         await bench.publish_numbers(6, keys=("a", "b", "c"))
         one = bench.attach("one", recorder, paused)
         await bench.publish_numbers(300, keys=("a", "b", "c"), start=6)
@@ -581,7 +581,7 @@ async def test_a_stream_that_is_paused_since_before_the_start_goes_on_when_it_is
 async def test_a_slow_consumer_of_a_queue_that_cannot_rewind_sets_the_pace() -> None:
     stuck, other = Recorder(), Recorder()
     gate = stuck.hold("5")
-    async with Bench(memory()) as bench:
+    async with SimulatedAgent(memory()) as bench:
         await bench.publish_numbers(1000)
         bench.attach("stuck", stuck)
         bench.attach("other", other)
@@ -600,7 +600,7 @@ async def test_a_slow_consumer_of_a_queue_that_cannot_rewind_sets_the_pace() -> 
 async def test_done_events_do_not_push_out_the_events_delivered_with_them() -> None:
     """Each batch fills a bucket: the first one is let go of while those behind it are being offered."""
     recorder = Recorder()
-    async with Bench(max_events=20) as bench:
+    async with SimulatedAgent(max_events=20) as bench:
         await bench.publish_numbers(1, keys=("a",))
         await bench.publish_numbers(20, keys=("b",), start=1)
         bench.attach("sub", recorder, Checkpoint(0, {stream("a"): StreamBehind(SequenceToken(0), "", ((0, 0, 1),))}))

@@ -8,8 +8,8 @@ import pytest
 
 from headrace import Event, EventBatch, StorageError
 from headrace.agents.feed import OFFER_BATCHES, RECEIVE_BYTES
-from tests.agents.bench import FINE, Bench
-from tests.agents.line import Recorder, stream
+from tests.simulation.agents import FINE, SimulatedAgent
+from tests.simulation.deliveries import Recorder, stream
 from tests.simulation.queues import SimulatedQueues, SimulatedReceiver
 from tests.simulation.virtual_time import virtual_time
 
@@ -24,11 +24,11 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(FINE)
 
 
-def offering_bench(*, max_events: int = 80, max_bytes: int = 8 << 20) -> Bench:
-    return Bench(SimulatedQueues(1, offers=1.0), max_events=max_events, max_bytes=max_bytes)
+def offering_bench(*, max_events: int = 80, max_bytes: int = 8 << 20) -> SimulatedAgent:
+    return SimulatedAgent(SimulatedQueues(1, offers=1.0), max_events=max_events, max_bytes=max_bytes)
 
 
-async def waiting_receiver(bench: Bench) -> SimulatedReceiver:
+async def waiting_receiver(bench: SimulatedAgent) -> SimulatedReceiver:
     """The receiver of the main feed, once it waits at the end of an empty queue."""
     await until(lambda: bench.shelf.receivers)
     (receiver,) = bench.shelf.receivers
@@ -192,7 +192,7 @@ async def test_an_agent_whose_delivery_fails_on_new_batches_starts_again_and_los
 ) -> None:
     caplog.set_level(logging.CRITICAL, "headrace.agents")
     seen = Recorder()
-    async with Bench(SimulatedQueues(1, offers=offers)) as bench:
+    async with SimulatedAgent(SimulatedQueues(1, offers=offers)) as bench:
         delivery = bench.attach("one", seen)
         await waiting_receiver(bench)
         offer, failures = delivery.offer, [RuntimeError("a bug")]

@@ -15,7 +15,7 @@ from headrace.store.control_store import ControlStore
 from headrace.streams.handlers import Handler
 from headrace.streams.progress import RefusedProgress
 from headrace.streams.subscriptions import Checkpoint, SubscriptionDefinition
-from tests.agents.line import NOW, Recorder, stream
+from tests.simulation.deliveries import NOW, Recorder, stream
 from tests.simulation.queues import SimulatedQueues
 from tests.simulation.virtual_time import virtual_time
 

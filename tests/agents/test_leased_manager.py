@@ -17,8 +17,8 @@ from headrace.streams.frames import QueueState
 from headrace.streams.handlers import Handler
 from headrace.streams.progress import RefusedProgress
 from headrace.streams.subscriptions import Checkpoint, SubscriptionDefinition
-from tests.agents.circle import Consumer
-from tests.agents.line import NOW, Recorder, stream
+from tests.simulation.deliveries import NOW, Recorder, stream
+from tests.simulation.groups import Consumer
 from tests.simulation.queues import SimulatedQueues
 from tests.simulation.virtual_time import virtual_time
 

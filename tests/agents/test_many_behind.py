@@ -3,7 +3,7 @@
 from headrace import EventBatch
 from headrace.agents.delivery.checkpoint_pacer import MAX_ENTRIES
 from tests.agents.delivery.test_group_manager import connected, house, rest
-from tests.agents.line import stream
+from tests.simulation.deliveries import stream
 from tests.simulation.virtual_time import virtual_time
 
 

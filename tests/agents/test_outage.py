@@ -11,8 +11,8 @@ import pytest
 
 from headrace import Event, EventBatch, OnFailure, RetryPolicy, Unavailable
 from headrace.agents.delivery.breaker import FIRST_STEP, MAX_PROBE_S, MAX_STEP_S, Gate
-from tests.agents.circle import Circle, Consumer
-from tests.agents.line import Line, Sink
+from tests.simulation.deliveries import HandlerFeed, Sink
+from tests.simulation.groups import Consumer, SimulatedGroup
 from tests.simulation.virtual_time import virtual_time
 
 HOUR_S = 3600.0
@@ -66,12 +66,19 @@ def keys(count: int) -> list[str]:
 @asynccontextmanager
 async def lines(
     database: Database, queues: int = 1, *, batch: bool = False, circuit_breaker: bool = True, **options: object
-) -> AsyncGenerator[list[Line]]:
+) -> AsyncGenerator[list[HandlerFeed]]:
     """A subscription to some queues."""
     gate, sink = Gate("sub", enabled=circuit_breaker), Sink()
     handler = database.store_all if batch else database.store
     made = [
-        Line(handler, batch=batch, gate=gate, sink=sink, max_events=1_000_000, **{"retry": RetryPolicy(), **options})  # type: ignore[arg-type]
+        HandlerFeed(
+            handler,
+            batch=batch,
+            gate=gate,
+            sink=sink,
+            max_events=1_000_000,
+            **{"retry": RetryPolicy(), **options},  # type: ignore[arg-type]
+        )
         for _ in range(queues)
     ]
     async with AsyncExitStack() as stack:
@@ -326,7 +333,7 @@ async def test_a_subscription_that_is_held_stops_at_once_and_keeps_its_place(on_
 class Service:
     """Remote consumers with a database: they take all events, and reject them while the database is down."""
 
-    def __init__(self, circle: Circle, *, poison: Sequence[str] = (), unavailable: bool = False) -> None:
+    def __init__(self, circle: SimulatedGroup, *, poison: Sequence[str] = (), unavailable: bool = False) -> None:
         self.down = False
         self.stored: list[str] = []
         self.given: list[float] = []
@@ -358,7 +365,7 @@ class Service:
 @virtual_time
 async def test_remote_consumers_survive_an_outage() -> None:
     poison = keys(1000)[::50]
-    async with Circle(queues=2, retry=RetryPolicy()) as circle:
+    async with SimulatedGroup(queues=2, retry=RetryPolicy()) as circle:
         service = Service(circle, poison=poison)
         service.down = True
         for lane in circle.lanes:
@@ -382,7 +389,7 @@ async def test_remote_consumers_survive_an_outage() -> None:
 
 @virtual_time
 async def test_a_remote_consumer_of_one_stream_survives_an_outage_that_it_names() -> None:
-    async with Circle(retry=RetryPolicy()) as circle:
+    async with SimulatedGroup(retry=RetryPolicy()) as circle:
         service = Service(circle, unavailable=True)
         service.down = True
         circle.lane.publish_all([("a", ["1", "2", "3"]), ("a", ["4"])])
@@ -396,7 +403,7 @@ async def test_a_remote_consumer_of_one_stream_survives_an_outage_that_it_names(
 
 @virtual_time
 async def test_a_consumer_is_given_single_events_while_its_subscription_is_held() -> None:
-    async with Circle(retry=RetryPolicy()) as circle:
+    async with SimulatedGroup(retry=RetryPolicy()) as circle:
         service = Service(circle)
         service.down = True
         circle.lane.publish_all([(key, ["1", "2", "3"]) for key in keys(100)])

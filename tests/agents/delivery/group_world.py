@@ -23,7 +23,7 @@ from headrace.agents import (
 from headrace.streams.frames import DeliveredBatch
 from headrace.streams.handlers import Handler
 from headrace.streams.subscriptions import Checkpoint, SubscriptionDefinition
-from tests.agents.circle import Consumer, indexes, parsed
+from tests.simulation.groups import Consumer, indexes, parsed
 from tests.simulation.simulation import PROVIDER, OneProcess
 
 TICK_S = 0.25

@@ -11,8 +11,8 @@ from headrace.agents.delivery.checkpoint_pacer import (
 )
 from headrace.agents.delivery.progress import DeliveryProgress
 from headrace.streams.subscriptions import Checkpoint, StreamBehind
-from tests.agents.circle import Circle
-from tests.agents.line import stream
+from tests.simulation.deliveries import stream
+from tests.simulation.groups import SimulatedGroup
 from tests.simulation.virtual_time import virtual_time
 
 
@@ -111,7 +111,7 @@ def test_no_checkpoint_lacks_an_event_that_an_earlier_one_has() -> None:
 
 @virtual_time
 async def test_a_consumer_that_takes_nothing_does_not_change_the_checkpoint() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         circle.consumer("deaf", events=1)
         for number in range(100):
             circle.publish(str(number), "0")

@@ -9,8 +9,8 @@ from headrace.agents.delivery import confirmations
 from headrace.agents.delivery.confirmations import Confirmed
 from headrace.streams.frames import QueueState
 from headrace.streams.subscriptions import Checkpoint, Mode, StreamBehind
-from tests.agents.circle import Circle, Consumer, Status
-from tests.agents.line import stream
+from tests.simulation.deliveries import stream
+from tests.simulation.groups import Consumer, SimulatedGroup, Status
 from tests.simulation.virtual_time import virtual_time
 
 SERVED, DRAINING, ENDED = QueueState.SERVED, QueueState.DRAINING, QueueState.ENDED
@@ -19,7 +19,7 @@ SERVED, DRAINING, ENDED = QueueState.SERVED, QueueState.DRAINING, QueueState.END
 def _ignore() -> None: ...
 
 
-async def delivered(circle: Circle, *batches: list[str], **options: int) -> Consumer:
+async def delivered(circle: SimulatedGroup, *batches: list[str], **options: int) -> Consumer:
     """A consumer that got these batches of stream a."""
     consumer = circle.consumer("c", **options)
     for batch in batches:
@@ -33,7 +33,7 @@ async def delivered(circle: Circle, *batches: list[str], **options: int) -> Cons
 
 @virtual_time
 async def test_a_consumer_gets_the_status_of_each_queue_before_its_events() -> None:
-    async with Circle(queues=2) as circle:
+    async with SimulatedGroup(queues=2) as circle:
         for lane in circle.lanes:
             lane.publish("a", "x")
         consumer = circle.consumer("c")
@@ -45,7 +45,7 @@ async def test_a_consumer_gets_the_status_of_each_queue_before_its_events() -> N
 
 @virtual_time
 async def test_a_report_counts_only_under_the_epoch_and_generation_of_the_status() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         current = [circle.group.is_current(0, *fence) for fence in ((1, 0), (0, 0), (2, 0), (1, 1))]
         assert current == [True, False, False, False]
         assert not circle.group.is_current(1, 1, 0)
@@ -58,7 +58,7 @@ async def test_a_report_counts_only_under_the_epoch_and_generation_of_the_status
 
 @virtual_time
 async def test_a_seek_is_told_as_a_higher_generation() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await delivered(circle, ["0"])
         await circle.stop()
         circle.lane.attach(Checkpoint(0), generation=1)
@@ -70,7 +70,7 @@ async def test_a_seek_is_told_as_a_higher_generation() -> None:
 
 @virtual_time
 async def test_a_queue_that_starts_again_under_the_same_epoch_ends_before() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = circle.consumer("c")
         await circle.stop()
         circle.lane.attach(Checkpoint(0))
@@ -80,7 +80,7 @@ async def test_a_queue_that_starts_again_under_the_same_epoch_ends_before() -> N
 
 @virtual_time
 async def test_statuses_keep_their_place_between_the_batches() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = circle.consumer("c")
         held = consumer.member
         held.on_outbox = held.on_notice = _ignore
@@ -101,7 +101,7 @@ async def test_statuses_keep_their_place_between_the_batches() -> None:
 
 @virtual_time
 async def test_statuses_that_nobody_takes_are_bounded() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = circle.consumer("c")
         consumer.member.on_notice = _ignore
         for epoch in range(2, 100):
@@ -114,7 +114,7 @@ async def test_statuses_that_nobody_takes_are_bounded() -> None:
 
 @virtual_time
 async def test_a_stop_drains_before_the_queue_ends() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await delivered(circle, ["0"], ["1"])
         stopping = asyncio.create_task(circle.stop(60.0))
         await circle.rest()
@@ -133,7 +133,7 @@ async def test_a_stop_drains_before_the_queue_ends() -> None:
 
 @virtual_time
 async def test_a_consumer_that_comes_while_a_queue_drains_hears_so() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await delivered(circle, ["0"])
         stopping = asyncio.create_task(circle.stop(60.0))
         await circle.rest()
@@ -145,7 +145,7 @@ async def test_a_consumer_that_comes_while_a_queue_drains_hears_so() -> None:
 
 @virtual_time
 async def test_bound_a_change_of_the_assignment_is_told() -> None:
-    async with Circle(queues=2, mode=Mode.BOUND) as circle:
+    async with SimulatedGroup(queues=2, mode=Mode.BOUND) as circle:
         one = circle.consumer("1")
         await circle.rest()
         assert [status.assigned for status in one.served.values()] == [True, True]
@@ -162,7 +162,7 @@ async def test_bound_a_change_of_the_assignment_is_told() -> None:
 
 @virtual_time
 async def test_released_events_come_again_as_if_they_had_not_been_sent() -> None:
-    async with Circle(retry=RetryPolicy(max_attempts=1)) as circle:
+    async with SimulatedGroup(retry=RetryPolicy(max_attempts=1)) as circle:
         consumer = await delivered(circle, ["0", "1", "2"], ["3"])
         first, _ = consumer.take()
         assert consumer.release(first, 1)
@@ -177,7 +177,7 @@ async def test_released_events_come_again_as_if_they_had_not_been_sent() -> None
 
 @virtual_time
 async def test_a_whole_parcel_may_be_released() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await delivered(circle, ["0"], ["1"])
         first, second = consumer.take()
         assert consumer.release(first)
@@ -189,7 +189,7 @@ async def test_a_whole_parcel_may_be_released() -> None:
 
 @virtual_time
 async def test_from_a_whole_batch_on_events_may_be_released() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await delivered(circle, ["0"], ["1"], ["2"])
         first, second, _ = consumer.take()
         assert consumer.release(second)
@@ -200,7 +200,7 @@ async def test_from_a_whole_batch_on_events_may_be_released() -> None:
 
 @virtual_time
 async def test_events_that_the_consumer_does_not_hold_cannot_be_released() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await delivered(circle, ["0", "1"])
         (batch,) = consumer.take()
         assert consumer.ack(batch, 0, 1)
@@ -212,7 +212,7 @@ async def test_events_that_the_consumer_does_not_hold_cannot_be_released() -> No
 @virtual_time
 async def test_events_released_after_a_rejection_take_its_place() -> None:
     """The rejected event comes after them, and must not fail in their stead."""
-    async with Circle(retry=RetryPolicy(max_attempts=1)) as circle:
+    async with SimulatedGroup(retry=RetryPolicy(max_attempts=1)) as circle:
         consumer = await delivered(circle, ["0", "1", "2"])
         (batch,) = consumer.take()
         assert consumer.reject(batch, 2, 1)
@@ -228,7 +228,7 @@ async def test_events_released_after_a_rejection_take_its_place() -> None:
 
 @virtual_time
 async def test_a_report_is_confirmed_when_a_checkpoint_that_has_it_is_stored() -> None:
-    async with Circle(queues=2) as circle:
+    async with SimulatedGroup(queues=2) as circle:
         consumer = await delivered(circle, ["0"])
         assert consumer.ack(consumer.take()[0])
         consumer.report(3)
@@ -247,7 +247,7 @@ async def test_a_report_is_confirmed_when_a_checkpoint_that_has_it_is_stored() -
 
 @virtual_time
 async def test_a_report_that_came_after_the_checkpoint_was_read_waits_for_the_next() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await delivered(circle, ["0"], ["1"])
         consumer.report(1)
         marks = circle.delivery.marks()
@@ -261,7 +261,7 @@ async def test_a_report_that_came_after_the_checkpoint_was_read_waits_for_the_ne
 @pytest.mark.parametrize("late", [False, True])
 @virtual_time
 async def test_a_confirmation_is_for_the_connection_that_reported(late: bool) -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await delivered(circle, ["0"])
         consumer.report(9)
         marks = circle.delivery.marks()
@@ -279,7 +279,7 @@ async def test_a_confirmation_is_for_the_connection_that_reported(late: bool) ->
 
 @virtual_time
 async def test_unconfirmed_events_that_the_consumer_holds_are_done() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await delivered(circle, ["0", "1", "2"])
         consumer.connect(0, 0)
         consumer.unconfirmed(1, ("a", 0, 0, 2))
@@ -294,7 +294,7 @@ async def test_unconfirmed_events_that_the_consumer_holds_are_done() -> None:
 
 @virtual_time
 async def test_unconfirmed_events_of_another_stream_are_not_done() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await delivered(circle, ["0"])
         consumer.unconfirmed(1, ("other", 0, 0, 1))
         assert circle.checkpoint() == Checkpoint(1, {stream("a"): StreamBehind(SequenceToken(0))})
@@ -302,7 +302,7 @@ async def test_unconfirmed_events_of_another_stream_are_not_done() -> None:
 
 @virtual_time
 async def test_a_question_is_answered_when_its_events_are_done_by_any_consumer() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         other = await delivered(circle, ["0", "1"], ["2"])
         consumer = circle.consumer("asks")
         consumer.unconfirmed(1, ("a", 0, 0, 1))
@@ -331,7 +331,7 @@ async def test_a_question_is_answered_when_its_events_are_done_by_any_consumer()
 
 @virtual_time
 async def test_events_beyond_the_end_of_the_queue_are_not_done() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = circle.consumer("asks")
         consumer.unconfirmed(1, ("a", 0, 0, 1))
         circle.save()
@@ -341,7 +341,7 @@ async def test_events_beyond_the_end_of_the_queue_are_not_done() -> None:
 
 @virtual_time
 async def test_a_report_without_a_number_is_not_confirmed() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await delivered(circle, ["0"])
         consumer.unconfirmed(0, ("a", 0, 0, 1))
         circle.save()
@@ -353,7 +353,7 @@ async def test_a_report_without_a_number_is_not_confirmed() -> None:
 @virtual_time
 async def test_the_open_questions_of_a_consumer_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(confirmations, "MAX_QUESTIONS", 3)
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await delivered(circle, ["0"])
         other = circle.consumer("other")
         other.unconfirmed(1, *[("a", 5, index, 1) for index in range(3)])

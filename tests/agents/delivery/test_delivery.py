@@ -14,7 +14,7 @@ from headrace import Closed, Event, EventBatch, OnFailure, RetryPolicy, Sequence
 from headrace.agents.cursor import CursorState
 from headrace.streams.handler_workers import TURN_S
 from headrace.streams.subscriptions import Checkpoint, StreamBehind
-from tests.agents.line import Line, Recorder, stream, until
+from tests.simulation.deliveries import HandlerFeed, Recorder, stream, until
 from tests.simulation.virtual_time import virtual_time
 
 RESTLESS = RetryPolicy(max_attempts=1_000_000, max_elapsed_s=1e9, initial_delay_s=0.0)
@@ -30,7 +30,7 @@ def quiet_log(caplog: pytest.LogCaptureFixture) -> None:
 
 async def test_events_of_a_stream_come_in_order_over_batches() -> None:
     recorder = Recorder()
-    async with Line(recorder) as line:
+    async with HandlerFeed(recorder) as line:
         line.publish("a", b"0", b"1", b"2")
         line.publish("b", b"x")
         line.publish("a", b"3")
@@ -43,7 +43,7 @@ async def test_events_of_a_stream_come_in_order_over_batches() -> None:
 async def test_one_batch_of_a_stream_is_in_flight() -> None:
     recorder = Recorder()
     gate = recorder.hold("0")
-    async with Line(recorder) as line:
+    async with HandlerFeed(recorder) as line:
         line.publish("a", b"0")
         await until(lambda: recorder.started)
         line.publish("a", b"1")
@@ -60,7 +60,7 @@ async def test_one_batch_of_a_stream_is_in_flight() -> None:
 async def test_a_stuck_stream_does_not_hold_up_the_others() -> None:
     recorder = Recorder()
     gate = recorder.hold("stuck")
-    async with Line(recorder) as line:
+    async with HandlerFeed(recorder) as line:
         line.publish("a", b"stuck")
         for number in range(50):
             line.publish(f"k{number % 7}", str(number).encode())
@@ -76,7 +76,7 @@ async def test_streams_that_got_ready_while_all_workers_wait_are_served() -> Non
     """Each time one handler suspends, another worker must be left for the streams behind it."""
     recorder = Recorder()
     gates = [recorder.hold(f"stuck{number}") for number in range(20)]
-    async with Line(recorder) as line:
+    async with HandlerFeed(recorder) as line:
         line.publish_all((f"k{number}", f"stuck{number}".encode()) for number in range(20))
         await until(lambda: len(recorder.started) == 20)
         line.publish_all((f"k{number}", b"next") for number in range(20))
@@ -97,7 +97,7 @@ async def test_handlers_that_waited_go_on_with_their_streams_in_the_same_turn_of
         started.append(event.stream.key)
         await gate.wait()
 
-    async with Line(handler) as line:
+    async with HandlerFeed(handler) as line:
         line.publish_all((f"k{number % 50}", b"") for number in range(100))
         await until(lambda: len(started) == 50)
         later = monotonic() + 2 * TURN_S
@@ -111,7 +111,7 @@ async def test_handlers_that_waited_go_on_with_their_streams_in_the_same_turn_of
 async def test_a_failing_stream_does_not_hold_up_the_others() -> None:
     recorder = Recorder()
     recorder.fail("bad")
-    async with Line(recorder, retry=RESTLESS) as line:
+    async with HandlerFeed(recorder, retry=RESTLESS) as line:
         line.publish("a", b"bad")
         line.publish("b", b"1")
         line.publish("c", b"2")
@@ -123,7 +123,7 @@ async def test_a_failing_stream_does_not_hold_up_the_others() -> None:
 async def test_concurrency_bounds_the_handlers_that_run(concurrency: int) -> None:
     recorder = Recorder()
     gates = [recorder.hold(str(number)) for number in range(8)]
-    async with Line(recorder, concurrency=concurrency) as line:
+    async with HandlerFeed(recorder, concurrency=concurrency) as line:
         line.publish_all((f"k{number}", str(number).encode()) for number in range(8))
         await until(lambda: recorder.running == concurrency)
         for _ in range(20):
@@ -146,7 +146,7 @@ async def test_a_long_run_of_ready_handlers_lets_the_loop_turn() -> None:
             asyncio.get_running_loop().call_soon(count)
 
     recorder = Recorder()
-    async with Line(recorder, max_events=100_000) as line:
+    async with HandlerFeed(recorder, max_events=100_000) as line:
         line.publish_all((f"k{number}", b"x") for number in range(30_000))
         count()
         await line.done()
@@ -164,7 +164,7 @@ async def test_timeouts_work_inside_a_handler() -> None:
         async with asyncio.timeout(0):
             await asyncio.Event().wait()
 
-    async with Line(handler) as line:
+    async with HandlerFeed(handler) as line:
         line.publish("a", b"1")
         await line.done()
         assert line.sink.dead == [(b"1", "TimeoutError: ", 3)]
@@ -184,7 +184,7 @@ async def test_task_groups_and_context_variables_work_inside_a_handler() -> None
         async with asyncio.TaskGroup() as group:
             group.create_task(child())
 
-    async with Line(handler) as line:
+    async with HandlerFeed(handler) as line:
         line.publish("a", b"1")
         line.publish("b", b"2")
         await line.done()
@@ -214,7 +214,7 @@ async def test_a_handler_that_cancels_itself_is_a_failure(cancel: Callable[[], a
             await cancel()
         seen.append(event.payload)
 
-    async with Line(handler) as line:
+    async with HandlerFeed(handler) as line:
         line.publish("a", b"bad")
         line.publish("a", b"good")
         line.publish("b", b"other")
@@ -238,7 +238,7 @@ async def test_a_cancellation_that_a_handler_leaves_behind_costs_no_stream() -> 
             await asyncio.sleep(0)
         seen.append(event.payload)
 
-    async with Line(handler, concurrency=1) as line:
+    async with HandlerFeed(handler, concurrency=1) as line:
         line.publish_all([("a", b"0"), ("b", b"bad"), ("b", b"bad"), ("c", b"1"), ("a", b"2")])
         await line.done()
     assert sorted(seen) == [b"0", b"1", b"2"]
@@ -253,7 +253,7 @@ async def test_a_batch_handler_gets_the_stored_batches() -> None:
     async def handler(batch: EventBatch) -> None:
         got.append(batch)
 
-    async with Line(handler, batch=True) as line:
+    async with HandlerFeed(handler, batch=True) as line:
         published = [line.publish("a", b"0", b"1"), line.publish("a", b"2")]
         await line.done()
         assert got == published
@@ -268,7 +268,7 @@ async def test_a_batch_handler_gets_the_rest_of_a_batch_after_a_restart() -> Non
         got.append(batch)
 
     half = Checkpoint(1, {stream("a"): StreamBehind(SequenceToken(0, 2))})
-    async with Line(handler, batch=True, checkpoint=half) as line:
+    async with HandlerFeed(handler, batch=True, checkpoint=half) as line:
         cursor = line.delivery.progress.cursors[stream("a")]
         cursor.feed = line
         line.publish("a", b"0", b"1", b"2", b"3")
@@ -299,7 +299,7 @@ class Observer:
 
 async def test_an_observer_is_told_of_events_given_up_on() -> None:
     observer = Observer()
-    async with Line(observer) as line:
+    async with HandlerFeed(observer) as line:
         line.publish("a", b"1", b"bad", b"2")
         await line.done()
     assert observer.events == [b"1", b"2"]
@@ -312,7 +312,7 @@ async def test_an_observer_is_told_of_events_given_up_on() -> None:
 async def test_a_retry_starts_at_the_event_that_failed() -> None:
     recorder = Recorder()
     recorder.fail("2", 2)
-    async with Line(recorder) as line:
+    async with HandlerFeed(recorder) as line:
         line.publish("a", b"0", b"1", b"2", b"3")
         await line.done()
         assert line.delivery.counts.retries == 2
@@ -327,7 +327,7 @@ async def test_a_batch_that_failed_is_handled_again_as_a_whole() -> None:
         if len(calls) < 3:
             raise ValueError
 
-    async with Line(handler, batch=True) as line:
+    async with HandlerFeed(handler, batch=True) as line:
         line.publish("a", b"0", b"1")
         line.publish("a", b"2")
         await line.done()
@@ -344,7 +344,7 @@ async def test_attempts_are_apart_as_the_policy_says() -> None:
         raise ValueError
 
     policy = RetryPolicy(max_attempts=7, initial_delay_s=1.0, multiplier=2.0, max_delay_s=6.0)
-    async with Line(handler, retry=policy) as line:
+    async with HandlerFeed(handler, retry=policy) as line:
         line.publish("a", b"1")
         await line.done()
     waits = [later - earlier for earlier, later in pairwise(times)]
@@ -358,7 +358,7 @@ async def test_an_event_is_given_up_when_its_time_is_over() -> None:
     policy = RetryPolicy(max_attempts=1000, max_elapsed_s=10.0, initial_delay_s=2.0, multiplier=1.0)
     recorder = Recorder()
     recorder.fail("bad")
-    async with Line(recorder, retry=policy) as line:
+    async with HandlerFeed(recorder, retry=policy) as line:
         line.publish("a", b"bad", b"1")
         await line.done()
         attempts = line.sink.dead[0][2]
@@ -372,7 +372,7 @@ async def test_the_next_event_has_all_attempts_and_all_the_time_again() -> None:
     recorder = Recorder()
     for payload in ("0", "1", "2"):
         recorder.fail(payload, 2)
-    async with Line(recorder, retry=policy) as line:
+    async with HandlerFeed(recorder, retry=policy) as line:
         line.publish("a", b"0", b"1")
         line.publish("a", b"2")
         await line.done()
@@ -383,7 +383,7 @@ async def test_the_next_event_has_all_attempts_and_all_the_time_again() -> None:
 async def test_a_dead_letter_carries_reason_and_attempts_and_the_stream_goes_on() -> None:
     recorder = Recorder()
     recorder.fail("1")
-    async with Line(recorder) as line:
+    async with HandlerFeed(recorder) as line:
         line.publish("a", b"0", b"1", b"2")
         await line.done()
         assert line.sink.dead == [(b"1", "ValueError: no 1", 3)]
@@ -396,7 +396,7 @@ async def test_a_batch_that_is_given_up_on_is_dead_lettered_event_by_event() -> 
         if batch.payloads()[0] == b"0":
             raise ValueError("no")
 
-    async with Line(handler, batch=True) as line:
+    async with HandlerFeed(handler, batch=True) as line:
         line.publish("a", b"0", b"1")
         line.publish("a", b"2")
         await line.done()
@@ -407,7 +407,7 @@ async def test_a_batch_that_is_given_up_on_is_dead_lettered_event_by_event() -> 
 async def test_skipping_leaves_a_record() -> None:
     recorder = Recorder()
     recorder.fail("1")
-    async with Line(recorder, on_failure=OnFailure.SKIP) as line:
+    async with HandlerFeed(recorder, on_failure=OnFailure.SKIP) as line:
         line.publish("a", b"0", b"1", b"2")
         await line.done()
         assert line.sink.gaps == [(b"1", "ValueError: no 1")]
@@ -420,7 +420,7 @@ async def test_skipping_leaves_a_record() -> None:
 async def test_a_paused_stream_stands_still_until_it_is_resumed(rewindable: bool) -> None:
     recorder = Recorder()
     recorder.fail("1", 3)
-    async with Line(recorder, on_failure=OnFailure.PAUSE, rewindable=rewindable) as line:
+    async with HandlerFeed(recorder, on_failure=OnFailure.PAUSE, rewindable=rewindable) as line:
         line.publish("a", b"0", b"1", b"2")
         line.publish("b", b"x")
         await line.done()  # without paused streams
@@ -438,7 +438,7 @@ async def test_a_paused_stream_stands_still_until_it_is_resumed(rewindable: bool
 
 async def test_a_paused_stream_is_paused_after_a_restart() -> None:
     paused = Checkpoint(5, {stream("a"): StreamBehind(SequenceToken(2, 1), "it failed")})
-    async with Line(Recorder(), checkpoint=paused) as line:
+    async with HandlerFeed(Recorder(), checkpoint=paused) as line:
         assert line.delivery.progress.cursors[stream("a")].state is CursorState.PAUSED
         assert line.delivery.progress.checkpoint() == paused
 
@@ -450,7 +450,7 @@ def test_an_event_is_not_passed_before_giving_up_on_it_is_recorded(failure: Base
     async def play() -> None:
         recorder = Recorder()
         recorder.fail("bad")
-        async with Line(recorder, on_failure=policy) as line:
+        async with HandlerFeed(recorder, on_failure=policy) as line:
             line.sink.failures = [failure, failure]
             line.publish("a", b"bad", b"1")
             line.publish("b", b"2")
@@ -472,7 +472,7 @@ def _even(event: Event) -> bool:
 
 async def test_a_filter_advances_the_position() -> None:
     recorder = Recorder()
-    async with Line(recorder, predicate=_even) as line:
+    async with HandlerFeed(recorder, predicate=_even) as line:
         line.publish("a", b"1", b"3")
         line.publish("a", b"4", b"5")
         await line.done()
@@ -487,7 +487,7 @@ async def test_a_batch_handler_gets_what_the_filter_leaves_with_its_own_tokens()
     async def handler(batch: EventBatch) -> None:
         got.append(batch)
 
-    async with Line(handler, batch=True, predicate=_even) as line:
+    async with HandlerFeed(handler, batch=True, predicate=_even) as line:
         line.publish("a", b"1", b"2", b"3", b"4")
         line.publish("a", b"5")
         whole = line.publish("a", b"6", b"8")
@@ -503,7 +503,7 @@ async def test_a_batch_handler_gets_what_the_filter_leaves_with_its_own_tokens()
 
 async def test_a_filter_that_raises_lets_the_event_through() -> None:
     recorder = Recorder()
-    async with Line(recorder, predicate=_even) as line:
+    async with HandlerFeed(recorder, predicate=_even) as line:
         line.publish("a", b"1", b"no number", b"2")
         await line.done()
         assert line.delivery.counts.filtered == 1
@@ -515,7 +515,7 @@ async def test_each_event_counts_once_however_often_it_is_tried(batch: bool) -> 
     async def handler(_: object) -> None:
         raise ValueError
 
-    async with Line(handler, batch=batch, predicate=_even) as line:
+    async with HandlerFeed(handler, batch=batch, predicate=_even) as line:
         line.publish("a", b"1", b"2", b"3")
         await line.done()
         counts = line.delivery.counts
@@ -528,7 +528,7 @@ async def test_each_event_counts_once_however_often_it_is_tried(batch: bool) -> 
 
 async def test_a_checkpoint_is_exact_however_streams_interleave() -> None:
     recorder = Recorder()
-    async with Line(recorder) as line:
+    async with HandlerFeed(recorder) as line:
         recorder.hold("a1")
         recorder.hold("c0")
         line.publish("a", b"a0", b"a1", b"a2")  # 0
@@ -548,7 +548,7 @@ async def test_a_delivery_goes_on_exactly_where_a_checkpoint_says() -> None:
         4, {stream("a"): StreamBehind(SequenceToken(0, 1)), stream("ahead"): StreamBehind(SequenceToken(5, 1))}
     )
     recorder = Recorder()
-    async with Line(recorder, checkpoint=checkpoint) as line:
+    async with HandlerFeed(recorder, checkpoint=checkpoint) as line:
         assert line.delivery.progress.checkpoint() == checkpoint
         for cursor in line.delivery.progress.cursors.values():
             cursor.feed = line
@@ -564,13 +564,13 @@ async def test_a_delivery_goes_on_exactly_where_a_checkpoint_says() -> None:
 
 async def test_the_position_never_goes_up_because_many_streams_are_ahead() -> None:
     ahead = {stream(f"k{number}"): StreamBehind(SequenceToken(100 + number)) for number in range(10)}
-    async with Line(Recorder(), checkpoint=Checkpoint(7, ahead)) as line:
+    async with HandlerFeed(Recorder(), checkpoint=Checkpoint(7, ahead)) as line:
         assert line.delivery.progress.checkpoint() == Checkpoint(7, ahead)
 
 
 async def test_nothing_of_streams_that_are_not_selected_is_kept() -> None:
     recorder = Recorder()
-    async with Line(recorder, selector="s/a") as line:
+    async with HandlerFeed(recorder, selector="s/a") as line:
         line.publish("b", b"b")
         line.publish("a", b"a")
         await line.done()
@@ -584,7 +584,7 @@ async def test_nothing_of_streams_that_are_not_selected_is_kept() -> None:
 async def test_a_running_handler_keeps_its_batch_when_its_cursor_is_detached() -> None:
     recorder = Recorder()
     gate = recorder.hold("0")
-    async with Line(recorder) as line:
+    async with HandlerFeed(recorder) as line:
         line.publish("a", b"0", b"1")
         line.publish("a", b"2")
         await until(lambda: recorder.started)
@@ -601,7 +601,7 @@ async def test_a_running_handler_keeps_its_batch_when_its_cursor_is_detached() -
 async def test_a_detached_cursor_in_line_is_parked_and_comes_only_once_when_it_is_back() -> None:
     recorder = Recorder()
     gate = recorder.hold("busy")
-    async with Line(recorder, concurrency=1) as line:
+    async with HandlerFeed(recorder, concurrency=1) as line:
         line.publish("a", b"busy")
         await until(lambda: recorder.started)
         line.publish("b", b"0")
@@ -622,7 +622,7 @@ async def test_a_detached_cursor_in_line_is_parked_and_comes_only_once_when_it_i
 async def test_waiting_for_a_position_ends_when_the_delivery_is_stopped() -> None:
     recorder = Recorder()
     recorder.hold("0")
-    line = Line(recorder)
+    line = HandlerFeed(recorder)
     line.publish("a", b"0")
     waiting = asyncio.create_task(line.done())
     await until(lambda: recorder.started)
@@ -634,7 +634,7 @@ async def test_waiting_for_a_position_ends_when_the_delivery_is_stopped() -> Non
 async def test_a_stop_lets_the_present_event_end_and_starts_no_other() -> None:
     recorder = Recorder()
     gate = recorder.hold("1")
-    line = Line(recorder, concurrency=1)
+    line = HandlerFeed(recorder, concurrency=1)
     line.publish("a", b"0", b"1", b"2", b"3")
     line.publish("b", b"x")
     await until(lambda: "1" in recorder.started)
@@ -654,7 +654,7 @@ async def test_a_handler_that_does_not_end_in_time_is_cancelled_and_its_event_no
     loop = asyncio.get_running_loop()
     recorder = Recorder()
     recorder.hold("1")
-    line = Line(recorder)
+    line = HandlerFeed(recorder)
     line.publish("a", b"0", b"1")
     await until(lambda: "1" in recorder.started)
     began = loop.time()
@@ -670,7 +670,7 @@ async def test_no_retry_comes_after_a_stop() -> None:
     gate = recorder.hold("late")
     recorder.fail("bad")
     recorder.fail("late")
-    line = Line(recorder, retry=RetryPolicy(initial_delay_s=1.0))
+    line = HandlerFeed(recorder, retry=RetryPolicy(initial_delay_s=1.0))
     line.publish("a", b"bad")
     line.publish("b", b"late")
     await until(lambda: len(recorder.started) == 2)
@@ -685,7 +685,7 @@ async def test_no_retry_comes_after_a_stop() -> None:
 async def test_a_stop_that_is_cancelled_leaves_no_handler_running() -> None:
     recorder = Recorder()
     recorder.hold("0")
-    line = Line(recorder)
+    line = HandlerFeed(recorder)
     line.publish("a", b"0")
     await until(lambda: recorder.started)
     stopping = asyncio.create_task(line.delivery.stop(60.0))
@@ -709,7 +709,7 @@ async def test_a_redriven_event_comes_as_it_was(batch: bool) -> None:
             assert what.offset == 7
 
     event = Event(b"x", {"h": "1"}, "id", 5, stream=stream("a"), token=SequenceToken(7, 3))
-    async with Line(handler, batch=batch) as line:
+    async with HandlerFeed(handler, batch=batch) as line:
         assert await line.delivery.redrive(event) is None
     assert got == [event]
 
@@ -718,7 +718,7 @@ async def test_a_redriven_event_that_fails_says_why() -> None:
     recorder = Recorder()
     recorder.fail("x")
     event = Event(b"x", stream=stream("a"), token=SequenceToken(7, 3))
-    async with Line(recorder) as line:
+    async with HandlerFeed(recorder) as line:
         error = await line.delivery.redrive(event)
     assert str(error) == "no x"
 
@@ -728,7 +728,7 @@ async def test_a_redriven_handler_that_is_cancelled_has_failed() -> None:
         raise asyncio.CancelledError
 
     event = Event(b"x", stream=stream("a"), token=SequenceToken(7, 3))
-    async with Line(handler) as line:
+    async with HandlerFeed(handler) as line:
         assert isinstance(await line.delivery.redrive(event), asyncio.CancelledError)
 
 
@@ -736,7 +736,7 @@ async def test_a_redrive_can_be_cancelled() -> None:
     recorder = Recorder()
     recorder.hold("x")
     event = Event(b"x", stream=stream("a"), token=SequenceToken(7, 3))
-    async with Line(recorder) as line:
+    async with HandlerFeed(recorder) as line:
         redriving = asyncio.create_task(line.delivery.redrive(event))
         await until(lambda: recorder.running)
         redriving.cancel()
@@ -759,7 +759,7 @@ async def test_a_stream_that_stopped_at_the_end_of_its_lease_goes_on_when_the_le
             lease.until = 0.0
             stopped.set()
 
-    async with Line(handle, term=lease) as line:
+    async with HandlerFeed(handle, term=lease) as line:
         line.publish("a", b"1", b"2")
         await stopped.wait()
         await asyncio.sleep(0)
@@ -782,7 +782,7 @@ async def test_the_first_failure_of_a_stream_is_a_warning_with_its_traceback(cap
 
     caplog.set_level(logging.DEBUG, "headrace.agents")
     patient = RetryPolicy(max_attempts=1000, max_elapsed_s=1e6, initial_delay_s=1, max_delay_s=1)
-    async with Line(handle, retry=patient) as line:
+    async with HandlerFeed(handle, retry=patient) as line:
         line.publish("a", b"one")
         line.publish("b", b"two")
         await asyncio.sleep(30)
@@ -804,7 +804,7 @@ async def test_failures_of_many_streams_do_not_flood_the_log(caplog: pytest.LogC
 
     caplog.set_level(logging.WARNING, "headrace.agents")
     patient = RetryPolicy(max_attempts=1000, max_elapsed_s=1e6, initial_delay_s=60, max_delay_s=60)
-    async with Line(handle, retry=patient) as line:
+    async with HandlerFeed(handle, retry=patient) as line:
         for number in range(1000):
             line.publish(str(number), b"x")
         await asyncio.sleep(10)

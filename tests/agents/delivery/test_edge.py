@@ -21,8 +21,8 @@ from headrace.agents.delivery.edge import (
     DeliveryActor,
 )
 from headrace.streams.frames import split
-from tests.agents.circle import PLENTY, Circle, indexes
-from tests.agents.line import stream
+from tests.simulation.deliveries import stream
+from tests.simulation.groups import PLENTY, SimulatedGroup, indexes
 from tests.simulation.virtual_time import virtual_time
 
 RESTLESS = RetryPolicy(max_attempts=1_000_000, max_elapsed_s=1e9, initial_delay_s=0.0)
@@ -181,7 +181,7 @@ async def test_messages_that_wait_behind_another_are_charged_too() -> None:
 async def test_a_turn_ends_when_its_time_is_up_though_one_member_could_take_more() -> None:
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock(patch)
-        async with Circle() as circle:
+        async with SimulatedGroup() as circle:
             consumer = circle.consumer("c")
             put = circle.edge.put
 
@@ -199,7 +199,7 @@ async def test_a_turn_ends_when_its_time_is_up_though_one_member_could_take_more
 
 @virtual_time
 async def test_a_delivery_that_is_stopped_has_no_turn_any_more() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = circle.consumer("c")
         circle.publish("a", "0")
         await circle.stop()
@@ -249,7 +249,7 @@ def test_everything_that_is_ready_is_handed_out_where_somebody_can_take_it(seed:
 
 async def _wakes_everybody(rng: random.Random) -> None:
     edge = Edge()
-    circles = [Circle(queues=rng.choice((1, 3)), edge=edge, retry=RESTLESS) for _ in range(rng.choice((1, 3)))]
+    circles = [SimulatedGroup(queues=rng.choice((1, 3)), edge=edge, retry=RESTLESS) for _ in range(rng.choice((1, 3)))]
     for circle in circles:
         for name in range(rng.randint(1, 5)):
             circle.consumer(str(name), rng.choice((0, 1, PLENTY)), PLENTY, pace_s=rng.choice((0, 0, 0.001, 0.02)))
@@ -267,7 +267,7 @@ async def _wakes_everybody(rng: random.Random) -> None:
     await asyncio.gather(*(circle.stop() for circle in circles))
 
 
-def _happens(rng: random.Random, circle: Circle) -> None:
+def _happens(rng: random.Random, circle: SimulatedGroup) -> None:
     consumer = rng.choice(list(circle.consumers.values()))
     here = circle.group.members.get(consumer.name) is consumer.member and consumer.member.connected
     roll = rng.random()

@@ -18,8 +18,8 @@ from headrace.agents.delivery.member import OUTBOX_BYTES
 from headrace.agents.delivery.parcel_writer import PARCEL_BYTES, PARCEL_EVENTS
 from headrace.agents.delivery.retries import STORE_RETRY_S
 from headrace.streams.subscriptions import Checkpoint, Mode, StreamBehind
-from tests.agents.circle import Circle, Consumer, indexes, payloads
-from tests.agents.line import Line, Recorder, stream
+from tests.simulation.deliveries import HandlerFeed, Recorder, stream
+from tests.simulation.groups import Consumer, SimulatedGroup, indexes, payloads
 from tests.simulation.virtual_time import virtual_time
 
 RESTLESS = RetryPolicy(max_attempts=1_000_000, max_elapsed_s=1e9, initial_delay_s=0.0)
@@ -46,7 +46,7 @@ def numbers(stop: int, start: int = 0) -> list[str]:
 
 @virtual_time
 async def test_events_of_a_stream_come_in_order_over_batches() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = circle.consumer("c")
         circle.publish("a", "0", "1", "2")
         circle.publish("b", "x")
@@ -57,7 +57,7 @@ async def test_events_of_a_stream_come_in_order_over_batches() -> None:
 
 @virtual_time
 async def test_a_delivered_event_has_queue_stream_and_token() -> None:
-    async with Circle(queues=3) as circle:
+    async with SimulatedGroup(queues=3) as circle:
         consumer = circle.consumer("c")
         circle.lanes[2].publish("a", "0")
         circle.lanes[2].publish("a", "1", "2")
@@ -69,7 +69,7 @@ async def test_a_delivered_event_has_queue_stream_and_token() -> None:
 
 @virtual_time
 async def test_one_parcel_of_a_stream_is_in_flight() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         one, other = circle.consumer("one"), circle.consumer("other")
         circle.publish("a", "0")
         await circle.rest()
@@ -86,7 +86,7 @@ async def test_one_parcel_of_a_stream_is_in_flight() -> None:
 
 @virtual_time
 async def test_batches_that_wait_come_together() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         circle.lane.publish_all([("a", [str(number)]) for number in range(100)])
         consumer = circle.consumer("c")
         await circle.rest()
@@ -97,7 +97,7 @@ async def test_batches_that_wait_come_together() -> None:
 
 @virtual_time
 async def test_a_parcel_of_several_batches_is_bounded() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         circle.lane.publish_all([("a", numbers(10)) for _ in range(PARCEL_EVENTS)])
         circle.lane.publish_all([("b", ["x" * 50_000]) for _ in range(20)])
         consumer = circle.consumer("c")
@@ -117,7 +117,7 @@ async def test_a_parcel_of_several_batches_is_bounded() -> None:
 
 @virtual_time
 async def test_nothing_is_sent_without_credit() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         circle.publish("a", "0")
         consumer = circle.consumer("c", 0, 0)
         await circle.rest()
@@ -132,7 +132,7 @@ async def test_nothing_is_sent_without_credit() -> None:
 
 @virtual_time
 async def test_a_batch_comes_in_parts_where_the_credit_is_small() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         circle.publish("a", *numbers(10))
         circle.publish("a", "10", "11")
         consumer = circle.consumer("c", events=3)
@@ -151,7 +151,7 @@ async def test_a_batch_comes_in_parts_where_the_credit_is_small() -> None:
 
 @virtual_time
 async def test_parts_follow_the_credit_in_bytes() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         circle.publish("a", *("x" * 1000 for _ in range(10)))
         consumer = circle.consumer("c", size=3500)
         await circle.rest()
@@ -165,7 +165,7 @@ async def test_parts_follow_the_credit_in_bytes() -> None:
 @virtual_time
 async def test_headers_and_ids_count_against_the_credit() -> None:
     """What is sent of a batch is estimated by its payloads: here they are the least of it."""
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         events = [Event(b"x", {"header": "y" * 500}, id=f"{number:0100}") for number in range(10)]
         batch = EventBatch.of(stream("a"), events)
         batch.offset = 0
@@ -184,7 +184,7 @@ async def test_headers_and_ids_count_against_the_credit() -> None:
 
 @virtual_time
 async def test_an_event_that_needs_more_bytes_than_are_granted_says_how_many() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = circle.consumer("c", size=500)
         circle.publish("a", "x" * 1000)
         await circle.rest()
@@ -200,7 +200,7 @@ async def test_an_event_that_needs_more_bytes_than_are_granted_says_how_many() -
 
 @virtual_time
 async def test_whose_credit_is_too_small_is_passed_over() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         small = circle.consumer("small", size=500)
         circle.publish("a", "x" * 1000)
         await circle.rest()
@@ -211,7 +211,7 @@ async def test_whose_credit_is_too_small_is_passed_over() -> None:
 
 @virtual_time
 async def test_a_batch_is_not_cut_while_more_credit_is_to_come() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = circle.consumer("c", events=10)
         circle.publish("a", *numbers(6))
         circle.publish("b", *numbers(8))
@@ -225,7 +225,7 @@ async def test_a_batch_is_not_cut_while_more_credit_is_to_come() -> None:
 
 @virtual_time
 async def test_a_consumer_that_acknowledges_only_full_hands_gets_the_rest_of_its_credit() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = circle.consumer("c", events=10)
         circle.publish("a", *numbers(6))
         circle.publish("b", *numbers(8))
@@ -238,7 +238,7 @@ async def test_a_consumer_that_acknowledges_only_full_hands_gets_the_rest_of_its
 @virtual_time
 async def test_a_concurrent_consumer_gets_parcels_for_a_second_of_work() -> None:
     """Slow streams do not hold all of its credit, neither with many small batches nor with a large one."""
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         circle.lane.publish_all([("a", [str(number)]) for number in range(100)])
         circle.publish("b", *numbers(100))
         consumer = circle.consumer("c", events=1000, concurrent=True)
@@ -260,7 +260,7 @@ async def test_a_concurrent_consumer_gets_parcels_for_a_second_of_work() -> None
 
 @virtual_time
 async def test_a_concurrent_consumer_that_is_soon_done_gets_larger_parcels() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         for number in range(100):
             circle.publish(str(number % 10), *numbers(50))
         consumer = circle.consumer("c", events=200, concurrent=True)
@@ -273,7 +273,7 @@ async def test_a_concurrent_consumer_that_is_soon_done_gets_larger_parcels() -> 
 
 @virtual_time
 async def test_a_slow_connection_is_sent_no_more_than_its_outbox_takes() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = circle.consumer("c", pace_s=1.0)
         circle.lane.publish_all([(str(number), ["x" * 10_000]) for number in range(300)])
         await circle.rest(0.5)
@@ -285,7 +285,7 @@ async def test_a_slow_connection_is_sent_no_more_than_its_outbox_takes() -> None
 
 @virtual_time
 async def test_an_ocean_of_credit_is_credit() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = circle.consumer("c", (1 << 64) - 1, (1 << 64) - 1)
         consumer.grant((1 << 64) - 1, (1 << 64) - 1)
         circle.publish("a", "0")
@@ -297,7 +297,7 @@ async def test_an_ocean_of_credit_is_credit() -> None:
 # ---- acknowledgements ----------------------------------------------------------------------------------------------
 
 
-async def _delivered(circle: Circle, *batches: list[str], key: str = "a") -> Consumer:
+async def _delivered(circle: SimulatedGroup, *batches: list[str], key: str = "a") -> Consumer:
     """A consumer that holds these batches of one stream in one parcel."""
     circle.lane.publish_all([(key, batch) for batch in batches])
     consumer = circle.consumer("c")
@@ -309,7 +309,7 @@ async def _delivered(circle: Circle, *batches: list[str], key: str = "a") -> Con
 
 @virtual_time
 async def test_acknowledged_events_are_done() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, numbers(3), ["3"])
         first, second = consumer.take()
         assert consumer.ack(first)
@@ -324,7 +324,7 @@ async def test_acknowledged_events_are_done() -> None:
 
 @virtual_time
 async def test_events_are_acknowledged_in_any_order() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, numbers(6))
         (batch,) = consumer.take()
         assert consumer.ack(batch, 4, 1)
@@ -342,7 +342,7 @@ async def test_events_are_acknowledged_in_any_order() -> None:
 
 @virtual_time
 async def test_batches_of_a_parcel_are_acknowledged_in_any_order() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, ["0", "1"], ["2"], ["3", "4"], ["5"])
         batches = consumer.take()
         assert consumer.ack(batches[2])
@@ -358,7 +358,7 @@ async def test_batches_of_a_parcel_are_acknowledged_in_any_order() -> None:
 
 @virtual_time
 async def test_acknowledging_from_an_index_means_the_rest_of_the_batch() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, numbers(5))
         (batch,) = consumer.take()
         assert consumer.ack(batch, 2)
@@ -369,7 +369,7 @@ async def test_acknowledging_from_an_index_means_the_rest_of_the_batch() -> None
 
 @virtual_time
 async def test_more_events_than_there_are_means_all_of_them() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, numbers(5))
         assert consumer.ack(consumer.inbox[0], 1, 1_000_000)
         assert consumer.ack(consumer.inbox[0], 0, 1_000_000)
@@ -378,7 +378,7 @@ async def test_more_events_than_there_are_means_all_of_them() -> None:
 
 @virtual_time
 async def test_up_to_acknowledges_what_is_before_it_in_its_stream() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         circle.publish("b", "x")
         consumer = circle.consumer("c")
         await circle.rest()
@@ -396,7 +396,7 @@ async def test_up_to_acknowledges_what_is_before_it_in_its_stream() -> None:
 
 @virtual_time
 async def test_up_to_over_batches_that_are_done_already() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, ["0"], ["1"], ["2"])
         batches = consumer.take()
         assert consumer.ack(batches[1])
@@ -407,7 +407,7 @@ async def test_up_to_over_batches_that_are_done_already() -> None:
 
 @virtual_time
 async def test_up_to_without_a_count_is_all_of_the_batch() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, ["0", "1"], ["2", "3"])
         assert consumer.ack(consumer.inbox[1], 1, up_to=True)
         assert circle.checkpoint() == Checkpoint(2)
@@ -415,7 +415,7 @@ async def test_up_to_without_a_count_is_all_of_the_batch() -> None:
 
 @virtual_time
 async def test_acknowledgements_of_a_part_are_by_index_in_the_whole_batch() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         circle.publish("a", *numbers(6))
         consumer = circle.consumer("c", events=2)
         await circle.rest()
@@ -432,7 +432,7 @@ async def test_acknowledgements_of_a_part_are_by_index_in_the_whole_batch() -> N
 
 @virtual_time
 async def test_acknowledgements_of_events_that_the_consumer_does_not_hold_are_refused() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         other = circle.consumer("other", 0, 0)
         consumer = await _delivered(circle, numbers(3))
         (batch,) = consumer.take()
@@ -452,7 +452,7 @@ async def test_acknowledgements_of_events_that_the_consumer_does_not_hold_are_re
 
 @virtual_time
 async def test_a_second_acknowledgement_of_an_event_counts_nothing() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, numbers(5))
         (batch,) = consumer.take()
         for _ in range(2):
@@ -465,7 +465,7 @@ async def test_a_second_acknowledgement_of_an_event_counts_nothing() -> None:
 
 @virtual_time
 async def test_thousands_of_batches_that_were_done_out_of_order_are_passed_at_once() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = circle.consumer("c")
         circle.lane.publish_all([("a", [str(number)]) for number in range(PARCEL_EVENTS)])
         await circle.rest()
@@ -488,7 +488,7 @@ async def test_thousands_of_batches_that_were_done_out_of_order_are_passed_at_on
 
 @virtual_time
 async def test_rejected_events_come_again_with_the_later_ones_of_their_stream() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, ["0", "1"], ["2"])
         batches = consumer.take()
         assert consumer.reject(batches[0])
@@ -506,7 +506,7 @@ async def test_rejected_events_come_again_with_the_later_ones_of_their_stream() 
 @virtual_time
 async def test_rejections_of_many_streams_do_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "headrace.agents")
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = circle.consumer("c")
         for number in range(200):
             circle.publish(str(number), "x")
@@ -519,7 +519,7 @@ async def test_rejections_of_many_streams_do_not_flood_the_log(caplog: pytest.Lo
 
 @virtual_time
 async def test_a_rejection_in_the_middle_leaves_what_is_before_it_in_flight() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, numbers(6), ["6"])
         (batch, _) = consumer.take()
         assert consumer.reject(batch, 3, 1)
@@ -541,7 +541,7 @@ async def test_a_rejection_in_the_middle_leaves_what_is_before_it_in_flight() ->
 @pytest.mark.parametrize("index", [0, 1])
 @virtual_time
 async def test_a_rejection_in_a_later_batch_of_a_parcel(index: int) -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, ["0", "1"], ["2", "3"], ["4"])
         batches = consumer.take()
         assert consumer.reject(batches[1], index, 1)
@@ -556,7 +556,7 @@ async def test_a_rejection_in_a_later_batch_of_a_parcel(index: int) -> None:
 
 @virtual_time
 async def test_events_acknowledged_behind_a_rejection_do_not_come_again() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, numbers(5), ["5", "6"])
         first, second = consumer.take()
         assert consumer.ack(first, 3, 1)
@@ -575,7 +575,7 @@ async def test_events_acknowledged_behind_a_rejection_do_not_come_again() -> Non
 
 @virtual_time
 async def test_an_earlier_rejection_takes_the_place_of_a_later_one() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, numbers(6))
         (batch,) = consumer.take()
         assert consumer.reject(batch, 4, 1)
@@ -588,7 +588,7 @@ async def test_an_earlier_rejection_takes_the_place_of_a_later_one() -> None:
 
 @virtual_time
 async def test_done_events_cannot_be_rejected() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, numbers(4))
         (batch,) = consumer.take()
         assert consumer.ack(batch, 0, 1)
@@ -600,7 +600,7 @@ async def test_done_events_cannot_be_rejected() -> None:
 
 @virtual_time
 async def test_a_rejected_event_comes_again_when_its_consumer_wants_it() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, ["0"])
         circle.publish("b", "x")
         consumer.reject(consumer.take()[0], delay_s=60.0)
@@ -615,7 +615,7 @@ async def test_a_rejected_event_comes_again_when_its_consumer_wants_it() -> None
 
 @virtual_time
 async def test_without_a_delay_it_comes_as_the_retry_policy_says() -> None:
-    async with Circle(retry=RetryPolicy(initial_delay_s=100.0, max_delay_s=100.0, max_elapsed_s=1e6)) as circle:
+    async with SimulatedGroup(retry=RetryPolicy(initial_delay_s=100.0, max_delay_s=100.0, max_elapsed_s=1e6)) as circle:
         consumer = await _delivered(circle, ["0"])
         consumer.reject(consumer.take()[0], delay_s=None)
         await circle.rest(49.0)
@@ -624,7 +624,7 @@ async def test_without_a_delay_it_comes_as_the_retry_policy_says() -> None:
         assert consumer.took() == ["0"]
 
 
-async def _reject_until_given_up(circle: Circle, consumer: Consumer, index: int, count: int) -> None:
+async def _reject_until_given_up(circle: SimulatedGroup, consumer: Consumer, index: int, count: int) -> None:
     for attempt in range(1, 4):
         batch = consumer.take()[0]
         assert batch.attempt == attempt
@@ -634,7 +634,7 @@ async def _reject_until_given_up(circle: Circle, consumer: Consumer, index: int,
 
 @virtual_time
 async def test_all_events_that_failed_together_become_dead_letters() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, numbers(5), ["5"])
         await _reject_until_given_up(circle, consumer, 0, 2)
         assert circle.sink.dead == [(b"0", "no 3", 3), (b"1", "no 3", 3)]
@@ -649,7 +649,7 @@ async def test_all_events_that_failed_together_become_dead_letters() -> None:
 
 @virtual_time
 async def test_a_whole_batch_is_given_up_on() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, numbers(3))
         await _reject_until_given_up(circle, consumer, 0, 0)
         assert [payload for payload, _, _ in circle.sink.dead] == [b"0", b"1", b"2"]
@@ -659,7 +659,7 @@ async def test_a_whole_batch_is_given_up_on() -> None:
 
 @virtual_time
 async def test_done_events_among_failed_ones_are_no_dead_letters() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, numbers(5))
         assert consumer.ack(consumer.inbox[0], 1, 2)
         await _reject_until_given_up(circle, consumer, 0, 4)
@@ -669,7 +669,7 @@ async def test_done_events_among_failed_ones_are_no_dead_letters() -> None:
 
 @virtual_time
 async def test_the_rejection_in_the_middle_is_what_is_given_up_on() -> None:
-    async with Circle(retry=RetryPolicy(max_attempts=1)) as circle:
+    async with SimulatedGroup(retry=RetryPolicy(max_attempts=1)) as circle:
         consumer = await _delivered(circle, ["0", "1"], ["2", "3", "4"], ["5"])
         first, second, _ = consumer.take()
         assert consumer.reject(second, 1, 1)
@@ -683,7 +683,7 @@ async def test_the_rejection_in_the_middle_is_what_is_given_up_on() -> None:
 
 @virtual_time
 async def test_skipped_events_leave_gaps() -> None:
-    async with Circle(on_failure=OnFailure.SKIP) as circle:
+    async with SimulatedGroup(on_failure=OnFailure.SKIP) as circle:
         consumer = await _delivered(circle, numbers(3))
         await _reject_until_given_up(circle, consumer, 0, 1)
         assert circle.sink.gaps == [(b"0", "no 3")]
@@ -692,7 +692,7 @@ async def test_skipped_events_leave_gaps() -> None:
 
 @virtual_time
 async def test_a_stream_is_paused_until_it_is_resumed() -> None:
-    async with Circle(on_failure=OnFailure.PAUSE) as circle:
+    async with SimulatedGroup(on_failure=OnFailure.PAUSE) as circle:
         consumer = await _delivered(circle, numbers(3))
         assert consumer.ack(consumer.inbox[0], 2, 1)
         await _reject_until_given_up(circle, consumer, 0, 1)
@@ -708,7 +708,7 @@ async def test_a_stream_is_paused_until_it_is_resumed() -> None:
 
 @virtual_time
 async def test_events_are_not_given_up_on_until_that_is_recorded() -> None:
-    async with Circle(retry=RetryPolicy(max_attempts=1)) as circle:
+    async with SimulatedGroup(retry=RetryPolicy(max_attempts=1)) as circle:
         circle.sink.failures += [StorageError("no"), asyncio.CancelledError()]
         consumer = await _delivered(circle, ["0"], ["1"])
         for _ in range(3):
@@ -721,7 +721,7 @@ async def test_events_are_not_given_up_on_until_that_is_recorded() -> None:
 
 @virtual_time
 async def test_no_other_stream_waits_while_giving_up_is_recorded() -> None:
-    async with Circle(retry=RetryPolicy(max_attempts=1)) as circle:
+    async with SimulatedGroup(retry=RetryPolicy(max_attempts=1)) as circle:
         circle.sink.gate = asyncio.Event()
         consumer = await _delivered(circle, ["0"], ["1"])
         consumer.reject(consumer.take()[0])
@@ -735,7 +735,7 @@ async def test_no_other_stream_waits_while_giving_up_is_recorded() -> None:
 
 @virtual_time
 async def test_a_batch_that_is_damaged_is_given_up_on_and_stops_nobody() -> None:
-    async with Circle(retry=RetryPolicy(max_attempts=1)) as circle:
+    async with SimulatedGroup(retry=RetryPolicy(max_attempts=1)) as circle:
         batch = EventBatch(stream("a"), stream("a").prefix + b"\x1a\x7f", 3, 0)
         entries = circle.lane.cache.add([batch])
         consumer = circle.consumer("c", events=2)
@@ -751,7 +751,7 @@ async def test_a_batch_that_is_damaged_is_given_up_on_and_stops_nobody() -> None
 
 @virtual_time
 async def test_who_leaves_hands_over_what_it_holds() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         one = await _delivered(circle, numbers(4), ["4"])
         other = circle.consumer("other")
         assert one.ack(one.inbox[0], 0, 1)
@@ -772,7 +772,7 @@ async def test_who_leaves_hands_over_what_it_holds() -> None:
 
 @virtual_time
 async def test_who_reconnects_gets_again_exactly_what_it_had_not_acknowledged() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         one = await _delivered(circle, numbers(4), ["4"], ["5", "6"])
         other = circle.consumer("other")
         assert one.ack(one.inbox[0], 0, 1)
@@ -796,7 +796,7 @@ async def test_who_reconnects_gets_again_exactly_what_it_had_not_acknowledged() 
 
 @virtual_time
 async def test_who_reconnects_when_the_lease_is_over_gets_nothing_again() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         one = await _delivered(circle, ["0"], ["1"])
         one.disconnect()
         one.take()
@@ -809,7 +809,7 @@ async def test_who_reconnects_when_the_lease_is_over_gets_nothing_again() -> Non
 
 @virtual_time
 async def test_every_delivery_after_the_first_says_so() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         one = await _delivered(circle, ["0"], ["1"], ["2"])
         one.disconnect()
         one.take()
@@ -826,7 +826,7 @@ async def test_every_delivery_after_the_first_says_so() -> None:
 
 @virtual_time
 async def test_events_after_a_rejected_one_have_a_higher_attempt() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, ["0"], ["1"])
         circle.publish("a", "2")
         consumer.reject(consumer.take()[0])
@@ -836,7 +836,7 @@ async def test_events_after_a_rejected_one_have_a_higher_attempt() -> None:
 
 @virtual_time
 async def test_who_reconnects_may_acknowledge_before_it_grants() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         one = await _delivered(circle, numbers(3), ["3"])
         batch = one.take()[0]
         one.disconnect()
@@ -849,7 +849,7 @@ async def test_who_reconnects_may_acknowledge_before_it_grants() -> None:
 
 @virtual_time
 async def test_events_beyond_the_credit_of_a_consumer_that_reconnects_go_to_any_consumer() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         one = await _delivered(circle, numbers(4))
         other = circle.consumer("other")
         one.disconnect()
@@ -861,7 +861,7 @@ async def test_events_beyond_the_credit_of_a_consumer_that_reconnects_go_to_any_
 
 @virtual_time
 async def test_credit_that_comes_bit_by_bit_is_waited_for() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         one = await _delivered(circle, numbers(4))
         other = circle.consumer("other")
         one.disconnect()
@@ -875,7 +875,7 @@ async def test_credit_that_comes_bit_by_bit_is_waited_for() -> None:
 
 @virtual_time
 async def test_who_is_not_heard_is_gone_and_the_next_one_gets_it_in_order() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         one = await _delivered(circle, ["0"], ["1"])
         one.disconnect()
         other = circle.consumer("other", timeout_s=1000.0)
@@ -893,7 +893,7 @@ async def test_who_is_not_heard_is_gone_and_the_next_one_gets_it_in_order() -> N
 
 @virtual_time
 async def test_a_connection_that_is_half_open_is_noticed_and_told() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         one = await _delivered(circle, ["0"])
         for _ in range(5):
             await circle.rest(20.0)
@@ -911,7 +911,7 @@ async def test_a_connection_that_is_half_open_is_noticed_and_told() -> None:
 
 @virtual_time
 async def test_who_comes_with_the_same_id_takes_over() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         one = await _delivered(circle, ["0"], ["1"])
         assert one.ack(one.inbox[0])
         successor = Consumer(circle.group, "c")
@@ -924,7 +924,7 @@ async def test_who_comes_with_the_same_id_takes_over() -> None:
 
 @virtual_time
 async def test_events_on_their_way_when_the_connection_broke_are_sent_again() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = circle.consumer("c", pace_s=1.0)
         circle.lane.publish_all([(str(number), [str(number)]) for number in range(10)])
         await circle.rest(0.5)
@@ -937,7 +937,7 @@ async def test_events_on_their_way_when_the_connection_broke_are_sent_again() ->
 
 @virtual_time
 async def test_who_comes_and_goes_leaves_nothing_behind() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         for number in range(100):
             circle.consumer(f"c{number}").leave()
         one = circle.consumer("one")
@@ -949,7 +949,7 @@ async def test_who_comes_and_goes_leaves_nothing_behind() -> None:
 
 @virtual_time
 async def test_a_group_that_is_dissolved_tells_everybody_why() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         one = await _delivered(circle, ["0"])
         other = circle.consumer("other")
         await circle.group.fenced(Fenced("moved"))
@@ -965,7 +965,7 @@ async def test_a_group_that_is_dissolved_tells_everybody_why() -> None:
 
 @virtual_time
 async def test_streams_are_spread_over_the_members() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         members = [circle.consumer(f"c{number}") for number in range(4)]
         circle.lane.publish_all([(str(number), [str(number)]) for number in range(100)])
         await circle.rest()
@@ -974,7 +974,7 @@ async def test_streams_are_spread_over_the_members() -> None:
 
 @virtual_time
 async def test_members_may_outnumber_queues() -> None:
-    async with Circle(queues=2) as circle:
+    async with SimulatedGroup(queues=2) as circle:
         members = [circle.consumer(f"c{number}", events=1) for number in range(20)]
         for number in range(40):
             circle.lanes[number % 2].publish(str(number), str(number))
@@ -984,7 +984,7 @@ async def test_members_may_outnumber_queues() -> None:
 
 @virtual_time
 async def test_a_slow_member_does_not_hold_the_others_up() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         slow, quick = circle.consumer("slow", events=2), circle.consumer("quick", events=10)
         circle.lane.publish_all([(str(number), [str(number)]) for number in range(200)])
         for _ in range(100):
@@ -996,7 +996,7 @@ async def test_a_slow_member_does_not_hold_the_others_up() -> None:
 
 @virtual_time
 async def test_a_member_helps_as_soon_as_it_comes() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         circle.consumer("slow", events=2)
         circle.lane.publish_all([(str(number), [str(number)]) for number in range(50)])
         await circle.rest()
@@ -1007,7 +1007,7 @@ async def test_a_member_helps_as_soon_as_it_comes() -> None:
 
 @virtual_time
 async def test_a_slow_connection_does_not_hold_the_others_up() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         slow = [circle.consumer(f"slow{number}", pace_s=1000.0) for number in range(10)]
         quick = circle.consumer("quick")
         for number in range(1000):
@@ -1023,7 +1023,7 @@ async def test_a_slow_connection_does_not_hold_the_others_up() -> None:
 
 @virtual_time
 async def test_bound_queues_are_dealt_out_by_average_allocation() -> None:
-    async with Circle(queues=8, mode=Mode.BOUND) as circle:
+    async with SimulatedGroup(queues=8, mode=Mode.BOUND) as circle:
         members = [circle.consumer(f"c{number}") for number in range(3)]
         await circle.rest()
         assert [member.member.queues for member in members] == [(0, 1, 2), (3, 4, 5), (6, 7)]
@@ -1036,7 +1036,7 @@ async def test_bound_queues_are_dealt_out_by_average_allocation() -> None:
 
 @virtual_time
 async def test_bound_members_beyond_the_queues_get_nothing() -> None:
-    async with Circle(queues=2, mode=Mode.BOUND) as circle:
+    async with SimulatedGroup(queues=2, mode=Mode.BOUND) as circle:
         members = [circle.consumer(f"c{number}") for number in range(3)]
         for lane in circle.lanes:
             lane.publish("a", "x")
@@ -1046,7 +1046,7 @@ async def test_bound_members_beyond_the_queues_get_nothing() -> None:
 
 @virtual_time
 async def test_bound_a_queue_changes_hands_when_what_is_in_them_is_done() -> None:
-    async with Circle(queues=2, mode=Mode.BOUND) as circle:
+    async with SimulatedGroup(queues=2, mode=Mode.BOUND) as circle:
         one = circle.consumer("1")
         circle.lanes[1].publish("a", "0")
         await circle.rest()
@@ -1064,7 +1064,7 @@ async def test_bound_a_queue_changes_hands_when_what_is_in_them_is_done() -> Non
 
 @virtual_time
 async def test_bound_who_drains_for_too_long_is_not_waited_for() -> None:
-    async with Circle(queues=2, mode=Mode.BOUND) as circle:
+    async with SimulatedGroup(queues=2, mode=Mode.BOUND) as circle:
         one = circle.consumer("1")
         circle.lanes[1].publish("a", "0")
         circle.lanes[1].publish("b", "1")
@@ -1084,7 +1084,7 @@ async def test_bound_who_drains_for_too_long_is_not_waited_for() -> None:
 
 @virtual_time
 async def test_bound_a_move_that_is_called_off_stops_nobody() -> None:
-    async with Circle(queues=2, mode=Mode.BOUND) as circle:
+    async with SimulatedGroup(queues=2, mode=Mode.BOUND) as circle:
         one = circle.consumer("1")
         circle.lanes[1].publish("a", "0")
         await circle.rest()
@@ -1100,7 +1100,7 @@ async def test_bound_a_move_that_is_called_off_stops_nobody() -> None:
 
 @virtual_time
 async def test_bound_the_queues_of_who_leaves_go_to_the_others() -> None:
-    async with Circle(queues=4, mode=Mode.BOUND) as circle:
+    async with SimulatedGroup(queues=4, mode=Mode.BOUND) as circle:
         one, other = circle.consumer("1"), circle.consumer("2")
         circle.lanes[0].publish("a", "0", "1")
         await circle.rest()
@@ -1113,7 +1113,7 @@ async def test_bound_the_queues_of_who_leaves_go_to_the_others() -> None:
 
 @virtual_time
 async def test_bound_who_reconnects_has_its_queues_still() -> None:
-    async with Circle(queues=4, mode=Mode.BOUND) as circle:
+    async with SimulatedGroup(queues=4, mode=Mode.BOUND) as circle:
         one, other = circle.consumer("1"), circle.consumer("2")
         circle.lanes[0].publish("a", "0")
         await circle.rest()
@@ -1130,7 +1130,7 @@ async def test_bound_who_reconnects_has_its_queues_still() -> None:
 
 @virtual_time
 async def test_bound_credit_that_runs_out_and_comes_again() -> None:
-    async with Circle(queues=2, mode=Mode.BOUND) as circle:
+    async with SimulatedGroup(queues=2, mode=Mode.BOUND) as circle:
         consumer = circle.consumer("1", events=3)
         for number in range(20):
             circle.lanes[number % 2].publish(str(number), str(number))
@@ -1145,7 +1145,7 @@ async def test_bound_credit_that_runs_out_and_comes_again() -> None:
 
 @virtual_time
 async def test_a_parcel_goes_on_when_its_cursor_left_the_cache() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, ["0", "1"], ["2"], ["3"])
         circle.publish("a", "4")
         batches = consumer.take()
@@ -1164,7 +1164,7 @@ async def test_a_parcel_goes_on_when_its_cursor_left_the_cache() -> None:
 @pytest.mark.parametrize("way", ["leave", "reconnect", "reject", "part"])
 @virtual_time
 async def test_events_that_left_the_cache_are_read_again_for_their_next_delivery(way: str) -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, ["0", "1"], ["2"])
         batches = consumer.take()
         circle.delivery.detach(circle.lane.cursor("a"))
@@ -1190,7 +1190,7 @@ async def test_events_that_left_the_cache_are_read_again_for_their_next_delivery
 
 @virtual_time
 async def test_a_parcel_outside_of_the_cache_holds_no_bytes() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         await _delivered(circle, ["x" * 1000], ["y" * 1000])
         cursor = circle.lane.cursor("a")
         circle.delivery.detach(cursor)
@@ -1201,7 +1201,7 @@ async def test_a_parcel_outside_of_the_cache_holds_no_bytes() -> None:
 
 @virtual_time
 async def test_an_event_given_up_on_outside_of_the_cache_is_read_again_for_its_dead_letter() -> None:
-    async with Circle(retry=RetryPolicy(max_attempts=1)) as circle:
+    async with SimulatedGroup(retry=RetryPolicy(max_attempts=1)) as circle:
         consumer = await _delivered(circle, ["0", "1", "2"], ["3"])
         batch = consumer.take()[0]
         circle.delivery.detach(circle.lane.cursor("a"))
@@ -1215,7 +1215,7 @@ async def test_an_event_given_up_on_outside_of_the_cache_is_read_again_for_its_d
 
 @virtual_time
 async def test_a_queue_that_cannot_rewind_keeps_what_left_the_cache() -> None:
-    async with Circle(rewindable=False) as circle:
+    async with SimulatedGroup(rewindable=False) as circle:
         consumer = await _delivered(circle, ["0", "1"], ["2"])
         batch = consumer.take()[0]
         circle.delivery.detach(circle.lane.cursor("a"))
@@ -1239,7 +1239,7 @@ def letter(payload: str = "dead", offset: int = 77, index: int = 3) -> Event:
 
 @virtual_time
 async def test_a_dead_letter_is_delivered_once_more() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = circle.consumer("c")
         redriving = asyncio.create_task(circle.delivery.redrive(letter()))
         await circle.rest()
@@ -1255,7 +1255,7 @@ async def test_a_dead_letter_is_delivered_once_more() -> None:
 
 @virtual_time
 async def test_a_dead_letter_may_be_rejected_again() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = circle.consumer("c")
         redriving = asyncio.create_task(circle.delivery.redrive(letter()))
         await circle.rest()
@@ -1266,7 +1266,7 @@ async def test_a_dead_letter_may_be_rejected_again() -> None:
 @pytest.mark.parametrize("way", ["leave", "disconnect", "supersede", "time out"])
 @virtual_time
 async def test_a_dead_letter_whose_consumer_is_gone_goes_to_another(way: str) -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         one = circle.consumer("one")
         redriving = asyncio.create_task(circle.delivery.redrive(letter()))
         await circle.rest()
@@ -1288,7 +1288,7 @@ async def test_a_dead_letter_whose_consumer_is_gone_goes_to_another(way: str) ->
 
 @virtual_time
 async def test_a_dead_letter_waits_for_credit() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = circle.consumer("c", events=10, size=500)
         redriving = asyncio.create_task(circle.delivery.redrive(letter("x" * 1000)))
         await circle.rest()
@@ -1301,7 +1301,7 @@ async def test_a_dead_letter_waits_for_credit() -> None:
 
 @virtual_time
 async def test_a_dead_letter_waits_for_somebody() -> None:
-    async with Circle(mode=Mode.BOUND, queues=2) as circle:
+    async with SimulatedGroup(mode=Mode.BOUND, queues=2) as circle:
         one = circle.consumer("1", events=1)
         circle.lanes[1].publish("a", "0")
         await circle.rest()
@@ -1316,7 +1316,7 @@ async def test_a_dead_letter_waits_for_somebody() -> None:
 
 @virtual_time
 async def test_two_dead_letters_of_one_event_come_one_after_the_other() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = circle.consumer("c")
         redriving = [asyncio.create_task(circle.delivery.redrive(letter())) for _ in range(2)]
         for _ in range(2):
@@ -1327,7 +1327,7 @@ async def test_two_dead_letters_of_one_event_come_one_after_the_other() -> None:
 
 @virtual_time
 async def test_a_dead_letter_is_not_confused_with_the_same_event_in_line() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, numbers(5))
         (batch,) = consumer.take()
         redriving = asyncio.create_task(circle.delivery.redrive(letter(offset=0, index=0)))
@@ -1343,7 +1343,7 @@ async def test_a_dead_letter_is_not_confused_with_the_same_event_in_line() -> No
 
 @virtual_time
 async def test_dead_letters_that_nobody_took_end_with_the_delivery() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = circle.consumer("c", events=1)
         redriving = [asyncio.create_task(circle.delivery.redrive(letter(offset=n))) for n in range(2)]
         await circle.rest()
@@ -1359,7 +1359,7 @@ async def test_dead_letters_that_nobody_took_end_with_the_delivery() -> None:
 
 @virtual_time
 async def test_a_stop_waits_for_what_is_in_flight() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, ["0"], ["1"])
         circle.publish("a", "2")
         stopping = asyncio.create_task(circle.stop(60.0))
@@ -1373,7 +1373,7 @@ async def test_a_stop_waits_for_what_is_in_flight() -> None:
 
 @virtual_time
 async def test_a_stop_does_not_wait_for_ever() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, numbers(4))
         assert consumer.ack(consumer.inbox[0], 1, 2)
         began = asyncio.get_running_loop().time()
@@ -1389,7 +1389,7 @@ async def test_a_stop_says_what_it_waited_for_in_vain(
     drain_s: float, lines: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "headrace.agents")
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, numbers(4))
         await circle.stop(drain_s)
         assert not consumer.ack(consumer.inbox[0])
@@ -1400,7 +1400,7 @@ async def test_a_stop_says_what_it_waited_for_in_vain(
 
 @virtual_time
 async def test_a_stop_does_not_wait_for_who_is_not_there() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         one = await _delivered(circle, ["0"])
         stopping = asyncio.create_task(circle.stop(1000.0))
         await circle.rest()
@@ -1413,7 +1413,7 @@ async def test_a_stop_does_not_wait_for_who_is_not_there() -> None:
 
 @virtual_time
 async def test_events_rejected_during_a_stop_come_again_after_it() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, numbers(3))
         stopping = asyncio.create_task(circle.stop(60.0))
         await circle.rest()
@@ -1425,7 +1425,7 @@ async def test_events_rejected_during_a_stop_come_again_after_it() -> None:
 
 @virtual_time
 async def test_a_stop_waits_until_giving_up_is_recorded() -> None:
-    async with Circle(retry=RetryPolicy(max_attempts=1)) as circle:
+    async with SimulatedGroup(retry=RetryPolicy(max_attempts=1)) as circle:
         circle.sink.gate = asyncio.Event()
         consumer = await _delivered(circle, ["0", "1"])
         assert consumer.reject(consumer.take()[0], 0, 1)
@@ -1439,7 +1439,7 @@ async def test_a_stop_waits_until_giving_up_is_recorded() -> None:
 
 @virtual_time
 async def test_a_stop_that_is_cancelled_takes_everything_back() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, ["0"])
         stopping = asyncio.create_task(circle.stop(60.0))
         await circle.rest()
@@ -1453,7 +1453,7 @@ async def test_a_stop_that_is_cancelled_takes_everything_back() -> None:
 async def test_a_delivery_goes_on_exactly_where_a_checkpoint_says() -> None:
     done = ((0, 2, 3), (1, 0, 2), (2, 1, 2))
     start = Checkpoint(4, {stream("a"): StreamBehind(SequenceToken(0, 1), "", done)})
-    async with Circle(checkpoints={0: start}) as circle:
+    async with SimulatedGroup(checkpoints={0: start}) as circle:
         consumer = circle.consumer("c")
         batches = circle.lane.publish_all([("a", ["0", "1", "2", "3"]), ("a", ["4", "5"]), ("a", ["6", "7", "8"])])
         assert [batch.offset for batch in batches] == [0, 1, 2]
@@ -1472,7 +1472,7 @@ async def test_a_delivery_goes_on_exactly_where_a_checkpoint_says() -> None:
 
 @virtual_time
 async def test_stopping_and_starting_repeats_exactly_what_was_not_acknowledged() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, numbers(5), ["5"], numbers(9, 6))
         first, second, third = consumer.take()
         assert consumer.ack(first, 3, 1)
@@ -1501,7 +1501,7 @@ async def test_a_handler_does_not_get_what_was_done_out_of_order(batch: bool) ->
         for event in events:
             await recorder(event)
 
-    async with Line(on_batch if batch else recorder, batch=batch, checkpoint=start) as line:
+    async with HandlerFeed(on_batch if batch else recorder, batch=batch, checkpoint=start) as line:
         for cursor in line.delivery.progress.cursors.values():
             cursor.feed = line
         line.publish("a", b"0", b"1", b"2", b"3")
@@ -1517,7 +1517,7 @@ async def test_a_handler_passes_thousands_of_batches_that_were_done_out_of_order
         5001, {stream("a"): StreamBehind(SequenceToken(0), "", tuple((n, 0, 1) for n in range(1, 5000)))}
     )
     recorder = Recorder()
-    async with Line(recorder, checkpoint=start) as line:
+    async with HandlerFeed(recorder, checkpoint=start) as line:
         for cursor in line.delivery.progress.cursors.values():
             cursor.feed = line
         for number in range(5001):
@@ -1528,7 +1528,7 @@ async def test_a_handler_passes_thousands_of_batches_that_were_done_out_of_order
 
 @virtual_time
 async def test_a_report_is_confirmed_only_if_the_stored_checkpoint_has_it() -> None:
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = await _delivered(circle, numbers(10))
         (batch,) = consumer.take()
         assert consumer.ack(batch, 3, 1)
@@ -1550,7 +1550,7 @@ async def test_a_report_is_confirmed_only_if_the_stored_checkpoint_has_it() -> N
 
 @virtual_time
 async def test_a_group_is_caught_up_when_nothing_is_left() -> None:
-    async with Circle(on_failure=OnFailure.PAUSE, retry=RetryPolicy(max_attempts=1)) as circle:
+    async with SimulatedGroup(on_failure=OnFailure.PAUSE, retry=RetryPolicy(max_attempts=1)) as circle:
         consumer = await _delivered(circle, ["0"])
         circle.publish("b", "1")
         await circle.rest()

@@ -18,8 +18,8 @@ from headrace.silo.views import provider_statistics
 from headrace.store.control_store import ControlStore
 from headrace.streams.handlers import Handler
 from headrace.streams.subscriptions import Checkpoint, StreamBehind, SubscriptionDefinition
-from tests.agents.circle import Consumer, payloads
-from tests.agents.line import NOW, Recorder, stream
+from tests.simulation.deliveries import NOW, Recorder, stream
+from tests.simulation.groups import Consumer, payloads
 from tests.simulation.queues import SimulatedQueues
 from tests.simulation.virtual_time import virtual_time
 

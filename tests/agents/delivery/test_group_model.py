@@ -16,9 +16,9 @@ from headrace.agents.cursor import CursorState
 from headrace.agents.delivery.confirmations import Confirmed
 from headrace.streams.frames import DeliveredBatch
 from headrace.streams.subscriptions import Checkpoint, Mode
-from tests.agents.circle import PLENTY, Circle, Consumer, indexes, payloads
-from tests.agents.line import stream
 from tests.random_examples import examples
+from tests.simulation.deliveries import stream
+from tests.simulation.groups import PLENTY, Consumer, SimulatedGroup, indexes, payloads
 from tests.simulation.virtual_time import VirtualTimeLoop
 
 KEYS, NAMES = ("a", "b", "c"), ("0", "1", "2")
@@ -63,7 +63,7 @@ class GroupMachine(RuleBasedStateMachine):
         self.run(self._begin(credit, counts))
 
     async def _begin(self, credit: tuple[int, int], counts: list[int]) -> None:
-        self.circle = Circle(mode=self.mode, rewindable=self.rewindable, retry=STUBBORN)
+        self.circle = SimulatedGroup(mode=self.mode, rewindable=self.rewindable, retry=STUBBORN)
         await self._publish("a", counts)
         await self._connect("0", (PLENTY, PLENTY))
         await self._connect("1", credit)

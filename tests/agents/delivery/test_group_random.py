@@ -18,11 +18,11 @@ from headrace.agents import CacheLimits
 from headrace.store.control_store import ControlStore
 from headrace.streams.frames import DeliveredBatch
 from headrace.streams.subscriptions import Checkpoint, Mode, SubscriptionDefinition
-from tests.agents.circle import indexes
 from tests.agents.delivery.group_world import Client, GroupSimulation, Known
 from tests.agents.world import check_saved
 from tests.random_examples import seeds
 from tests.simulation.clocks import simulated_clocks, ticking
+from tests.simulation.groups import indexes
 from tests.simulation.queues import SimulatedQueues
 from tests.simulation.simulation import PROVIDER
 from tests.simulation.virtual_time import run

@@ -3,7 +3,7 @@
 import pytest
 
 from headrace.agents.delivery import member
-from tests.agents.circle import Circle
+from tests.simulation.groups import SimulatedGroup
 from tests.simulation.virtual_time import virtual_time
 
 MOST = 100
@@ -12,7 +12,7 @@ MOST = 100
 @virtual_time
 async def test_the_events_of_a_consumer_are_bounded_whatever_its_credit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member, "MAX_IN_FLIGHT", MOST)
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = circle.consumer("c")
         circle.lane.publish_all([(str(number), ("x",)) for number in range(2 * MOST)])
         await circle.rest()
@@ -32,7 +32,7 @@ async def test_the_events_of_a_consumer_are_bounded_whatever_its_credit(monkeypa
 @virtual_time
 async def test_a_consumer_at_the_limit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member, "MAX_IN_FLIGHT", 3)
-    async with Circle() as circle:
+    async with SimulatedGroup() as circle:
         consumer = circle.consumer("c")
         circle.lane.publish_all([(str(number), ("x",)) for number in range(4)])
         await circle.rest()

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from headrace import SequenceToken
 from headrace.agents.delivery.progress import DeliveryProgress
 from headrace.streams.subscriptions import Checkpoint, StreamBehind
-from tests.agents.line import stream
+from tests.simulation.deliveries import stream
 
 positions = st.integers(0, 4)
 tokens = st.builds(SequenceToken, positions, st.integers(0, 3))

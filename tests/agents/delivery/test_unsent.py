@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from headrace.agents import Edge, SendAccount, SendBudget
 from headrace.agents.delivery import member
 from headrace.agents.delivery.unsent import PARCEL_OVERHEAD_BYTES
-from tests.agents.circle import Circle, Consumer
+from tests.simulation.groups import Consumer, SimulatedGroup
 from tests.simulation.virtual_time import virtual_time
 
 LIMIT = 1000
@@ -150,7 +150,7 @@ def test_the_limit_holds_whatever_is_asked_for(wishes: list[tuple[int, int, bool
 # ---- members of groups ---------------------------------------------------------------------------------------------
 
 
-def deaf(circle: Circle, name: str) -> Consumer:
+def deaf(circle: SimulatedGroup, name: str) -> Consumer:
     """A consumer whose messages are begun, and never end."""
     consumer = Consumer(circle.group, name)
     consumer.connect(0, 0)
@@ -169,7 +169,7 @@ def begin_and_never_end(consumer: Consumer) -> None:
 @virtual_time
 async def test_consumers_that_do_not_read_are_handed_no_more_than_the_limit() -> None:
     budget = SendBudget(20 * LARGE)
-    async with Circle(edge=Edge(budget=budget)) as circle:
+    async with SimulatedGroup(edge=Edge(budget=budget)) as circle:
         for number in range(100):
             deaf(circle, f"deaf {number}")
         circle.lane.publish_all([(str(number), ("x" * LARGE,)) for number in range(400)])
@@ -180,7 +180,7 @@ async def test_consumers_that_do_not_read_are_handed_no_more_than_the_limit() ->
 @virtual_time
 async def test_small_parcels_count_with_their_objects() -> None:
     budget = SendBudget(100 * PARCEL_OVERHEAD_BYTES)
-    async with Circle(edge=Edge(budget=budget)) as circle:
+    async with SimulatedGroup(edge=Edge(budget=budget)) as circle:
         consumer = deaf(circle, "deaf")
         circle.lane.publish_all([(str(number), ("x",)) for number in range(400)])
         await circle.rest()
@@ -196,7 +196,7 @@ async def test_small_parcels_count_with_their_objects() -> None:
 @virtual_time
 async def test_a_consumer_that_reads_gets_events_beside_consumers_that_do_not() -> None:
     budget = SendBudget(20 * LARGE)
-    async with Circle(edge=Edge(budget=budget)) as circle:
+    async with SimulatedGroup(edge=Edge(budget=budget)) as circle:
         healthy = circle.consumer("healthy")
         circle.lane.publish_all([("first", ("x",))])
         await circle.rest()
@@ -211,7 +211,7 @@ async def test_a_consumer_that_reads_gets_events_beside_consumers_that_do_not() 
 @virtual_time
 async def test_a_consumer_that_waits_goes_on_when_another_is_gone() -> None:
     budget = SendBudget(4 * LARGE)
-    async with Circle(edge=Edge(budget=budget)) as circle:
+    async with SimulatedGroup(edge=Edge(budget=budget)) as circle:
         first = deaf(circle, "deaf")
         circle.lane.publish_all([(str(number), ("x" * LARGE,)) for number in range(20)])
         await circle.rest()
@@ -226,7 +226,7 @@ async def test_a_consumer_that_waits_goes_on_when_another_is_gone() -> None:
 @virtual_time
 async def test_redelivered_events_wait_for_space_too() -> None:
     budget = SendBudget(8 * LARGE)
-    async with Circle(edge=Edge(budget=budget)) as circle:
+    async with SimulatedGroup(edge=Edge(budget=budget)) as circle:
         consumer = circle.consumer("c")
         circle.lane.publish_all([(str(number), ("x" * LARGE,)) for number in range(20)])
         await circle.rest()

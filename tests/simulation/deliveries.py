@@ -1,9 +1,9 @@
-"""A delivery on its own: a feed that is filled by hand, and a sink that remembers."""
+"""Deliveries without an agent: a feed that is filled by hand, and a sink that remembers."""
 
 import asyncio
 import random
 from collections.abc import Callable, Iterable, Sequence
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 from headrace import (
     CorruptRecord,
@@ -22,6 +22,8 @@ from headrace.balancer.held_leases import LeaseTerm
 from headrace.streams.handlers import AnyHandler, Handler
 from headrace.streams.options import EventFilter
 from headrace.streams.subscriptions import Checkpoint
+
+D = TypeVar("D", bound=Delivery)
 
 NOW = RetryPolicy(max_attempts=3, initial_delay_s=0.0)
 """Three attempts, no waiting."""
@@ -55,11 +57,54 @@ class Sink:
             raise self.failures.pop(0)
 
 
-class Line:
+class SimulatedFeed(Generic[D]):
     """A feed with one delivery. `publish` offers a batch as if it had just been received."""
 
     caught_up = True
     finished = False
+    delivery: D
+
+    def __init__(self, max_events: int, start: int = 0) -> None:
+        self.cache = QueueCache(max_events, 100 << 20)
+        self.cache.next_offset = start
+        self.damage: CorruptRecord | None = None
+        self.parked: list[StreamCursor] = []
+
+    def join(self, delivery: D) -> None:
+        """Have the delivery join. Cursors that a former one parks do not count from now on."""
+        self.delivery, self.parked = delivery, []
+        delivery.progress.on_parked = self.parked.append
+        delivery.join(self)
+
+    def publish(self, key: str, *payloads: str | bytes) -> EventBatch:
+        return self.publish_all([(key, payloads)])[0]
+
+    def publish_all(self, parts: Iterable[tuple[str, str | bytes | Sequence[str | bytes]]]) -> list[EventBatch]:
+        """Offer batches at once: streams, and their payload or payloads."""
+        made = [EventBatch.of(stream(key), _encoded(payloads)) for key, payloads in parts]
+        for offset, batch in enumerate(made, self.cache.next_offset):
+            batch.offset = offset
+        self.delivery.offer(self, self.cache.add(made))
+        self.delivery.waiters.notify()
+        return made
+
+    def unpark(self) -> None:
+        """Bring the next batch of every parked cursor, as a catch-up would."""
+        parked, self.parked[:] = list(self.parked), []
+        for cursor in parked:
+            self.delivery.adopt(cursor, self)
+
+    def cursor(self, key: str) -> StreamCursor:
+        return self.delivery.progress.cursors[stream(key)]
+
+
+def _encoded(payloads: str | bytes | Sequence[str | bytes]) -> list[bytes]:
+    several = [payloads] if isinstance(payloads, str | bytes) else payloads
+    return [payload.encode() if isinstance(payload, str) else payload for payload in several]
+
+
+class HandlerFeed(SimulatedFeed[HandlerDelivery]):
+    """Its delivery calls a handler."""
 
     def __init__(
         self,
@@ -82,30 +127,12 @@ class Line:
         definition = SubscriptionDefinition(
             name="sub", selector=Selector(selector), retry=retry, on_failure=on_failure, circuit_breaker=circuit_breaker
         )
+        super().__init__(max_events)
         self.sink = sink or Sink()
-        self.cache = QueueCache(max_events, 10 << 20)
-        self.damage: CorruptRecord | None = None
-        self.parked: list[StreamCursor] = []
-        self.delivery = HandlerDelivery(
+        self.join(HandlerDelivery(
             definition, 0, checkpoint, Handler.of(handler, batch=batch), self.sink, predicate=predicate,
             concurrency=concurrency, rewindable=rewindable, term=term, gate=gate, rng=random.Random(1),
-        )  # fmt: skip
-        self.delivery.progress.on_parked = self.parked.append
-        self.delivery.join(self)
-
-    def publish(self, key: str, *payloads: bytes) -> EventBatch:
-        made = EventBatch.of(stream(key), payloads)
-        made.offset = self.cache.next_offset
-        self.delivery.offer(self, self.cache.add([made]))
-        self.delivery.waiters.notify()
-        return made
-
-    def publish_all(self, batches: Iterable[tuple[str, bytes]]) -> None:
-        """One batch of one event each, offered at once."""
-        made = [EventBatch.of(stream(key), [payload]) for key, payload in batches]
-        for offset, batch in enumerate(made, self.cache.next_offset):
-            batch.offset = offset
-        self.delivery.offer(self, self.cache.add(made))
+        ))  # fmt: skip
 
     async def done(self) -> None:
         await self.delivery.waiters.wait_until(self.cache.next_offset)

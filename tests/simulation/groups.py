@@ -1,81 +1,51 @@
-"""A group on its own: queues that are filled by hand, and remote consumers without a network."""
+"""A group without agents: queues that are filled by hand, and remote consumers without a network."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple, Self
 
-from headrace import CorruptRecord, EventBatch, HeadraceError, OnFailure, RetryPolicy, Selector
-from headrace.agents import Edge, EventRange, Group, Member, QueueCache
-from headrace.agents.cursor import StreamCursor
+from headrace import EventBatch, HeadraceError, OnFailure, RetryPolicy, Selector
+from headrace.agents import Edge, EventRange, Group, Member
 from headrace.agents.delivery.breaker import Gate
 from headrace.agents.delivery.confirmations import Confirmed
 from headrace.agents.delivery.group_delivery import GroupDelivery
 from headrace.proto.v1 import consumer_pb2 as pb
 from headrace.streams.frames import DeliveredBatch, QueueState, split
 from headrace.streams.subscriptions import Checkpoint, Mode, SubscriptionDefinition
-from tests.agents.line import NOW, Sink, stream
+from tests.simulation.deliveries import NOW, SimulatedFeed, Sink, stream
 
 PLENTY = 1 << 40
 A_WHILE_S = 0.1
 """Longer than anything takes that is not meant to wait."""
 
 
-class Lane:
-    """One queue of a group. `publish` offers a batch as if it had just been received."""
+class GroupFeed(SimulatedFeed[GroupDelivery]):
+    """One queue of a group."""
 
-    caught_up = True
-    finished = False
-
-    def __init__(self, circle: "Circle", queue: int, checkpoint: Checkpoint, max_events: int) -> None:
+    def __init__(self, group: "SimulatedGroup", queue: int, checkpoint: Checkpoint, max_events: int) -> None:
+        super().__init__(max_events, checkpoint.watermark)
         self.queue = queue
-        self.cache = QueueCache(max_events, 100 << 20)
-        self.damage: CorruptRecord | None = None
-        self.cache.next_offset = checkpoint.watermark
-        self.parked: list[StreamCursor] = []
-        self._circle = circle
+        self._group = group
         self.attach(checkpoint)
 
     def attach(self, checkpoint: Checkpoint, *, epoch: int = 1, generation: int = 0) -> None:
         """A delivery that starts at the checkpoint: at first, after a seek, or when the queue's agent starts again."""
-        circle = self._circle
-        delivery = circle.group.deliver(
-            circle.group.definition, self.queue, checkpoint, circle.sink, epoch=1, queue_epoch=epoch,
-            generation=generation, rewindable=circle.rewindable, gate=circle.gate,
+        group = self._group
+        delivery = group.group.deliver(
+            group.group.definition, self.queue, checkpoint, group.sink, epoch=1, queue_epoch=epoch,
+            generation=generation, rewindable=group.rewindable, gate=group.gate,
         )  # fmt: skip
         assert isinstance(delivery, GroupDelivery)
-        self.delivery = delivery
         self._start = checkpoint.watermark
-        self.parked = []  # cursors that the former delivery parks do not count
-        delivery.progress.on_parked = self.parked.append
-        delivery.join(self)
+        self.join(delivery)
 
     def read_again(self) -> None:
         """Offer everything that is in the cache, as a feed does that a delivery joins."""
         self.delivery.offer(self, self.cache.entries_from(self._start))
 
-    def unpark(self) -> None:
-        """Bring the next batch of every parked cursor, as a catch-up would."""
-        parked, self.parked[:] = list(self.parked), []
-        for cursor in parked:
-            self.delivery.adopt(cursor, self)
 
-    def publish(self, key: str, *payloads: str) -> EventBatch:
-        return self.publish_all([(key, payloads)])[0]
-
-    def publish_all(self, parts: Sequence[tuple[str, Sequence[str]]]) -> list[EventBatch]:
-        made = [EventBatch.of(stream(key), [text.encode() for text in payloads]) for key, payloads in parts]
-        for offset, batch in enumerate(made, self.cache.next_offset):
-            batch.offset = offset
-        self.delivery.offer(self, self.cache.add(made))
-        self.delivery.waiters.notify()
-        return made
-
-    def cursor(self, key: str) -> StreamCursor:
-        return self.delivery.progress.cursors[stream(key)]
-
-
-class Circle:
+class SimulatedGroup:
     """A group, its queues and its consumers. Stopped at the end of `async with`."""
 
     def __init__(
@@ -100,11 +70,11 @@ class Circle:
         self.sink = Sink()
         self.rewindable = rewindable
         starts = {queue: Checkpoint(0) for queue in range(queues)} | dict(checkpoints or {})
-        self.lanes = [Lane(self, queue, starts[queue], max_events) for queue in range(queues)]
+        self.lanes = [GroupFeed(self, queue, starts[queue], max_events) for queue in range(queues)]
         self.consumers: dict[str, Consumer] = {}
 
     @property
-    def lane(self) -> Lane:
+    def lane(self) -> GroupFeed:
         return self.lanes[0]
 
     @property

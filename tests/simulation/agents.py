@@ -1,4 +1,4 @@
-"""One pulling agent on one queue, for virtual time."""
+"""One pulling agent on one queue, in virtual time."""
 
 import asyncio
 import random
@@ -13,14 +13,14 @@ from headrace.agents.catch_up_budget import CatchUpBudget
 from headrace.agents.cursor import StreamCursor
 from headrace.streams.handlers import AnyHandler, Handler
 from headrace.streams.subscriptions import Checkpoint
-from tests.agents.line import NOW, Sink, stream
+from tests.simulation.deliveries import NOW, Sink, stream
 from tests.simulation.queues import SimulatedQueues
 
 FINE = 0.001
 """Virtual seconds between two looks at a condition."""
 
 
-class Bench:
+class SimulatedAgent:
     """`attach` subscriptions, `publish`, and look. Closed at the end of `async with`."""
 
     def __init__(
