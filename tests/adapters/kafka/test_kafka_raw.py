@@ -64,6 +64,14 @@ def produced(address: str, topic: str, records: Sequence[dict[str, Any]], *, par
     return places
 
 
+def produced_at_once(address: str, topic: str, records: Sequence[dict[str, Any]]) -> None:
+    """Produce many records as another program does."""
+    producer = cast(Any, Producer({"bootstrap.servers": address, "log_level": 0}))
+    for record in records:
+        producer.produce(topic, **record)
+    assert not producer.flush(30)
+
+
 def consumed(address: str, topic: str, count: int) -> list[Stored]:
     """Consume records as another program does."""
     consumer = cast(Any, Consumer({"bootstrap.servers": address, "group.id": "other", "log_level": 0}))
@@ -340,3 +348,34 @@ async def test_repeated_call_is_stored_once_also_in_another_process(address: str
         await asyncio.to_thread(produced, address, topic, [record, {"key": b"k", "value": b"end", "partition": 0}])
         found = await received(await adapter.open_receiver(0, 0), 9)
     assert found == ["old"] * 3 + ["a", "b", "between", "a", "b", "end"]  # without the late duplicate
+
+
+async def test_checkpoint_has_only_the_keys_that_are_stuck_however_many_events_pass(
+    address: str, topic: str, tmp_path: Path
+) -> None:
+    """Mistake 7 of others: progress grows with each event beside a stuck key, until it does not fit."""
+    keys, rounds, stuck = 100, 30, {"k7", "k70"}
+    records = [{"key": f"k{key}".encode(), "value": b"%d" % turn} for turn in range(rounds) for key in range(keys)]
+    await asyncio.to_thread(produced_at_once, address, topic, records)
+    released, done = asyncio.Event(), list[bytes]()
+
+    async def handle(event: Event) -> None:
+        if event.stream is not None and event.stream.key in stuck:
+            await released.wait()
+        done.append(event.payload)
+
+    async with asyncio.timeout(60), Provider.open(tmp_path, **raw(address, topic)) as provider:
+        subscription = await provider.subscribe("s", f"{topic}/*", handle, start=Start.earliest())
+        free = rounds * (keys - len(stuck))
+        ends = {queue: (await provider.adapter.bounds(queue)).next for queue in range(QUEUES)}
+        while True:
+            checkpoints = await provider.store.checkpoints(provider.name, "s")
+            reached = {queue: checkpoint.next_offset for queue, checkpoint in checkpoints.items()}
+            behind = [stream.key for checkpoint in checkpoints.values() for stream in checkpoint.behind]
+            if len(done) == free and reached == ends and len(behind) == len(stuck):
+                break
+            await asyncio.sleep(0.05)
+        assert set(behind) == stuck
+        released.set()
+        await subscription.caught_up()
+    assert len(done) == rounds * keys

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, closing
+from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from benchmarks.kafka_servers import KafkaServer
 from headrace import Client, EventBatch, Provider, Selector
@@ -44,6 +47,69 @@ async def test_consumer_gets_events_in_order_over_the_network(kafka_server: Kafk
                 if len(found) == 20:
                     break
         assert found == [str(number).encode() for number in range(20)]
+
+
+class TwoMembers:
+    """Two consumers of a group. `found` has the queue and the key of each event, by consumer."""
+
+    def __init__(self, client: Client, topic: str, mode: str) -> None:
+        self.found: dict[str, list[tuple[int, str]]] = {"a": [], "b": []}
+        self._client = client
+        self._topic = topic
+        self._mode = mode
+        self._open = asyncio.Semaphore(0)
+
+    async def publish(self, keys: Sequence[str]) -> None:
+        """Publish an event for each key, and wait until the consumers have all of them."""
+        for each in self.found.values():
+            each.clear()
+        for key in keys:
+            await self._client.stream(self._topic, key).publish(b"x")
+        wanted = len(keys) * (2 if self._mode == "broadcast" else 1)
+        while sum(map(len, self.found.values())) < wanted:  # noqa: ASYNC110 (the consumers take their own time)
+            await asyncio.sleep(0.05)
+
+    def keys(self) -> list[list[str]]:
+        return [sorted(key for _, key in each) for each in self.found.values()]
+
+    async def _consume(self, name: str) -> None:
+        async with self._client.subscribe(self._mode, f"{self._topic}/*", consumer=name, mode=self._mode) as consumer:
+            self._open.release()
+            async for delivered in consumer:
+                self.found[name] += [(delivered.queue, delivered.stream.key)] * len(delivered)
+                await delivered.ack()
+
+    @asynccontextmanager
+    async def consuming(self) -> AsyncGenerator[None]:
+        members = [asyncio.create_task(self._consume(name)) for name in self.found]
+        try:
+            async with asyncio.timeout(60):
+                for _ in members:
+                    await self._open.acquire()
+                yield
+        finally:
+            for member in members:
+                member.cancel()
+            await asyncio.wait(members)
+
+
+@pytest.mark.parametrize("record_format", ["packed", "raw"])
+async def test_each_mode_delivers_over_kafka(kafka_server: KafkaServer, tmp_path: Path, record_format: str) -> None:
+    """Bound: each queue has one of the consumers. Broadcast: each consumer gets all events."""
+    topic, keys = new_topic(), [f"k{number}" for number in range(12)]
+    silo = silo_on_kafka(tmp_path, kafka_server.address, topic, format=record_format)
+    async with silo as address, Client(address) as client:
+        broadcast = TwoMembers(client, topic, "broadcast")
+        async with broadcast.consuming():
+            await broadcast.publish(keys)
+        assert broadcast.keys() == [keys_sorted := sorted(keys), keys_sorted]
+        bound = TwoMembers(client, topic, "bound")
+        async with bound.consuming():
+            await bound.publish(keys)  # meanwhile, the queues are dealt out
+            assert sorted(chain.from_iterable(bound.keys())) == keys_sorted
+            await bound.publish(keys)
+            assert sorted(chain.from_iterable(bound.keys())) == keys_sorted
+        assert [len({queue for queue, _ in each}) for each in bound.found.values()] == [1, 1]
 
 
 async def test_range_of_a_queue_is_read_over_the_network_past_a_marker(
