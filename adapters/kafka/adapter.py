@@ -148,6 +148,7 @@ class KafkaAdapter(QueueAdapter):
             await self._topics.bounds(self._topic, range(self._queues)), from_end=self._options.format == "raw"
         )
         self._background.start(self._watch.run(), f"headrace kafka topic {self._topic}")
+        self._background.start(self._ledgers.keep_epochs(), f"headrace kafka epochs of {self._topic}")
 
     # ---- publishing ------------------------------------------------------------------------------------------------
 
@@ -189,6 +190,7 @@ class KafkaAdapter(QueueAdapter):
         await self._watch.check()
         await self._ledgers.scan_to(queue, first, max(position, first))
         self._check_open()
+        await self._ledgers.refresh()
         receiver = KafkaReceiver(self._queue_of_receiver(queue), position, first, self._receivers.discard)
         self._receivers.add(receiver)
         return receiver
@@ -202,9 +204,12 @@ class KafkaAdapter(QueueAdapter):
 
         def fetch(position: int, deliver: Callable[[FetchedGroup], None]) -> PartitionFetcher:
             limits = self._limits
+            place = TopicPartition(self._topic, queue, position)
+            if (epoch := self._ledgers.epoch_before(queue, position)) is not None:  # lets the client see truncation
+                place = TopicPartition(self._topic, queue, position, leader_epoch=epoch)
             return PartitionFetcher(
                 self._clients,
-                TopicPartition(self._topic, queue, position),
+                place,
                 self._format,
                 deliver,
                 waiting_bytes=limits.waiting_bytes,
@@ -225,6 +230,7 @@ class KafkaAdapter(QueueAdapter):
     def _note(self, queue: int, group: FetchedGroup) -> Sequence[bool]:
         found = [(record.offset, record.part, record.time_ms) for record in group.records]
         deliver = self._ledgers.observe(queue, found)
+        self._ledgers.note_epochs(queue, group.epochs)
         self._ledgers.passed(queue, group.end, len(found), group.nbytes)
         for record in group.records:
             if isinstance(record.batch, EventBatch):

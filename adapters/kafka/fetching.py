@@ -12,6 +12,7 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from ...streams.events import EventBatch
 from .client import KafkaClients, KafkaRecord, PartitionConsumer
+from .epochs import EpochRange
 from .formats import RecordFormat
 from .ledger import CallPart, call_part
 
@@ -40,6 +41,8 @@ class FetchedGroup(NamedTuple):
     """Whether the partition was silent before."""
     error: KafkaError | None = None
     """The error that ended the fetching."""
+    epochs: Sequence[EpochRange] = ()
+    """The leader epochs of the records."""
 
 
 class PartitionFetcher:
@@ -124,6 +127,7 @@ class PartitionFetcher:
 
     def _decoded(self, found: Sequence[KafkaRecord], end: int, paused: bool) -> FetchedGroup:
         records: list[FetchedRecord] = []
+        epochs: list[EpochRange] = []
         nbytes = 0
         for record in found:
             error = record.error()
@@ -132,13 +136,14 @@ class PartitionFetcher:
                 records.append(
                     FetchedRecord(record.offset(), batch, call_part(record.headers()), record.timestamp()[1])
                 )
+                _add_epoch(epochs, record, end)
                 end = record.offset() + 1
                 nbytes += len(record.value() or b"")
             elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 (its name)
                 end = max(end, record.offset())
             else:
-                return FetchedGroup(records, end, nbytes, paused, error)
-        return FetchedGroup(records, end, nbytes, paused)
+                return FetchedGroup(records, end, nbytes, paused, error, epochs)
+        return FetchedGroup(records, end, nbytes, paused, None, epochs)
 
     def _hand_over(self, group: FetchedGroup) -> None:
         if self._stopped:
@@ -151,3 +156,14 @@ class PartitionFetcher:
     def _arrived(self, group: FetchedGroup) -> None:
         if not self._stopped:
             self._deliver(group)
+
+
+def _add_epoch(epochs: list[EpochRange], record: KafkaRecord, before: int) -> None:
+    """Add the epoch of a record. All records from offset `before` on are read."""
+    epoch = record.leader_epoch()
+    if epoch is None:
+        return
+    if epochs and epochs[-1].epoch == epoch:
+        epochs[-1] = epochs[-1]._replace(high=record.offset() + 1)
+    else:
+        epochs.append(EpochRange(epoch, min(before, record.offset()), record.offset() + 1))

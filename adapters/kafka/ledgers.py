@@ -20,6 +20,7 @@ from ...streams.errors import StorageError
 from ...streams.publishing import ProducerSequence
 from ..receiving import Bounds
 from .client import KafkaClients, KafkaRecord
+from .epochs import EpochRange, ReadEpochs
 from .ledger import CallPart, LedgerSnapshot, ProducerState, QueueLedger, StoredCall, call_part, producer_state
 from .limits import KafkaLimits
 from .publisher import OutgoingRecord, RecordPublisher
@@ -29,7 +30,7 @@ from .topics import KafkaTopics
 log = logging.getLogger("headrace.adapters.kafka")
 
 _T = TypeVar("_T")
-_QUEUE, _PRODUCER, _BEGIN = b"queue/", b"producer/", b"begin/"
+_QUEUE, _PRODUCER, _BEGIN, _EPOCH = b"queue/", b"producer/", b"begin/", b"epoch/"
 
 
 def ledger_topic(topic: str) -> str:
@@ -66,6 +67,7 @@ class KafkaLedgers:
         self._limits = limits
         self._queues = [QueueLedger() for _ in range(queues)]
         self._unsaved = [_Unsaved() for _ in range(queues)]
+        self._epochs = [ReadEpochs() for _ in range(queues)]
         self._locks = [asyncio.Lock() for _ in range(queues)]
         self._begins: dict[int, int] = {}
         """The offset at which headrace began to publish, by queue, if there were records of other programs before."""
@@ -119,6 +121,10 @@ class KafkaLedgers:
                 queue = int(key.removeprefix(_QUEUE))
                 if queue < len(self._queues):
                     self._queues[queue].adopt(msgspec.msgpack.decode(value, type=LedgerSnapshot))
+            elif key.startswith(_EPOCH):
+                queue, epoch = map(int, key.removeprefix(_EPOCH).split(b"/"))
+                if queue < len(self._epochs):
+                    self._epochs[queue].adopt(EpochRange(epoch, *map(int, value.split())))
             elif key.startswith(_BEGIN):
                 queue = int(key.removeprefix(_BEGIN))
                 self._begins[queue] = min(int(value), self._begins.get(queue, int(value)))
@@ -190,6 +196,40 @@ class KafkaLedgers:
         self._queues[queue].advance(position)
         self._count(queue, records, nbytes)
 
+    # ---- leader epochs ---------------------------------------------------------------------------------------------
+
+    def note_epochs(self, queue: int, ranges: Iterable[EpochRange]) -> None:
+        """Note the epochs of records that a receiver has read."""
+        self._epochs[queue].note(ranges)
+
+    def epoch_before(self, queue: int, position: int) -> int | None:
+        """Return the epoch in which the record before this position was read, also by another process until the last
+        `refresh`. None: not known."""
+        return self._epochs[queue].epoch_before(position)
+
+    async def refresh(self) -> None:
+        """Read the rows that other processes have stored."""
+        await self._read_rows()
+
+    async def keep_epochs(self) -> None:
+        """Store the epochs from time to time. Does not end."""
+        while True:
+            await asyncio.sleep(self._limits.epochs_s)
+            await self._store_epochs()
+
+    async def _store_epochs(self) -> None:
+        """Store the epochs that were read. After a failure, a later write stores more."""
+        rows = [
+            OutgoingRecord(0, _EPOCH + b"%d/%d" % (queue, each.epoch), b"%d %d" % (each.low, each.high))
+            for queue, epochs in enumerate(self._epochs)
+            for each in epochs.take_unsaved()
+        ]
+        if rows:
+            try:
+                await self._rows().send(rows)
+            except StorageError as error:
+                log.info("the leader epochs of topic %r were not stored: %s", self._topic, error)
+
     # ---- producers -------------------------------------------------------------------------------------------------
 
     async def state(self, producer: str) -> ProducerState:
@@ -242,6 +282,7 @@ class KafkaLedgers:
 
     async def aclose(self) -> None:
         await self._background.aclose()
+        await self._store_epochs()
         if self._publisher is not None:
             await self._publisher.aclose()
         await asyncio.to_thread(self._threads.shutdown)

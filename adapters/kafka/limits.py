@@ -29,6 +29,8 @@ class KafkaLimits(NamedTuple):
     """The progress of a subscription is committed at most this often: each commit makes a client."""
     repeat_commit_s: float = 24 * 3600.0
     """The progress of a subscription that stands still is committed again after this time: Kafka forgets commits."""
+    epochs_s: float = 5.0
+    """Pause between two writes of the leader epochs that were read. They are also written by `aclose`."""
     producers_kept_s: float = 7 * 24 * 3600.0
     """A producer is forgotten this long after its last call."""
 

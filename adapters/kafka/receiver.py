@@ -69,6 +69,8 @@ class KafkaReceiver(QueueReceiver):
         self._unchecked = False
         """Whether the topic must be checked before more is delivered."""
         self._error: KafkaError | None = None
+        self._refused_at: int | None = None
+        """The position that the client refused last, although the partition has it."""
         self._changed = asyncio.Event()
         self._closed = False
         self._fetcher: PartitionFetcher | None = None
@@ -150,7 +152,13 @@ class KafkaReceiver(QueueReceiver):
             raise failure
         await self._queue.check()
         first, end = await self._queue.bounds()
-        if self._position > end or error.code() == KafkaError._LOG_TRUNCATION:  # noqa: SLF001 (its name)
+        if first <= self._position <= end and self._refused_at == self._position:
+            # The offset is there, and the client refuses it again: its record is not the one that was read.
+            raise StorageError(
+                f"queue {self._queue.number} has lost offsets below {self._position}, which had been read, and has new "
+                f"ones there: the brokers truncated it ({error.str()}): seek its subscriptions back"
+            )
+        if self._position > end:
             raise StorageError(
                 f"queue {self._queue.number} has lost its end: offsets from {min(end, self._position)} to "
                 f"{self._position - 1} were truncated by the brokers: close the silo, and start it again or seek its "
@@ -158,6 +166,7 @@ class KafkaReceiver(QueueReceiver):
             )
         self._error = None
         if self._position >= first:
+            self._refused_at = self._position
             self._fetcher = self._queue.fetch(self._position, self._arrived)
             return None
         gap = Gap(self._position, first, RETENTION)

@@ -78,6 +78,7 @@ class ForeignProgram:
         topic: str,
         values: Sequence[bytes | None],
         *,
+        key: bytes | None = None,
         headers: Mapping[str, bytes] | None = None,
         transaction: str = "",
     ) -> None:
@@ -88,7 +89,7 @@ class ForeignProgram:
             producer.init_transactions(30)
             producer.begin_transaction()
         for value in values:
-            producer.produce(topic, value=value, partition=0, headers=dict(headers or {}) or None)
+            producer.produce(topic, key=key, value=value, partition=0, headers=dict(headers or {}) or None)
         if transaction:
             producer.commit_transaction(30)
         assert not producer.flush(30)
