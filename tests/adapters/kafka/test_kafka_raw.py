@@ -11,12 +11,13 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
+from sqlalchemy import create_engine
 
 from benchmarks.kafka_servers import KafkaServer
-from headrace import Client, Event, Provider, RetryPolicy, Start
+from headrace import Client, Effects, Event, Provider, RetryPolicy, Start, Transaction
 from headrace.adapters import Bounds, Gap, ProducerSequence
 from headrace.adapters.kafka.ledger import CALL, CallPart
-from headrace.streams.errors import InvalidArgument, PayloadTooLarge
+from headrace.streams.errors import InvalidArgument, NotSupported, PayloadTooLarge
 from headrace.streams.events import EventBatch
 from headrace.streams.identity import StreamId
 from tests.adapters.kafka.opening import ANY, ForeignProgram, new_topic, opened, received
@@ -275,6 +276,18 @@ async def test_token_is_no_start_if_producers_may_use_any_partition(address: str
         token = await provider.stream(topic, "k").publish(b"x")
         with pytest.raises(InvalidArgument, match="any queue of provider 'default' may have events"):
             await provider.subscribe("s", f"{topic}/k", EventCollector(), start=Start.at(token))
+
+
+async def test_effects_are_refused_if_producers_may_use_any_partition(address: str, topic: str, tmp_path: Path) -> None:
+    """Their position is one for each stream."""
+
+    async def handle(event: Event, tx: Transaction) -> None:
+        raise AssertionError((event, tx))
+
+    engine = create_engine(f"sqlite:///{tmp_path / 'effects.db'}")
+    async with Provider.open(tmp_path, **raw(address, topic)) as provider:
+        with pytest.raises(NotSupported, match="effects need one queue for each stream"):
+            await provider.subscribe("s", f"{topic}/*", handle, effects=Effects(engine))
 
 
 # ---- publishing ------------------------------------------------------------------------------------------------------
