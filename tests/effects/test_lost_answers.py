@@ -20,8 +20,10 @@ CHUNK = 1 << 16
 class CommitCutter:
     """Forwards to a PostgreSQL server. Breaks a connection when the answer to its COMMIT comes back."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, commit: bytes = b"COMMIT") -> None:
+        """`commit` is a part of the message that commits, and of no other."""
         self._target = host, port
+        self._commit = commit
         self.cuts = 0
         self.cutting = True
         self._tasks: set[asyncio.Task[None]] = set()
@@ -46,7 +48,7 @@ class CommitCutter:
 
         async def forth() -> None:
             while data := await reader.read(CHUNK):
-                if b"COMMIT" in data and self.cutting:
+                if self._commit in data and self.cutting:
                     commits.set()
                 back.write(data)
 

@@ -196,6 +196,25 @@ async def test_unfinished_batches_stay_and_are_read_over_all_segments(postgres_u
         assert await received(await adapter.open_receiver(1), 1) == ["new"]
 
 
+async def test_a_reader_follows_into_a_segment_that_another_process_began(postgres_url: str) -> None:
+    async with opened(postgres_url, **SMALL_SEGMENTS) as one, opened(postgres_url, **SMALL_SEGMENTS) as two:
+        reader = await two.open_receiver(0)
+        for number in range(12):
+            await one.enqueue([(0, large(number))])
+            assert numbers(await received(reader, 1)) == [number]
+            await one.apply_retention({0: 0})
+        assert len(tables(postgres_url)) >= 3
+
+
+async def test_a_commit_of_another_process_notifies_waiting_readers(postgres_url: str) -> None:
+    async with opened(postgres_url, poll_s=1000) as one, opened(postgres_url, poll_s=1000) as two:
+        reader = await two.open_receiver(0)
+        async with asyncio.timeout(30):
+            for number in range(3):
+                await one.enqueue([(0, batch(str(number)))])
+                assert await received(reader, 1) == [str(number)]
+
+
 async def test_batches_are_deleted_by_age(postgres_url: str) -> None:
     async with opened(postgres_url, retain_age_s=0.05) as adapter:
         await adapter.enqueue([(0, batch("old"))])

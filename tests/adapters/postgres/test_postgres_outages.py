@@ -95,7 +95,7 @@ async def test_ended_processes_of_the_server_are_replaced(postgres_url: str) -> 
 
 async def test_a_commit_whose_answer_is_lost_is_stored_once(postgres_url: str) -> None:
     parts = urlsplit(postgres_url)
-    cutter = CommitCutter(parts.hostname or "", parts.port or 0)
+    cutter = CommitCutter(parts.hostname or "", parts.port or 0, b"; COMMIT")
     cutter.cutting = False
     async with cutter.serving() as port:
         url = postgres_url.replace(f":{parts.port}/", f":{port}/")
@@ -117,7 +117,7 @@ async def test_a_commit_whose_answer_is_lost_is_stored_once(postgres_url: str) -
 
 async def test_lost_answer_of_an_idempotent_call_is_no_conflict(postgres_url: str) -> None:
     parts = urlsplit(postgres_url)
-    cutter = CommitCutter(parts.hostname or "", parts.port or 0)
+    cutter = CommitCutter(parts.hostname or "", parts.port or 0, b"; COMMIT")
     cutter.cutting = False
     async with cutter.serving() as port:
         async with opened(postgres_url.replace(f":{parts.port}/", f":{port}/")) as adapter:
