@@ -58,7 +58,8 @@ async def _handlers(gate: StartingGate, url: str, way: str, commit: str, events:
             if way == HEADRACE:
                 options["effects"] = Effects(engine)
             await asyncio.to_thread(gate.wait)
-            one = await provider.subscribe("effects", "bench/*", handle, **options)
+            subscribe: Any = provider.subscribe
+            one = await subscribe("effects", "bench/*", handle, **options)
             await one.caught_up()
             gate.done()
             await one.close()

@@ -34,7 +34,7 @@ COMMANDS = {
     "effects": (".effects", "Create and look at the tables of exactly-once effects in your database."),
     "postgres": (".postgres", "Create and look at the tables of queues in PostgreSQL."),
     "state": (".state", "List, show, set and delete the states that handlers keep for streams."),
-    "pipeline": (".pipeline", "Jobs on Spark: archive, replay, rollup, audit."),
+    "pipeline": (".pipeline", "Jobs on Spark: archive, replay, rollup, audit, states."),
 }
 """Module of each command, with the function `command`, and its short help."""
 

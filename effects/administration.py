@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -180,6 +180,16 @@ def states(
     row = positions.c
     query = select(positions).where(row.state.is_not(None), *_matching(subscription, origin)).limit(limit)
     return [_state(each) for each in connection.execute(query.order_by(row.origin, row.subscription, row.stream))]
+
+
+def pages_of_states(
+    connection: Connection, subscription: str | None = None, origin: str | None = None, *, rows: int
+) -> Iterator[Sequence[StoredState]]:
+    """Return all states that are stored, so many `rows` at a time, as they are at one moment."""
+    query = select(positions).where(positions.c.state.is_not(None), *_matching(subscription, origin))
+    ordered = query.order_by(positions.c.origin, positions.c.subscription, positions.c.stream)
+    for page in connection.execution_options(yield_per=rows).execute(ordered).partitions():
+        yield [_state(each) for each in page]
 
 
 def state(connection: Connection, subscription: str, stream: StreamId, origin: str | None = None) -> StoredState:

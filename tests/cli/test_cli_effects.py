@@ -58,6 +58,8 @@ def test_state_is_listed_shown_set_and_deleted(headrace: Headrace, tmp_path: Pat
         "expires_at_us": None, "state": {"count": 3},
     }  # fmt: skip
     assert '{"count":3}' in headrace("state", "list", *at).out
+    assert headrace("pipeline", "states", "s.parquet", *at, "--json").json == {"file": "s.parquet", "states": 1}
+    assert "s.parquet: 1 state" in headrace("pipeline", "states", "s.parquet", *at).err
     assert headrace("state", "set", *at, "billing", "orders/42", "no json").code == 2
     headrace("state", "set", *at, "--bytes", "--version", "2", "billing", "orders/42", "no json")
     assert headrace("state", "show", *at, "billing", "orders/42", "--json").json["state_base64"] == "bm8ganNvbg=="

@@ -69,7 +69,7 @@ def pipeline(begin: Callable[..., "subprocess.Popen[bytes]"]) -> Run:
 def test_the_jobs_are_listed_without_spark(headrace: Headrace):
     out = headrace("pipeline", "--help").out
     listed = [line.split()[0] for line in out.partition("Jobs:\n")[2].splitlines()]
-    assert listed == ["archive", "replay", "rollup", "audit"]
+    assert listed == ["archive", "replay", "rollup", "audit", "states"]
 
 
 def test_spark_that_is_missing_is_told(pipeline: Run, tmp_path: Path):

@@ -14,6 +14,7 @@ JOBS = {
     "replay": "Publish an archive or a log once more.",
     "rollup": "Count events by time and stream: rates, lags, latencies.",
     "audit": "Compare what was published with what was delivered.",
+    "states": "Keep the states of streams as a Parquet file.",
 }
 """Each job's module in this package (it has the command as `command`) and its summary."""
 _OF_SPARK = ("pyspark", "py4j", "pyarrow", "numpy")

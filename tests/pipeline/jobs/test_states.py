@@ -1,0 +1,60 @@
+"""States of streams as a Parquet file."""
+
+import json
+import os
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyarrow import parquet
+
+from headrace import InvalidArgument, StreamId, StreamState, Transaction
+from headrace.pipeline.jobs.states import ROWS, states
+from tests.effects.conftest import schema_url
+from tests.effects.databases import user_database
+from tests.effects.test_transactional_handlers import event_at, in_scope
+from tests.servers import postgres_server
+
+__all__ = ("postgres_server", "schema_url")
+
+
+@pytest.mark.parametrize("kind", ["aiosqlite", "psycopg-async"])
+async def test_all_states_of_a_subscription_are_in_the_file(kind: str, tmp_path: Path, schema_url: Callable[[], str]):
+    async def keep(event: Any, tx: Transaction) -> None:
+        tx.state = {"last": event.payload.decode()}
+
+    file = tmp_path / "states.parquet"
+    async with user_database(kind, str(tmp_path / "user.db"), schema_url) as database:
+        effects, _ = in_scope(database, keep, state=StreamState(ttl=timedelta(days=1), version=3))
+        for key in ("b", "a"):
+            await effects.call(event_at(5, stream=StreamId("orders", key)))
+        assert states(database.url, file, subscription="other") == 0
+        assert parquet.read_table(file).num_rows == 0
+        assert states(database.url, file, subscription="billing") == 2
+    rows = parquet.read_table(file).to_pylist()
+    assert [(row["stream"], json.loads(row["state"])["last"], row["offset"]) for row in rows] == [
+        ("orders/a", "a@5", 5), ("orders/b", "b@5", 5),
+    ]  # fmt: skip
+    assert {(row["origin"], row["subscription"], row["version"]) for row in rows} == {("here", "billing", 3)}
+    assert all(row["expires_at"] > datetime.now(UTC) for row in rows)
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []  # noqa: PTH208 (in an async test)
+
+
+async def test_more_states_than_one_group_has(tmp_path: Path, schema_url: Callable[[], str]):
+    async with user_database("sqlite", str(tmp_path / "user.db"), schema_url) as database:
+        number = ROWS + 1
+        database.execute(
+            f"WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {number}) "
+            "INSERT INTO headrace_position "
+            "SELECT 'here', 'billing', 'orders/' || i, 1, 0, i, 0, 0, 1, 1, X'31', 1, NULL FROM n"
+        )
+        assert states(database.url, tmp_path / "states.parquet") == number
+    table = parquet.read_table(tmp_path / "states.parquet")
+    assert sorted(table.column("offset").to_pylist()) == list(range(1, number + 1))
+
+
+def test_a_folder_that_is_missing_is_refused(tmp_path: Path):
+    with pytest.raises(InvalidArgument, match="does not exist: create it first"):
+        states("sqlite:///user.db", tmp_path / "no" / "states.parquet")
