@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from sqlalchemy import Connection, Engine, RootTransaction, text
+from sqlalchemy import Connection, CursorResult, Engine, RootTransaction, text
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, AsyncTransaction
@@ -86,6 +86,27 @@ class EffectDatabase(ABC):
         """
 
 
+class DriverStatement:
+    """A statement that is compiled once, and not looked up by SQLAlchemy for each execution: for statements that are
+    executed for each event."""
+
+    def __init__(self, sql: str) -> None:
+        self._statement = text(sql)
+        self._compiled: dict[tuple[str, str], tuple[str, Sequence[str] | None]] = {}
+        """By dialect and driver: text, and the order of parameters if it has no names."""
+
+    def execute(self, connection: Connection, values: Mapping[str, Any]) -> CursorResult[Any]:
+        """Raises the errors of SQLAlchemy."""
+        dialect = connection.dialect
+        known = self._compiled.get((dialect.name, dialect.driver))
+        if known is None:
+            made = cast("Any", self._statement.compile(dialect=dialect))
+            known = str(made), list(made.positiontup) if made.positional else None
+            self._compiled[dialect.name, dialect.driver] = known
+        sql, order = known
+        return connection.exec_driver_sql(sql, dict(values) if order is None else tuple(values[name] for name in order))
+
+
 # ---- AsyncEngine -----------------------------------------------------------------------------------------------------
 
 
@@ -130,7 +151,8 @@ async def _transaction_on(connection: AsyncConnection) -> AsyncGenerator[EffectT
     try:
         yield opened
         await opened.flush()
-        await connection.run_sync(_check_commits, root)
+        if not _is_known_to_commit(_plain(connection), root):
+            await connection.execute(text("SELECT 1"))  # fails if the transaction has failed
         with outages():
             await root.commit()
     finally:
@@ -250,7 +272,7 @@ class _ThreadedTransaction(EffectTransaction):
         with connection:
             if commit:
                 self._end_session()
-                _check_commits(connection, connection.get_transaction())
+                _check_commits(connection)
                 connection.commit()
 
     @property
@@ -294,21 +316,31 @@ def check_transactions(connection: Connection) -> None:
         raise InvalidArgument("this engine commits each statement (AUTOCOMMIT): effects need transactions")
 
 
-def _check_commits(connection: Connection, root: RootTransaction | AsyncTransaction | None) -> None:
+def _plain(connection: AsyncConnection) -> Connection:
+    plain = connection.sync_connection
+    assert plain is not None
+    return plain
+
+
+def _check_commits(connection: Connection) -> None:
+    if not _is_known_to_commit(connection, connection.get_transaction()):
+        connection.execute(text("SELECT 1"))
+
+
+def _is_known_to_commit(connection: Connection, root: RootTransaction | AsyncTransaction | None) -> bool:
     """Raise InvalidArgument if a COMMIT would not commit. PostgreSQL answers a COMMIT after a failed statement by a
-    rollback, and drivers do not report this."""
+    rollback, and drivers do not report this. Return False if only a statement can tell."""
     if root is None or not root.is_active:
         raise InvalidArgument("the handler ended its transaction: return to commit it, raise to roll it back")
     if connection.dialect.name == "sqlite":
-        return
+        return True
     info = getattr(connection.connection.driver_connection, "info", None)
-    if info is None:
-        connection.execute(text("SELECT 1"))  # fails if the transaction has failed
-    elif info.transaction_status == _IN_ERROR:
+    if info is not None and info.transaction_status == _IN_ERROR:
         raise InvalidArgument(
             "the handler caught the error of a statement, and PostgreSQL has given up the transaction: use "
             "tx.connection.begin_nested() or tx.session.begin_nested() around such a statement"
         )
+    return info is not None
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from ..streams.events import Event
 from ..streams.identity import SequenceToken, StreamId
 from ..streams.transactions import EffectScope
 from .clock import now_us
+from .database import DriverStatement
 from .given_up import GivenUpEvents, RedriveStep, token_of
 from .schema import key_of
 
@@ -22,7 +23,7 @@ _VALUES = ":origin, :subscription, :stream, :generation, :queue, :last_offset, :
 _MOVE = """generation = excluded.generation, queue = excluded.queue, token_offset = excluded.token_offset,
     token_index = excluded.token_index, revision = p.revision + 1, written_at_us = excluded.written_at_us"""
 
-_CLAIM = text(f"""
+_CLAIM = DriverStatement(f"""
     INSERT INTO headrace_position AS p ({_COLUMNS}) VALUES ({_VALUES})
     ON CONFLICT (origin, subscription, stream) DO UPDATE SET {_MOVE}
     WHERE (p.generation, p.token_offset, p.token_index) < (excluded.generation, :first_offset, :first_index)
@@ -113,7 +114,7 @@ class StreamPosition:
         """Move the position past these events, and return those that no redrive has applied. Return None, and write
         nothing, if the position is not before all of them."""
         row = self._row(token_of(events[0]), token_of(events[-1]))
-        moved = connection.execute(_CLAIM, row).first()
+        moved = _CLAIM.execute(connection, row).first()
         if moved is None:
             return None
         return self._given_up.pass_over(connection, events) if moved.unapplied else events
@@ -158,7 +159,7 @@ class StreamPosition:
         """Move the position past these events without their effects. Events whose effects are committed stay so."""
         left = self.after(self._locked(connection), events)
         if left:
-            connection.execute(_CLAIM, self._row(token_of(left[0]), token_of(left[-1])))
+            _CLAIM.execute(connection, self._row(token_of(left[0]), token_of(left[-1])))
             self._given_up.count(connection)
 
     def take(self, connection: Connection, event: Event) -> RedriveStep:
