@@ -18,8 +18,8 @@ from ..streams.transactions import EffectScope
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-    from ..effects.batches import BatchTransaction
     from ..effects.effects import Effects
+    from ..effects.transaction import Transaction
 
 FRAME_BYTES = 32
 """Upper bound of the bytes around a batch on the wire, without the indexes of a part of a batch."""
@@ -158,9 +158,7 @@ class ReceivedBatch(EventBatch):
         self.holder.reject(self, None if event is None else self._place(event), reason, delay, unavailable)
         return TURN if self.holder.account.is_congested else DONE
 
-    def effects(
-        self, database: Effects | AsyncEngine | AsyncConnection
-    ) -> AbstractAsyncContextManager[BatchTransaction]:
+    def effects(self, database: Effects | AsyncEngine | AsyncConnection) -> AbstractAsyncContextManager[Transaction]:
         """Open a transaction of your database for the length of an `async with`. At its end the effects and the
         position of the stream are committed, and the batch is acknowledged. After an error they are rolled back, and
         the batch is rejected with the error, which is raised.

@@ -13,7 +13,7 @@ from ..streams.events import Event
 from ..streams.failure_log import described
 from ..streams.transactions import EffectCounts, EffectScope, RedriveRefused
 from .database import is_outage
-from .effects import Effects, EffectsInScope, OpenEffects
+from .effects import Effects, EffectsInScope
 from .transaction import Transaction
 
 
@@ -28,19 +28,10 @@ class BatchToApply(Protocol):
     def nack(self, reason: str = "", *, unavailable: bool = False) -> Awaitable[None]: ...
 
 
-class BatchTransaction(Transaction):
-    """The transaction of a batch. It is committed at the end of the `async with`, and rolled back after an error."""
-
-    def __init__(self, opened: OpenEffects) -> None:
-        self.__dict__.update(vars(opened.transaction))
-        self.events = opened.events
-        """The events whose effects are not committed yet: apply these, and no others."""
-
-
 @asynccontextmanager
 async def batch_effects(
     effects: Effects | AsyncEngine | AsyncConnection, batch: BatchToApply, events: Sequence[Event], scope: EffectScope
-) -> AsyncGenerator[BatchTransaction]:
+) -> AsyncGenerator[Transaction]:
     """Open the transaction of these events of a batch. See `ReceivedBatch.effects`."""
     try:
         chosen = effects if isinstance(effects, Effects) else Effects(effects)
@@ -52,8 +43,7 @@ async def batch_effects(
         raise
     try:
         async with AsyncExitStack() as stack:
-            opened = await _open(stack, scoped, batch, events)
-            yield BatchTransaction(opened)
+            yield await _open(stack, scoped, batch, events)
     except Exception as error:
         with suppress(Closed):
             await _reject(scoped, batch, events, error)
@@ -63,7 +53,7 @@ async def batch_effects(
 
 async def _open(
     stack: AsyncExitStack, scoped: EffectsInScope, batch: BatchToApply, events: Sequence[Event]
-) -> OpenEffects:
+) -> Transaction:
     if not events:  # they are void, for example after a seek
         return await stack.enter_async_context(scoped.without_events())
     try:

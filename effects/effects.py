@@ -6,7 +6,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from sqlalchemy import Connection, Engine
@@ -106,14 +106,6 @@ def _check_current(*, is_current: bool) -> None:
         raise _StaleStateError
 
 
-class OpenEffects(NamedTuple):
-    """A transaction that is open."""
-
-    events: Sequence[Event]
-    """The events whose effects are not committed yet."""
-    transaction: Transaction
-
-
 class EffectsInScope:
     """Applies the effects of the events of one subscription in one queue and generation."""
 
@@ -192,7 +184,7 @@ class EffectsInScope:
                         raise
 
     @asynccontextmanager
-    async def transaction(self, events: Sequence[Event], *, redriven: bool) -> AsyncGenerator[OpenEffects]:
+    async def transaction(self, events: Sequence[Event], *, redriven: bool) -> AsyncGenerator[Transaction]:
         """Open the transaction of these events of one stream for the length of an `async with`. It cannot be repeated:
         if it collides with another one, this raises Unavailable."""
         async with self._slots:
@@ -206,11 +198,11 @@ class EffectsInScope:
                 raise
 
     @asynccontextmanager
-    async def without_events(self) -> AsyncGenerator[OpenEffects]:
+    async def without_events(self) -> AsyncGenerator[Transaction]:
         """Open a transaction that applies no event."""
         async with self._slots, self._database.transaction() as transaction:
             state = None if self._options is None else HandlerState(self._options, None)
-            yield OpenEffects((), Transaction(transaction, self._scope, state))
+            yield Transaction(transaction, self._scope, state, ())
 
     # ---- one transaction -------------------------------------------------------------------------------------------
 
@@ -222,26 +214,26 @@ class EffectsInScope:
                 return
         async with self._opened(events, redriven=False) as opened:
             if opened.events:
-                await self._handle(self._part(delivered, opened.events), opened.transaction)
+                await self._handle(self._part(delivered, opened.events), opened)
 
     async def _handle(self, delivered: Event | EventBatch, transaction: Transaction) -> None:
         assert self._handler is not None
         await self._handler(delivered, transaction)
 
-    def _opened(self, events: Sequence[Event], *, redriven: bool) -> AbstractAsyncContextManager[OpenEffects]:
+    def _opened(self, events: Sequence[Event], *, redriven: bool) -> AbstractAsyncContextManager[Transaction]:
         if redriven:
             return self._redriving(events[0])
         return self._applying(events) if self._options is None else self._applying_with_state(events, self._options)
 
     @asynccontextmanager
-    async def _applying(self, events: Sequence[Event]) -> AsyncGenerator[OpenEffects]:
+    async def _applying(self, events: Sequence[Event]) -> AsyncGenerator[Transaction]:
         async with self._database.transaction() as transaction:
             left = await transaction.call(self._position(events[0]).claim, events)
             self._counts.already_applied += len(events) - len(left)
-            yield OpenEffects(left, Transaction(transaction, self._scope, None))
+            yield Transaction(transaction, self._scope, None, left)
 
     @asynccontextmanager
-    async def _applying_with_state(self, events: Sequence[Event], options: StreamState) -> AsyncGenerator[OpenEffects]:
+    async def _applying_with_state(self, events: Sequence[Event], options: StreamState) -> AsyncGenerator[Transaction]:
         """Write position and state by one statement at the end. Until then another owner may write them, too."""
         position, stream = self._position(events[0]), _stream_of(events[0])
         known, following = self._known.get(stream), None
@@ -252,7 +244,7 @@ class EffectsInScope:
                 if known is not None and known.unapplied:
                     left = await transaction.call(position.left, known, events)
                 state = HandlerState(options, known)
-                yield OpenEffects(left, Transaction(transaction, self._scope, state))
+                yield Transaction(transaction, self._scope, state, left)
                 if left:
                     await transaction.flush()
                     encoded, revision = state.encoded(), known.revision if known is not None else 0
@@ -283,10 +275,10 @@ class EffectsInScope:
     async def _redrive(self, event: Event) -> None:
         async with self._redriving(event) as opened:
             if opened.events:
-                await self._handle(self._alone(event), opened.transaction)
+                await self._handle(self._alone(event), opened)
 
     @asynccontextmanager
-    async def _redriving(self, event: Event) -> AsyncGenerator[OpenEffects]:
+    async def _redriving(self, event: Event) -> AsyncGenerator[Transaction]:
         position = self._position(event)
         async with self._database.transaction() as transaction:
             step = await transaction.call(position.take, event)
@@ -296,7 +288,7 @@ class EffectsInScope:
             known = await transaction.call(position.find) if self._options is not None else None
             state = None if self._options is None else HandlerState(self._options, known)
             left = [event] if step is RedriveStep.APPLY else []
-            yield OpenEffects(left, Transaction(transaction, self._scope, state))
+            yield Transaction(transaction, self._scope, state, left)
             if left and state is not None and known is not None:
                 await transaction.flush()
                 changed = await transaction.call(position.change_state, state.encoded(), known.revision)

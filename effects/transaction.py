@@ -11,6 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
 from ..streams.errors import NotSupported
+from ..streams.events import Event
 from ..streams.identity import StreamId
 from ..streams.transactions import EffectScope
 from .clock import now_us
@@ -61,9 +62,13 @@ class Transaction:
     """A transaction of the user's database in which one call of a handler works. headrace commits it when the handler
     returns, and rolls it back if the handler raises."""
 
-    def __init__(self, opened: EffectTransaction, scope: EffectScope, state: HandlerState | None) -> None:
+    def __init__(
+        self, opened: EffectTransaction, scope: EffectScope, state: HandlerState | None, events: Sequence[Event]
+    ) -> None:
         self._opened = opened
         self._state = state
+        self.events = events
+        """The events whose effects are not committed yet."""
         self.subscription = scope.subscription
         self.generation = scope.generation
         self._provider = scope.provider
