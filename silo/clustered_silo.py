@@ -64,7 +64,6 @@ class ClusteredSilo:
         self._peers = PeerConnections(self.secret, tls_of(config), credentials)
         self._membership: Membership | None = None
         self._silos: Mapping[str, SiloRecord] = {}
-        self._owners: Mapping[tuple[str, int], str] = {}
         self._warned: set[tuple[str, int]] = set()
         """Runs of silos whose different settings are in the log already."""
 
@@ -188,7 +187,6 @@ class ClusteredSilo:
         self._secrets.take(view)
         self.view = view
         self._silos = {silo.name: silo for silo in view.silos if silo.state in LIVING}
-        self._owners = {(lease.provider, lease.queue): lease.owner for lease in view.valid}
         self._warn_of_settings(self._silos.values())
         # A silo that left in order still finishes its open calls.
         self._peers.keep({silo.name for silo in view.silos if silo.state is not SiloState.DEAD})
@@ -196,7 +194,7 @@ class ClusteredSilo:
 
     def owner(self, provider: str, queue: int) -> str:
         """Return the name of a queue's owner, "" if it has none."""
-        return self._owners.get((provider, queue), "")
+        return self.placements.owner(provider, queue).silo
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 

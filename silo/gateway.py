@@ -42,6 +42,8 @@ RETURN_S = 1.0
 """Time that silos have to give credit back, in seconds."""
 CLOSE_S = 1.0
 """Time that silos have to hear that a silent consumer has left, in seconds."""
+VIEW_S, VIEW_CHECK_S = 10.0, 0.05
+"""How long reports wait for a newer view of the cluster, and how often it is checked, in seconds."""
 ACKNOWLEDGE = "ConsumerService/Acknowledge"
 
 
@@ -50,10 +52,6 @@ class GatewaySilos(Protocol):
 
     @property
     def placements(self) -> ClusterPlacements: ...
-
-    def owner(self, provider: str, queue: int) -> str:
-        """Return the name of a queue's owner, "" if it has none."""
-        ...
 
     def stream(self, silo: str, method: str) -> StreamCall:
         """Begin a call of a silo, which may be this one. Raise Unavailable if it is not a living member."""
@@ -150,10 +148,21 @@ class ClusterGateways:
         """Pass reports to the owners of their queues. Return the refusals."""
         check_count(reports)
         by_owner: dict[str, list[pb.QueueReport]] = {}
+        ends_at = asyncio.get_running_loop().time() + VIEW_S
         for report in reports:
-            by_owner.setdefault(self._silos.owner(target.provider.name, report.queue), []).append(report)
+            owner = await self._owner(target.provider.name, report, ends_at)
+            by_owner.setdefault(owner, []).append(report)
         answers = await asyncio.gather(*(self._report_to(owner, target, each) for owner, each in by_owner.items()))
         return [refusal for answer in answers for refusal in answer]
+
+    async def _owner(self, provider: str, report: pb.QueueReport, ends_at: float) -> str:
+        """Return the owner of a report's queue, "" if it has none. If the report has a newer epoch than this silo has
+        heard of, wait for the next view of the cluster, until `ends_at`."""
+        loop, owner = asyncio.get_running_loop(), self.placements.owner(provider, report.queue)
+        while owner.epoch < report.epoch and loop.time() < ends_at:
+            await asyncio.sleep(VIEW_CHECK_S)
+            owner = self.placements.owner(provider, report.queue)
+        return owner.silo
 
     async def _report_to(
         self, owner: str, target: ConsumerTarget, reports: Sequence[pb.QueueReport]

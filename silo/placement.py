@@ -27,6 +27,9 @@ class LeaseOwner(NamedTuple):
     """Name of the owner; "" if the lease is over."""
 
 
+_UNKNOWN = LeaseOwner(0, "")
+
+
 class ClusterPlacements:
     """The owners of all queues, as this silo knows them."""
 
@@ -57,6 +60,10 @@ class ClusterPlacements:
             if placement != before and number in self._watches:
                 self._watches[number] = watch, placement
                 watch.on_placement(placement)
+
+    def owner(self, provider: str, queue: int) -> LeaseOwner:
+        """Return the owner of a queue, and its epoch: 0 if no lease is known."""
+        return self._owners.get((provider, queue), _UNKNOWN)
 
     def placement(self, provider: str, queues: Collection[int]) -> pb.Placement:
         """Return the owners of these queues."""

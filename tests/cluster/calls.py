@@ -17,6 +17,33 @@ if TYPE_CHECKING:
 WAIT_S = 0.2
 """Seconds after which a message to or from a silo that is cut off is tried again."""
 Handler = Callable[[ServiceCall], Awaitable[None]]
+UnaryHandler = Callable[[ServiceCall, bytes], Awaitable[bytes]]
+
+
+def streamed(handler: UnaryHandler) -> Handler:
+    """Return a handler of streams with one request and one response."""
+
+    async def handle(call: ServiceCall) -> None:
+        request = await call.read()
+        if request is not None:
+            await call.write(await handler(call, request))
+
+    return handle
+
+
+async def ask(call: "ClientCall", request: bytes, timeout_s: float | None) -> bytes:
+    """Send the request of a unary call, and return its response. Raise Unavailable after `timeout_s`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await call.send(request)
+            answer = await call.receive()
+    except TimeoutError:
+        raise Unavailable(f"silo {call.address} did not answer within {timeout_s} s") from None
+    finally:
+        call.cancel()
+    if answer is None:
+        raise Unavailable(f"silo {call.address} ended the call without an answer")
+    return answer
 
 
 class Direction:
@@ -94,6 +121,8 @@ class Connection:
         self.is_broken = False
         self.requests = Direction(self, silo)
         self.responses = Direction(self, client)
+        self.ends_at: float | None = None
+        """The caller's deadline, by the simulation's clock. None: it has none."""
         self.error: HeadraceError | None = None
         """The end of the call as the client sees it."""
         self.is_over = False
@@ -190,7 +219,8 @@ class SiloCall(ServiceCall):
     def check_valid(self) -> None: ...
 
     def remaining_s(self) -> float | None:
-        return None
+        connection = self._connection
+        return None if connection.ends_at is None else connection.ends_at - connection.world.now
 
     def hold(self, nbytes: int) -> None: ...
 

@@ -40,6 +40,7 @@ from headrace.balancer.cluster_options import ClusterOptions
 from headrace.balancer.membership import Membership
 from headrace.client.transport import FIRST_PAUSE_S, MAX_PAUSE_S, StreamCall
 from headrace.server.access import PEER, Principal
+from headrace.server.guard import MethodKind
 from headrace.silo.consumer_groups import ConsumerGroups
 from headrace.silo.gateway import ClusterGateways
 from headrace.silo.opening import ProviderParts
@@ -55,8 +56,9 @@ from headrace.streams.frames import DeliveredBatch, split
 from headrace.streams.handlers import Handler
 from headrace.streams.progress import RefusedProgress
 from headrace.streams.subscriptions import Checkpoint, Mode
-from tests.cluster.calls import ClientCall, Connection
-from tests.cluster.consumers import PROVIDER, TIMEOUT_S, ConsumerProcess
+from tests.cluster.calls import ClientCall, Connection, ask, streamed
+from tests.cluster.calls import Handler as CallHandler
+from tests.cluster.consumers import PROVIDER, TIMEOUT_S, ConsumerProcess, consumer_of
 from tests.cluster.machines import Machine, MachineLoop, Step, wall_ns
 from tests.cluster.memory_store import MemoryStore
 from tests.cluster.model import Did, Model
@@ -79,6 +81,8 @@ CHECKPOINT_S = 1.0
 """Ten times the default, so that crashes find more unsaved progress."""
 LONGEST_S = 10_000.0
 """Longest simulated time of a cluster. A cluster that takes longer is stuck."""
+CALL_S = 10.0
+"""How long a silo waits for the answer of another one."""
 CLOCKS = 0.01
 """Largest relative error of the silos' monotonic clocks."""
 
@@ -212,6 +216,7 @@ class Silo:
         """The silo was told to give its queues away and to take none again."""
         self.placements = ClusterPlacements()
         self.placements.join(name)
+        self._methods: dict[str, CallHandler] = {}
         self.connections: list[Connection] = []
         self.closing = asyncio.Event()
         self.leaving = asyncio.Event()
@@ -246,6 +251,11 @@ class Silo:
             providers: Any = {PROVIDER: self.host}
             gateways = ClusterGateways(self, edge.budget)
             self.service = ConsumerService(providers, {PROVIDER: consumers}, VisibleBounds(), gateways)
+            for each in self.service.methods():
+                streams = each.kind is MethodKind.STREAM
+                self._methods[each.name.removeprefix("headrace.v1.")] = (
+                    each.handler if streams else streamed(each.handler)
+                )
             self.up = True
             await self.leaving.wait()
             serving.cancel()
@@ -364,8 +374,10 @@ class Silo:
 
     # ---- calls of consumers and of other silos ---------------------------------------------------------------------
 
-    def connect(self, client: Machine, principal: Principal, *, cut_off: Callable[[], bool]) -> StreamCall:
-        """Begin a `Subscribe` call of this silo."""
+    def connect(
+        self, client: Machine, principal: Principal, method: str, *, cut_off: Callable[[], bool], wait_s: float = 0.0
+    ) -> ClientCall:
+        """Begin a call of this silo. `wait_s` is the caller's deadline; 0: it has none."""
         world = self.world
         latency_s = 0.0 if client is self.machine else world.weather.latency_s
         connection = Connection(world, client, self.machine, lambda: cut_off() or self.cut_off, latency_s, self.name)
@@ -374,21 +386,24 @@ class Silo:
         else:
             self.connections = [each for each in self.connections if not each.is_broken]
             self.connections.append(connection)
-            connection.begin(self.service.subscribe, principal, self.closing)
+            connection.ends_at = world.now + wait_s if wait_s else None
+            connection.begin(self._methods[method], principal, self.closing)
         return ClientCall(connection)
 
     def stream(self, silo: str, method: str) -> StreamCall:
-        """Begin a call of this silo's gateways. With `call` and `owner`, takes the place of `ClusteredSilo`."""
+        """Begin a call of this silo's gateways. With `call`, takes the place of `ClusteredSilo`."""
+        return self._call(silo, method, 0.0)
+
+    async def call(self, silo: str, method: str, request: bytes) -> bytes:
+        return await ask(self._call(silo, method, CALL_S), request, CALL_S)
+
+    def _call(self, silo: str, method: str, wait_s: float) -> ClientCall:
         other = self.world.silos.get(silo)
         if other is None:
             raise Unavailable(f"there is no silo {silo!r}")
-        return other.connect(self.machine, PEER, cut_off=lambda: self.cut_off and other is not self)
-
-    async def call(self, silo: str, method: str, request: bytes) -> bytes:
-        raise Unavailable(f"no consumer pulls: {method} of {silo}")
-
-    def owner(self, provider: str, queue: int) -> str:
-        raise Unavailable(f"no consumer pulls: {provider}/{queue}")
+        return other.connect(
+            self.machine, PEER, method, cut_off=lambda: self.cut_off and other is not self, wait_s=wait_s
+        )
 
 
 Eye = Callable[[Silo, Step], None]
@@ -467,7 +482,7 @@ class SimulatedCluster(Simulation):
         self.definitions.append(definition)
         if name in self.grouped:
             for number in range(self.rng.choice((1, 2, 3))):
-                self.consumers.append(ConsumerProcess(self, f"{name}-{number}", definition))
+                self.consumers.append(consumer_of(self, f"{name}-{number}", definition))
         for silo in self.silos.values():
             silo.wakes.set()
 
@@ -703,7 +718,7 @@ class Incidents:
         if what == "vanish":
             consumer.vanish()
             name = f"{consumer.definition.name}-again-{next(self._numbers)}"
-            world.consumers.append(ConsumerProcess(world, name, consumer.definition))
+            world.consumers.append(consumer.heir(name))
         else:
             consumer.lose_connections()
 
@@ -849,10 +864,11 @@ def simulate(
     with simulated_clocks(checkpoint_s=CHECKPOINT_S) as patch:
         for name in ("redriver.REDRIVE_S", "control_requests.POLL_S", "subscription_runner.RETRY_S"):
             patch.setattr(f"headrace.agents.{name}", 5.0)  # no requests come here
-        for name in ("routing", "owners"):
+        for name in ("routing", "owners", "transport"):
             backoff = partial(Backoff, FIRST_PAUSE_S, MAX_PAUSE_S, rng=rng)
             patch.setattr(f"headrace.client.{name}.reconnect_backoff", backoff)
         patch.setattr("headrace.silo.consumer_groups.Group", SeededGroup)
+        patch.setattr("headrace.client.handling.monotonic", lambda: asyncio.get_running_loop().time())
         patch.setattr("time.time_ns", wall_ns)
         return _run(rng, kind, steps, real, eye)
 
