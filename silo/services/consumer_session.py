@@ -232,6 +232,7 @@ class ConsumerSession:
         saved = {
             queue: pb.Saved(queue=queue, epoch=each.epoch, number=each.number, unconfirmed=each.unconfirmed)
             for queue, each in self._member.take_confirmed().items()
+            if self._can_confirm(queue)
         }
         if self._positions_due or (saved and self._keeps_positions):
             self._positions_due = False
@@ -245,6 +246,11 @@ class ConsumerSession:
                     each.position.CopyFrom(pb.Position(queue=queue, token=token))
             self._positions_at = self._loop.time() + size / POSITION_BYTES_PER_S
         self._pending.saved.extend(saved.values())
+
+    def _can_confirm(self, queue: int) -> bool:
+        """Whether a confirmation can have the position that a client needs if it keeps positions. It is not known of a
+        queue that this silo gave back: then the client names its acknowledgements to the next owner."""
+        return not self._keeps_positions or self._group.status(self._member, queue) is not None
 
     def _progress(self) -> pb.Progress:
         member = self._member

@@ -9,7 +9,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace import Event, HeadraceError, SubscriptionDefinition, Unavailable
 from headrace.client.consumer import Consumer
@@ -89,8 +89,9 @@ class SimulatedTransport(Transport):
 class ConsumerProcess(ABC):
     """A process that consumes one subscription."""
 
-    is_told_what_is_saved = True
-    """Whether the client knows which acknowledgements are saved. It recognises all others if they come again."""
+    remembers = True
+    """Whether the client recognises events that come again after it has acknowledged them."""
+    keeps_positions = False
 
     def __init__(self, world: "SimulatedCluster", name: str, definition: SubscriptionDefinition) -> None:
         rng = world.rng
@@ -119,6 +120,11 @@ class ConsumerProcess(ABC):
             for connection in silo.connections:
                 if connection.client is self.machine:
                     connection.break_off()
+
+    def stall(self, seconds: float) -> None:
+        """Its event loop is blocked."""
+        self.machine.pause()
+        self.world.later(seconds, self.machine.resume)
 
     def vanish(self) -> None:
         """Fall silent, with all connections left open, like a machine that lost its power."""
@@ -239,6 +245,8 @@ class IteratingConsumer(ConsumerProcess):
 class KeepingConsumer(IteratingConsumer):
     """Mode broadcast: it stores its positions itself. When it vanishes, another process goes on from them."""
 
+    keeps_positions = True
+
     def __init__(
         self,
         world: "SimulatedCluster",
@@ -272,12 +280,12 @@ class HandlingConsumer(ConsumerProcess):
         super().__init__(world, name, definition)
 
     async def _run(self) -> None:
-        client = ConsumingClient(self._transport, PROVIDER, 30.0)
+        subscribe: Any = ConsumingClient(self._transport, PROVIDER, 30.0).subscribe
         handler = self._handle_batch if self._of_batches else self._handle_event
         while True:
             try:
-                subscription = await client.subscribe(  # pyright: ignore[reportCallIssue]
-                    self.definition.name, None, handler, batch=self._of_batches, concurrency=self._concurrency,  # pyright: ignore[reportArgumentType]
+                subscription = await subscribe(
+                    self.definition.name, None, handler, batch=self._of_batches, concurrency=self._concurrency,
                     consumer=self.name, session_timeout_s=TIMEOUT_S, max_events=self._max_events,
                 )  # fmt: skip
                 await subscription.ended()
@@ -312,7 +320,7 @@ class HandlingConsumer(ConsumerProcess):
 class PullingConsumer(ConsumerProcess):
     """It pulls, processes all events, and acknowledges them with a call of its own or with the next pull."""
 
-    is_told_what_is_saved = False
+    remembers = False
 
     async def _run(self) -> None:
         client, rng = ConsumingClient(self._transport, PROVIDER, PULL_S), self.world.rng

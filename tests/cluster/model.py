@@ -47,8 +47,8 @@ class Progress:
         return next((n for n in before if self.hands.get(n) is not who), None)
 
 
-Again = Callable[[str, Did], None]
-"""Called with an event that comes again after it was done, and with the consumer that did it."""
+Again = Callable[[str, Did, Any], None]
+"""Called with an event that comes again after it was done, with its former and its present consumer."""
 
 
 class Model:
@@ -126,7 +126,9 @@ class Model:
             if missing is not None:
                 self._problem(f"{where}: number {number}, but {missing} is neither done nor in the same hands")
             if (did := progress.last_done.get(number)) is not None:
-                self._again(f"{where}: number {number}", did)
+                self._again(f"{where}: number {number}", did, who)
+            if getattr(who, "keeps_positions", False) and self.is_stored(subscription, stream, queue, offset, index):
+                self._problem(f"{where}: number {number}, which is before the position that it has kept")
             progress.hands[number] = who
 
     def is_stored(self, subscription: str, stream: StreamId, queue: int, offset: int, index: int) -> bool:
@@ -146,7 +148,7 @@ class Model:
         stream, first, _ = self.events[queue, offset]
         progress = self.of(subscription, stream)
         for number in [first + index for index in indexes]:
-            if not progress.finish(number, Did(who, progress.sent_at[number], self._now())):
+            if not progress.finish(number, Did(who, progress.sent_at.get(number, 0.0), self._now())):
                 self.again += 1
 
     def gives_back(self, subscription: str, queue: int, offset: int, index: int, who: object) -> None:

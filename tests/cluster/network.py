@@ -27,6 +27,8 @@ class NetworkConditions:
     """Longest delay of such an answer."""
     timeout_s: float = 1.0
     outage: bool = False
+    refuses: str = ""
+    """Name of a call that fails each time; "": none."""
 
 
 class StoreCaller(Protocol):
@@ -64,6 +66,10 @@ class StoreConnection:
         congested = self._place.congested
         await asyncio.sleep(rng.random() * (weather.slow_s / 3 if congested else weather.latency_s))
         await self._reach()
+        if name == weather.refuses:
+            if rng.random() < 0.5:
+                await carry_out()
+            raise StorageError(f"{name}: the store has an error")
         lost = weather.loss and rng.random() < weather.loss
         if lost and rng.random() < 0.5:
             if name != "join" and rng.random() < 0.5:  # a silo that starts again under its name waits for longer

@@ -11,6 +11,7 @@ from headrace import SequenceToken, StorageError
 from headrace.agents import Delivery, Group, PullingManager
 from headrace.agents.checkpointer import Checkpointer
 from headrace.agents.cursor import CursorState, StreamCursor
+from headrace.agents.delivery.assignment import QueueAssignment
 from headrace.agents.delivery.confirmations import QueueReports, ReportMark
 from headrace.agents.delivery.group_delivery import GroupDelivery
 from headrace.agents.delivery.progress import DeliveryProgress
@@ -18,8 +19,21 @@ from headrace.agents.queue_host import QueueHost
 from headrace.balancer.held_leases import HeldLeases
 from headrace.balancer.membership import Membership
 from headrace.balancer.sightings import Sightings
+from headrace.client.handling import RemoteHandling
+from headrace.client.holdings import Holdings
+from headrace.client.links import Link
+from headrace.client.received import TAKEN, ReceivedBatch
+from headrace.client.routing import Router
+from headrace.client.unconfirmed import UnconfirmedAcknowledgements
+from headrace.proto.v1 import consumer_pb2 as pb
+from headrace.silo.consumers import AttachedConsumer, Consumers
+from headrace.silo.gateway import ClusterGateways, GatewaySession
+from headrace.silo.gateway_pulls import PullingGateway
+from headrace.silo.services import consumer_session
+from headrace.silo.services.consumer_session import ConsumerSession
+from headrace.store.rows import position_token
 from headrace.streams.cluster import ClusterView, Lease, SiloRecord
-from headrace.streams.subscriptions import Checkpoint
+from headrace.streams.subscriptions import Checkpoint, Mode
 from tests.cluster.memory_store import MemoryClusterStore
 
 
@@ -293,6 +307,171 @@ def progress_is_saved_rarely(stack: ExitStack) -> None:
     stack.enter_context(patch.object(Checkpointer, "save", save_rarely))
 
 
+def reports_of_an_older_epoch_count(stack: ExitStack) -> None:
+    """The epoch before the present one is accepted in reports."""
+    is_current = Group.is_current
+
+    def is_nearly_current(group: Group, queue: int, epoch: int, generation: int) -> bool:
+        return any(is_current(group, queue, each, generation) for each in (epoch, epoch + 1))
+
+    stack.enter_context(patch.object(Group, "is_current", is_nearly_current))
+
+
+def acknowledgements_end_with_the_session(stack: ExitStack) -> None:
+    """A consumer forgets its unconfirmed acknowledgements when their session ends."""
+    stack.enter_context(patch.object(UnconfirmedAcknowledgements, "add", _add_nothing))
+
+
+def _add_nothing(_: UnconfirmedAcknowledgements, __: object) -> None: ...
+
+
+def owners_are_learned_once(stack: ExitStack) -> None:
+    """A consumer does not follow the placement after it has heard of it once."""
+    router_class: Any = Router
+    place = router_class._place
+
+    def place_once(router: Any) -> None:
+        if not router._owners.is_known:
+            place(router)
+
+    stack.enter_context(patch.object(Router, "_place", place_once))
+
+
+def former_owners_are_believed(stack: ExitStack) -> None:
+    """What a former owner of a queue still delivers is handed out, too."""
+
+    def served(holdings: Any, _: object, number: int) -> Any:
+        queue = holdings._queues.get(number)
+        return (None, {}, False) if queue is None else (queue, queue.lines, queue.recognises)
+
+    stack.enter_context(patch.object(Holdings, "_served", served))
+    stack.enter_context(patch.object(Link, "void", _void_nothing))
+
+
+def _void_nothing(_: Link, __: int) -> None: ...
+
+
+def gateways_confirm_what_they_sent(stack: ExitStack) -> None:
+    """A gateway confirms reports when it has passed them on."""
+    request = GatewaySession.request
+
+    def request_and_confirm(session: Any, link: Link) -> pb.SubscribeRequest | None:
+        passed = request(session, link)
+        for report in passed.reports if passed is not None else ():
+            saved = pb.Saved(queue=report.queue, epoch=report.epoch, number=report.number)
+            session._add(pb.SubscribeResponse(saved=[saved]))
+        return passed
+
+    stack.enter_context(patch.object(GatewaySession, "request", request_and_confirm))
+
+
+def gateways_report_to_the_owner_they_know(stack: ExitStack) -> None:
+    """A gateway passes reports of consumers that pull to the owner of its last view, also if that is older."""
+
+    async def owner_of_the_view(gateways: ClusterGateways, provider: str, report: pb.QueueReport, _: float) -> str:
+        return gateways.placements.owner(provider, report.queue).silo
+
+    stack.enter_context(patch.object(ClusterGateways, "_owner", owner_of_the_view))
+
+
+def bound_queues_go_at_once(stack: ExitStack) -> None:
+    """With mode bound, a queue goes to another member although the former one holds events of it."""
+    assign = QueueAssignment.assign
+
+    def assign_at_once(assignment: QueueAssignment, members: Any, here: Any, _: Any, now: float) -> list[int]:
+        return assign(assignment, members, here, (), now)
+
+    stack.enter_context(patch.object(QueueAssignment, "assign", assign_at_once))
+
+
+def broadcast_is_shared(stack: ExitStack) -> None:
+    """With mode broadcast, the consumers at a silo are one group."""
+    join = Consumers.join
+
+    async def join_shared(consumers: Any, definition: Any, consumer: str, *args: Any, **options: Any) -> Any:
+        names = [name for name in consumers._groups if name.startswith(f"{definition.name}~")]
+        if definition.mode is not Mode.BROADCAST or not names or args[1] is not None:
+            return await join(consumers, definition, consumer, *args, **options)
+        group = consumers._groups[names[0]]
+        options = {key: value for key, value in options.items() if value}
+        return AttachedConsumer(group, group.join(consumer, consumers.timeout(args[0]), **options))
+
+    stack.enter_context(patch.object(Consumers, "join", join_shared))
+
+
+def releases_are_tried_once(stack: ExitStack) -> None:
+    """A lease whose release failed is not released again, and is renewed for ever."""
+    begin = Membership.__init__
+
+    def begin_releasing_once(membership: Membership, store: Any, *args: Any, **options: Any) -> None:
+        releasing_once: Any = _ReleasesOnce(store)
+        begin(membership, releasing_once, *args, **options)
+
+    stack.enter_context(patch.object(Membership, "__init__", begin_releasing_once))
+
+
+class _ReleasesOnce:
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._released = set[tuple[str, int, int]]()
+
+    async def release(self, me: SiloRecord, held: Sequence[Lease]) -> None:
+        first = [lease for lease in held if (lease.provider, lease.queue, lease.epoch) not in self._released]
+        self._released.update((lease.provider, lease.queue, lease.epoch) for lease in first)
+        if first:
+            await self._store.release(me, first)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def the_time_of_leases_is_not_checked(stack: ExitStack) -> None:
+    """Only a timer ends a delivery whose lease is over. After a blocked event loop the timer is late."""
+    stack.enter_context(patch.object(Delivery, "lost", property(lambda delivery: delivery._lost)))
+
+
+def pulled_events_are_kept_for_ever(stack: ExitStack) -> None:
+    """Events that were pulled and not acknowledged stay in flight, and a consumer that does not call any more stays."""
+    begin = PullingGateway.__init__
+
+    def begin_without_timeout(pulling: Any, *args: Any) -> None:
+        begin(pulling, *args)
+        pulling._timeout_s = 1e9
+
+    stack.enter_context(patch.object(PullingGateway, "__init__", begin_without_timeout))
+
+
+def handled_before_the_handler_ends(stack: ExitStack) -> None:
+    """A client acknowledges a batch when its handler begins."""
+    handling_class: Any = RemoteHandling
+    step = handling_class._step
+
+    async def acknowledge_and_step(handling: RemoteHandling, batch: ReceivedBatch) -> None:
+        batch.holder.acknowledge(batch)
+        batch.state = TAKEN
+        await step(handling, batch)
+
+    stack.enter_context(patch.object(RemoteHandling, "_step", acknowledge_and_step))
+
+
+def confirmations_without_positions(stack: ExitStack) -> None:
+    """A client that keeps positions is told that its acknowledgements are saved, but not the position after them."""
+    stack.enter_context(patch.object(ConsumerSession, "_can_confirm", _confirm_always))
+
+
+def _confirm_always(_: ConsumerSession, __: int) -> bool:
+    return True
+
+
+def positions_leave_streams_out(stack: ExitStack) -> None:
+    """The position that a client keeps leaves out the streams that are behind."""
+
+    def furthest(checkpoint: Checkpoint) -> bytes:
+        return position_token(Checkpoint(checkpoint.next_offset))
+
+    stack.enter_context(patch.object(consumer_session, "position_token", furthest))
+
+
 BUGS: Mapping[str, Callable[[ExitStack], None]] = {
     "no fencing": no_fencing,
     "release before drain": release_before_drain,
@@ -310,6 +489,20 @@ BUGS: Mapping[str, Callable[[ExitStack], None]] = {
     "reports of an older generation count": reports_of_an_older_generation_count,
     "saved before the store has it": saved_before_the_store_has_it,
     "progress is saved rarely": progress_is_saved_rarely,
+    "reports of an older epoch count": reports_of_an_older_epoch_count,
+    "acknowledgements end with the session": acknowledgements_end_with_the_session,
+    "owners are learned once": owners_are_learned_once,
+    "former owners are believed": former_owners_are_believed,
+    "gateways confirm what they sent": gateways_confirm_what_they_sent,
+    "gateways report to the owner they know": gateways_report_to_the_owner_they_know,
+    "bound queues go at once": bound_queues_go_at_once,
+    "broadcast is shared": broadcast_is_shared,
+    "releases are tried once": releases_are_tried_once,
+    "the time of leases is not checked": the_time_of_leases_is_not_checked,
+    "pulled events are kept for ever": pulled_events_are_kept_for_ever,
+    "handled before the handler ends": handled_before_the_handler_ends,
+    "confirmations without positions": confirmations_without_positions,
+    "positions leave streams out": positions_leave_streams_out,
 }
 
 

@@ -35,6 +35,7 @@ from headrace import (
     Unavailable,
 )
 from headrace.agents import CacheLimits, Delivery, Edge, Group, HandlerService, Member
+from headrace.agents.delivery.assignment import DRAIN_S
 from headrace.balancer import Balancer, average, lease_count, ring
 from headrace.balancer.cluster_options import ClusterOptions
 from headrace.balancer.membership import Membership
@@ -71,7 +72,8 @@ PATIENT = RetryPolicy(max_attempts=1_000_000, max_elapsed_s=1e9, initial_delay_s
 HASTY = RetryPolicy(max_attempts=2, max_elapsed_s=1e9, initial_delay_s=0.05, max_delay_s=0.5)
 LIMITS = CacheLimits(max_events=1000, max_bytes=1 << 20)
 KINDS = (
-    "planned", "moves", "seeks", "drains", "clocks", "outages", "crashes", "pauses", "network", "answers", "everything",
+    "planned", "moves", "seeks", "drains", "clocks", "outages", "crashes", "pauses", "blocks", "network", "answers",
+    "everything",
 )  # fmt: skip
 REAL_STORE = 50
 """One of this many seeds runs on the real control store."""
@@ -81,6 +83,10 @@ CHECKPOINT_S = 1.0
 """Ten times the default, so that crashes find more unsaved progress."""
 LONGEST_S = 10_000.0
 """Longest simulated time of a cluster. A cluster that takes longer is stuck."""
+REFUSED = "release", "save_checkpoints", "leaving"
+"""Calls to the store that fail each time for a while."""
+STALL_S = 0.5 * TIMEOUT_S
+"""Longest time for which the event loop of a consumer is blocked. Its silos still wait for it."""
 CALL_S = 10.0
 """How long a silo waits for the answer of another one."""
 CLOCKS = 0.01
@@ -211,12 +217,16 @@ class Silo:
         self.congested = False
         self.answers_after_s = 0.0
         self.answered_late = 0
+        self.blocks_s = 0.0
+        """The next handler blocks the event loop for so long."""
         self.up = False
         self.drained = False
         """The silo was told to give its queues away and to take none again."""
         self.placements = ClusterPlacements()
         self.placements.join(name)
         self._methods: dict[str, CallHandler] = {}
+        self._sent_at: dict[tuple[str, int, str], float] = {}
+        """When a member of a bound group was sent events of a queue last."""
         self.connections: list[Connection] = []
         self.closing = asyncio.Event()
         self.leaving = asyncio.Event()
@@ -351,6 +361,8 @@ class Silo:
             if not self.machine.gone:
                 world.model.sends(subscription, queue, token.offset, (token.index,), self.epoch(queue), self.name)
                 world.model.hands_out(subscription, queue, token.offset, (token.index,), self)
+            if self.blocks_s:
+                await self._block()
             await asyncio.sleep(rng.choice((0, 0, 0.01, 0.3)) * rng.random())
             if rng.random() < 0.02:
                 raise FailedOnPurposeError
@@ -358,6 +370,14 @@ class Silo:
                 world.model.finishes(subscription, queue, token.offset, (token.index,), self)
 
         return handle
+
+    async def _block(self) -> None:
+        """Block the event loop: whatever happens meanwhile, this goes on first."""
+        seconds, self.blocks_s = self.blocks_s, 0.0
+        self.world.note(f"a handler blocks {self.name} for {seconds:.2f} s")
+        self.machine.pause()
+        self.world.later(seconds, self.machine.resume)
+        await asyncio.sleep(0)
 
     def sends(self, member: Member, delivered: DeliveredBatch) -> None:
         """To a member of a group."""
@@ -369,8 +389,20 @@ class Silo:
         delivery = one.deliveries.get(queue)
         if delivery is None or delivery.generation < self.world.model.generations[name]:
             return  # this silo has not heard of the seek
+        if one.definition.mode is Mode.BOUND:
+            self._check_bound(one.service, member, queue)
         indexes = range(delivered.batch.count) if delivered.indexes is None else delivered.indexes
         self.world.model.sends(name, queue, offset, indexes, self.epoch(queue), self.name)
+
+    def _check_bound(self, group: object, member: Member, queue: int) -> None:
+        """Only one member at a time has events of a queue, or a member keeps them for longer than it may."""
+        assert isinstance(group, Group)
+        now = asyncio.get_running_loop().time()
+        for other in group.members.values():
+            sent_at = self._sent_at.get((group.definition.name, queue, other.id), 0.0)
+            if other is not member and any(key[0] == queue for key in other.in_flight) and now - sent_at < DRAIN_S:
+                self.world.problem(f"{group.definition.name}: {other.id} and {member.id} have events of queue {queue}")
+        self._sent_at[group.definition.name, queue, member.id] = now
 
     # ---- calls of consumers and of other silos ---------------------------------------------------------------------
 
@@ -500,10 +532,12 @@ class SimulatedCluster(Simulation):
     def later(self, seconds: float, callback: Callable[[], Any]) -> None:
         self.loop.outside_at(self.now + seconds, callback)
 
-    def _comes_again(self, what: str, did: Did) -> None:
+    def _comes_again(self, what: str, did: Did, who: Any) -> None:
         """If processes were only killed, and connections lost, that was soon after the event was done: otherwise it was
-        saved."""
-        if self.kind not in ("planned", "moves", "crashes"):
+        saved. A consumer process never gets an event again that it has acknowledged."""
+        if did.who is who and getattr(who, "remembers", False):
+            self.problem(f"{what} comes again to the process that acknowledged it")
+        if self.kind not in ("planned", "moves", "crashes") or getattr(who, "keeps_positions", False):
             return
         gaps_s = [max(0.0, at - did.at) for at in self.losses if at >= did.sent_at]
         if not gaps_s:
@@ -670,8 +704,10 @@ class Incidents:
             world.store_s += by_s
         elif what == "short outage" and world.now < self._calm_until:
             pass  # two that follow one another are a long one
-        elif what in ("vanish", "break"):
+        elif what in ("vanish", "break", "stall"):
             self._consumers(what)
+        elif what == "block":
+            world.silos[name].blocks_s = self._duration(what)
         elif what == "seek":
             self._seek(world.silos[name])
         else:
@@ -719,6 +755,8 @@ class Incidents:
             consumer.vanish()
             name = f"{consumer.definition.name}-again-{next(self._numbers)}"
             world.consumers.append(consumer.heir(name))
+        elif what == "stall":
+            consumer.stall(STALL_S * self.rng.random())
         else:
             consumer.lose_connections()
 
@@ -738,6 +776,8 @@ class Incidents:
             silo.machine.pause()
         elif what == "cut off":
             silo.cut_off = True
+        elif what == "refused call":
+            world.weather.refuses = self.rng.choice(REFUSED)
         else:
             world.weather.outage = True
         await asyncio.sleep(seconds)
@@ -746,6 +786,8 @@ class Incidents:
             silo.machine.resume()
         elif what == "cut off":
             silo.cut_off = False
+        elif what == "refused call":
+            world.weather.refuses = ""
         else:
             world.weather.outage = False
 
@@ -784,7 +826,7 @@ class Incidents:
             await asyncio.wait(self._under_way)
         for silo in list(world.silos.values()):
             silo.machine.fuse = 0
-        world.weather.loss, world.weather.slow, world.weather.outage = 0.0, 0.0, False
+        world.weather.loss, world.weather.slow, world.weather.outage, world.weather.refuses = 0.0, 0.0, False, ""
         if all(silo.drained for silo in world.silos.values()):
             self._start()
         world.note("settle")
@@ -824,19 +866,20 @@ class Incidents:
 
 
 _HAPPENINGS: dict[str, Sequence[str]] = {
-    "planned": ("start", "leave", "wall clock"),
-    "moves": ("start", "drain", "drain", "drain", "short outage", "short outage"),
+    "planned": ("start", "leave", "leave", "wall clock", "stall"),
+    "moves": ("start", "drain", "drain", "drain", "short outage", "short outage", "refused call"),
     "seeks": ("start", "leave", "kill", "seek", "seek", "seek", "break"),
-    "drains": ("start", "drain", "drain", "drain", "outage", "outage"),
+    "drains": ("start", "drain", "drain", "drain", "outage", "outage", "refused call"),
     "clocks": ("start", "leave", "kill", "pause", "cut off", "store clock", "store clock", "store clock"),
     "outages": ("short outage", "short outage", "wall clock"),
     "crashes": ("start", "start", "start", "leave", "kill", "fuse", "fuse", "vanish", "break"),
     "pauses": ("start", "leave", "pause", "pause", "wall clock"),
+    "blocks": ("start", "leave", "block", "block", "stall"),
     "network": ("start", "leave", "cut off", "outage", "congestion", "congestion", "break"),
     "answers": ("start", "late answer", "late answer"),
     "everything": (
         "start", "start", "start", "leave", "kill", "fuse", "pause", "cut off", "outage", "vanish", "break",
-        "congestion", "late answer", "wall clock",
+        "congestion", "late answer", "wall clock", "block", "stall", "refused call",
     ),
 }  # fmt: skip
 
