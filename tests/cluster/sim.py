@@ -157,13 +157,16 @@ def _sweep(first: int, many: int) -> int:
 def _plant(cases: Sequence[Case]) -> int:
     """Markdown."""
     clusters = Counter(case[0] for case in cases)
-    print(f"| planted bug | of {len(cases):,} clusters | {' | '.join(clusters)} |")
-    print(f"| --- | {' | '.join('---:' for _ in range(1 + len(clusters)))} |")
-    missed = 0
+    print(f"| planted bug | first found by cluster | of {len(cases):,} clusters | {' | '.join(clusters)} |")
+    print(f"| --- | {' | '.join('---:' for _ in range(2 + len(clusters)))} |")
+    missed, numbers = 0, {case: number for number, case in enumerate(cases, 1)}
     for bug in BUGS:
-        found = Counter(str(one.case[0]) for one in _outcomes(cases, bug) if one.problems)
+        finders = [one.case for one in _outcomes(cases, bug) if one.problems]
+        found = Counter(str(case[0]) for case in finders)
+        first = min((numbers[case] for case in finders), default=0)
         missed += not found
-        print(f"| {bug} | {found.total():,} | {' | '.join(str(found[kind]) for kind in clusters)} |", flush=True)
+        counts = " | ".join(str(found[kind]) for kind in clusters)
+        print(f"| {bug} | {first or '-'} | {found.total():,} | {counts} |", flush=True)
     return 1 if missed else 0
 
 

@@ -32,7 +32,7 @@ FOUND_BY = {
     "done when handed out": ("planned", 1),
     "leaving is told once": ("everything", 1),
     "lease by the clock of the store": ("clocks", 3),
-    "taken unseen": ("everything", 45),
+    "taken unseen": ("network", 35),
     "death by the clock of the store": ("clocks", 1),
     "moves that do not wait": ("planned", 1),
     "release after a failed save": ("moves", 2),

@@ -54,6 +54,7 @@ class Deliveries(RuleBasedStateMachine):
         self.waiting: list[StreamCursor] = []
         if self.rewindable:
             self.catch_up(checkpoint.next_offset, whole=True)
+        self.seen = self.progress.changes, self.progress.position, self.progress.checkpoint()
         self.progress.join(self.main)
         self.read()
         self.serve()
@@ -69,11 +70,18 @@ class Deliveries(RuleBasedStateMachine):
 
     # ---- feeds -----------------------------------------------------------------------------------------------------
 
-    def read(self) -> None:
-        """The main feed reads the rest of the queue."""
-        first = self.main.cache.next_offset
-        self.progress.offer(self.main, self.main.cache.add(self.log[first:], len(self.log)))
+    def read(self, to: int | None = None) -> None:
+        """The main feed reads the queue up to this offset; None: to the end."""
+        first, end = self.main.cache.next_offset, len(self.log) if to is None else to
+        self.progress.offer(self.main, self.main.cache.add(self.log[first:end], end))
         self.progress.read_on(self.main)
+        for cursor in self.progress.cursors.values():
+            waits = cursor.state is CursorState.PARKED and cursor.feed is self.main
+            assert not (waits and end == len(self.log) and not self.undone(cursor.stream)), "nothing is left there"
+
+    @rule(data=st.data())
+    def read_some(self, data: st.DataObject) -> None:
+        self.read(data.draw(st.integers(self.main.cache.next_offset, len(self.log))))
 
     def catch_up(self, start: int, *, whole: bool = False) -> None:
         """Another feed reads from `start` to the end, for parked cursors; if `whole`, for all streams."""
@@ -98,12 +106,17 @@ class Deliveries(RuleBasedStateMachine):
         main = self.main.cache
         for cursor in self.progress.without_feed():
             if cursor.token.offset >= main.first_offset:
-                self.progress.adopt(cursor, self.main)
+                self.adopt(cursor)
         if behind := [cursor.token.offset for cursor in self.progress.without_feed()]:
             self.catch_up(min(behind))
         for cursor in self.progress.without_feed():
             if cursor.token.offset >= main.first_offset:
-                self.progress.adopt(cursor, self.main)
+                self.adopt(cursor)
+
+    def adopt(self, cursor: StreamCursor) -> None:
+        self.progress.adopt(cursor, self.main)
+        goes_on = cursor.state is not CursorState.PARKED or cursor.feed is self.main
+        assert goes_on or cursor.stream not in self.progress.cursors
 
     @precondition(lambda self: self.rewindable)
     @rule(data=st.data())
@@ -117,19 +130,31 @@ class Deliveries(RuleBasedStateMachine):
         self.main = Reader(data.draw(st.integers(self.progress.watermark, len(self.log))))
         if self.progress.base < self.main.cache.next_offset:
             self.catch_up(self.progress.base, whole=True)
+        if data.draw(st.booleans()):  # another delivery reads it already
+            self.main.cache.add(self.log[self.main.cache.next_offset :], len(self.log))
         self.progress.join(self.main)
-        self.read()
+        self.read(data.draw(st.integers(self.main.cache.next_offset, len(self.log))))
         self.serve()
 
     @rule(stream=st.sampled_from([*STREAMS, OTHER]), counts=st.lists(st.integers(1, 4), min_size=1, max_size=3))
     def publish(self, stream: StreamId, counts: Sequence[int]) -> None:
         for count in counts:
             self.log.append(EventBatch(stream, b"", count, len(self.log)))
-        self.read()
 
     @rule()
     def purge(self) -> None:
         self.main.cache.purge()
+
+    @precondition(lambda self: self.rewindable)
+    @rule(data=st.data())
+    def lose_the_beginning(self, data: st.DataObject) -> None:
+        """The queue drops batches that are behind in streams without a batch."""
+        offset = data.draw(st.integers(0, self.progress.position))
+        for cursor in self.progress.cursors.values():
+            if cursor.batch is None:
+                dropped = [(cursor.stream, *event) for event in self.undone(cursor.stream) if event[0] < offset]
+                self.done.update(dropped)
+        self.progress.skip(offset)
 
     @precondition(lambda self: self.rewindable and self.progress.cursors)
     @rule(data=st.data())
@@ -264,6 +289,7 @@ class Deliveries(RuleBasedStateMachine):
         for cursor in self.hands:
             self.progress.put_back(cursor)
         self.hands.clear()
+        self.read()
         for _ in range(sum(batch.count for batch in self.log) + 1):
             self.serve()
             while (cursor := self.progress.take()) is not None:
@@ -293,12 +319,34 @@ class Deliveries(RuleBasedStateMachine):
         assert self.progress.watermark <= min(needed, default=(len(self.log), 0))[0]
         live = [self.undone(stream)[0] for stream in STREAMS if self.undone(stream) and stream not in self.paused]
         assert self.progress.reached(len(self.log)) <= (not live)
+        if self.progress.position == len(self.log) and not live:
+            assert self.progress.reached(len(self.log))
+        for stream in STREAMS:
+            cursor = self.progress.cursors.get(stream)
+            if self.undone(stream) and (cursor is None or cursor.batch is None):
+                assert self.progress.oldest_unread <= self.undone(stream)[0][0]
+
+    @invariant()
+    def each_change_of_the_checkpoint_shows(self) -> None:
+        """Otherwise it would not be saved."""
+        seen = self.progress.changes, self.progress.position, self.progress.checkpoint()
+        assert seen[:2] != self.seen[:2] or seen[2] == self.seen[2]
+        self.seen = seen
+
+    @invariant()
+    def only_marks_that_count_are_kept(self) -> None:
+        for cursor in self.progress.cursors.values():
+            assert cursor.done is None or min(cursor.done) >= cursor.token.offset
+
+    @invariant()
+    def streams_that_are_not_selected_have_no_cursor(self) -> None:
+        assert OTHER not in self.progress.cursors
 
     @invariant()
     def each_undone_event_has_a_cursor_that_comes_to_it(self) -> None:
         for stream in STREAMS:
             cursor = self.progress.cursors.get(stream)
-            assert cursor is not None or not self.undone(stream)
+            assert cursor is not None or all(offset >= self.progress.position for offset, _ in self.undone(stream))
             if cursor is not None and cursor.state is CursorState.PARKED and cursor.feed is None:
                 assert cursor in self.asked, "the agent was asked for a feed"
             if cursor is not None and self.undone(stream):
