@@ -355,6 +355,7 @@ class Router:
             return False
         if isinstance(error, Busy) and (self._was_open if owner is None else owner.was_reached):
             return False
-        if isinstance(error, Fenced) and any(not each.is_open for each in self._links.present):
-            return False  # a session that is opening may have replaced this one
+        opens = any(not each.is_open for each in self._links.present)
+        if isinstance(error, Fenced) and opens and not self._stays_direct:
+            return False  # the session that is opening may have replaced this one: its silo is not known yet
         return link.is_open or not link.expected or self._stays_direct

@@ -17,7 +17,7 @@ from ..proto.v1 import consumer_pb2 as pb
 from ..proto.v1 import subscriptions_pb2
 from ..server.guard import ServiceCall
 from ..streams.background import end
-from ..streams.errors import Fenced, HeadraceError, Unavailable
+from ..streams.errors import HeadraceError, Unavailable
 from ..streams.frames import BATCHES, DeliveredBatch, element_frame, elements, split
 from .services.consumer_session import MAX_GAPS
 from .services.consumer_target import ConsumerTarget
@@ -142,8 +142,7 @@ class PullingGateway(LinkUser):
             self._error = Unavailable("the consumer left: pull again to come back")
             routing.result()
         except HeadraceError as error:
-            # The consumer's calls may reach one gateway after the other: then the last one has its sessions.
-            self._error = Unavailable(f"{error}: or pull again") if isinstance(error, Fenced) else error
+            self._error = error
             log.info("the sessions of consumer %r, which pulls, have ended: %s", self._consumer, error)
         finally:
             await end(routing)

@@ -134,7 +134,7 @@ class Connection:
         delay_s = self.latency_s * self.world.rng.random()
 
         def arrives() -> None:
-            if self.is_broken:
+            if self.is_broken or self.silo.gone:
                 return
             if self.is_cut_off():
                 self.world.later(WAIT_S, arrives)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from headrace import Event, HeadraceError, SubscriptionDefinition, Unavailable
+from headrace import Event, Fenced, HeadraceError, SubscriptionDefinition, Unavailable
 from headrace.client.consumer import Consumer
 from headrace.client.consuming_client import ConsumingClient
 from headrace.client.management import ManagementClient
@@ -334,7 +334,7 @@ class PullingConsumer(ConsumerProcess):
                 done = await self._process(client, pulled)
             except HeadraceError as error:
                 done = None
-                if not error.retryable:
+                if not (error.retryable or isinstance(error, Fenced)):  # the gateway before may still begin a session
                     self.world.problem(f"{self.name} was refused: {error}")
                 await asyncio.sleep(AGAIN_S)
 
@@ -342,7 +342,8 @@ class PullingConsumer(ConsumerProcess):
         """Process the batches. Return them if they are not acknowledged yet."""
         for batch in pulled:
             self._gets(batch.queue, batch.offset, batch.indexes, _generation(batch))
-        await asyncio.sleep(2 * self._pace_s * self.world.rng.random())
+        pace_s = 0.0 if self.world.settling else 2 * self._pace_s
+        await asyncio.sleep(pace_s * self.world.rng.random())
         for batch in pulled:
             if batch.state == TAKEN:
                 self._settle(batch)
