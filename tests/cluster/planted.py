@@ -20,13 +20,13 @@ from headrace.balancer.held_leases import HeldLeases
 from headrace.balancer.membership import Membership
 from headrace.balancer.sightings import Sightings
 from headrace.client.handling import RemoteHandling
-from headrace.client.holdings import Holdings
-from headrace.client.links import Link
+from headrace.client.holdings import ConsumerHoldings
+from headrace.client.links import SiloLink
 from headrace.client.received import TAKEN, ReceivedBatch
 from headrace.client.routing import Router
 from headrace.client.unconfirmed import UnconfirmedAcknowledgements
 from headrace.proto.v1 import consumer_pb2 as pb
-from headrace.silo.consumers import AttachedConsumer, Consumers
+from headrace.silo.consumer_groups import AttachedConsumer, ConsumerGroups
 from headrace.silo.gateway import ClusterGateways, GatewaySession
 from headrace.silo.gateway_pulls import PullingGateway
 from headrace.silo.services import consumer_session
@@ -344,18 +344,18 @@ def former_owners_are_believed(stack: ExitStack) -> None:
         queue = holdings._queues.get(number)
         return (None, {}, False) if queue is None else (queue, queue.lines, queue.recognises)
 
-    stack.enter_context(patch.object(Holdings, "_served", served))
-    stack.enter_context(patch.object(Link, "void", _void_nothing))
+    stack.enter_context(patch.object(ConsumerHoldings, "_served", served))
+    stack.enter_context(patch.object(SiloLink, "void", _void_nothing))
 
 
-def _void_nothing(_: Link, __: int) -> None: ...
+def _void_nothing(_: SiloLink, __: int) -> None: ...
 
 
 def gateways_confirm_what_they_sent(stack: ExitStack) -> None:
     """A gateway confirms reports when it has passed them on."""
     request = GatewaySession.request
 
-    def request_and_confirm(session: Any, link: Link) -> pb.SubscribeRequest | None:
+    def request_and_confirm(session: Any, link: SiloLink) -> pb.SubscribeRequest | None:
         passed = request(session, link)
         for report in passed.reports if passed is not None else ():
             saved = pb.Saved(queue=report.queue, epoch=report.epoch, number=report.number)
@@ -386,7 +386,7 @@ def bound_queues_go_at_once(stack: ExitStack) -> None:
 
 def broadcast_is_shared(stack: ExitStack) -> None:
     """With mode broadcast, the consumers at a silo are one group."""
-    join = Consumers.join
+    join = ConsumerGroups.join
 
     async def join_shared(consumers: Any, definition: Any, consumer: str, *args: Any, **options: Any) -> Any:
         names = [name for name in consumers._groups if name.startswith(f"{definition.name}~")]
@@ -396,7 +396,7 @@ def broadcast_is_shared(stack: ExitStack) -> None:
         options = {key: value for key, value in options.items() if value}
         return AttachedConsumer(group, group.join(consumer, consumers.timeout(args[0]), **options))
 
-    stack.enter_context(patch.object(Consumers, "join", join_shared))
+    stack.enter_context(patch.object(ConsumerGroups, "join", join_shared))
 
 
 def releases_are_tried_once(stack: ExitStack) -> None:

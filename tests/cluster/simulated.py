@@ -559,6 +559,9 @@ class SimulatedCluster(Simulation):
     def queue_of(self, stream: StreamId) -> int:
         return sum(stream.key.encode()) % self.queues
 
+    def queues_with(self, stream: StreamId) -> Sequence[int]:
+        return (self.queue_of(stream),)
+
     async def publish(self, stream: StreamId, events: int) -> None:
         queue, first = self.queue_of(stream), self.model.published[stream]
         payloads = [str(first + number).encode() for number in range(events)]
