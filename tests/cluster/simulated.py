@@ -175,6 +175,8 @@ class WatchedStore:
 class SimulatedHost(SubscriptionHost):
     """The silo's provider, as its services need it."""
 
+    origin = "simulated"
+
     def __init__(self, silo: "Silo", store: Any) -> None:
         world = silo.world
         options = ProviderOptions(name=PROVIDER, queues=world.queues, detach_after_s=0.25)
