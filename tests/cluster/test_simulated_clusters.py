@@ -45,7 +45,7 @@ FOUND_BY = {
     "former owners are believed": ("clocks", 9),
     "gateways confirm what they sent": ("planned", 1),
     "gateways report to the owner they know": ("moves", 5),
-    "bound queues go at once": ("network", 1),
+    "bound queues go at once": ("everything", 5),
     "broadcast is shared": ("outages", 2),
     "releases are tried once": ("moves", 6),
     "the time of leases is not checked": ("clocks", 6),
